@@ -1,0 +1,81 @@
+"""cairn: an engine that serves language models over very long contexts.
+
+The names below are imported when they are first used: `import cairn` alone loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cairn.errors import (
+        BadConfig,
+        BadModel,
+        BadRequest,
+        Busy,
+        CairnError,
+        EngineDead,
+        OutOfMemory,
+        TooLong,
+    )
+    from cairn.llm import LLM
+    from cairn.types import (
+        CompletionOutput,
+        FinishReason,
+        Logprob,
+        RequestOutput,
+        SamplingParams,
+        TokenLogprobs,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "cairn.llm",
+    "BadConfig": "cairn.errors",
+    "BadModel": "cairn.errors",
+    "BadRequest": "cairn.errors",
+    "Busy": "cairn.errors",
+    "CairnError": "cairn.errors",
+    "EngineDead": "cairn.errors",
+    "OutOfMemory": "cairn.errors",
+    "TooLong": "cairn.errors",
+    "CompletionOutput": "cairn.types",
+    "FinishReason": "cairn.types",
+    "Logprob": "cairn.types",
+    "RequestOutput": "cairn.types",
+    "SamplingParams": "cairn.types",
+    "TokenLogprobs": "cairn.types",
+}
+
+__all__ = [
+    "LLM",
+    "BadConfig",
+    "BadModel",
+    "BadRequest",
+    "Busy",
+    "CairnError",
+    "CompletionOutput",
+    "EngineDead",
+    "FinishReason",
+    "Logprob",
+    "OutOfMemory",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenLogprobs",
+    "TooLong",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cairn' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

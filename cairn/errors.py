@@ -1,0 +1,59 @@
+"""One tree of errors. A class knows its HTTP status, an instance may say what to do."""
+
+from __future__ import annotations
+
+
+class CairnError(Exception):
+    """Base of everything this engine raises on purpose.
+
+    Args:
+        message: what was wrong, with the offending value.
+        hint: what the user can do about it; appended to the text.
+    """
+
+    http_status = 500
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        self.message = message
+        self.hint = hint
+        super().__init__(f"{message}. {hint}" if hint else message)
+
+
+class BadRequest(CairnError, ValueError):
+    """A request that can never be served: out of range, contradictory or unknown."""
+
+    http_status = 400
+
+
+class TooLong(BadRequest):
+    """A prompt (with its output) that fits neither the model nor the page pool."""
+
+
+class Busy(CairnError):
+    """The engine is full for the moment; the same request may succeed later."""
+
+    http_status = 429
+
+
+class BadModel(CairnError, ValueError):
+    """A model folder that cannot be served: a config, a weight or a tokenizer that is wrong."""
+
+    http_status = 500
+
+
+class BadConfig(CairnError, ValueError):
+    """An engine option that is impossible for this model or machine."""
+
+
+class OutOfMemory(CairnError, MemoryError):
+    """The memory plan does not fit; the hint names the one option to change."""
+
+
+class InvariantError(CairnError, AssertionError):
+    """An internal bookkeeping rule was broken: a bug, never the user's fault."""
+
+
+class EngineDead(CairnError, RuntimeError):
+    """The engine stopped; no request can be served until it is started again."""
+
+    http_status = 503

@@ -1,0 +1,43 @@
+"""Unknown names are refused with the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from cairn.errors import BadRequest
+
+T = TypeVar("T", bound=type)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like `name`, or None when nothing is close."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise BadRequest for the first name in `given` that is not in `known`."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            close = nearest(name, known)
+            hint = f"Did you mean {close!r}?" if close else f"Known: {', '.join(sorted(known))}"
+            raise BadRequest(f"{owner} has no option {name!r}", hint)
+
+
+def checked_keywords(cls: T) -> T:
+    """Class decorator: an unknown keyword raises BadRequest with the nearest name."""
+    original: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    known = [n for n in inspect.signature(original).parameters if n != "self"]
+
+    @functools.wraps(original)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_unknown(cls.__name__, kwargs, known)
+        original(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls

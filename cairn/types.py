@@ -1,0 +1,258 @@
+"""What passes between the user and the engine: parameters, outputs, finish reasons.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from cairn.errors import BadRequest
+from cairn.names import checked_keywords
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """An end-of-sequence id, a stop id or a stop string was produced."""
+    LENGTH = "length"
+    """`max_tokens` or the model's context was reached."""
+    ABORT = "abort"
+    """The caller took the request back."""
+    ERROR = "error"
+    """The engine failed while it served the request."""
+
+
+@checked_keywords
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the tokens of one request. Raises BadRequest for a value out of range.
+
+    Attributes:
+        n: number of independent continuations, >= 1.
+        temperature: >= 0; 0 is greedy.
+        top_p: keep the smallest set of tokens whose mass reaches it, in (0, 1]; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens with at least this share of the most likely one's mass, in [0, 1].
+        seed: any 64-bit integer; the same seed gives the same draws in a batch and alone.
+        max_tokens: at most this many tokens are generated; None: as many as fit.
+        min_tokens: no stop id or stop string ends the output before this many tokens.
+        stop: strings that end the output (not part of the text).
+        stop_token_ids: ids that end the output (not part of the text).
+        ignore_eos: the model's end-of-sequence ids do not end the output.
+        logprobs: number of alternatives reported per generated token; 0: the chosen one only,
+            -1: the whole user vocabulary, None: nothing.
+        prompt_logprobs: the same for prompt tokens.
+        presence_penalty: subtracted once from every token already generated, in [-2, 2].
+        frequency_penalty: subtracted per occurrence among the generated tokens, in [-2, 2].
+        repetition_penalty: > 0; divides (or multiplies) the logits of tokens in prompt or output.
+        logit_bias: token id -> value added to its logit, in [-100, 100].
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        self._check_numbers()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        _integer("n", self.n, low=1)
+        _number("temperature", self.temperature, low=0.0)
+        _number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        _integer("top_k", self.top_k, low=-1)
+        _number("min_p", self.min_p, low=0.0, high=1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, low=1)
+        _integer("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadRequest(
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, low=-1)
+        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        _boolean("ignore_eos", self.ignore_eos)
+
+    def _check_lists(self) -> None:
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise BadRequest(f"stop must hold non-empty strings, not {text!r}")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, low=0)
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias token id", token, low=0)
+            _number(f"logit_bias[{token}]", bias, low=-100.0, high=100.0)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        """True when the choice depends on which tokens came before."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadRequest(f"{name} must be an integer, not {value!r}")
+    if value < low or (high is not None and value > high):
+        bounds = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise BadRequest(f"{name} must be {bounds}, not {value}")
+
+
+def _number(
+    name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadRequest(f"{name} must be a number, not {value!r}")
+    too_low = value <= low if open_low else value < low
+    if not math.isfinite(value) or too_low or value > high:
+        left = "(" if open_low else "["
+        right = f"{high:g}]" if math.isfinite(high) else "inf)"
+        raise BadRequest(f"{name} must be in {left}{low:g}, {right}, not {value}")
+
+
+def _boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise BadRequest(f"{name} must be True or False, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token over the user vocabulary.
+
+    Attributes:
+        logprob: natural logarithm.
+        rank: 1 for the most likely token.
+        decoded_token: its text, None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+class TokenLogprobs(Mapping[int, Logprob]):
+    """Alternatives at one position: token id -> Logprob, most likely first.
+
+    The chosen token is always among them. Entries are built when asked for: a whole vocabulary per
+    token stays three flat sequences.
+
+    Args:
+        ids: sequence or array of token ids; `values` and `ranks` run beside it.
+        decode: gives the text of a token id, None without a tokenizer.
+    """
+
+    __slots__ = ("_decode", "_ids", "_index", "_ranks", "_values")
+
+    def __init__(
+        self,
+        ids: Any,
+        values: Any,
+        ranks: Any,
+        decode: Callable[[int], str] | None = None,
+    ) -> None:
+        self._ids = ids
+        self._values = values
+        self._ranks = ranks
+        self._decode = decode
+        self._index: dict[int, int] | None = None
+
+    def __getitem__(self, token: int) -> Logprob:
+        if self._index is None:
+            self._index = {int(t): i for i, t in enumerate(self._ids)}
+        i = self._index[token]
+        text = self._decode(token) if self._decode is not None else None
+        return Logprob(float(self._values[i]), int(self._ranks[i]), text)
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(t) for t in self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation of a request.
+
+    Attributes:
+        index: 0 .. n-1.
+        text: the decoded output; empty without a tokenizer.
+        token_ids: user tokens only; a landmark is never among them.
+        cumulative_logprob: sum over the chosen tokens, None unless `logprobs` was asked for.
+        logprobs: one entry per generated token, None unless asked for.
+        finish_reason: "stop", "length", "abort" or "error"; None while running.
+        stop_reason: the stop string or stop id that ended it; None for end-of-sequence.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with its continuations.
+
+    Attributes:
+        request_id: the engine's name for it.
+        prompt: the text given, None for token prompts.
+        prompt_token_ids: user tokens of the prompt.
+        prompt_logprobs: one entry per prompt token, the first None; None unless asked for.
+        outputs: n continuations.
+        finished: all of them ended.
+        num_cached_tokens: prompt tokens taken from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int = 0
