@@ -1,0 +1,166 @@
+"""The ledger of pages: each is free, cached or owned, exactly once. The check and its report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cairn.cache.paged import Lease, PageCache
+from cairn.cache.radix import Node, RadixTree
+from cairn.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the check counted, in pages unless said.
+
+    Attributes:
+        num_pages: the pool.
+        free, cached, owned: claims found by walking the free list, the prefix tree and the leases.
+        evictable: cached pages that no lease locks.
+        leases, nodes: open leases, and nodes of the prefix tree besides its root.
+        leaked: page ids that nobody claims.
+        contested: page ids claimed more than once.
+        problems: one line for every broken rule, empty when all is well.
+    """
+
+    num_pages: int
+    free: int
+    cached: int
+    owned: int
+    evictable: int
+    leases: int
+    nodes: int
+    leaked: tuple[int, ...]
+    contested: tuple[int, ...]
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        counts = (
+            f"{self.num_pages} pages: {self.free} free, {self.cached} cached "
+            f"({self.evictable} evictable, {self.nodes} nodes), "
+            f"{self.owned} owned by {self.leases} leases"
+        )
+        return "; ".join((counts, *self.problems))
+
+
+def check(cache: PageCache, leases: Iterable[Lease]) -> Report:
+    """Verify the ledger and the prefix tree; a broken rule raises InvariantError with the report.
+
+    Args:
+        leases: every open lease. Walks everything: for tests, idle moments and debugging, not for
+            each step.
+    """
+    report = examine(cache, leases)
+    if report.problems:
+        raise InvariantError(str(report))
+    return report
+
+
+def examine(cache: PageCache, leases: Iterable[Lease]) -> Report:
+    """The same verification without raising: broken rules are listed in the report."""
+    leases = list(leases)
+    tree = cache.tree
+    nodes = _nodes(tree.root)
+    free = list(cache.allocator.free_pages)
+    cached = [page for node in nodes for page in node.pages]
+    owned = [page for lease in leases for page in lease.owned]
+    evictable = sum(len(node.pages) for node in nodes if not node.locked)
+    problems = _tree_problems(tree, nodes, leases)
+    for lease in leases:
+        problems += _lease_problems(lease)
+    for name, counted, kept in (
+        ("cached", len(cached), tree.num_cached),
+        ("evictable", evictable, tree.num_evictable),
+        ("owned", len(owned), cache.num_owned),
+    ):
+        if counted != kept:
+            problems.append(f"{counted} {name} pages, the counter says {kept}")
+    flagged = sum(cache.allocator.is_free(page) for page in range(cache.num_pages))
+    if flagged != len(free):
+        problems.append(f"{flagged} pages are marked free, the free list has {len(free)}")
+
+    claims: dict[int, int] = dict.fromkeys(range(cache.num_pages), 0)
+    for page in (*free, *cached, *owned):
+        claims[page] = claims.get(page, 0) + 1
+    leaked = tuple(page for page, n in claims.items() if n == 0)
+    contested = tuple(page for page, n in claims.items() if n > 1)
+    unknown = tuple(page for page in claims if not 0 <= page < cache.num_pages)
+    for name, pages in (("leaked", leaked), ("contested", contested), ("unknown", unknown)):
+        if pages:
+            problems.append(f"{name} pages {list(pages)}")
+    return Report(
+        num_pages=cache.num_pages,
+        free=len(free),
+        cached=len(cached),
+        owned=len(owned),
+        evictable=evictable,
+        leases=len(leases),
+        nodes=len(nodes),
+        leaked=leaked,
+        contested=contested,
+        problems=tuple(problems),
+    )
+
+
+def _nodes(root: Node) -> list[Node]:
+    """Every node below the root, parents first."""
+    nodes = [root]
+    for node in nodes:
+        nodes += node.children.values()
+    return nodes[1:]
+
+
+def _tree_problems(tree: RadixTree, nodes: list[Node], leases: list[Lease]) -> list[str]:
+    problems = []
+    ends = Counter(lease.node for lease in leases)
+    queued = tree.queued()
+    if not ends.keys() <= {tree.root, *nodes}:
+        problems.append("a lease ends at a node that is not in the tree")
+    for node in (tree.root, *nodes):
+        where = f"the node of pages {node.pages[:4]}"
+        if node.leases != ends[node]:
+            problems.append(f"{where} counts {node.leases} leases, {ends[node]} end there")
+        if node.locked != node.leases + sum(child.locked for child in node.children.values()):
+            problems.append(f"{where} has a wrong lock count {node.locked}")
+        for key, child in node.children.items():
+            if child.parent is not node or not child.keys or child.keys[0] != key:
+                problems.append(f"{where} has a child with a wrong parent or key")
+    for node in nodes:
+        where = f"the node of pages {node.pages[:4]}"
+        if len(node.keys) != len(node.pages) or len(node.keys[0]) != 4 * tree.tokens_per_page:
+            problems.append(f"{where} has {len(node.pages)} pages for {len(node.keys)} keys")
+        if (not node.children and not node.locked) != (node in queued):
+            problems.append(f"{where} is wrongly queued for eviction, or wrongly not")
+        problems += [f"{where} {text}" for text in _age_problems(node)]
+    return problems
+
+
+def _age_problems(node: Node) -> list[str]:
+    """Dates matter where eviction may come: a parent is never older than what continues it."""
+    if node.locked or not node.children:
+        return []
+    newest = max(child.last_use for child in node.children.values())
+    if newest > node.last_use:
+        return ["was used less recently than what continues it"]
+    if newest == node.last_use and len(node.children) == 1:
+        return ["should be merged with its only child"]
+    return []
+
+
+def _lease_problems(lease: Lease) -> list[str]:
+    """A lease's committed pages are the tree's on its path, or its own duplicates of them."""
+    if lease.closed:
+        return ["a closed lease is listed as open"]
+    path: list[int] = []
+    node: Node | None = lease.node
+    while node is not None:
+        path[:0] = node.pages
+        node = node.parent
+    if len(path) != lease.committed:
+        return [f"a lease with {lease.committed} committed pages ends {len(path)} pages deep"]
+    differing = [mine for mine, kept in zip(lease.pages, path, strict=False) if mine != kept]
+    if differing != lease.duplicates:
+        return [f"a lease's pages {differing} differ from the tree's, it owns {lease.duplicates}"]
+    return []

@@ -1,0 +1,136 @@
+"""The device memory of the pages: keys, values and summaries of every layer, by physical page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cairn.errors import OutOfMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSpec:
+    """What one layer stores for every page.
+
+    Attributes:
+        num_kv_heads: h_kv.
+        head_dim: d.
+        num_heads: h_q; only read where `bias` is set.
+        summary_heads: heads of the summary key (h_q or h_kv), 0 for a layer that stores none: one
+            without selection, or one whose summary is the landmark's own key, `k[:, :, -1]`.
+        bias: a float32 bias per page and query head is stored.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    num_heads: int = 0
+    summary_heads: int = 0
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bias and self.num_heads < 1:
+            raise ValueError("a summary bias needs num_heads, the number of query heads")
+
+    def key_shape(self, page_size: int) -> tuple[int, int, int]:
+        """Shape of one page's keys (and of its values): [h_kv, S, d]."""
+        return self.num_kv_heads, page_size, self.head_dim
+
+
+def bytes_per_page(specs: Sequence[CacheSpec], page_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one page takes over all layers."""
+    total = 0
+    for spec in specs:
+        total += 2 * math.prod(spec.key_shape(page_size)) * dtype.itemsize
+        total += spec.summary_heads * spec.head_dim * dtype.itemsize
+        total += spec.num_heads * torch.float32.itemsize if spec.bias else 0
+    return total
+
+
+class CachePools:
+    """One set of tensors per layer, allocated once and never moved.
+
+    Memory is not initialised: whoever reads a page must have written it, and a mask must not let a
+        NaN through.
+
+    Args:
+        specs: one per layer.
+        num_pages: physical pages.
+        page_size: slots in a page, S.
+        dtype: of keys, values and summary keys.
+
+    Attributes:
+        k, v: per layer [pages, h_kv, S, d].
+        summary_key: per layer [pages, h_R, d], None where nothing is stored.
+        summary_bias: per layer [pages, h_q] float32, None where nothing is stored.
+        nbytes: size of everything.
+
+    Raises OutOfMemory, naming the bytes asked for, when the device does not have them.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[CacheSpec],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.specs = tuple(specs)
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.nbytes = num_pages * bytes_per_page(specs, page_size, dtype)
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        self.summary_key: list[Tensor | None] = []
+        self.summary_bias: list[Tensor | None] = []
+        try:
+            for spec in self.specs:
+                self._add(spec, dtype, torch.device(device))
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise OutOfMemory(
+                f"{num_pages} pages of {page_size} slots need {self.nbytes} bytes on {device}",
+                "Lower the number of pages",
+            ) from error
+
+    def _add(self, spec: CacheSpec, dtype: torch.dtype, device: torch.device) -> None:
+        pages = self.num_pages
+        shape = (pages, *spec.key_shape(self.page_size))
+        self.k.append(torch.empty(shape, dtype=dtype, device=device))
+        self.v.append(torch.empty(shape, dtype=dtype, device=device))
+        key = (
+            torch.empty(pages, spec.summary_heads, spec.head_dim, dtype=dtype, device=device)
+            if spec.summary_heads
+            else None
+        )
+        bias = (
+            torch.empty(pages, spec.num_heads, dtype=torch.float32, device=device)
+            if spec.bias
+            else None
+        )
+        self.summary_key.append(key)
+        self.summary_bias.append(bias)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the pools."""
+        yield from self.k
+        yield from self.v
+        for optional in (*self.summary_key, *self.summary_bias):
+            if optional is not None:
+                yield optional
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """The CPU allocator and the CUDA driver report exhaustion as a plain RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return any(
+        sign in text
+        for sign in ("out of memory", "can't allocate memory", "size calculation overflow")
+    )

@@ -1,0 +1,311 @@
+"""A prefix tree over complete pages: which prefixes are cached, and in which physical pages.
+
+An edge holds a run of pages (path compression). A page is known by its user tokens, all of them
+compared, never by a hash alone. A lease ends at the end of an edge: where it would end inside one,
+the edge is split. So what a lease pins is exactly what it uses, and every cost but that of
+comparing tokens is counted in edges.
+
+The rules that hold between any two calls (checked by `cairn.cache.invariants`):
+- `node.locked` counts the leases that end at the node or below it, `node.leases` those that end
+  right there;
+- a page can be evicted if and only if `locked` of its node is 0, and then only from the tail of a
+  leaf;
+- `last_use` never grows from parent to child among unlocked nodes, so a leaf is always the least
+  recent of its path.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cairn.errors import BadRequest, InvariantError
+
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+"""User token ids: a list, an `array.array` or a numpy array; int32 needs no conversion."""
+
+
+def page_keys(tokens: Tokens, first: int, last: int, tokens_per_page: int) -> list[bytes]:
+    """Exact keys of pages first .. last - 1 of a sequence: the page's ids as native int32 bytes.
+
+    Raises BadRequest for an id that does not fit 32 bits.
+    """
+    run = tokens[first * tokens_per_page : last * tokens_per_page]
+    try:
+        if isinstance(run, np.ndarray):
+            narrow = run.astype(np.int32, copy=False)
+            if run.dtype != np.int32 and bool((narrow != run).any()):
+                raise OverflowError("token id")
+            data = narrow.tobytes()
+        else:
+            data = array("i", run).tobytes()
+    except OverflowError:
+        raise BadRequest("token ids must fit 32 bits") from None
+    size = 4 * tokens_per_page
+    return [data[i : i + size] for i in range(0, len(data), size)]
+
+
+class PageKeys:
+    """Keys of the first `count` pages of a sequence, converted in growing runs when asked for.
+
+    A lookup thus costs what it matches, not what the prompt is long.
+    """
+
+    def __init__(self, tokens: Tokens, count: int, tokens_per_page: int) -> None:
+        self._tokens = tokens
+        self._count = count
+        self._tokens_per_page = tokens_per_page
+        self._known: list[bytes] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, page: int) -> bytes:
+        known = self._known
+        if page >= len(known):
+            last = min(self._count, max(page + 1, 2 * len(known)))
+            known += page_keys(self._tokens, len(known), last, self._tokens_per_page)
+        return known[page]
+
+
+class Node:
+    """An edge of the tree together with the node at its end.
+
+    Attributes:
+        parent: None for the root and for a node that left the tree.
+        children: by the key of their first page.
+        keys, pages: the run of pages on the edge, token keys and physical ids; empty for the root
+            only.
+        leases: leases that end here.
+        locked: leases that end here or below.
+        last_use: the tree's clock when a lease through this node was last released.
+    """
+
+    __slots__ = ("children", "keys", "last_use", "leases", "locked", "pages", "parent")
+
+    def __init__(
+        self, parent: Node | None, keys: list[bytes], pages: list[int], last_use: int
+    ) -> None:
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.keys = keys
+        self.pages = pages
+        self.leases = 0
+        self.locked = 0
+        self.last_use = last_use
+
+
+class RadixTree:
+    """Prefix tree over pages of `tokens_per_page` tokens; owns its pages until `evict` gives them.
+
+    Attributes:
+        root: the empty prefix; never evicted.
+        num_cached: pages in the tree.
+        num_evictable: those of them that no lease locks.
+    """
+
+    def __init__(self, tokens_per_page: int) -> None:
+        self.tokens_per_page = tokens_per_page
+        self.root = Node(None, [], [], 0)
+        self.num_cached = 0
+        self.num_evictable = 0
+        self._clock = 0
+        self._heap: list[tuple[int, int, Node]] = []
+        self._pushed = 0
+        self._heap_limit = 64
+
+    def acquire(self, tokens: Tokens, max_pages: int) -> tuple[Node, list[int]]:
+        """Find and lock the longest cached prefix of complete pages, at most `max_pages` of them.
+
+        Returns the node where it ends (the root for no page) and its physical pages.
+        """
+        limit = max(0, min(len(tokens) // self.tokens_per_page, max_pages))
+        keys = PageKeys(tokens, limit, self.tokens_per_page)
+        node = self.root
+        pages: list[int] = []
+        while len(pages) < limit:
+            child = node.children.get(keys[len(pages)])
+            if child is None:
+                break
+            node = self._split(child, _shared(child.keys, keys, len(pages)))
+            pages += node.pages
+            if node is not child:
+                # Nothing can follow, and reading another key may raise, with the split not locked.
+                break
+        self._lock(node, None)
+        node.leases += 1
+        return node, pages
+
+    def extend(self, node: Node, keys: list[bytes], pages: list[int]) -> tuple[Node, list[int]]:
+        """Move a lease that ends at `node` down by the given pages, adding what the tree lacks.
+
+        Args:
+            node: where the lease ends; stands for all tokens before `keys`.
+            keys: keys of the next pages of the lease.
+            pages: their physical ids, one per key.
+
+        Returns the node where the lease ends now and the pages that the tree did not take, because
+        it holds equal ones already. Pages after those are still added below the equal ones: keys
+        and values of a page depend on the tokens up to its end only, so which copy stands above it
+        does not matter.
+        """
+        if not keys:
+            return node, []
+        start, done = node, 0
+        duplicates: list[int] = []
+        while done < len(keys):
+            child = node.children.get(keys[done])
+            if child is None:
+                child = Node(node, keys[done:], pages[done:], self._clock)
+                node.children[keys[done]] = child
+                self.num_cached += len(child.pages)
+                self.num_evictable += len(child.pages)
+                done = len(keys)
+            else:
+                child = self._split(child, _shared(child.keys, keys, done))
+                duplicates += pages[done : done + len(child.pages)]
+                done += len(child.pages)
+            node = child
+        self._lock(node, start)
+        node.leases += 1
+        start.leases -= 1
+        self._merge(start)
+        return node, duplicates
+
+    def release(self, node: Node) -> None:
+        """Unlock a lease that ends at `node` and mark its prefix as the most recently used.
+
+        Raises InvariantError when no lease ends there.
+        """
+        if node.leases == 0:
+            raise InvariantError("a lease was released twice")
+        node.leases -= 1
+        self._clock += 1
+        step: Node | None = node
+        while step is not None:
+            step.locked -= 1
+            step.last_use = self._clock
+            if step.locked == 0:
+                self.num_evictable += len(step.pages)
+            above = step.parent
+            self._merge(step)
+            step = above
+        self._offer(node)
+
+    def evict(self, count: int) -> list[int]:
+        """Give up to `count` unlocked pages: least recently used first, tails before heads."""
+        evicted: list[int] = []
+        while len(evicted) < count and self._heap:
+            entry = self._heap[0]
+            node = entry[2]
+            if not _current(entry):
+                heapq.heappop(self._heap)
+                continue
+            kept = max(0, len(node.pages) - (count - len(evicted)))
+            evicted += reversed(node.pages[kept:])
+            if kept:
+                del node.keys[kept:], node.pages[kept:]
+            else:
+                heapq.heappop(self._heap)
+                self._remove(node)
+        self.num_cached -= len(evicted)
+        self.num_evictable -= len(evicted)
+        return evicted
+
+    def queued(self) -> set[Node]:
+        """The leaves that `evict` would find, for the invariant check."""
+        return {entry[2] for entry in self._heap if _current(entry)}
+
+    def _lock(self, node: Node, until: Node | None) -> None:
+        """Count one more lease at `node` and at every ancestor below `until`."""
+        step: Node | None = node
+        while step is not until and step is not None:
+            if step.locked == 0:
+                self.num_evictable -= len(step.pages)
+            step.locked += 1
+            step = step.parent
+
+    def _split(self, node: Node, length: int) -> Node:
+        """The node that ends `length` pages into `node`'s edge; `node` stays the lower part."""
+        if length == len(node.pages):
+            return node
+        parent = _parent(node)
+        upper = Node(parent, node.keys[:length], node.pages[:length], node.last_use)
+        upper.locked = node.locked
+        parent.children[upper.keys[0]] = upper
+        del node.keys[:length], node.pages[:length]
+        upper.children[node.keys[0]] = node
+        node.parent = upper
+        return upper
+
+    def _merge(self, node: Node) -> None:
+        """Join `node` with its only child where nothing tells them apart; the child object stays.
+
+        An unlocked child that was used less recently stays apart, or the older date would drag
+        `node` with it.
+        """
+        parent = node.parent
+        if parent is None or node.leases or len(node.children) != 1:
+            return
+        (child,) = node.children.values()
+        if not child.locked and child.last_use != node.last_use:
+            return
+        # The upper lists are reused: adding one page must not copy the whole prefix.
+        node.keys += child.keys
+        node.pages += child.pages
+        child.keys, child.pages = node.keys, node.pages
+        child.parent = parent
+        parent.children[child.keys[0]] = child
+        _retire(node)
+
+    def _remove(self, node: Node) -> None:
+        """Take out an unlocked leaf; its parent may become one, or merge with its last child."""
+        parent = _parent(node)
+        del parent.children[node.keys[0]]
+        _retire(node)
+        self._merge(parent)
+        self._offer(parent)
+
+    def _offer(self, node: Node) -> None:
+        """Queue `node` for eviction if it is an unlocked leaf."""
+        if node.parent is None or node.children or node.locked:
+            return
+        self._pushed += 1
+        heapq.heappush(self._heap, (node.last_use, self._pushed, node))
+        if len(self._heap) > self._heap_limit:
+            self._heap = [entry for entry in self._heap if _current(entry)]
+            heapq.heapify(self._heap)
+            self._heap_limit = 64 + 2 * len(self._heap)
+
+
+def _shared(edge: list[bytes], keys: PageKeys | list[bytes], start: int) -> int:
+    """Length of the common head of `edge` and `keys[start:]`; their first keys are known equal."""
+    length = 1
+    top = min(len(edge), len(keys) - start)
+    while length < top and edge[length] == keys[start + length]:
+        length += 1
+    return length
+
+
+def _current(entry: tuple[int, int, Node]) -> bool:
+    """False for an entry to skip: its node was used since, is locked or is gone."""
+    last_use, _, node = entry
+    return node.last_use == last_use and node.locked == 0 and node.parent is not None
+
+
+def _parent(node: Node) -> Node:
+    if node.parent is None:
+        raise InvariantError("the root of the prefix tree was split or evicted")
+    return node.parent
+
+
+def _retire(node: Node) -> None:
+    """Empty a node that left the tree: a stale reference must not pass for a live one."""
+    node.parent = None
+    node.children = {}
+    node.keys = []
+    node.pages = []
