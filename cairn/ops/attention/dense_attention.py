@@ -1,0 +1,203 @@
+"""Causal attention over the whole paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.attention import paging
+from cairn.ops.attention import tiles as tiling
+from cairn.ops.attention.merge_state_v2 import merge_state_v2
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def dense_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of every token over slots 0 .. slot of its row, block of keys by block of keys.
+
+    Args:
+        q: [T, h_q, d].
+        k_cache, v_cache: [pages, h_kv, S, d]; query head h reads KV head h // (h_q // h_kv).
+        row, slot: [T] int64. Slots 0 .. slot of the row are written.
+        page_table: [rows, max_pages] int32, logical to physical page.
+        scale: of the dot products; None: d ** -0.5.
+        mask_landmarks: the last slot of every page is no key.
+    Returns:
+        (o [T, h_q, d], lse [T, h_q]) float32; a token without a visible key has o = 0, lse = -inf.
+    """
+    _, heads, size, dim = k_cache.shape
+    o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    bytes_per_page = 4 * heads * size * dim
+    pages = 1 + int(slot.max()) // size if slot.numel() else 0
+    width = max(1, min(pages, paging.BLOCK_BYTES // bytes_per_page))
+    for begin in range(0, pages, width):
+        tokens = (slot >= begin * size).nonzero()[:, 0]
+        page = tokens.new_tensor([begin])
+        for at in tokens.split(paging.tokens_per_block(width * bytes_per_page, q.shape[0])):
+            part = paging.attend_span(
+                *(q[at], k_cache, v_cache, row[at], None, slot[at], page_table, page),
+                *(width, scale, mask_landmarks),
+            )
+            o[at], lse[at] = merge_state_v2.reference(o[at], lse[at], *part)
+    return o, lse
+
+
+def _accepts(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+) -> bool:
+    return tiling.worthwhile(q, k_cache, row)
+
+
+@dense_attention.implementation("tiled", devices=("cpu",), when=_accepts)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    tokens, query_heads, dim = q.shape
+    _, heads, page_size, _ = k_cache.shape
+    size = tiling.tile_size(page_size, query_heads // heads, tokens, 1024)
+    found = tiling.cut(row, slot, size)
+    if found is None:
+        return dense_attention.reference(
+            q, k_cache, v_cache, row, slot, page_table, scale, mask_landmarks
+        )
+    tiles, rest = found
+    # One line more than tokens takes what empty cells of the tiles compute.
+    out = q.new_empty(tokens + 1, query_heads, dim, dtype=torch.float32)
+    lse = q.new_empty(tokens + 1, query_heads, dtype=torch.float32)
+    # Tiles of like length stand together, so that a block of tiles has few idle steps.
+    order = tiles.start.argsort(descending=True)
+    for at in order.split(max(1, 2048 // size)) if order.numel() else ():
+        _run_tiles(
+            q, k_cache, v_cache, tiles.take(at), page_table, scale, mask_landmarks, out, lse
+        )
+    if rest.numel():
+        out[rest], lse[rest] = dense_attention.reference(
+            q[rest], k_cache, v_cache, row[rest], slot[rest], page_table, scale, mask_landmarks
+        )
+    return out[:tokens], lse[:tokens]
+
+
+def _run_tiles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tiles: tiling.Tiles,
+    page_table: Tensor,
+    scale: float | None,
+    mask_landmarks: bool,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend tiles (longest first) over their own pages, then backwards; write out and lse."""
+    _, heads, page_size, dim = k_cache.shape
+    count, size = tiles.grid.shape
+    index = tiling.cells(tiles.grid, heads)
+    query = tiling.queries(q, index, heads)
+    group = out.shape[1] // heads
+
+    slots = torch.arange(size)
+    hidden = slots > slots.unsqueeze(1)
+    mask = tiling.additive(hidden, q.dtype).repeat_interleave(group, dim=0)[None, None]
+    o, part = _span(
+        *(query, k_cache, v_cache, tiles, page_table, tiles.start),
+        *(size, mask, scale, mask_landmarks),
+    )
+    o = o.float()
+    pages = max(1, paging.BLOCK_BYTES // (4 * heads * page_size * dim * count))
+    width = page_size * max(size // page_size, min(pages, 1024 // page_size))
+    for far in range(width, int(tiles.start[0]) + width, width):
+        active = int((tiles.start > far - width).sum())
+        lines = slice(0, active * heads)
+        begin = tiles.start[:active] - far
+        o[lines], part[lines] = merge_state_v2.reference(
+            o[lines],
+            part[lines],
+            *_span(
+                *(query[lines], k_cache, v_cache, tiles.take(slice(0, active)), page_table),
+                *(begin, width, None, scale, mask_landmarks),
+            ),
+        )
+    flat = index.reshape(-1)
+    out.view(-1, group * dim).index_copy_(0, flat, o.reshape(-1, group * dim))
+    lse.view(-1, group).index_copy_(0, flat, part.reshape(-1, group))
+
+
+def _span(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tiles: tiling.Tiles,
+    page_table: Tensor,
+    begin: Tensor,
+    length: int,
+    mask: Tensor | None,
+    scale: float | None,
+    mask_landmarks: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the tiles over slots begin .. begin + length - 1, those below 0 left out."""
+    _, heads, page_size, dim = k_cache.shape
+    logical = (begin // page_size).unsqueeze(1) + torch.arange(length // page_size)
+    logical = logical.clamp(min=0, max=page_table.shape[1] - 1)
+    pages = page_table[tiles.row.unsqueeze(1), logical].long()
+    key = begin.unsqueeze(1) + torch.arange(length)
+    absent = (key < 0) | (key > tiles.last.unsqueeze(1))
+    if mask_landmarks:
+        absent |= paging.is_landmark(key, page_size)
+    if bool(absent.any()):
+        hidden = tiling.additive(absent, query.dtype).repeat_interleave(heads, dim=0)
+        keys_only = hidden[:, None, None]
+        mask = keys_only if mask is None else mask + keys_only
+    k, v = (
+        paging.gather_pages(cache, pages).masked_fill_(absent[:, None, :, None], 0)
+        for cache in (k_cache, v_cache)
+    )
+    shape = (-1, 1, length, dim)
+    return tiling.flash(query, k.view(shape), v.view(shape), mask, scale)
+
+
+dense_attention.tolerance(
+    {torch.bfloat16: (1.6e-2, 1e-2)},
+    "the flash kernel rounds probabilities and o to bfloat16, the definition stays in float32",
+)
+
+
+@dense_attention.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        for size, heads, group in ((8, 2, 4), (16, 1, 1), (4, 3, 2)):
+            lengths, counts = (75, 3, 140, 9), (60, 3, 30, 2)
+            paged = make.paged(lengths, heads, size, 16, dtype=dtype)
+            row, slot, _ = paged.queries(counts)
+            q = make.randn(sum(counts), heads * group, 16, dtype=dtype)
+            given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table)
+            yield make.args(*given)
+            yield make.args(*given, scale=0.5, mask_landmarks=True)
+            few = (q[-3:], paged.k_cache, paged.v_cache, row[-3:], slot[-3:], paged.page_table)
+            yield make.args(*few, mask_landmarks=True)
+            none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
+            yield make.args(*none)

@@ -1,0 +1,118 @@
+"""What the attention ops share: gathering pages, and attention over a gathered span."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 8 << 20
+"""Budget for one temporary tensor; loops over blocks keep to it whatever the context."""
+
+
+def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
+    """Copy pages side by side.
+
+    Args:
+        cache: [pages, h_kv, S, d].
+        pages: [N, n] int64, physical ids.
+    Returns:
+        [N, h_kv, n * S, d], new memory.
+    """
+    _, heads, size, dim = cache.shape
+    count, width = pages.shape
+    if not cache.is_contiguous():
+        return cache[pages].transpose(1, 2).reshape(count, heads, width * size, dim)
+    lines = (pages * heads).unsqueeze(1)
+    if heads > 1:
+        lines = lines + torch.arange(heads, device=pages.device).unsqueeze(1)
+    # index_select copies whole lines; indexing with a tensor goes element by element.
+    taken = cache.view(-1, size * dim).index_select(0, lines.reshape(-1))
+    return taken.view(count, heads, width * size, dim)
+
+
+def is_landmark(slot: Tensor, page_size: int) -> Tensor:
+    """Whether a slot is the last of its page (bool, the shape of `slot`)."""
+    return slot % page_size == page_size - 1
+
+
+def clear(values: Tensor, hidden: Tensor) -> None:
+    """Zero the lines of values [n, h, L, d] (contiguous) where hidden [n, L], whatever they hold."""
+    if values.is_cuda:
+        values.masked_fill_(hidden[:, None, :, None], 0)
+        return
+    # Few lines are hidden; the CPU fills them one by one far faster than through a mask.
+    count, heads, length, dim = values.shape
+    lines = hidden.unsqueeze(1).expand(count, heads, length).reshape(-1).nonzero()[:, 0]
+    values.view(-1, dim).index_fill_(0, lines, 0)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of every token over keys of its own, in float32.
+
+    Args:
+        q: [n, h_q, d].
+        k, v: [n, h_kv, L, d]; v is overwritten where hidden.
+        hidden: [n, L] bool: keys that do not exist for the token, whatever their memory holds.
+        scale: of the dot products; None: d ** -0.5.
+    Returns:
+        (o [n, h_q, d], lse [n, h_q]) float32; with every key hidden o = 0 and lse = -inf.
+    """
+    count, heads, length, dim = k.shape
+    lines, group = count * heads, q.shape[1] // heads
+    query = q.float() * (dim**-0.5 if scale is None else scale)
+    keys = k.view(lines, length, dim).float()
+    scores = torch.bmm(query.reshape(lines, group, dim), keys.transpose(1, 2))
+    scores.view(count, heads * group, length).masked_fill_(hidden.unsqueeze(1), -torch.inf)
+    clear(v, hidden)
+    # The clamp makes exp(-inf - -inf) exp(-inf), and 0 / 0 nought.
+    tiny = torch.finfo(torch.float32)
+    top = scores.amax(dim=-1, keepdim=True).clamp_(min=tiny.min)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    o = torch.bmm(weights, v.view(lines, length, dim).float()).div_(total.clamp(min=tiny.tiny))
+    return o.view(q.shape), top.add_(total.log_()).view(q.shape[:2])
+
+
+def attend_span(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    first: Tensor | None,
+    slot: Tensor,
+    page_table: Tensor,
+    page: Tensor,
+    width: int,
+    scale: float | None,
+    mask_landmarks: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention of every token over slots first .. slot, as far as they lie in `width` pages.
+
+    Args:
+        q: [n, h_q, d]; k_cache, v_cache: [pages, h_kv, S, d]; row, slot: [n] int64.
+        first: [n] int64, first visible slot; None: no bound.
+        page_table: [rows, max_pages] int32.
+        page: [n] or [1] int64, the logical page (>= 0) at which the span starts.
+        width: pages in the span.
+        scale: None: d ** -0.5.
+        mask_landmarks: hide the last slot of every page.
+    Returns:
+        (o [n, h_q, d], lse [n, h_q]) float32.
+    """
+    size = k_cache.shape[2]
+    logical = page.unsqueeze(1) + torch.arange(width, device=slot.device)
+    pages = page_table[row.unsqueeze(1), logical.clamp(max=page_table.shape[1] - 1)].long()
+    key = (page * size).unsqueeze(1) + torch.arange(width * size, device=slot.device)
+    hidden = key > slot.unsqueeze(1)
+    if first is not None:
+        hidden |= key < first.unsqueeze(1)
+    if mask_landmarks:
+        hidden[:, size - 1 :: size] = True
+    return attend(q, gather_pages(k_cache, pages), gather_pages(v_cache, pages), hidden, scale)
+
+
+def tokens_per_block(bytes_per_token: int, tokens: int) -> int:
+    """How many tokens fit the budget, at least 1 and at most `tokens` (but 1 when there are none)."""
+    return max(1, min(tokens, BLOCK_BYTES // max(bytes_per_token, 1)))

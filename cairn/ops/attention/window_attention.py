@@ -1,0 +1,208 @@
+"""Attention over a sliding window of the paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.attention import paging
+from cairn.ops.attention import tiles as tiling
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def window_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of every token over its last slots.
+
+    A token at slot s sees slots max(lo, 0) .. s, lo = s - window + 1, or with `aligned` that slot's
+    page start, S * floor((s - window + 1) / S) (the window of a HiLS layer).
+
+    Args:
+        q: [T, h_q, d].
+        k_cache, v_cache: [pages, h_kv, S, d]; query head h reads KV head h // (h_q // h_kv).
+        row, slot: [T] int64. Slots 0 .. slot of the row are written.
+        page_table: [rows, max_pages] int32, logical to physical page.
+        window: slots, >= 1.
+        scale: of the dot products; None: d ** -0.5.
+        aligned: start the window at a page.
+        mask_landmarks: the last slot of every page is no key.
+    Returns:
+        (o [T, h_q, d], lse [T, h_q]) float32; a token without a visible key has o = 0, lse = -inf.
+    """
+    _, heads, size, dim = k_cache.shape
+    first = slot - (window - 1)
+    if aligned:
+        first = first // size * size
+    page = first.clamp(min=0) // size
+    width = min((window + size - 2) // size + 1, page_table.shape[1])
+    block = paging.tokens_per_block(4 * heads * dim * width * size, q.shape[0])
+    parts = [
+        paging.attend_span(
+            *(query, k_cache, v_cache, in_row, low, high, page_table, begin),
+            *(width, scale, mask_landmarks),
+        )
+        for query, in_row, low, high, begin in zip(
+            *(x.split(block) for x in (q, row, first, slot, page)), strict=True
+        )
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def _accepts(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+) -> bool:
+    # With a window of 1 a landmark may see nothing, which the flash kernel reports differently.
+    return tiling.worthwhile(q, k_cache, row) and (aligned or window > 1)
+
+
+@window_attention.implementation("tiled", devices=("cpu",), when=_accepts)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    tokens, query_heads, dim = q.shape
+    _, heads, page_size, _ = k_cache.shape
+    size = tiling.tile_size(page_size, query_heads // heads, tokens, 512)
+    found = tiling.cut(row, slot, size)
+    if found is None:
+        return window_attention.reference(
+            *(q, k_cache, v_cache, row, slot, page_table),
+            *(window, scale, aligned, mask_landmarks),
+        )
+    tiles, rest = found
+    # One line more than tokens takes what empty cells of the tiles compute.
+    out = q.new_empty(tokens + 1, query_heads, dim, dtype=torch.float32)
+    lse = q.new_empty(tokens + 1, query_heads, dtype=torch.float32)
+    if tiles.row.numel():
+        back = min(-((1 - window) // page_size), int(tiles.start.max()) // page_size)
+        hidden = _hidden(size, back, page_size, window, aligned, mask_landmarks)
+        mask = tiling.additive(hidden, q.dtype).repeat_interleave(query_heads // heads, dim=0)
+        keys = back * page_size + size
+        step = paging.tokens_per_block(heads * keys * dim * q.element_size(), tiles.row.numel())
+        early = tiles.start < back * page_size
+        for which in (early.nonzero()[:, 0], (~early).nonzero()[:, 0]):
+            for at in which.split(step) if which.numel() else ():
+                _run_tiles(
+                    *(q, k_cache, v_cache, tiles.take(at), page_table, back),
+                    *(mask, scale, mask_landmarks, out, lse),
+                )
+    if rest.numel():
+        out[rest], lse[rest] = window_attention.reference(
+            *(q[rest], k_cache, v_cache, row[rest], slot[rest], page_table),
+            *(window, scale, aligned, mask_landmarks),
+        )
+    return out[:tokens], lse[:tokens]
+
+
+def _hidden(
+    size: int, back: int, page_size: int, window: int, aligned: bool, mask_landmarks: bool
+) -> Tensor:
+    """[size, L] bool: which keys of a tile's span its queries do not see; the same in every tile."""
+    query = torch.arange(size).unsqueeze(1)
+    key = torch.arange(-back * page_size, size)
+    first = query - (window - 1)
+    if aligned:
+        first = first // page_size * page_size
+    hidden = (key > query) | (key < first)
+    return hidden | paging.is_landmark(key, page_size) if mask_landmarks else hidden
+
+
+def _run_tiles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tiles: tiling.Tiles,
+    page_table: Tensor,
+    back: int,
+    mask: Tensor,
+    scale: float | None,
+    mask_landmarks: bool,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend the tiles' queries over their pages and `back` pages before; write out and lse."""
+    _, heads, page_size, dim = k_cache.shape
+    count, size = tiles.grid.shape
+    start = tiles.start - back * page_size
+    length = back * page_size + size
+    logical = (start // page_size).unsqueeze(1) + torch.arange(length // page_size)
+    logical = logical.clamp(min=0, max=page_table.shape[1] - 1)
+    pages = page_table[tiles.row.unsqueeze(1), logical].long()
+    key = start.unsqueeze(1) + torch.arange(length)
+    absent = (key < 0) | (key > tiles.last.unsqueeze(1))
+    k, v = (
+        paging.gather_pages(cache, pages).masked_fill_(absent[:, None, :, None], 0)
+        for cache in (k_cache, v_cache)
+    )
+    if mask_landmarks:
+        k[:, :, page_size - 1 :: page_size] = 0
+        v[:, :, page_size - 1 :: page_size] = 0
+    shape = (count * heads, 1, length, dim)
+    seen = mask.view(1, 1, *mask.shape)
+    if int(start.min()) < 0:
+        before = tiling.additive(key < 0, q.dtype).repeat_interleave(heads, dim=0)
+        seen = seen + before[:, None, None]
+    index = tiling.cells(tiles.grid, heads)
+    o, part = tiling.flash(
+        tiling.queries(q, index, heads), k.view(shape), v.view(shape), seen, scale
+    )
+    flat = index.reshape(-1)
+    group = out.shape[1] // heads
+    out.view(-1, group * dim).index_copy_(0, flat, o.float().reshape(-1, group * dim))
+    lse.view(-1, group).index_copy_(0, flat, part.reshape(-1, group))
+
+
+window_attention.tolerance(
+    {torch.bfloat16: (1.6e-2, 1e-2)},
+    "the flash kernel rounds probabilities and o to bfloat16, the definition stays in float32",
+)
+
+
+@window_attention.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        for size, heads, group, window in ((8, 2, 4, 20), (16, 1, 1, 16), (4, 3, 2, 1)):
+            lengths, counts = (75, 3, 40, 9), (60, 3, 1, 2)
+            paged = make.paged(lengths, heads, size, 16, dtype=dtype)
+            row, slot, _ = paged.queries(counts)
+            q = make.randn(sum(counts), heads * group, 16, dtype=dtype)
+            given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table, window)
+            for aligned in (False, True):
+                for mask in (False, True):
+                    yield make.args(*given, aligned=aligned, mask_landmarks=mask)
+            yield make.args(*given, scale=0.5)
+            few = (q[-3:], paged.k_cache, paged.v_cache, row[-3:], slot[-3:], paged.page_table)
+            yield make.args(*few, window, aligned=True, mask_landmarks=True)
+            none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
+            yield make.args(*none, window)

@@ -1,0 +1,33 @@
+"""Pages and window together: the output of a HiLS layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def blend_window(
+    o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """o_pages + window_weight * o_window, rounded once.
+
+    Args:
+        o_pages, o_window: [T, h_q, d] float32.
+        window_weight: [T, h_q] float32.
+        dtype: of the result.
+    Returns:
+        [T, h_q, d].
+    """
+    return torch.addcmul(o_pages, window_weight.unsqueeze(-1), o_window).to(dtype)
+
+
+@blend_window.cases
+def _(make: Make) -> Cases:
+    pages, window, weight = make.randn(3, 4, 16), make.randn(3, 4, 16), make.rand(3, 4)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield make.args(pages, window, weight, dtype)
+    yield make.args(pages[:0], window[:0], weight[:0], torch.float32)

@@ -1,0 +1,215 @@
+"""Attention inside the selected pages, each page on its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.attention import paging
+from cairn.ops.attention.tiles import flash
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+_TILE_ROWS = (1024, 256, 64)
+"""Query rows (queries x G) of the page-major tiles: the flash kernel likes them large."""
+
+
+@op
+def page_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """o = sum over selected pages j of w_j A_j, A_j the softmax attention inside page j.
+
+    The last slot of a page is no key.
+
+    Args:
+        q: [T, h_q, d].
+        k_cache, v_cache: [pages, h_kv, S, d]; query head h reads KV head h // (h_q // h_kv).
+        row: [T] int64.
+        page_table: [rows, max_pages] int32, logical to physical page.
+        indices: [T, h_kv, K] int32, logical pages; a negative one is no page.
+        weights: [T, h_q, K] float32, in the order of `indices`.
+        scale: of the dot products; None: d ** -0.5.
+    Returns:
+        [T, h_q, d] float32.
+    """
+    heads, size, dim = k_cache.shape[1:]
+    topk = indices.shape[-1]
+    factor = dim**-0.5 if scale is None else scale
+    head = torch.arange(heads, device=q.device).unsqueeze(1)
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    block = paging.tokens_per_block(16 * heads * topk * size * dim, q.shape[0])
+    for begin in range(0, q.shape[0], block):
+        at = slice(begin, begin + block)
+        logical = indices[at]
+        none = logical < 0
+        pages = page_table[row[at, None, None], logical.clamp(min=0).long()].long()
+        k = _gather(k_cache, pages, head).view(-1, topk * size, dim)
+        v = _gather(v_cache, pages, head)
+        query = (q[at].float() * factor).view(k.shape[0], -1, dim)
+        scores = torch.bmm(query, k.float().transpose(1, 2)).unflatten(-1, (topk, size))
+        scores[..., -1] = -torch.inf
+        v[:, :, -1] = 0
+        p = torch.softmax(scores, dim=-1)
+        p *= weights[at].view(*p.shape[:3], 1)
+        if bool(none.any()):
+            none = none.view(-1, 1, topk, 1)
+            p.masked_fill_(none, 0)
+            v.masked_fill_(none.view(-1, topk, 1, 1), 0)
+        out[at] = torch.bmm(p.flatten(2), v.view_as(k).float()).view(-1, *q.shape[1:])
+    return out
+
+
+def _gather(cache: Tensor, pages: Tensor, head: Tensor) -> Tensor:
+    """The page in each of K places, of its KV head: pages [T, h_kv, K] -> [T * h_kv, K, S, d]."""
+    _, heads, size, dim = cache.shape
+    if not cache.is_contiguous():
+        return cache[pages, head].flatten(0, 1)
+    lines = cache.view(-1, size * dim).index_select(0, (pages * heads + head).view(-1))
+    return lines.view(-1, pages.shape[-1], size, dim)
+
+
+def _shared(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> bool:
+    """Whether pages are likely to be selected by several tokens."""
+    return (
+        q.shape[0] > 32
+        and k_cache.shape[2] > 1
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+        and q.dtype == k_cache.dtype
+    )
+
+
+@page_attention.implementation("page_major", devices=("cpu",), when=_shared)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    tokens, query_heads, dim = q.shape
+    _, heads, size, _ = k_cache.shape
+    group, topk = query_heads // heads, indices.shape[-1]
+    # A request is a (token, KV head, place); sorted by (physical page, KV head).
+    flat = indices.flatten()
+    request = (flat >= 0).nonzero()[:, 0]
+    query = request // topk
+    page = page_table[row[query // heads], flat[request].long()].long()
+    line, order = (page * heads + query % heads).sort()
+    query = query[order]
+    weight = weights.view(tokens, heads, group, topk).transpose(2, 3).reshape(-1, group)
+    weight = weight.index_select(0, request[order])
+    # One line more than queries takes what empty places of the tiles compute.
+    out = q.new_zeros(tokens * heads + 1, group * dim, dtype=torch.float32)
+    lines, counts = torch.unique_consecutive(line, return_counts=True)
+    start = counts.cumsum(0) - counts
+    for rows in _TILE_ROWS:
+        places = max(1, rows // group)
+        full = counts // places
+        if rows == _TILE_ROWS[-1]:
+            full = full + (counts % places > 0)
+        tile = torch.repeat_interleave(full)
+        rank = torch.arange(tile.numel()) - (full.cumsum(0) - full)[tile]
+        first = start[tile] + rank * places
+        filled = (counts[tile] - rank * places).clamp(max=places)
+        step = paging.tokens_per_block(4 * places * group * dim, tile.numel())
+        for begin in range(0, tile.numel(), step):
+            at = slice(begin, begin + step)
+            _run_tiles(
+                *(q, k_cache, v_cache, lines[tile[at]], first[at], filled[at]),
+                *(query, weight, places, scale, out),
+            )
+        start = start + full * places
+        counts = (counts - full * places).clamp(min=0)
+    return out[:-1].view(tokens, query_heads, dim)
+
+
+def _run_tiles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    line: Tensor,
+    first: Tensor,
+    filled: Tensor,
+    query: Tensor,
+    weight: Tensor,
+    places: int,
+    scale: float | None,
+    out: Tensor,
+) -> None:
+    """Add to `out` the requests first .. first + filled - 1 of every tile, all on one page."""
+    _, heads, size, dim = k_cache.shape
+    count = line.numel()
+    place = torch.arange(places)
+    position = (first.unsqueeze(1) + place).clamp(max=query.numel() - 1).flatten()
+    asked = query.index_select(0, position)
+    wanted = q.reshape(q.shape[0] * heads, -1).index_select(0, asked).view(count, 1, -1, dim)
+    k, v = (
+        cache.view(-1, size * dim).index_select(0, line).view(count, 1, size, dim)
+        for cache in (k_cache, v_cache)
+    )
+    k[:, :, -1] = 0
+    v[:, :, -1] = 0
+    # All S slots and a mask: the kernel is faster on a round number of keys.
+    mask = torch.zeros(1, 1, 1, size, dtype=q.dtype)
+    mask[..., -1] = -torch.inf
+    o, _ = flash(wanted, k, v, mask, scale)
+    o = o.float().view(count * places, -1, dim)
+    o.mul_(weight.index_select(0, position).unsqueeze(-1))
+    target = torch.where(place < filled.unsqueeze(1), asked.view(count, places), out.shape[0] - 1)
+    out.index_add_(0, target.flatten(), o.view(count * places, -1))
+
+
+page_attention.tolerance(
+    {torch.bfloat16: (1.6e-2, 1e-2)},
+    "the flash kernel rounds probabilities and A_j to bfloat16, the definition stays in float32",
+)
+
+
+@page_attention.cases
+def _(make: Make) -> Cases:
+    for dtype, size, heads, group in (
+        (torch.float32, 8, 2, 4),
+        (torch.bfloat16, 16, 1, 8),
+        (torch.float32, 4, 3, 1),
+    ):
+        lengths, counts = (75, 9, 90), (50, 0, 30)
+        paged = make.paged(lengths, heads, size, 16, dtype=dtype)
+        paged.k_cache[:, :, -1] = torch.nan
+        row, slot, _ = paged.queries(counts)
+        indices = torch.full((row.numel(), heads, 5), -1, dtype=torch.int32, device=row.device)
+        for token, last in enumerate((slot // size).tolist()):
+            chosen = min(last, token % 6)
+            for head in range(heads):
+                picked = make.randint(0, 1 << 30, last).argsort()[:chosen].sort().values
+                indices[token, head, :chosen] = picked
+        weights = make.rand(row.numel(), heads * group, 5)
+        q = make.randn(row.numel(), heads * group, 16, dtype=dtype)
+        caches = (paged.k_cache, paged.v_cache)
+        yield make.args(q, *caches, row, paged.page_table, indices, weights)
+        some = slice(40, 43)
+        given = (row[some], paged.page_table, indices[some], weights[some])
+        yield make.args(q[some], *caches, *given, 0.4)
+        none = torch.full_like(indices, -1)
+        yield make.args(q, *caches, row, paged.page_table, none, weights)
+        yield make.args(q[:0], *caches, row[:0], paged.page_table, none[:0], weights[:0])

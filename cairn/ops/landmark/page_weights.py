@@ -1,0 +1,47 @@
+"""How much each selected page, and the window, counts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def page_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over the selected pages' scores, the window's lse and, with softmax1, a zero.
+
+    Args:
+        scores: [T, h, K] float32, -inf where no page is selected.
+        lse: [T, h] float32, -inf for an empty window.
+        softmax1: add a logit 0 whose share is lost.
+    Returns:
+        (weights [T, h, K], window_weight [T, h]) float32; all 0 where nothing is left to weigh.
+    """
+    logits = [scores, lse.unsqueeze(-1)]
+    if softmax1:
+        logits.append(torch.zeros_like(logits[1]))
+    joined = torch.cat(logits, dim=-1)
+    weights = torch.softmax(joined, dim=-1)
+    if not softmax1:
+        empty = (joined == -torch.inf).all(dim=-1, keepdim=True)
+        weights = weights.masked_fill_(empty, 0.0)
+    topk = scores.shape[-1]
+    return weights[..., :topk].contiguous(), weights[..., topk].contiguous()
+
+
+@page_weights.cases
+def _(make: Make) -> Cases:
+    scores, lse = make.randn(5, 4, 6, scale=5.0), make.randn(5, 4, scale=5.0)
+    scores[0, :, 2:] = -torch.inf
+    scores[1] = -torch.inf
+    scores[2] = -torch.inf
+    lse[2] = -torch.inf
+    lse[3, 1] = -torch.inf
+    scores[4, 0], lse[4, 0] = -200.0, -190.0
+    for softmax1 in (False, True):
+        yield make.args(scores, lse, softmax1)
+        yield make.args(scores[:0], lse[:0], softmax1)
+        yield make.args(scores[..., :1], lse, softmax1)

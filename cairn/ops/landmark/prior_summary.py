@@ -1,0 +1,59 @@
+"""The summary of a page, pooled by its landmark's query."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.attention import paging
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def prior_summary(
+    query: Tensor, k_cache: Tensor, pages: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Pool the keys of complete pages, slot S - 1 left out (HiLS-Attention, the prior query).
+
+    p = softmax over slots of scale * query . k;  key = sum p k;  bias = -sum p ln p.
+
+    Args:
+        query: [N, h_q, d], one query per page and head.
+        k_cache: [pages, h_kv, S, d].
+        pages: [N] int64, physical ids.
+        scale: None: d ** -0.5.
+    Returns:
+        (key [N, h_q, d] in the cache's dtype, bias [N, h_q] float32, in [0, ln(S - 1)]).
+    """
+    _, heads, size, dim = k_cache.shape
+    key = torch.empty(query.shape, dtype=k_cache.dtype, device=query.device)
+    bias = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    block = paging.tokens_per_block(4 * heads * size * dim, pages.numel())
+    for begin in range(0, pages.numel(), block):
+        at = slice(begin, begin + block)
+        k = paging.gather_pages(k_cache, pages[at].unsqueeze(1))[:, :, :-1].float()
+        k = k.reshape(-1, size - 1, dim)
+        wanted = query[at].float() * (dim**-0.5 if scale is None else scale)
+        scores = torch.bmm(wanted.reshape(k.shape[0], -1, dim), k.transpose(1, 2))
+        logs = torch.log_softmax(scores, dim=-1)
+        p = logs.exp()
+        key[at] = torch.bmm(p, k).view_as(wanted)
+        bias[at] = -p.mul_(logs).sum(dim=-1).view(wanted.shape[:2])
+    return key, bias
+
+
+@prior_summary.cases
+def _(make: Make) -> Cases:
+    for dtype, size, heads, group in (
+        (torch.float32, 8, 2, 4),
+        (torch.bfloat16, 16, 3, 1),
+        (torch.float32, 2, 1, 2),
+    ):
+        cache = make.randn(9, heads, size, 16, dtype=dtype)
+        cache[:, :, -1] = torch.nan
+        query = make.randn(4, heads * group, 16, dtype=dtype, scale=3.0)
+        pages = make.tensor([7, 0, 3, 8], torch.int64)
+        yield make.args(query, cache, pages)
+        yield make.args(query[:1], cache, pages[:1], 0.7)
+        yield make.args(query[:0], cache, pages[:0])

@@ -1,0 +1,36 @@
+"""Residual addition and root mean square normalisation in one pass over the row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op(mutates=("input", "residual"))
+def fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    """residual becomes s = input + residual; input becomes rmsnorm(s). Both in place.
+
+    The sum is taken in float32 and the norm sees it before it is rounded to residual's dtype.
+
+    Args:
+        input, residual: [..., H], same dtype.
+        weight: [H], input's dtype or float32.
+    """
+    total = input.float() + residual.float()
+    residual.copy_(total)
+    scale = torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + eps)
+    input.copy_(total * scale * weight.float())
+
+
+@fused_add_rmsnorm.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.randn(7, 96), make.randn(7, 96), make.randn(96))
+    yield make.args(make.randn(0, 16), make.randn(0, 16), make.randn(16))
+    half = torch.bfloat16
+    x, residual = make.randn(3, 65, dtype=half), make.randn(3, 65, dtype=half)
+    yield make.args(x, residual, make.randn(65, dtype=half), eps=1e-5)
+    x, residual = make.randn(4, 128, dtype=half)[:, :64], make.randn(4, 64, dtype=half)
+    yield make.args(x, residual, make.randn(64))

@@ -1,0 +1,467 @@
+"""Every op is a plain PyTorch definition; faster implementations register themselves to it.
+
+    @op
+    def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
+        "SwiGLU gate ..."
+        return ...
+
+    @silu_and_mul.implementation("triton", devices=("cuda",))
+    def _(input: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+    @silu_and_mul.cases
+    def _(make: Make) -> Cases: yield make.args(make.randn(7, 192))
+
+A call goes to the implementation forced by CAIRN_OPS, else to the first one registered whose
+device, dtype and `when` accept the arguments, else to the definition (named "reference"). A forced
+implementation whose dtype or `when` refuses a call leaves it to the definition. The same choice
+stands behind `torch.ops.cairn.NAME`, which torch.compile, fake tensors and dispatch modes see; an
+eager call skips the dispatcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
+
+import torch
+from torch import Tensor
+
+from cairn.errors import BadConfig
+from cairn.names import nearest
+
+if TYPE_CHECKING:
+    from cairn.ops.testing import Arguments, Make
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+Tolerance = tuple[float, float]
+
+REFERENCE = "reference"
+VARIABLE = "CAIRN_OPS"
+_is_compiling = torch.compiler.is_compiling
+_active_modes = torch._C._len_torch_dispatch_stack
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op, and what it accepts.
+
+    Attributes:
+        name: unique within the op.
+        function: same parameters as the definition.
+        devices: device types it runs on.
+        dtypes: dtypes accepted for the first floating-point tensor argument; None: any.
+        when: called with the op's arguments; False refuses them (by shape). None: always.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...] | None = None
+    when: Callable[..., bool] | None = None
+
+    @property
+    def conditional(self) -> bool:
+        """Whether the choice needs a look at the arguments beyond their device."""
+        return self.dtypes is not None or self.when is not None
+
+    def accepts(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether dtype and `when` accept the arguments (the device is the caller's business)."""
+        if self.dtypes is not None:
+            given = [*args, *kwargs.values()]
+            floating = (v for v in given if isinstance(v, Tensor) and v.is_floating_point())
+            first = next(floating, None)
+            if first is not None and first.dtype not in self.dtypes:
+                return False
+        return self.when is None or self.when(*args, **kwargs)
+
+
+class Op(Generic[P, R]):
+    """A public function with a definition, implementations, cases and a registered form.
+
+    `out` rule: where the definition has a parameter `out`, an implementation may write it and
+    return it, or ignore it; in the second case the result is copied to `out` here. The registered
+    forms are `cairn::NAME` (no `out`) and `cairn::NAME_out` (mutates `out`, returns nothing).
+    """
+
+    def __init__(self, definition: Callable[P, R], mutates: Iterable[str] = ()) -> None:
+        self.name = definition.__name__
+        self.reference = definition
+        self.mutates = tuple(mutates)
+        self.family = definition.__module__.rpartition(".")[0].rpartition(".")[2]
+        self.implementations: dict[str, Implementation] = {}
+        self.case_source: Callable[[Make], Iterable[Arguments | Tensor]] | None = None
+        self.tolerances: dict[torch.dtype, Tolerance] = {}
+        self.tolerance_reason = ""
+        self._fake: Callable[..., Any] = definition
+        self._chosen: dict[str, tuple[Implementation, ...]] = {}
+        self.__doc__ = definition.__doc__
+        self.__name__ = definition.__name__
+        self.__qualname__ = definition.__qualname__
+        self.__module__ = definition.__module__
+        self.__wrapped__ = definition
+        self.__signature__ = signature = inspect.signature(definition)
+        self._parameters = list(signature.parameters)
+        self._out = self._parameters.index("out") if "out" in self._parameters else None
+        self._register(signature)
+
+    def __repr__(self) -> str:
+        return f"<op cairn::{self.name}>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the chosen implementation; raises TypeError for arguments that do not fit."""
+        if _is_compiling() or _active_modes():
+            return self._dispatch(args, kwargs)
+        position = self._key
+        key = args[position] if len(args) > position else kwargs.get(self._key_name)
+        if type(key) not in _PLAIN_TENSORS:
+            if isinstance(key, Tensor):
+                return self._dispatch(args, kwargs)
+            return self.reference(*args, **kwargs)
+        chosen = self._select(cast(Tensor, key), args, kwargs)
+        if self._out is None:
+            return cast(R, chosen.function(*args, **kwargs))
+        return cast(R, self._with_out(chosen.function, args, kwargs))
+
+    def using(self, name: str) -> Callable[P, R]:
+        """One implementation by name ("reference": the definition). Raises BadConfig if unknown."""
+        function = self._named(name).function
+        if self._out is None:
+            return function
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return cast(R, self._with_out(function, args, kwargs))
+
+        return call
+
+    def choice(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        """Name of the implementation that a call with these arguments would run."""
+        key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
+        return self._select(cast(Tensor, key), args, kwargs).name
+
+    def candidates(self, device: str) -> tuple[Implementation, ...]:
+        """What is tried for tensors on a device type, in order; the last one accepts anything."""
+        forced = _forced.get(self.name, _forced.get("*"))
+        if forced is not None:
+            implementation = self._named(forced)
+            if device not in implementation.devices and forced != REFERENCE:
+                runs_on = ", ".join(implementation.devices)
+                raise BadConfig(
+                    f"{VARIABLE} forces {self.name}={forced}, which runs on {runs_on}, not {device}"
+                )
+            if not implementation.conditional:
+                return (implementation,)
+            return (implementation, self._named(REFERENCE))
+        fitting = [i for i in self.implementations.values() if device in i.devices]
+        for position, implementation in enumerate(fitting):
+            if not implementation.conditional:
+                return tuple(fitting[: position + 1])
+        return (*fitting, self._named(REFERENCE))
+
+    def _select(self, key: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Implementation:
+        device = key.device.type
+        candidates = self._chosen.get(device)
+        if candidates is None:
+            candidates = self._chosen[device] = self.candidates(device)
+        for implementation in candidates[:-1]:
+            if implementation.accepts(args, kwargs):
+                return implementation
+        return candidates[-1]
+
+    def _named(self, name: str) -> Implementation:
+        if name == REFERENCE:
+            return Implementation(REFERENCE, self.reference, ("cpu", "cuda"))
+        try:
+            return self.implementations[name]
+        except KeyError:
+            known = [*self.implementations, REFERENCE]
+            raise _unknown(f"op {self.name} has no implementation {name!r}", name, known) from None
+
+    def _split_out(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
+        position = cast(int, self._out)
+        if len(args) > position:
+            return (*args[:position], *args[position + 1 :]), kwargs, args[position]
+        rest = {name: value for name, value in kwargs.items() if name != "out"}
+        return tuple(args), rest, kwargs.get("out")
+
+    def _with_out(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        result = function(*args, **kwargs)
+        position = cast(int, self._out)
+        out = args[position] if len(args) > position else kwargs.get("out")
+        if out is None or result is out:
+            return result
+        if out.shape != result.shape:
+            raise ValueError(
+                f"{self.name}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}"
+            )
+        return out.copy_(result)
+
+    def _register(self, signature: inspect.Signature) -> None:
+        if self.name in _ops:
+            raise ValueError(f"op {self.name} is already defined in {_ops[self.name].__module__}")
+        self._library: Any = torch.library.Library("cairn", "FRAGMENT")
+        parameters = [p for p in signature.parameters.values() if p.name != "out"]
+        plain = signature.replace(parameters=parameters)
+        arguments = self._define(self.name, plain, self.mutates, self._run)
+        names = [a.name for a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
+        if not names:
+            raise TypeError(f"op {self.name} takes no tensor")
+        self._key_name = names[0]
+        self._key = self._parameters.index(self._key_name)
+        self.registered = getattr(torch.ops.cairn, self.name).default
+        self.registered_out: Any = None
+        if self._out is not None:
+            out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Tensor)
+            into = signature.replace(parameters=[*parameters, out], return_annotation=None)
+            self._define(f"{self.name}_out", into, (*self.mutates, "out"), self._run_out)
+            self.registered_out = getattr(torch.ops.cairn, f"{self.name}_out").default
+        _ops[self.name] = self
+
+    def _define(
+        self,
+        name: str,
+        signature: inspect.Signature,
+        mutates: Sequence[str],
+        kernel: Callable[..., Any],
+    ) -> list[Any]:
+        """Define cairn::name with this signature and return its schema's arguments."""
+        code = cast(types.FunctionType, self.reference)
+        prototype = types.FunctionType(code.__code__, code.__globals__, name)
+        prototype.__signature__ = signature  # type: ignore[attr-defined]
+        schema = torch.library.infer_schema(prototype, mutates_args=mutates, op_name=name)
+        self._library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        self._library.impl(name, kernel, "CompositeExplicitAutograd")
+        parsed = torch._C.parse_schema(schema)
+        fake = self._run_fake if parsed.returns else _nothing
+        torch.library.register_fake(f"cairn::{name}", fake, lib=self._library)
+        return list(parsed.arguments)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
+        return self._select(key, args, kwargs).function(*args, **kwargs)
+
+    def _run_out(self, *args: Any, out: Tensor, **kwargs: Any) -> None:
+        position = cast(int, self._out)
+        named = dict(zip(self._parameters[position + 1 :], args[position:], strict=False))
+        args, kwargs = args[:position], {**kwargs, **named, "out": out}
+        key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
+        self._with_out(self._select(key, args, kwargs).function, args, kwargs)
+
+    def _run_fake(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fake(*args, **kwargs)
+
+    def _dispatch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> R:
+        if self._out is None:
+            return cast(R, self.registered(*args, **kwargs))
+        args, kwargs, out = self._split_out(args, kwargs)
+        if out is None:
+            return cast(R, self.registered(*args, **kwargs))
+        self.registered_out(*args, out=out, **kwargs)
+        return cast(R, out)
+
+    def unregister(self) -> None:
+        """Take the op out of the registry and of torch.ops (for ops that tests define)."""
+        del _ops[self.name]
+        self._library._destroy()
+
+    def implementation(
+        self,
+        name: str,
+        devices: Sequence[str] = ("cpu", "cuda"),
+        dtypes: Sequence[torch.dtype] | None = None,
+        when: Callable[..., bool] | None = None,
+    ) -> Callable[[F], F]:
+        """Decorator: register a faster way. Earlier registrations are preferred.
+
+        Args:
+            name: unique within the op, not "reference".
+            devices: device types it runs on.
+            dtypes: accepted dtypes of the first floating-point tensor argument; None: any.
+            when: called with the op's arguments; False passes them on to the next candidate.
+        Raises:
+            ValueError: for a name already taken, or parameters that differ from the definition's.
+        """
+
+        def register(function: F) -> F:
+            if name == REFERENCE or name in self.implementations:
+                raise ValueError(f"op {self.name} already has an implementation {name!r}")
+            parameters = list(inspect.signature(function).parameters)
+            if parameters != self._parameters:
+                raise ValueError(
+                    f"{self.name}, implementation {name!r}: parameters {parameters} differ from "
+                    f"the definition's {self._parameters}"
+                )
+            accepted = None if dtypes is None else tuple(dtypes)
+            self.implementations[name] = Implementation(
+                name, function, tuple(devices), accepted, when
+            )
+            self._chosen.clear()
+            return function
+
+        return register
+
+    def fake(self, function: F) -> F:
+        """Decorator: state the outputs' shapes where the definition depends on data.
+
+        Called with the op's arguments less `out`. Not needed for ops that return nothing, nor
+        where the definition runs under fake tensors.
+        """
+        self._fake = function
+        return function
+
+    def cases(
+        self, source: Callable[[Make], Iterable[Arguments | Tensor]]
+    ) -> Callable[[Make], Iterable[Arguments | Tensor]]:
+        """Decorator: the generator of argument bundles that every implementation is tested on."""
+        self.case_source = source
+        return source
+
+    def tolerance(self, by_dtype: dict[torch.dtype, Tolerance], reason: str) -> None:
+        """Override the one table (cairn.ops.testing.TOLERANCES) for this op, with the reason.
+
+        Args:
+            by_dtype: coarsest floating dtype of a case -> (rtol, atol) of all its outputs.
+            reason: why the table's numbers do not fit this op.
+        """
+        if not reason:
+            raise ValueError(f"op {self.name}: a tolerance of its own needs a reason")
+        self.tolerances = dict(by_dtype)
+        self.tolerance_reason = reason
+
+
+@overload
+def op(definition: Callable[P, R], /) -> Op[P, R]: ...
+@overload
+def op(*, mutates: Sequence[str] = ()) -> Callable[[Callable[P, R]], Op[P, R]]: ...
+def op(
+    definition: Callable[P, R] | None = None, /, *, mutates: Sequence[str] = ()
+) -> Op[P, R] | Callable[[Callable[P, R]], Op[P, R]]:
+    """Make a definition an op: `@op`, or `@op(mutates=("k_cache",))` when it changes arguments.
+
+    The definition's annotations give the schema (torch.library.infer_schema), so they must be
+    Tensor, numbers, bool, str, dtype, device, lists of these or None; results may not alias
+    arguments. Raises ValueError for a name that is taken or a signature without a schema.
+    """
+    if definition is not None:
+        return Op(definition)
+    return lambda function: Op(function, mutates)
+
+
+_ops: dict[str, Op[..., Any]] = {}
+
+
+def all_ops() -> list[Op[..., Any]]:
+    """Every op imported so far, by family, then name."""
+    return sorted(_ops.values(), key=lambda o: (o.family, o.name))
+
+
+@dataclass(frozen=True)
+class ImplementationRow:
+    """An implementation as `cairn ops` prints it; `conditional`: dtype or shape may refuse it."""
+
+    name: str
+    devices: tuple[str, ...]
+    conditional: bool
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """A line of `cairn ops`. `chosen`: device type -> names in the order they are tried in."""
+
+    family: str
+    op: str
+    implementations: tuple[ImplementationRow, ...]
+    chosen: dict[str, tuple[str, ...]]
+
+
+def table(devices: Sequence[str] = ("cpu", "cuda")) -> list[OpRow]:
+    """Ops, their implementations and the choice for each device type, CAIRN_OPS included.
+
+    A forced implementation that cannot run on a device leaves its tuple empty there.
+    """
+
+    def names(entry: Op[..., Any], device: str) -> tuple[str, ...]:
+        try:
+            return tuple(i.name for i in entry.candidates(device))
+        except BadConfig:
+            return ()
+
+    return [
+        OpRow(
+            entry.family,
+            entry.name,
+            tuple(
+                ImplementationRow(i.name, i.devices, i.conditional)
+                for i in entry.implementations.values()
+            ),
+            {device: names(entry, device) for device in devices},
+        )
+        for entry in all_ops()
+    ]
+
+
+def check_forced() -> None:
+    """Raise BadConfig, with the nearest known name, if CAIRN_OPS names no such op or choice."""
+    for name, implementation in _forced.items():
+        if name != "*" and name not in _ops:
+            raise _unknown(f"{VARIABLE} names no op {name!r}", name, _ops)
+        if name != "*":
+            _ops[name]._named(implementation)
+
+
+@contextlib.contextmanager
+def force(choices: str) -> Iterator[None]:
+    """Within the block, choose as CAIRN_OPS=choices would, in the whole process."""
+    before = dict(_forced)
+    try:
+        _set_forced(_parse(choices))
+        check_forced()
+        yield
+    finally:
+        _set_forced(before)
+
+
+def _parse(choices: str) -> dict[str, str]:
+    """Op name -> implementation name; "*" stands for every op not named."""
+    forced: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in choices.split(","))):
+        name, equals, implementation = (part.strip() for part in word.partition("="))
+        if not equals and name != REFERENCE:
+            raise BadConfig(
+                f"{VARIABLE} has {word!r}", f"Write {REFERENCE!r} or NAME=IMPLEMENTATION"
+            )
+        forced["*" if not equals else name] = implementation or REFERENCE
+    return forced
+
+
+def _unknown(message: str, name: str, known: Iterable[str]) -> BadConfig:
+    known = list(known)
+    close = nearest(name, known)
+    return BadConfig(
+        message, f"Did you mean {close!r}?" if close else f"Known: {', '.join(sorted(known))}"
+    )
+
+
+def _set_forced(forced: dict[str, str]) -> None:
+    _forced.clear()
+    _forced.update(forced)
+    for entry in _ops.values():
+        entry._chosen.clear()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Fake form of an op that only changes its arguments."""
+
+
+_forced = _parse(os.environ.get(VARIABLE, ""))

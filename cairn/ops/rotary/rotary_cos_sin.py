@@ -1,0 +1,30 @@
+"""The angles of rotary position embedding (Su et al. 2021, equation 15) for one step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def rotary_cos_sin(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """[cos(a) | sin(a)] with a = positions * inv_freq, both factors and the product in float32.
+
+    Args:
+        positions: [T] integers.
+        inv_freq: [d / 2] float32, radians per position.
+    Returns:
+        [T, d] float32.
+    """
+    angle = positions.float()[:, None] * inv_freq.float()
+    return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+@rotary_cos_sin.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.randint(0, 1000, 9), make.rand(16))
+    yield make.args(make.randint(0, 1 << 20, 5), make.rand(32) * 1e-3)
+    yield make.args(make.arange(0), make.rand(4))

@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, filters of probabilities, the draw."""

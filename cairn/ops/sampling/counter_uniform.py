@@ -1,0 +1,49 @@
+"""Random numbers without state: the n-th number of a seed is a function of both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+# Constants of splitmix64 (Steele, Lea and Flood 2014) as signed 64-bit integers.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
+
+
+@op
+def counter_uniform(seed: Tensor, index: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), a multiple of 2^-24, equal on every device.
+
+    The index-th output of splitmix64 started at mix(seed), so near seeds do not share a stream.
+
+    Args:
+        seed, index: [B] int64, any values.
+    Returns:
+        [B] float32.
+    """
+    bits = _mix(_mix(seed) + index * _GAMMA + _GAMMA)
+    return _shift(bits, 40).to(torch.float32) * 2.0**-24
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Logical right shift of int64; torch's own keeps the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64; products wrap around."""
+    x = (x ^ _shift(x, 30)) * _FIRST
+    x = (x ^ _shift(x, 27)) * _SECOND
+    return x ^ _shift(x, 31)
+
+
+@counter_uniform.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.randint(-(1 << 62), 1 << 62, 257), make.randint(0, 1 << 40, 257))
+    extremes = make.tensor([0, -1, (1 << 63) - 1, -(1 << 63)], dtype=torch.int64)
+    yield make.args(extremes, extremes)
+    yield make.args(make.arange(0), make.arange(0))

@@ -1,0 +1,30 @@
+"""Min-p filter of probabilities (Nguyen et al. 2024, section 3)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cairn.ops.registry import op
+from cairn.ops.sampling.renormalised import renormalised
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def min_p_renorm_probs(probs: Tensor, min_p: Tensor) -> Tensor:
+    """Keep tokens with probs >= min_p * (largest of the row) and divide by their sum.
+
+    Args:
+        probs: [B, V] float32.
+        min_p: [B] float32 in [0, 1]; 0 keeps all.
+    Returns:
+        [B, V] float32.
+    """
+    threshold = probs.amax(dim=-1, keepdim=True) * min_p[:, None]
+    return renormalised(probs, probs >= threshold)
+
+
+@min_p_renorm_probs.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.probs(4, 301), make.tensor([0.0, 0.05, 0.5, 1.0]))
+    yield make.args(make.tensor([[0.5, 0.25, 0.25]]), make.tensor([0.5]))
+    yield make.args(make.probs(0, 9), make.tensor([]))

@@ -1,0 +1,49 @@
+"""Top-k filter of probabilities (Fan et al. 2018, section 5.4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.registry import op
+from cairn.ops.sampling.renormalised import renormalised
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def top_k_renorm_probs(probs: Tensor, top_k: Tensor) -> Tensor:
+    """Keep the k most probable tokens of each row and divide by their sum.
+
+    Tokens as probable as the k-th are all kept.
+
+    Args:
+        probs: [B, V] float32.
+        top_k: [B] integers; k < 1 or k >= V keeps all.
+    Returns:
+        [B, V] float32.
+    """
+    vocabulary = probs.shape[-1]
+    k = torch.where(top_k < 1, vocabulary, top_k).clamp_max(vocabulary).long()
+    ordered = probs.sort(dim=-1, descending=True).values
+    return renormalised(probs, probs >= ordered.gather(-1, k[:, None] - 1))
+
+
+@top_k_renorm_probs.implementation("head", devices=("cpu",))
+def _(probs: Tensor, top_k: Tensor) -> Tensor:
+    """Order no more of each row than the largest k of the batch asks for."""
+    limited = (top_k >= 1) & (top_k < probs.shape[-1])
+    k = torch.where(limited, top_k, 1).long()
+    longest = int(k.max()) if k.numel() else 1
+    threshold = probs.topk(longest, dim=-1).values.gather(-1, k[:, None] - 1)
+    return renormalised(probs, (probs >= threshold) | ~limited[:, None])
+
+
+@top_k_renorm_probs.cases
+def _(make: Make) -> Cases:
+    integers = torch.int64
+    yield make.args(make.probs(6, 301), make.tensor([1, 2, 50, 301, 1000, 0], dtype=integers))
+    yield make.args(make.probs(2, 5000, sharpness=4.0), make.tensor([40, 5], dtype=torch.int32))
+    yield make.args(make.probs(2, 64), make.tensor([-1, 64], dtype=integers))
+    tied = make.tensor([[0.25, 0.25, 0.25, 0.25], [0.125, 0.5, 0.125, 0.25], [0.0, 1.0, 0.0, 0.0]])
+    yield make.args(tied, make.tensor([2, 3, 2], dtype=integers))
+    yield make.args(make.probs(0, 9), make.tensor([], dtype=integers))

@@ -1,0 +1,84 @@
+"""Nucleus filter of probabilities (Holtzman et al. 2020, equation 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.registry import op
+from cairn.ops.sampling.renormalised import renormalised
+from cairn.ops.testing import Cases, Make
+
+FIRST_HEAD = 256
+HEAD_GROWTH = 16
+
+
+@op
+def top_p_renorm_probs(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the most probable tokens of each row until their mass reaches p; divide by their sum.
+
+    In descending order (equal probabilities: the lower token first) a token is kept while the mass
+    before it, summed in float64, is below p. The first is always kept.
+
+    Args:
+        probs: [B, V] float32, rows that sum to 1.
+        top_p: [B] float32; p >= 1 keeps all.
+    Returns:
+        [B, V] float32.
+    """
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    mass = ordered.double().cumsum(dim=-1)
+    before = torch.nn.functional.pad(mass[:, :-1], (1, 0))
+    kept = (before < top_p[:, None]) | (top_p[:, None] >= 1)
+    kept[:, :1] = True
+    return renormalised(probs, torch.zeros_like(kept).scatter(-1, order, kept))
+
+
+@top_p_renorm_probs.implementation("head", devices=("cpu",))
+def _(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Order only as much of each row as reaches p; the same sums, so the same tokens, exactly."""
+    last, count = _last_kept(probs, top_p)
+    keep = probs >= last
+    surplus = keep.sum(-1) - count
+    if bool((surplus > 0).any()):
+        tied = probs == last
+        room = tied.sum(-1) - surplus
+        keep &= ~tied | (tied.cumsum(-1) <= room[:, None])
+    return renormalised(probs, keep)
+
+
+def _last_kept(probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest probability kept [B, 1] and how many tokens are kept [B]."""
+    rows, vocabulary = probs.shape
+    last = probs.new_full((rows, 1), -1.0)
+    count = torch.full((rows,), vocabulary, device=probs.device)
+    pending = (top_p < 1).nonzero().flatten()
+    size = FIRST_HEAD
+    while pending.numel():
+        size = min(size, vocabulary)
+        part = probs if pending.numel() == rows else probs[pending]
+        head = part.topk(size, dim=-1).values
+        mass = head.double().cumsum(dim=-1)
+        p = top_p[pending, None]
+        below = (mass[:, : vocabulary - 1] < p).sum(-1)
+        done = (mass[:, -1] >= p[:, 0]) if size < vocabulary else torch.ones_like(below).bool()
+        found = pending[done]
+        count[found] = below[done] + 1
+        last[found] = head[done].gather(-1, below[done, None])
+        pending = pending[~done]
+        size *= HEAD_GROWTH
+    return last, count
+
+
+@top_p_renorm_probs.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.probs(6, 301), make.tensor([0.9, 0.5, 1e-6, 1.0, 0.0, 2.0]))
+    yield make.args(make.probs(3, 9001, sharpness=4.0), make.tensor([0.9, 0.99, 0.2]))
+    yield make.args(make.probs(2, 9001, sharpness=0.1), make.tensor([0.95, 0.01]))
+    quarter = make.full((4, 4), 0.25)
+    yield make.args(quarter, make.tensor([0.5, 0.51, 0.25, 0.75]))
+    tied = make.tensor([[0.125, 0.5, 0.125, 0.25], [0.125, 0.125, 0.0, 0.75], [0.0, 1.0, 0.0, 0.0]])
+    yield make.args(tied, make.tensor([0.8, 0.8, 0.999]))
+    yield make.args(make.full((2, 600), 1 / 600), make.tensor([0.5, 0.9]))
+    yield make.args(make.full((2, 1), 1.0), make.tensor([0.5, 1.0]))
+    yield make.args(make.probs(0, 9), make.tensor([]))

@@ -1,0 +1,295 @@
+"""What ops are tested with: seeded cases, poisoned memory, one tolerance table, one comparison.
+
+Nothing here needs pytest; the benchmark uses the same cases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from cairn.ops.registry import Implementation, Op, Tolerance
+
+TOLERANCES: dict[torch.dtype, Tolerance] = {
+    torch.float64: (1e-9, 1e-12),
+    torch.float32: (2e-5, 2e-6),
+    torch.float16: (1e-3, 1e-3),
+    torch.bfloat16: (1.6e-2, 1e-2),
+}
+"""(rtol, atol) by the dtype of the tensor compared; others (integers, bool) must be equal."""
+
+_COARSE_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """One call of an op."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def clone(self) -> Arguments:
+        """The same call on its own memory; strides are kept, views of one tensor part ways."""
+        kwargs = {name: _clone(value) for name, value in self.kwargs.items()}
+        return Arguments(tuple(_clone(value) for value in self.args), kwargs)
+
+    def named(self, parameters: Sequence[str]) -> dict[str, Any]:
+        """Parameter name -> value, for the arguments given."""
+        return {**dict(zip(parameters, self.args, strict=False)), **self.kwargs}
+
+    def __str__(self) -> str:
+        words = [_describe(value) for value in self.args]
+        return ", ".join(words + [f"{name}={_describe(v)}" for name, v in self.kwargs.items()])
+
+
+Cases: TypeAlias = Iterator[Arguments | Tensor]
+
+
+@dataclass(frozen=True)
+class Paged:
+    """A paged cache in which all that no row owns is NaN.
+
+    Attributes:
+        k_cache, v_cache: [pages, h_kv, S, d].
+        page_table: [rows, max_pages] int32; entries beyond a row's pages name a page of NaN.
+        lengths: slots that each row has filled.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def page_size(self) -> int:
+        """Slots in a page, S."""
+        return self.k_cache.shape[2]
+
+    def queries(self, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """row, slot, location [T] int64 of the last counts[i] slots of every row i."""
+        device = self.page_table.device
+        pairs = [
+            (row, slot)
+            for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True))
+            for slot in range(length - count, length)
+        ]
+        found = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2)
+        row, slot = found[:, 0].contiguous(), found[:, 1].contiguous()
+        page = self.page_table.long()[row, slot // self.page_size]
+        return row, slot, page * self.page_size + slot % self.page_size
+
+
+class Make:
+    """Builds the arguments of cases: seeded, so a case is the same on every run and device.
+
+    Args:
+        device: where tensors go; the numbers are drawn on the CPU.
+        seed: of the only generator.
+    """
+
+    def __init__(self, device: str = "cpu", seed: int = 0) -> None:
+        self.device = device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def args(self, *args: Any, **kwargs: Any) -> Arguments:
+        """A call with these arguments."""
+        return Arguments(args, kwargs)
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        """Normal numbers times scale."""
+        drawn = torch.randn(shape, generator=self.generator) * scale
+        return drawn.to(dtype).to(self.device)
+
+    def rand(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uniform numbers in [0, 1)."""
+        return torch.rand(shape, generator=self.generator).to(dtype).to(self.device)
+
+    def randint(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Integers low <= x < high."""
+        return torch.randint(low, high, shape, generator=self.generator, dtype=dtype).to(
+            self.device
+        )
+
+    def full(
+        self, shape: Sequence[int], value: float, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """One value everywhere."""
+        return torch.full(tuple(shape), value, dtype=dtype, device=self.device)
+
+    def tensor(self, values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values given."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def arange(self, end: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """0 .. end - 1."""
+        return torch.arange(end, dtype=dtype, device=self.device)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Poisoned memory: NaN, or the largest integer of the dtype."""
+        if dtype == torch.bool:
+            return torch.ones(shape, dtype=dtype, device=self.device)
+        poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+        return torch.full(shape, poison, dtype=dtype, device=self.device)
+
+    def probs(self, rows: int, vocabulary: int, sharpness: float = 1.0) -> Tensor:
+        """Rows of probabilities [rows, vocabulary] float32: softmax of normal numbers."""
+        return torch.softmax(self.randn(rows, vocabulary, scale=sharpness), dim=-1)
+
+    def paged(
+        self,
+        lengths: Sequence[int],
+        kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        spare: int = 2,
+    ) -> Paged:
+        """A cache with its pages in random order, NaN wherever no row has written.
+
+        Args:
+            lengths: slots filled in each row (0: a row without pages).
+            kv_heads, page_size, head_dim: h_kv, S, d.
+            spare: pages that nobody owns, at least 1.
+        """
+        needed = [-(-length // page_size) for length in lengths]
+        pages = sum(needed) + spare
+        order = torch.randperm(pages, generator=self.generator).to(torch.int32)
+        table = order[-1].repeat(len(lengths), max([*needed, 0]) + 1)
+        shape = (pages, kv_heads, page_size, head_dim)
+        k_cache = torch.full(shape, float("nan"), dtype=dtype)
+        v_cache = torch.full(shape, float("nan"), dtype=dtype)
+        taken = 0
+        for row, (length, count) in enumerate(zip(lengths, needed, strict=True)):
+            table[row, :count] = order[taken : taken + count]
+            taken += count
+            for logical in range(count):
+                filled = min(page_size, length - logical * page_size)
+                for cache in (k_cache, v_cache):
+                    values = torch.randn(kv_heads, filled, head_dim, generator=self.generator)
+                    cache[int(table[row, logical]), :, :filled] = values.to(dtype)
+        return Paged(
+            k_cache.to(self.device), v_cache.to(self.device), table.to(self.device), tuple(lengths)
+        )
+
+
+def cases_of(op: Op[..., Any], device: str = "cpu", seed: int = 0) -> list[Arguments]:
+    """The op's cases on a device. Raises ValueError if it declares none."""
+    if op.case_source is None:
+        raise ValueError(f"op {op.name} has no cases")
+    bundles = op.case_source(Make(device, seed))
+    cases = [Arguments((b,)) if isinstance(b, Tensor) else b for b in bundles]
+    if not cases:
+        raise ValueError(f"op {op.name} has no cases")
+    return cases
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Within the block fresh memory (torch.empty and its kin) is NaN, or the largest integer."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def tolerance_of(op: Op[..., Any], arguments: Arguments, dtype: torch.dtype) -> Tolerance:
+    """(rtol, atol) for an output of a dtype: the op's own for this case, else the table's."""
+    given = [*arguments.args, *arguments.kwargs.values()]
+    dtypes = {value.dtype for value in given if isinstance(value, Tensor)} | {dtype}
+    coarsest = next((d for d in _COARSE_FIRST if d in dtypes), dtype)
+    if dtype.is_floating_point and coarsest in op.tolerances:
+        return op.tolerances[coarsest]
+    return TOLERANCES.get(dtype, (0.0, 0.0))
+
+
+def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance, what: str) -> None:
+    """Raise AssertionError unless shape, dtype and NaN mask agree and the values are near."""
+    rtol, atol = tolerance
+    torch.testing.assert_close(
+        actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{what}: {m}"
+    )
+
+
+def run(op: Op[..., Any], name: str, arguments: Arguments) -> tuple[Arguments, tuple[Any, ...]]:
+    """Call one implementation on a copy of the arguments and poisoned memory.
+
+    Returns the copy, as the call left it, and the results as a tuple.
+    """
+    own = arguments.clone()
+    with poisoned():
+        result = op.using(name)(*own.args, **own.kwargs)
+    if result is None:
+        return own, ()
+    return own, tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def check(op: Op[..., Any], name: str, arguments: Arguments) -> None:
+    """Compare one implementation with the definition on one case.
+
+    Raises AssertionError if results or changed arguments differ beyond the tolerance, if a result
+    of the definition holds NaN (it read poison), or if an argument changed that may not.
+    """
+    parameters = list(op.__signature__.parameters)
+    where = f"{op.name}[{name}]({arguments})"
+    before = arguments.named(parameters)
+    reference, expected = run(op, "reference", arguments)
+    subject, actual = run(op, name, arguments)
+    assert len(actual) == len(expected), f"{where}: {len(actual)} results, not {len(expected)}"
+    for position, (got, wanted) in enumerate(zip(actual, expected, strict=True)):
+        what = f"{where} result {position}"
+        if wanted.is_floating_point():
+            assert not bool(wanted.isnan().any()), f"{what}: the definition gives NaN"
+        compare(got, wanted, tolerance_of(op, arguments, wanted.dtype), what)
+    reference_after = reference.named(parameters)
+    for parameter, value in subject.named(parameters).items():
+        if not isinstance(value, Tensor):
+            continue
+        what = f"{where} argument {parameter}"
+        if parameter == "out" or parameter in op.mutates:
+            wanted = reference_after[parameter]
+            compare(value, wanted, tolerance_of(op, arguments, wanted.dtype), what)
+        else:
+            compare(_plain(value), _plain(before[parameter]), (0.0, 0.0), f"{what} changed")
+
+
+def runnable(
+    implementation: Implementation, cases: Iterable[Arguments], device: str
+) -> list[Arguments]:
+    """The cases that an implementation accepts on a device."""
+    if device not in implementation.devices:
+        return []
+    return [case for case in cases if implementation.accepts(case.args, case.kwargs)]
+
+
+def _clone(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_mkldnn or value.numel() == 0:
+        return value.clone()
+    # A strided view must stay one, and what lies between its elements must be poison.
+    extent = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
+    memory = Make(str(value.device)).empty(extent, dtype=value.dtype)
+    return memory.as_strided(value.shape, value.stride()).copy_(value)
+
+
+def _plain(value: Tensor) -> Tensor:
+    """An opaque oneDNN tensor as one that can be compared."""
+    return value.to_dense() if value.is_mkldnn else value
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)

@@ -1,0 +1,168 @@
+import pytest
+import torch
+
+from cairn.ops.attention.dense_attention import dense_attention
+from cairn.ops.attention.merge_state_v2 import merge_state_v2
+from cairn.ops.attention.window_attention import window_attention
+from tests.ops.attention.geometry import (
+    STEPS,
+    draw,
+    enlarge_landmarks,
+    near,
+    sample,
+    softmax_attention,
+)
+
+DTYPES = (torch.float32, torch.bfloat16)
+IMPLEMENTATIONS = ("reference", "tiled")
+
+
+def oracle(case, token, first, mask_landmarks, scale):
+    row, slot = int(case.row[token]), int(case.slot[token])
+    seen = [
+        t
+        for t in range(max(first, 0), slot + 1)
+        if not (mask_landmarks and t % case.size == case.size - 1)
+    ]
+    pairs = [case.key(row, t) for t in seen]
+    o, lse = [], []
+    for head in range(case.heads * case.group):
+        kv = head // case.group
+        q = case.q[token, head].double()
+        one = softmax_attention(q, [k[kv] for k, _ in pairs], [v[kv] for _, v in pairs], scale)
+        o.append(one[0])
+        lse.append(one[1])
+    return torch.stack(o), torch.stack(lse)
+
+
+def check(case, result, first_of, mask_landmarks, scale, count=6):
+    o, lse = result
+    assert o.dtype == lse.dtype == torch.float32
+    assert o.shape == case.q.shape
+    assert bool(o.isfinite().all())
+    assert not bool(lse.isnan().any())
+    for token in sample(case, count):
+        wanted = oracle(case, token, first_of(int(case.slot[token])), mask_landmarks, scale)
+        near(o[token], wanted[0], case.dtype)
+        # The flash kernel's exp for bfloat16 has 20 bits.
+        atol = 2e-5 if case.dtype == torch.float32 else 3e-4
+        torch.testing.assert_close(lse[token].double(), wanted[1], rtol=1e-5, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_window(seed, step, dtype, implementation):
+    case = draw(seed * 3 + STEPS.index(step), step, dtype)
+    window = (1, 7, case.size, 3 * case.size + 1)[seed]
+    run = window_attention.using(implementation)
+    for aligned in (False, True):
+        for mask in (False, True):
+            if window == 1 and not aligned and implementation == "tiled":
+                continue
+            if mask:
+                enlarge_landmarks(case)
+
+            def first(s, aligned=aligned):
+                low = s - window + 1
+                return case.size * (low // case.size) if aligned else low
+
+            caches = (case.k_cache, case.v_cache)
+            options = {"aligned": aligned, "mask_landmarks": mask}
+            result = run(case.q, *caches, *case.where, window, **options)
+            check(case, result, first, mask, case.dim**-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_dense(seed, step, dtype, implementation):
+    case = draw(100 + seed * 3 + STEPS.index(step), step, dtype)
+    run = dense_attention.using(implementation)
+    given = (case.q, case.k_cache, case.v_cache, *case.where)
+    check(case, run(*given), lambda s: 0, False, case.dim**-0.5, count=4)
+    enlarge_landmarks(case)
+    check(case, run(*given, 0.2, True), lambda s: 0, True, 0.2, count=4)
+
+
+@pytest.mark.parametrize("blocks", [1 << 12, 1 << 15])
+@pytest.mark.parametrize("op", [dense_attention, window_attention])
+def test_block_budget_changes_nothing(op, blocks, monkeypatch):
+    case = draw(5, "mixed")
+    extra = () if op is dense_attention else (19,)
+    given = (case.q, case.k_cache, case.v_cache, *case.where, *extra)
+    whole = {name: op.using(name)(*given) for name in IMPLEMENTATIONS}
+    monkeypatch.setattr("cairn.ops.attention.paging.BLOCK_BYTES", blocks)
+    for name in IMPLEMENTATIONS:
+        for got, wanted in zip(op.using(name)(*given), whole[name], strict=True):
+            torch.testing.assert_close(got, wanted, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("op", [dense_attention, window_attention])
+def test_order_of_tokens_is_free(op):
+    case = draw(11, "prefill")
+    extra = () if op is dense_attention else (30,)
+    shuffled = torch.randperm(case.row.numel())
+    straight = op(case.q, case.k_cache, case.v_cache, *case.where, *extra)
+    where = (case.row[shuffled], case.slot[shuffled], case.page_table)
+    mixed = op(case.q[shuffled], case.k_cache, case.v_cache, *where, *extra)
+    for got, wanted in zip(mixed, straight, strict=True):
+        torch.testing.assert_close(got, wanted[shuffled])
+
+
+@pytest.mark.parametrize("op", [dense_attention, window_attention])
+def test_a_slot_asked_twice(op):
+    case = draw(13, "prefill")
+    extra = () if op is dense_attention else (30,)
+    twice = torch.arange(case.row.numel()).repeat(2)
+    once = op(case.q, case.k_cache, case.v_cache, *case.where, *extra)
+    q = torch.cat([case.q, -case.q])
+    where = (case.row[twice], case.slot[twice], case.page_table)
+    both = op(q, case.k_cache, case.v_cache, *where, *extra)
+    torch.testing.assert_close(both[0][: case.row.numel()], once[0], rtol=1e-4, atol=1e-5)
+
+
+def test_landmark_with_a_window_of_one_sees_nothing():
+    case = draw(2, "prefill")
+    o, lse = window_attention(
+        case.q, case.k_cache, case.v_cache, *case.where, 1, mask_landmarks=True
+    )
+    landmark = case.slot % case.size == case.size - 1
+    assert bool(landmark.any())
+    assert bool((o[landmark] == 0).all())
+    assert bool((lse[landmark] == -torch.inf).all())
+
+
+def test_strided_caches():
+    case = draw(17, "mixed")
+    k, v = (torch.stack([x, x], dim=-1)[..., 0] for x in (case.k_cache, case.v_cache))
+    for op, extra in ((dense_attention, ()), (window_attention, (21,))):
+        wanted = op.using("reference")(case.q, case.k_cache, case.v_cache, *case.where, *extra)
+        got = op(case.q, k, v, *case.where, *extra)
+        torch.testing.assert_close(got[0], wanted[0])
+
+
+def test_merge_is_attention_over_both_parts():
+    g = torch.Generator().manual_seed(0)
+    for left in (0, 1, 9):
+        k = torch.randn(9, 8, generator=g, dtype=torch.float64) * 4
+        v = torch.randn(9, 8, generator=g, dtype=torch.float64)
+        q = torch.randn(8, generator=g, dtype=torch.float64)
+        parts = [
+            softmax_attention(q, list(k[at]), list(v[at]), 1.0)
+            for at in (slice(0, left), slice(left, 9))
+        ]
+        (v_a, s_a), (v_b, s_b) = ((o.float()[None, None], s.float()[None, None]) for o, s in parts)
+        got, lse = merge_state_v2(v_a, s_a, v_b, s_b)
+        wanted, total = softmax_attention(q, list(k), list(v), 1.0)
+        torch.testing.assert_close(got[0, 0].double(), wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse[0, 0].double(), total, rtol=1e-5, atol=1e-6)
+
+
+def test_merge_of_nothing_is_nothing():
+    nan, none = torch.full((1, 2, 4), torch.nan), torch.full((1, 2), -torch.inf)
+    v, s = merge_state_v2(nan, none, nan, -none)
+    assert bool((v == 0).all())
+    assert bool((s == -torch.inf).all())

@@ -1,0 +1,70 @@
+"""sampling_from_probs against a scalar loop and against the law it draws from."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from cairn.ops import counter_uniform, sampling_from_probs, top_k_renorm_probs
+
+
+def oracle(row: list[float], uniform: float) -> int:
+    running, target = 0.0, uniform * math.fsum(row)
+    for token, p in enumerate(row):
+        running += p
+        if running > target:
+            return token
+    return -1
+
+
+def test_against_scalars() -> None:
+    # Multiples of 1 / 64: sums in any order are exact, so boundaries are decided the same way.
+    torch.manual_seed(0)
+    probs = torch.randint(0, 5, (400, 13)).float() / 64
+    probs[:, 0] += 1 / 64
+    uniform = torch.randint(0, 16, (400,)).float() / 16
+    expected = [oracle(r, u) for r, u in zip(probs.tolist(), uniform.tolist(), strict=True)]
+    got = sampling_from_probs(probs, uniform)
+    assert got.dtype == torch.int32
+    assert got.tolist() == expected
+
+
+def test_law_of_the_draw() -> None:
+    draws = 100_000
+    torch.manual_seed(0)
+    law = torch.softmax(torch.randn(1, 40), dim=-1)
+    law = top_k_renorm_probs(law, torch.tensor([30]))
+    uniform = counter_uniform(torch.full((draws,), 99), torch.arange(draws))
+    tokens = sampling_from_probs(law.expand(draws, -1).contiguous(), uniform)
+    counts = torch.bincount(tokens, minlength=40).double()
+    expected = law[0].double() * draws
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    statistic = ((counts - expected)[kept] ** 2 / expected[kept]).sum().item()
+    freedom = int(kept.sum()) - 1
+    assert (statistic - freedom) / math.sqrt(2 * freedom) < 4
+
+
+def test_tokens_without_mass_are_never_drawn() -> None:
+    probs = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]])
+    uniform = torch.tensor([0.0, 0.29, 0.3, 0.31, 0.999, 1 - 2.0**-24])
+    got = sampling_from_probs(probs.expand(6, -1), uniform).tolist()
+    assert set(got) == {1, 3}
+    assert got[0] == 1
+    assert got[-1] == 3
+
+
+def test_small_tokens_after_a_large_one_keep_their_share() -> None:
+    # A float32 running sum above 1 moves in steps of 8 of these tokens, so 7 of 8 would be lost.
+    probs = torch.full((1, 1025), 2.0**-26)
+    probs[0, 0] = 1.0
+    for uniform in (1 - 2.0**-24, 1 - 2.0**-23, 1 - 3 * 2.0**-24):
+        got = sampling_from_probs(probs, torch.tensor([uniform]))
+        assert got.tolist() == [oracle(probs[0].tolist(), uniform)]
+
+
+def test_rows_without_a_law_give_minus_one() -> None:
+    nan, inf = float("nan"), float("inf")
+    probs = torch.tensor([[0.0, 0.0], [nan, 1.0], [1.0, nan], [inf, 1.0], [0.0, 1.0]])
+    assert sampling_from_probs(probs, torch.full((5,), 0.5)).tolist() == [-1, -1, -1, -1, 1]

@@ -1,0 +1,108 @@
+"""The one test of all ops: each implementation on each case against its definition, on poison."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cairn.ops
+from cairn.ops.registry import REFERENCE, Op, all_ops, force
+from cairn.ops.testing import Arguments, cases_of, check, compare, run, runnable, tolerance_of
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=GPU)]
+OPS = [pytest.param(op, id=op.name) for op in all_ops()]
+CHOICES = [
+    pytest.param(op, name, id=f"{op.name}-{name}")
+    for op in all_ops()
+    for name in (REFERENCE, *op.implementations)
+]
+
+
+def without_out(arguments: Arguments) -> Arguments:
+    own = arguments.clone()
+    return Arguments(own.args, {k: v for k, v in own.kwargs.items() if k != "out"})
+
+
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    if result is None:
+        return ()
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op, name", CHOICES)
+def test_implementation_agrees_with_definition(op: Op[..., Any], name: str, device: str) -> None:
+    implementation = op._named(name)
+    if device not in implementation.devices:
+        pytest.skip(f"runs on {', '.join(implementation.devices)}")
+    accepted = runnable(implementation, cases_of(op, device), device)
+    assert accepted, f"no case of {op.name} reaches {name}: it is never tested"
+    for arguments in accepted:
+        check(op, name, arguments)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_is_documented_and_exported(op: Op[..., Any]) -> None:
+    assert op.__doc__, f"op {op.name} has no docstring"
+    assert getattr(cairn.ops, op.name) is op
+    assert op.name in cairn.ops.__all__
+    assert op.__module__.startswith(f"cairn.ops.{op.family}.")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op: Op[..., Any]) -> None:
+    # An opaque oneDNN tensor has no storage, which opcheck reads.
+    plain = [
+        arguments
+        for arguments in cases_of(op)
+        if not any(isinstance(v, Tensor) and v.is_mkldnn for v in arguments.args)
+    ]
+    assert plain, f"op {op.name} has no case that opcheck can read"
+    for arguments in plain:
+        own = without_out(arguments)
+        torch.library.opcheck(op.registered, own.args, own.kwargs)
+        if op.registered_out is not None:
+            out = torch.empty_like(op(*own.args, **own.kwargs))
+            kwargs = {**own.kwargs, "out": out}
+            torch.library.opcheck(op.registered_out, own.args, kwargs)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_registered_form_and_out_give_the_same(op: Op[..., Any]) -> None:
+    for arguments in cases_of(op):
+        own, again, into = (without_out(arguments) for _ in range(3))
+        expected = as_tuple(op(*own.args, **own.kwargs))
+        for got, wanted in zip(
+            as_tuple(op.registered(*again.args, **again.kwargs)), expected, strict=True
+        ):
+            compare(got, wanted, (0.0, 0.0), f"{op.registered}({arguments})")
+        if "out" in inspect.signature(op).parameters:
+            out = torch.full_like(expected[0], float("nan"))
+            assert op(*into.args, **into.kwargs, out=out) is out
+            compare(out, expected[0], (0.0, 0.0), f"{op.name}({arguments}) into out")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_forced_choice_is_taken(op: Op[..., Any]) -> None:
+    arguments = cases_of(op)[0]
+    with force(REFERENCE):
+        assert op.choice(*arguments.args, **arguments.kwargs) == REFERENCE
+        own = arguments.clone()
+        got = as_tuple(op(*own.args, **own.kwargs))
+    _, expected = run(op, REFERENCE, arguments)
+    for result, wanted in zip(got, expected, strict=True):
+        tolerance = tolerance_of(op, arguments, wanted.dtype)
+        compare(result, wanted, tolerance, f"{op.name} forced")
+    for name, implementation in op.implementations.items():
+        accepted = runnable(implementation, cases_of(op), "cpu")
+        if accepted:
+            with force(f"{op.name}={name}"):
+                assert op.choice(*accepted[0].args, **accepted[0].kwargs) == name
