@@ -1,0 +1,1 @@
+"""Models: a config mapping per family, one decoder, one loader."""

@@ -1,0 +1,168 @@
+"""The weight files of a model folder, seen through their headers. No torch.
+
+A safetensors file is 8 bytes of header length, the header (JSON: name -> dtype, shape, offsets),
+and the data. Pickled weights are never opened.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from cairn.errors import BadModel
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+}
+"""Stored dtypes that can be converted: name in a header -> (name, bytes per element)."""
+MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        file: the file that holds it.
+        dtype: as the header writes it ("BF16", ...).
+        shape: its shape.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """What a config mapping must know of the weight files; None where there is no such tensor.
+
+    Attributes:
+        embedding, head: rows of the stored matrices.
+        dtype: of the embedding ("float32", "bfloat16", ...).
+    """
+
+    embedding: int | None = None
+    head: int | None = None
+    dtype: str | None = None
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the folder holds safetensors weights."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
+def read_headers(folder: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the folder by name, from the headers alone.
+
+    Raises:
+        BadModel: no safetensors weights, a truncated or corrupt file, an index that disagrees
+            with its shards.
+    """
+    if (folder / INDEX).is_file():
+        return _read_sharded(folder)
+    if (folder / SINGLE).is_file():
+        return _read_file(folder / SINGLE)
+    pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise BadModel(
+            f"{folder} holds only pickled weights ({pickled[0]}), which can run code when opened",
+            "Convert them to model.safetensors",
+        )
+    raise BadModel(f"{folder} holds no weights", f"Put {SINGLE} (or shards with {INDEX}) there")
+
+
+def stored_rows(entries: dict[str, TensorEntry]) -> StoredRows:
+    """Row counts of embedding and head, and the embedding's dtype."""
+    embedding, head = entries.get("model.embed_tokens.weight"), entries.get("lm_head.weight")
+    return StoredRows(
+        embedding=embedding.shape[0] if embedding and embedding.shape else None,
+        head=head.shape[0] if head and head.shape else None,
+        dtype=DTYPES.get(embedding.dtype, (None,))[0] if embedding else None,
+    )
+
+
+def _read_sharded(folder: Path) -> dict[str, TensorEntry]:
+    try:
+        weights = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = sorted(set(weights.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadModel(f"{folder / INDEX} is corrupt: {error}", "Copy it again") from None
+    found: dict[str, TensorEntry] = {}
+    for name in files:
+        # A shard is a file beside the index; a path that leaves the folder is not followed.
+        if Path(name).name != name or not (folder / name).is_file():
+            raise BadModel(
+                f"{folder / INDEX} names {name!r}, which is not in the folder", "Copy it"
+            )
+        found |= _read_file(folder / name)
+    wrong = [
+        name
+        for name in sorted(set(weights) | set(found))
+        if name not in found or weights.get(name) != found[name].file.name
+    ]
+    if wrong:
+        shown = ", ".join(
+            f"{name} (index: {weights.get(name, 'absent')}, "
+            f"found: {found[name].file.name if name in found else 'nowhere'})"
+            for name in wrong[:5]
+        )
+        raise BadModel(
+            f"{folder / INDEX} disagrees with its shards about {len(wrong)} tensors: {shown}",
+            "Copy index and shards again from the same place",
+        )
+    return found
+
+
+def _read_file(path: Path) -> dict[str, TensorEntry]:
+    size = path.stat().st_size
+    header, start = _header(path, size)
+    entries: dict[str, TensorEntry] = {}
+    end = start
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            first, last = (start + int(offset) for offset in entry["data_offsets"])
+            shape = tuple(int(n) for n in entry["shape"])
+            dtype = str(entry["dtype"])
+        except (KeyError, TypeError, ValueError):
+            raise _corrupt(path, f"the entry of {name} is unreadable") from None
+        if dtype in DTYPES and last - first != prod(shape) * DTYPES[dtype][1]:
+            raise _corrupt(path, f"{name} has the wrong number of bytes")
+        end = max(end, last)
+        entries[name] = TensorEntry(path, dtype, shape)
+    if end != size:
+        raise BadModel(
+            f"{path} is truncated or corrupt: it has {size} bytes, its header says {end}",
+            "Copy the file again",
+        )
+    return entries
+
+
+def _header(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    """The parsed header and the offset of the data."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            raise _corrupt(path, f"{size} bytes cannot hold its header")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            raise _corrupt(path, "its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise _corrupt(path, "its header is not an object")
+    return header, 8 + length
+
+
+def _corrupt(path: Path, why: str) -> BadModel:
+    return BadModel(f"{path} is truncated or corrupt: {why}", "Copy the file again")

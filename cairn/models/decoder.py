@@ -1,0 +1,130 @@
+"""The decoder all models share. What differs between them is in the ModelSpec."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cairn.layers.embedding import Embedding
+from cairn.layers.linear import Linear, TiedHead
+from cairn.layers.mlp import GatedMLP
+from cairn.layers.norm import RMSNorm
+from cairn.layers.rotary import (
+    Rotary,
+    hope_frequencies,
+    in_range_frequencies,
+    standard_frequencies,
+)
+from cairn.models.attention import Attention, AttentionBatch
+from cairn.models.spec import ModelSpec, RotarySpec
+
+
+def build_rotary(spec: RotarySpec) -> Rotary:
+    """The frequencies a RotarySpec names."""
+    # On the CPU whatever the default device is: a power on another device rounds differently.
+    with torch.device("cpu"):
+        if spec.kind == "in_range":
+            frequencies = in_range_frequencies(
+                spec.head_dim, spec.theta, spec.context_length, spec.period_multiplier
+            )
+        elif spec.kind == "hope":
+            frequencies = hope_frequencies(spec.head_dim, spec.theta, spec.pairs)
+        else:
+            frequencies = standard_frequencies(spec.head_dim, spec.theta)
+    return Rotary(frequencies, spec.rounded)
+
+
+class Block(nn.Module):
+    """One layer: x += attention(norm(x)); x += mlp(norm(x)), or with the norms on the outputs.
+
+    Args:
+        spec: the model.
+        index: layer number.
+        rotary: of this layer.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, index: int, rotary: Rotary | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.post_norm = spec.post_norm
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.eps, dtype=dtype)
+        self.attention = Attention(spec, index, rotary, dtype)
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.eps, dtype=dtype)
+        self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, dtype=dtype)
+
+    def forward(self, x: Tensor, delta: Tensor | None, batch: AttentionBatch) -> Tensor:
+        """Run the block on the residual stream x [T, hidden], in place.
+
+        Args:
+            delta: the previous block's output that is still to be added to x, None: nothing is.
+
+        Returns:
+            What the next reader of x has to add to it first: [T, hidden].
+        """
+        if self.post_norm:
+            if delta is not None:
+                x += delta
+            x += self.attention_norm(self.attention(x, batch))
+            after: Tensor = self.mlp_norm(self.mlp(x))
+            return after
+        h = _normed_sum(self.attention_norm, x, delta)
+        h = _normed_sum(self.mlp_norm, x, self.attention(h, batch))
+        out: Tensor = self.mlp(h)
+        return out
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, final norm and output head.
+
+    Args:
+        spec: the model.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = Embedding(spec.table_rows, spec.hidden_size, dtype=dtype)
+        rotaries = {
+            layer.rotary: build_rotary(layer.rotary) for layer in spec.layers if layer.rotary
+        }
+        self.layers = nn.ModuleList(
+            Block(spec, i, rotaries[layer.rotary] if layer.rotary else None, dtype)
+            for i, layer in enumerate(spec.layers)
+        )
+        self.norm = RMSNorm(spec.hidden_size, spec.eps, dtype=dtype)
+        self.head: Linear | TiedHead = (
+            TiedHead(self.embedding, spec.vocab_size)
+            if spec.tied
+            else Linear(spec.hidden_size, spec.vocab_size, dtype=dtype)
+        )
+
+    def forward(self, batch: AttentionBatch) -> Tensor:
+        """Run one step: -> hidden states [T, hidden] after the final norm."""
+        x: Tensor = self.embedding(batch.input_ids)
+        delta: Tensor | None = None
+        for block in self.layers:
+            delta = block(x, delta, batch)
+        return _normed_sum(self.norm, x, delta)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] -> float32 logits [n, V] of the user's vocabulary alone."""
+        out: Tensor = self.head(hidden)
+        return out.float()
+
+    def pack(self) -> None:
+        """Lay out the weights for this CPU's kernels; call once, after loading."""
+        for module in self.modules():
+            if isinstance(module, Linear | TiedHead):
+                module.pack()
+
+
+def _normed_sum(norm: RMSNorm, x: Tensor, delta: Tensor | None) -> Tensor:
+    """x += delta in place, then norm(x), in one pass; delta's memory holds the result."""
+    if delta is None:
+        out: Tensor = norm(x)
+        return out
+    norm.add(delta, x)
+    return delta

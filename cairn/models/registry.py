@@ -1,0 +1,159 @@
+"""Models by name: config.json -> ModelSpec -> loaded module."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cairn.errors import BadModel
+from cairn.models import hils, older, qwen3
+from cairn.models.checkpoint import StoredRows, has_weights, read_headers, stored_rows
+from cairn.models.fields import BOOKKEEPING, refuse, token_ids
+from cairn.models.spec import ModelSpec
+from cairn.models.weight_map import weight_map
+from cairn.names import nearest
+
+if TYPE_CHECKING:
+    import torch
+
+    from cairn.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+ConfigMapping = Callable[[Mapping[str, Any], frozenset[str], StoredRows], ModelSpec]
+
+MODELS: dict[str, ConfigMapping] = {
+    "qwen_hils": hils.spec_from_config,
+    "olmo_hils": hils.spec_from_config,
+    "qwen3": qwen3.spec_from_config,
+}
+"""model_type -> mapping of its config.json. A new model is one file and one line here."""
+
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3"}
+"""Architectures that name their model_type alone; the others need model_type written."""
+
+
+def load_spec(
+    source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> ModelSpec:
+    """Read what a model is. Needs no torch and runs no code of the folder.
+
+    Args:
+        source: the model's folder, or the content of a config.json.
+        overrides: fields of config.json to replace.
+
+    Raises:
+        BadModel: no such folder, an unreadable config.json, an unknown model_type, a field that is
+            impossible, contradictory or not supported; a truncated weight file.
+    """
+    config: dict[str, Any]
+    stored = StoredRows()
+    more_eos: tuple[int, ...] = ()
+    if isinstance(source, Mapping):
+        config = dict(source)
+    else:
+        folder = Path(source)
+        config = _read_json(folder / "config.json")
+        if has_weights(folder):
+            stored = stored_rows(read_headers(folder))
+        if (folder / "generation_config.json").is_file():
+            generation = _read_json(folder / "generation_config.json")
+            more_eos = token_ids("eos_token_id", generation.get("eos_token_id"))
+    config |= overrides or {}
+    if config.get("auto_map"):
+        log.info("config.json: auto_map ignored; code of a model folder is never run")
+    model_type = _model_type(config)
+    spec = MODELS[model_type](config, frozenset(overrides or ()), stored)
+    _check_overrides(overrides or {}, spec)
+    return replace(spec, eos_token_ids=tuple(dict.fromkeys(spec.eos_token_ids + more_eos)))
+
+
+def load_model(
+    path: str | Path,
+    spec: ModelSpec,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    random_seed: int | None = None,
+) -> Decoder:
+    """Build the model on `device` and fill it.
+
+    Args:
+        path: the model's folder; not read when `random_seed` is given.
+        spec: from `load_spec`.
+        dtype: of the parameters, whatever the files hold.
+        device: where they live.
+        random_seed: draw the weights from this seed instead of reading files.
+
+    Raises:
+        BadModel: the weights are absent, pickled, corrupt, or do not fit the config.
+    """
+    import torch
+
+    from cairn.models.decoder import Decoder
+    from cairn.models.weights import draw_weights, load_weights
+
+    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    with torch.device("meta"):
+        model = Decoder(spec, kind)
+    model.to_empty(device=torch.device(device))
+    tensors = weight_map(spec)
+    if random_seed is None:
+        load_weights(model, tensors, Path(path))
+    else:
+        draw_weights(model, tensors, random_seed)
+    model.pack()
+    return model.eval()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.parent.is_dir():
+        raise BadModel(
+            f"{path.parent} is not a folder", "Give the folder that holds config.json and weights"
+        )
+    if not path.is_file():
+        raise BadModel(f"{path.parent} has no {path.name}", "Give the folder of a model")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadModel(f"{path} is not JSON: {error}", "Copy the file again") from None
+    if not isinstance(content, dict):
+        raise BadModel(f"{path} is not a JSON object", "Copy the file again")
+    return content
+
+
+def _model_type(config: dict[str, Any]) -> str:
+    """The model_type in the released schema; fills it in where only an architecture is written."""
+    written = config.get("model_type")
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise refuse("architectures", architectures, "not a list", "Write a list of names")
+    if written is None:
+        written = next((ARCHITECTURES[a] for a in architectures if a in ARCHITECTURES), None)
+        config["model_type"] = written
+    resolved = older.MODEL_TYPES.get(str(written), str(written))
+    if written is None or resolved not in MODELS:
+        known = ", ".join(sorted({*MODELS, *older.MODEL_TYPES}))
+        raise BadModel(
+            f"config.json: model_type is {written!r} (architectures: {architectures}): unknown",
+            f"Known: {known}",
+        )
+    return resolved
+
+
+def _check_overrides(overrides: Mapping[str, Any], spec: ModelSpec) -> None:
+    """An override that nothing reads is a mistake, not a note in the log."""
+    names = {entry.name for entry in spec.resolved}
+    for name, value in overrides.items():
+        if name in names or name in BOOKKEEPING or name in older.RENAMED:
+            continue
+        close = nearest(name, names)
+        raise refuse(
+            name,
+            value,
+            "this model has no such field",
+            f"Did you mean {close!r}?" if close else f"Known: {', '.join(sorted(names))}",
+        )

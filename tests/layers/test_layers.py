@@ -1,0 +1,83 @@
+"""Linear, norm, embedding and MLP against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from cairn.layers.embedding import Embedding
+from cairn.layers.linear import Linear, TiedHead
+from cairn.layers.mlp import GatedMLP
+from cairn.layers.norm import RMSNorm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_before_and_after_packing(dtype, bias):
+    torch.manual_seed(0)
+    layer = Linear(48, 33, bias, dtype=dtype)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape))
+    weight = layer.weight.clone()
+    x = torch.randn(5, 48).to(dtype)
+    expected = functional.linear(x.double(), weight.double()) + (
+        layer.bias.double() if bias else 0.0
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(layer(x).double(), expected, rtol=0, atol=tolerance)
+    layer.pack()
+    assert layer(x).dtype == dtype and layer(x).shape == (5, 33)
+    torch.testing.assert_close(layer(x).double(), expected, rtol=0, atol=tolerance)
+    layer.pack()
+    torch.testing.assert_close(layer(x[:1]).double(), expected[:1], rtol=0, atol=tolerance)
+
+
+def test_packing_drops_the_plain_weight_where_it_packs():
+    from cairn.ops.linear.packed import pack_weight
+
+    layer = Linear(64, 64, dtype=torch.float32)
+    layer.weight.zero_()
+    packs = pack_weight(layer.weight) is not None
+    layer.pack()
+    assert (layer.weight is None) == packs
+    assert [name for name, _ in layer.named_parameters()] == ([] if packs else ["weight"])
+
+
+def test_tied_head_shares_the_table_and_stops_at_the_vocabulary():
+    table = Embedding(11, 16, dtype=torch.float32)
+    table.weight.copy_(torch.randn(11, 16))
+    head = TiedHead(table, 10)
+    assert not list(head.parameters())
+    x = torch.randn(3, 16)
+    for _ in range(2):
+        torch.testing.assert_close(head(x), x @ table.weight[:10].T)
+        assert torch.equal(table(torch.tensor([10, 0])), table.weight[[10, 0]])
+        head.pack()
+
+
+def test_norm():
+    norm = RMSNorm(8, 1e-2, dtype=torch.float32)
+    norm.weight.copy_(torch.randn(8))
+    x, residual = torch.randn(5, 3, 8), torch.randn(5, 3, 8)
+
+    def expected(value):
+        return norm.weight * value / (value.square().mean(-1, keepdim=True) + 1e-2).sqrt()
+
+    torch.testing.assert_close(norm(x), expected(x))
+    strided = torch.randn(5, 3, 12)[..., :8]
+    torch.testing.assert_close(norm(strided), expected(strided))
+    total = x + residual
+    norm.add(x, residual)
+    torch.testing.assert_close(residual, total)
+    torch.testing.assert_close(x, expected(total))
+
+
+def test_mlp():
+    mlp = GatedMLP(8, 6, dtype=torch.float32)
+    for parameter in mlp.parameters():
+        parameter.copy_(torch.randn(parameter.shape))
+    gate, up = mlp.gate_up.weight[:6].clone(), mlp.gate_up.weight[6:].clone()
+    x = torch.randn(4, 8)
+    expected = (functional.silu(x @ gate.T) * (x @ up.T)) @ mlp.down.weight.T
+    torch.testing.assert_close(mlp(x), expected)

@@ -1,0 +1,69 @@
+"""Dense Qwen3: its config, and its logits against the plain layers of the landmark family."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cairn.errors import BadModel
+from cairn.models.registry import load_model, load_spec
+from cairn.models.weight_map import weight_map
+
+
+def test_defaults():
+    spec = load_spec({"model_type": "qwen3"})
+    assert (spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.num_layers) == (128, 32, 32, 32)
+    assert spec.page_size is None and not spec.landmarks and spec.hils is None
+    assert {layer.kind for layer in spec.layers} == {"full"} and not spec.tied
+    assert spec.layers[0].rotary.rounded and spec.summary_heads == 0
+    assert spec.kv_bytes_per_token("bfloat16") == 32 * 2 * 32 * 128 * 2
+
+
+def test_windows():
+    config = {"model_type": "qwen3", "num_hidden_layers": 4, "max_window_layers": 2}
+    assert {layer.window for layer in load_spec(config).layers} == {None}
+    on = config | {"use_sliding_window": True, "sliding_window": 9}
+    assert [layer.window for layer in load_spec(on).layers] == [None, None, 9, 9]
+    types = ["sliding_attention", "full_attention"] * 2
+    assert [x.window for x in load_spec(on | {"layer_types": types}).layers] == [9, None, 9, None]
+    with pytest.raises(BadModel, match="sliding_attention"):
+        load_spec(config | {"layer_types": types})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"),
+        ({"rope_scaling": {"type": "dynamic"}}, "dynamic"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"head_dim": 65}, "head_dim is 65"),
+        ({"num_key_value_heads": 7}, "num_key_value_heads is 7"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    ],
+)
+def test_refusals(change, words):
+    with pytest.raises(BadModel, match=words):
+        load_spec({"model_type": "qwen3", **change})
+
+
+def test_equals_the_landmark_family_without_landmark_layers(tmp_path, tiny, plain):
+    common = tiny | {"full_attn_interleave": 0, "insert_landmarks": False}
+    common |= {"use_sliding_window": True, "sliding_window": 12}
+    dense = {k: v for k, v in common.items() if k in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "use_sliding_window",
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "sliding_window",
+    )}  # fmt: skip
+    dense |= {"model_type": "qwen3", "head_dim": 8, "max_window_layers": 0}
+    spec = load_spec(common)
+    tensors = {n: 0.3 * torch.randn(t.shape) for n, t in weight_map(spec).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    logits = []
+    for config in (common, dense):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        model = load_model(tmp_path, load_spec(tmp_path), "float32", "cpu")
+        logits.append(plain(model, torch.arange(30) % 40)[0])
+    assert torch.equal(*logits)
