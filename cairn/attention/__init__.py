@@ -1,0 +1,1 @@
+"""Attention backends: how the queries of a step read the paged cache."""

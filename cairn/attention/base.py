@@ -1,0 +1,170 @@
+"""What every attention backend is given and must do.
+
+A backend is bound to the cache pools once; `run` is called once a layer with the queries, keys
+and values of a whole step. It writes the keys and values, then every query masks by its own slot,
+so a decode token, a landmark and a prefill chunk go through the same call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from cairn import ops
+from cairn.cache.pools import CachePools, CacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LandmarkRule:
+    """How a landmark layer chooses and weighs its pages.
+
+    Attributes:
+        topk: pages selected per query and KV head.
+        window: slots of the local window (aligned down to a page start).
+        softmax1: a zero logit joins the page softmax.
+        summary: "prior" (pooled by a query), "mean" (of the keys) or "landmark" (its own key).
+        bias: the summary carries the entropy of a prior pooling.
+        group_query: the prior query is the mean over the group (one key per KV head).
+        strategy: "hils", "group", "head" or "softmax_head".
+    """
+
+    topk: int
+    window: int
+    softmax1: bool
+    summary: str
+    bias: bool
+    group_query: bool = False
+    strategy: str = "hils"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One layer as its backend sees it.
+
+    Attributes:
+        index: layer number, also the index into the pools.
+        backend: name of the backend that computes it.
+        num_heads, num_kv_heads, head_dim: shape of the queries and of the cache.
+        window: slots seen by a plain window layer, None: full causal.
+        mask_landmarks: keys of landmark slots are invisible.
+        landmark: the selection rule, None for a layer without one.
+    """
+
+    index: int
+    backend: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    mask_landmarks: bool = False
+    landmark: LandmarkRule | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """What landmark layers really read, summed over queries and layers.
+
+    Attributes:
+        queries: queries that attended.
+        selected: pages selected by all KV heads together. A tensor while it accumulates on the
+            device; read it with `int()`.
+    """
+
+    queries: int = 0
+    selected: Tensor | int = 0
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tensors of one step. T slots run, in R rows; a row's slots are consecutive and ascending.
+
+    Attributes:
+        input_ids: [T] int64, the landmark id at landmark slots.
+        positions: [T] int64, rotary positions.
+        row: [T] int64, index into `page_table`.
+        slot: [T] int64, place in the row's sequence.
+        location: [T] int64, where keys and values go: page * page_size + slot % page_size.
+        page_table: [rows, max_pages] int32, physical page of each logical page.
+        completed: [N] int64, index in the batch of every slot that is the last of its page.
+        completed_pages: [N] int64, the physical pages those slots complete.
+        max_slot: largest slot of the step, known on the host.
+        backends: layer index -> (backend, layer).
+        counters: what landmark layers read.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    row: Tensor
+    slot: Tensor
+    location: Tensor
+    page_table: Tensor
+    completed: Tensor
+    completed_pages: Tensor
+    max_slot: int
+    backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]]
+    counters: Counters = field(default_factory=Counters)
+    _memo: dict[Hashable, Any] = field(default_factory=dict)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lmk_q: Tensor | None = None,
+        summary_query: Tensor | None = None,
+    ) -> Tensor:
+        """Attend in layer `layer`: q [T, h_q, d], k, v [T, h_kv, d] -> [T, h_q, d] in q's dtype.
+
+        Args:
+            lmk_q: [T, h_q, d], the query that scores pages; landmark layers only.
+            summary_query: [N, h_q, d], the query that pools each completed page; layers with a
+                prior summary only.
+        """
+        backend, description = self.backends[layer]
+        return backend.run(q, k, v, description, self, lmk_q, summary_query)
+
+    def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        """A value that all layers of this step share, computed by the first that asks."""
+        if key not in self._memo:
+            self._memo[key] = compute()
+        return self._memo[key]  # type: ignore[no-any-return]
+
+
+class AttentionBackend(ABC):
+    """One way to attend. `run` may not allocate memory that grows with the context."""
+
+    name: ClassVar[str]
+
+    def __init__(self, pools: CachePools) -> None:
+        self.pools = pools
+
+    @classmethod
+    def needs(cls, layer: AttentionLayer) -> CacheSpec:
+        """What the layer stores per page: keys and values, unless a backend adds to it."""
+        return CacheSpec(num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim)
+
+    @abstractmethod
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        batch: Batch,
+        lmk_q: Tensor | None,
+        summary_query: Tensor | None,
+    ) -> Tensor:
+        """Write the step's keys and values, then attend. Shapes as in `Batch.attend`."""
+
+    def write(
+        self, k: Tensor, v: Tensor, layer: AttentionLayer, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """Store k, v [T, h_kv, d] at the step's locations; returns the layer's two caches."""
+        k_cache, v_cache = self.pools.k[layer.index], self.pools.v[layer.index]
+        ops.write_kv(k, v, k_cache, v_cache, batch.location)
+        return k_cache, v_cache

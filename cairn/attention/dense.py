@@ -1,0 +1,39 @@
+"""Full causal attention over the paged cache: the yardstick."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from cairn import ops
+from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
+
+
+class DenseBackend(AttentionBackend):
+    """Every query reads every earlier slot of its row."""
+
+    name: ClassVar[str] = "dense"
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        batch: Batch,
+        lmk_q: Tensor | None,
+        summary_query: Tensor | None,
+    ) -> Tensor:
+        """Attend over slots 0 .. s of the row; shapes as in `Batch.attend`."""
+        k_cache, v_cache = self.write(k, v, layer, batch)
+        o, _ = ops.dense_attention(
+            q,
+            k_cache,
+            v_cache,
+            batch.row,
+            batch.slot,
+            batch.page_table,
+            mask_landmarks=layer.mask_landmarks,
+        )
+        return o.to(q.dtype)

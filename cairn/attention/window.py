@@ -1,0 +1,48 @@
+"""Attention over a local window of the paged cache."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from cairn import ops
+from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
+
+
+class WindowBackend(AttentionBackend):
+    """Every query reads the last slots of its row, itself included.
+
+    A plain window layer sees exactly `window` slots. A landmark layer that is forced to its window
+    alone sees what its window branch sees: aligned down to a page start, landmarks masked.
+    """
+
+    name: ClassVar[str] = "window"
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: AttentionLayer,
+        batch: Batch,
+        lmk_q: Tensor | None,
+        summary_query: Tensor | None,
+    ) -> Tensor:
+        """Attend over the window of each query; shapes as in `Batch.attend`."""
+        k_cache, v_cache = self.write(k, v, layer, batch)
+        window = layer.landmark.window if layer.landmark else layer.window
+        if window is None:
+            raise ValueError(f"layer {layer.index} has no window")
+        o, _ = ops.window_attention(
+            q,
+            k_cache,
+            v_cache,
+            batch.row,
+            batch.slot,
+            batch.page_table,
+            window,
+            aligned=layer.landmark is not None,
+            mask_landmarks=layer.mask_landmarks,
+        )
+        return o.to(q.dtype)

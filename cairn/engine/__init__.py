@@ -1,0 +1,1 @@
+"""Requests, scheduling and output: the loop around the runner. Start reading at `core.py`."""

@@ -1,0 +1,105 @@
+"""One request inside the engine: user tokens only, never a landmark."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.cache.paged import Lease
+from cairn.types import SamplingParams
+
+
+class State(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt on its way to an answer.
+
+    Attributes:
+        id: unique name.
+        num_prompt: user tokens of the prompt.
+        params: how to sample.
+        seed: base of the draws.
+        stop_ids: ids that end the output.
+        max_output: tokens that may be generated.
+        order: (priority, arrival); the smaller goes first.
+        tokens: prompt and output, append only.
+        computed: user tokens whose keys and values (and landmarks) are in the cache.
+        cached: prompt tokens taken from the prefix cache when it first ran.
+        row: row of the page table while running.
+        lease: pages while running.
+        granted: pages of the lease that the runner knows.
+        opened: the runner was told of the row.
+        sampled: the last of `tokens` was sampled since the row was opened.
+        doomed: to be released when the step in flight retires.
+        held_by: a running request that is computing `held_until` tokens this one shares.
+        refused_at: pages that were available when admission last failed.
+        retractions: how often its pages were taken back.
+    """
+
+    id: str
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    max_output: int
+    order: tuple[int, int]
+    tokens: array[int]
+    state: State = State.WAITING
+    computed: int = 0
+    cached: int | None = None
+    row: int = -1
+    lease: Lease | None = None
+    granted: int = 0
+    opened: bool = False
+    sampled: bool = False
+    doomed: bool = False
+    held_by: Request | None = None
+    held_until: int = 0
+    refused_at: int = -1
+    retractions: int = 0
+    _view: NDArray[np.int64] | None = field(default=None, repr=False)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def pending(self) -> int:
+        """User tokens known but not computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def prefilling(self) -> bool:
+        """More is to be computed than the token sampled last."""
+        return not (self.sampled and self.pending == 1)
+
+    @property
+    def caches_prefix(self) -> bool:
+        """Whether it may take computed pages; prompt log-probabilities need every position run."""
+        return self.params.prompt_logprobs is None
+
+    def prompt_view(self) -> NDArray[np.int64]:
+        """The prompt as an array, made once."""
+        if self._view is None:
+            self._view = np.array(self.tokens[: self.num_prompt], dtype=np.int64)
+        return self._view
+
+
+def common_prefix(a: Sequence[int] | NDArray[np.int64], b: NDArray[np.int64]) -> int:
+    """Number of leading tokens that two prompts share."""
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:length]) != b[:length])
+    return int(differ[0]) if len(differ) else length

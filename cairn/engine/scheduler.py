@@ -1,0 +1,326 @@
+"""Requests and free pages -> StepPlan. No tensor, no model, no text.
+
+Order is (priority, arrival) everywhere. A step first serves the rows that decode, then the rows
+that prefill, then admits; all share the step's budget of slots. When pages run out, the last
+request in order gives its pages back and waits again: the first in order always moves on, so the
+schedule cannot stall.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cairn.cache.landmarks import SlotMap
+from cairn.cache.paged import PageCache
+from cairn.engine.request import Request, State, common_prefix
+from cairn.runner.step import PageGrant, RowOpen, RowWork, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step may hold.
+
+    Attributes:
+        max_rows: requests that run at once.
+        step_slots: slots that one step may run; a landmark that closes a chunk may be one more.
+    """
+
+    max_rows: int
+    step_slots: int
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step while it is planned."""
+
+    budget: int
+    opened: list[RowOpen] = field(default_factory=list)
+    grants: list[PageGrant] = field(default_factory=list)
+    work: list[RowWork] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the requests and, through their leases, the pages.
+
+    Args:
+        limits: rows and slots of a step.
+        cache: the pages.
+        slots: slot and landmark arithmetic.
+    """
+
+    def __init__(self, limits: Limits, cache: PageCache, slots: SlotMap) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.slots = slots
+        self.waiting: list[tuple[tuple[int, int], Request]] = []
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self.cached_prompt_tokens = 0
+        self._free_rows = list(range(limits.max_rows))
+        self._closed: list[int] = []
+        self._in_flight: dict[int, list[Request]] = {}
+        self._step_id = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request. It must fit the pool alone: the caller checked."""
+        heapq.heappush(self.waiting, (request.order, request))
+
+    @property
+    def has_work(self) -> bool:
+        """Some request is not finished."""
+        return bool(self.waiting or self.running)
+
+    def finish(self, request: Request) -> None:
+        """The request ends; its pages return now, or when the step that names it retires."""
+        if request.state is State.FINISHED:
+            return
+        if any(request in flight for flight in self._in_flight.values()):
+            request.doomed = True
+            return
+        self._release(request)
+        request.state = State.FINISHED
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step, or None when nothing can run."""
+        draft = _Draft(self.limits.step_slots)
+        self.running.sort(key=lambda request: request.order)
+        candidates = [r for r in self.running if not r.doomed]
+        for request in candidates:
+            if not request.prefilling and request.state is State.RUNNING:
+                self._schedule_decode(request, draft)
+        for request in candidates:
+            if request.state is State.RUNNING and request.prefilling and draft.budget > 0:
+                self._schedule_prefill(request, draft)
+        self._admit(draft)
+        if not draft.work:
+            return None
+        plan = StepPlan(
+            self._step_id,
+            tuple(self._closed),
+            tuple(draft.opened),
+            tuple(draft.grants),
+            tuple(draft.work),
+        )
+        self._closed.clear()
+        self._in_flight[plan.step_id] = draft.requests
+        self._step_id += 1
+        return plan
+
+    def retire(self, plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, int]]:
+        """Take a step's result in. Yields (request, sampled token) of requests that go on.
+
+        Requests that were finished while the step ran are released here and yield nothing.
+        """
+        requests = self._in_flight.pop(plan.step_id)
+        tokens = {sampled.row: sampled.token for sampled in result.sampled}
+        produced = []
+        for request, work in zip(requests, plan.work, strict=True):
+            request.computed += work.count
+            self._commit(request)
+            if request.doomed:
+                request.doomed = False
+                self.finish(request)
+                continue
+            if work.sample:
+                request.tokens.append(tokens[work.row])
+                request.sampled = True
+                produced.append((request, tokens[work.row]))
+        yield from produced
+
+    def requests_of(self, plan: StepPlan) -> list[Request]:
+        """The requests of a plan in flight, in the order of its work."""
+        return self._in_flight[plan.step_id]
+
+    def cancel(self, plan: StepPlan) -> list[Request]:
+        """A step failed: what it wrote is lost, its requests end. Returns them."""
+        requests = self._in_flight.pop(plan.step_id)
+        for request in requests:
+            request.doomed = False
+            self.finish(request)
+        return requests
+
+    def _schedule_decode(self, request: Request, draft: _Draft) -> None:
+        if self._make_room(request, request.computed + 1, draft):
+            self._append(request, draft, 1)
+
+    def _schedule_prefill(self, request: Request, draft: _Draft) -> None:
+        count = self._chunk(request, draft.budget)
+        if self._make_room(request, request.computed + count, draft):
+            self._append(request, draft, count)
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """User tokens that fill at most `budget` slots, at least one."""
+        last_slot = int(self.slots.slots_for(request.computed)) + budget
+        return max(1, min(request.pending, int(self.slots.tokens_in(last_slot)) - request.computed))
+
+    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+        """Grow the lease to hold `num_tokens`, taking pages from the last in order if need be."""
+        assert request.lease is not None
+        pages = int(self.slots.pages_for(num_tokens))
+        while not self.cache.grow(request.lease, pages):
+            victim = self._victim(draft)
+            if victim is None:
+                return False
+            self._retract(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _victim(self, draft: _Draft) -> Request | None:
+        """The last request in order that no step in flight and not this draft names."""
+        busy = {id(r) for flight in self._in_flight.values() for r in flight}
+        busy.update(id(r) for r in draft.requests)
+        free = [r for r in self.running if id(r) not in busy and not r.doomed]
+        return max(free, key=lambda request: request.order, default=None)
+
+    def _append(self, request: Request, draft: _Draft, count: int) -> None:
+        """Put `count` tokens of the request into the draft, with the pages they need."""
+        lease = request.lease
+        assert lease is not None
+        if not request.opened:
+            draft.opened.append(_row_open(request))
+            request.opened = True
+        if len(lease.pages) > request.granted:
+            pages = tuple(lease.pages[request.granted :])
+            draft.grants.append(PageGrant(request.row, request.granted, pages))
+            request.granted = len(lease.pages)
+        end = request.computed + count
+        targets: array[int] | tuple[()] = ()
+        if request.params.prompt_logprobs is not None and request.computed < request.num_prompt:
+            targets = request.tokens[request.computed + 1 : min(end + 1, request.num_prompt)]
+        draft.work.append(
+            RowWork(
+                row=request.row,
+                first=request.computed,
+                tokens=request.tokens[request.computed : end] if request.prefilling else None,
+                sample=end == len(request.tokens),
+                output_index=request.num_output,
+                prompt_targets=targets,
+            )
+        )
+        draft.requests.append(request)
+        first = int(self.slots.slots_for(request.computed))
+        draft.budget -= int(self.slots.slots_for(end)) - first
+
+    def _admit(self, draft: _Draft) -> None:
+        """Take waiting requests in while rows, budget and pages last."""
+        held = []
+        while self.waiting and self._free_rows and draft.budget > 0:
+            request = self.waiting[0][1]
+            if request.state is State.FINISHED:
+                heapq.heappop(self.waiting)
+            elif self._held(request):
+                held.append(heapq.heappop(self.waiting))
+            elif self._open(request):
+                heapq.heappop(self.waiting)
+                if not self._start(request, draft):
+                    break
+            else:
+                break
+        for entry in held:
+            heapq.heappush(self.waiting, entry)
+
+    def _held(self, request: Request) -> bool:
+        """Whether a running request is computing a prefix that this one would compute again."""
+        if not (self.cache.prefix_caching and request.caches_prefix):
+            return False
+        holder = request.held_by
+        if holder is not None:
+            if holder.state is State.RUNNING and holder.computed < request.held_until:
+                return True
+            request.held_by = None
+        per_page = self.slots.tokens_per_page
+        for other in self.running:
+            if other.computed >= other.num_prompt or request.computed:
+                continue
+            shared = common_prefix(other.prompt_view(), request.prompt_view())
+            shared = min(shared, request.num_prompt - 1) // per_page * per_page
+            if shared > other.computed:
+                request.held_by, request.held_until = other, shared
+                return True
+        return False
+
+    def _open(self, request: Request) -> bool:
+        """Lease the cached prefix if the rest of the known tokens fits beside the running rows."""
+        available = self.cache.available
+        if self.running and available <= request.refused_at:
+            return False
+        reusable = int(self.slots.slot_of(len(request.tokens) - 1)) // self.slots.page_size
+        lease = self.cache.open(request.tokens, reusable if request.caches_prefix else 0)
+        needed = int(self.slots.pages_for(len(request.tokens) + 1)) - len(lease.pages)
+        if self.running and needed > self.cache.available - self._promised():
+            self.cache.close(lease)
+            request.refused_at = available
+            return False
+        request.lease = lease
+        return True
+
+    def _promised(self) -> int:
+        """Pages that running rows will want soon: the rest of their known tokens, one more each."""
+        return sum(
+            int(self.slots.pages_for(len(r.tokens))) - len(r.lease.pages) + 1
+            for r in self.running
+            if r.lease is not None
+        )
+
+    def _start(self, request: Request, draft: _Draft) -> bool:
+        """Give an admitted request its row and its first chunk; False: it had to wait again."""
+        assert request.lease is not None
+        request.state = State.RUNNING
+        request.row = self._free_rows.pop()
+        request.computed = request.lease.cached_pages * self.slots.tokens_per_page
+        request.granted = 0
+        request.opened = False
+        request.sampled = False
+        request.refused_at = -1
+        if request.cached is None:
+            request.cached = request.computed
+            self.cached_prompt_tokens += request.computed
+        self.running.append(request)
+        self._schedule_prefill(request, draft)
+        return request.state is State.RUNNING
+
+    def _commit(self, request: Request) -> None:
+        """Let later requests share the pages that are complete."""
+        assert request.lease is not None
+        if self.slots.complete_pages(request.computed) > request.lease.committed:
+            self.cache.commit(request.lease, request.tokens, request.computed)
+
+    def _retract(self, request: Request) -> None:
+        """Take the pages back; the request waits again, in its old place, with all its tokens."""
+        self._release(request)
+        request.state = State.WAITING
+        request.computed = 0
+        request.held_by = None
+        request.retractions += 1
+        self.preemptions += 1
+        heapq.heappush(self.waiting, (request.order, request))
+
+    def _release(self, request: Request) -> None:
+        if request.state is not State.RUNNING:
+            return
+        assert request.lease is not None
+        self.cache.close(request.lease)
+        request.lease = None
+        self.running.remove(request)
+        self._free_rows.append(request.row)
+        if request.opened:
+            self._closed.append(request.row)
+        request.row = -1
+
+
+def _row_open(request: Request) -> RowOpen:
+    params = request.params
+    return RowOpen(
+        row=request.row,
+        request_id=request.id,
+        params=params,
+        seed=request.seed,
+        history=array("q", request.tokens) if params.penalized else (),
+        num_prompt=request.num_prompt,
+        stop_ids=request.stop_ids,
+    )

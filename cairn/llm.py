@@ -1,0 +1,313 @@
+"""The engine in one process, for scripts and notebooks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from cairn.config import EngineOptions, default_model_path
+from cairn.engine.build import build
+from cairn.engine.core import Continuation
+from cairn.errors import BadModel, BadRequest
+from cairn.names import refuse_unknown
+from cairn.obs.progress import Progress
+from cairn.types import RequestOutput, SamplingParams
+
+Prompt = str | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Totals since the engine started.
+
+    Attributes:
+        steps: forward passes.
+        prompt_tokens: user tokens of all prompts.
+        cached_prompt_tokens: of those, taken from the prefix cache.
+        prefill_tokens, decode_tokens: user tokens that ran.
+        generated_tokens: tokens that were sampled.
+        prefill_seconds, decode_seconds: wall time of the steps, shared out by tokens.
+        model_seconds: time inside the model and the sampler.
+        host_seconds: the rest of the steps' time.
+        queries: queries of landmark layers, landmarks included.
+        pages_read: pages that they read (selected and window), averaged over KV heads.
+        pages_held: pages that dense attention would have read in their place.
+        preemptions: requests whose pages were taken back for a while.
+    """
+
+    steps: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    prefill_tokens: int
+    decode_tokens: int
+    generated_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    model_seconds: float
+    host_seconds: float
+    queries: int
+    pages_read: int
+    pages_held: int
+    preemptions: int
+
+
+class LLM:
+    """A model folder, ready to generate.
+
+    Args:
+        model: folder with config.json, safetensors and (for text) a tokenizer; None: the model
+            that ships with the package.
+        options: the fields of `cairn.config.EngineOptions` as keywords.
+
+    Raises:
+        BadRequest: an option that does not exist (with the nearest name).
+        BadModel, BadConfig, OutOfMemory: see `cairn.engine.build.build`.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        refuse_unknown("LLM", options, [f.name for f in fields(EngineOptions)])
+        path = default_model_path() if model is None else Path(model)
+        if not path.is_dir():
+            raise BadModel(f"{path} is not a folder", "Give a folder that holds config.json")
+        self._built = build(path, EngineOptions(**options))
+        self._core = self._built.core
+        self._count = 0
+
+    @property
+    def spec(self) -> Any:
+        """The model's geometry (`cairn.models.spec.ModelSpec`)."""
+        return self._built.spec
+
+    @property
+    def engine_config(self) -> Any:
+        """The resolved options (`cairn.config.EngineConfig`)."""
+        return self._built.config
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt with its output, in user tokens."""
+        return self._built.memory.max_model_len
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt; the results stand in the order of the prompts.
+
+        Args:
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or a list.
+            sampling_params: one for all, or one per prompt; None: the defaults.
+            use_tqdm: show a progress bar (on a terminal).
+            priority: one per prompt, smaller goes first.
+
+        Raises:
+            BadRequest: a prompt or parameter that can never be served; then none has run.
+            TooLong: a prompt longer than the model or the pool allows.
+        """
+        given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = self._params(sampling_params, len(given))
+        order = list(priority) if priority is not None else [0] * len(given)
+        if len(order) != len(given):
+            raise BadRequest(f"{len(order)} priorities for {len(given)} prompts")
+        encoded = [self._encode(prompt) for prompt in given]
+        for (_, ids), param in zip(encoded, params, strict=True):
+            self._core.check(ids, param)
+        jobs = [
+            self._submit(text, ids, param, level)
+            for (text, ids), param, level in zip(encoded, params, order, strict=True)
+        ]
+        total = sum(len(ids) for _, ids in encoded)
+        with Progress(total, enabled=use_tqdm) as progress:
+            try:
+                for _ in self._run(jobs, progress):
+                    pass
+            finally:
+                self._abort(jobs)
+        return [job.result() for job in jobs]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate the assistant's answer to one conversation, or to each of several.
+
+        Raises:
+            BadRequest: a message without role or content, or a model without tokenizer.
+        """
+        if not messages:
+            raise BadRequest("messages is empty", "Give at least one message")
+        one = isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if one else messages
+        tokenizer = self._core.tokenizer
+        if tokenizer is None:
+            raise BadRequest("this model has no tokenizer", "Use generate with prompt_token_ids")
+        prompts = [{"prompt_token_ids": tokenizer.apply_chat(c)} for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[tuple[str, RequestOutput]]:
+        """Generate for one prompt, giving (new text, result so far) after every step that moves it.
+
+        The pieces joined are the text of the result. Closing the iterator aborts the request.
+
+        Raises:
+            BadRequest: as `generate`; also for n > 1.
+        """
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise BadRequest(f"n is {params.n}, but a stream has one continuation", "Use generate")
+        text, ids = self._encode(prompt)
+        self._core.check(ids, params)
+        job = self._submit(text, ids, params, 0)
+        try:
+            for continuation in self._run([job], None):
+                yield continuation.stream.take(), job.result()
+        finally:
+            self._abort([job])
+
+    def stats(self) -> Stats:
+        """Totals since the engine started."""
+        core, runner = self._core.stats, self._built.runner
+        kv_heads = self._built.spec.num_kv_heads
+        known = {f.name for f in fields(Stats)}
+        totals = {f.name: getattr(core, f.name) for f in fields(core) if f.name in known}
+        return Stats(
+            **totals,
+            queries=runner.counters.queries,
+            pages_read=int(runner.counters.selected) // kv_heads + runner.reads.window,
+            pages_held=runner.reads.held,
+            cached_prompt_tokens=self._core.scheduler.cached_prompt_tokens,
+            preemptions=self._core.scheduler.preemptions,
+        )
+
+    def shutdown(self) -> None:
+        """Drop the model and its pages; the object cannot be used afterwards."""
+        self._core.executor.shutdown()
+        del self._built, self._core
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            return [SamplingParams()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise BadRequest(f"{len(given)} sampling_params for {count} prompts")
+        return list(given)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text (None for token prompts) and its ids."""
+        if isinstance(prompt, Mapping):
+            refuse_unknown("a prompt", prompt, PROMPT_KEYS)
+            if "prompt_token_ids" in prompt:
+                return None, _checked_ids(prompt["prompt_token_ids"])
+            prompt = prompt.get("prompt", "")
+        if not isinstance(prompt, str):
+            raise BadRequest(
+                f"a prompt must be text or a mapping, not {type(prompt).__name__}",
+                'Use a string, {"prompt": text} or {"prompt_token_ids": [...]}',
+            )
+        if self._core.tokenizer is None:
+            raise BadRequest(
+                "this model has no tokenizer", 'Use {"prompt_token_ids": [...]} as the prompt'
+            )
+        return prompt, self._core.tokenizer.encode(prompt)
+
+    def _submit(
+        self, text: str | None, ids: list[int], params: SamplingParams, priority: int
+    ) -> _Job:
+        self._count += 1
+        name = f"request-{self._count}"
+        # Prompt log-probabilities are the prompt's, not a continuation's: the first reports them.
+        others = replace(params, prompt_logprobs=None)
+        parts = [
+            self._core.add(
+                f"{name}.{i}", ids, params if i == 0 else others, index=i, priority=priority
+            )
+            for i in range(params.n)
+        ]
+        return _Job(name, text, ids, parts)
+
+    def _run(self, jobs: list[_Job], progress: Progress | None) -> Iterator[Continuation]:
+        """Step until the jobs are done; gives each of their continuations that moved."""
+        mine = {id(part) for job in jobs for part in job.parts}
+        before = replace(self._core.stats)
+        while any(not part.finished for job in jobs for part in job.parts):
+            for continuation in self._core.step():
+                if id(continuation) in mine:
+                    yield continuation
+            if progress is not None:
+                stats, scheduler = self._core.stats, self._core.scheduler
+                progress.update(
+                    prefilled=stats.prefill_tokens - before.prefill_tokens,
+                    generated=stats.generated_tokens - before.generated_tokens,
+                    running=len(scheduler.running),
+                    waiting=len(scheduler.waiting),
+                )
+
+    def _abort(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            for part in job.parts:
+                if not part.finished:
+                    self._core.abort(part.request.id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A prompt with its continuations."""
+
+    name: str
+    text: str | None
+    ids: list[int]
+    parts: list[Continuation]
+
+    def result(self) -> RequestOutput:
+        """What is known now."""
+        first = self.parts[0]
+        return RequestOutput(
+            request_id=self.name,
+            prompt=self.text,
+            prompt_token_ids=self.ids,
+            prompt_logprobs=first.prompt_logprobs,
+            outputs=[part.stream.output for part in self.parts],
+            finished=all(part.finished for part in self.parts),
+            num_cached_tokens=first.request.cached or 0,
+        )
+
+
+def _checked_ids(ids: Any) -> list[int]:
+    """Token ids as plain integers, or BadRequest."""
+    found = ids.tolist() if hasattr(ids, "tolist") else ids
+    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
+        raise BadRequest(f"prompt_token_ids must be a list of integers, not {type(ids).__name__}")
+    for token in found:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise BadRequest(f"prompt_token_ids must hold integers, not {token!r}")
+    return list(found)
+
+
+LLM.__init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
+        *(
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default)
+            for f in fields(EngineOptions)
+        ),
+    ]
+)

@@ -1,0 +1,1 @@
+"""From a StepPlan to a StepResult: tensors, no policy."""

@@ -1,0 +1,123 @@
+"""Who runs a plan: this process, or a fake that checks plans and needs no model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cairn.cache.landmarks import SlotMap
+from cairn.errors import InvariantError
+from cairn.runner.runner import Runner
+from cairn.runner.step import Sampled, StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Runs plans in order."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step and wait for its result."""
+
+    def shutdown(self) -> None:
+        """Release what the executor holds."""
+
+
+class InProcessExecutor:
+    """Runs plans on a Runner of this process."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step and wait for its result."""
+        return self.runner.run(plan)
+
+    def shutdown(self) -> None:
+        """Nothing to release: the runner goes with its last reference."""
+
+
+@dataclass(slots=True)
+class _FakeRow:
+    request_id: str
+    pages: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+
+
+class FakeExecutor:
+    """Takes plans as a Runner would, without a model: for tests of scheduling and for load tests.
+
+    Every plan is checked: a row runs only while open, exactly after the tokens that ran before
+    (or that its shared pages already hold), and only in pages granted to it.
+
+    Args:
+        slots: slot and landmark arithmetic.
+        next_token: (request id, output index) -> the token that is "sampled".
+        step_seconds: how long a step pretends to take.
+    """
+
+    def __init__(
+        self,
+        slots: SlotMap,
+        next_token: Callable[[str, int], int],
+        step_seconds: float = 0.0,
+    ) -> None:
+        self.slots = slots
+        self.next_token = next_token
+        self.step_seconds = step_seconds
+        self._rows: dict[int, _FakeRow] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Check the plan and answer as if it had run.
+
+        Raises:
+            InvariantError: the plan is impossible.
+        """
+        for closed in plan.closed:
+            self._require(closed in self._rows, f"row {closed} is closed but was not open")
+            del self._rows[closed]
+        for opened in plan.opened:
+            self._require(opened.row not in self._rows, f"row {opened.row} is opened twice")
+            self._rows[opened.row] = _FakeRow(opened.request_id)
+        for grant in plan.grants:
+            pages = self._rows[grant.row].pages
+            for i, page in enumerate(grant.pages):
+                self._require(grant.first + i not in pages, f"row {grant.row} is granted twice")
+                pages[grant.first + i] = page
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        writers: dict[int, int] = {}
+        sampled = []
+        for work in plan.work:
+            row = self._rows.get(work.row)
+            if row is None:
+                raise InvariantError(f"step {plan.step_id}: row {work.row} runs but is not open")
+            self._require(
+                work.first == row.tokens or row.tokens == 0, f"row {work.row} skips tokens"
+            )
+            self._check_pages(row, work.row, work.first, work.count, writers)
+            row.tokens = work.first + work.count
+            if work.sample:
+                token = self.next_token(row.request_id, work.output_index)
+                sampled.append(Sampled(work.row, token))
+        return StepResult(plan.step_id, tuple(sampled))
+
+    def shutdown(self) -> None:
+        """Forget every row."""
+        self._rows.clear()
+
+    def _check_pages(
+        self, row: _FakeRow, number: int, first: int, count: int, writers: dict[int, int]
+    ) -> None:
+        begin = int(self.slots.slots_for(first)) // self.slots.page_size
+        end = int(self.slots.pages_for(first + count))
+        self._require(
+            all(page in row.pages for page in range(end)), f"row {number} lacks a granted page"
+        )
+        for logical in range(begin, end):
+            writer = writers.setdefault(row.pages[logical], number)
+            self._require(writer == number, f"rows {writer} and {number} write one page")
+
+    def _require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise InvariantError(f"impossible plan: {message}")

@@ -1,0 +1,141 @@
+"""What the scheduler asks for and what comes back: frozen values without tensors.
+
+A plan can be written by hand in a test, kept, and replayed. It counts in user tokens; slots and
+landmarks follow from them by the arithmetic of `cairn.cache.landmarks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowOpen:
+    """A request takes a row of the page table.
+
+    Attributes:
+        row: the row's number.
+        request_id: whose it is, for logs.
+        params: how to sample.
+        seed: base of the row's draws.
+        history: prompt tokens, and tokens generated before a retraction: what penalties count.
+            Empty unless the parameters ask for penalties.
+        num_prompt: how many of `history` belong to the prompt.
+        stop_ids: ids that may not be chosen before `params.min_tokens` tokens.
+    """
+
+    row: int
+    request_id: str
+    params: SamplingParams
+    seed: int
+    history: Sequence[int] = ()
+    num_prompt: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PageGrant:
+    """Physical pages added to a row: logical pages `first`, `first + 1`, ..."""
+
+    row: int
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowWork:
+    """User tokens of one row that run in this step; the landmark after them rides along.
+
+    Attributes:
+        row: the row's number.
+        first: user tokens of the row that have run before.
+        tokens: the ids to run; None: the one token that was sampled last.
+        sample: choose the token that follows the last one.
+        output_index: number of tokens generated so far; names the draw.
+        prompt_targets: for each of `tokens` the prompt token that follows it, when prompt
+            log-probabilities are wanted; one shorter at the end of the prompt.
+    """
+
+    row: int
+    first: int
+    tokens: Sequence[int] | None
+    sample: bool
+    output_index: int = 0
+    prompt_targets: Sequence[int] = ()
+
+    @property
+    def count(self) -> int:
+        """User tokens that run."""
+        return 1 if self.tokens is None else len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass. Rows are closed first, then opened, then granted pages, then run."""
+
+    step_id: int
+    closed: tuple[int, ...]
+    opened: tuple[RowOpen, ...]
+    grants: tuple[PageGrant, ...]
+    work: tuple[RowWork, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """User tokens that run."""
+        return sum(work.count for work in self.work)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """Log-probabilities at one position over the user vocabulary, most likely first.
+
+    Attributes:
+        chosen: log-probability of the token that was taken.
+        ids, values, ranks: the reported tokens, the chosen one always among them; ranks from 1.
+    """
+
+    chosen: float
+    ids: NDArray[np.int64]
+    values: NDArray[np.float32]
+    ranks: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token chosen for a row."""
+
+    row: int
+    token: int
+    logprobs: Alternatives | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens first + 1, first + 2, ... of a row."""
+
+    row: int
+    first: int
+    entries: tuple[Alternatives, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced.
+
+    Attributes:
+        step_id: the plan's number.
+        sampled: one entry for each work with `sample`, in the plan's order.
+        prompt_logprobs: for the works that asked for it.
+        model_seconds: time inside the model and the sampler.
+    """
+
+    step_id: int
+    sampled: tuple[Sampled, ...]
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    model_seconds: float = 0.0

@@ -1,0 +1,56 @@
+"""An engine without a model: real scheduler, cache and output, fake executor."""
+
+from __future__ import annotations
+
+import zlib
+
+from cairn.cache.landmarks import SlotMap
+from cairn.cache.paged import PageCache
+from cairn.engine.core import CoreShape, EngineCore
+from cairn.engine.scheduler import Limits
+from cairn.runner.executor import FakeExecutor
+
+VOCAB = 10
+
+
+def next_token(request_id: str, index: int) -> int:
+    """The token that the fake model gives a request at an output index."""
+    return zlib.crc32(f"{request_id}/{index}".encode()) % VOCAB
+
+
+def fake_core(
+    *,
+    page_size: int = 4,
+    landmarks: bool = True,
+    pages: int = 64,
+    rows: int = 8,
+    step_slots: int = 64,
+    prefix_caching: bool = True,
+    max_model_len: int | None = None,
+    eos_ids: tuple[int, ...] = (),
+) -> EngineCore:
+    """An engine over a fake executor."""
+    slots = SlotMap(page_size, landmarks)
+    longest = max_model_len or slots.tokens_in(pages * page_size)
+    return EngineCore(
+        CoreShape(VOCAB, longest, eos_ids, seed=0),
+        Limits(rows, step_slots),
+        PageCache(pages, slots, prefix_caching),
+        slots,
+        FakeExecutor(slots, next_token),
+    )
+
+
+def all_pages_back(core: EngineCore) -> bool:
+    """Every page is free or cached without a user."""
+    cache = core.cache
+    return cache.num_free + cache.num_evictable == cache.num_pages
+
+
+def drain(core: EngineCore, limit: int = 1_000_000) -> int:
+    """Step until nothing is left; returns the number of steps."""
+    for step in range(limit):
+        if not core.has_work:
+            return step
+        core.step()
+    raise AssertionError(f"{limit} steps were not enough")

@@ -1,0 +1,133 @@
+"""Real engines on the small golden models, with every logit visible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from cairn.cache.paged import PageCache
+from cairn.config import EngineOptions
+from cairn.engine.build import Built, build
+from cairn.engine.core import Continuation
+from cairn.engine.scheduler import Limits
+from cairn.types import SamplingParams
+
+GOLDENS = Path(__file__).parent.parent / "data" / "goldens" / "hils"
+CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
+
+
+def engine(case: str, **options) -> Built:
+    """An engine in float32 on a golden model; its page memory starts as NaN."""
+    defaults = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB", "max_num_seqs": 16}
+    built = build(GOLDENS / case, EngineOptions(**{**defaults, **options}))
+    poison(built)
+    return built
+
+
+_POISONED: WeakKeyDictionary[PageCache, set[int]] = WeakKeyDictionary()
+
+
+def poison(built: Built) -> None:
+    """Fill every page that nobody owns with NaN (what is poisoned already stays so)."""
+    cache = built.core.cache
+    free = set(cache.allocator.free_pages)
+    fresh = torch.as_tensor(sorted(free - _POISONED.get(cache, set())), dtype=torch.int64)
+    _POISONED[cache] = free
+    if len(fresh):
+        for tensor in built.runner.pools.tensors():
+            tensor[fresh] = float("nan")
+
+
+def vectors(case: str) -> dict[str, torch.Tensor]:
+    """The reference outputs of a golden case."""
+    return load_file(GOLDENS / case / "vectors.safetensors")
+
+
+def lengths(case: str) -> list[int]:
+    """Prompt lengths of a golden case."""
+    return sorted(int(name.split(".")[0][1:]) for name in vectors(case) if "input_ids" in name)
+
+
+@dataclass
+class Trace:
+    """What a request produced, in comparable form.
+
+    Attributes:
+        tokens: generated ids.
+        logprobs: [tokens, V], of the position that chose each.
+        prompt_logprobs: [prompt - 1, V].
+        cached: prompt tokens that came from the prefix cache.
+    """
+
+    tokens: list[int]
+    logprobs: np.ndarray
+    prompt_logprobs: np.ndarray
+    cached: int
+
+
+def dense(entry, vocab: int) -> np.ndarray:
+    """One position's whole-vocabulary log-probabilities as [V]."""
+    line = np.full(vocab, np.nan)
+    line[np.asarray(entry._ids)] = entry._values
+    return line
+
+
+def trace(continuation: Continuation, vocab: int) -> Trace:
+    """Everything a finished continuation reported."""
+    output = continuation.stream.output
+    prompt = continuation.prompt_logprobs or []
+    return Trace(
+        list(output.token_ids),
+        np.array([dense(entry, vocab) for entry in output.logprobs or []]),
+        np.array([dense(entry, vocab) for entry in prompt[1:]]),
+        continuation.request.cached or 0,
+    )
+
+
+def greedy(max_tokens: int, prompt_logprobs: bool = False) -> SamplingParams:
+    """Greedy decoding that reports every logit."""
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        logprobs=-1,
+        prompt_logprobs=-1 if prompt_logprobs else None,
+    )
+
+
+def run(
+    built: Built,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    budgets: Sequence[int] = (),
+    poisoned: bool = True,
+) -> list[Trace]:
+    """Serve prompts together, step i with budgets[i % len] slots, free pages poisoned each step."""
+    core = built.core
+    every = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    live = [
+        core.add(f"r{core._arrivals}", list(prompt), param)
+        for prompt, param in zip(prompts, every, strict=True)
+    ]
+    step = 0
+    while core.has_work:
+        if budgets:
+            core.scheduler.limits = Limits(built.config.max_num_seqs, budgets[step % len(budgets)])
+        core.step()
+        if poisoned:
+            poison(built)
+        step += 1
+    return [trace(continuation, built.spec.vocab_size) for continuation in live]
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest difference of two log-probability arrays; infinite where shapes or NaNs differ."""
+    if a.shape != b.shape or np.isnan(a).any() or np.isnan(b).any():
+        return float("inf")
+    return float(np.abs(a - b).max(initial=0.0))

@@ -1,0 +1,149 @@
+"""The same tokens give the same logits, whatever the schedule. Page memory is NaN unless owned.
+
+Every comparison is of whole-vocabulary log-probabilities at every position, through the engine.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.harness import CASES, Trace, difference, engine, greedy, poison, run
+
+ROUNDING = 2e-4
+"""Float32 noise on log-probabilities whose scale is about 10."""
+
+SMALL = ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4", "qwen_noprior_lmk_k"]
+
+
+def text(seed: int, length: int, vocab: int = 200) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocab) for _ in range(length)]
+
+
+def assert_same(a: Trace, b: Trace) -> None:
+    assert a.tokens == b.tokens
+    assert difference(a.logprobs, b.logprobs) < ROUNDING
+    if len(a.prompt_logprobs) and len(b.prompt_logprobs):
+        assert difference(a.prompt_logprobs, b.prompt_logprobs) < ROUNDING
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk", [1, 15, 16, 17, 37, 63, 64, 65])
+def test_whole_against_chunked_prefill(case, chunk):
+    prompt = text(1, 230)
+    whole = run(engine(case), [prompt], greedy(4, prompt_logprobs=True))[0]
+    parts = run(engine(case), [prompt], greedy(4, prompt_logprobs=True), budgets=[chunk])[0]
+    assert_same(whole, parts)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    case=st.sampled_from(CASES),
+    seed=st.integers(0, 2**16),
+    budgets=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+)
+def test_random_schedules_of_mixed_lengths_against_single(case, seed, budgets):
+    rng = random.Random(seed)
+    prompts = [text(seed + i, rng.randint(1, 260)) for i in range(5)]
+    counts = [rng.randint(1, 40) for _ in prompts]
+    together = run(engine(case), prompts, [greedy(n) for n in counts], budgets=budgets)
+    for prompt, count, got in zip(prompts, counts, together, strict=True):
+        assert_same(run(engine(case), [prompt], greedy(count))[0], got)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decode_against_prefill_over_many_pages(case):
+    """Decode across 12 pages and more, then prefill the same tokens: far more pages than top-k."""
+    size = engine(case).config.page_size
+    prompt, count = text(3, 5 * size), 13 * size
+    decoded = run(engine(case), [prompt], greedy(count))[0]
+    again = prompt + decoded.tokens[:-1]
+    prefilled = run(engine(case), [again], greedy(1, prompt_logprobs=True))[0]
+    rows = np.concatenate([prefilled.prompt_logprobs[len(prompt) - 1 :], prefilled.logprobs])
+    assert difference(decoded.logprobs, rows) < ROUNDING
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("case", SMALL)
+def test_cold_against_warm_prefix(case, share):
+    """Generation runs on until the reused pages have left the window and are read by landmark."""
+    built = engine(case)
+    size = built.config.page_size
+    first, length = text(5, 640), 640
+    kept = int(length * share)
+    prompt = first[:kept] + text(6, length - kept)
+    run(built, [first], greedy(1))
+    warm = run(built, [prompt], greedy(6 * size))[0]
+    cold = run(engine(case, enable_prefix_caching=False), [prompt], greedy(6 * size))[0]
+    per_page = size - 1 if built.spec.landmarks else size
+    assert cold.cached == 0
+    assert warm.cached >= (kept // per_page - 1) * per_page
+    assert warm.cached <= kept
+    assert_same(warm, cold)
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_an_identical_prompt_again(case):
+    """A full prefix hit, at prompt lengths around a page's end."""
+    built = engine(case)
+    per_page = built.slots.tokens_per_page
+    for length in (per_page * 9 - 1, per_page * 9, per_page * 9 + 1):
+        prompt = text(length, length)
+        cold = run(built, [prompt], greedy(3))[0]
+        warm = run(built, [prompt], greedy(3))[0]
+        assert warm.cached >= (length - 1) // per_page * per_page - per_page
+        assert warm.cached < length
+        assert_same(cold, warm)
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_retracted_and_resumed_against_undisturbed(case):
+    size = engine(case).config.page_size
+    prompts = [text(20 + i, 3 * size) for i in range(4)]
+    tight = engine(case, max_model_len=12 * size)
+    # Half of the pages are taken away: four sequences of ten pages cannot run side by side.
+    cache = tight.core.cache
+    keep = 22
+    hostage = cache.open([1], 0)
+    assert cache.grow(hostage, cache.num_pages - keep)
+    got = run(tight, prompts, greedy(7 * size), poisoned=True)
+    assert tight.core.scheduler.preemptions > 0
+    cache.close(hostage)
+    for prompt, one in zip(prompts, got, strict=True):
+        assert_same(run(engine(case), [prompt], greedy(7 * size))[0], one)
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_permuted_physical_pages(case):
+    prompt = text(9, 300)
+    plain = run(engine(case), [prompt], greedy(20, prompt_logprobs=True))[0]
+    built = engine(case)
+    allocator = built.core.cache.allocator
+    taken = allocator.take(allocator.num_free)
+    random.Random(4).shuffle(taken)
+    for page in taken:
+        allocator.free([page])
+    assert_same(plain, run(built, [prompt], greedy(20, prompt_logprobs=True))[0])
+
+
+@pytest.mark.parametrize("case", ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"])
+def test_every_length_from_1_to_700(case):
+    """Rows 0 .. n of a prompt do not depend on how much follows; no length gives a NaN."""
+    built = engine(
+        case, enable_prefix_caching=False, max_num_seqs=64, kv_cache_memory="64MiB"
+    )
+    prompt = text(11, 700)
+    whole = run(built, [prompt], greedy(1, prompt_logprobs=True), poisoned=False)[0]
+    reference = np.concatenate([whole.prompt_logprobs, whole.logprobs])
+    all_lengths = list(range(1, 701))
+    for at in range(0, 700, 50):
+        part = all_lengths[at : at + 50]
+        got = run(built, [prompt[:n] for n in part], greedy(1), poisoned=False)
+        poison(built)
+        for n, one in zip(part, got, strict=True):
+            assert difference(one.logprobs[0], reference[n - 1]) < ROUNDING, f"length {n}"

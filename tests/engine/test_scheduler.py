@@ -1,0 +1,231 @@
+"""The scheduler seen from outside: through an engine whose executor checks every plan."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cairn.cache.invariants import check
+from cairn.engine.core import Continuation, EngineCore
+from cairn.errors import InvariantError
+from cairn.runner.step import StepPlan, StepResult
+from cairn.types import SamplingParams
+from tests.engine.fakes import VOCAB, all_pages_back, drain, fake_core, next_token
+
+
+def add(core: EngineCore, name: str, prompt: list[int], max_tokens: int, **options) -> Continuation:
+    return core.add(name, prompt, SamplingParams(max_tokens=max_tokens), **options)
+
+
+def expected(continuation: Continuation) -> list[int]:
+    count = continuation.request.max_output
+    return [next_token(continuation.request.id, i) for i in range(count)]
+
+
+def check_ledger(core: EngineCore) -> None:
+    check(core.cache, [r.lease for r in core.scheduler.running if r.lease is not None])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    page_size=st.sampled_from([2, 4, 16, 64]),
+    landmarks=st.booleans(),
+    pages=st.sampled_from([12, 20, 60]),
+    rows=st.sampled_from([1, 2, 5, 16]),
+    step_slots=st.sampled_from([1, 2, 7, 64, 1000]),
+    prefix_caching=st.booleans(),
+)
+def test_every_request_ends_with_its_own_tokens(
+    seed, page_size, landmarks, pages, rows, step_slots, prefix_caching
+):
+    rng = random.Random(seed)
+    core = fake_core(
+        page_size=page_size,
+        landmarks=landmarks,
+        pages=pages,
+        rows=rows,
+        step_slots=step_slots,
+        prefix_caching=prefix_caching,
+    )
+    longest = core.shape.max_model_len
+    live = []
+    for k in range(25):
+        length = rng.randint(1, min(longest - 1, 4 * page_size))
+        shared = rng.randint(0, length)
+        prompt = [i % 3 for i in range(shared)]
+        prompt += [rng.randrange(VOCAB) for _ in range(length - shared)]
+        live.append(
+            add(core, f"r{k}", prompt, rng.randint(1, 3 * page_size), priority=rng.randint(0, 1))
+        )
+        for _ in range(rng.randint(0, 3)):
+            core.step()
+            check_ledger(core)
+    drain(core)
+    for continuation in live:
+        assert continuation.stream.output.finish_reason == "length"
+        assert continuation.stream.output.token_ids == expected(continuation)
+    assert all_pages_back(core)
+    check_ledger(core)
+
+
+def test_retraction_under_page_pressure_loses_nothing():
+    core = fake_core(page_size=4, pages=16, rows=8, max_model_len=40)
+    live = [add(core, f"r{k}", [k, k, k], max_tokens=30) for k in range(6)]
+    while core.has_work:
+        core.step()
+        check_ledger(core)
+    assert core.scheduler.preemptions > 0
+    for continuation in live:
+        assert continuation.stream.output.token_ids == expected(continuation)
+    assert all_pages_back(core)
+
+
+def test_lower_priority_is_retracted_first():
+    core = fake_core(page_size=4, pages=16, rows=8, max_model_len=40)
+    low = [add(core, f"low{k}", [k], max_tokens=30, priority=1) for k in range(3)]
+    high = [add(core, f"high{k}", [5 + k], max_tokens=12, priority=0) for k in range(3)]
+    drain(core)
+    assert sum(c.request.retractions for c in low) > 0
+    assert all(c.request.retractions == 0 for c in high)
+
+
+def test_smaller_priority_number_starts_first():
+    core = fake_core(rows=1)
+    for name, priority in (("c", 2), ("a", 0), ("b", 1)):
+        add(core, name, [1], max_tokens=1, priority=priority)
+    ended = []
+    while core.has_work:
+        ended += [c.request.id for c in core.step() if c.finished]
+    assert ended == ["a", "b", "c"]
+
+
+def test_decode_goes_on_while_a_long_prompt_loads():
+    core = fake_core(page_size=16, pages=400, step_slots=32)
+    short = add(core, "short", [1], max_tokens=40)
+    core.step()
+    long = add(core, "long", [2] * 1000, max_tokens=1)
+    before = len(short.stream.output.token_ids)
+    for _ in range(20):
+        core.step()
+    assert len(short.stream.output.token_ids) == before + 20
+    assert 0 < long.request.computed < 1000
+
+
+def test_equal_prompts_are_computed_once():
+    core = fake_core(page_size=16, pages=400, rows=8, step_slots=64)
+    prompt = [i % 7 for i in range(500)]
+    live = [add(core, f"r{k}", prompt, max_tokens=2) for k in range(4)]
+    drain(core)
+    reusable = (500 - 1) // 15 * 15
+    assert [c.request.cached for c in live] == [0, reusable, reusable, reusable]
+    assert core.stats.prefill_tokens == 500 + 3 * (500 - reusable)
+
+
+def test_a_prompt_that_fills_its_last_page_still_runs_its_last_token():
+    core = fake_core(page_size=4, pages=64)
+    first = add(core, "a", [1] * 12, max_tokens=2)
+    drain(core)
+    second = add(core, "b", [1] * 12, max_tokens=2)
+    drain(core)
+    assert first.request.cached == 0
+    assert second.request.cached == 9
+    assert second.stream.output.token_ids == expected(second)
+
+
+def test_abort_storm():
+    """20,000 requests aborted at random states: one terminal result each, all pages back."""
+    rng = random.Random(7)
+    core = fake_core(page_size=16, pages=200, rows=32, step_slots=256)
+    live: list[Continuation] = []
+    ended: dict[str, int] = {}
+
+    def count(continuations: list[Continuation]) -> None:
+        for c in continuations:
+            if c.finished:
+                ended[c.request.id] = ended.get(c.request.id, 0) + 1
+
+    made = 0
+    while made < 20_000 or core.has_work:
+        for _ in range(rng.randint(1, 60)):
+            if made < 20_000:
+                length = rng.randint(1, 200)
+                prompt = [(made // 50 + i) % VOCAB for i in range(length)]
+                live.append(add(core, f"r{made}", prompt, max_tokens=rng.randint(1, 40)))
+                made += 1
+        count(core.step())
+        rng.shuffle(live)
+        for continuation in [live.pop() for _ in range(min(len(live), rng.randint(0, 60)))]:
+            if not continuation.finished:
+                core.abort(continuation.request.id)
+                ended[continuation.request.id] = ended.get(continuation.request.id, 0) + 1
+                assert continuation.stream.output.finish_reason == "abort"
+    assert len(ended) == 20_000
+    assert set(ended.values()) == {1}
+    assert all_pages_back(core)
+    assert core.scheduler.running == []
+    check_ledger(core)
+
+
+class _AbortsWhileRunning:
+    """An executor during whose step some request is taken back."""
+
+    def __init__(self, inner, during):
+        self.inner = inner
+        self.during = during
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.during(plan)
+        return self.inner.execute(plan)
+
+
+def test_abort_in_flight_releases_pages_only_when_the_step_retires():
+    core = fake_core(page_size=4, pages=32)
+    seen = []
+
+    def during(plan):
+        if "a" in core._live and plan.step_id == 2:
+            owned = core.cache.num_owned
+            core.abort("a")
+            seen.append(core.cache.num_owned == owned)
+
+    core.executor = _AbortsWhileRunning(core.executor, during)
+    aborted = add(core, "a", [1] * 10, max_tokens=50)
+    other = add(core, "b", [2] * 10, max_tokens=20)
+    drain(core)
+    assert seen == [True]
+    assert aborted.stream.output.finish_reason == "abort"
+    assert other.stream.output.token_ids == expected(other)
+    assert all_pages_back(core)
+
+
+def test_a_failing_step_ends_its_requests_and_the_engine_goes_on():
+    core = fake_core(page_size=4, pages=32)
+    good = core.executor
+
+    class Failing:
+        def execute(self, plan):
+            good.execute(plan)
+            raise RuntimeError("the device is gone")
+
+    failed = add(core, "a", [1] * 10, max_tokens=5)
+    core.executor = Failing()
+    with pytest.raises(RuntimeError, match="device is gone"):
+        core.step()
+    assert failed.stream.output.finish_reason == "error"
+    assert all_pages_back(core)
+    core.executor = good
+    after = add(core, "b", [1] * 10, max_tokens=5)
+    drain(core)
+    assert after.stream.output.token_ids == expected(after)
+
+
+def test_the_fake_executor_refuses_impossible_plans():
+    core = fake_core(page_size=4, pages=32)
+    add(core, "a", [1] * 10, max_tokens=5)
+    plan = core.scheduler.schedule()
+    with pytest.raises(InvariantError, match="granted page"):
+        core.executor.execute(StepPlan(plan.step_id, plan.closed, plan.opened, (), plan.work))
