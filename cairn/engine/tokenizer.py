@@ -27,7 +27,11 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
+        from transformers.utils import logging as hf_logging
 
+        # The library warns that it does not know our model types; it only reads the tokenizer here.
+        verbosity = hf_logging.get_verbosity()
+        hf_logging.set_verbosity_error()
         try:
             self._hf = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True
@@ -38,6 +42,8 @@ class Tokenizer:
                 f"the tokenizer in {folder} cannot be read: {error}",
                 "Check tokenizer.json, or remove it and pass prompt_token_ids",
             ) from error
+        finally:
+            hf_logging.set_verbosity(verbosity)
         self.eos_token_id: int | None = self._hf.eos_token_id
 
     def encode(self, text: str) -> list[int]:

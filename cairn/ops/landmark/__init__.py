@@ -1,0 +1,1 @@
+"""Landmark selection: summaries, scores, page attention and its combination with the window."""

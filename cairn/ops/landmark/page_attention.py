@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops.attention import paging
-from cairn.ops.attention.tiles import flash
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-_TILE_ROWS = (1024, 256, 64)
-"""Query rows (queries x G) of the page-major tiles: the flash kernel likes them large."""
+_TILE_ROWS = (256, 32)
+"""Query rows (queries x G) of the page-major tiles; the smaller ones take what is left over."""
 
 
 @op
@@ -132,7 +131,7 @@ def _(
         rank = torch.arange(tile.numel()) - (full.cumsum(0) - full)[tile]
         first = start[tile] + rank * places
         filled = (counts[tile] - rank * places).clamp(max=places)
-        step = paging.tokens_per_block(4 * places * group * dim, tile.numel())
+        step = paging.tokens_per_block(16 * places * group * size, tile.numel())
         for begin in range(0, tile.numel(), step):
             at = slice(begin, begin + step)
             _run_tiles(
@@ -163,26 +162,24 @@ def _run_tiles(
     place = torch.arange(places)
     position = (first.unsqueeze(1) + place).clamp(max=query.numel() - 1).flatten()
     asked = query.index_select(0, position)
-    wanted = q.reshape(q.shape[0] * heads, -1).index_select(0, asked).view(count, 1, -1, dim)
+    factor = dim**-0.5 if scale is None else scale
+    wanted = q.reshape(q.shape[0] * heads, -1).index_select(0, asked).float().mul_(factor)
     k, v = (
-        cache.view(-1, size * dim).index_select(0, line).view(count, 1, size, dim)
+        cache.view(-1, size * dim).index_select(0, line).view(count, size, dim)
         for cache in (k_cache, v_cache)
     )
-    k[:, :, -1] = 0
-    v[:, :, -1] = 0
-    # All S slots and a mask: the kernel is faster on a round number of keys.
-    mask = torch.zeros(1, 1, 1, size, dtype=q.dtype)
-    mask[..., -1] = -torch.inf
-    o, _ = flash(wanted, k, v, mask, scale)
-    o = o.float().view(count * places, -1, dim)
-    o.mul_(weight.index_select(0, position).unsqueeze(-1))
+    scores = torch.bmm(wanted.view(count, -1, dim), k.float().transpose(1, 2))
+    scores[..., -1] = -torch.inf
+    v[:, -1] = 0
+    o = torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v).float()
+    o = o.view(count * places, -1, dim).mul_(weight.index_select(0, position).unsqueeze(-1))
     target = torch.where(place < filled.unsqueeze(1), asked.view(count, places), out.shape[0] - 1)
     out.index_add_(0, target.flatten(), o.view(count * places, -1))
 
 
 page_attention.tolerance(
     {torch.bfloat16: (1.6e-2, 1e-2)},
-    "the flash kernel rounds probabilities and A_j to bfloat16, the definition stays in float32",
+    "page_major rounds probabilities and A_j to bfloat16, the definition stays in float32",
 )
 
 

@@ -275,12 +275,14 @@ def _(
     indices, scores = task.empty(slot.numel() + 1, topk, slot.device)
     for tokens, pages in _tiles(row, candidates):
         safe = tokens.clamp(max=slot.numel() - 1)
-        # The page after the candidates exists, in the window; its column will hold the lse.
-        physical = page_table[row[safe[:, 0]], : pages + task.normalised]
+        # The page after the candidates exists, in the window; its column will hold the lse. Those
+        # after it make a round number for the matrix product.
+        columns = -(-(pages + task.normalised) // 16) * 16
+        physical = page_table[row[safe[:, 0]], :columns]
         keys = task.keys(_gather(summary_key, physical)).transpose(1, 2)
         bias = None if summary_bias is None else _gather(summary_bias, physical).transpose(1, 2)
         limits = torch.where(tokens < slot.numel(), candidates[safe], 0)
-        bytes_per_token = 4 * tokens.shape[0] * task.score_heads * pages
+        bytes_per_token = 8 * tokens.shape[0] * task.score_heads * pages
         step = paging.tokens_per_block(bytes_per_token, tokens.shape[1])
         for begin in range(0, tokens.shape[1], step):
             at = (slice(None), slice(begin, begin + step))
@@ -347,12 +349,18 @@ def _logits(
     Args:
         lmk_q: [U, c, h_q, d]; keys: [U * key_heads, d, columns]; bias: [U, h_q, columns] or None.
         limits: [U, c] candidates of every token.
-        pages: of the batch; a column more, if there is one, means nothing yet.
+        pages: of the batch; columns after them become -inf.
     """
     count, tokens = limits.shape
-    u = torch.bmm(task.queries(lmk_q), keys).view(count, -1, tokens, keys.shape[-1])
-    if bias is not None:
+    queries = task.queries(lmk_q)
+    if bias is not None and task.key_heads == task.score_heads:
+        u = torch.baddbmm(bias.flatten(0, 1).unsqueeze(1), queries, keys)
+    else:
+        u = torch.bmm(queries, keys)
+    u = u.view(count, task.score_heads, tokens, keys.shape[-1])
+    if bias is not None and task.key_heads < task.score_heads:
         u += bias.unsqueeze(2)
+    u[..., pages:] = -torch.inf
     low = int(limits.min())
     if low < pages:
         late = torch.arange(low, pages) >= limits.unsqueeze(-1)

@@ -1,0 +1,110 @@
+"""Runs an engine for a measurement and reads its counters around each phase."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from cairn.bench.shapes import write_folder
+from cairn.llm import LLM
+from cairn.types import SamplingParams
+
+TokenPrompt = dict[str, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured: a folder, or a shape with random weights.
+
+    Attributes:
+        model: folder of a model; None for a shape.
+        shape: name in SHAPES; used when `model` is None.
+    """
+
+    model: Path | None
+    shape: str = "345m"
+
+    @property
+    def name(self) -> str:
+        """How records call it."""
+        return self.shape if self.model is None else self.model.name
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Counters of one stretch of work.
+
+    Attributes:
+        steps: steps that ran.
+        prefill_tokens, decode_tokens: user tokens that ran.
+        generated_tokens: tokens that were sampled.
+        prefill_seconds, decode_seconds, host_seconds: as the engine counts them.
+        queries: queries of landmark layers.
+        pages_read, pages_held: pages that they read, pages that dense attention would have read.
+    """
+
+    steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    generated_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    host_seconds: float
+    queries: int
+    pages_read: int
+    pages_held: int
+
+
+COUNTERS = tuple(field.name for field in fields(Phase))
+
+
+@contextmanager
+def open_engine(subject: Subject, backend: str, options: Mapping[str, Any]) -> Iterator[LLM]:
+    """An engine of the subject, shut down at the end.
+
+    Args:
+        subject: folder or shape.
+        backend: "hsa" or "dense". A shape has a form for each; a folder is asked to compute its
+            own weights that way.
+        options: keywords of LLM.
+    """
+    with tempfile.TemporaryDirectory(prefix="cairn-bench-") as folder:
+        if subject.model is None:
+            path = write_folder(Path(folder), subject.shape, backend)
+            llm = LLM(str(path), load_format="random", **_without(options, "load_format"))
+        else:
+            chosen = _without(options, "attention_backend")
+            llm = LLM(str(subject.model), attention_backend=backend, **chosen)
+        try:
+            yield llm
+        finally:
+            llm.shutdown()
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[TokenPrompt]:
+    """`count` prompts of `length` random user tokens, different from each other."""
+    rng = random.Random(seed)
+    return [{"prompt_token_ids": rng.choices(range(vocab_size), k=length)} for _ in range(count)]
+
+
+def run_phase(llm: LLM, prompts: Sequence[TokenPrompt], max_tokens: int) -> Phase:
+    """Run the prompts greedily to exactly `max_tokens` tokens each; what the counters gained."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    before = _read(llm)
+    llm.generate(list(prompts), params)
+    after = _read(llm)
+    return Phase(**{name: after[name] - before[name] for name in COUNTERS})
+
+
+def _read(llm: LLM) -> dict[str, Any]:
+    stats = llm.stats()
+    return {name: getattr(stats, name) for name in COUNTERS}
+
+
+def _without(options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != name}

@@ -1,0 +1,89 @@
+"""Published geometries with random weights, and their dense twins, as model folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cairn.errors import BadConfig
+from cairn.names import nearest
+
+_BLOCK_345M: dict[str, Any] = {
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 100278,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 1 << 20,
+    "attention_bias": False,
+    "eos_token_id": 100257,
+    "bos_token_id": 100257,
+}
+
+_LANDMARKS_345M: dict[str, Any] = {
+    "architectures": ["HiLSForCausalLM"],
+    "model_type": "qwen_hils",
+    "chunk_size": 64,
+    "hils_topk": 32,
+    "use_sliding_window": True,
+    "sliding_window": 512,
+    "hils_sliding_window": 512,
+    "full_attn_interleave": 1,
+    "enable_prior_query": True,
+    "enable_softmax1": True,
+    "enable_lmk_q_proj": True,
+    "lmk_q_lora_dim": -1,
+    "apply_hils_rope": True,
+    "enable_inrange_rope": True,
+    "rope_context_length": 8192,
+    "rope_period_multiplier": 2.0,
+    "insert_landmarks": True,
+    "adjust_lmk_pos": True,
+}
+
+_DENSE: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+SHAPES: dict[str, dict[str, dict[str, Any]]] = {
+    "345m": {
+        "hsa": _BLOCK_345M | _LANDMARKS_345M,
+        "dense": _BLOCK_345M | _DENSE,
+    },
+}
+"""Shape -> attention kind ("hsa", or "dense": the same layers without landmarks) -> config.json."""
+
+
+def config_of(shape: str, kind: str) -> dict[str, Any]:
+    """The config of a shape.
+
+    Args:
+        shape: a key of SHAPES.
+        kind: "hsa" or "dense".
+
+    Raises:
+        BadConfig: an unknown shape or kind.
+    """
+    if shape not in SHAPES:
+        close = nearest(shape, SHAPES)
+        raise BadConfig(
+            f"shape {shape!r} is unknown", f"Known: {', '.join([close or '', *SHAPES])}"
+        )
+    if kind not in SHAPES[shape]:
+        raise BadConfig(
+            f"shape {shape!r} has no {kind!r} form", f"Known: {', '.join(SHAPES[shape])}"
+        )
+    return dict(SHAPES[shape][kind])
+
+
+def write_folder(folder: Path, shape: str, kind: str) -> Path:
+    """Put a shape's config.json in `folder` and return it; the weights are drawn at load."""
+    text = json.dumps(config_of(shape, kind), indent=2)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return folder

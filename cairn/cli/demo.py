@@ -1,0 +1,47 @@
+"""`cairn demo`: the main job, on a document that this machine holds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cairn.cli.options import engine_arguments, engine_options, model_argument, model_or_default
+
+
+@click.command()
+@model_argument
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=4096),
+    default=128_000,
+    show_default=True,
+    help="Length of the document.",
+)
+@click.option(
+    "--questions",
+    type=click.IntRange(min=1, max=16),
+    default=3,
+    show_default=True,
+    help="Facts of each of the three kinds.",
+)
+@click.option("--needle-seed", type=int, default=0, show_default=True, help="Of facts and places.")
+@engine_options
+def demo(model: Path | None, tokens: int, questions: int, needle_seed: int, **options: Any) -> None:
+    """Hide facts in a long document, ask MODEL for them, show what it cost.
+
+    The document is made of the standard library's own sources. The exit code is 0 when every
+    answer is right.
+    """
+    from cairn.demo.run import run_demo
+
+    right = run_demo(
+        model_or_default(model),
+        tokens=tokens,
+        questions=questions,
+        seed=needle_seed,
+        options=engine_arguments(options),
+    )
+    sys.exit(0 if right else 1)

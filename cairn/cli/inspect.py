@@ -1,0 +1,66 @@
+"""`cairn inspect`: what a model is, what it takes, and what fits here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cairn.cli.options import (
+    engine_arguments,
+    engine_options,
+    json_option,
+    model_argument,
+    model_or_default,
+)
+
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+@click.command()
+@model_argument
+@json_option
+@engine_options
+def inspect(model: Path | None, as_json: bool, **options: Any) -> None:
+    """Show MODEL's geometry, its memory per token and page, and what fits in this machine.
+
+    Engine options change what is shown as they would change the engine. No weights are loaded.
+    """
+    from cairn.bench.inspection import inspection
+
+    report = inspection(model_or_default(model), engine_arguments(options))
+    if as_json:
+        click.echo(json.dumps(report, default=str))
+        return
+    for title, content in report.items():
+        click.echo(title)
+        rows = content if isinstance(content, list) else [*content.items()]
+        for row in rows:
+            click.echo(f"  {_line(title, row)}")
+
+
+def _line(title: str, row: Any) -> str:
+    if isinstance(row, str):
+        return row
+    if isinstance(row, dict):
+        return f"{row['name']} = {row['value']}  ({row['from']})"
+    name, value = row
+    if title == "layers":
+        return f"{name:<12}{value}"
+    if "bytes" in name:
+        value = readable(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        value = f"{value:,}"
+    label = name.replace("_bytes_", " ").replace("bytes_", "").replace("_bytes", "")
+    return f"{label.replace('_', ' '):<20}{value}"
+
+
+def readable(count: float) -> str:
+    """Bytes with a unit: 1536 -> "1.5 KiB"."""
+    unit = 0
+    while count >= 1024 and unit < len(UNITS) - 1:
+        count /= 1024
+        unit += 1
+    return f"{count:,.0f} {UNITS[unit]}" if unit == 0 else f"{count:,.1f} {UNITS[unit]}"

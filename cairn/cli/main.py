@@ -1,0 +1,76 @@
+"""The command group, and the one place where errors become a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import click
+
+from cairn import __version__
+from cairn.cli.bench import bench
+from cairn.cli.demo import demo
+from cairn.cli.doctor import doctor
+from cairn.cli.generate import generate
+from cairn.cli.inspect import inspect
+from cairn.cli.ops import ops
+from cairn.errors import BadConfig, BadModel, BadRequest, CairnError
+from cairn.obs import log
+
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 128 + signal.SIGINT
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="cairn")
+@click.option(
+    "--log-level",
+    type=click.Choice(log.LEVELS),
+    help="What to log on stderr; the default is CAIRN_LOG, or warning.",
+)
+def cairn(log_level: str | None) -> None:
+    """Serve language models over very long contexts.
+
+    Commands that take a MODEL folder use the small model that comes with the package when none
+    is given.
+    """
+    log.configure(log_level)
+
+
+for _command in (generate, demo, inspect, doctor, ops, bench):
+    cairn.add_command(_command)
+
+
+def exit_code(error: CairnError) -> int:
+    """2 for what the user gave, 1 for everything else."""
+    return BAD_INPUT if isinstance(error, BadRequest | BadConfig | BadModel) else FAILED
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process with its exit code.
+
+    Args:
+        arguments: what follows the program's name; None takes sys.argv.
+    """
+    try:
+        code = cairn.main(args=arguments, prog_name="cairn", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except CairnError as error:
+        click.echo(f"error: {' '.join(str(error).split())}", err=True)
+        code = exit_code(error)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        code = INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`| head`): nothing is wrong, and nothing more can be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = FAILED
+    except OSError as error:
+        click.echo(f"error: {error}", err=True)
+        code = FAILED
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,151 @@
+"""Options that several commands share. What the user did not give is not passed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from cairn.config import BACKEND_NAMES, DTYPES, STRATEGIES, default_model_path
+from cairn.types import SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SAMPLING = (
+    click.option("--n", type=int, help="Number of continuations.  [default: 1]"),
+    click.option("--temperature", type=float, help="0 is greedy.  [default: 1.0]"),
+    click.option("--top-p", type=float, help="Smallest set of this mass.  [default: 1.0]"),
+    click.option("--top-k", type=int, help="The k most likely; 0 keeps all.  [default: 0]"),
+    click.option("--min-p", type=float, help="Least share of the top's mass.  [default: 0]"),
+    click.option("--sampling-seed", "seed", type=int, help="Seed of this request's draws."),
+    click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest output."),
+    click.option("--min-tokens", type=int, help="No stop before this many.  [default: 0]"),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Ends the output; repeatable."),
+    click.option("--stop-token-ids", metavar="IDS", help="Ids that end the output: 10,46."),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Do not end at end-of-text."),
+    click.option("--logprobs", type=int, help="Alternatives per token (needs --json); -1: all."),
+    click.option("--prompt-logprobs", type=int, help="The same for the prompt (needs --json)."),
+    click.option("--presence-penalty", type=float, help="In [-2, 2].  [default: 0]"),
+    click.option("--frequency-penalty", type=float, help="In [-2, 2].  [default: 0]"),
+    click.option("--repetition-penalty", type=float, help="Above 0.  [default: 1]"),
+    click.option(
+        "--logit-bias", multiple=True, metavar="ID=VALUE", help="Added to a logit; repeatable."
+    ),
+)
+
+ENGINE = (
+    click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and cache."),
+    click.option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N."),
+    click.option("--attention-backend", type=click.Choice(BACKEND_NAMES), help="Of global layers."),
+    click.option("--max-model-len", type=int, help="Longest sequence in tokens."),
+    click.option("--kv-cache-memory", metavar="SIZE", help="Page pool: bytes, or such as 4GiB."),
+    click.option("--page-size", type=int, help="Slots per page; the chunk size of an HSA model."),
+    click.option("--max-num-seqs", type=int, help="Requests that run at once."),
+    click.option("--chunked-prefill-size", type=int, help="Slots that one step may run."),
+    click.option("--seed", "engine_seed", type=int, help="Of requests that bring none."),
+    click.option("--no-prefix-caching", is_flag=True, help="Do not keep pages for reuse."),
+    click.option("--hsa-topk", type=int, help="Pages selected per query."),
+    click.option("--hsa-selection-strategy", type=click.Choice(STRATEGIES), help="How."),
+    click.option("--hsa-layers", metavar="LIST", help='Layers that select pages: "0-3,7".'),
+    click.option("--hsa-window-size", type=int, help="Slots of the local window."),
+    click.option("--hsa-lmk-id", type=int, help="Landmark token id; -1: the vocabulary size."),
+    click.option(
+        "--load-format",
+        type=click.Choice(["auto", "random"]),
+        help="random: draw the weights, for benchmarks.",
+    ),
+)
+
+SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
+
+ENGINE_NAMES = (
+    "dtype",
+    "device",
+    "attention_backend",
+    "max_model_len",
+    "kv_cache_memory",
+    "page_size",
+    "max_num_seqs",
+    "chunked_prefill_size",
+    "hsa_topk",
+    "hsa_selection_strategy",
+    "hsa_layers",
+    "hsa_window_size",
+    "hsa_lmk_id",
+    "load_format",
+)
+
+
+def sampling_options(command: F) -> F:
+    """Decorator: one option for every field of SamplingParams."""
+    for option in reversed(SAMPLING):
+        command = option(command)
+    return command
+
+
+def engine_options(command: F) -> F:
+    """Decorator: the options of the engine."""
+    for option in reversed(ENGINE):
+        command = option(command)
+    return command
+
+
+def model_argument(command: F) -> F:
+    """Decorator: the optional MODEL folder."""
+    return click.argument("model", required=False, type=click.Path(path_type=Path))(command)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+
+
+def model_or_default(model: Path | None) -> Path:
+    """The folder given, or that of the embedded model."""
+    return default_model_path() if model is None else model
+
+
+def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of LLM from the parsed options: only those that the user gave."""
+    chosen = {name: options[name] for name in ENGINE_NAMES if options[name] is not None}
+    if options["engine_seed"] is not None:
+        chosen["seed"] = options["engine_seed"]
+    if options["no_prefix_caching"]:
+        chosen["enable_prefix_caching"] = False
+    return chosen
+
+
+def sampling_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of SamplingParams from the parsed options: only those that the user gave.
+
+    Raises:
+        click.BadParameter: a list that cannot be read.
+    """
+    chosen = {name: options[name] for name in SAMPLING_NAMES if options[name] not in (None, ())}
+    if "stop_token_ids" in chosen:
+        chosen["stop_token_ids"] = parse_ids(chosen["stop_token_ids"], "--stop-token-ids")
+    if "logit_bias" in chosen:
+        chosen["logit_bias"] = dict(_parse_bias(text) for text in chosen["logit_bias"])
+    return chosen
+
+
+def parse_ids(text: str, option: str) -> list[int]:
+    """Token ids from "10,46".
+
+    Raises:
+        click.BadParameter: something in it is no integer.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        message = f"{text!r} is not a list such as 10,46"
+        raise click.BadParameter(message, param_hint=option) from None
+
+
+def _parse_bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not ID=VALUE", param_hint="--logit-bias") from None

@@ -1,0 +1,1 @@
+"""The main job in one room: a real document, hidden facts, questions, answers, and their cost."""

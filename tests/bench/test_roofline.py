@@ -1,0 +1,82 @@
+import pytest
+
+from cairn.bench import roofline
+from cairn.bench.roofline import Roofline
+from cairn.bench.shapes import config_of
+from cairn.models.registry import load_spec
+
+HSA = load_spec(config_of("345m", "hsa"))
+DENSE = load_spec(config_of("345m", "dense"))
+PAIR = 2 * 2 * 64 * 2  # bytes of one slot's key and value in one layer, bfloat16
+
+
+def test_streamed_weights():
+    # 16 layers of 15.99M and the head of 102.7M parameters.
+    assert roofline.decode_bytes(HSA, 0, 1, "bfloat16") == pytest.approx(717e6, rel=0.002)
+
+
+def test_decode_reads_window_pages_and_summaries():
+    slots, layers = 131072, 16
+    candidates = (slots - 511) // 64
+    window = slots + 1 - candidates * 64
+    base = roofline.decode_bytes(HSA, 0, 1, "bfloat16")
+    grown = roofline.decode_bytes(HSA, slots, 1, "bfloat16") - base
+    pages = PAIR * (window - 1 + 32 * 64)
+    summaries = candidates * (16 * 64 * 2 + 4 * 16)
+    assert grown == pytest.approx(layers * (pages + summaries))
+    assert summaries == pytest.approx(4.3e6, rel=0.01)
+
+
+def test_dense_decode_reads_everything():
+    grown = roofline.decode_bytes(DENSE, 8192, 3, "bfloat16")
+    base = roofline.decode_bytes(DENSE, 0, 3, "bfloat16")
+    assert grown - base == 3 * 16 * 8192 * PAIR
+
+
+def test_page_reads_do_not_grow():
+    counts = {roofline.pages_per_query(HSA, slots) for slots in (8192, 65536, 262144)}
+    assert max(counts) <= 32 + 512 // 64 + 1
+    assert roofline.pages_per_query(HSA, 100) == 2
+    assert roofline.pages_per_query(DENSE, 100) == 0
+
+
+def brute_force_flops(spec, slots):
+    """Attention of every query of every layer, one by one."""
+    total = 0.0
+    width = spec.num_heads * spec.head_dim
+    for query in range(slots):
+        if spec.hils is None:
+            total += 4 * width * (query + 1)
+            continue
+        page, hils = spec.page_size, spec.hils
+        candidates = max(0, (query - hils.window + 1) // page)
+        total += 4 * width * (query + 1 - candidates * page)
+        total += 4 * width * (page - 1) * min(candidates, hils.topk)
+        total += 2 * width * candidates
+        total += 4 * width * (page - 1) / page
+    return total * spec.num_layers
+
+
+@pytest.mark.parametrize("spec", [HSA, DENSE], ids=["hsa", "dense"])
+@pytest.mark.parametrize("slots", [100, 2000, 6000])
+def test_prefill_flops(spec, slots):
+    matrices = sum(roofline._layer_parameters(spec, layer) for layer in spec.layers)
+    head = 2 * spec.vocab_size * spec.hidden_size
+    attention = roofline.prefill_flops(spec, slots) - 2 * matrices * slots - head
+    assert attention == pytest.approx(brute_force_flops(spec, slots), rel=1e-9)
+
+
+def test_prefill_at_8k():
+    # 657 million operations a slot, published for this shape; the head counts once here.
+    assert roofline.prefill_flops(HSA, 8192) / 8192 == pytest.approx(657e6, rel=0.03)
+
+
+def test_measures():
+    assert roofline.measure_bandwidth(size=8 << 20) > 1e8
+    assert roofline.measure_gemm("float32", size=128) > 1e7
+
+
+def test_floors():
+    line = Roofline(bandwidth=10e9, gemm=1e12, dtype="bfloat16", device="cpu")
+    assert line.decode_floor(HSA, 0, 1) == pytest.approx(0.0717, rel=0.01)
+    assert line.prefill_floor(HSA, 8192, 2) == pytest.approx(2 * 657e6 * 8192 / 1e12, rel=0.03)

@@ -1,0 +1,35 @@
+import io
+import sys
+
+import pytest
+
+from cairn.cli.main import main
+from tests.fake_llm import FakeLLM
+
+
+@pytest.fixture
+def llms(monkeypatch):
+    """Every LLM that a command makes is a fake, and is kept in this list."""
+    made = []
+
+    def make(model=None, **options):
+        made.append(FakeLLM(model, options))
+        return made[-1]
+
+    monkeypatch.setattr("cairn.llm.LLM", make)
+    return made
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a command line: (exit code, stdout, stderr)."""
+
+    def call(*arguments, stdin=None):
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as end:
+            main(list(arguments))
+        shown = capsys.readouterr()
+        return end.value.code, shown.out, shown.err
+
+    return call

@@ -1,0 +1,90 @@
+"""`cairn ops`, `cairn doctor` and `cairn inspect`."""
+
+import json
+
+import pytest
+
+from cairn.bench.shapes import write_folder
+from cairn.cli.inspect import readable
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(write_folder(tmp_path, "345m", "hsa"))
+
+
+def test_ops_lists_every_op(run):
+    from cairn.ops.registry import all_ops
+
+    code, out, _ = run("ops")
+    listed = {line.split()[1] for line in out.splitlines()[1:]}
+    assert code == 0
+    assert {op.name for op in all_ops() if op.family != "test"} <= listed
+
+
+def test_ops_json(run):
+    code, out, _ = run("ops", "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert {"family", "op", "implementations", "chosen"} <= rows[0].keys()
+
+
+def test_doctor(run, folder):
+    code, out, _ = run("doctor", folder)
+    assert code == 0
+    assert "torch" in out
+    assert "attention_backend=hsa  because 16 of 16 layers" in out
+
+
+def test_doctor_json(run, folder):
+    code, out, _ = run("doctor", folder, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["devices"][0] == "cpu"
+    assert report["memory"]["total"] > 0
+    assert {"dtype", "attention_backend"} <= {choice["name"] for choice in report["choices"]}
+
+
+def test_inspect_json(run, folder):
+    code, out, _ = run("inspect", folder, "--json", "--dtype", "bfloat16")
+    report = json.loads(out)
+    assert code == 0
+    assert report["model"]["num_layers"] == 16
+    assert report["layers"] == {
+        "0-15": "landmark selection: top 32 pages and a window of 512 slots, prior summaries"
+    }
+    # Of 16 layers: keys and values 64 x 2 x 64, summaries 16 x 64 and a float32 bias of 16 heads.
+    assert report["memory"]["summary_bytes_per_page"] == 16 * (16 * 64 * 2 + 16 * 4)
+    assert report["memory"]["bytes_per_page"] == 16 * (2 * 64 * 2 * 64 * 2 + 2112)
+    assert report["memory"]["tokens_per_page"] == 63
+    names = {switch["name"]: switch["value"] for switch in report["switches"]}
+    assert names["enable_softmax1"] is True
+
+
+def test_inspect_shows_what_options_change(run, folder):
+    code, out, _ = run("inspect", folder, "--hsa-topk", "8", "--hsa-layers", "0-3,7")
+    assert code == 0
+    assert "top 8 pages" in out
+    assert "  0-3   " in out
+    assert "hsa_topk=8 contradicts the trained model (32)" in out
+
+
+def test_inspect_refuses_what_the_engine_would(run, folder):
+    code, out, err = run("inspect", folder, "--page-size", "32")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: page_size is 32")
+    assert err.count("\n") == 1
+
+
+def test_inspect_without_a_model(run, tmp_path):
+    code, _, err = run("inspect", str(tmp_path / "nothing"))
+    assert code == 2
+    assert err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB"), (5 << 50, "5,120.0 TiB")],
+)
+def test_readable(count, text):
+    assert readable(count) == text
