@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP) ## read a long document on this machine and answer questions about it
 	$(BIN)/cairn demo
 
+# One thread a worker: two workers that both use every core wait for each other.
 test: $(STAMP) ## the CPU suite: at most ten minutes, no GPU, nothing marked slow
-	$(BIN)/python -m pytest -n 2 --timeout=300 --session-timeout=$(TEST_SECONDS) -m 'not slow and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --timeout=300 --session-timeout=$(TEST_SECONDS) -m 'not slow and not gpu'
 
 # Uses the python3 at hand, not the virtual environment: a GPU machine brings its own torch and triton.
 # It needs pytest, hypothesis, click, rich, safetensors and transformers beside them; the package is

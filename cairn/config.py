@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -73,7 +73,9 @@ class EngineOptions:
             _positive(name, getattr(self, name))
         _positive("max_num_seqs", self.max_num_seqs)
         _positive("chunked_prefill_size", self.chunked_prefill_size)
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        if type(self.seed) is not int:
+            raise BadConfig(f"seed must be an integer, not {self.seed!r}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise BadConfig(
                 f"device is {self.device!r}", "Use auto, cpu, cuda or cuda:N with a device number"
             )
@@ -400,9 +402,13 @@ def parse_layers(layers: str | Sequence[int], num_layers: int) -> tuple[int, ...
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
                 raise BadConfig(f"hsa_layers has the empty range {part!r}", "Write first-last")
-            found.update(range(first, last + 1))
+            # One number too many is enough to be refused below, however far the range goes.
+            found.update((first, *range(first, min(last, num_layers) + 1)))
     else:
-        found.update(layers)
+        numbers = tuple(layers) if isinstance(layers, Iterable) else (layers,)
+        if not all(type(n) is int for n in numbers):
+            raise BadConfig(f"hsa_layers is {layers!r}", "Write numbers and ranges: 0-3,7")
+        found.update(numbers)
     outside = sorted(n for n in found if not 0 <= n < num_layers)
     if outside:
         raise BadConfig(
@@ -439,7 +445,7 @@ def _bytes(value: int | str | None) -> int | None:
         unit = (match[2] or "B").upper()
         base = 1024 if "I" in unit or len(unit) == 1 else 1000
         value = int(number * base ** " KMGT".index(unit[0])) if unit != "B" else int(number)
-    if isinstance(value, bool) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise BadConfig(f"kv_cache_memory is {value!r}", "Write bytes or a size such as 4GiB")
     return value
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from cairn.config import EngineOptions, default_model_path
-from cairn.engine.build import build
+from cairn.config import EngineConfig, EngineOptions, default_model_path
+from cairn.engine.build import Built, build
 from cairn.engine.core import Continuation
 from cairn.errors import BadModel, BadRequest
+from cairn.models.spec import ModelSpec
 from cairn.names import refuse_unknown
 from cairn.obs.progress import Progress
 from cairn.types import RequestOutput, SamplingParams
@@ -80,14 +81,19 @@ class LLM:
         self._count = 0
 
     @property
-    def spec(self) -> Any:
-        """The model's geometry (`cairn.models.spec.ModelSpec`)."""
+    def spec(self) -> ModelSpec:
+        """The model's geometry."""
         return self._built.spec
 
     @property
-    def engine_config(self) -> Any:
-        """The resolved options (`cairn.config.EngineConfig`)."""
+    def engine_config(self) -> EngineConfig:
+        """The resolved options."""
         return self._built.config
+
+    @property
+    def engine(self) -> Built:
+        """The assembled engine, for tools that look inside."""
+        return self._built
 
     @property
     def max_model_len(self) -> int:
@@ -114,7 +120,7 @@ class LLM:
             BadRequest: a prompt or parameter that can never be served; then none has run.
             TooLong: a prompt longer than the model or the pool allows.
         """
-        given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        given = _listed(prompts)
         params = self._params(sampling_params, len(given))
         order = list(priority) if priority is not None else [0] * len(given)
         if len(order) != len(given):
@@ -173,9 +179,14 @@ class LLM:
         text, ids = self._encode(prompt)
         self._core.check(ids, params)
         job = self._submit(text, ids, params, 0)
+        told = False
         try:
             for continuation in self._run([job], None):
                 yield continuation.stream.take(), job.result()
+                told = continuation.finished
+            if not told:
+                # It ended while another call stepped the engine.
+                yield job.parts[0].stream.take(), job.result()
         finally:
             self._abort([job])
 
@@ -206,6 +217,10 @@ class LLM:
             return [SamplingParams()] * count
         if isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
+            raise BadRequest(
+                f"sampling_params must be SamplingParams or a list of them, not {given!r}"
+            )
         if len(given) != count:
             raise BadRequest(f"{len(given)} sampling_params for {count} prompts")
         return list(given)
@@ -288,6 +303,18 @@ class _Job:
             finished=all(part.finished for part in self.parts),
             num_cached_tokens=first.request.cached or 0,
         )
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several as a list."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise BadRequest(
+            f"prompts must be a prompt or a list of them, not {type(prompts).__name__}",
+            'Use a string, {"prompt": text} or {"prompt_token_ids": [...]}',
+        )
+    return list(prompts)
 
 
 def _checked_ids(ids: Any) -> list[int]:

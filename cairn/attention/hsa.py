@@ -95,6 +95,8 @@ class HsaBackend(AttentionBackend):
         pages = batch.completed_pages
         key_pool = self.pools.summary_key[layer.index]
         bias_pool = self.pools.summary_bias[layer.index]
+        if key_pool is None and bias_pool is None:
+            return
         if query is not None:
             key, bias = ops.prior_summary(query, k_cache, pages)
             if bias_pool is not None:

@@ -20,8 +20,7 @@ def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt]) -> None:
     Raises:
         OutOfMemory: the pool does not hold all prompts.
     """
-    built = llm._built
-    cache, pools = built.core.cache, built.runner.pools
+    cache, pools = llm.engine.core.cache, llm.engine.runner.pools
     for prompt in prompts:
         tokens = prompt["prompt_token_ids"]
         pages = int(cache.slots.complete_pages(len(tokens)))

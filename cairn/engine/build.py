@@ -103,13 +103,15 @@ def attention_layers(spec: ModelSpec, config: EngineConfig) -> tuple[AttentionLa
     """Each layer as its backend sees it, with the backend that computes it."""
     rule = None
     if spec.hils is not None and config.topk is not None and config.window is not None:
+        # The older strategies score a page by its landmark's own key, whatever the model pools.
+        own_rule = config.strategy == "hils"
         rule = LandmarkRule(
             topk=config.topk,
             window=config.window,
             softmax1=spec.hils.softmax1,
-            summary=spec.hils.summary,
-            bias=spec.hils.bias,
-            group_query=spec.hils.group_query,
+            summary=spec.hils.summary if own_rule else "landmark",
+            bias=spec.hils.bias and own_rule,
+            group_query=spec.hils.group_query and own_rule,
             strategy=config.strategy,
         )
     layers = []

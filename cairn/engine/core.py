@@ -152,7 +152,7 @@ class EngineCore:
             num_prompt=len(prompt),
             params=params,
             seed=self._seed(params, index),
-            stop_ids=(*eos_ids, *params.stop_token_ids),
+            stop_ids=self._stop_ids(params),
             max_output=max_output,
             order=(priority, self._arrivals),
             tokens=array("q", prompt),
@@ -203,13 +203,18 @@ class EngineCore:
                     f"{name} is {count}, but the vocabulary has {vocab} tokens",
                     "Use -1 for the whole vocabulary",
                 )
+        if params.min_tokens and len(self._stop_ids(params)) >= vocab:
+            raise BadRequest(
+                f"min_tokens is {params.min_tokens}, but every token id ends the output",
+                "Leave some id out of stop_token_ids",
+            )
         if params.stop and self.tokenizer is None:
             raise BadRequest(
                 f"stop is {params.stop!r}, but this model has no tokenizer", "Use stop_token_ids"
             )
 
     def abort(self, request_id: str) -> None:
-        """Take a request back, whatever its state; an unknown id is ignored: it may just have ended."""
+        """Take a request back, whatever its state. An unknown id may just have ended: ignored."""
         continuation = self._live.pop(request_id, None)
         if continuation is not None:
             continuation.stream.finish(FinishReason.ABORT)
@@ -273,6 +278,13 @@ class EngineCore:
         share = prefill / plan.num_tokens
         stats.prefill_seconds += seconds * share
         stats.decode_seconds += seconds * (1 - share)
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Every id that ends an output of these parameters, once. A model may name an
+        end-of-sequence id that it cannot produce."""
+        eos_ids = () if params.ignore_eos else self.shape.eos_ids
+        ids = dict.fromkeys((*eos_ids, *params.stop_token_ids))
+        return tuple(token for token in ids if token < self.shape.vocab_size)
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         """Base of a continuation's draws: the user's seed, or the engine's and the arrival."""

@@ -15,6 +15,9 @@ from cairn.runner.step import Alternatives, RowOpen, RowWork, Sampled
 from cairn.types import SamplingParams
 
 INT64_MASK = (1 << 64) - 1
+FLOAT32 = torch.finfo(torch.float32)
+PENALTY_RANGE = (1e-30, 1e30)
+"""Repetition penalties beyond it choose the same tokens, but logits overflow."""
 
 
 @dataclass(slots=True)
@@ -117,7 +120,7 @@ class Sampler:
             counts,
             self._tensor([p.presence_penalty for p in params]),
             self._tensor([p.frequency_penalty for p in params]),
-            self._tensor([p.repetition_penalty for p in params]),
+            self._tensor([_within(p.repetition_penalty, *PENALTY_RANGE) for p in params]),
         )
         logits[self._tensor(rows)] = part
 
@@ -127,11 +130,14 @@ class Sampler:
         """Temperature, then top-k, then top-p, then min-p, then one draw a row."""
         params = [state.opened.params for state in states]
         # A greedy row among others keeps its largest logit alone, whatever the draw.
-        top_k = [1 if p.greedy else p.top_k if p.top_k > 0 else self.vocab_size for p in params]
-        temperature = self._tensor([1.0 if p.greedy else p.temperature for p in params])
+        vocab = self.vocab_size
+        top_k = [1 if p.greedy else min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params]
+        temperature = self._tensor(
+            [1.0 if p.greedy else _within(p.temperature, FLOAT32.tiny, FLOAT32.max) for p in params]
+        )
         scaled = logits - logits.amax(dim=-1, keepdim=True)
         probs = torch.softmax(scaled / temperature[:, None], dim=-1)
-        if any(k < self.vocab_size for k in top_k):
+        if any(k < vocab for k in top_k):
             probs = ops.top_k_renorm_probs(probs, self._tensor(top_k))
         if any(p.top_p < 1.0 for p in params):
             probs = ops.top_p_renorm_probs(probs, self._tensor([p.top_p for p in params]))
@@ -191,6 +197,10 @@ def alternatives(logprobs: Tensor, token: int, wanted: int) -> Alternatives:
         np.append(top.values, np.float32(chosen.item())),
         np.append(top.ranks, rank),
     )
+
+
+def _within(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
 
 
 def _signed(seed: int) -> int:

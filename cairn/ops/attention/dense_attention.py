@@ -92,9 +92,7 @@ def _(
     # Tiles of like length stand together, so that a block of tiles has few idle steps.
     order = tiles.start.argsort(descending=True)
     for at in order.split(max(1, 2048 // size)) if order.numel() else ():
-        _run_tiles(
-            q, k_cache, v_cache, tiles.take(at), page_table, scale, mask_landmarks, out, lse
-        )
+        _run_tiles(q, k_cache, v_cache, tiles.take(at), page_table, scale, mask_landmarks, out, lse)
     if rest.numel():
         out[rest], lse[rest] = dense_attention.reference(
             q[rest], k_cache, v_cache, row[rest], slot[rest], page_table, scale, mask_landmarks

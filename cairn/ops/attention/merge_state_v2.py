@@ -10,9 +10,7 @@ from cairn.ops.testing import Cases, Make
 
 
 @op
-def merge_state_v2(
-    v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor
-) -> tuple[Tensor, Tensor]:
+def merge_state_v2(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """Weigh two results by e^s and add them; float32 inside, v rounded once.
 
     Args:

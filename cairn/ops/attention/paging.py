@@ -36,7 +36,7 @@ def is_landmark(slot: Tensor, page_size: int) -> Tensor:
 
 
 def clear(values: Tensor, hidden: Tensor) -> None:
-    """Zero the lines of values [n, h, L, d] (contiguous) where hidden [n, L], whatever they hold."""
+    """Zero the lines of values [n, h, L, d] (contiguous) where hidden [n, L], NaN or not."""
     if values.is_cuda:
         values.masked_fill_(hidden[:, None, :, None], 0)
         return
@@ -114,5 +114,5 @@ def attend_span(
 
 
 def tokens_per_block(bytes_per_token: int, tokens: int) -> int:
-    """How many tokens fit the budget, at least 1 and at most `tokens` (but 1 when there are none)."""
+    """How many tokens fit the budget: at most `tokens`, at least 1."""
     return max(1, min(tokens, BLOCK_BYTES // max(bytes_per_token, 1)))

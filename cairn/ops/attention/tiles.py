@@ -51,9 +51,7 @@ def cut(row: Tensor, slot: Tensor, size: int) -> tuple[Tiles, Tensor] | None:
     tokens = row.numel()
     block = slot // size
     blocks = int(block.max()) + 1
-    key, tile, counts = torch.unique(
-        row * blocks + block, return_inverse=True, return_counts=True
-    )
+    key, tile, counts = torch.unique(row * blocks + block, return_inverse=True, return_counts=True)
     grid = row.new_full((key.numel(), size), tokens)
     grid[tile, slot % size] = torch.arange(tokens)
     if int((grid < tokens).sum()) != tokens:
@@ -85,7 +83,7 @@ def cells(grid: Tensor, heads: int) -> Tensor:
 
 def queries(q: Tensor, index: Tensor, heads: int) -> Tensor:
     """Gather the queries of `cells`: [n * h_kv, 1, size * G, d]; empty cells hold any query."""
-    tokens, query_heads, dim = q.shape
+    tokens, _, dim = q.shape
     lines = q.reshape(tokens * heads, -1)
     taken = lines.index_select(0, index.reshape(-1).clamp(max=tokens * heads - 1))
     return taken.view(index.shape[0] * heads, 1, -1, dim)

@@ -10,6 +10,9 @@ from cairn.ops.attention import tiles as tiling
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
+_WIDEST = 1 << 14
+"""Largest window, in slots, for tiles with a mask."""
+
 
 @op
 def window_attention(
@@ -74,8 +77,9 @@ def _accepts(
     aligned: bool = False,
     mask_landmarks: bool = False,
 ) -> bool:
-    # With a window of 1 a landmark may see nothing, which the flash kernel reports differently.
-    return tiling.worthwhile(q, k_cache, row) and (aligned or window > 1)
+    # With a window of 1 a landmark may see nothing, which the flash kernel reports differently; the
+    # mask of a tile grows with the window.
+    return tiling.worthwhile(q, k_cache, row) and (aligned or window > 1) and window <= _WIDEST
 
 
 @window_attention.implementation("tiled", devices=("cpu",), when=_accepts)
@@ -128,7 +132,7 @@ def _(
 def _hidden(
     size: int, back: int, page_size: int, window: int, aligned: bool, mask_landmarks: bool
 ) -> Tensor:
-    """[size, L] bool: which keys of a tile's span its queries do not see; the same in every tile."""
+    """Keys of a tile's span that its queries do not see, [size, L] bool; the same in every tile."""
     query = torch.arange(size).unsqueeze(1)
     key = torch.arange(-back * page_size, size)
     first = query - (window - 1)

@@ -53,7 +53,7 @@ def select_pages(
         row, slot: [T] int64.
         page_table: [rows, max_pages] int32, logical to physical page.
         page_size: S.
-        window: slots, >= 0.
+        window: slots, >= 0; hils: >= 1.
         topk: K.
         scale: None: d ** -0.5.
         strategy: one of STRATEGIES.
@@ -62,7 +62,7 @@ def select_pages(
         indices [T, h_kv, K] int32, logical pages ascending, padded with -1; scores [T, h_q, K]
         float32, u of those pages (group: [T, h_kv, K]), padded with -inf.
     Raises:
-        ValueError: for an unknown strategy.
+        ValueError: for an unknown strategy, or a window that it cannot have.
     """
     task = _task(lmk_q, summary_key, strategy, scale, num_kv_heads)
     candidates = candidate_pages(slot, page_size, window, strategy)
@@ -92,7 +92,12 @@ def select_pages(
 
 
 def candidate_pages(slot: Tensor, page_size: int, window: int, strategy: str = "hils") -> Tensor:
-    """Number of candidate pages of a slot, >= 0 ([T] int64): pages 0 .. that number - 1."""
+    """Number of candidate pages of a slot, >= 0 ([T] int64): pages 0 .. that number - 1.
+
+    Raises ValueError for a window that the strategy cannot have.
+    """
+    if window < (1 if strategy == "hils" else 0):
+        raise ValueError(f"select_pages: {strategy} cannot have a window of {window} slots")
     if strategy == "softmax_head" and window == 0:
         return slot // page_size
     return ((slot - (window - 1)) // page_size).clamp(min=0)
@@ -282,7 +287,7 @@ def _(
         keys = task.keys(_gather(summary_key, physical)).transpose(1, 2)
         bias = None if summary_bias is None else _gather(summary_bias, physical).transpose(1, 2)
         limits = torch.where(tokens < slot.numel(), candidates[safe], 0)
-        bytes_per_token = 8 * tokens.shape[0] * task.score_heads * pages
+        bytes_per_token = 4 * tokens.shape[0] * task.score_heads * pages
         step = paging.tokens_per_block(bytes_per_token, tokens.shape[1])
         for begin in range(0, tokens.shape[1], step):
             at = (slice(None), slice(begin, begin + step))
@@ -322,7 +327,7 @@ def _tiles(row: Tensor, candidates: Tensor) -> list[tuple[Tensor, int]]:
         position = (first[members, None] + place).clamp(max=order.numel() - 1)
         tokens = torch.where(place < filled[members, None], alive[order[position]], total)
         # A few tiles with many pages, or many with few: the same number of summaries a batch.
-        step = max(1, 4096 // int(pages[members].max()))
+        step = max(1, 2048 // int(pages[members].max()))
         for part, some in zip(tokens.split(step), members.split(step), strict=True):
             batches.append((part, int(pages[some].max())))
     return batches
@@ -368,9 +373,7 @@ def _logits(
     return u
 
 
-def _best(
-    task: _Task, u: Tensor, lse: Tensor, limits: Tensor, topk: int, pages: int
-) -> Tensor:
+def _best(task: _Task, u: Tensor, lse: Tensor, limits: Tensor, topk: int, pages: int) -> Tensor:
     """Selected pages [U, h_kv, c, min(K, P)] ascending, _NO_PAGE where there are fewer."""
     count, heads, tokens, _ = u.shape
     if pages <= topk:

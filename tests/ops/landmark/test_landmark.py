@@ -34,7 +34,9 @@ def test_prior_summary(seed, dtype):
     assert bias.dtype == torch.float32
     for n, page in enumerate(pages):
         for head in range(query.shape[1]):
-            keys = [case.k_cache[page, head // case.group, i].double() for i in range(case.size - 1)]
+            keys = [
+                case.k_cache[page, head // case.group, i].double() for i in range(case.size - 1)
+            ]
             mu, scale = query[n, head].double(), case.dim**-0.5
             near(key[n, head], softmax_attention(mu, keys, keys, scale)[0], dtype)
             logits = torch.tensor([float(scale * mu @ k) for k in keys], dtype=torch.float64)

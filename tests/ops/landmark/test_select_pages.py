@@ -197,6 +197,11 @@ def test_window_of_zero():
     assert candidate_pages(slot, 8, 0, "softmax_head").tolist() == [0, 0, 1]
 
 
+def test_hils_refuses_a_window_of_zero():
+    with pytest.raises(ValueError, match="window"):
+        candidate_pages(torch.tensor([8]), 8, 0)
+
+
 def test_unknown_strategy_is_refused():
     case = draw(1, "decode")
     lse = torch.zeros(case.q.shape[:2])
