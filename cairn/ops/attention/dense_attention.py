@@ -53,6 +53,20 @@ def dense_attention(
     return o, lse
 
 
+@dense_attention.fake
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
 def _accepts(
     q: Tensor,
     k_cache: Tensor,

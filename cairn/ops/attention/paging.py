@@ -66,13 +66,22 @@ def attend(
     scores = torch.bmm(query.reshape(lines, group, dim), keys.transpose(1, 2))
     scores.view(count, heads * group, length).masked_fill_(hidden.unsqueeze(1), -torch.inf)
     clear(v, hidden)
+    o, lse = weigh(scores, v.view(lines, length, dim))
+    return o.view(q.shape), lse.view(q.shape[:2])
+
+
+def weigh(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of scores [N, G, L] float32 (overwritten) over values v [N, L, d].
+
+    Returns (o [N, G, d], lse [N, G, 1]) float32; where every score is -inf, o = 0 and lse = -inf.
+    """
     # The clamp makes exp(-inf - -inf) exp(-inf), and 0 / 0 nought.
-    tiny = torch.finfo(torch.float32)
-    top = scores.amax(dim=-1, keepdim=True).clamp_(min=tiny.min)
+    limits = torch.finfo(torch.float32)
+    top = scores.amax(dim=-1, keepdim=True).clamp_(min=limits.min)
     weights = scores.sub_(top).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    o = torch.bmm(weights, v.view(lines, length, dim).float()).div_(total.clamp(min=tiny.tiny))
-    return o.view(q.shape), top.add_(total.log_()).view(q.shape[:2])
+    o = torch.bmm(weights, v.float()).div_(total.clamp(min=limits.tiny))
+    return o, top.add_(total.log_())
 
 
 def attend_span(

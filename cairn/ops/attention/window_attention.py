@@ -65,6 +65,58 @@ def window_attention(
     return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
+@window_attention.fake
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@window_attention.implementation(
+    "one_token",
+    devices=("cpu",),
+    when=lambda q, *args, **kwargs: q.shape[0] == 1,
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    _, heads, size, dim = k_cache.shape
+    last = int(slot)
+    first = last - window + 1
+    first = max(0, first // size * size if aligned else first)
+    begin = first // size
+    pages = page_table[int(row), begin : last // size + 1].long().unsqueeze(0)
+    # A slice instead of a mask: nothing outside first .. last is touched.
+    span = slice(first - begin * size, last + 1 - begin * size)
+    k, v = (paging.gather_pages(cache, pages)[0, :, span] for cache in (k_cache, v_cache))
+    query = (q.float() * (dim**-0.5 if scale is None else scale)).view(heads, -1, dim)
+    scores = torch.bmm(query, k.float().transpose(1, 2))
+    if mask_landmarks:
+        landmark = (size - 1 - first) % size
+        scores[..., landmark::size] = -torch.inf
+        v[:, landmark::size] = 0
+    o, lse = paging.weigh(scores, v)
+    return o.view(q.shape), lse.view(q.shape[:2])
+
+
 def _accepts(
     q: Tensor,
     k_cache: Tensor,
@@ -208,5 +260,8 @@ def _(make: Make) -> Cases:
             yield make.args(*given, scale=0.5)
             few = (q[-3:], paged.k_cache, paged.v_cache, row[-3:], slot[-3:], paged.page_table)
             yield make.args(*few, window, aligned=True, mask_landmarks=True)
+            for at in (slice(5, 6), slice(62, 63)):
+                one = (q[at], paged.k_cache, paged.v_cache, row[at], slot[at], paged.page_table)
+                yield make.args(*one, window, mask_landmarks=True)
             none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
             yield make.args(*none, window)

@@ -66,6 +66,20 @@ def page_attention(
     return out
 
 
+@page_attention.fake
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    return q.new_empty(q.shape, dtype=torch.float32)
+
+
 def _gather(cache: Tensor, pages: Tensor, head: Tensor) -> Tensor:
     """The page in each of K places, of its KV head: pages [T, h_kv, K] -> [T * h_kv, K, S, d]."""
     _, heads, size, dim = cache.shape

@@ -29,7 +29,7 @@ def page_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, T
         empty = (joined == -torch.inf).all(dim=-1, keepdim=True)
         weights = weights.masked_fill_(empty, 0.0)
     topk = scores.shape[-1]
-    return weights[..., :topk].contiguous(), weights[..., topk].contiguous()
+    return weights[..., :topk].clone(), weights[..., topk].clone()
 
 
 @page_weights.cases

@@ -124,6 +124,24 @@ def test_a_slot_asked_twice(op):
     torch.testing.assert_close(both[0][: case.row.numel()], once[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+def test_one_token_equals_the_step(aligned, mask):
+    for seed in (40, 41):
+        case = draw(seed, "mixed")
+        enlarge_landmarks(case, torch.nan if mask else 1.0)
+        caches, options = (case.k_cache, case.v_cache), {"aligned": aligned, "mask_landmarks": mask}
+        whole = window_attention.using("reference")(case.q, *caches, *case.where, 13, **options)
+        alone = window_attention.using("one_token")
+        for token in range(case.row.numel()):
+            at = slice(token, token + 1)
+            where = (case.row[at], case.slot[at], case.page_table)
+            for got, wanted in zip(
+                alone(case.q[at], *caches, *where, 13, **options), whole, strict=True
+            ):
+                torch.testing.assert_close(got[0], wanted[token], rtol=1e-5, atol=2e-6)
+
+
 def test_landmark_with_a_window_of_one_sees_nothing():
     case = draw(2, "prefill")
     o, lse = window_attention(

@@ -1,0 +1,193 @@
+"""What a landmark model computes, one query at a time, straight from its formulas.
+
+No paging, no ops, no backend: whole sequences, a Python loop over queries, nothing clever. Tests put
+an engine's log-probabilities beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cairn.engine.build import Built
+from cairn.models.spec import ModelSpec
+
+
+@dataclass
+class OracleBatch:
+    """One sequence as a step of a model.
+
+    Attributes:
+        spec: the model.
+        tokens: user tokens.
+        topk, window, softmax1, strategy: of the landmark layers; strategy "hils" or one of the
+            older three.
+        landmark_layers: those that select pages; other landmark layers see their window alone.
+        dense: landmark layers attend to every earlier user token instead.
+        selected: (layer, slot, KV head) -> the pages that were chosen.
+    """
+
+    spec: ModelSpec
+    tokens: Sequence[int]
+    topk: int
+    window: int
+    softmax1: bool
+    strategy: str
+    landmark_layers: tuple[int, ...]
+    dense: bool = False
+    selected: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
+    _memo: dict[Hashable, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.size = self.spec.page_size or 1 << 30
+        ids: list[int] = []
+        positions: list[int] = []
+        users: list[int] = []
+        for number, token in enumerate(self.tokens):
+            users.append(len(ids))
+            ids.append(token)
+            positions.append(number)
+            if self.spec.landmarks and len(ids) % self.size == self.size - 1:
+                ids.append(self.spec.landmark_id)
+                positions.append(number + 1)
+        self.input_ids, self.positions = torch.tensor(ids), torch.tensor(positions)
+        self.users = torch.tensor(users)
+        slots = torch.arange(len(ids))
+        self.last = slots % self.size == self.size - 1
+        self.completed = slots[self.last]
+
+    def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        if key not in self._memo:
+            self._memo[key] = compute()
+        return self._memo[key]
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lmk_q: Tensor | None = None,
+        summary_query: Tensor | None = None,
+    ) -> Tensor:
+        kind = self.spec.layers[layer]
+        group = q.shape[1] // k.shape[1]
+        kh, vh = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        if kind.kind != "hils" or self.dense:
+            window = None if kind.kind == "hils" else kind.window
+            return torch.stack([self._plain(s, q, kh, vh, window, kind) for s in range(len(q))])
+        assert lmk_q is not None
+        key, bias = self._summaries(k, lmk_q, summary_query)
+        out = []
+        for s in range(len(q)):
+            visible = self._window(s)
+            a = torch.einsum("hd,thd->ht", q[s], kh[visible]) * q.shape[-1] ** -0.5
+            lse = a.logsumexp(-1)
+            o_window = torch.einsum("ht,thd->hd", a.softmax(-1), vh[visible])
+            if layer not in self.landmark_layers:
+                out.append(o_window)
+                continue
+            out.append(self._landmark(layer, s, (q, kh, vh), lmk_q, (key, bias), (lse, o_window)))
+        return torch.stack(out)
+
+    def _plain(self, s: int, q: Tensor, kh: Tensor, vh: Tensor, window, kind) -> Tensor:
+        first = 0 if window is None else max(0, s - window + 1)
+        visible = [t for t in range(first, s + 1) if not (kind.mask_landmarks and self.last[t])]
+        if not visible:
+            return torch.zeros_like(q[s])
+        a = torch.einsum("hd,thd->ht", q[s], kh[visible]) * q.shape[-1] ** -0.5
+        return torch.einsum("ht,thd->hd", a.softmax(-1), vh[visible])
+
+    def _window(self, s: int) -> list[int]:
+        first = max(0, (s - self.window + 1) // self.size * self.size)
+        return [t for t in range(first, s + 1) if (t + 1) % self.size]
+
+    def _summaries(
+        self, k: Tensor, z: Tensor, mu: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Key [P, h_q, d] and bias [P, h_q] of every complete page."""
+        hils = self.spec.hils
+        assert hils is not None
+        pages, group = len(k) // self.size, z.shape[1] // k.shape[1]
+        paged = k[: pages * self.size].unflatten(0, (pages, self.size))
+        paged = paged.repeat_interleave(group, 2)
+        if self.strategy != "hils" or hils.summary == "landmark":
+            key, bias = paged[:, -1], None
+        else:
+            key, bias = paged.mean(1), None
+        if self.strategy == "hils" and mu is not None:
+            logits = torch.einsum("phd,pihd->phi", mu, paged[:, :-1]) * k.shape[-1] ** -0.5
+            p = logits.softmax(-1)
+            if hils.summary == "prior":
+                key = torch.einsum("phi,pihd->phd", p, paged[:, :-1])
+            bias = -(p * p.log()).nan_to_num(0.0).sum(-1)
+        return key, bias
+
+    def _landmark(self, layer, s, qkv, z, summary, window) -> Tensor:
+        """Output [h_q, d] of the query at slot s."""
+        (q, kh, vh), (key, bias), (lse, o_window) = qkv, summary, window
+        heads, kv_heads = q.shape[1], self.spec.num_kv_heads
+        group, scale = heads // kv_heads, q.shape[-1] ** -0.5
+        pages = max(0, (s - self.window + 1) // self.size)
+        u = torch.einsum("hd,phd->hp", z[s], key[:pages]) * scale
+        if bias is not None:
+            u = u + bias[:pages].T
+        out = torch.empty_like(o_window)
+        for g in range(kv_heads):
+            mine = slice(g * group, (g + 1) * group)
+            score, weigh = self._scores(u[mine], lse[mine])
+            order = sorted(range(pages), key=lambda j: (-float(score[j]), j))
+            chosen = sorted(order[: self.topk])
+            self.selected[layer, s, g] = chosen
+            for i, h in enumerate(range(heads)[mine]):
+                logits, own = weigh(i)
+                terms = [*(logits[j] for j in chosen), own]
+                if self.softmax1:
+                    terms.append(torch.zeros(()))
+                w = torch.stack(terms).softmax(0)
+                out[h] = w[len(chosen)] * o_window[h]
+                for n, j in enumerate(chosen):
+                    inside = slice(j * self.size, (j + 1) * self.size - 1)
+                    p = (kh[inside, h] @ q[s, h] * scale).softmax(0)
+                    out[h] += w[n] * (p @ vh[inside, h])
+        return out
+
+    def _scores(self, u: Tensor, lse: Tensor):
+        """Score [P] of a group's pages, and head in the group -> (page logits, window logit)."""
+        if self.strategy == "group":
+            # The key is the same for all heads of the group: the dot product with the summed query.
+            total = u.sum(0)
+            return total, lambda i: (total, lse.logsumexp(0))
+        score = u
+        if self.strategy != "head":
+            score = u - torch.logaddexp(lse, u.logsumexp(1))[:, None]
+        best = score.amax(0) if u.shape[1] else u.new_empty(0)
+        return best, lambda i: (u[i], lse[i])
+
+
+def oracle(built: Built, tokens: Sequence[int], **changes) -> tuple[np.ndarray, OracleBatch]:
+    """Log-probabilities [len(tokens), V] after each token, with the engine's own weights.
+
+    Args:
+        built: the engine whose model and resolved options count.
+        tokens: user tokens.
+        changes: attributes of `OracleBatch` to set otherwise.
+    """
+    config, spec = built.config, built.spec
+    assert spec.hils is not None and config.topk is not None and config.window is not None
+    given = {
+        "topk": config.topk,
+        "window": config.window,
+        "softmax1": spec.hils.softmax1,
+        "strategy": config.strategy,
+        "landmark_layers": config.landmark_layers,
+    }
+    batch = OracleBatch(spec, tokens, **{**given, **changes})
+    model = built.runner.model
+    with torch.inference_mode():
+        logits = model.logits(model(batch)[batch.users])
+        return torch.log_softmax(logits, -1).numpy(), batch
