@@ -182,10 +182,10 @@ class LLM:
         told = False
         try:
             for continuation in self._run([job], None):
-                yield continuation.stream.take(), job.result()
+                # Read before the caller has the turn: another call of theirs may end it meanwhile.
                 told = continuation.finished
+                yield continuation.stream.take(), job.result()
             if not told:
-                # It ended while another call stepped the engine.
                 yield job.parts[0].stream.take(), job.result()
         finally:
             self._abort([job])

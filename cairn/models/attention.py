@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from cairn import ops
 from cairn.layers.linear import Linear
 from cairn.layers.norm import RMSNorm
 from cairn.layers.rotary import Rotary, rotate
@@ -69,8 +70,10 @@ class Attention(nn.Module):
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         # Everything that reads the layer's input is one matrix; the split widths undo it.
         self.widths = [q_width, kv_width, kv_width]
-        if self.hils is not None and self.hils.lmk_q is not None:
-            self.widths.append(q_width if self.hils.lmk_q == "full" else self.hils.lora_rank)
+        if self.hils is not None and self.hils.lmk_q == "full":
+            self.widths.insert(2, q_width)
+        if self.hils is not None and self.hils.lmk_q == "lora":
+            self.widths.append(self.hils.lora_rank)
         self.qkv = Linear(spec.hidden_size, sum(self.widths), layer.bias, dtype=dtype)
         self.out = Linear(q_width, spec.hidden_size, layer.bias, dtype=dtype)
         self.q_norm = self._norm(layer, q_width, dtype)
@@ -80,6 +83,16 @@ class Attention(nn.Module):
         self.q_c: nn.Parameter | None = None
         if self.hils is not None:
             self._add_landmark_query(spec, self.hils, layer, dtype)
+        # First and last + 1 head of q, k and z where they lie side by side.
+        own = self.hils is not None and self.hils.lmk_q is not None
+        ends = [spec.num_heads, spec.num_heads + spec.num_kv_heads]
+        ends += [ends[-1] + spec.num_heads] * own
+        self.spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        self.eps = layer.qk_eps
+        self.per_head = all(
+            norm is not None and norm.weight.shape[0] == self.head_dim for norm in self._norms()
+        )
+        self._weights: Tensor | None = None
 
     def _norm(self, layer: LayerSpec, width: int, dtype: torch.dtype) -> RMSNorm | None:
         if layer.qk_norm is None:
@@ -103,18 +116,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: AttentionBatch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        q0, k0, v0, *landmark = self.qkv(x).split(self.widths, dim=-1)
-        q, k, v = self._normed(q0, self.q_norm), self._normed(k0, self.k_norm), self._heads(v0)
-        z = self._landmark_query(q0, landmark[0]) if landmark else None
+        heads, v = self._project(x)
         index, cos_sin = self._angles(x, batch)
-        if cos_sin is not None:
-            rotate(index, q, k, cos_sin)
-            if z is not None:
-                rotate(index, z, None, cos_sin)
+        q, k, z = self._normed(heads, index, cos_sin)
         if self.hils is None:
             o = batch.attend(self.index, q, k, v)
         else:
-            z = q if z is None else z
             mu = self._summary_query(z, cos_sin, batch) if self.hils.needs_summary_query else None
             o = batch.attend(self.index, q, k, v, lmk_q=z, summary_query=mu)
         out: Tensor = self.out(o.flatten(1))
@@ -131,12 +138,6 @@ class Attention(nn.Module):
         key = (id(rotary), x.dtype)
         return index, batch.memo(key, lambda: rotary.cos_sin(batch.positions, x.dtype))
 
-    def _landmark_query(self, q0: Tensor, projected: Tensor) -> Tensor:
-        """z before rotation: the projection, or its low-rank form plus the raw query projection."""
-        if self.lmk_q_up is not None:
-            projected = self.lmk_q_up(projected) + q0
-        return self._normed(projected, self.lmk_q_norm or self.q_norm)
-
     def _summary_query(self, z: Tensor, cos_sin: Tensor | None, batch: AttentionBatch) -> Tensor:
         """The prior query [N, h_q, d] of every page this step completes."""
         if self.q_c is None:
@@ -148,14 +149,61 @@ class Attention(nn.Module):
             rotate(batch.completed, constant, None, cos_sin)
         return constant
 
-    def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """[T, h d] normed per head or over the whole width: [T, h, d]."""
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Heads of q, k and (with a projection of its own) z side by side, and v [T, h_kv, d]."""
+        projected = self.qkv(x)
+        normed = self.spans[-1][1] * self.head_dim
+        if self.lmk_q_up is None:
+            heads, v = projected[:, :normed], projected[:, normed:]
+        else:
+            q, k, v, low = projected.split(self.widths, dim=-1)
+            # The raw query projection is added to the low-rank form, before any norm.
+            heads = torch.cat((q, k, self.lmk_q_up(low) + q), dim=-1)
+        return self._heads(heads), self._heads(v)
+
+    def _normed(
+        self, heads: Tensor, index: Tensor, cos_sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, z after norm and rotation; z is q where it has no projection of its own."""
+        weight = self._head_weights()
+        if weight is not None:
+            heads = ops.head_norm_rope(heads, weight, cos_sin, self.eps)
+            parts = [heads[:, a:b].contiguous() for a, b in self.spans]
+        else:
+            parts = [
+                self._normed_span(heads[:, a:b].contiguous(), norm)
+                for (a, b), norm in zip(self.spans, self._norms(), strict=True)
+            ]
+            if cos_sin is not None:
+                for part in parts:
+                    rotate(index, part, None, cos_sin)
+        q, k = parts[:2]
+        return q, k, parts[2] if len(parts) > 2 else q
+
+    def _normed_span(self, heads: Tensor, norm: RMSNorm | None) -> Tensor:
+        """One of q, k, z [T, h, d] normed by head or over its whole width."""
         if norm is None:
-            return self._heads(x)
-        per_head = norm.weight.shape[0] == self.head_dim
-        out: Tensor = norm(self._heads(x)) if per_head else self._heads(norm(x))
-        return out
+            return heads
+        if norm.weight.shape[0] == self.head_dim:
+            return norm(heads)
+        return norm(heads.flatten(1)).view_as(heads)
+
+    def _norms(self) -> list[RMSNorm | None]:
+        """Norms of q, k and z, as many as there are spans."""
+        return [self.q_norm, self.k_norm, self.lmk_q_norm or self.q_norm][: len(self.spans)]
+
+    def _head_weights(self) -> Tensor | None:
+        """Norm weight of every head of the spans [H, d]; None where some norm is not per head."""
+        if not self.per_head:
+            return None
+        if self._weights is None:
+            rows = [
+                norm.weight.expand(b - a, -1)
+                for (a, b), norm in zip(self.spans, self._norms(), strict=True)
+                if norm is not None
+            ]
+            self._weights = torch.cat(rows)
+        return self._weights
 
     def _heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
-        return heads
+        return x.unflatten(-1, (-1, self.head_dim))

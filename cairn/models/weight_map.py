@@ -94,9 +94,10 @@ def _attention(
     q_width, kv_width = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
     tensors: WeightMap = {}
     start = 0
+    # Queries, keys and landmark queries side by side: their heads are normed and rotated in one op.
     fused = [("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width)]
     if hils is not None and hils.lmk_q == "full":
-        fused.append(("lmk_q_proj", q_width))
+        fused.insert(2, ("lmk_q_proj", q_width))
     if hils is not None and hils.lmk_q == "lora":
         fused.append(("lmk_q_proj.0", hils.lora_rank))
     for name, width in fused:

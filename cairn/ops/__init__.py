@@ -19,6 +19,7 @@ from cairn.ops.linear.packed import packed_linear
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import check_forced
+from cairn.ops.rotary.head_norm_rope import head_norm_rope
 from cairn.ops.rotary.rotary_cos_sin import rotary_cos_sin
 from cairn.ops.rotary.rotary_embedding import rotary_embedding
 from cairn.ops.sampling.apply_logit_bias import apply_logit_bias
@@ -36,6 +37,7 @@ __all__ = [
     "counter_uniform",
     "dense_attention",
     "fused_add_rmsnorm",
+    "head_norm_rope",
     "mean_summary",
     "merge_state_v2",
     "min_p_renorm_probs",

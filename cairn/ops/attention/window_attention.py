@@ -84,7 +84,12 @@ def _(
 @window_attention.implementation(
     "one_token",
     devices=("cpu",),
-    when=lambda q, *args, **kwargs: q.shape[0] == 1,
+    when=lambda q, k_cache, v_cache, *args, **kwargs: (
+        q.shape[0] == 1
+        and q.dtype == k_cache.dtype
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+    ),
 )
 def _(
     q: Tensor,
@@ -102,19 +107,23 @@ def _(
     last = int(slot)
     first = last - window + 1
     first = max(0, first // size * size if aligned else first)
-    begin = first // size
-    pages = page_table[int(row), begin : last // size + 1].long().unsqueeze(0)
-    # A slice instead of a mask: nothing outside first .. last is touched.
-    span = slice(first - begin * size, last + 1 - begin * size)
-    k, v = (paging.gather_pages(cache, pages)[0, :, span] for cache in (k_cache, v_cache))
-    query = (q.float() * (dim**-0.5 if scale is None else scale)).view(heads, -1, dim)
-    scores = torch.bmm(query, k.float().transpose(1, 2))
+    visible = torch.arange(first, last + 1)
     if mask_landmarks:
-        landmark = (size - 1 - first) % size
-        scores[..., landmark::size] = -torch.inf
-        v[:, landmark::size] = 0
-    o, lse = paging.weigh(scores, v)
-    return o.view(q.shape), lse.view(q.shape[:2])
+        visible = visible[visible % size != size - 1]
+    if visible.numel() == 0:
+        return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(
+            q.shape[:2], -torch.inf, dtype=torch.float32
+        )
+    # Visible keys alone are gathered: there is nothing to mask.
+    pages = page_table[int(row)].index_select(0, visible // size)
+    line = pages * (heads * size) + visible % size
+    lines = (line + torch.arange(0, heads * size, size).unsqueeze(1)).view(-1)
+    k, v = (
+        cache.view(-1, dim).index_select(0, lines).view(1, heads, -1, dim)
+        for cache in (k_cache, v_cache)
+    )
+    o, lse = tiling.flash(q.view(1, heads, -1, dim), k, v, None, scale)
+    return o.reshape(q.shape).float(), lse.reshape(q.shape[:2])
 
 
 def _accepts(

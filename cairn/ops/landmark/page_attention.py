@@ -89,6 +89,54 @@ def _gather(cache: Tensor, pages: Tensor, head: Tensor) -> Tensor:
     return lines.view(-1, pages.shape[-1], size, dim)
 
 
+def _one_full(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> bool:
+    """One token with a page in every place."""
+    return (
+        q.shape[0] == 1
+        and indices.numel() > 0
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+        and int(indices.min()) >= 0
+    )
+
+
+@page_attention.implementation("one_token", devices=("cpu",), when=_one_full)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """The definition without its cases: what a decode step of one request pays for is calls."""
+    heads, size, dim = k_cache.shape[1:]
+    topk = indices.shape[-1]
+    pages = page_table[int(row)].index_select(0, indices.view(-1)).view(heads, topk)
+    lines = (pages * heads + torch.arange(heads).unsqueeze(1)).view(-1)
+    k, v = (
+        cache.view(-1, size * dim).index_select(0, lines).view(heads, topk * size, dim).float()
+        for cache in (k_cache, v_cache)
+    )
+    query = q.view(heads, -1, dim).float() * (dim**-0.5 if scale is None else scale)
+    scores = torch.bmm(query, k.transpose(1, 2)).view(heads, -1, topk, size)
+    scores[..., -1] = -torch.inf
+    v.view(-1, size, dim)[:, -1] = 0
+    p = torch.softmax(scores, dim=-1).mul_(weights.view(heads, -1, topk, 1))
+    return torch.bmm(p.view(heads, -1, topk * size), v).view(q.shape)
+
+
 def _shared(
     q: Tensor,
     k_cache: Tensor,
@@ -222,6 +270,9 @@ def _(make: Make) -> Cases:
         some = slice(40, 43)
         given = (row[some], paged.page_table, indices[some], weights[some])
         yield make.args(q[some], *caches, *given, 0.4)
+        full = (indices >= 0).all(dim=-1).all(dim=-1).nonzero()[:1, 0]
+        given = (row[full], paged.page_table, indices[full], weights[full])
+        yield make.args(q[full], *caches, *given)
         none = torch.full_like(indices, -1)
         yield make.args(q, *caches, row, paged.page_table, none, weights)
         yield make.args(q[:0], *caches, row[:0], paged.page_table, none[:0], weights[:0])

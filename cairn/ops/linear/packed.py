@@ -12,7 +12,7 @@ from torch import Tensor
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-# Rows below this number are filled up with zeros: oneDNN's kernel for 4 rows reads the weight 10 to
+# Rows below this number are filled up (one row with itself, more with zeros): oneDNN's kernel for 4 rows reads the weight 10 to
 # 60 % faster than those for 1 and 2 (no slower than for 3), and a row's result does not depend on
 # the number of rows.
 FULL_ROWS = 4
@@ -67,7 +67,9 @@ def _is_packed(input: Tensor, packed: Tensor, bias: Tensor | None = None) -> boo
 def _onednn(input: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.shape[:-1].numel()
     x = input.reshape(rows, input.shape[-1])
-    if rows < FULL_ROWS:
+    if rows == 1:
+        x = x.expand(FULL_ROWS, -1).contiguous()
+    elif rows < FULL_ROWS:
         x = torch.nn.functional.pad(x, (0, 0, 0, FULL_ROWS - rows))
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product[:rows].view(*input.shape[:-1], packed.shape[0])

@@ -1,0 +1,42 @@
+"""The norm of every head and its rotation, in one op: what follows a projection to heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def head_norm_rope(
+    x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6
+) -> Tensor:
+    """rmsnorm of every head, then rotary embedding; in float32, rounded once at the end.
+
+    Args:
+        x: [T, H, d], rows may be strided.
+        weight: [H, d], each head's norm weight, x's dtype or float32.
+        cos_sin: [T, d] float32 = [cos | sin] of each token's angles, halves paired; None: no
+            rotation.
+    Returns:
+        [T, H, d], contiguous.
+    """
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + eps) * weight
+    if cos_sin is not None:
+        cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+        first, second = y.chunk(2, dim=-1)
+        y = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return y.to(x.dtype)
+
+
+@head_norm_rope.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = make.randn(5, 16, dtype=dtype)
+        yield make.args(make.randn(7, 5, 16, dtype=dtype), weight, make.randn(7, 16))
+        wide = make.randn(3, 7, 16, dtype=dtype)
+        yield make.args(wide[:, :5], weight, None, eps=1e-5)
+        yield make.args(make.randn(0, 5, 16, dtype=dtype), weight, make.randn(0, 16))
