@@ -184,9 +184,9 @@ class Attention(nn.Module):
         """One of q, k, z [T, h, d] normed by head or over its whole width."""
         if norm is None:
             return heads
-        if norm.weight.shape[0] == self.head_dim:
-            return norm(heads)
-        return norm(heads.flatten(1)).view_as(heads)
+        per_head = norm.weight.shape[0] == self.head_dim
+        normed: Tensor = norm(heads) if per_head else norm(heads.flatten(1)).view_as(heads)
+        return normed
 
     def _norms(self) -> list[RMSNorm | None]:
         """Norms of q, k and z, as many as there are spans."""
@@ -206,4 +206,5 @@ class Attention(nn.Module):
         return self._weights
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads

@@ -91,7 +91,9 @@ def again(built: Built, prompt: list[int], got: Trace) -> float:
 
 def rows(trace: Trace) -> np.ndarray:
     """Log-probabilities after each prompt token, of a trace with one output token."""
-    return np.concatenate([trace.prompt_logprobs.reshape(-1, trace.logprobs.shape[1]), trace.logprobs])
+    return np.concatenate(
+        [trace.prompt_logprobs.reshape(-1, trace.logprobs.shape[1]), trace.logprobs]
+    )
 
 
 def check_ledger(built: Built) -> None:

@@ -1,7 +1,7 @@
 """What a landmark model computes, one query at a time, straight from its formulas.
 
-No paging, no ops, no backend: whole sequences, a Python loop over queries, nothing clever. Tests put
-an engine's log-probabilities beside it.
+No paging, no ops, no backend: whole sequences, attention in float64, a Python loop over queries,
+nothing clever. Tests put an engine's log-probabilities beside it.
 """
 
 from __future__ import annotations
@@ -74,14 +74,17 @@ class OracleBatch:
         lmk_q: Tensor | None = None,
         summary_query: Tensor | None = None,
     ) -> Tensor:
-        kind = self.spec.layers[layer]
+        dtype, kind = q.dtype, self.spec.layers[layer]
+        q, k, v = q.double(), k.double(), v.double()
         group = q.shape[1] // k.shape[1]
         kh, vh = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         if kind.kind != "hils" or self.dense:
             window = None if kind.kind == "hils" else kind.window
-            return torch.stack([self._plain(s, q, kh, vh, window, kind) for s in range(len(q))])
+            out = [self._plain(s, q, kh, vh, window, kind) for s in range(len(q))]
+            return torch.stack(out).to(dtype)
         assert lmk_q is not None
-        key, bias = self._summaries(k, lmk_q, summary_query)
+        z = lmk_q.double()
+        key, bias = self._summaries(k, z, summary_query)
         out = []
         for s in range(len(q)):
             visible = self._window(s)
@@ -91,8 +94,8 @@ class OracleBatch:
             if layer not in self.landmark_layers:
                 out.append(o_window)
                 continue
-            out.append(self._landmark(layer, s, (q, kh, vh), lmk_q, (key, bias), (lse, o_window)))
-        return torch.stack(out)
+            out.append(self._landmark(layer, s, (q, kh, vh), z, (key, bias), (lse, o_window)))
+        return torch.stack(out).to(dtype)
 
     def _plain(self, s: int, q: Tensor, kh: Tensor, vh: Tensor, window, kind) -> Tensor:
         first = 0 if window is None else max(0, s - window + 1)
@@ -106,9 +109,7 @@ class OracleBatch:
         first = max(0, (s - self.window + 1) // self.size * self.size)
         return [t for t in range(first, s + 1) if (t + 1) % self.size]
 
-    def _summaries(
-        self, k: Tensor, z: Tensor, mu: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _summaries(self, k: Tensor, z: Tensor, mu: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Key [P, h_q, d] and bias [P, h_q] of every complete page."""
         hils = self.spec.hils
         assert hils is not None
@@ -120,7 +121,7 @@ class OracleBatch:
         else:
             key, bias = paged.mean(1), None
         if self.strategy == "hils" and mu is not None:
-            logits = torch.einsum("phd,pihd->phi", mu, paged[:, :-1]) * k.shape[-1] ** -0.5
+            logits = torch.einsum("phd,pihd->phi", mu.double(), paged[:, :-1]) * k.shape[-1] ** -0.5
             p = logits.softmax(-1)
             if hils.summary == "prior":
                 key = torch.einsum("phi,pihd->phd", p, paged[:, :-1])
@@ -145,15 +146,13 @@ class OracleBatch:
             self.selected[layer, s, g] = chosen
             for i, h in enumerate(range(heads)[mine]):
                 logits, own = weigh(i)
-                terms = [*(logits[j] for j in chosen), own]
-                if self.softmax1:
-                    terms.append(torch.zeros(()))
-                w = torch.stack(terms).softmax(0)
-                out[h] = w[len(chosen)] * o_window[h]
-                for n, j in enumerate(chosen):
-                    inside = slice(j * self.size, (j + 1) * self.size - 1)
-                    p = (kh[inside, h] @ q[s, h] * scale).softmax(0)
-                    out[h] += w[n] * (p @ vh[inside, h])
+                zero = [torch.zeros_like(own)] if self.softmax1 else []
+                w = torch.stack([*logits[chosen], own, *zero]).softmax(0)
+                inside = torch.tensor(chosen, dtype=torch.int64)[:, None] * self.size
+                inside = inside + torch.arange(self.size - 1)
+                p = (kh[inside, h] @ q[s, h] * scale).softmax(1)
+                pages_out = torch.einsum("ji,jid->jd", p, vh[inside, h])
+                out[h] = w[: len(chosen)] @ pages_out + w[len(chosen)] * o_window[h]
         return out
 
     def _scores(self, u: Tensor, lse: Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cairn.errors import BadConfig
@@ -9,7 +10,7 @@ from tests.engine.harness import CASES, difference, engine, greedy, run
 from tests.failures.models import ROUNDING, folder, rows, text, wide
 from tests.failures.oracle import oracle
 
-LENGTH = 420
+LENGTH = 330
 
 
 def prefill_rows(built, tokens):
@@ -39,10 +40,11 @@ def test_selection_strategies(case, strategy):
     (warning,) = built.config.warnings
     assert f"hsa_selection_strategy={strategy} contradicts" in warning
     want, _ = oracle(built, tokens)
-    got = prefill_rows(built, tokens)
-    assert difference(got, want) < ROUNDING
+    # Summed queries make scores, and with them float32 noise, larger: the goldens' own measure.
+    noise = ROUNDING * np.abs(want).max()
+    assert difference(prefill_rows(built, tokens), want) < noise
     chunked = run(built, [tokens], greedy(3), budgets=[37])[0]
-    assert difference(chunked.logprobs[:1], want[-1:]) < ROUNDING
+    assert difference(chunked.logprobs[:1], want[-1:]) < noise
 
 
 def test_selection_strategies_differ(tmp_path):
@@ -62,7 +64,7 @@ def test_auto_is_the_models_own_rule_and_warns_of_nothing():
     assert built.config.warnings == ()
 
 
-@pytest.mark.parametrize("topk", [1, 2, 7, 500])
+@pytest.mark.parametrize("topk", [1, 2, 7, 50])
 def test_topk(tmp_path, topk):
     built, tokens = wide(folder(tmp_path / "m"), hsa_topk=topk), text(33, LENGTH)
     assert built.config.warnings == (f"hsa_topk={topk} contradicts the trained model (4)",)

@@ -11,6 +11,10 @@ from cairn.ops.testing import Cases, Make
 
 _TILE_ROWS = (256, 32)
 """Query rows (queries x G) of the page-major tiles; the smaller ones take what is left over."""
+_SPAN = 128
+"""Consecutive tokens that may be computed against all pages any of them selects."""
+_WASTE = 1.6
+"""Most (token, page) pairs of a span to compute per selected pair; beyond, pages alone are faster."""
 
 
 @op
@@ -168,6 +172,89 @@ def _(
     weights: Tensor,
     scale: float | None = None,
 ) -> Tensor:
+    """Spans of tokens with much the same pages at once, all other tokens page by page."""
+    out = q.new_empty(q.shape, dtype=torch.float32)
+    alone = []
+    for begin in range(0, q.shape[0], _SPAN):
+        at = slice(begin, begin + _SPAN)
+        pages = _common_pages(row[at], indices[at])
+        if pages is None:
+            alone.append(torch.arange(begin, min(begin + _SPAN, q.shape[0])))
+            continue
+        _run_span(
+            *(q[at], k_cache, v_cache, page_table[row[begin]], indices[at], weights[at]),
+            *(pages, scale, out[at]),
+        )
+    if alone:
+        some = torch.cat(alone)
+        out[some] = _by_page(
+            *(q[some], k_cache, v_cache, row[some], page_table, indices[some], weights[some]),
+            scale,
+        )
+    return out
+
+
+def _common_pages(row: Tensor, indices: Tensor) -> Tensor | None:
+    """All logical pages that a span selects, ascending: [U] int64; None if it shares too few."""
+    if bool((row != row[0]).any()):
+        return None
+    times = torch.bincount(indices.flatten() + 1)[1:]
+    pages = times.nonzero()[:, 0]
+    pairs = pages.numel() * indices.shape[0] * indices.shape[1]
+    return pages if pairs <= _WASTE * int(times.sum()) else None
+
+
+def _run_span(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    pages: Tensor,
+    scale: float | None,
+    out: Tensor,
+) -> None:
+    """Write to `out` the tokens of one row, against all of `pages`; a page not selected weighs 0.
+
+    Args:
+        table: [max_pages] int32, the row's physical pages; pages: [U] int64, logical.
+    """
+    _, heads, size, dim = k_cache.shape
+    width, topk = pages.numel(), indices.shape[-1]
+    physical = table[pages].long().unsqueeze(0)
+    k, v = (paging.gather_pages(cache, physical)[0] for cache in (k_cache, v_cache))
+    v.unflatten(1, (width, size))[:, :, -1] = 0
+    keys = k.float().mul_(dim**-0.5 if scale is None else scale).transpose(1, 2)
+    # One column more than pages takes the weights of empty places.
+    place = torch.where(indices < 0, width, torch.searchsorted(pages, indices.long())).unsqueeze(2)
+    step = paging.tokens_per_block(4 * out.shape[1] * width * size, q.shape[0])
+    for begin in range(0, q.shape[0], step):
+        at = slice(begin, begin + step)
+        query = q[at].unflatten(1, (heads, -1)).transpose(0, 1)
+        count, group = query.shape[1:3]
+        weight = weights.new_zeros(count, heads, group, width + 1)
+        given = weights[at].unflatten(1, (heads, group))
+        weight.scatter_add_(3, place[at].expand(-1, -1, group, topk), given)
+        scores = torch.bmm(query.reshape(heads, -1, dim).float(), keys)
+        scores = scores.view(heads, count, group, width, size)
+        scores[..., -1] = -torch.inf
+        p = torch.softmax(scores, dim=-1).mul_(weight[..., :-1].transpose(0, 1).unsqueeze(-1))
+        o = torch.bmm(p.to(v.dtype).view(heads, count * group, -1), v)
+        out[at].unflatten(1, (heads, group)).copy_(o.view(query.shape).transpose(0, 1))
+
+
+def _by_page(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None,
+) -> Tensor:
+    """Every page with the tokens that select it, in tiles: [T, h_q, d] float32."""
     tokens, query_heads, dim = q.shape
     _, heads, size, _ = k_cache.shape
     group, topk = query_heads // heads, indices.shape[-1]

@@ -12,9 +12,9 @@ from torch import Tensor
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-# Rows below this number are filled up (one row with itself, more with zeros): oneDNN's kernel for 4 rows reads the weight 10 to
-# 60 % faster than those for 1 and 2 (no slower than for 3), and a row's result does not depend on
-# the number of rows.
+# Rows below this number are filled up (one row with itself, more with zeros): oneDNN's kernel for 4
+# rows reads the weight 10 to 60 % faster than those for 1 and 2 (no slower than for 3), and a row's
+# result does not depend on the number of rows.
 FULL_ROWS = 4
 _TYPICAL_ROWS = 256
 _HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

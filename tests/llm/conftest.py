@@ -1,0 +1,58 @@
+"""Two small models behind the public LLM class, built once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cairn import LLM
+from cairn.cache.invariants import check
+
+DATA = Path(__file__).parent.parent / "data"
+
+
+@pytest.fixture(scope="session")
+def text_folder() -> Path:
+    """A byte-level model with a tokenizer: token id = byte."""
+    return DATA / "models" / "tiny-hils-2m"
+
+
+@pytest.fixture(scope="session")
+def token_folder() -> Path:
+    """A model without tokenizer, pages of 16 slots, 256 ids, end of sequence 1."""
+    return DATA / "goldens" / "hils" / "qwen_gqa4_prior_lora_inrange"
+
+
+@pytest.fixture(scope="session")
+def shared_llm(text_folder) -> LLM:
+    return LLM(text_folder, dtype="float32", device="cpu", kv_cache_memory="32MiB")
+
+
+@pytest.fixture(scope="session")
+def shared_token_llm(token_folder) -> LLM:
+    return LLM(token_folder, device="cpu", kv_cache_memory="4MiB", max_num_seqs=8)
+
+
+@pytest.fixture
+def llm(shared_llm) -> LLM:
+    """The text model; after the test nothing may be left of its requests."""
+    yield shared_llm
+    assert_idle(shared_llm)
+
+
+@pytest.fixture
+def token_llm(shared_token_llm) -> LLM:
+    """The token model; after the test nothing may be left of its requests."""
+    yield shared_token_llm
+    assert_idle(shared_token_llm)
+
+
+def assert_idle(llm: LLM) -> None:
+    """No request lives, and every page is free or cached, exactly once."""
+    core = llm.engine.core
+    assert not core.has_work
+    assert not core.scheduler.running
+    report = check(core.cache, [])
+    assert report.owned == 0
+    assert report.free + report.evictable == report.num_pages

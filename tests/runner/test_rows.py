@@ -1,0 +1,139 @@
+"""The batch of a step against a brute-force insertion of landmarks."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cairn.attention.base import Counters
+from cairn.cache.landmarks import SlotMap
+from cairn.runner.rows import Rows
+from cairn.runner.step import PageGrant, RowWork, StepPlan
+
+LANDMARK = 999
+
+
+def laid_out(tokens: list[int], size: int, landmarks: bool) -> list[tuple[int, int]]:
+    """(id, position) of every slot: a landmark is put in whenever a page lacks only its last."""
+    slots: list[tuple[int, int]] = []
+    for number, token in enumerate(tokens):
+        slots.append((token, number))
+        if landmarks and len(slots) % size == size - 1:
+            slots.append((LANDMARK, number + 1))
+    return slots
+
+
+def make_rows(size: int, landmarks: bool, num_rows: int = 4, max_pages: int = 40) -> Rows:
+    return Rows(num_rows, max_pages, SlotMap(size, landmarks), LANDMARK, torch.device("cpu"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.sampled_from([2, 3, 4, 16]),
+    landmarks=st.booleans(),
+    num_rows=st.integers(1, 4),
+)
+def test_every_step_runs_the_next_slots_of_each_row(seed, size, landmarks, num_rows):
+    """Random prefill pieces and decodes: what each slot holds, where it goes, what it completes."""
+    rng = random.Random(seed)
+    rows = make_rows(size, landmarks, num_rows)
+    tokens = [[rng.randrange(900) for _ in range(rng.randint(1, 30))] for _ in range(num_rows)]
+    pages = list(range(num_rows * 40))
+    rng.shuffle(pages)
+    mine: list[list[int]] = [pages[40 * r : 40 * r + 40] for r in range(num_rows)]
+    granted, done = [0] * num_rows, [0] * num_rows
+    for step in range(12):
+        works, grants, expected = [], [], []
+        for r in rng.sample(range(num_rows), rng.randint(1, num_rows)):
+            left = len(tokens[r]) - done[r]
+            if left:
+                part = tokens[r][done[r] : done[r] + rng.randint(1, left)]
+                works.append(RowWork(r, done[r], part, sample=False))
+            else:
+                part = [rng.randrange(900)]
+                tokens[r] += part
+                rows.remember(r, part[0])
+                works.append(RowWork(r, done[r], None, sample=True))
+            before = len(laid_out(tokens[r][: done[r]], size, landmarks))
+            done[r] += len(part)
+            after = laid_out(tokens[r][: done[r]], size, landmarks)
+            need = -(-len(after) // size)
+            if need > granted[r]:
+                grants.append(PageGrant(r, granted[r], tuple(mine[r][granted[r] : need])))
+                granted[r] = need
+            expected += [(r, s, *after[s]) for s in range(before, len(after))]
+        plan = StepPlan(step, (), (), tuple(grants), tuple(works))
+        layout = rows.build(plan, {}, Counters())
+        check_batch(layout, expected, mine, size)
+
+
+def check_batch(layout, expected, pages, size) -> None:
+    """Every tensor of the batch against (row, slot, id, position) of each slot in order."""
+    batch = layout.batch
+    row, slot, ids, positions = (list(column) for column in zip(*expected, strict=True))
+    assert batch.row.tolist() == row
+    assert batch.slot.tolist() == slot == layout.slot.tolist()
+    assert batch.input_ids.tolist() == ids
+    assert batch.positions.tolist() == positions
+    physical = [pages[r][s // size] for r, s in zip(row, slot, strict=True)]
+    places = [p * size + s % size for p, s in zip(physical, slot, strict=True)]
+    assert batch.location.tolist() == places
+    assert batch.completed.tolist() == [i for i, s in enumerate(slot) if s % size == size - 1]
+    assert batch.completed_pages.tolist() == [physical[i] for i in batch.completed.tolist()]
+    assert batch.max_slot == max(slot)
+    starts = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
+    assert layout.start.tolist() == starts
+    for r in set(row):
+        last = max(s for q, s in zip(row, slot, strict=True) if q == r) // size
+        assert batch.page_table[r, : last + 1].tolist() == pages[r][: last + 1]
+
+
+def test_shapes_and_dtypes():
+    rows = make_rows(4, landmarks=True)
+    plan = StepPlan(
+        0,
+        (),
+        (),
+        (PageGrant(2, 0, (7,)), PageGrant(0, 0, (3, 5))),
+        (RowWork(2, 0, [11, 12, 13], sample=True), RowWork(0, 0, [21, 22, 23, 24], sample=True)),
+    )
+    batch = rows.build(plan, {}, Counters()).batch
+    assert batch.input_ids.tolist() == [11, 12, 13, LANDMARK, 21, 22, 23, LANDMARK, 24]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 3]
+    assert batch.location.tolist() == [28, 29, 30, 31, 12, 13, 14, 15, 20]
+    assert batch.completed.tolist() == [3, 7]
+    assert batch.completed_pages.tolist() == [7, 3]
+    assert batch.page_table.dtype == torch.int32
+    for tensor in (batch.input_ids, batch.positions, batch.row, batch.slot, batch.location):
+        assert tensor.dtype == torch.int64
+        assert tensor.shape == (9,)
+    assert batch.completed.dtype == batch.completed_pages.dtype == torch.int64
+
+
+def test_the_token_that_fills_a_page_brings_its_landmark():
+    rows = make_rows(4, landmarks=True)
+    grants = (PageGrant(1, 0, (6, 9)),)
+    rows.build(StepPlan(0, (), (), grants, (RowWork(1, 0, [1, 2], sample=True),)), {}, Counters())
+    rows.remember(1, 30)
+    plan = StepPlan(1, (), (), (), (RowWork(1, 2, None, sample=True),))
+    batch = rows.build(plan, {}, Counters()).batch
+    assert batch.input_ids.tolist() == [30, LANDMARK]
+    assert batch.slot.tolist() == [2, 3]
+    rows.remember(1, 31)
+    plan = StepPlan(2, (), (), (), (RowWork(1, 3, None, sample=True),))
+    batch = rows.build(plan, {}, Counters()).batch
+    assert (batch.input_ids.tolist(), batch.slot.tolist()) == ([31], [4])
+    assert batch.positions.tolist() == [3]
+
+
+def test_a_page_granted_anew_replaces_the_old_one():
+    rows = make_rows(4, landmarks=True)
+    work = (RowWork(0, 0, np.array([1, 2]), sample=True),)
+    for page in (3, 8):
+        plan = StepPlan(0, (), (), (PageGrant(0, 0, (page,)),), work)
+        assert rows.build(plan, {}, Counters()).batch.location.tolist() == [4 * page, 4 * page + 1]

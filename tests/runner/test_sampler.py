@@ -1,0 +1,173 @@
+"""From logits to tokens, row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cairn.runner.sampler import Sampler, alternatives
+from cairn.runner.step import RowOpen, RowWork
+from cairn.types import SamplingParams
+
+VOCAB = 50
+
+
+def opened(row: int, seed: int = 0, stop_ids=(), history=(), num_prompt=0, **params) -> RowOpen:
+    return RowOpen(row, f"r{row}", SamplingParams(**params), seed, history, num_prompt, stop_ids)
+
+
+def work(row: int, index: int = 0) -> RowWork:
+    return RowWork(row, 0, None, sample=True, output_index=index)
+
+
+def sampler(*rows: RowOpen) -> Sampler:
+    found = Sampler(VOCAB, torch.device("cpu"))
+    for row in rows:
+        found.open(row)
+    return found
+
+
+def logits(n: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def drawn(found: Sampler, values: torch.Tensor, *works: RowWork) -> list[int]:
+    return [s.token for s in found.sample(values.clone(), works)]
+
+
+def test_nothing_to_sample():
+    assert sampler().sample(torch.empty(0, VOCAB), ()) == ()
+
+
+def test_results_stand_in_the_order_of_the_works():
+    found = sampler(*(opened(r, temperature=0) for r in range(5)))
+    values = logits(3)
+    results = found.sample(values.clone(), [work(4), work(0), work(2)])
+    assert [s.row for s in results] == [4, 0, 2]
+    assert [s.token for s in results] == values.argmax(-1).tolist()
+
+
+def test_a_draw_depends_on_seed_and_index_alone():
+    """Not on the row, the batch around it or how often the sampler was used before."""
+    values = logits() / 3
+    tokens = [drawn(sampler(opened(0, seed=9)), values, work(0, i))[0] for i in range(30)]
+    assert len(set(tokens)) > 5
+    crowd = sampler(*(opened(r, seed=r) for r in range(6)), opened(6, seed=9))
+    mixed = torch.cat([logits(6, seed=1), values])
+    for i, token in enumerate(tokens):
+        assert drawn(crowd, mixed, *(work(r, 3) for r in range(6)), work(6, i))[6] == token
+    other = [drawn(sampler(opened(0, seed=10)), values, work(0, i))[0] for i in range(30)]
+    assert tokens != other
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, 2**64 + 5, -1, -(2**63)])
+def test_any_integer_is_a_seed(seed):
+    assert 0 <= drawn(sampler(opened(0, seed=seed)), logits(), work(0))[0] < VOCAB
+
+
+def test_a_row_is_forgotten_when_it_is_opened_again():
+    values = torch.zeros(1, VOCAB)
+    values[0, 3] = 1.0
+    found = sampler(opened(0, temperature=0, presence_penalty=2.0))
+    assert drawn(found, values, work(0)) == [3]
+    assert drawn(found, values, work(0, 1)) != [3]
+    found.open(opened(0, temperature=0, presence_penalty=2.0))
+    assert drawn(found, values, work(0)) == [3]
+    found.close(0)
+    found.close(0)
+    with pytest.raises(KeyError):
+        found.params(0)
+
+
+def test_history_after_a_retraction_counts_as_if_it_had_run():
+    values = logits(seed=3)
+    params = {"temperature": 0, "presence_penalty": 1.0, "frequency_penalty": 0.6}
+    params["repetition_penalty"] = 1.3
+    prompt = [1, 2, 2]
+    steady = sampler(opened(0, history=prompt, num_prompt=3, **params))
+    tokens = [drawn(steady, values, work(0, i))[0] for i in range(12)]
+    assert len(set(tokens)) > 4
+    for at in (1, 5, 11):
+        resumed = sampler(opened(0, history=prompt + tokens[:at], num_prompt=3, **params))
+        assert drawn(resumed, values, work(0, at)) == [tokens[at]]
+
+
+def test_repetition_counts_the_prompt_and_presence_does_not():
+    values = torch.zeros(1, VOCAB)
+    values[0, :2] = torch.tensor([2.0, 1.9])
+    for params, token in (
+        ({"repetition_penalty": 1.5}, 1),
+        ({"presence_penalty": 1.5}, 0),
+        ({"frequency_penalty": 1.5}, 0),
+    ):
+        found = sampler(opened(0, temperature=0, history=[0], num_prompt=1, **params))
+        assert drawn(found, values, work(0)) == [token]
+
+
+def test_stop_ids_are_forbidden_before_min_tokens():
+    values = torch.zeros(1, VOCAB)
+    values[0, 7] = 9.0
+    found = sampler(opened(0, temperature=0, min_tokens=2, stop_ids=(7,)))
+    assert [drawn(found, values, work(0, i))[0] == 7 for i in range(4)] == [0, 0, 1, 1]
+
+
+def test_bias_and_ban_meet_in_one_row():
+    found = sampler(
+        opened(0, temperature=0, min_tokens=1, stop_ids=(7, 8), logit_bias={7: 100.0, 9: 50.0})
+    )
+    assert drawn(found, logits(), work(0)) == [9]
+
+
+def test_a_filter_of_one_row_does_not_touch_another():
+    values = logits(2)
+    free = sampler(opened(0, seed=5), opened(1, seed=6))
+    narrow = sampler(opened(0, seed=5, top_k=1), opened(1, seed=6))
+    for i in range(20):
+        a, b = drawn(narrow, values, work(0, i), work(1, i))
+        assert a == int(values[0].argmax())
+        assert b == drawn(free, values, work(0, i), work(1, i))[1]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-30])
+def test_the_coldest_draw_is_the_largest_logit(temperature):
+    values = logits(seed=4)
+    found = sampler(opened(0, temperature=temperature))
+    for i in range(10):
+        assert drawn(found, values, work(0, i)) == [int(values.argmax())]
+
+
+def test_the_hottest_draw_is_even():
+    values = logits(seed=4)
+    found = sampler(opened(0, temperature=1e300, stop_ids=(3,), min_tokens=10**6, max_tokens=None))
+    tokens = {drawn(found, values, work(0, i))[0] for i in range(2000)}
+    assert tokens == set(range(VOCAB)) - {3}
+
+
+def test_alternatives():
+    values = torch.log_softmax(torch.tensor([1.0, 3.0, 2.0, 0.0]), -1)
+    some = alternatives(values, 3, 2)
+    assert some.ids.tolist() == [1, 2, 3]
+    assert some.ranks.tolist() == [1, 2, 4]
+    np.testing.assert_allclose(some.values, values[[1, 2, 3]])
+    assert some.chosen == pytest.approx(float(values[3]))
+    assert alternatives(values, 1, 2).ids.tolist() == [1, 2]
+    assert alternatives(values, 0, 0).ids.tolist() == [0]
+    assert alternatives(values, 0, -1).ids.tolist() == [1, 2, 0, 3]
+    assert alternatives(values, 0, 99).ranks.tolist() == [1, 2, 3, 4]
+
+
+def test_logprobs_belong_to_the_rows_that_want_them():
+    found = sampler(
+        opened(0, temperature=0),
+        opened(1, temperature=0, logprobs=2, logit_bias={5: 100.0}),
+        opened(2, temperature=0, logprobs=-1),
+    )
+    values = logits(3)
+    raw = torch.log_softmax(values, -1)
+    plain, biased, whole = found.sample(values.clone(), [work(0), work(1), work(2)])
+    assert plain.logprobs is None
+    assert biased.token == 5
+    assert biased.logprobs.chosen == pytest.approx(float(raw[1, 5]))
+    assert len(whole.logprobs.ids) == VOCAB
+    np.testing.assert_allclose(whole.logprobs.values, raw[2].sort(descending=True).values)
