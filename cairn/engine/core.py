@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ from cairn.errors import BadRequest, InvariantError, TooLong
 from cairn.runner.executor import Executor
 from cairn.runner.step import StepPlan, StepResult
 from cairn.types import CompletionOutput, FinishReason, SamplingParams, TokenLogprobs
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +257,13 @@ class EngineCore:
         for request, token in self.scheduler.retire(plan, result):
             continuation = self._live[request.id]
             changed.append(continuation)
-            if continuation.stream.push(token, logprobs[request.id]) is not None:
+            if token < 0:
+                # No token has a finite probability: the model's logits are not numbers.
+                log.error("request %s: the logits are NaN or infinite", request.id)
+                reason: FinishReason | None = continuation.stream.finish(FinishReason.ERROR)
+            else:
+                reason = continuation.stream.push(token, logprobs[request.id])
+            if reason is not None:
                 del self._live[request.id]
                 self.scheduler.finish(request)
         return changed

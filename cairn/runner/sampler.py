@@ -74,7 +74,7 @@ class Sampler:
         reported = self._raw_logprobs(logits, states)
         self._adjust(logits, works, states)
         if all(state.opened.params.greedy for state in states):
-            tokens = logits.argmax(dim=-1)
+            tokens = _argmax(logits)
         else:
             tokens = self._draw(logits, works, states)
         chosen = tokens.tolist()
@@ -149,7 +149,7 @@ class Sampler:
         greedy = [i for i, p in enumerate(params) if p.greedy]
         if greedy:
             index = self._tensor(greedy)
-            tokens[index] = logits[index].argmax(dim=-1)
+            tokens[index] = _argmax(logits[index])
         return tokens
 
     def _raw_logprobs(self, logits: Tensor, states: Sequence[_RowState]) -> Tensor | None:
@@ -201,6 +201,12 @@ def alternatives(logprobs: Tensor, token: int, wanted: int) -> Alternatives:
 
 def _within(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """The most likely token of every row [n], -1 where the largest logit is no number."""
+    best, tokens = logits.max(dim=-1)
+    return tokens.masked_fill_(best.isnan(), -1)
 
 
 def _signed(seed: int) -> int:

@@ -108,7 +108,7 @@ class Alternatives:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token chosen for a row."""
+    """The token chosen for a row; -1 where the logits allow none."""
 
     row: int
     token: int

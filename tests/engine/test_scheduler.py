@@ -223,6 +223,18 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on():
     assert after.stream.output.token_ids == expected(after)
 
 
+def test_a_request_without_a_drawable_token_ends_alone():
+    core = fake_core(page_size=4, pages=32)
+    core.executor.next_token = lambda name, i: -1 if (name, i) == ("a", 2) else next_token(name, i)
+    broken = add(core, "a", [1] * 10, max_tokens=9)
+    other = add(core, "b", [2] * 10, max_tokens=9)
+    drain(core)
+    assert broken.stream.output.finish_reason == "error"
+    assert len(broken.stream.output.token_ids) == 2
+    assert other.stream.output.token_ids == expected(other)
+    assert all_pages_back(core)
+
+
 def test_the_fake_executor_refuses_impossible_plans():
     core = fake_core(page_size=4, pages=32)
     add(core, "a", [1] * 10, max_tokens=5)

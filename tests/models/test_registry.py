@@ -26,7 +26,7 @@ def test_repository_code_is_not_run(tmp_path, tiny, caplog):
     (tmp_path / "modeling.py").write_text("raise SystemExit(3)")
     tiny["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
     (tmp_path / "config.json").write_text(json.dumps(tiny))
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="cairn"):
         assert load_spec(tmp_path).architecture == "qwen_hils"
     assert "auto_map" in caplog.text
 
