@@ -26,6 +26,7 @@ from cairn.config import (
     resolve,
 )
 from cairn.engine.core import CoreShape, EngineCore
+from cairn.engine.host_memory import keep_freed_memory
 from cairn.engine.scheduler import Limits
 from cairn.engine.tokenizer import load_tokenizer
 from cairn.models.registry import load_model, load_spec
@@ -80,6 +81,8 @@ def build(model: Path, options: EngineOptions) -> Built:
     pools = CachePools(
         cache_specs(layers), memory.num_pages, config.page_size, dtype, device=device
     )
+    if device.type == "cpu":
+        keep_freed_memory()
     slots = SlotMap(config.page_size, spec.landmarks)
     shape = RunnerShape(
         num_rows=config.max_num_seqs,

@@ -29,7 +29,6 @@ from cairn.runner.executor import Executor
 from cairn.runner.step import StepPlan, StepResult
 from cairn.types import CompletionOutput, FinishReason, SamplingParams, TokenLogprobs
 
-
 log = logging.getLogger(__name__)
 
 

@@ -134,9 +134,7 @@ def test_permuted_physical_pages(case):
 @pytest.mark.parametrize("case", ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"])
 def test_every_length_from_1_to_700(case):
     """Rows 0 .. n of a prompt do not depend on how much follows; no length gives a NaN."""
-    built = engine(
-        case, enable_prefix_caching=False, max_num_seqs=64, kv_cache_memory="64MiB"
-    )
+    built = engine(case, enable_prefix_caching=False, max_num_seqs=64, kv_cache_memory="64MiB")
     prompt = text(11, 700)
     whole = run(built, [prompt], greedy(1, prompt_logprobs=True), poisoned=False)[0]
     reference = np.concatenate([whole.prompt_logprobs, whole.logprobs])

@@ -14,7 +14,7 @@ _TILE_ROWS = (256, 32)
 _SPAN = 128
 """Consecutive tokens that may be computed against all pages any of them selects."""
 _WASTE = 1.6
-"""Most (token, page) pairs of a span to compute per selected pair; beyond, pages alone are faster."""
+"""Most (token, page) pairs of a span to compute per selected pair; beyond, page by page."""
 
 
 @op
@@ -228,7 +228,8 @@ def _run_span(
     keys = k.float().mul_(dim**-0.5 if scale is None else scale).transpose(1, 2)
     # One column more than pages takes the weights of empty places.
     place = torch.where(indices < 0, width, torch.searchsorted(pages, indices.long())).unsqueeze(2)
-    step = paging.tokens_per_block(4 * out.shape[1] * width * size, q.shape[0])
+    # The scores of a block take half the budget: they are read four times.
+    step = paging.tokens_per_block(8 * out.shape[1] * width * size, q.shape[0])
     for begin in range(0, q.shape[0], step):
         at = slice(begin, begin + step)
         query = q[at].unflatten(1, (heads, -1)).transpose(0, 1)

@@ -10,9 +10,7 @@ from cairn.ops.testing import Cases, Make
 
 
 @op
-def head_norm_rope(
-    x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6
-) -> Tensor:
+def head_norm_rope(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> Tensor:
     """rmsnorm of every head, then rotary embedding; in float32, rounded once at the end.
 
     Args:

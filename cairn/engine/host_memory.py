@@ -1,0 +1,31 @@
+"""How the C library keeps memory between steps."""
+
+from __future__ import annotations
+
+import ctypes
+
+# Numbers of glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_LARGEST_MMAP_THRESHOLD = 32 << 20
+KEPT_BYTES = 512 << 20
+"""Freed bytes at the end of the heap that are not given back."""
+
+
+def keep_freed_memory() -> bool:
+    """Let temporary tensors on the CPU reuse memory instead of returning it after every operation.
+
+    By default glibc gives freed megabytes back at once, and the next operation waits while the
+    kernel maps and clears each of their pages again. The heap grows to the largest step and at most
+    `KEPT_BYTES` of it stay unused.
+
+    Returns:
+        Whether the C library took the settings; one other than glibc keeps its own.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
+    kept = mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    return bool(kept and mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD))
