@@ -32,7 +32,6 @@ class Layout:
     slot: Ints
 
 
-@dataclass(slots=True)
 class Rows:
     """The page table and the last token of every row, kept on the host and mirrored on the device.
 
@@ -44,22 +43,21 @@ class Rows:
         device: where batches live.
     """
 
-    num_rows: int
-    max_pages: int
-    slots: SlotMap
-    landmark_id: int
-    device: torch.device
-
-    _host_table: NDArray[np.int32] = None  # type: ignore[assignment]
-    _table: Tensor = None  # type: ignore[assignment]
-    _last_token: Ints = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        self._host_table = np.zeros((self.num_rows, self.max_pages), dtype=np.int32)
-        self._table = torch.from_numpy(self._host_table)
-        if self.device.type != "cpu":
-            self._table = self._table.to(self.device)
-        self._last_token = np.zeros(self.num_rows, dtype=np.int64)
+    def __init__(
+        self,
+        num_rows: int,
+        max_pages: int,
+        slots: SlotMap,
+        landmark_id: int,
+        device: torch.device,
+    ) -> None:
+        self.slots = slots
+        self.landmark_id = landmark_id
+        self.device = device
+        self._host_table = np.zeros((num_rows, max_pages), dtype=np.int32)
+        # On the CPU the device's table is the host's: one memory.
+        self._table = torch.from_numpy(self._host_table).to(device)
+        self._last_token: Ints = np.zeros(num_rows, dtype=np.int64)
 
     def remember(self, row: int, token: int) -> None:
         """Keep the token sampled for `row`: a work without tokens runs it."""
