@@ -426,8 +426,9 @@ def _(make: Make) -> Cases:
         landmark = paged.k_cache[:, :, -1]
         for strategy in STRATEGIES:
             yield make.args(z, landmark, None, lse, *where, strategy=strategy)
-        equal = key.nan_to_num().clamp(1, 1)
-        yield make.args(z, equal, None, lse, *where, num_kv_heads=groups)
+        # All scores equal: whole numbers, whose sums no order of addition can round apart.
+        equal, whole = torch.ones_like(key), make.randint(-3, 4, *z.shape).to(dtype)
+        yield make.args(whole, equal, None, lse, *where, num_kv_heads=groups)
         one = (row[-3:-2], slot[-3:-2], *where[2:])
         yield make.args(z[-3:-2], key, bias, lse[-3:-2], *one, 0.3, num_kv_heads=groups)
         none = (row[:0], slot[:0], *where[2:])
