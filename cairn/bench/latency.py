@@ -12,6 +12,7 @@ from cairn.bench.roofline import Roofline, measure
 from cairn.bench.session import Phase, Subject, open_engine, random_prompts, run_phase
 from cairn.llm import LLM
 from cairn.models.spec import ModelSpec
+from cairn.models.weight_map import parameter_count
 
 WARM_UP_TOKENS = 300
 """Longer than the windows of small models and a few pages: every kernel has run once after it."""
@@ -104,6 +105,7 @@ def _cells(
             tokens_per_s=tokens / seconds,
             pages_read=_pages_per_query(counted) if phase == "decode" else None,
             host_ms=counted.host_seconds / max(1, counted.steps) * 1e3,
+            parameters=parameter_count(llm.spec),
         )
 
     if prefill is not None:

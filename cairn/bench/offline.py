@@ -9,6 +9,7 @@ from typing import Any
 
 from cairn.bench.records import Cell
 from cairn.bench.session import Subject, open_engine, random_prompts, run_phase
+from cairn.models.weight_map import parameter_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,5 +55,6 @@ def run_offline(plan: OfflinePlan) -> list[Cell]:
                 floor_ms=None,
                 tokens_per_s=tokens / seconds,
                 host_ms=phase.host_seconds / max(1, phase.steps) * 1e3,
+                parameters=parameter_count(llm.spec),
             )
         ]

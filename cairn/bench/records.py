@@ -30,6 +30,7 @@ class Cell:
         tokens_per_s: user tokens of all sequences per second.
         pages_read: pages a query read per landmark layer, mean; None for other layers or phases.
         host_ms: milliseconds per step outside the model; None where not known.
+        parameters: of the model that ran, so that nobody compares models of different size.
     """
 
     shape: str
@@ -43,6 +44,7 @@ class Cell:
     tokens_per_s: float
     pages_read: float | None = None
     host_ms: float | None = None
+    parameters: int | None = None
 
     @property
     def fraction(self) -> float | None:

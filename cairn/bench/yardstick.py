@@ -48,6 +48,7 @@ def run_yardstick(shape: str, context: int, batch: int, steps: int, dtype: str) 
             ms=seconds * 1e3,
             floor_ms=None,
             tokens_per_s=tokens / seconds,
+            parameters=model.num_parameters(),
         )
 
     return [cell("prefill", prefill, batch * context), cell("decode", step, batch)]

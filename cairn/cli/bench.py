@@ -139,8 +139,9 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 def _show(cell: Cell) -> None:
     fraction = "" if cell.fraction is None else f"  {cell.fraction:4.0%} of the floor"
     pages = "" if cell.pages_read is None else f"  {cell.pages_read:.1f} pages a query"
+    size = "" if cell.parameters is None else f"{cell.parameters / 1e6:>7.1f}M "
     click.echo(
-        f"{cell.phase:<8}{cell.backend:<13}{cell.dtype:<9} context {cell.context:>7}  "
+        f"{cell.phase:<8}{cell.backend:<13}{size}{cell.dtype:<9} context {cell.context:>7}  "
         f"batch {cell.batch:>3}  {cell.ms:>11,.2f} ms  {cell.tokens_per_s:>10,.1f} tokens/s"
         f"{fraction}{pages}"
     )

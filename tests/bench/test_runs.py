@@ -10,7 +10,10 @@ from cairn.bench.latency import LatencyPlan, run_latency
 from cairn.bench.offline import OfflinePlan, run_offline
 from cairn.bench.roofline import Roofline
 from cairn.bench.session import Subject
+from cairn.bench.shapes import config_of
 from cairn.errors import BadConfig
+from cairn.models.registry import load_spec
+from cairn.models.weight_map import parameter_count
 from tests.fake_llm import FakeLLM
 
 
@@ -55,7 +58,16 @@ def test_latency_cells(llms):
     assert second.ms == pytest.approx(500 / 4)
     assert second.pages_read == 41
     assert second.fraction == pytest.approx(second.floor_ms / second.ms)
+    assert first.parameters == parameter_count(llms[0].spec)
     assert all(llm.closed for llm in llms)
+
+
+def test_row_26_the_dense_twin_differs_by_the_landmarks_alone():
+    hsa, dense = (load_spec(config_of("345m", kind)) for kind in ("hsa", "dense"))
+    own = hsa.num_layers * (hsa.hidden_size * hsa.num_heads * hsa.head_dim + hsa.head_dim)
+    own += (hsa.embedding_rows - dense.embedding_rows) * hsa.hidden_size
+    assert hsa.num_layers == dense.num_layers
+    assert parameter_count(hsa) - parameter_count(dense) == own
 
 
 def test_each_kind_of_a_shape_is_its_own_model(llms):
