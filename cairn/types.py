@@ -28,6 +28,30 @@ class FinishReason(StrEnum):
     """The engine failed while it served the request."""
 
 
+GRAMMAR_KINDS = ("json_schema", "regex", "ebnf")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must look like. Raises BadRequest for an unknown kind or an empty text.
+
+    Attributes:
+        kind: "json_schema" (the schema as JSON; `{"type": "object"}` for any object), "regex"
+            (the whole output matches) or "ebnf" (a Lark grammar or a GBNF one, by its form).
+        text: the schema, expression or grammar.
+    """
+
+    kind: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            known = ", ".join(GRAMMAR_KINDS)
+            raise BadRequest(f"grammar kind is {self.kind!r}", f"Choose one of {known}")
+        if not isinstance(self.text, str) or not self.text:
+            raise BadRequest(f"grammar text must be a non-empty string, not {self.text!r}")
+
+
 @checked_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -52,6 +76,8 @@ class SamplingParams:
         frequency_penalty: subtracted per occurrence among the generated tokens, in [-2, 2].
         repetition_penalty: > 0; divides (or multiplies) the logits of tokens in prompt or output.
         logit_bias: token id -> value added to its logit, in [-100, 100].
+        grammar: what the output must look like; None: anything.
+        selection: report which pages every generated token's query read (landmark models only).
     """
 
     n: int = 1
@@ -71,6 +97,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: Grammar | None = None
+    selection: bool = False
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -103,6 +131,9 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
         _boolean("ignore_eos", self.ignore_eos)
+        _boolean("selection", self.selection)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise BadRequest(f"grammar must be a Grammar, not {self.grammar!r}")
 
     def _check_lists(self) -> None:
         for text in self.stop:
@@ -211,6 +242,33 @@ class TokenLogprobs(Mapping[int, Logprob]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
+    @property
+    def columns(self) -> tuple[Any, Any, Any]:
+        """(ids, values, ranks) as they were given, most likely first."""
+        return self._ids, self._values, self._ranks
+
+
+MAX_SELECTED_PAGES = 64
+"""Pages that a selection report names per layer: the heaviest."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSelection:
+    """Pages that one query read in one landmark layer, beside its window.
+
+    Attributes:
+        layer: index of the layer.
+        pages: logical page numbers, heaviest first; at most MAX_SELECTED_PAGES.
+        weights: share of each page in the layer's output, mean over the query heads; beside it
+            stand the window's share and (softmax1) a share that reads nothing.
+        window: share of the window.
+    """
+
+    layer: int
+    pages: tuple[int, ...]
+    weights: tuple[float, ...]
+    window: float
+
 
 @dataclass(slots=True)
 class CompletionOutput:
@@ -224,6 +282,8 @@ class CompletionOutput:
         logprobs: one entry per generated token, None unless asked for.
         finish_reason: "stop", "length", "abort" or "error"; None while running.
         stop_reason: the stop string or stop id that ended it; None for end-of-sequence.
+        selection: one entry per generated token, what the query that produced it read in each
+            landmark layer; None unless asked for.
     """
 
     index: int
@@ -233,6 +293,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    selection: list[tuple[LayerSelection, ...]] | None = None
 
 
 @dataclass(slots=True)

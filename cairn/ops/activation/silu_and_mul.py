@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.activation.kernels import silu_and_mul_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -19,6 +21,22 @@ def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     """
     gate, up = input.float().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate).mul_(up).to(input.dtype)
+
+
+@silu_and_mul.implementation(
+    "triton", devices=gpu.DEVICES, when=lambda input, out=None: input.stride(-1) == 1
+)
+def _(input: Tensor, out: Tensor | None = None) -> Tensor:
+    width = input.shape[-1] // 2
+    x = input.reshape(-1, 2 * width)
+    shape = (*input.shape[:-1], width)
+    result = torch.empty(shape, dtype=input.dtype, device=input.device)
+    block = min(1024, gpu.next_power_of_2(max(1, width)))
+    if x.shape[0]:
+        silu_and_mul_kernel[(x.shape[0], -(-width // block))](
+            x, result, x.stride(0), width, block, num_warps=4
+        )
+    return result
 
 
 @silu_and_mul.cases

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.attention import paging
+from cairn.ops import gpu
+from cairn.ops.attention import launch, paging
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_state_v2 import merge_state_v2
 from cairn.ops.registry import op
@@ -196,6 +197,46 @@ dense_attention.tolerance(
     {torch.bfloat16: (1.6e-2, 1e-2)},
     "the flash kernel rounds probabilities and o to bfloat16, the definition stays in float32",
 )
+
+
+@dense_attention.implementation(
+    "triton_splits",
+    devices=gpu.DEVICES,
+    when=lambda q, k_cache, v_cache, *args, **kwargs: (
+        q.shape[0] <= launch.SPLIT_TOKENS and launch.accepts(q, k_cache, v_cache)
+    ),
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    given = (q, k_cache, v_cache, row, slot, page_table)
+    return launch.attend_splits(launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks))
+
+
+@dense_attention.implementation(
+    "triton_tiles",
+    devices=gpu.DEVICES,
+    when=lambda q, k_cache, v_cache, *args, **kwargs: launch.accepts(q, k_cache, v_cache),
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    given = (q, k_cache, v_cache, row, slot, page_table)
+    return launch.attend_tiles(launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks))
 
 
 @dense_attention.cases

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.attention import paging
+from cairn.ops import gpu
+from cairn.ops.attention import launch, paging
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -252,6 +253,50 @@ window_attention.tolerance(
     {torch.bfloat16: (1.6e-2, 1e-2)},
     "the flash kernel rounds probabilities and o to bfloat16, the definition stays in float32",
 )
+
+
+@window_attention.implementation(
+    "triton_splits",
+    devices=gpu.DEVICES,
+    when=lambda q, k_cache, v_cache, *args, **kwargs: (
+        q.shape[0] <= launch.SPLIT_TOKENS and launch.accepts(q, k_cache, v_cache)
+    ),
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    given = (q, k_cache, v_cache, row, slot, page_table)
+    return launch.attend_splits(launch.Task(*given, window, scale, aligned, mask_landmarks))
+
+
+@window_attention.implementation(
+    "triton_tiles",
+    devices=gpu.DEVICES,
+    when=lambda q, k_cache, v_cache, *args, **kwargs: launch.accepts(q, k_cache, v_cache),
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    given = (q, k_cache, v_cache, row, slot, page_table)
+    return launch.attend_tiles(launch.Task(*given, window, scale, aligned, mask_landmarks))
 
 
 @window_attention.cases

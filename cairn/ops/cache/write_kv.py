@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.cache.kernels import write_kv_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -48,6 +50,26 @@ def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) 
     lines = (line.unsqueeze(1) + torch.arange(0, heads * page_size, page_size)).flatten()
     k_cache.view(-1, dim).index_copy_(0, lines, k.reshape(-1, dim))
     v_cache.view(-1, dim).index_copy_(0, lines, v.reshape(-1, dim))
+
+
+@write_kv.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda k, v, k_cache, v_cache, location: (
+        k.stride()[1:] == v.stride()[1:] == (k.shape[2], 1)
+        and k_cache.stride() == v_cache.stride()
+        and k_cache.stride()[2:] == (k.shape[2], 1)
+    ),
+)
+def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
+    tokens, heads, dim = k.shape
+    if tokens:
+        write_kv_kernel[(tokens,)](
+            *(k, v, k_cache, v_cache, location, k.stride(0), v.stride(0)),
+            *(*k_cache.stride()[:2], k_cache.shape[2], heads, dim),
+            *(gpu.next_power_of_2(heads), gpu.next_power_of_2(dim)),
+            num_warps=4 if heads * dim >= 512 else 1,
+        )
 
 
 @write_kv.cases

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.landmark.kernels.summary import blend_window_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -23,6 +25,23 @@ def blend_window(
         [T, h_q, d].
     """
     return torch.addcmul(o_pages, window_weight.unsqueeze(-1), o_window).to(dtype)
+
+
+@blend_window.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda o_pages, o_window, window_weight, dtype: (
+        o_pages.is_contiguous() and o_window.is_contiguous() and window_weight.is_contiguous()
+    ),
+)
+def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(o_pages.shape, dtype=dtype, device=o_pages.device)
+    if out.numel():
+        blend_window_kernel[(-(-out.numel() // 1024),)](
+            *(o_pages, o_window, window_weight, out, out.numel(), out.shape[-1], 1024),
+            num_warps=4,
+        )
+    return out
 
 
 @blend_window.cases

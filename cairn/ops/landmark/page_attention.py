@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.attention import paging
+from cairn.ops import gpu
+from cairn.ops.attention import launch, paging
+from cairn.ops.landmark.kernels.pages import pages_kernel, sum_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -332,6 +334,64 @@ page_attention.tolerance(
     {torch.bfloat16: (1.6e-2, 1e-2)},
     "page_major rounds probabilities and A_j to bfloat16, the definition stays in float32",
 )
+
+
+def _on_gpu(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> bool:
+    return (
+        launch.accepts(q, k_cache, v_cache)
+        and indices.is_contiguous()
+        and weights.is_contiguous()
+        and k_cache.shape[2] > 1
+    )
+
+
+@page_attention.implementation("triton", devices=gpu.DEVICES, when=_on_gpu)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Every token reads its own pages; few tokens share a token's pages among programs."""
+    tokens, heads, dim = q.shape
+    kv_heads, size = k_cache.shape[1:3]
+    topk = indices.shape[-1]
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    if tokens == 0 or topk == 0:
+        return out.zero_()
+    splits = max(1, min(topk, -(-launch.PROGRAMS // (tokens * kv_heads))))
+    each = -(-topk // splits)
+    splits = -(-topk // each)
+    shape = (tokens, heads, splits, dim)
+    parts = out if splits == 1 else torch.empty(shape, dtype=torch.float32, device=q.device)
+    width = gpu.next_power_of_2(dim)
+    pages_kernel[(tokens, kv_heads, splits)](
+        *(q, k_cache, v_cache, row, page_table, indices, weights, parts),
+        *(dim**-0.5 if scale is None else scale, page_table.stride(0), *k_cache.stride()[:2]),
+        *(topk, each, heads, kv_heads, dim, size),
+        *(max(16, gpu.next_power_of_2(heads // kv_heads)), width),
+        *(max(16, gpu.next_power_of_2(size)), "ieee" if q.dtype == torch.float32 else "tf32"),
+        num_warps=4,
+        num_stages=2,
+    )
+    if splits > 1:
+        sum_kernel[(tokens * heads,)](
+            parts, out, splits, dim, width, gpu.next_power_of_2(splits), num_warps=2
+        )
+    return out
 
 
 @page_attention.cases

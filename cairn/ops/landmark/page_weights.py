@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.landmark.kernels.summary import page_weights_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -30,6 +32,25 @@ def page_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, T
         weights = weights.masked_fill_(empty, 0.0)
     topk = scores.shape[-1]
     return weights[..., :topk].clone(), weights[..., topk].clone()
+
+
+@page_weights.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda scores, lse, softmax1: scores.is_contiguous() and lse.is_contiguous(),
+)
+def _(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
+    weights, window_weight = torch.empty_like(scores), torch.empty_like(lse)
+    topk = scores.shape[-1]
+    width = gpu.next_power_of_2(max(1, topk))
+    per_program = max(1, 2048 // width)
+    if lse.numel():
+        page_weights_kernel[(-(-lse.numel() // per_program),)](
+            *(scores, lse, weights, window_weight, lse.numel(), topk, softmax1),
+            *(per_program, width),
+            num_warps=4,
+        )
+    return weights, window_weight
 
 
 @page_weights.cases

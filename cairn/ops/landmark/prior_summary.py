@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.attention import paging
+from cairn.ops.landmark.kernels.summary import prior_summary_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -40,6 +42,30 @@ def prior_summary(
         p = logs.exp()
         key[at] = torch.bmm(p, k).view_as(wanted)
         bias[at] = -p.mul_(logs).sum(dim=-1).view(wanted.shape[:2])
+    return key, bias
+
+
+@prior_summary.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda query, k_cache, pages, scale=None: (
+        query.is_contiguous() and k_cache.stride()[2:] == (k_cache.shape[3], 1)
+    ),
+)
+def _(
+    query: Tensor, k_cache: Tensor, pages: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    count, heads, dim = query.shape
+    kv_heads, size = k_cache.shape[1:3]
+    key = torch.empty(query.shape, dtype=k_cache.dtype, device=query.device)
+    bias = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    if count:
+        prior_summary_kernel[(count, kv_heads)](
+            *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
+            *(*k_cache.stride()[:2], heads, kv_heads, dim, size),
+            *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size)),
+            num_warps=4,
+        )
     return key, bias
 
 

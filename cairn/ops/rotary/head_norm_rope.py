@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.registry import op
+from cairn.ops.rotary.kernels import head_norm_rope_kernel
 from cairn.ops.testing import Cases, Make
 
 
@@ -28,6 +30,29 @@ def head_norm_rope(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float
         first, second = y.chunk(2, dim=-1)
         y = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return y.to(x.dtype)
+
+
+@head_norm_rope.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda x, weight, cos_sin, eps=1e-6: (
+        x.stride(-1) == 1
+        and x.shape[-1] % 2 == 0
+        and weight.is_contiguous()
+        and (cos_sin is None or cos_sin.is_contiguous())
+    ),
+)
+def _(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> Tensor:
+    tokens, heads, dim = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    at_once = min(16, gpu.next_power_of_2(heads))
+    if tokens:
+        head_norm_rope_kernel[(tokens, -(-heads // at_once))](
+            *(x, weight, out if cos_sin is None else cos_sin, out, x.stride(0), x.stride(1)),
+            *(heads, eps, dim // 2, gpu.next_power_of_2(dim // 2), at_once, cos_sin is not None),
+            num_warps=4,
+        )
+    return out
 
 
 @head_norm_rope.cases

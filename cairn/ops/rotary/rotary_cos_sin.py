@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.registry import op
+from cairn.ops.rotary.kernels import cos_sin_kernel
 from cairn.ops.testing import Cases, Make
 
 
@@ -21,6 +23,23 @@ def rotary_cos_sin(positions: Tensor, inv_freq: Tensor) -> Tensor:
     """
     angle = positions.float()[:, None] * inv_freq.float()
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+
+@rotary_cos_sin.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda positions, inv_freq: (
+        positions.is_contiguous() and inv_freq.is_contiguous() and inv_freq.dtype == torch.float32
+    ),
+)
+def _(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    tokens, half = positions.numel(), inv_freq.numel()
+    out = torch.empty((tokens, 2 * half), dtype=torch.float32, device=positions.device)
+    if tokens:
+        cos_sin_kernel[(-(-tokens * half // 512),)](
+            positions, inv_freq, out, tokens * half, half, 512, num_warps=4
+        )
+    return out
 
 
 @rotary_cos_sin.cases

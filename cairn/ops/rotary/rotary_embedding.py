@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.registry import op
+from cairn.ops.rotary.kernels import rotate_kernel
 from cairn.ops.testing import Cases, Make
 
 
@@ -52,6 +54,59 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox: bool) 
     rotated = a * cos - b * sin
     second.copy_(b * cos + a * sin)
     first.copy_(rotated)
+
+
+def _heads(x: Tensor, tokens: int, head_size: int) -> Tensor | None:
+    """x as [T, n, head_size] without a copy, or None where its strides do not allow it."""
+    flat = x.shape[:-1].numel() == tokens
+    heads = torch.unflatten(x, -1, (x.shape[-1] // head_size, head_size)) if flat else x
+    if heads.stride(-1) != 1:
+        return None
+    try:
+        return heads.view(tokens, *heads.shape[-2:])
+    except RuntimeError:
+        return None
+
+
+def _plain(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+) -> bool:
+    """Heads that can be addressed by a stride of tokens and one of heads."""
+    return (
+        positions.is_contiguous()
+        and cos_sin_cache.stride(-1) == 1
+        and all(
+            x is None or _heads(x, positions.numel(), head_size) is not None for x in (query, key)
+        )
+    )
+
+
+@rotary_embedding.implementation("triton", devices=gpu.DEVICES, when=_plain)
+def _(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+) -> None:
+    tokens, half = positions.numel(), cos_sin_cache.shape[-1] // 2
+    for x in (query, key):
+        heads = None if x is None or not tokens else _heads(x, tokens, head_size)
+        if heads is None:
+            continue
+        count = heads.shape[1]
+        at_once = min(16, gpu.next_power_of_2(count))
+        rotate_kernel[(tokens, -(-count // at_once))](
+            *(heads, positions, cos_sin_cache, heads.stride(0), heads.stride(1)),
+            *(cos_sin_cache.stride(0), count, half, gpu.next_power_of_2(half), at_once, is_neox),
+            num_warps=4,
+        )
 
 
 @rotary_embedding.cases

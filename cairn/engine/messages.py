@@ -1,0 +1,272 @@
+"""What passes between the API process and the engine process, as msgspec structs in MessagePack.
+
+Nothing is pickled. Every message is one frame; its tag says which struct it is. Token ids travel
+as the bytes of little-endian int32.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from cairn.config import EngineOptions
+from cairn.types import LayerSelection, SamplingParams
+
+TO_ENGINE, FROM_ENGINE = "to-engine", "from-engine"
+"""Names of the two sockets in their private folder; the client binds both."""
+
+HEARTBEAT_SECONDS = 0.5
+"""Time between two heartbeats of the engine process."""
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What the engine process reads from its standard input, as JSON, before anything else.
+
+    Attributes:
+        model: the model folder.
+        options: as the user gave them.
+        parent: process id of the client; the engine does not outlive it.
+        log_level: of the `cairn` logger; None: as the environment says.
+    """
+
+    model: str
+    options: EngineOptions
+    parent: int
+    log_level: str | None = None
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Run a prompt. Its `params.n` continuations are named by (id, index).
+
+    Attributes:
+        id: unique among the live ones.
+        prompt: user token ids, packed by `pack_ids`.
+        params: how to sample.
+        priority: smaller goes first.
+    """
+
+    id: str
+    prompt: bytes
+    params: SamplingParams
+    priority: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Take requests back, whatever their state; an unknown id may just have ended: ignored."""
+
+    ids: list[str]
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Ask the engine to do something beside serving; answered by a `Reply` with the same number.
+
+    Attributes:
+        number: chosen by the caller.
+        method: "flush_cache", "cache" or "profile".
+        arguments: by name.
+    """
+
+    number: int
+    method: str
+    arguments: dict[str, Any] = {}
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the process: what still runs is aborted."""
+
+
+ToEngine = Submit | Abort | Call | Stop
+
+
+class Phase(msgspec.Struct, frozen=True, tag=True):
+    """A phase of the start-up has ended.
+
+    Attributes:
+        name: "import", "weights", "pages", "tokenizer" or "warmup".
+        seconds: how long it took.
+    """
+
+    name: str
+    seconds: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine serves from now on.
+
+    Attributes:
+        vocab_size: user vocabulary.
+        max_model_len: longest prompt with its output, in user tokens.
+        eos_ids: ids that end an output.
+        page_size: slots of a page.
+        landmarks: every page ends in a landmark slot.
+        landmark_layers: layers that select pages by landmarks.
+        num_pages: pages of the pool.
+        max_num_seqs: requests that run at once.
+        has_tokenizer: text can be produced, stop strings and grammars work.
+        choices: every automatic choice with its reason, a line each.
+        memory: (what, bytes) lines of the memory table.
+        landmark_window: slots of the landmark layers' local window, 0 without such layers.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+    page_size: int
+    landmarks: bool
+    landmark_layers: tuple[int, ...]
+    num_pages: int
+    max_num_seqs: int
+    has_tokenizer: bool
+    choices: tuple[str, ...]
+    memory: tuple[tuple[str, int], ...]
+    landmark_window: int = 0
+
+
+class Position(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, most likely first; the token itself always among them."""
+
+    ids: tuple[int, ...]
+    values: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request's time went, in seconds.
+
+    Attributes:
+        queue: from arrival in the engine to its first step.
+        prefill: from there to its first token.
+        decode: from there to its last token.
+    """
+
+    queue: float
+    prefill: float
+    decode: float
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a step added to one continuation.
+
+    Attributes:
+        id: the request.
+        index: the continuation, 0 .. n-1.
+        text: new text that nothing can take back any more.
+        token_ids: new tokens. Their text may come later (stop strings, unfinished characters).
+        logprobs: one entry per new token, empty unless asked for.
+        selection: one entry per new token, empty unless asked for.
+        prompt_logprobs: all of the prompt's, the first None; on continuation 0's first delta.
+        cached_tokens: prompt tokens taken from the prefix cache; on continuation 0's first delta.
+        finish_reason: "stop", "length", "abort" or "error" on the last delta.
+        stop_reason: the stop string or stop id that ended it.
+        timing: on the last delta.
+        error: what went wrong, where `finish_reason` is "error" and the cause is known.
+        status: HTTP status that goes with `error`.
+    """
+
+    id: str
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Position, ...] = ()
+    selection: tuple[tuple[LayerSelection, ...], ...] = ()
+    prompt_logprobs: tuple[Position | None, ...] | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    timing: Timing | None = None
+    error: str | None = None
+    status: int = 500
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """Everything that one step produced."""
+
+    deltas: list[Delta]
+
+
+class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The engine's totals since its start and its gauges of now. Seconds are wall clock.
+
+    Attributes:
+        running, waiting: continuations in each state.
+        pages_total, pages_free, pages_cached: of the pool; cached pages can be evicted.
+        pages_leaked: pages that are neither free, cached nor owned; counted when idle.
+        prefix_queries, prefix_hits: prompt tokens looked up in and taken from the prefix cache.
+        prompt_tokens, generated_tokens: of all requests.
+        preemptions: requests whose pages were taken back for a while.
+        steps: forward passes.
+        model_seconds, host_seconds: inside the model and beside it.
+        decode_stall_seconds: how long rows that decode waited for prefill of others in their step.
+        landmark_queries, pages_selected: queries of landmark layers and the pages they selected.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_leaked: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    model_seconds: float = 0.0
+    host_seconds: float = 0.0
+    decode_stall_seconds: float = 0.0
+    landmark_queries: int = 0
+    pages_selected: float = 0.0
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sent twice a second by a thread of its own: the process lives.
+
+    Attributes:
+        step_age: seconds since the step in flight began; 0 when none runs.
+        stats: totals and gauges.
+    """
+
+    step_age: float
+    stats: Stats
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a `Call`: a value, or an error with its HTTP status."""
+
+    number: int
+    value: Any = None
+    error: str | None = None
+    status: int = 500
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The engine ends; nothing follows.
+
+    Attributes:
+        reason: cause and remedy, one line.
+        kind: name of the class in `cairn.errors`.
+        exit_code: 2 for what the user gave (a bad model or option), 1 for everything else.
+    """
+
+    reason: str
+    kind: str = "EngineDead"
+    exit_code: int = 1
+
+
+FromEngine = Phase | Ready | Outputs | Heartbeat | Reply | Fatal
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as the bytes of little-endian int32."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Inverse of `pack_ids`."""
+    ids = array("i")
+    ids.frombytes(data)
+    return ids.tolist()

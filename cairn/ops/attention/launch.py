@@ -1,0 +1,142 @@
+"""How dense and window attention are launched: by the number of tokens, never by their lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.attention.kernels import merge_kernel, split_kernel, tile_kernel
+
+SPLIT_TOKENS = 256
+"""At most this many tokens run one program each (and KV head, and split of the keys)."""
+PROGRAMS = 264
+"""Programs that fill a large device twice; a batch with fewer is split over its keys."""
+MOST_SPLITS = 128
+
+
+def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Shapes that the kernels take: plain layouts and heads of 16 to 256 numbers."""
+    heads, kv_heads, dim = q.shape[1], k_cache.shape[1], q.shape[2]
+    return (
+        q.is_contiguous()
+        and q.dtype == k_cache.dtype == v_cache.dtype
+        and k_cache.stride() == v_cache.stride()
+        and k_cache.stride(3) == 1
+        and k_cache.stride(2) == dim
+        and 16 <= dim <= 256
+        and heads // kv_heads <= 16
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Attention of every token over its last slots, as the ops define it.
+
+    Attributes:
+        q, k_cache, v_cache, row, slot, page_table: as in the ops.
+        window: slots seen; 0: all.
+        scale: of the dot products; None: d ** -0.5.
+        aligned: the window starts at a page.
+        mask_landmarks: the last slot of a page is no key.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    row: Tensor
+    slot: Tensor
+    page_table: Tensor
+    window: int = 0
+    scale: float | None = None
+    aligned: bool = False
+    mask_landmarks: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile."""
+        return max(16, gpu.next_power_of_2(self.q.shape[2]))
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head, padded."""
+        return gpu.next_power_of_2(self.q.shape[1] // self.k_cache.shape[1])
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return 64 if self.width <= 128 else 32
+
+    @property
+    def longest(self) -> int:
+        """Most slots that a token can see."""
+        size = self.k_cache.shape[2]
+        most = self.page_table.shape[1] * size
+        return min(self.window + size, most) if self.window else most
+
+    def empty(self, *splits: int) -> tuple[Tensor, Tensor]:
+        """o [T, h_q, *splits, d] and lse [T, h_q, *splits], not yet written."""
+        tokens, heads, dim = self.q.shape
+        options = {"dtype": torch.float32, "device": self.q.device}
+        o = torch.empty(tokens, heads, *splits, dim, **options)  # type: ignore[call-overload]
+        return o, torch.empty(tokens, heads, *splits, **options)  # type: ignore[call-overload]
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the kernels read, in their order."""
+        return (self.q, self.k_cache, self.v_cache, self.row, self.slot, self.page_table)
+
+    def numbers(self) -> tuple[float, ...]:
+        """Window, scale and strides, in the kernels' order."""
+        factor = self.q.shape[2] ** -0.5 if self.scale is None else self.scale
+        strides = (self.page_table.stride(0), *self.k_cache.stride()[:2])
+        return (self.window, factor, *strides)
+
+    def shape(self) -> tuple[int, ...]:
+        """Query heads, KV heads, head width and page size."""
+        return (self.q.shape[1], self.k_cache.shape[1], self.q.shape[2], self.k_cache.shape[2])
+
+    def switches(self) -> tuple[bool, bool, str]:
+        """What the kernels are compiled for."""
+        precision = "ieee" if self.q.dtype == torch.float32 else "tf32"
+        return (self.aligned, self.mask_landmarks, precision)
+
+
+def attend_tiles(task: Task) -> tuple[Tensor, Tensor]:
+    """Tiles of consecutive tokens: for prefill."""
+    o, lse = task.empty()
+    tokens = task.q.shape[0]
+    per_tile = max(1, (64 if task.width <= 128 else 32) // task.group)
+    if tokens:
+        tile_kernel[(-(-tokens // per_tile), task.k_cache.shape[1])](
+            *(*task.inputs(), o, lse, tokens, *task.numbers(), *task.shape()),
+            *(per_tile, task.group, task.width, task.keys, *task.switches()),
+            num_warps=4,
+            num_stages=2,
+        )
+    return o, lse
+
+
+def attend_splits(task: Task) -> tuple[Tensor, Tensor]:
+    """A program for each token, KV head and split of the keys: for decode."""
+    o, lse = task.empty()
+    tokens, heads, dim = task.q.shape
+    if tokens == 0:
+        return o, lse
+    kv_heads = task.k_cache.shape[1]
+    blocks = -(-task.longest // task.keys) + 1
+    splits = max(1, min(blocks, -(-PROGRAMS // (tokens * kv_heads)), MOST_SPLITS))
+    part_o, part_lse = (o, lse) if splits == 1 else task.empty(splits)
+    split_kernel[(tokens, kv_heads, splits)](
+        *(*task.inputs(), part_o, part_lse, *task.numbers(), *task.shape()),
+        *(max(16, task.group), task.width, task.keys, *task.switches()),
+        num_warps=4,
+        num_stages=2,
+    )
+    if splits > 1:
+        merge_kernel[(tokens * heads,)](
+            *(part_o, part_lse, o, lse, splits, dim, task.width, gpu.next_power_of_2(splits)),
+            num_warps=2,
+        )
+    return o, lse

@@ -1,0 +1,44 @@
+"""Triton, where it is installed. Kernel files import `triton` and `tl` from here.
+
+Without Triton the definitions serve alone: kernels are then plain functions that nobody calls, and
+`DEVICES`, which every Triton implementation registers for, is empty. With TRITON_INTERPRET=1 the
+kernels run on CPU tensors, in float32; the generic op test does that where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+class _NoTriton:
+    """Stands for the module: decorators give the function back."""
+
+    @staticmethod
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        """What `triton.jit` is written as, without effect."""
+        return function if function is not None else lambda kernel: kernel
+
+
+triton: Any = _NoTriton()
+tl: Any = None
+with contextlib.suppress(ImportError):
+    triton = importlib.import_module("triton")
+    tl = importlib.import_module("triton.language")
+
+AVAILABLE = tl is not None
+DEVICES: tuple[str, ...] = ("cuda",) if AVAILABLE else ()
+INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def next_power_of_2(number: int) -> int:
+    """Smallest power of two >= number, for number >= 1."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def warps_for(elements: int) -> int:
+    """Warps of a program that handles this many elements at once: 4 to 16 of them a thread."""
+    return min(16, max(1, next_power_of_2(elements) // 256))

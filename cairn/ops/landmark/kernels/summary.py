@@ -1,0 +1,96 @@
+"""Kernels of page summaries, page weights and the blend with the window."""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import tl, triton
+
+
+@triton.jit
+def prior_summary_kernel(
+    query, k_cache, pages, key, bias, scale, page_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    DP: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """key [N, HEADS, DIM] and bias [N, HEADS] of one page, for the heads of one KV head."""
+    group: tl.constexpr = HEADS // KV_HEADS
+    n = tl.program_id(0).to(tl.int64)
+    kv = tl.program_id(1)
+    t = tl.arange(0, KEYS)
+    d = tl.arange(0, DP)
+    inside = t < SIZE - 1
+    page = tl.load(pages + n).to(tl.int64)
+    at = page * page_stride + kv * head_stride + t[:, None] * DIM + d[None, :]
+    whole = inside[:, None] & (d < DIM)[None, :]
+    keys = tl.load(k_cache + at, mask=whole, other=0.0).to(tl.float32)
+    for g in range(group):
+        head = n * HEADS + kv * group + g
+        wanted = tl.load(query + head * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
+        logits = tl.sum(keys * (wanted * scale)[None, :], 1)
+        logits = tl.where(inside, logits, float("-inf"))
+        shifted = logits - tl.max(logits, 0)
+        e = tl.exp(shifted)
+        total = tl.sum(e, 0)
+        pooled = tl.sum(keys * (e / total)[:, None], 0)
+        tl.store(key + head * DIM + d, pooled.to(key.dtype.element_ty), mask=d < DIM)
+        # -sum p ln p with ln p = shifted - ln total
+        spread = tl.sum(tl.where(inside, e * shifted, 0.0), 0) / total
+        tl.store(bias + head, tl.log(total) - spread)
+
+
+@triton.jit
+def mean_summary_kernel(
+    k_cache, pages, key, page_stride, head_stride,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    DP: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """key [N, KV_HEADS, DIM]: mean of one page's keys, all SIZE slots."""
+    n = tl.program_id(0).to(tl.int64)
+    kv = tl.program_id(1)
+    t = tl.arange(0, KEYS)
+    d = tl.arange(0, DP)
+    page = tl.load(pages + n).to(tl.int64)
+    at = page * page_stride + kv * head_stride + t[:, None] * DIM + d[None, :]
+    keys = tl.load(k_cache + at, mask=(t < SIZE)[:, None] & (d < DIM)[None, :], other=0.0)
+    mean = tl.sum(keys.to(tl.float32), 0) / SIZE
+    place = (n * KV_HEADS + kv) * DIM + d
+    tl.store(key + place, mean.to(key.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=["lines"])
+def page_weights_kernel(
+    scores, lse, weights, window_weight, lines, topk,
+    SOFTMAX1: tl.constexpr, LINES: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Softmax of LINES (token, head) pairs over their pages' scores, the window and a zero."""
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    k = tl.arange(0, K)
+    alive = line < lines
+    inside = alive[:, None] & (k < topk)[None, :]
+    at = line[:, None] * topk + k[None, :]
+    score = tl.load(scores + at, mask=inside, other=float("-inf"))
+    window = tl.load(lse + line, mask=alive, other=float("-inf"))
+    best = tl.maximum(tl.max(score, 1), window)
+    if SOFTMAX1:
+        best = tl.maximum(best, 0.0)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    e = tl.exp(score - best[:, None])
+    e_window = tl.exp(window - best)
+    total = tl.sum(e, 1) + e_window
+    if SOFTMAX1:
+        total += tl.exp(-best)
+    total = tl.where(total > 0, total, 1.0)
+    tl.store(weights + at, e / total[:, None], mask=inside)
+    tl.store(window_weight + line, e_window / total, mask=alive)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def blend_window_kernel(
+    o_pages, o_window, window_weight, out, numbers, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out = o_pages + window_weight * o_window, rounded once."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numbers
+    weight = tl.load(window_weight + at // DIM, mask=inside, other=0.0)
+    value = tl.load(o_window + at, mask=inside, other=0.0) * weight
+    value += tl.load(o_pages + at, mask=inside, other=0.0)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)

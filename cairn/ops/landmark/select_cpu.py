@@ -1,0 +1,117 @@
+"""Tiles of select_pages on the CPU: tokens of one row share a gather of its summaries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.landmark.select_task import NO_PAGE, Task
+
+_TILE = 256
+"""Tokens of one row that share a gather of its summaries."""
+
+
+def tiles(row: Tensor, candidates: Tensor) -> list[tuple[Tensor, int]]:
+    """Batches of tiles of like size: (tokens [U, n], number of pages).
+
+    A tile is up to _TILE tokens of one row; empty places hold T, never the first of a tile. A batch
+    pads neither tokens nor pages to more than twice their number. Tokens without a candidate are
+    left out.
+    """
+    total = row.numel()
+    alive = (candidates > 0).nonzero()[:, 0]
+    if alive.numel() == 0:
+        return []
+    most = int(candidates.max()) + 1
+    key, order = (row[alive] * most + candidates[alive]).sort()
+    counts = torch.unique_consecutive(key // most, return_counts=True)[1]
+    per_row = (counts + (_TILE - 1)) // _TILE
+    owner = torch.repeat_interleave(per_row)
+    rank = torch.arange(owner.numel()) - (per_row.cumsum(0) - per_row)[owner]
+    first = (counts.cumsum(0) - counts)[owner] + rank * _TILE
+    filled = (counts[owner] - rank * _TILE).clamp(max=_TILE)
+    pages = key[first + filled - 1] % most
+
+    size = _bits(filled) * 64 + _bits(pages)
+    batches = []
+    for one in torch.unique(size).tolist():
+        members = (size == one).nonzero()[:, 0]
+        width = int(filled[members].max())
+        place = torch.arange(width)
+        position = (first[members, None] + place).clamp(max=order.numel() - 1)
+        tokens = torch.where(place < filled[members, None], alive[order[position]], total)
+        # A few tiles with many pages, or many with few: the same number of summaries a batch.
+        step = max(1, 2048 // int(pages[members].max()))
+        for part, some in zip(tokens.split(step), members.split(step), strict=True):
+            batches.append((part, int(pages[some].max())))
+    return batches
+
+
+def _bits(number: Tensor) -> Tensor:
+    """ceil(log2(number)) for number >= 1."""
+    return torch.frexp((number - 1).double()).exponent.long()
+
+
+def gather(table: Tensor, physical: Tensor) -> Tensor:
+    """table[physical]; whole lines are copied where the memory allows it."""
+    if not table.is_contiguous():
+        return table[physical]
+    lines = table.view(table.shape[0], -1).index_select(0, physical.reshape(-1))
+    return lines.view(*physical.shape, *table.shape[1:])
+
+
+def logits(
+    task: Task, lmk_q: Tensor, keys: Tensor, bias: Tensor | None, limits: Tensor, pages: int
+) -> Tensor:
+    """u [U, h, c, columns], -inf from each token's limit to the number of pages.
+
+    Args:
+        lmk_q: [U, c, h_q, d]; keys: [U * key_heads, d, columns]; bias: [U, h_q, columns] or None.
+        limits: [U, c] candidates of every token.
+        pages: of the batch; columns after them become -inf.
+    """
+    count, tokens = limits.shape
+    queries = task.queries(lmk_q)
+    if bias is not None and task.key_heads == task.score_heads:
+        u = torch.baddbmm(bias.flatten(0, 1).unsqueeze(1), queries, keys)
+    else:
+        u = torch.bmm(queries, keys)
+    u = u.view(count, task.score_heads, tokens, keys.shape[-1])
+    if bias is not None and task.key_heads < task.score_heads:
+        u += bias.unsqueeze(2)
+    u[..., pages:] = -torch.inf
+    low = int(limits.min())
+    if low < pages:
+        late = torch.arange(low, pages) >= limits.unsqueeze(-1)
+        u[..., low:pages].masked_fill_(late.unsqueeze(1), -torch.inf)
+    return u
+
+
+def best(task: Task, u: Tensor, lse: Tensor, limits: Tensor, topk: int, pages: int) -> Tensor:
+    """Selected pages [U, h_kv, c, min(K, P)] ascending, NO_PAGE where there are fewer."""
+    count, heads, tokens, _ = u.shape
+    if pages <= topk:
+        every = torch.arange(pages).expand(count, task.groups, tokens, pages)
+        return every.masked_fill(every >= limits[:, None, :, None], NO_PAGE)
+    score = u
+    if task.normalised:
+        # One more column with the window's lse makes log_softmax u - Z.
+        u[..., pages] = lse.transpose(1, 2)
+        score = torch.log_softmax(u, dim=-1)
+    score = score[..., :pages]
+    if heads > task.groups:
+        score = score.unflatten(1, (task.groups, -1)).amax(dim=2)
+    places = topk_places(score, topk)
+    return places.masked_fill_(places >= limits[:, None, :, None], NO_PAGE).sort(dim=-1).values
+
+
+def topk_places(score: Tensor, topk: int) -> Tensor:
+    """Places of the topk largest along the last dim, longer than topk; of equal ones the first."""
+    values, places = score.topk(topk + 1, dim=-1)
+    last = values[..., topk - 1]
+    tied = (last == values[..., topk]) & (last > -torch.inf)
+    if bool(tied.any()):
+        # torch.topk may keep any of equal ones: those lines are sorted, which can be stable.
+        again = score[tied].sort(dim=-1, descending=True, stable=True).indices
+        places[tied] = again[:, : topk + 1]
+    return places[..., :topk]

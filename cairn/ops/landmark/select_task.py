@@ -1,0 +1,111 @@
+"""What a strategy of select_pages means for the tensors, and where its results go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STRATEGIES = ("hils", "softmax_head", "head", "group")
+NO_PAGE = 2**31 - 1
+"""Stands for no page among ascending ones."""
+
+
+def candidate_pages(slot: Tensor, page_size: int, window: int, strategy: str = "hils") -> Tensor:
+    """Number of candidate pages of a slot, >= 0 ([T] int64): pages 0 .. that number - 1.
+
+    Raises ValueError for a window that the strategy cannot have.
+    """
+    if window < (1 if strategy == "hils" else 0):
+        raise ValueError(f"select_pages: {strategy} cannot have a window of {window} slots")
+    if strategy == "softmax_head" and window == 0:
+        return slot // page_size
+    return ((slot - (window - 1)) // page_size).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a strategy means for the tensors.
+
+    Attributes:
+        groups: sets of pages per token, h_kv.
+        summed: the queries of a group are added before scoring.
+        normalised: scores are compared after each head's normaliser is taken off.
+        score_heads: heads of the scores.
+        key_heads: heads of the keys that are scored, after any summing.
+        scale: of the dot products.
+    """
+
+    groups: int
+    summed: bool
+    normalised: bool
+    score_heads: int
+    key_heads: int
+    scale: float
+
+    def empty(self, tokens: int, topk: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Results in which nothing is selected."""
+        indices = torch.full((tokens, self.groups, topk), -1, dtype=torch.int32, device=device)
+        scores = torch.full((tokens, self.score_heads, topk), -torch.inf, device=device)
+        return indices, scores
+
+    def keys(self, summaries: Tensor) -> Tensor:
+        """[U, P, h_R, d] -> float32 [U * key_heads, P, d]."""
+        count, pages, heads, dim = summaries.shape
+        keys = summaries.float()
+        if heads > self.key_heads:
+            keys = keys.unflatten(2, (self.key_heads, -1)).sum(dim=3)
+        return keys.transpose(1, 2).reshape(count * self.key_heads, pages, dim)
+
+    def queries(self, lmk_q: Tensor) -> Tensor:
+        """[U, c, h_q, d] -> scaled float32 [U * key_heads, heads per key head * c, d]."""
+        count, tokens, _, dim = lmk_q.shape
+        queries = lmk_q.float() * self.scale
+        if self.summed:
+            queries = queries.unflatten(2, (self.groups, -1)).sum(dim=3)
+        queries = queries.view(count, tokens, self.key_heads, -1, dim).permute(0, 2, 3, 1, 4)
+        return queries.reshape(count * self.key_heads, -1, dim)
+
+
+def task_of(
+    lmk_q: Tensor, summary_key: Tensor, strategy: str, scale: float | None, kv_heads: int | None
+) -> Task:
+    """The task of a call. Raises ValueError for an unknown strategy."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"select_pages: unknown strategy {strategy!r}, not in {STRATEGIES}")
+    heads, dim = lmk_q.shape[1:]
+    factor = dim**-0.5 if scale is None else scale
+    groups = min(heads, kv_heads or summary_key.shape[1])
+    if strategy == "group":
+        return Task(groups, True, False, groups, groups, factor)
+    # With one head a group the normaliser is one constant per set and changes nothing.
+    normalised = strategy != "head" and heads > groups
+    return Task(groups, False, normalised, heads, summary_key.shape[1], factor)
+
+
+def store(
+    indices: Tensor,
+    scores: Tensor,
+    at: Tensor | slice,
+    found: Tensor,
+    u: Tensor,
+    task: Task,
+) -> None:
+    """Write selected pages and their u.
+
+    Args:
+        indices, scores: the results, changed.
+        at: tokens, N of them; every token of the results at most once, but for the last line.
+        found: [U, h_kv, c, k] int64 ascending, U * c = N, k <= K, NO_PAGE where there is none.
+        u: [U, h, c, P].
+    """
+    count, groups, tokens, width = found.shape
+    none = found == NO_PAGE
+    place = found.masked_fill(none, 0).unsqueeze(2)
+    u = u.view(count, groups, -1, tokens, u.shape[-1])
+    taken = u.gather(-1, place.expand(-1, -1, u.shape[2], -1, -1))
+    taken = taken.masked_fill_(none.unsqueeze(2), -torch.inf).permute(0, 3, 1, 2, 4)
+    scores[at, :, :width] = taken.reshape(count * tokens, task.score_heads, width)
+    found = found.masked_fill(none, -1).to(torch.int32).transpose(1, 2)
+    indices[at, :, :width] = found.reshape(count * tokens, groups, width)

@@ -1,0 +1,69 @@
+"""Kernels of the rotary embedding and of the heads' norms."""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import tl, triton
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def cos_sin_kernel(positions, inv_freq, out, numbers, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """out[t] = [cos | sin] of positions[t] * inv_freq, the product in float32."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numbers
+    token, pair = at // HALF, at % HALF
+    position = tl.load(positions + token, mask=inside, other=0).to(tl.float32)
+    angle = position * tl.load(inv_freq + pair, mask=inside, other=0.0)
+    tl.store(out + token * 2 * HALF + pair, tl.cos(angle), mask=inside)
+    tl.store(out + token * 2 * HALF + HALF + pair, tl.sin(angle), mask=inside)
+
+
+@triton.jit
+def head_norm_rope_kernel(
+    x, weight, cos_sin, out, x_stride, head_stride, heads, eps,
+    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token: rmsnorm of each, then the rotation of its two halves."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, HP)
+    inside = (head < heads)[:, None] & (pair < HALF)[None, :]
+    at = token * x_stride + head[:, None] * head_stride + pair[None, :]
+    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)
+    of_weight = head[:, None] * 2 * HALF + pair[None, :]
+    first *= scale[:, None] * tl.load(weight + of_weight, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + of_weight + HALF, mask=inside, other=0.0).to(tl.float32)
+    second *= scale[:, None] * factor
+    if ROTATED:
+        angle = cos_sin + token * 2 * HALF + pair
+        cos = tl.load(angle, mask=pair < HALF, other=0.0)[None, :]
+        sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0)[None, :]
+        rotated = first * cos - second * sin
+        second = second * cos + first * sin
+        first = rotated
+    to = (token * heads + head)[:, None] * 2 * HALF + pair[None, :]
+    tl.store(out + to, first.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + to + HALF, second.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rotate_kernel(
+    x, positions, cos_sin, token_stride, head_stride, row_stride, heads,
+    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """Rotate the first 2 HALF numbers of HEADS heads of one token, in place."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, HP)
+    inside = (head < heads)[:, None] & (pair < HALF)[None, :]
+    angle = cos_sin + tl.load(positions + token).to(tl.int64) * row_stride + pair
+    cos = tl.load(angle, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+    base = x + token * token_stride + head[:, None] * head_stride
+    first_at = base + (pair if NEOX else 2 * pair)[None, :]
+    second_at = base + (pair + HALF if NEOX else 2 * pair + 1)[None, :]
+    first = tl.load(first_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(second_at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(first_at, (first * cos - second * sin).to(x.dtype.element_ty), mask=inside)
+    tl.store(second_at, (second * cos + first * sin).to(x.dtype.element_ty), mask=inside)

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: the API process. It imports no torch."""
