@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cairn.engine.tokenizer import Detokenizer, Tokenizer
+from cairn.engine.tokenizer import Tokenizer
 from cairn.runner.step import Alternatives
-from cairn.types import CompletionOutput, FinishReason, SamplingParams, TokenLogprobs
-
-PROMPT_TAIL = 5
-"""Prompt tokens that give the first output token its context."""
+from cairn.types import (
+    CompletionOutput,
+    FinishReason,
+    LayerSelection,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 class OutputStream:
@@ -21,7 +24,7 @@ class OutputStream:
         eos_ids: ids that end the output without showing (empty when they are ignored).
         max_output: tokens that may be generated.
         tokenizer: None: no text.
-        prompt: prompt tokens, for the context of the first piece.
+        prompt: prompt tokens; the text goes on behind them.
     """
 
     def __init__(
@@ -38,17 +41,27 @@ class OutputStream:
         self.eos_ids = frozenset(eos_ids)
         self.max_output = max_output
         self._tokenizer = tokenizer
-        self._detokenizer = (
-            Detokenizer(tokenizer, list(prompt[-PROMPT_TAIL:])) if tokenizer else None
-        )
+        self._detokenizer = tokenizer.detokenizer(prompt) if tokenizer is not None else None
+        self._stops = [StopString(stop) for stop in params.stop]
         self._shown = 0
         if params.logprobs is not None:
             output.logprobs = []
             output.cumulative_logprob = 0.0
+        if params.selection:
+            output.selection = []
 
-    def push(self, token: int, logprobs: Alternatives | None) -> FinishReason | None:
-        """Take one sampled token; returns the reason when it was the last."""
+    def push(
+        self,
+        token: int,
+        logprobs: Alternatives | None,
+        selection: tuple[LayerSelection, ...] = (),
+        complete: bool = False,
+    ) -> FinishReason | None:
+        """Take one sampled token; returns the reason when it was the last. `complete`: it is,
+        since its grammar lets nothing follow."""
         output, params = self.output, self.params
+        if output.selection is not None:
+            output.selection.append(selection)
         output.token_ids.append(token)
         if logprobs is not None and output.logprobs is not None:
             output.logprobs.append(token_logprobs(logprobs, self._tokenizer))
@@ -57,11 +70,11 @@ class OutputStream:
         if may_stop and (token in self.eos_ids or token in params.stop_token_ids):
             output.stop_reason = None if token in self.eos_ids else token
             return self.finish(FinishReason.STOP)
-        if self._detokenizer is not None:
-            begin = len(output.text)
-            output.text += self._detokenizer.push(token)
-            if may_stop and self._cut_at_stop(begin):
-                return self.finish(FinishReason.STOP)
+        piece = self._detokenizer.push(token) if self._detokenizer is not None else ""
+        if self._append(piece, may_stop):
+            return self.finish(FinishReason.STOP)
+        if complete:
+            return self.finish(FinishReason.STOP)
         if len(output.token_ids) >= self.max_output:
             return self.finish(FinishReason.LENGTH)
         return None
@@ -70,9 +83,8 @@ class OutputStream:
         """End the output: what waited for another token is shown now."""
         stopped_by_text = isinstance(self.output.stop_reason, str)
         if self._detokenizer is not None and not stopped_by_text:
-            begin = len(self.output.text)
-            self.output.text += self._detokenizer.flush()
-            if reason is not FinishReason.ABORT and self._cut_at_stop(begin):
+            may_stop = reason in (FinishReason.STOP, FinishReason.LENGTH)
+            if self._append(self._detokenizer.flush(), may_stop):
                 reason = FinishReason.STOP
         self.output.finish_reason = reason.value
         return reason
@@ -82,38 +94,77 @@ class OutputStream:
         text = self.output.text
         end = len(text)
         if self.output.finish_reason is None:
-            end -= held_back(text, self.params.stop)
+            end -= max((stop.matched for stop in self._stops), default=0)
         piece = text[self._shown : end]
         self._shown = max(self._shown, end)
         return piece
 
-    def _cut_at_stop(self, begin: int) -> bool:
-        """Cut the text at the first stop string that ends in text[begin:]."""
+    def _append(self, piece: str, may_stop: bool) -> bool:
+        """Add a piece of text, up to the first stop string that ends in it (the longest of those
+        that end there): the cut is the same wherever the borders between the tokens are."""
+        if not piece:
+            return False
         text = self.output.text
-        if len(text) == begin:
-            return False
-        found = [
-            (at, stop)
-            for stop in self.params.stop
-            if (at := text.find(stop, max(0, begin - len(stop) + 1))) >= 0
-        ]
-        if not found:
-            return False
-        at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
-        self.output.text = text[:at]
-        self.output.stop_reason = stop
-        return True
+        # With one owner a string grows in place, however long it is.
+        self.output.text = ""
+        begin = len(text)
+        text += piece
+        ends = [(end, stop.text) for stop in self._stops if (end := stop.feed(piece, may_stop))]
+        if ends:
+            end, stop = min(ends, key=lambda found: (found[0], -len(found[1])))
+            text = text[: begin + end - len(stop)]
+            self.output.stop_reason = stop
+        self.output.text = text
+        return bool(ends)
 
 
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that may be the beginning of a stop string."""
-    longest = 0
-    for stop in stops:
-        for size in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:size]):
-                longest = size
-                break
-    return longest
+class StopString:
+    """Looks for one string in a text that comes in pieces, character by character at most once
+    (Knuth, Morris, Pratt 1977).
+
+    Attributes:
+        text: the string looked for.
+        matched: its longest beginning, in characters, that the text so far ends with.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        # borders[k]: longest proper beginning of text[: k + 1] that also ends it. It grows with
+        # what was matched: a long string costs nothing before the output looks like it.
+        self._borders = [0]
+
+    def feed(self, piece: str, may_end: bool = True) -> int:
+        """Take the next piece; returns where in it the string first ends, 0 when it does not.
+
+        With `may_end` false the string is followed but no end is reported.
+        """
+        text, at = self.text, 0
+        while at < len(piece):
+            if self.matched == 0:
+                at = piece.find(text[0], at)
+                if at < 0:
+                    break
+            while self.matched and piece[at] != text[self.matched]:
+                self.matched = self._borders[self.matched - 1]
+            if piece[at] == text[self.matched]:
+                self.matched += 1
+            at += 1
+            self._extend_borders()
+            if self.matched == len(text):
+                self.matched = self._borders[-1]
+                if may_end:
+                    return at
+        return 0
+
+    def _extend_borders(self) -> None:
+        size = len(self._borders)
+        if self.matched <= size:
+            return
+        border = self._borders[-1]
+        while border and self.text[border] != self.text[size]:
+            border = self._borders[border - 1]
+        self._borders.append(border + (self.text[border] == self.text[size]))
 
 
 def token_logprobs(entry: Alternatives, tokenizer: Tokenizer | None) -> TokenLogprobs:

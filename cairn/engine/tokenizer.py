@@ -1,91 +1,263 @@
-"""The model's tokenizer: text to ids, ids to text piece by piece, and the chat template."""
+"""The model's tokenizer: text to ids, ids to text, and the chat template. Loads no torch."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cairn.errors import BadModel, BadRequest
+from tokenizers import Tokenizer as Backend
+
+from cairn.engine.chat import Message, checked_messages, plain_text
+from cairn.engine.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    Rules,
+    Spelling,
+    WindowDetokenizer,
+    describe_decoder,
+)
+from cairn.errors import BadModel, BadRequest, TooLong
 
 log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-REPLACEMENT = "�"
+ERROR_LENGTH = 500
+"""Characters of a template's error that are passed on; some quote the whole conversation."""
 
 
 class Tokenizer:
     """A thin face over a Hugging Face tokenizer. Repository code is never run.
 
+    Several threads may use it at once.
+
     Args:
         folder: a model folder that holds tokenizer files.
+
+    Attributes:
+        eos_token_id: what the tokenizer says ends a text, None when it does not say.
+        special_ids: ids that texts leave out.
 
     Raises:
         BadModel: the files cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-        from transformers.utils import logging as hf_logging
-
-        # The library warns that it does not know our model types; it only reads the tokenizer here.
-        verbosity = hf_logging.get_verbosity()
-        hf_logging.set_verbosity_error()
-        try:
-            self._hf = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
-        except Exception as error:
-            # Whatever the tokenizer library raises on a broken file, the user sees one line.
-            raise BadModel(
-                f"the tokenizer in {folder} cannot be read: {error}",
-                "Check tokenizer.json, or remove it and pass prompt_token_ids",
-            ) from error
-        finally:
-            hf_logging.set_verbosity(verbosity)
+        self._hf = _load(folder)
+        self._backend: Backend = self._hf.backend_tokenizer
+        # A tokenizer.json may ask for cut or filled prompts.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.eos_token_id: int | None = self._hf.eos_token_id
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        rules = Rules.read(describe_decoder(self._backend))
+        self._spelling = Spelling(self._backend, rules) if rules is not None else None
+        # Cleaning up byte-pair texts would eat spaces that the model wrote.
+        byte_pair = type(self._backend.model).__name__ == "BPE"
+        self._clean_up = bool(self._hf.clean_up_tokenization_spaces) and not byte_pair
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the special tokens the tokenizer adds by itself."""
-        ids: list[int] = self._hf.encode(text)
-        return ids
+    @property
+    def size(self) -> int:
+        """Ids that have a token are below this number."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own template (the one for tools, where it has two); None: the plain one."""
+        if not self._hf.chat_template:
+            return None
+        template: str = self._hf.get_chat_template(tools=[])
+        return template
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, limit: int | None = None
+    ) -> list[int]:
+        """Ids of a text.
+
+        Args:
+            text: any text; ten million characters take seconds, other threads go on meanwhile.
+            add_special_tokens: with those that the tokenizer adds by itself.
+            limit: a text that surely has more ids is refused at once.
+
+        Raises:
+            BadRequest: half a surrogate pair, which no encoding has, or a text that the library
+                gives up on.
+            TooLong: more than `limit` ids.
+        """
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise BadRequest(
+                f"the text has half a surrogate pair at character {error.start}: "
+                f"{text[error.start]!r}",
+                "Send valid Unicode",
+            ) from None
+        least = -(-size // self._longest_token) if self._longest_token else 0
+        if limit is not None and least > limit:
+            raise TooLong(
+                f"the text has at least {least} tokens, but {limit} are the most that fit",
+                "Shorten it",
+            )
+        try:
+            # The batch form works without the interpreter's lock and keeps no offsets.
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except BaseException as error:
+            # The library panics, which is no Exception, where a text is beyond its limits: its
+            # search for words gives up in a run of ten million spaces.
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise BadRequest(
+                    f"the model's tokenizer cannot read the text: {error}", "Shorten it"
+                ) from error
+            raise
+        return encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
-        text: str = self._hf.decode(ids, skip_special_tokens=True)
-        return text
+        """Text of ids, special tokens left out: what a stream of them shows, joined.
+
+        Raises:
+            BadRequest: a number that is no id.
+        """
+        if ids and not (min(ids) >= 0 and max(ids) < 2**32):
+            bad = next(token for token in ids if not 0 <= token < 2**32)
+            raise BadRequest(f"{bad} is no token id", "Ids are not negative")
+        stream = self.detokenizer()
+        return stream.push(*ids) + stream.flush()
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """Turns the ids of one output that follows `prompt` into text."""
+        if self._spelling is not None:
+            return ByteDetokenizer(self._spelling, prompt, self._clean_up)
+        return WindowDetokenizer(self._decode_window, self.special_ids.__contains__, prompt)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one id as it stands behind others, special tokens shown; empty for an id
+        without a token."""
+        if self._spelling is not None:
+            return self._spelling.show(token)
+        text: str = self._backend.decode([token], skip_special_tokens=False)
+        return text.encode()
 
     def token_text(self, token: int) -> str:
-        """Text of one id, special tokens shown."""
-        text: str = self._hf.decode([token])
+        """`token_bytes` as text; part of a character becomes a replacement sign."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    def apply_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        limit: int | None = None,
+    ) -> list[int]:
+        """Ids of a conversation.
+
+        A model without a chat template gets the plain one: a line `role: content` per message,
+        then `assistant:`. The role `developer` is called `system` for templates that do not know
+        it.
+
+        Args:
+            messages: role and content (a string or a list of text parts); tool calls and their
+                results as OpenAI writes them.
+            tools: function descriptions as OpenAI writes them, shown to the model.
+            template_kwargs: further variables that the model's template reads.
+            add_generation_prompt: end with the beginning of the assistant's answer. None: unless
+                the last message is continued.
+            continue_final_message: the last message is the assistant's and is left open.
+            limit: as in `encode`.
+
+        Raises:
+            BadRequest: messages that are none, something that the template does not take or that
+                a model without a template has no place for.
+            TooLong: more than `limit` ids.
+            BadModel: the template is broken.
+        """
+        checked = checked_messages(messages)
+        if continue_final_message and add_generation_prompt:
+            raise BadRequest("continue_final_message and add_generation_prompt are both set")
+        if continue_final_message and checked[-1]["role"] != "assistant":
+            raise BadRequest(
+                f"the last message's role is {checked[-1]['role']!r}",
+                "continue_final_message needs one of the assistant",
+            )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        if not self._hf.chat_template:
+            _refuse_without_template(tools, template_kwargs)
+            text = plain_text(checked, add_generation_prompt)
+            if not (add_generation_prompt or continue_final_message):
+                text += "\n"
+            return self.encode(text, limit=limit)
+        text = self._render(
+            checked,
+            list(tools) if tools else None,
+            dict(template_kwargs or {}),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self.encode(text, add_special_tokens=False, limit=limit)
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Mapping[str, Any]] | None,
+        variables: dict[str, Any],
+        **ending: bool,
+    ) -> str:
+        from jinja2 import TemplateSyntaxError
+
+        template: str = self._hf.get_chat_template(tools=tools)
+        _check_variables(template, tools, variables, self._reserved_variables)
+        if "developer" not in template:
+            for message in messages:
+                if message["role"] == "developer":
+                    message["role"] = "system"
+        try:
+            text: str = self._hf.apply_chat_template(
+                messages, tools=tools, tokenize=False, **ending, **variables
+            )
+        except TemplateSyntaxError as error:
+            raise BadModel(
+                f"the model's chat template is broken: {error}", "Correct it in the model's folder"
+            ) from error
+        except Exception as error:
+            # A template refuses by raising, or trips over what it did not expect: both are about
+            # the messages.
+            raise BadRequest(
+                f"the model's chat template refuses the messages: {str(error)[:ERROR_LENGTH]}"
+            ) from error
         return text
 
-    def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer.
+    @cached_property
+    def _reserved_variables(self) -> frozenset[str]:
+        """Names that steer the rendering; a request may not set them."""
+        names = frozenset(inspect.signature(self._hf.apply_chat_template).parameters)
+        return names - {"documents", "kwargs"} | {"messages", "conversations"}
 
-        A model without a chat template gets the plain one: each message's content on a line of
-        its own after its role, then `assistant:`.
-        """
-        check_messages(messages)
-        if getattr(self._hf, "chat_template", None):
-            text: str = self._hf.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-            ids: list[int] = self._hf.encode(text, add_special_tokens=False)
-            return ids
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return self.encode("".join(lines) + "assistant:")
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of text that one id can stand for at most; 0 where nothing bounds them."""
+        if self._backend.normalizer is not None or not _byte_level(self._backend):
+            return 0
+        added = self._backend.get_added_tokens_decoder().values()
+        if any(token.lstrip or token.rstrip for token in added):
+            return 0
+        # A character of a byte-level token stands for a byte; added tokens are plain text.
+        plain = max(map(len, self._backend.get_vocab(with_added_tokens=False)), default=0)
+        return max([plain, *(len(token.content.encode()) for token in added)])
 
-
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise BadRequest unless every message has a role and a content."""
-    if not messages:
-        raise BadRequest("messages is empty", "Give at least one message")
-    for i, message in enumerate(messages):
-        for key in ("role", "content"):
-            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
-                raise BadRequest(f"messages[{i}] needs a string {key!r}, not {message!r}")
+    def _decode_window(self, ids: list[int]) -> str:
+        text: str = self._hf.decode(ids, skip_special_tokens=True)
+        return text
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -96,46 +268,60 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer(folder)
 
 
-class Detokenizer:
-    """Text of one output, token by token; the pieces joined are the text.
+def _load(folder: Path) -> Any:
+    """The library's tokenizer of a folder, or BadModel."""
+    from transformers.utils import logging as hf_logging
 
-    Each piece is the difference of two decodings that start at a token border a little earlier,
-    so that joins which depend on the neighbour (a leading space, a character of several tokens)
-    come out right. An unfinished character waits for its last token.
+    # The library warns that it does not know our model types; it only reads the tokenizer here.
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        if (folder / "tokenizer.json").exists():
+            # This file says everything, and the class that only reads it needs no torch.
+            from transformers import PreTrainedTokenizerFast
 
-    Args:
-        tokenizer: gives the text of ids.
-        prompt_tail: the last ids of the prompt, context of the first piece.
-    """
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        # Older files are converted by the class of their model; finding it imports torch.
+        from transformers import AutoTokenizer
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._ids = list(prompt_tail)
-        self._start = 0
-        self._read = len(self._ids)
-        self._before = tokenizer.decode(self._ids) if self._ids else ""
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        # Whatever the tokenizer library raises on a broken file, the user sees one line.
+        raise BadModel(
+            f"the tokenizer in {folder} cannot be read: {error}",
+            "Check tokenizer.json, or remove it and pass prompt_token_ids",
+        ) from error
+    finally:
+        hf_logging.set_verbosity(verbosity)
 
-    def push(self, token: int) -> str:
-        """The text that `token` settles; empty while a character is unfinished."""
-        self._ids.append(token)
-        text = self._tokenizer.decode(self._ids[self._start :])
-        if len(text) <= len(self._before) or text.endswith(REPLACEMENT):
-            return ""
-        return self._advance(text)
 
-    def flush(self) -> str:
-        """The rest, when no token follows: an unfinished character becomes a replacement sign."""
-        if self._read == len(self._ids):
-            return ""
-        return self._advance(self._tokenizer.decode(self._ids[self._start :]))
+def _byte_level(backend: Backend) -> bool:
+    """Every byte of a text is in exactly one token: nothing is dropped or rewritten before."""
+    if backend.pre_tokenizer is None:
+        return False
+    description = json.loads(backend.pre_tokenizer.__getstate__())
+    steps = description.get("pretokenizers", [description])
+    kinds = {step["type"] for step in steps}
+    removing = any(step.get("behavior") == "Removed" for step in steps)
+    return "ByteLevel" in kinds and kinds <= {"ByteLevel", "Split", "Digits"} and not removing
 
-    def _advance(self, text: str) -> str:
-        piece = text[len(self._before) :]
-        self._start = self._read
-        self._read = len(self._ids)
-        self._before = self._tokenizer.decode(self._ids[self._start : self._read])
-        # Ids before the window are never looked at again.
-        del self._ids[: self._start]
-        self._read -= self._start
-        self._start = 0
-        return piece
+
+def _check_variables(
+    template: str, tools: Any, variables: dict[str, Any], reserved: frozenset[str]
+) -> None:
+    """Raise BadRequest for what the template would ignore or must not be given."""
+    if tools and not re.search(r"\btools\b", template):
+        raise BadRequest("the model's chat template has no place for tools", "Leave tools out")
+    for name in variables:
+        if name in reserved:
+            raise BadRequest(f"{name!r} is no variable of a chat template", "Leave it out")
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise BadRequest(f"the model's chat template has no variable {name!r}", "Leave it out")
+
+
+def _refuse_without_template(tools: Any, variables: Mapping[str, Any] | None) -> None:
+    for name, value in (("tools", tools), ("chat template variables", variables)):
+        if value:
+            raise BadRequest(
+                f"{name} are given, but this model has no chat template", "Leave them out"
+            )

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from cairn.engine.output import OutputStream, held_back
-from cairn.engine.tokenizer import Detokenizer
+from cairn.config import default_model_path
+from cairn.engine.output import OutputStream, StopString
+from cairn.engine.tokenizer import Tokenizer
 from cairn.types import CompletionOutput, FinishReason, SamplingParams
 
 
-class Bytes:
-    """A byte-level tokenizer: id = byte; id 256 is a special token without text."""
-
-    def decode(self, ids):
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-    def token_text(self, token):
-        return self.decode([token])
+@cache
+def bytewise() -> Tokenizer:
+    """The tokenizer of the embedded model: token id = byte."""
+    return Tokenizer(default_model_path())
 
 
-def stream(max_output=1000, eos_ids=(), **params) -> OutputStream:
-    return OutputStream(
-        CompletionOutput(0), SamplingParams(**params), eos_ids, max_output, Bytes(), [65, 66]
-    )
+class Pieces:
+    """A tokenizer whose ids are places in a list of pieces of text."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def detokenizer(self, prompt):
+        return SimpleNamespace(push=self.pieces.__getitem__, flush=lambda: "")
+
+
+def stream(max_output=1000, eos_ids=(), tokenizer: Any = bytewise, **params) -> OutputStream:
+    params = SamplingParams(max_tokens=None, **params)
+    if tokenizer is bytewise:
+        tokenizer = bytewise()
+    return OutputStream(CompletionOutput(0), params, eos_ids, max_output, tokenizer, [65, 66])
 
 
 def feed(out: OutputStream, data: bytes) -> str:
@@ -48,8 +58,11 @@ def test_pieces_joined_are_the_text(text):
 
 
 def test_no_piece_holds_half_a_character():
-    detokenizer = Detokenizer(Bytes(), [65])
-    pieces = [detokenizer.push(byte) for byte in "é日".encode()]
+    out = stream()
+    pieces = []
+    for byte in "é日".encode():
+        out.push(byte, None)
+        pieces.append(out.take())
     assert pieces == ["", "é", "", "", "日"]
 
 
@@ -68,32 +81,110 @@ def test_invalid_bytes_do_not_swallow_what_follows():
         assert joined == out.output.text == data.decode("utf-8", errors="replace")
 
 
-def test_stop_string_across_tokens_is_cut_and_never_shown():
+def cut_offline(text: str, stops: tuple[str, ...]) -> tuple[str, str | None, int]:
+    """The text before the stop string that ends first (the longest of those), the string, and
+    where it ends."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            stop = max(found, key=len)
+            return text[: end - len(stop)], stop, end
+    return text, None, len(text)
+
+
+def in_pieces(text: str, rng: random.Random) -> list[str]:
+    """The text cut at random borders, some pieces empty."""
+    borders = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, len(text))))
+    return [text[a:b] for a, b in zip([0, *borders], [*borders, len(text)], strict=True)]
+
+
+def possible(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that may be the beginning of a stop string."""
+    sizes = (n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n]))
+    return max(sizes, default=0)
+
+
+@pytest.mark.parametrize("letters", ["ab", "abc", "aé日"])
+def test_stop_strings_at_random_borders(letters):
     rng = random.Random(5)
+    stopped = 0
+    for _ in range(1000):
+        text = "".join(rng.choices(letters, k=rng.randint(1, 30)))
+        stops = tuple(
+            "".join(rng.choices(letters, k=rng.randint(1, 7))) for _ in range(rng.randint(1, 3))
+        )
+        pieces = in_pieces(text, rng)
+        out = stream(stop=stops, max_output=len(pieces), tokenizer=Pieces(pieces))
+        expected, stop, end = cut_offline(text, stops)
+        given, shown = "", ""
+        for i in range(len(pieces)):
+            given += pieces[i]
+            reason = out.push(i, None)
+            shown += out.take()
+            if reason is not None:
+                break
+            # As much is shown as no stop string can take back.
+            assert shown == given[: len(given) - possible(given, stops)]
+        assert shown == out.output.text == expected
+        assert out.output.stop_reason == stop
+        assert out.output.finish_reason == ("length" if stop is None else "stop")
+        assert stop is None or len(given) - len(pieces[i]) < end <= len(given)
+        stopped += stop is not None
+    assert stopped > 300
+
+
+def test_stop_strings_over_bytes_of_characters():
+    rng = random.Random(6)
     for _ in range(300):
-        stops = tuple("".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(2))
-        text = "".join(rng.choices("abc", k=30))
-        out = stream(stop=stops, max_output=30)
-        joined = feed(out, text.encode())
-        ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
-        if ends:
-            first_end = min(ends)[0]
-            cut = min(at for end, at in ends if end == first_end)
-            assert out.output.text == text[:cut]
-            assert out.output.finish_reason == "stop"
-            assert out.output.stop_reason in stops
-            assert len(out.output.token_ids) == first_end
-        else:
-            assert out.output.text == text
-            assert out.output.finish_reason == "length"
-        assert joined == out.output.text
+        text = "".join(rng.choices("né👍🏽ि", k=30))
+        stops = tuple("".join(rng.choices("né👍🏽ि", k=rng.randint(1, 3))) for _ in range(2))
+        out = stream(stop=stops, max_output=len(text.encode()))
+        expected, stop, _ = cut_offline(text, stops)
+        assert feed(out, text.encode()) == out.output.text == expected
+        assert out.output.stop_reason == stop
 
 
-def test_only_a_possible_stop_is_held_back():
-    assert held_back("abc", ("cd",)) == 1
-    assert held_back("abcd", ("cd",)) == 0
-    assert held_back("xab", ("abab", "b!")) == 2
-    assert held_back("xyz", ("abc",)) == 0
+def test_a_stop_string_may_end_in_the_last_replacement_sign():
+    out = stream(stop="\ufffd", max_output=2)
+    assert feed(out, b"a\xe6") == "a" == out.output.text
+    assert out.output.finish_reason == "stop"
+
+
+def test_a_stop_string_that_ends_too_early_does_not_count():
+    out = stream(stop="ab", min_tokens=3)
+    assert feed(out, b"abaab") == "aba" == out.output.text
+    out = stream(stop="aab", min_tokens=3)
+    assert feed(out, b"aaab") == "a" == out.output.text
+
+
+def test_a_long_stop_string_costs_what_is_matched():
+    stop = StopString("ab" * 10_000_000)
+    for _ in range(1000):
+        assert stop.feed("ab") == 0
+    assert stop.matched == 2000
+    assert stop.feed("x") == stop.matched == 0
+    stop = StopString("a" * 1000 + "b")
+    assert stop.feed("a" * 50_000) == 0
+    assert stop.feed("b") == 1
+
+
+def test_an_aborted_output_keeps_what_was_held_back():
+    out = stream(stop="end")
+    assert feed(out, b"the en") == "the "
+    out.finish(FinishReason.ABORT)
+    assert out.take() == "en" and out.output.text == "the en"
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
+def test_a_stop_string_does_not_hide_why_an_output_broke_off(reason):
+    out = stream(stop="\ufffd")
+    assert feed(out, b"a\xe6") == "a"
+    assert out.finish(reason) == reason == out.output.finish_reason
+
+
+def test_without_a_tokenizer_there_is_no_text():
+    out = stream(max_output=2, tokenizer=None)
+    assert feed(out, b"ab") == out.output.text == ""
 
 
 def test_eos_and_stop_ids():

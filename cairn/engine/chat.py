@@ -1,0 +1,107 @@
+"""Messages of a conversation, as a chat template reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from reprlib import repr as short
+from typing import Any
+
+from cairn.errors import BadRequest
+
+Message = Mapping[str, Any]
+
+
+def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Copies of the messages in the one form that templates agree on.
+
+    Content becomes a string (text parts are joined by line breaks; none, beside tool calls, is
+    empty), and the arguments of tool calls become mappings, because templates print them as JSON.
+
+    Raises:
+        BadRequest: no message, a message without role or content, a content part that is not
+            text, or a tool call that is not one.
+    """
+    if not messages:
+        raise BadRequest("messages is empty", "Give at least one message")
+    return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def plain_text(messages: Sequence[Message], answer: bool) -> str:
+    """The conversation for models without a chat template.
+
+    Each message is a line `role: content`. `assistant:` follows where an answer is asked for;
+    otherwise the last line stays open.
+
+    Raises:
+        BadRequest: tool calls or their results, which have no plain form.
+    """
+    for i, message in enumerate(messages):
+        if message.get("tool_calls") or message["role"] == "tool":
+            raise BadRequest(
+                f"messages[{i}] belongs to a tool call, but this model has no chat template",
+                "Use a model whose chat template knows tools",
+            )
+    lines = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return f"{lines}\nassistant:" if answer else lines
+
+
+def _message(name: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise BadRequest(f"{name} must be a mapping with role and content, not {short(message)}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise BadRequest(f"{name} needs a string 'role', not {short(role)}")
+    plain = {key: value for key, value in message.items() if value is not None}
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _tool_calls(f"{name}.tool_calls", plain["tool_calls"])
+    plain["content"] = _content(name, message.get("content"), bool(plain.get("tool_calls")))
+    return plain
+
+
+def _content(name: str, content: Any, optional: bool) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and optional:
+        return ""
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise BadRequest(
+            f"{name} needs a string 'content' or a list of text parts, not {short(content)}"
+        )
+    return "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+
+
+def _part(name: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text":
+        what = f"is of type {short(kind)}" if isinstance(kind, str) else f"is {short(part)}"
+        raise BadRequest(
+            f"{name} {what}, but only text is read", 'Give {"type": "text", "text": ...}'
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise BadRequest(f"{name} needs a string 'text', not {short(text)}")
+    return text
+
+
+def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        raise BadRequest(f"{name} must be a list, not {short(calls)}")
+    return [_tool_call(f"{name}[{i}]", call) for i, call in enumerate(calls)]
+
+
+def _tool_call(name: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadRequest(f"{name} needs a 'function' with a string 'name', not {short(call)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"{name}.function.arguments is not JSON: {error}") from None
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise BadRequest(f"{name}.function.arguments must be a JSON object, not {short(arguments)}")
+    return {**call, "function": {**function, "arguments": dict(arguments)}}

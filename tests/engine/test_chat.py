@@ -1,0 +1,73 @@
+"""The one form of messages that templates get, and what is no message."""
+
+from __future__ import annotations
+
+import pytest
+
+from cairn.engine.chat import checked_messages, plain_text
+from cairn.errors import BadRequest
+
+CALL = {"id": "c1", "function": {"name": "look", "arguments": ""}}
+
+
+def test_messages_become_plain_and_the_callers_stay():
+    given = [
+        {"role": "user", "content": [], "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "audio": None},
+    ]
+    assert checked_messages(given) == [
+        {"role": "user", "content": "", "name": "ann"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "function": {"name": "look", "arguments": {}}}],
+        },
+    ]
+    assert given[1]["content"] is None and given[1]["tool_calls"] == [CALL]
+
+
+def call(**function: object) -> list[dict[str, object]]:
+    return [{"role": "assistant", "tool_calls": [{"function": function}]}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "messages is empty"),
+        (["hi"], r"messages\[0\] must be a mapping"),
+        ([{"content": "x"}], r"messages\[0\] needs a string 'role'"),
+        ([{"role": "", "content": "x"}], "needs a string 'role'"),
+        ([{"role": "user"}], r"messages\[0\] needs a string 'content'"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "needs a string 'content'"),
+        ([{"role": "user", "content": b"x"}], "needs a string 'content'"),
+        ([{"role": "user", "content": {"type": "text"}}], "needs a string 'content'"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            r"messages\[0\].content\[0\] is of type 'image_url', but only text",
+        ),
+        ([{"role": "user", "content": ["x"]}], r"content\[0\] is 'x', but only text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "needs a string 'text', not None"),
+        (
+            [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": "x"}],
+            r"messages\[1\].tool_calls must be a list",
+        ),
+        (call(arguments="{}"), r"tool_calls\[0\] needs a 'function' with a string 'name'"),
+        (call(name="f", arguments="{a"), r"tool_calls\[0\].function.arguments is not JSON"),
+        (call(name="f", arguments="[1]"), r"arguments must be a JSON object, not \[1\]"),
+        (call(name="f", arguments="[" * 100_000), "arguments is not JSON"),
+    ],
+)
+def test_what_is_no_message(messages, words):
+    with pytest.raises(BadRequest, match=words):
+        checked_messages(messages)
+
+
+def test_arguments_may_be_a_mapping():
+    (message,) = checked_messages(call(name="f", arguments={"a": [1]}))
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
+
+
+def test_plain_text():
+    messages = [{"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "c"}]
+    assert plain_text(messages, answer=True) == "user: a\nb\nassistant: c\nassistant:"
+    assert plain_text(messages, answer=False) == "user: a\nb\nassistant: c"
