@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class EngineOptions:
         seed: base of the draws of requests that bring no seed.
         max_num_seqs: requests that run at once.
         chunked_prefill_size: slots that one step may run.
+        itl_target_ms: milliseconds between the tokens of a running stream, to be kept while others
+            prefill: chunks are sized by measured step times. None: chunks keep their size.
         enable_prefix_caching: pages of finished work serve later requests.
         hsa_topk: pages selected per query.
         hsa_selection_strategy: "auto" (the model's own rule), "group", "head" or "softmax_head".
@@ -56,6 +59,7 @@ class EngineOptions:
     seed: int = 0
     max_num_seqs: int = 64
     chunked_prefill_size: int | None = None
+    itl_target_ms: float | None = None
     enable_prefix_caching: bool = True
     hsa_topk: int | None = None
     hsa_selection_strategy: str = "auto"
@@ -73,6 +77,7 @@ class EngineOptions:
             _positive(name, getattr(self, name))
         _positive("max_num_seqs", self.max_num_seqs)
         _positive("chunked_prefill_size", self.chunked_prefill_size)
+        _check_target(self.itl_target_ms, self.chunked_prefill_size)
         if type(self.seed) is not int:
             raise BadConfig(f"seed must be an integer, not {self.seed!r}")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
@@ -139,6 +144,7 @@ class EngineConfig:
     """Everything decided: no None that means "choose later", no "auto".
 
     `landmark_layers`, `topk` and `window` describe the layers computed by `attention_backend`.
+    `itl_target_ms` is None where no target was given: chunks then keep their size.
     `num_pages` and `max_model_len` are settled by `plan_memory`.
     """
 
@@ -149,6 +155,7 @@ class EngineConfig:
     seed: int
     max_num_seqs: int
     chunked_prefill_size: int
+    itl_target_ms: float | None
     enable_prefix_caching: bool
     landmark_layers: tuple[int, ...]
     topk: int | None
@@ -182,10 +189,7 @@ def resolve(options: EngineOptions, model: ModelFacts, machine: Machine) -> Engi
     page_size = _resolve_page_size(options, model, choices)
     backend = _resolve_backend(options, model, choices, warnings)
     layers, topk, window, strategy = _resolve_landmarks(options, model, warnings)
-    chunk = options.chunked_prefill_size
-    if chunk is None:
-        chunk = 8192 if device.startswith("cuda") else 1024
-        chose("chunked_prefill_size", chunk, f"the default on {device}")
+    chunk = _resolve_chunk(options, device, choices)
     memory = _bytes(options.kv_cache_memory)
     if memory is None:
         memory = int(machine.free_memory * (0.8 if device.startswith("cuda") else 0.4))
@@ -198,6 +202,7 @@ def resolve(options: EngineOptions, model: ModelFacts, machine: Machine) -> Engi
         seed=options.seed,
         max_num_seqs=options.max_num_seqs,
         chunked_prefill_size=chunk,
+        itl_target_ms=options.itl_target_ms,
         enable_prefix_caching=options.enable_prefix_caching,
         landmark_layers=layers,
         topk=topk,
@@ -306,6 +311,21 @@ def _resolve_page_size(options: EngineOptions, model: ModelFacts, choices: list[
         )
     choices.append(Choice("page_size", model.page_size, "it is the model's chunk size"))
     return model.page_size
+
+
+def _resolve_chunk(options: EngineOptions, device: str, choices: list[Choice]) -> int:
+    if options.chunked_prefill_size is not None:
+        return options.chunked_prefill_size
+    chunk = 8192 if device.startswith("cuda") else 1024
+    # Without a target nothing is timed to decide anything: steps follow from the requests alone,
+    # so that a run can be repeated step by step, and nobody's latency is guessed.
+    reason = (
+        f"the default on {device}; no itl_target_ms asks for smaller chunks"
+        if options.itl_target_ms is None
+        else f"the default on {device}; cut to fit itl_target_ms while rows decode"
+    )
+    choices.append(Choice("chunked_prefill_size", chunk, reason))
+    return chunk
 
 
 def _resolve_backend(
@@ -453,6 +473,21 @@ def _bytes(value: int | str | None) -> int | None:
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise BadConfig(f"{name} is {value!r}", f"Choose one of {', '.join(known)}")
+
+
+def _check_target(target: object, chunk: int | None) -> None:
+    """Refuse a target that is no duration, or one beside a fixed chunk."""
+    if target is None:
+        return
+    number = isinstance(target, int | float) and not isinstance(target, bool)
+    if not number or not 0 < float(target) < math.inf:  # type: ignore[arg-type]
+        raise BadConfig(f"itl_target_ms must be a positive number of milliseconds, not {target!r}")
+    if chunk is not None:
+        raise BadConfig(
+            f"itl_target_ms is {target} and chunked_prefill_size is {chunk}, but the one sizes "
+            "chunks by time and the other fixes them",
+            "Give one of the two",
+        )
 
 
 def _positive(name: str, value: object) -> None:

@@ -33,7 +33,8 @@ class Stats:
         cached_prompt_tokens: of those, taken from the prefix cache.
         prefill_tokens, decode_tokens: user tokens that ran.
         generated_tokens: tokens that were sampled.
-        prefill_seconds, decode_seconds: wall time of the steps, shared out by tokens.
+        prefill_seconds, decode_seconds: wall time of the steps; what a mixed one took
+            beyond what its decoding rows are expected to take alone is prefill.
         model_seconds: time inside the model and the sampler.
         host_seconds: the rest of the steps' time.
         queries: queries of landmark layers, landmarks included.
@@ -127,7 +128,7 @@ class LLM:
             raise BadRequest(f"{len(order)} priorities for {len(given)} prompts")
         encoded = [self._encode(prompt) for prompt in given]
         for (_, ids), param in zip(encoded, params, strict=True):
-            self._core.check(ids, param)
+            self._check(ids, param)
         jobs = [
             self._submit(text, ids, param, level)
             for (text, ids), param, level in zip(encoded, params, order, strict=True)
@@ -177,7 +178,7 @@ class LLM:
         if params.n != 1:
             raise BadRequest(f"n is {params.n}, but a stream has one continuation", "Use generate")
         text, ids = self._encode(prompt)
-        self._core.check(ids, params)
+        self._check(ids, params)
         job = self._submit(text, ids, params, 0)
         told = False
         try:
@@ -242,6 +243,12 @@ class LLM:
                 "this model has no tokenizer", 'Use {"prompt_token_ids": [...]} as the prompt'
             )
         return prompt, self._core.tokenizer.encode(prompt)
+
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        """Raise what `generate` says, for a grammar that cannot be compiled too."""
+        self._core.check(ids, params)
+        if params.grammar is not None and self._core.grammars is not None:
+            self._core.grammars.compile(params.grammar)
 
     def _submit(
         self, text: str | None, ids: list[int], params: SamplingParams, priority: int

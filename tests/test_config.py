@@ -103,6 +103,25 @@ def test_device():
         settle(device="cuda")
 
 
+def test_a_target_between_tokens():
+    config = settle(itl_target_ms=50)
+    assert (config.itl_target_ms, config.chunked_prefill_size) == (50, 1024)
+    assert "itl_target_ms" in reasons(config)["chunked_prefill_size"]
+    assert settle().itl_target_ms is None
+    assert "no itl_target_ms" in reasons(settle())["chunked_prefill_size"]
+
+
+@pytest.mark.parametrize("bad", [0, -1, float("nan"), float("inf"), True, "50"])
+def test_a_target_that_is_no_duration(bad):
+    with pytest.raises(BadConfig, match="itl_target_ms must be a positive number"):
+        EngineOptions(itl_target_ms=bad)
+
+
+def test_a_target_and_a_fixed_chunk_contradict_each_other():
+    with pytest.raises(BadConfig, match=r"itl_target_ms is 50 and chunked_prefill_size is 512.*"):
+        EngineOptions(itl_target_ms=50, chunked_prefill_size=512)
+
+
 def test_a_model_without_landmarks():
     config = settle(PLAIN)
     assert (config.attention_backend, config.page_size) == ("dense", 64)

@@ -78,6 +78,23 @@ class Counters:
     selected: Tensor | int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class LayerReads:
+    """What the W watched queries of a step read in one landmark layer.
+
+    Attributes:
+        layer: index of the layer.
+        pages: [W, h_kv, K] int32 logical pages, -1 where none is selected.
+        weights: [W, h_q, K] float32, their shares; 0 where none is selected.
+        window: [W, h_q] float32, the window's share.
+    """
+
+    layer: int
+    pages: Tensor
+    weights: Tensor
+    window: Tensor
+
+
 @dataclass(slots=True)
 class Batch:
     """The tensors of one step. T slots run, in R rows; a row's slots are consecutive and ascending.
@@ -93,7 +110,9 @@ class Batch:
         completed_pages: [N] int64, the physical pages those slots complete.
         max_slot: largest slot of the step, known on the host.
         backends: layer index -> (backend, layer).
-        counters: what landmark layers read.
+        counters: what landmark layers read; None: nobody counts.
+        watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
+        reads: what the watched queries read, one entry a landmark layer.
     """
 
     input_ids: Tensor
@@ -106,7 +125,9 @@ class Batch:
     completed_pages: Tensor
     max_slot: int
     backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]]
-    counters: Counters = field(default_factory=Counters)
+    counters: Counters | None = None
+    watch: Tensor | None = None
+    reads: list[LayerReads] = field(default_factory=list)
     _memo: dict[Hashable, Any] = field(default_factory=dict)
 
     def attend(
@@ -127,6 +148,18 @@ class Batch:
         """
         backend, description = self.backends[layer]
         return backend.run(q, k, v, description, self, lmk_q, summary_query)
+
+    def record(self, layer: int, pages: Tensor, weights: Tensor, window: Tensor) -> None:
+        """Keep what the watched queries read in landmark layer `layer`.
+
+        Args:
+            pages: [T, h_kv, K] logical pages, -1 where none is selected.
+            weights: [T, h_q, K].
+            window: [T, h_q].
+        """
+        if self.watch is not None:
+            at = self.watch
+            self.reads.append(LayerReads(layer, pages[at], weights[at], window[at]))
 
     def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """A value that all layers of this step share, computed by the first that asks."""

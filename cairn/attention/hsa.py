@@ -71,16 +71,22 @@ class HsaBackend(AttentionBackend):
             aligned=True,
             mask_landmarks=True,
         )
-        batch.counters.queries += q.shape[0]
+        if batch.counters is not None:
+            batch.counters.queries += q.shape[0]
         candidates = max(0, (batch.max_slot - rule.window + 1) // k_cache.shape[2])
         if candidates == 0:
             # Every page of every row lies under its window.
-            no_page = lse.new_empty((*lse.shape, 0))
-            _, window_weight = ops.page_weights(no_page, lse, rule.softmax1)
+            heads = layer.num_kv_heads if rule.strategy == "group" else layer.num_heads
+            weights, window_weight = _weigh(lse.new_empty((len(lse), heads, 0)), lse, rule)
+            if batch.watch is not None:
+                none = batch.slot.new_empty((*k.shape[:2], 0))
+                batch.record(layer.index, none, weights, window_weight)
             return ops.blend_window(torch.zeros_like(o_window), o_window, window_weight, q.dtype)
         indices, scores = self._select(lmk_q, lse, layer, batch, min(rule.topk, candidates))
-        batch.counters.selected = batch.counters.selected + (indices >= 0).sum()
+        if batch.counters is not None:
+            batch.counters.selected = batch.counters.selected + (indices >= 0).sum()
         weights, window_weight = _weigh(scores, lse, rule)
+        batch.record(layer.index, indices, weights, window_weight)
         o_pages = ops.page_attention(
             q, k_cache, v_cache, batch.row, batch.page_table, indices, weights
         )

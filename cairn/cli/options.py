@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from cairn.config import BACKEND_NAMES, DTYPES, STRATEGIES, default_model_path
-from cairn.types import SamplingParams
+from cairn.errors import BadRequest
+from cairn.types import Grammar, SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,6 +35,17 @@ SAMPLING = (
     click.option(
         "--logit-bias", multiple=True, metavar="ID=VALUE", help="Added to a logit; repeatable."
     ),
+    click.option(
+        "--grammar",
+        metavar="KIND=TEXT",
+        help="What the output must look like: json_schema, regex or ebnf; @FILE reads the text.",
+    ),
+    click.option(
+        "--selection",
+        is_flag=True,
+        default=None,
+        help="The pages that each token read (needs --json and an HSA model).",
+    ),
 )
 
 ENGINE = (
@@ -45,6 +57,11 @@ ENGINE = (
     click.option("--page-size", type=int, help="Slots per page; the chunk size of an HSA model."),
     click.option("--max-num-seqs", type=int, help="Requests that run at once."),
     click.option("--chunked-prefill-size", type=int, help="Slots that one step may run."),
+    click.option(
+        "--itl-target-ms",
+        type=float,
+        help="Keep running streams at this pace while others prefill; instead of a fixed chunk.",
+    ),
     click.option("--seed", "engine_seed", type=int, help="Of requests that bring none."),
     click.option("--no-prefix-caching", is_flag=True, help="Do not keep pages for reuse."),
     click.option("--hsa-topk", type=int, help="Pages selected per query."),
@@ -70,6 +87,7 @@ ENGINE_NAMES = (
     "page_size",
     "max_num_seqs",
     "chunked_prefill_size",
+    "itl_target_ms",
     "hsa_topk",
     "hsa_selection_strategy",
     "hsa_layers",
@@ -120,13 +138,15 @@ def sampling_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of SamplingParams from the parsed options: only those that the user gave.
 
     Raises:
-        click.BadParameter: a list that cannot be read.
+        click.BadParameter: a list or a grammar that cannot be read.
     """
     chosen = {name: options[name] for name in SAMPLING_NAMES if options[name] not in (None, ())}
     if "stop_token_ids" in chosen:
         chosen["stop_token_ids"] = parse_ids(chosen["stop_token_ids"], "--stop-token-ids")
     if "logit_bias" in chosen:
         chosen["logit_bias"] = dict(_parse_bias(text) for text in chosen["logit_bias"])
+    if "grammar" in chosen:
+        chosen["grammar"] = _parse_grammar(chosen["grammar"])
     return chosen
 
 
@@ -149,3 +169,13 @@ def _parse_bias(text: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise click.BadParameter(f"{text!r} is not ID=VALUE", param_hint="--logit-bias") from None
+
+
+def _parse_grammar(text: str) -> Grammar:
+    kind, _, grammar = text.partition("=")
+    try:
+        if grammar.startswith("@"):
+            grammar = Path(grammar[1:]).read_text("utf-8")
+        return Grammar(kind, grammar)
+    except (BadRequest, OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(str(error), param_hint="--grammar") from None

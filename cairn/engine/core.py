@@ -1,6 +1,7 @@
 """The engine's loop. A request walks through it like this:
 
 1. `EngineCore.add` checks it and queues it            (engine/scheduler.py: Scheduler.add)
+      a grammar is compiled first, in a thread         (engine/grammar.py: GrammarLoader.submit)
 2. `EngineCore.step` asks for a plan                   (engine/scheduler.py: Scheduler.schedule)
 3. the executor runs the plan                          (runner/runner.py: Runner.run)
       the plan becomes one ragged batch                (runner/rows.py: Rows.build)
@@ -15,38 +16,29 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
+from cairn.engine import admission
+from cairn.engine.admission import CoreShape
+from cairn.engine.budget import Load, StepTimes
+from cairn.engine.grammar import GrammarLoader, GrammarState
 from cairn.engine.output import OutputStream, token_logprobs
-from cairn.engine.request import Request
+from cairn.engine.request import Moments, Request
 from cairn.engine.scheduler import Limits, Scheduler
 from cairn.engine.tokenizer import Tokenizer
-from cairn.errors import BadRequest, InvariantError, TooLong
+from cairn.errors import BadRequest, CairnError, InvariantError
 from cairn.runner.executor import Executor
-from cairn.runner.step import StepPlan, StepResult
+from cairn.runner.step import Sampled, StepPlan, StepResult
 from cairn.types import CompletionOutput, FinishReason, SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class CoreShape:
-    """What the core knows of the model.
-
-    Attributes:
-        vocab_size: user vocabulary.
-        max_model_len: longest prompt with its output, in user tokens.
-        eos_ids: ids that end an output.
-        seed: base of the draws of requests without a seed.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    eos_ids: tuple[int, ...]
-    seed: int
+COMPILE_WAIT = 0.02
+"""Seconds that a step waits for a grammar when there is nothing else to do."""
 
 
 @dataclass(slots=True)
@@ -54,7 +46,9 @@ class CoreStats:
     """Totals since the engine started. Seconds are wall clock.
 
     `prefill_tokens` and `decode_tokens` ran through the model; `generated_tokens` were sampled.
-    `host_seconds` is what a step took beside the model and the sampler.
+    `host_seconds` is what a step took beside the model and the sampler. `decode_stall_seconds` is
+    what steps took beyond what the rows that decoded in them are expected to take alone: how long
+    these waited for the prefill of others, counted once a step however many they were.
     """
 
     steps: int = 0
@@ -66,6 +60,7 @@ class CoreStats:
     decode_seconds: float = 0.0
     model_seconds: float = 0.0
     host_seconds: float = 0.0
+    decode_stall_seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -76,11 +71,17 @@ class Continuation:
         request: the scheduler's side.
         stream: the user's side: tokens, text, stop conditions.
         prompt_logprobs: one entry per prompt token, the first None; None unless wanted.
+        moments: when it arrived, started, and so on.
+        error: why it ended with the reason "error".
+        status: HTTP status that goes with it.
     """
 
     request: Request
     stream: OutputStream
     prompt_logprobs: list[TokenLogprobs | None] | None
+    moments: Moments
+    error: str | None = None
+    status: int = CairnError.http_status
 
     @property
     def finished(self) -> bool:
@@ -98,6 +99,11 @@ class EngineCore:
         slots: slot and landmark arithmetic.
         executor: runs the plans.
         tokenizer: None: token prompts and token outputs only.
+
+    Attributes:
+        grammars: compiles grammars; None without a tokenizer.
+        clock: gives the seconds by which steps and requests are timed.
+        times: how long steps take, learned from all that ran.
     """
 
     def __init__(
@@ -113,9 +119,13 @@ class EngineCore:
         self.cache = cache
         self.executor = executor
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(limits, cache, slots)
+        self.clock: Callable[[], float] = time.perf_counter
+        self.times = StepTimes()
+        self.scheduler = Scheduler(limits, cache, slots, self.times)
+        self.grammars = GrammarLoader(tokenizer, shape.vocab_size) if tokenizer else None
         self.stats = CoreStats()
         self._live: dict[str, Continuation] = {}
+        self._compiling: list[tuple[Continuation, Future[GrammarState]]] = []
         self._arrivals = 0
 
     @property
@@ -155,7 +165,7 @@ class EngineCore:
             num_prompt=len(prompt),
             params=params,
             seed=self._seed(params, index),
-            stop_ids=self._stop_ids(params),
+            stop_ids=admission.stop_ids(params, self.shape),
             max_output=max_output,
             order=(priority, self._arrivals),
             tokens=array("q", prompt),
@@ -165,62 +175,28 @@ class EngineCore:
             CompletionOutput(index), params, eos_ids, max_output, self.tokenizer, prompt
         )
         wanted = params.prompt_logprobs is not None
-        continuation = Continuation(request, stream, [None] * len(prompt) if wanted else None)
+        continuation = Continuation(
+            request, stream, [None] * len(prompt) if wanted else None, Moments(self.clock())
+        )
         self._live[request_id] = continuation
-        self.scheduler.add(request)
+        if params.grammar is not None and self.grammars is not None:
+            state = self.grammars.submit(params.grammar, request.stop_ids)
+            self._compiling.append((continuation, state))
+        else:
+            self.scheduler.add(request)
         self.stats.prompt_tokens += len(prompt)
         return continuation
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise BadRequest or TooLong for a prompt or parameters that can never be served."""
-        vocab, longest = self.shape.vocab_size, self.shape.max_model_len
-        if len(prompt) == 0:
-            raise BadRequest("the prompt is empty", "Give at least one token")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= vocab:
-            bad = low if low < 0 else high
-            raise BadRequest(
-                f"prompt token id {bad} is out of range", f"Ids go from 0 to {vocab - 1}"
-            )
-        if len(prompt) >= longest:
-            raise TooLong(
-                f"the prompt has {len(prompt)} tokens, but prompt and output together may have "
-                f"{longest} (max_model_len)",
-                "Shorten the prompt, or raise max_model_len or kv_cache_memory if the model "
-                "and the memory allow it",
-            )
-        for name, ids in (
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-        ):
-            for token in ids:
-                if token >= vocab:
-                    raise BadRequest(
-                        f"{name} has token id {token}, out of range",
-                        f"Ids go from 0 to {vocab - 1}",
-                    )
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, name)
-            if count is not None and count > vocab:
-                raise BadRequest(
-                    f"{name} is {count}, but the vocabulary has {vocab} tokens",
-                    "Use -1 for the whole vocabulary",
-                )
-        if params.min_tokens and len(self._stop_ids(params)) >= vocab:
-            raise BadRequest(
-                f"min_tokens is {params.min_tokens}, but every token id ends the output",
-                "Leave some id out of stop_token_ids",
-            )
-        if params.stop and self.tokenizer is None:
-            raise BadRequest(
-                f"stop is {params.stop!r}, but this model has no tokenizer", "Use stop_token_ids"
-            )
+        admission.check(prompt, params, self.shape, self.tokenizer is not None)
 
     def abort(self, request_id: str) -> None:
         """Take a request back, whatever its state. An unknown id may just have ended: ignored."""
         continuation = self._live.pop(request_id, None)
         if continuation is not None:
             continuation.stream.finish(FinishReason.ABORT)
+            continuation.moments.ended = self.clock()
             self.scheduler.finish(continuation.request)
 
     def step(self) -> list[Continuation]:
@@ -229,43 +205,92 @@ class EngineCore:
         An exception of the executor ends the requests of that step with the reason "error",
         gives their pages back and is raised again.
         """
-        began = time.perf_counter()
+        refused = self._join_compiled()
+        began = self.clock()
         plan = self.scheduler.schedule()
         if plan is None:
             if self.scheduler.has_work:
                 raise InvariantError("requests wait, nothing runs and nothing can be scheduled")
-            return []
+            if self._compiling and not refused:
+                wait([state for _, state in self._compiling], COMPILE_WAIT, FIRST_COMPLETED)
+            return refused
+        for opened in plan.opened:
+            moments = self._live[opened.request_id].moments
+            moments.started = began if moments.started is None else moments.started
         try:
             result = self.executor.execute(plan)
-        except BaseException:
+        except BaseException as error:
             for request in self.scheduler.cancel(plan):
                 failed = self._live.pop(request.id, None)
                 if failed is not None:
+                    failed.error = f"the step failed: {type(error).__name__}: {error}"
                     failed.stream.finish(FinishReason.ERROR)
+                    failed.moments.ended = self.clock()
             raise
         changed = self._retire(plan, result)
-        self._account(plan, result, time.perf_counter() - began)
-        return changed
+        self._account(plan, result, self.clock() - began)
+        return refused + changed
+
+    def _join_compiled(self) -> list[Continuation]:
+        """Schedule the requests whose grammars are compiled by now, end those whose cannot be
+        compiled, and return these."""
+        pending, refused = [], []
+        for continuation, state in self._compiling:
+            if continuation.finished:
+                state.cancel()
+            elif not state.done():
+                pending.append((continuation, state))
+            elif (error := state.exception()) is not None:
+                continuation.error = str(error)
+                continuation.status = getattr(error, "http_status", continuation.status)
+                continuation.stream.finish(FinishReason.ERROR)
+                continuation.moments.ended = self.clock()
+                del self._live[continuation.request.id]
+                refused.append(continuation)
+            else:
+                continuation.request.grammar = state.result()
+                self.scheduler.add(continuation.request)
+        self._compiling = pending
+        return refused
 
     def _retire(self, plan: StepPlan, result: StepResult) -> list[Continuation]:
         requests = self.scheduler.requests_of(plan)
         rows = {w.row: request.id for w, request in zip(plan.work, requests, strict=True)}
         self._take_prompt_logprobs(rows, result)
-        logprobs = {rows[sampled.row]: sampled.logprobs for sampled in result.sampled}
+        choices = {rows[sampled.row]: sampled for sampled in result.sampled}
+        now = self.clock()
         changed = []
-        for request, token in self.scheduler.retire(plan, result):
+        for request, _ in self.scheduler.retire(plan, result):
             continuation = self._live[request.id]
             changed.append(continuation)
-            if token < 0:
-                # No token has a finite probability: the model's logits are not numbers.
-                log.error("request %s: the logits are NaN or infinite", request.id)
-                reason: FinishReason | None = continuation.stream.finish(FinishReason.ERROR)
-            else:
-                reason = continuation.stream.push(token, logprobs[request.id])
+            reason = self._take_token(continuation, choices[request.id], now)
             if reason is not None:
+                continuation.moments.ended = now
                 del self._live[request.id]
                 self.scheduler.finish(request)
         return changed
+
+    def _take_token(
+        self, continuation: Continuation, choice: Sampled, now: float
+    ) -> FinishReason | None:
+        """Give a token to the grammar and to the stream; the reason, when the output has ended."""
+        stream, grammar = continuation.stream, continuation.request.grammar
+        if choice.token < 0:
+            # No token has a finite probability.
+            continuation.error = "the logits are NaN or infinite"
+            if grammar is not None:
+                continuation.error += ", or min_tokens forbids all that the grammar allows"
+            log.error("request %s: %s", continuation.request.id, continuation.error)
+            return stream.finish(FinishReason.ERROR)
+        continuation.moments.token(now)
+        if grammar is not None:
+            grammar.accept(choice.token)
+        complete = grammar is not None and grammar.done
+        reason = stream.push(choice.token, choice.logprobs, choice.selection, complete)
+        if reason is None and grammar is not None and grammar.error is not None:
+            continuation.error = f"the output cannot go on: {grammar.error}"
+            reason = stream.finish(FinishReason.ERROR)
+        return reason
 
     def _take_prompt_logprobs(self, rows: dict[int, str], result: StepResult) -> None:
         for part in result.prompt_logprobs:
@@ -278,22 +303,17 @@ class EngineCore:
         stats = self.stats
         stats.steps += 1
         stats.generated_tokens += len(result.sampled)
-        prefill = sum(work.count for work in plan.work if work.tokens is not None)
-        stats.prefill_tokens += prefill
-        stats.decode_tokens += plan.num_tokens - prefill
+        load = Load.of(plan.work)
+        stats.prefill_tokens += load.tokens
+        stats.decode_tokens += load.rows
         stats.model_seconds += result.model_seconds
         stats.host_seconds += seconds - result.model_seconds
-        # A mixed step's time is shared out by tokens: that is what each would have waited for.
-        share = prefill / plan.num_tokens
-        stats.prefill_seconds += seconds * share
-        stats.decode_seconds += seconds * (1 - share)
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Every id that ends an output of these parameters, once. A model may name an
-        end-of-sequence id that it cannot produce."""
-        eos_ids = () if params.ignore_eos else self.shape.eos_ids
-        ids = dict.fromkeys((*eos_ids, *params.stop_token_ids))
-        return tuple(token for token in ids if token < self.shape.vocab_size)
+        prefill_part = self.times.prefill_part(load, seconds)
+        stats.prefill_seconds += prefill_part
+        stats.decode_seconds += seconds - prefill_part
+        if load.rows:
+            stats.decode_stall_seconds += prefill_part
+        self.times.observe(load, seconds)
 
     def _seed(self, params: SamplingParams, index: int) -> int:
         """Base of a continuation's draws: the user's seed, or the engine's and the arrival."""

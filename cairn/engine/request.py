@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.cache.paged import Lease
+from cairn.engine.grammar import GrammarState
+from cairn.engine.messages import Timing
 from cairn.types import SamplingParams
 
 
@@ -20,6 +22,40 @@ class State(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Moments:
+    """When a request got where, in seconds of the engine's clock; None: not yet.
+
+    Attributes:
+        arrived: it was queued.
+        started: its first step began.
+        first_token, last_token: the steps ended that chose them.
+        ended: nothing more will come.
+    """
+
+    arrived: float
+    started: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
+
+    def token(self, now: float) -> None:
+        """A token was chosen."""
+        if self.first_token is None:
+            self.first_token = now
+        self.last_token = now
+
+    @property
+    def timing(self) -> Timing | None:
+        """Where the time went; None while it goes on. What was not reached takes none."""
+        if self.ended is None:
+            return None
+        started = self.ended if self.started is None else self.started
+        first = self.ended if self.first_token is None else self.first_token
+        last = first if self.last_token is None else self.last_token
+        return Timing(started - self.arrived, first - started, last - first)
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +82,7 @@ class Request:
         held_by: a running request that is computing `held_until` tokens this one shares.
         refused_at: pages that were available when admission last failed.
         retractions: how often its pages were taken back.
+        grammar: where the output stands in its grammar; None: any output.
     """
 
     id: str
@@ -69,6 +106,7 @@ class Request:
     held_until: int = 0
     refused_at: int = -1
     retractions: int = 0
+    grammar: GrammarState | None = None
     _view: NDArray[np.int64] | None = field(default=None, repr=False)
 
     @property

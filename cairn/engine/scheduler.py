@@ -15,8 +15,13 @@ from dataclasses import dataclass, field
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
+from cairn.engine.budget import Load, StepTimes
 from cairn.engine.request import Request, State, common_prefix
 from cairn.runner.step import PageGrant, RowOpen, RowWork, StepPlan, StepResult
+
+WHOLE_PAGES = 4
+"""From this many pages on a chunk cut to fit a step ends with a page: attention runs faster on
+whole pages, and what is left out no longer matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +31,13 @@ class Limits:
     Attributes:
         max_rows: requests that run at once.
         step_slots: slots that one step may run; a landmark that closes a chunk may be one more.
+        step_seconds: what a step should take at most while rows decode: prefill is cut to fit.
+            None: no limit.
     """
 
     max_rows: int
     step_slots: int
+    step_seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -37,6 +45,7 @@ class _Draft:
     """A step while it is planned."""
 
     budget: int
+    load: Load = field(default_factory=Load)
     opened: list[RowOpen] = field(default_factory=list)
     grants: list[PageGrant] = field(default_factory=list)
     work: list[RowWork] = field(default_factory=list)
@@ -50,20 +59,24 @@ class Scheduler:
         limits: rows and slots of a step.
         cache: the pages.
         slots: slot and landmark arithmetic.
+        times: how long steps take; asked only when the limits hold `step_seconds`.
     """
 
-    def __init__(self, limits: Limits, cache: PageCache, slots: SlotMap) -> None:
+    def __init__(self, limits: Limits, cache: PageCache, slots: SlotMap, times: StepTimes) -> None:
         self.limits = limits
+        self.times = times
         self.cache = cache
         self.slots = slots
         self.waiting: list[tuple[tuple[int, int], Request]] = []
         self.running: list[Request] = []
         self.preemptions = 0
         self.cached_prompt_tokens = 0
+        self.looked_up_prompt_tokens = 0
         self._free_rows = list(range(limits.max_rows))
         self._closed: list[int] = []
         self._in_flight: dict[int, list[Request]] = {}
         self._step_id = 0
+        self._finished_waiting = 0
 
     def add(self, request: Request) -> None:
         """Queue a request. It must fit the pool alone: the caller checked."""
@@ -81,8 +94,11 @@ class Scheduler:
         if any(request in flight for flight in self._in_flight.values()):
             request.doomed = True
             return
+        waited = request.state is State.WAITING
         self._release(request)
         request.state = State.FINISHED
+        if waited:
+            self._forget_finished()
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step, or None when nothing can run."""
@@ -93,7 +109,7 @@ class Scheduler:
             if not request.prefilling and request.state is State.RUNNING:
                 self._schedule_decode(request, draft)
         for request in candidates:
-            if request.state is State.RUNNING and request.prefilling and draft.budget > 0:
+            if request.state is State.RUNNING and request.prefilling:
                 self._schedule_prefill(request, draft)
         self._admit(draft)
         if not draft.work:
@@ -148,9 +164,30 @@ class Scheduler:
             self._append(request, draft, 1)
 
     def _schedule_prefill(self, request: Request, draft: _Draft) -> None:
-        count = self._chunk(request, draft.budget)
+        room = self._room(request.computed, draft)
+        if room == 0:
+            return
+        count = self._chunk(request, room)
         if self._make_room(request, request.computed + count, draft):
             self._append(request, draft, count)
+
+    def _room(self, first: int, draft: _Draft) -> int:
+        """Slots that the draft has for a row's prefill after its first `first` tokens.
+
+        Beside rows that decode it is what the step's seconds allow: at least a page for the first
+        row in order, so that it moves on however short they are; no other gets less than a page.
+        """
+        seconds = self.limits.step_seconds
+        if seconds is None or draft.load.rows == 0:
+            return max(0, draft.budget)
+        size = self.slots.page_size
+        room = self.times.room(draft.load, first, seconds)
+        if room < size:
+            room = 0 if draft.load.chunks else size
+        room = max(0, min(room, draft.budget))
+        if room >= WHOLE_PAGES * size:
+            room -= (int(self.slots.slots_for(first)) + room) % size
+        return room
 
     def _chunk(self, request: Request, budget: int) -> int:
         """User tokens that fill at most `budget` slots, at least one."""
@@ -192,16 +229,18 @@ class Scheduler:
         targets: array[int] | tuple[()] = ()
         if request.params.prompt_logprobs is not None and request.computed < request.num_prompt:
             targets = request.tokens[request.computed + 1 : min(end + 1, request.num_prompt)]
-        draft.work.append(
-            RowWork(
-                row=request.row,
-                first=request.computed,
-                tokens=request.tokens[request.computed : end] if request.prefilling else None,
-                sample=end == len(request.tokens),
-                output_index=request.num_output,
-                prompt_targets=targets,
-            )
+        samples = end == len(request.tokens)
+        work = RowWork(
+            row=request.row,
+            first=request.computed,
+            tokens=request.tokens[request.computed : end] if request.prefilling else None,
+            sample=samples,
+            output_index=request.num_output,
+            prompt_targets=targets,
+            mask=request.grammar.mask() if samples and request.grammar is not None else None,
         )
+        draft.work.append(work)
+        draft.load.add(work)
         draft.requests.append(request)
         first = int(self.slots.slots_for(request.computed))
         draft.budget -= int(self.slots.slots_for(end)) - first
@@ -209,7 +248,7 @@ class Scheduler:
     def _admit(self, draft: _Draft) -> None:
         """Take waiting requests in while rows, budget and pages last."""
         held = []
-        while self.waiting and self._free_rows and draft.budget > 0:
+        while self.waiting and self._free_rows and self._room(0, draft) > 0:
             request = self.waiting[0][1]
             if request.state is State.FINISHED:
                 heapq.heappop(self.waiting)
@@ -280,6 +319,8 @@ class Scheduler:
         if request.cached is None:
             request.cached = request.computed
             self.cached_prompt_tokens += request.computed
+            if self.cache.prefix_caching and request.caches_prefix:
+                self.looked_up_prompt_tokens += request.num_prompt
         self.running.append(request)
         self._schedule_prefill(request, draft)
         return request.state is State.RUNNING
@@ -299,6 +340,15 @@ class Scheduler:
         request.retractions += 1
         self.preemptions += 1
         heapq.heappush(self.waiting, (request.order, request))
+
+    def _forget_finished(self) -> None:
+        """A waiting request has ended. Once such are the half of the queue they leave it: prompts
+        that come and go while the running rows take long must not pile up."""
+        self._finished_waiting += 1
+        if 2 * self._finished_waiting > len(self.waiting):
+            self.waiting = [e for e in self.waiting if e[1].state is not State.FINISHED]
+            heapq.heapify(self.waiting)
+            self._finished_waiting = 0
 
     def _release(self, request: Request) -> None:
         if request.state is not State.RUNNING:

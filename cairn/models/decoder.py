@@ -81,11 +81,15 @@ class Decoder(nn.Module):
     Args:
         spec: the model.
         dtype: of the parameters.
+
+    Attributes:
+        weight_bytes: memory of the parameters, known once they are loaded.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec = spec
+        self.weight_bytes = 0
         self.embedding = Embedding(spec.table_rows, spec.hidden_size, dtype=dtype)
         rotaries = {
             layer.rotary: build_rotary(layer.rotary) for layer in spec.layers if layer.rotary

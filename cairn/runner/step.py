@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.types import SamplingParams
+from cairn.types import LayerSelection, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ class RowWork:
         output_index: number of tokens generated so far; names the draw.
         prompt_targets: for each of `tokens` the prompt token that follows it, when prompt
             log-probabilities are wanted; one shorter at the end of the prompt.
+        mask: tokens that may be chosen, [ceil(V / 32)]: bit b of word w stands for token
+            32 * w + b; None: all.
     """
 
     row: int
@@ -68,6 +70,7 @@ class RowWork:
     sample: bool
     output_index: int = 0
     prompt_targets: Sequence[int] = ()
+    mask: NDArray[np.int32] | None = None
 
     @property
     def count(self) -> int:
@@ -108,11 +111,15 @@ class Alternatives:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token chosen for a row; -1 where the logits allow none."""
+    """The token chosen for a row; -1 where the logits allow none.
+
+    `selection` says what its query read in each landmark layer, when that was asked for.
+    """
 
     row: int
     token: int
     logprobs: Alternatives | None = None
+    selection: tuple[LayerSelection, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import zlib
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
-from cairn.engine.core import CoreShape, EngineCore
+from cairn.engine.admission import CoreShape
+from cairn.engine.core import EngineCore
 from cairn.engine.scheduler import Limits
 from cairn.runner.executor import FakeExecutor
 

@@ -29,6 +29,7 @@ class OracleBatch:
         landmark_layers: those that select pages; other landmark layers see their window alone.
         dense: landmark layers attend to every earlier user token instead.
         selected: (layer, slot, KV head) -> the pages that were chosen.
+        weights: (layer, slot, query head) -> their shares in that order, then the window's.
     """
 
     spec: ModelSpec
@@ -40,6 +41,7 @@ class OracleBatch:
     landmark_layers: tuple[int, ...]
     dense: bool = False
     selected: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
+    weights: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
     _memo: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -148,6 +150,7 @@ class OracleBatch:
                 logits, own = weigh(i)
                 zero = [torch.zeros_like(own)] if self.softmax1 else []
                 w = torch.stack([*logits[chosen], own, *zero]).softmax(0)
+                self.weights[layer, s, h] = w[: len(chosen) + 1].tolist()
                 inside = torch.tensor(chosen, dtype=torch.int64)[:, None] * self.size
                 inside = inside + torch.arange(self.size - 1)
                 p = (kh[inside, h] @ q[s, h] * scale).softmax(1)

@@ -113,6 +113,7 @@ def test_row_9_defaults(model):
         "seed": 0,
         "max_num_seqs": 64,
         "chunked_prefill_size": 1024,
+        "itl_target_ms": None,
         "enable_prefix_caching": True,
         "landmark_layers": (0, 1),
         "topk": 4,

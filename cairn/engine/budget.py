@@ -1,0 +1,205 @@
+"""How long a step takes, learned from the steps that ran, and how much prefill fits into one.
+
+A step's seconds are a sum of costs, none of them negative:
+
+    decode     a base, the rows that decode, the tokens that these look back at
+    prefill    the rows that prefill, their tokens, the tokens that these look back at
+
+The first three are learned from steps that only decode, the others from what a step with prefill
+takes beyond them: that difference is also how long rows that decode wait for prefill. An
+observation counts by its relative error, so that a faster machine needs no other constants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cairn.runner.step import RowWork
+
+FORGET = 0.95
+"""What is known counts this much less with every observation: about 20 steps are remembered."""
+DAMPING = 1e-3
+"""Trust in a cost as it is, against one observation's news of it."""
+OUTLIER = 2.0
+"""A step that takes more than this many times what was expected counts for less."""
+SHORTEST = 1e-9
+"""No step takes less seconds: a clock that says so has stood still."""
+GROWTH = 2
+"""A step prefills at most this many times the tokens that some step has prefilled before."""
+
+
+@dataclass(slots=True)
+class Load:
+    """What a step runs, in user tokens.
+
+    Attributes:
+        rows: rows that decode one token each.
+        rows_context: tokens that those rows look back at, in all.
+        chunks: rows that prefill.
+        tokens: tokens that those rows prefill.
+        context: tokens that each of these looks back at, in all.
+    """
+
+    rows: int = 0
+    rows_context: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    context: int = 0
+
+    def add(self, work: RowWork) -> None:
+        """Count one more row's work."""
+        if work.tokens is None:
+            self.rows += 1
+            self.rows_context += work.first
+        else:
+            count = work.count
+            self.chunks += 1
+            self.tokens += count
+            self.context += count * work.first + count * (count - 1) // 2
+
+    @classmethod
+    def of(cls, works: Iterable[RowWork]) -> Load:
+        """The load of a step's work."""
+        load = cls()
+        for work in works:
+            load.add(work)
+        return load
+
+
+class StepTimes:
+    """Predicts how long a step takes; learns from every step that ran.
+
+    A step that takes far longer than expected moves the costs by a bounded amount; steps that are
+    slow again and again become what is expected.
+    """
+
+    def __init__(self) -> None:
+        self._decode = _Costs(3)
+        self._prefill = _Costs(3)
+        self._longest = 0
+
+    def observe(self, load: Load, seconds: float) -> None:
+        """Learn that a step of this load took `seconds`."""
+        self._longest = max(self._longest, load.tokens)
+        if seconds < SHORTEST:
+            return
+        decode = self.decode_seconds(load)
+        prefill = self.prefill_seconds(load)
+        unit = max(decode + prefill, seconds / OUTLIER)
+        if load.chunks:
+            self._prefill.learn(_prefill(load), max(0.0, seconds - decode) - prefill, unit)
+        if not load.chunks or seconds < decode:
+            # Also when a step with prefill is over sooner than its decoding rows alone should be.
+            self._decode.learn(_decode(load), seconds - decode, unit)
+
+    def decode_seconds(self, load: Load) -> float:
+        """What the step is expected to take without its prefill; 0 when nothing is known."""
+        return self._decode.of(_decode(load))
+
+    def prefill_seconds(self, load: Load) -> float:
+        """What its prefill is expected to add; 0 without any, or when nothing is known."""
+        return self._prefill.of(_prefill(load))
+
+    def prefill_part(self, load: Load, seconds: float) -> float:
+        """The part of a step's measured `seconds` that its prefill took.
+
+        All of them when no row decodes; else what the step took beyond what those rows are expected
+        to take alone. As long as no step has only decoded, it is the prefill's share of the tokens.
+        """
+        if not load.tokens:
+            return 0.0
+        if not load.rows:
+            return seconds
+        decode = self.decode_seconds(load)
+        if decode <= 0.0:
+            return seconds * load.tokens / (load.tokens + load.rows)
+        return max(0.0, seconds - decode)
+
+    def room(self, load: Load, first: int, limit: float) -> int:
+        """Tokens that one more row may prefill so that the step takes at most `limit` seconds.
+
+        Args:
+            load: what the step runs already.
+            first: tokens that the row looks back at from its first new one.
+            limit: seconds of the whole step.
+        Returns:
+            >= 0; bounded by what has run before, so that a guess is never a leap.
+        """
+        bound = max(0, GROWTH * self._longest - load.tokens)
+        begun = Load(load.rows, load.rows_context, load.chunks + 1, load.tokens, load.context)
+        spare = limit - self.decode_seconds(begun) - self.prefill_seconds(begun)
+        if spare <= 0.0:
+            return 0
+        _, token, context = self._prefill.costs
+        # n tokens cost  context / 2 * n^2 + each * n : its positive root, in the form that takes
+        # no difference of like numbers.
+        each = token + context * first
+        slope = each + math.sqrt(each * each + 2.0 * context * spare)
+        return bound if slope * bound <= 2.0 * spare else int(2.0 * spare / slope)
+
+
+class _Costs:
+    """Costs >= 0 of a few features, fitted by least squares that forget."""
+
+    def __init__(self, count: int) -> None:
+        self.costs = [0.0] * count
+        self._known = [[0.0] * count for _ in range(count)]
+
+    def of(self, features: Sequence[float]) -> float:
+        """The sum of the features' costs."""
+        return sum(f * cost for f, cost in zip(features, self.costs, strict=True))
+
+    def learn(self, features: Sequence[float], error: float, unit: float) -> None:
+        """Correct the costs, which were `error` too low for these features.
+
+        Minimises the distance to the costs as they are, measured by what is known of them, and the
+        remaining error.
+
+        Args:
+            unit: seconds that an error is compared with.
+        """
+        scaled = [f / unit for f in features]
+        for i, line in enumerate(self._known):
+            for j in range(len(line)):
+                line[j] = FORGET * line[j] + scaled[i] * scaled[j]
+            line[i] += DAMPING * scaled[i] * scaled[i]
+        pull = [f * error / unit for f in scaled]
+        target = [
+            sum(k * cost for k, cost in zip(line, self.costs, strict=True)) + p
+            for line, p in zip(self._known, pull, strict=True)
+        ]
+        free = [i for i, line in enumerate(self._known) if line[i] > 0.0]
+        while free:
+            solved = _solve([[self._known[i][j] for j in free] + [target[i]] for i in free])
+            if min(solved) >= 0.0:
+                self.costs = [0.0] * len(self.costs)
+                for i, cost in zip(free, solved, strict=True):
+                    self.costs[i] = cost
+                return
+            free = [i for i, cost in zip(free, solved, strict=True) if cost > 0.0]
+
+
+def _solve(lines: list[list[float]]) -> list[float]:
+    """x of A x = b for a symmetric positive definite A; `lines` are those of [A b], used up."""
+    count = len(lines)
+    for i, pivot in enumerate(lines):
+        for line in lines[i + 1 :]:
+            factor = line[i] / pivot[i]
+            for j in range(i, count + 1):
+                line[j] -= factor * pivot[j]
+    found = [0.0] * count
+    for i in reversed(range(count)):
+        line = lines[i]
+        known = sum(line[j] * found[j] for j in range(i + 1, count))
+        found[i] = (line[count] - known) / line[i]
+    return found
+
+
+def _decode(load: Load) -> tuple[float, float, float]:
+    return 1.0, load.rows, load.rows_context
+
+
+def _prefill(load: Load) -> tuple[float, float, float]:
+    return load.chunks, load.tokens, load.context

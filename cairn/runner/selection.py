@@ -1,0 +1,42 @@
+"""What landmark layers read for one query, as the user sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.attention.base import LayerReads
+from cairn.types import MAX_SELECTED_PAGES, LayerSelection
+
+
+def selections(reads: Sequence[LayerReads], count: int) -> list[tuple[LayerSelection, ...]]:
+    """One entry for each of the `count` watched queries, with every landmark layer in order."""
+    layers = [_layer_selections(layer) for layer in reads]
+    return [tuple(layer[query] for layer in layers) for query in range(count)]
+
+
+def _layer_selections(reads: LayerReads) -> list[LayerSelection]:
+    """One entry a query: KV heads that chose the same page have it counted once, with their sum."""
+    pages: NDArray[np.int64] = reads.pages.cpu().numpy().astype(np.int64)
+    weights = reads.weights.cpu().numpy().astype(np.float64)
+    window = reads.window.cpu().numpy().mean(axis=1, dtype=np.float64)
+    queries, groups, width = pages.shape
+    num_heads = weights.shape[1]
+    of_group = weights.reshape(queries, groups, num_heads // groups, width).sum(axis=2) / num_heads
+    return [
+        LayerSelection(reads.layer, *_heaviest(pages[i], of_group[i]), window=float(window[i]))
+        for i in range(queries)
+    ]
+
+
+def _heaviest(
+    pages: NDArray[np.int64], weights: NDArray[np.float64]
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Pages [h_kv, K] (-1: none) and their weights, added up by page, the heaviest first."""
+    chosen = pages >= 0
+    found, place = np.unique(pages[chosen], return_inverse=True)
+    total = np.bincount(place, weights[chosen], minlength=len(found))
+    order = np.argsort(-total, kind="stable")[:MAX_SELECTED_PAGES]
+    return tuple(found[order].tolist()), tuple(total[order].tolist())
