@@ -61,8 +61,10 @@ class CachePools:
         num_pages: physical pages.
         page_size: slots in a page, S.
         dtype: of keys, values and summary keys.
+        spare: one page more that belongs to nobody, for what padding writes.
 
     Attributes:
+        spare_page: its number, None without one.
         k, v: per layer [pages, h_kv, S, d].
         summary_key: per layer [pages, h_R, d], None where nothing is stored.
         summary_bias: per layer [pages, h_q] float32, None where nothing is stored.
@@ -78,11 +80,13 @@ class CachePools:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        spare: bool = False,
     ) -> None:
         self.specs = tuple(specs)
         self.num_pages = num_pages
         self.page_size = page_size
-        self.nbytes = num_pages * bytes_per_page(specs, page_size, dtype)
+        self.spare_page = num_pages if spare else None
+        self.nbytes = (num_pages + spare) * bytes_per_page(specs, page_size, dtype)
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
         self.summary_key: list[Tensor | None] = []
@@ -99,7 +103,7 @@ class CachePools:
             ) from error
 
     def _add(self, spec: CacheSpec, dtype: torch.dtype, device: torch.device) -> None:
-        pages = self.num_pages
+        pages = self.num_pages + (self.spare_page is not None)
         shape = (pages, *spec.key_shape(self.page_size))
         self.k.append(torch.empty(shape, dtype=dtype, device=device))
         self.v.append(torch.empty(shape, dtype=dtype, device=device))

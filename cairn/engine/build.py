@@ -25,7 +25,8 @@ from cairn.config import (
     plan_memory,
     resolve,
 )
-from cairn.engine.core import CoreShape, EngineCore
+from cairn.engine.admission import CoreShape
+from cairn.engine.core import EngineCore
 from cairn.engine.host_memory import keep_freed_memory
 from cairn.engine.scheduler import Limits
 from cairn.engine.tokenizer import load_tokenizer
@@ -48,6 +49,7 @@ class Built:
         config: resolved options.
         memory: pages and context length.
         slots: slot and landmark arithmetic.
+        weight_bytes: memory of the weights.
     """
 
     core: EngineCore
@@ -56,10 +58,18 @@ class Built:
     config: EngineConfig
     memory: MemoryPlan
     slots: SlotMap
+    weight_bytes: int
 
 
-def build(model: Path, options: EngineOptions) -> Built:
+def build(
+    model: Path, options: EngineOptions, on_phase: Callable[[str], object] = lambda name: None
+) -> Built:
     """Load a model folder and set an engine up around it.
+
+    Args:
+        model: the folder.
+        options: what the user asked for.
+        on_phase: called with "weights", "pages" and "tokenizer" when each is there.
 
     Raises:
         BadModel: the folder cannot be served.
@@ -78,8 +88,14 @@ def build(model: Path, options: EngineOptions) -> Built:
     random_seed = config.seed if config.load_format == "random" else None
     device = torch.device(config.device)
     module = load_model(model, spec, dtype, device, random_seed=random_seed)
+    on_phase("weights")
     pools = CachePools(
-        cache_specs(layers), memory.num_pages, config.page_size, dtype, device=device
+        cache_specs(layers),
+        memory.num_pages,
+        config.page_size,
+        dtype,
+        device=device,
+        spare=device.type == "cuda",
     )
     if device.type == "cpu":
         keep_freed_memory()
@@ -91,15 +107,28 @@ def build(model: Path, options: EngineOptions) -> Built:
         slots=slots,
     )
     runner = Runner(module, layers, pools, shape, device)
+    on_phase("pages")
+    tokenizer = load_tokenizer(model)
+    on_phase("tokenizer")
     core = EngineCore(
-        CoreShape(spec.vocab_size, memory.max_model_len, spec.eos_token_ids, config.seed),
-        Limits(config.max_num_seqs, config.chunked_prefill_size),
+        CoreShape(
+            vocab_size=spec.vocab_size,
+            max_model_len=memory.max_model_len,
+            eos_ids=spec.eos_token_ids,
+            seed=config.seed,
+            landmarks=any(layer.backend == "hsa" for layer in layers),
+        ),
+        Limits(
+            config.max_num_seqs,
+            config.chunked_prefill_size,
+            None if config.itl_target_ms is None else config.itl_target_ms / 1000,
+        ),
         PageCache(memory.num_pages, slots, config.enable_prefix_caching),
         slots,
         InProcessExecutor(runner),
-        load_tokenizer(model),
+        tokenizer,
     )
-    return Built(core, runner, spec, config, memory, slots)
+    return Built(core, runner, spec, config, memory, slots, module.weight_bytes)
 
 
 def attention_layers(spec: ModelSpec, config: EngineConfig) -> tuple[AttentionLayer, ...]:

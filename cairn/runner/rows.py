@@ -19,17 +19,22 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A step's batch, and where its parts lie on the host.
+    """A step's numbers on the host: what a Batch holds as tensors.
 
     Attributes:
-        batch: the tensors.
+        ids, position, row, slot, location: [T], see Batch.
+        completed, completed_pages: [N], see Batch.
         start: [works], index in the batch of each work's first slot.
-        slot: [T], the batch's slots.
     """
 
-    batch: Batch
-    start: Ints
+    ids: Ints
+    position: Ints
+    row: Ints
     slot: Ints
+    location: Ints
+    completed: Ints
+    completed_pages: Ints
+    start: Ints
 
 
 class Rows:
@@ -63,12 +68,12 @@ class Rows:
         """Keep the token sampled for `row`: a work without tokens runs it."""
         self._last_token[row] = token
 
-    def build(
-        self,
-        plan: StepPlan,
-        backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]],
-        counters: Counters,
-    ) -> Layout:
+    @property
+    def page_table(self) -> Tensor:
+        """[num_rows, max_pages] int32 on the device; its address stays."""
+        return self._table
+
+    def lay_out(self, plan: StepPlan) -> Layout:
         """Apply the plan's grants and lay out its work."""
         self._grant(plan)
         size, slots = self.slots.page_size, self.slots
@@ -85,20 +90,37 @@ class Rows:
         ids = self._token_ids(plan, slot, start, first_token, num_slots)
         page = self._host_table[row, slot // size].astype(np.int64)
         completed = np.flatnonzero(closing)
-        batch = Batch(
-            input_ids=self._send(ids),
-            positions=self._send(np.asarray(slots.position_of(slot))),
-            row=self._send(row),
-            slot=self._send(slot),
-            location=self._send(page * size + slot % size),
+        return Layout(
+            ids=ids,
+            position=np.asarray(slots.position_of(slot)),
+            row=row,
+            slot=slot,
+            location=page * size + slot % size,
+            completed=completed,
+            completed_pages=page[completed],
+            start=start,
+        )
+
+    def batch(
+        self,
+        layout: Layout,
+        backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]],
+        counters: Counters,
+    ) -> Batch:
+        """The layout as tensors on the device."""
+        return Batch(
+            input_ids=self._send(layout.ids),
+            positions=self._send(layout.position),
+            row=self._send(layout.row),
+            slot=self._send(layout.slot),
+            location=self._send(layout.location),
             page_table=self._table,
-            completed=self._send(completed),
-            completed_pages=self._send(page[completed]),
-            max_slot=int(slot.max()),
+            completed=self._send(layout.completed),
+            completed_pages=self._send(layout.completed_pages),
+            max_slot=int(layout.slot.max()),
             backends=backends,
             counters=counters,
         )
-        return Layout(batch, start, slot)
 
     def _token_ids(
         self, plan: StepPlan, slot: Ints, start: Ints, first_token: Ints, num_slots: Ints

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,8 +15,10 @@ from cairn.attention.base import AttentionLayer, Batch, Counters
 from cairn.attention.registry import assign
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
+from cairn.runner.graphs import DecodeGraphs, Place
 from cairn.runner.rows import Ints, Layout, Rows
 from cairn.runner.sampler import Sampler, alternatives
+from cairn.runner.selection import selections
 from cairn.runner.step import PromptLogprobs, RowWork, Sampled, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -96,6 +98,11 @@ class Runner:
         self.sampler = Sampler(shape.vocab_size, device)
         self.counters = Counters()
         self.reads = PageReads(tuple(layer for layer in layers if layer.backend == "hsa"))
+        self.graphs: DecodeGraphs | None = None
+        if pools.spare_page is not None:
+            size = shape.slots.page_size
+            place = Place(self.backends, self.rows.page_table, size, pools.spare_page)
+            self.graphs = DecodeGraphs(model, place, shape.num_rows)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -106,34 +113,82 @@ class Runner:
             self.sampler.open(opened)
         if not plan.work:
             return StepResult(plan.step_id, ())
-        layout = self.rows.build(plan, self.backends, self.counters)
+        layout = self.rows.lay_out(plan)
         if log.isEnabledFor(logging.DEBUG):
             rows = [work.row for work in plan.work]
             log.debug("step %d: rows %s, %d slots", plan.step_id, rows, len(layout.slot))
         began = time.perf_counter()
-        hidden = self.model(layout.batch)
-        sampled = self._sample(hidden, plan, layout)
+        works = [work for work in plan.work if work.sample]
+        last = self._last(plan, layout)
+        logits = self._replayed(plan, layout, last)
+        prompt: tuple[PromptLogprobs, ...] = ()
+        if logits is None:
+            sampled, prompt = self._run(plan, layout, works, last)
+        else:
+            sampled = self.sampler.sample(logits, works)
+        for choice in sampled:
+            self.rows.remember(choice.row, choice.token)
+        seconds = time.perf_counter() - began
+        self.reads.add(layout.slot, self.shape.slots.page_size)
+        return StepResult(plan.step_id, sampled, prompt, seconds)
+
+    def _run(
+        self, plan: StepPlan, layout: Layout, works: list[RowWork], last: Ints
+    ) -> tuple[tuple[Sampled, ...], tuple[PromptLogprobs, ...]]:
+        """Run a step of any kind, operation by operation."""
+        batch = self.rows.batch(layout, self.backends, self.counters)
+        watching = [self.sampler.params(work.row).selection for work in works]
+        if any(watching):
+            batch.watch = torch.as_tensor(last[watching], device=batch.slot.device)
+        hidden = self.model(batch)
+        sampled: tuple[Sampled, ...] = ()
+        if works:
+            index = torch.as_tensor(last, device=hidden.device)
+            sampled = self.sampler.sample(self.model.logits(hidden[index]), works)
+        if any(watching):
+            reads = iter(selections(batch.reads, sum(watching)))
+            sampled = tuple(
+                replace(one, selection=next(reads)) if watched else one
+                for one, watched in zip(sampled, watching, strict=True)
+            )
         prompt = tuple(
             self._prompt_logprobs(hidden, work, int(layout.start[i]))
             for i, work in enumerate(plan.work)
             if len(work.prompt_targets)
         )
-        seconds = time.perf_counter() - began
-        self.reads.add(layout.slot, self.shape.slots.page_size)
-        return StepResult(plan.step_id, sampled, prompt, seconds)
+        return sampled, prompt
 
-    def _sample(self, hidden: Tensor, plan: StepPlan, layout: Layout) -> tuple[Sampled, ...]:
-        """Choose a token after the last user token of every work that asks for one."""
-        sampling = [i for i, work in enumerate(plan.work) if work.sample]
-        if not sampling:
-            return ()
-        works = [plan.work[i] for i in sampling]
-        last = [self._index(plan.work[i], int(layout.start[i])) for i in sampling]
-        logits = self.model.logits(hidden[torch.as_tensor(last, device=hidden.device)])
-        sampled = self.sampler.sample(logits, works)
-        for choice in sampled:
-            self.rows.remember(choice.row, choice.token)
-        return sampled
+    def _replayed(self, plan: StepPlan, layout: Layout, last: Ints) -> Tensor | None:
+        """The logits of a plain decode step, from its graph; None where it needs more than that."""
+        if self.graphs is None:
+            return None
+        for work in plan.work:
+            if work.tokens is not None or self.sampler.params(work.row).selection:
+                return None
+        logits = self.graphs.logits(layout, last)
+        if logits is not None:
+            self._count_replayed(layout.slot)
+        return logits
+
+    def _count_replayed(self, slot: Ints) -> None:
+        """A graph counts nothing: every query selects as many candidates as it has, up to topk."""
+        size = self.shape.slots.page_size
+        for layer in self.reads.layers:
+            rule = layer.landmark
+            assert rule is not None
+            candidates = np.maximum(slot - rule.window + 1, 0) // size
+            selected = int(np.minimum(candidates, rule.topk).sum()) * layer.num_kv_heads
+            self.counters.queries += len(slot)
+            self.counters.selected = self.counters.selected + selected
+
+    def _last(self, plan: StepPlan, layout: Layout) -> Ints:
+        """Index in the batch of the last user token of every work that asks for one."""
+        found = [
+            self._index(work, int(start))
+            for work, start in zip(plan.work, layout.start, strict=True)
+            if work.sample
+        ]
+        return np.array(found, dtype=np.int64)
 
     def _index(self, work: RowWork, start: int) -> int:
         """Index in the batch of a work's last user token; `start` is that of its first slot.

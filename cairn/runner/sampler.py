@@ -90,7 +90,7 @@ class Sampler:
     def _adjust(
         self, logits: Tensor, works: Sequence[RowWork], states: Sequence[_RowState]
     ) -> None:
-        """Bias, forbidden stop ids and penalties, in place."""
+        """Bias, penalties, and what stop ids and grammars forbid, in place."""
         where: list[tuple[int, int]] = []
         bias: list[float] = []
         for i, (work, state) in enumerate(zip(works, states, strict=True)):
@@ -107,6 +107,10 @@ class Sampler:
         rows = [i for i, state in enumerate(states) if state.output_counts is not None]
         if rows:
             self._penalize(logits, rows, states)
+        masks = {i: work.mask for i, work in enumerate(works) if work.mask is not None}
+        if masks:
+            bitmask = torch.from_numpy(np.stack(list(masks.values()))).to(self.device)
+            ops.apply_token_bitmask(logits, bitmask, self._tensor(list(masks)))
 
     def _penalize(self, logits: Tensor, rows: Sequence[int], states: Sequence[_RowState]) -> None:
         chosen = [states[i] for i in rows]
@@ -204,9 +208,9 @@ def _within(value: float, low: float, high: float) -> float:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """The most likely token of every row [n], -1 where the largest logit is no number."""
+    """The most likely token of every row [n], -1 where the logits allow none."""
     best, tokens = logits.max(dim=-1)
-    return tokens.masked_fill_(best.isnan(), -1)
+    return tokens.masked_fill_(best.isnan() | (best == -torch.inf), -1)
 
 
 def _signed(seed: int) -> int:

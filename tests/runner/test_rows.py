@@ -68,13 +68,16 @@ def test_every_step_runs_the_next_slots_of_each_row(seed, size, landmarks, num_r
                 granted[r] = need
             expected += [(r, s, *after[s]) for s in range(before, len(after))]
         plan = StepPlan(step, (), (), tuple(grants), tuple(works))
-        layout = rows.build(plan, {}, Counters())
-        check_batch(layout, expected, mine, size)
+        layout = rows.lay_out(plan)
+        check_batch(layout, rows.batch(layout, {}, Counters()), expected, mine, size)
 
 
-def check_batch(layout, expected, pages, size) -> None:
+def batch_of(rows, plan):
+    return rows.batch(rows.lay_out(plan), {}, Counters())
+
+
+def check_batch(layout, batch, expected, pages, size) -> None:
     """Every tensor of the batch against (row, slot, id, position) of each slot in order."""
-    batch = layout.batch
     row, slot, ids, positions = (list(column) for column in zip(*expected, strict=True))
     assert batch.row.tolist() == row
     assert batch.slot.tolist() == slot == layout.slot.tolist()
@@ -102,7 +105,7 @@ def test_shapes_and_dtypes():
         (PageGrant(2, 0, (7,)), PageGrant(0, 0, (3, 5))),
         (RowWork(2, 0, [11, 12, 13], sample=True), RowWork(0, 0, [21, 22, 23, 24], sample=True)),
     )
-    batch = rows.build(plan, {}, Counters()).batch
+    batch = batch_of(rows, plan)
     assert batch.input_ids.tolist() == [11, 12, 13, LANDMARK, 21, 22, 23, LANDMARK, 24]
     assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 3]
     assert batch.location.tolist() == [28, 29, 30, 31, 12, 13, 14, 15, 20]
@@ -118,15 +121,15 @@ def test_shapes_and_dtypes():
 def test_the_token_that_fills_a_page_brings_its_landmark():
     rows = make_rows(4, landmarks=True)
     grants = (PageGrant(1, 0, (6, 9)),)
-    rows.build(StepPlan(0, (), (), grants, (RowWork(1, 0, [1, 2], sample=True),)), {}, Counters())
+    rows.lay_out(StepPlan(0, (), (), grants, (RowWork(1, 0, [1, 2], sample=True),)))
     rows.remember(1, 30)
     plan = StepPlan(1, (), (), (), (RowWork(1, 2, None, sample=True),))
-    batch = rows.build(plan, {}, Counters()).batch
+    batch = batch_of(rows, plan)
     assert batch.input_ids.tolist() == [30, LANDMARK]
     assert batch.slot.tolist() == [2, 3]
     rows.remember(1, 31)
     plan = StepPlan(2, (), (), (), (RowWork(1, 3, None, sample=True),))
-    batch = rows.build(plan, {}, Counters()).batch
+    batch = batch_of(rows, plan)
     assert (batch.input_ids.tolist(), batch.slot.tolist()) == ([31], [4])
     assert batch.positions.tolist() == [3]
 
@@ -136,4 +139,4 @@ def test_a_page_granted_anew_replaces_the_old_one():
     work = (RowWork(0, 0, np.array([1, 2]), sample=True),)
     for page in (3, 8):
         plan = StepPlan(0, (), (), (PageGrant(0, 0, (page,)),), work)
-        assert rows.build(plan, {}, Counters()).batch.location.tolist() == [4 * page, 4 * page + 1]
+        assert batch_of(rows, plan).location.tolist() == [4 * page, 4 * page + 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -171,3 +173,45 @@ def test_logprobs_belong_to_the_rows_that_want_them():
     assert biased.logprobs.chosen == pytest.approx(float(raw[1, 5]))
     assert len(whole.logprobs.ids) == VOCAB
     np.testing.assert_allclose(whole.logprobs.values, raw[2].sort(descending=True).values)
+
+
+def masked(row: int, allowed: list[int], index: int = 0) -> RowWork:
+    words = np.zeros((VOCAB + 31) // 32, dtype=np.uint32)
+    for token in allowed:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return replace(work(row, index), mask=words.view(np.int32))
+
+
+def test_a_mask_leaves_only_its_tokens_and_other_rows_alone():
+    found = sampler(opened(0), opened(1, temperature=0), opened(2, seed=5), opened(3, top_k=1))
+    values = logits(4)
+    free = drawn(found, values, *(work(r) for r in range(4)))
+    works = [masked(0, [3, 31, 49]), masked(1, [32]), work(2), masked(3, [7, 8])]
+    for i in range(20):
+        tokens = drawn(found, values, *(replace(w, output_index=i) for w in works))
+        assert tokens[0] in (3, 31, 49) and tokens[1] == 32 and tokens[3] in (7, 8)
+    assert drawn(found, values, *works)[2] == free[2]
+
+
+def test_a_mask_stands_above_bias_and_penalties():
+    found = sampler(
+        opened(0, logit_bias={9: 100.0}, repetition_penalty=1e9, history=[5], num_prompt=1)
+    )
+    assert drawn(found, logits(), masked(0, [5])) == [5]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_mask_and_min_tokens_leave_nothing_no_token_is_chosen(temperature):
+    found = sampler(opened(0, temperature=temperature, min_tokens=3, stop_ids=(4,)))
+    assert drawn(found, logits(), masked(0, [4])) == [-1]
+    assert drawn(found, logits(), masked(0, [4], index=3)) == [4]
+
+
+def test_reported_log_probabilities_know_no_mask():
+    found = sampler(opened(0, logprobs=2), opened(1, logprobs=2))
+    values = logits(1).repeat(2, 1)
+    free, bound = found.sample(values.clone(), [work(0), masked(1, [11])])
+    expected = torch.log_softmax(values[1], dim=-1)
+    assert bound.token == 11
+    assert bound.logprobs.chosen == pytest.approx(expected[11].item(), abs=1e-5)
+    assert list(bound.logprobs.ids[:2]) == list(free.logprobs.ids[:2])
