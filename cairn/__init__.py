@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from cairn.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from cairn.errors import (
         BadConfig,
@@ -23,13 +25,12 @@ if TYPE_CHECKING:
     from cairn.types import (
         CompletionOutput,
         FinishReason,
+        Grammar,
         Logprob,
         RequestOutput,
         SamplingParams,
         TokenLogprobs,
     )
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "cairn.llm",
@@ -43,6 +44,7 @@ _HOMES = {
     "TooLong": "cairn.errors",
     "CompletionOutput": "cairn.types",
     "FinishReason": "cairn.types",
+    "Grammar": "cairn.types",
     "Logprob": "cairn.types",
     "RequestOutput": "cairn.types",
     "SamplingParams": "cairn.types",
@@ -59,6 +61,7 @@ __all__ = [
     "CompletionOutput",
     "EngineDead",
     "FinishReason",
+    "Grammar",
     "Logprob",
     "OutOfMemory",
     "RequestOutput",

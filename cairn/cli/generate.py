@@ -57,8 +57,8 @@ def generate(
     """
     given = _read_prompt(prompt, prompt_file, prompt_token_ids)
     sampling = sampling_arguments(options)
-    if not as_json and {"logprobs", "prompt_logprobs"} & sampling.keys():
-        raise click.UsageError("log-probabilities are shown with --json only")
+    if not as_json and {"logprobs", "prompt_logprobs", "selection"} & sampling.keys():
+        raise click.UsageError("log-probabilities and selections are shown with --json only")
     if chat and not isinstance(given, str):
         raise click.UsageError("--chat takes text, not --prompt-token-ids")
 
@@ -129,6 +129,6 @@ def _plain(value: Any) -> Any:
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value

@@ -24,6 +24,7 @@ from cairn.ops.rotary.rotary_cos_sin import rotary_cos_sin
 from cairn.ops.rotary.rotary_embedding import rotary_embedding
 from cairn.ops.sampling.apply_logit_bias import apply_logit_bias
 from cairn.ops.sampling.apply_penalties import apply_penalties
+from cairn.ops.sampling.apply_token_bitmask import apply_token_bitmask
 from cairn.ops.sampling.counter_uniform import counter_uniform
 from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
 from cairn.ops.sampling.sampling_from_probs import sampling_from_probs
@@ -33,6 +34,7 @@ from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm_probs
 __all__ = [
     "apply_logit_bias",
     "apply_penalties",
+    "apply_token_bitmask",
     "blend_window",
     "counter_uniform",
     "dense_attention",

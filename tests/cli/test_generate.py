@@ -6,7 +6,7 @@ import pytest
 from cairn.cli.generate import generate
 from cairn.cli.options import ENGINE_NAMES
 from cairn.config import EngineOptions, default_model_path
-from cairn.types import SamplingParams
+from cairn.types import Grammar, SamplingParams
 
 
 def test_streams_the_text(run, llms):
@@ -69,7 +69,8 @@ SAMPLING = (
     "--n 2 --temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --sampling-seed 7 --max-tokens 9 "
     "--min-tokens 2 --stop a --stop b --stop-token-ids 10,46 --ignore-eos --logprobs 1 "
     "--prompt-logprobs -1 --presence-penalty 0.5 --frequency-penalty -0.5 "
-    "--repetition-penalty 1.5 --logit-bias 65=-3.5 --logit-bias 66=1 --json"
+    "--repetition-penalty 1.5 --logit-bias 65=-3.5 --logit-bias 66=1 --grammar regex=[a-z]=+ "
+    "--selection --json"
 )
 
 
@@ -93,7 +94,16 @@ def test_every_sampling_option(run, llms):
         frequency_penalty=-0.5,
         repetition_penalty=1.5,
         logit_bias={65: -3.5, 66: 1.0},
+        grammar=Grammar("regex", "[a-z]=+"),
+        selection=True,
     )
+
+
+def test_grammar_from_a_file(run, llms, tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object"}')
+    assert run("generate", "--prompt", "x", "--grammar", f"json_schema=@{file}")[0] == 0
+    assert llms[0].calls[0][1].grammar == Grammar("json_schema", '{"type": "object"}')
 
 
 def test_every_field_has_an_option():
@@ -135,6 +145,11 @@ def test_every_engine_option(run, llms):
     }
 
 
+def test_a_target_instead_of_a_fixed_chunk(run, llms):
+    assert run("generate", "--prompt", "x", "--itl-target-ms", "12.5")[0] == 0
+    assert llms[0].options == {"itl_target_ms": 12.5}
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -144,6 +159,10 @@ def test_every_engine_option(run, llms):
         (["--prompt-token-ids", "1,b"], "1,b"),
         (["--prompt", "x", "--logit-bias", "65"], "ID=VALUE"),
         (["--prompt", "x", "--stop-token-ids", "a"], "--stop-token-ids"),
+        (["--prompt", "x", "--selection"], "--json"),
+        (["--prompt", "x", "--grammar", "xml=<a>"], "grammar kind is 'xml'"),
+        (["--prompt", "x", "--grammar", "regex"], "non-empty"),
+        (["--prompt", "x", "--grammar", "ebnf=@nowhere.lark"], "nowhere.lark"),
         (["--prompt", "x", "--temperature", "-1"], "temperature must be in"),
         (["--prompt", "x", "--temperature", "nan"], "temperature must be in"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),

@@ -78,7 +78,7 @@ def test_counts_are_those_of_eager_steps():
 @gpu
 @needs_cuda
 def test_sampling_and_masks_work_on_replayed_logits():
-    llm = LLM(device="cuda", max_num_seqs=4, max_model_len=2048)
+    llm = LLM(device="cuda", dtype="float32", max_num_seqs=4, max_model_len=2048)
     given = prompts(random.Random(6), 4, 900)
     params = [
         SamplingParams(temperature=0.7, seed=1, top_p=0.9, max_tokens=40),
