@@ -12,6 +12,8 @@ class CairnError(Exception):
     """
 
     http_status = 500
+    param: str | None = None
+    """The field of the request at fault, where there is one."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         self.message = message
@@ -30,9 +32,18 @@ class TooLong(BadRequest):
 
 
 class Busy(CairnError):
-    """The engine is full for the moment; the same request may succeed later."""
+    """The engine is full for the moment; the same request may succeed later.
+
+    Args:
+        message, hint: as in CairnError.
+        retry_after: seconds after which trying again makes sense, at least 1.
+    """
 
     http_status = 429
+
+    def __init__(self, message: str, hint: str | None = None, retry_after: int = 1) -> None:
+        self.retry_after = retry_after
+        super().__init__(message, hint)
 
 
 class BadModel(CairnError, ValueError):

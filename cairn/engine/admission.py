@@ -1,0 +1,108 @@
+"""Which prompts and parameters can be served at all: the API asks at arrival, the engine again.
+
+No torch here: the API process imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cairn.errors import BadRequest, TooLong
+from cairn.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShape:
+    """What the core knows of the model.
+
+    Attributes:
+        vocab_size: user vocabulary.
+        max_model_len: longest prompt with its output, in user tokens.
+        eos_ids: ids that end an output.
+        seed: base of the draws of requests without a seed.
+        landmarks: some layer selects the pages it reads.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+    seed: int
+    landmarks: bool = False
+
+
+def check(
+    prompt: Sequence[int], params: SamplingParams, shape: CoreShape, has_tokenizer: bool
+) -> None:
+    """Pass what can be served.
+
+    Raises:
+        BadRequest: a prompt or parameters that this model can never serve.
+        TooLong: no room for the prompt and one more token.
+    """
+    _check_prompt(prompt, shape)
+    _check_ids(params, shape)
+    if params.stop and not has_tokenizer:
+        raise BadRequest(
+            f"stop is {params.stop!r}, but this model has no tokenizer", "Use stop_token_ids"
+        )
+    if params.grammar is not None and not has_tokenizer:
+        raise BadRequest(
+            f"a {params.grammar.kind} grammar was given, but this model has no tokenizer",
+            "Leave the grammar out",
+        )
+    if params.selection and not shape.landmarks:
+        raise BadRequest(
+            "selection was asked for, but no layer of this model selects pages by landmarks",
+            "Leave it out: this model reads its whole context for every token",
+        )
+
+
+def stop_ids(params: SamplingParams, shape: CoreShape) -> tuple[int, ...]:
+    """Every id that ends an output of these parameters, once. A model may name an
+    end-of-sequence id that it cannot produce."""
+    eos_ids = () if params.ignore_eos else shape.eos_ids
+    ids = dict.fromkeys((*eos_ids, *params.stop_token_ids))
+    return tuple(token for token in ids if token < shape.vocab_size)
+
+
+def _check_prompt(prompt: Sequence[int], shape: CoreShape) -> None:
+    vocab, longest = shape.vocab_size, shape.max_model_len
+    if len(prompt) == 0:
+        raise BadRequest("the prompt is empty", "Give at least one token")
+    if len(prompt) >= longest:
+        raise TooLong(
+            f"the prompt has {len(prompt)} tokens, but prompt and output together may have "
+            f"{longest} (max_model_len)",
+            "Shorten the prompt, or raise max_model_len or kv_cache_memory if the model "
+            "and the memory allow it",
+        )
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab:
+        bad = low if low < 0 else high
+        raise BadRequest(f"prompt token id {bad} is out of range", f"Ids go from 0 to {vocab - 1}")
+
+
+def _check_ids(params: SamplingParams, shape: CoreShape) -> None:
+    vocab = shape.vocab_size
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+    ):
+        for token in ids:
+            if token >= vocab:
+                raise BadRequest(
+                    f"{name} has token id {token}, out of range", f"Ids go from 0 to {vocab - 1}"
+                )
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and count > vocab:
+            raise BadRequest(
+                f"{name} is {count}, but the vocabulary has {vocab} tokens",
+                "Use -1 for the whole vocabulary",
+            )
+    if params.min_tokens and len(stop_ids(params, shape)) >= vocab:
+        raise BadRequest(
+            f"min_tokens is {params.min_tokens}, but every token id ends the output",
+            "Leave some id out of stop_token_ids",
+        )

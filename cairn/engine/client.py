@@ -1,0 +1,443 @@
+"""The engine as the API process sees it: start it, submit prompts, iterate over what comes back.
+
+No torch here. Everything runs in one event loop; nothing is thread-safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cairn import errors
+from cairn.config import EngineOptions
+from cairn.engine import admission
+from cairn.engine.admission import CoreShape
+from cairn.engine.child import Child
+from cairn.engine.messages import (
+    Abort,
+    Call,
+    Delta,
+    Fatal,
+    FromEngine,
+    Heartbeat,
+    Launch,
+    Outputs,
+    Phase,
+    Ready,
+    Reply,
+    Stats,
+    Stop,
+    Submit,
+    pack_ids,
+)
+from cairn.engine.watchdog import TICK_SECONDS, Watchdog
+from cairn.errors import BadRequest, Busy, CairnError, EngineDead
+from cairn.obs.log import LEVELS, get_logger
+from cairn.types import SamplingParams
+
+log = get_logger(__name__)
+
+RATE_WINDOW = 256
+"""Completions that the wait told to a refused client is reckoned from."""
+
+LONGEST_WAIT = 60
+FIRST_WAIT = 5
+"""Seconds told to a refused client at most, and while no completion has been seen yet."""
+
+LAST_WORDS_SECONDS = 2.0
+"""How long a process that said it ends may take to do so."""
+
+
+class Submission:
+    """A request in the engine: an async iterator of its deltas, for one consumer.
+
+    It ends when all continuations have ended, or after `cancel`. As a context manager it cancels
+    what is unfinished when the block is left.
+
+    Raises (while iterating):
+        EngineDead: the engine ended before the request did.
+    """
+
+    __slots__ = ("_client", "_deltas", "_error", "_waiter", "cancelled", "id", "unfinished")
+
+    def __init__(self, client: EngineClient, request_id: str, n: int) -> None:
+        self.id = request_id
+        self.unfinished = n
+        self.cancelled = False
+        self._client = client
+        self._deltas: deque[Delta] = deque()
+        self._error: EngineDead | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            if self.cancelled or self.unfinished == 0:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._deltas.popleft()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Take back what is unfinished; iterating ends. Doing it again does nothing."""
+        if self.cancelled or self.unfinished == 0 or self._error is not None:
+            return
+        self.cancelled = True
+        self._deltas.clear()
+        self._client.abort(self.id)
+        self._wake()
+
+    def take(self, delta: Delta) -> None:
+        """For the client: something came from the engine."""
+        if delta.finish_reason is not None:
+            self.unfinished -= 1
+        if not self.cancelled:
+            self._deltas.append(delta)
+            self._wake()
+
+    def fail(self, error: EngineDead) -> None:
+        """For the client: nothing more will come."""
+        if self.unfinished and not self.cancelled:
+            # Each consumer raises its own: a shared one would collect every traceback.
+            self._error = EngineDead(error.message, error.hint)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """Starts an engine process and talks to it.
+
+    Args:
+        model: the model folder.
+        options: the engine's options.
+        max_waiting: continuations that may wait beside those that run.
+        stuck_seconds: silence of the engine process that means it is stuck.
+        step_limit: seconds that one step may take.
+
+    Attributes:
+        info: what the engine is, after `start`.
+        stats: totals and gauges of the last heartbeat.
+        phases: seconds of the start-up by phase.
+        dead: why the engine has ended, None while it has not.
+    """
+
+    info: Ready
+
+    def __init__(
+        self,
+        model: Path,
+        options: EngineOptions,
+        *,
+        max_waiting: int = 1024,
+        stuck_seconds: float = 4.0,
+        step_limit: float = 300.0,
+    ) -> None:
+        self.stats = Stats()
+        self.phases: dict[str, float] = {}
+        self.dead: EngineDead | None = None
+        self._model = model
+        self._options = options
+        self._max_waiting = max_waiting
+        self._watchdog = Watchdog(stuck_seconds, step_limit)
+        self._shape: CoreShape | None = None
+        self._submissions: dict[str, Submission] = {}
+        self._live = 0
+        self._completions: deque[float] = deque(maxlen=RATE_WINDOW)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_number = 0
+        self._stopping = False
+        self._ended = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._on_phase: Callable[[str, float], object] | None = None
+
+    async def start(self, on_phase: Callable[[str, float], object] | None = None) -> None:
+        """Start the engine process and wait until it serves.
+
+        Args:
+            on_phase: called with the name and the seconds of every phase that ends.
+
+        Raises:
+            BadModel, BadConfig, OutOfMemory: why it cannot serve, as the engine says.
+            EngineDead: it ended in any other way.
+        """
+        self._on_phase = on_phase
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        level = logging.getLevelName(logging.getLogger("cairn").level).lower()
+        launch = Launch(
+            str(self._model), self._options, os.getpid(), level if level in LEVELS else None
+        )
+        self._child = Child(launch, self._take)
+        self._watcher = asyncio.create_task(self._watch(), name="engine watchdog")
+        try:
+            await self._started
+        except BaseException:
+            self._child.kill()
+            await self._watcher
+            raise
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since the step in flight began, 0 when none runs; counts on when heartbeats are
+        missing."""
+        return self._watchdog.step_age
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Continuations that the engine holds, running or waiting, and the most it may hold.
+
+        A cancelled one counts until the engine has let it go.
+        """
+        rows = self.info.max_num_seqs if self._shape is not None else 0
+        return self._live, rows + self._max_waiting
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._child.pid
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Pass what the engine can serve.
+
+        Raises:
+            BadRequest: a prompt or parameters that can never be served.
+            TooLong: no room for the prompt and one more token.
+            EngineDead: it is not there.
+        """
+        admission.check(prompt, params, self._require_shape(), self.info.has_tokenizer)
+        _, bound = self.load
+        if params.n > bound:
+            raise BadRequest(
+                f"n is {params.n}, but this server holds {bound} outputs at once",
+                "Ask for fewer",
+            )
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> Submission:
+        """Have a prompt served.
+
+        Args:
+            prompt: user token ids.
+            params: how to sample; `n` continuations.
+            priority: smaller goes first.
+            request_id: unique among the live ones; None: chosen here.
+
+        Raises:
+            BadRequest, TooLong: as `check`; also for an id in use.
+            Busy: too many continuations are in the engine already.
+            EngineDead: it is not there.
+        """
+        self.check(prompt, params)
+        live, bound = self.load
+        if live + params.n > bound:
+            wait = self._retry_after(live + params.n - bound)
+            raise Busy(
+                f"{live} outputs are running or waiting, of at most {bound}",
+                f"Try again in {wait} s",
+                wait,
+            )
+        name = uuid.uuid4().hex if request_id is None else request_id
+        if name in self._submissions:
+            raise BadRequest(f"request id {name!r} is in use", "Choose another one")
+        self._child.send(Submit(name, pack_ids(prompt), params, priority))
+        submission = Submission(self, name, params.n)
+        self._submissions[name] = submission
+        self._live += params.n
+        return submission
+
+    def abort(self, request_id: str) -> None:
+        """Take a request back, as Submission.cancel does; an unknown id may just have ended."""
+        if self.dead is None and request_id in self._submissions:
+            # An engine that has just ended has nothing to give back.
+            with contextlib.suppress(EngineDead):
+                self._child.send(Abort([request_id]))
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """Ask the engine to do something beside serving: "flush_cache", "cache" or "profile".
+
+        Raises:
+            BadRequest: the engine does not take the method or its arguments.
+            CairnError: it failed.
+            EngineDead: it is not there.
+        """
+        self._require_shape()
+        self._call_number += 1
+        number = self._call_number
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = reply
+        try:
+            self._child.send(Call(number, method, arguments))
+            return await reply
+        finally:
+            del self._calls[number]
+
+    async def died(self) -> EngineDead:
+        """Wait until the engine has ended; a stuck one is killed. Returns why."""
+        await self._ended.wait()
+        assert self.dead is not None
+        return self.dead
+
+    async def stop(self, timeout: float) -> None:
+        """End the engine; what still runs is aborted. Waits up to `timeout` seconds, then kills."""
+        if self._watcher is None:
+            return
+        self._stopping = True
+        if self.dead is None and self._shape is not None:
+            self._child.send(Stop())
+        else:
+            self._child.kill()
+        done, _ = await asyncio.wait({self._watcher}, timeout=timeout)
+        if not done:
+            self._child.kill()
+            await self._watcher
+
+    def _take(self, message: FromEngine) -> None:
+        if self.dead is not None:
+            # Everyone has been told: what was still on its way has no reader.
+            return
+        match message:
+            case Outputs():
+                for delta in message.deltas:
+                    self._deliver(delta)
+            case Heartbeat():
+                self.stats = message.stats
+                self._watchdog.beat(message)
+            case Reply():
+                self._answer(message)
+            case Phase():
+                self.phases[message.name] = message.seconds
+                if self._on_phase is not None:
+                    self._on_phase(message.name, message.seconds)
+            case Ready():
+                self._ready(message)
+            case Fatal():
+                self._end(error_of(message))
+
+    def _ready(self, info: Ready) -> None:
+        self.info = info
+        self._shape = CoreShape(
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            eos_ids=info.eos_ids,
+            seed=0,
+            landmarks=bool(info.landmark_layers),
+        )
+        self._watchdog.loading = False
+        if not self._started.done():
+            self._started.set_result(None)
+
+    def _deliver(self, delta: Delta) -> None:
+        submission = self._submissions[delta.id]
+        submission.take(delta)
+        if delta.finish_reason is not None:
+            self._live -= 1
+            self._completions.append(time.monotonic())
+            if submission.unfinished == 0:
+                del self._submissions[delta.id]
+
+    def _answer(self, reply: Reply) -> None:
+        waiting = self._calls.get(reply.number)
+        if waiting is None or waiting.done():
+            return
+        if reply.error is None:
+            waiting.set_result(reply.value)
+        else:
+            kind = BadRequest if reply.status == BadRequest.http_status else CairnError
+            waiting.set_exception(kind(reply.error))
+
+    def _require_shape(self) -> CoreShape:
+        if self.dead is not None:
+            raise EngineDead(self.dead.message, self.dead.hint)
+        if self._shape is None:
+            raise EngineDead("the engine is not ready yet", "Try again when it has started")
+        return self._shape
+
+    def _retry_after(self, places: int) -> int:
+        """Seconds until so many continuations will have ended, at the rate seen last."""
+        if len(self._completions) < 2:
+            return FIRST_WAIT
+        span = time.monotonic() - self._completions[0]
+        return max(1, min(LONGEST_WAIT, math.ceil(places * span / len(self._completions))))
+
+    async def _watch(self) -> None:
+        """Follow the process to its end, killing it when it is stuck."""
+        killed_after: float | None = None
+        while self._child.alive:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            if self.dead is not None:
+                killed_after = killed_after or now + LAST_WORDS_SECONDS
+                if now > killed_after:
+                    self._child.kill()
+            elif (reason := self._watchdog.tick()) is not None:
+                self._child.kill()
+                self._end(EngineDead(reason, "Look at its last log lines; start the server again"))
+        # What the process sent before it ended may still be on its way through the socket.
+        await asyncio.sleep(0.05)
+        self._child.receive()
+        ordered = EngineDead("the engine was stopped")
+        self._end(ordered if self._stopping else self._child.exit_reason())
+        self._child.close()
+
+    def _end(self, error: CairnError) -> None:
+        """Nothing more will come: tell everyone who waits, once."""
+        if self.dead is not None:
+            return
+        self.dead = dead = (
+            error if isinstance(error, EngineDead) else EngineDead(error.message, error.hint)
+        )
+        if not self._started.done():
+            self._started.set_exception(error)
+        elif not self._stopping:
+            log.error("%s", dead)
+        for submission in self._submissions.values():
+            submission.fail(dead)
+        self._submissions.clear()
+        self._live = 0
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(EngineDead(dead.message, dead.hint))
+        self._ended.set()
+
+
+def error_of(fatal: Fatal) -> CairnError:
+    """The engine's last word as the exception that it was there."""
+    kind = getattr(errors, fatal.kind, EngineDead)
+    if isinstance(kind, type) and issubclass(kind, CairnError):
+        return kind(fatal.reason)
+    return EngineDead(fatal.reason)

@@ -1,0 +1,70 @@
+"""Failures on demand, for tests of what happens then. Off unless CAIRN_FAULT is set.
+
+CAIRN_FAULT is "stall:SECONDS@STEP" (the step takes that much longer), "raise@STEP" (it raises) or
+"die@STEP" (the process is killed), with a list divided by commas for several. Steps count from 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+
+from cairn.errors import BadConfig
+from cairn.runner.executor import Executor
+from cairn.runner.step import StepPlan, StepResult
+
+ENVIRONMENT_VARIABLE = "CAIRN_FAULT"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One failure: what happens in which step; `seconds` of a stall."""
+
+    kind: str
+    step: int
+    seconds: float = 0.0
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """The failures that the text names. Raises BadConfig for any other form."""
+    faults = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"(?:(raise|die)|stall:(\d+(?:\.\d+)?))@(\d+)", part)
+        if match is None:
+            raise BadConfig(
+                f"{ENVIRONMENT_VARIABLE} has {part!r}",
+                "Write stall:SECONDS@STEP, raise@STEP or die@STEP",
+            )
+        faults.append(Fault(match[1] or "stall", int(match[3]), float(match[2] or 0)))
+    return tuple(faults)
+
+
+class FaultyExecutor:
+    """Runs plans on another executor, with failures at chosen steps."""
+
+    def __init__(self, inner: Executor, faults: tuple[Fault, ...]) -> None:
+        self._inner = inner
+        self._faults = faults
+        self._step = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step, or fail as this step is to fail. Raises RuntimeError for "raise"."""
+        self._step += 1
+        for fault in self._faults:
+            if fault.step != self._step:
+                continue
+            if fault.kind == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault.kind == "raise":
+                raise RuntimeError(
+                    f"{ENVIRONMENT_VARIABLE} asked for a failure of step {fault.step}"
+                )
+            time.sleep(fault.seconds)
+        return self._inner.execute(plan)
+
+    def shutdown(self) -> None:
+        """Release what the inner executor holds."""
+        self._inner.shutdown()

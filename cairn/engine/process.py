@@ -1,0 +1,231 @@
+"""The engine process: `python -m cairn.engine.process FOLDER`, started by `EngineClient`.
+
+FOLDER holds the two sockets of the client. What to load stands on the standard input. The process
+never outlives its client; it ends with exit code 0 after a Stop, and after a Fatal with the code
+that the Fatal says. torch is imported after the first heartbeat.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from cairn.engine.messages import (
+    FROM_ENGINE,
+    HEARTBEAT_SECONDS,
+    TO_ENGINE,
+    Fatal,
+    FromEngine,
+    Heartbeat,
+    Launch,
+    Phase,
+    Ready,
+    Stats,
+)
+from cairn.errors import BadConfig, BadModel, BadRequest, CairnError, InvariantError, OutOfMemory
+from cairn.obs.log import configure, get_logger
+
+if TYPE_CHECKING:
+    from cairn.engine.build import Built
+
+log = get_logger("cairn.engine.process")
+
+PR_SET_PDEATHSIG = 1
+FLUSH_MILLISECONDS = 1000
+
+
+class Pulse(threading.Thread):
+    """Sends heartbeats, whatever the main thread is doing, and ends the process with its parent.
+
+    Attributes:
+        stats: totals to tell.
+        step_began: when the step in flight began (time.monotonic), None when none runs.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str, parent: int) -> None:
+        super().__init__(name="pulse", daemon=True)
+        self.stats = Stats()
+        self.step_began: float | None = None
+        self._context = context
+        self._folder = folder
+        self._parent = parent
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Beat until stopped."""
+        outbox = _connect(self._context, zmq.PUSH, self._folder, FROM_ENGINE)
+        encoder = msgspec.msgpack.Encoder()
+        while True:
+            if os.getppid() != self._parent:
+                os._exit(1)
+            began = self.step_began
+            age = 0.0 if began is None else time.monotonic() - began
+            outbox.send(encoder.encode(Heartbeat(age, self.stats)))
+            if self._stopped.wait(HEARTBEAT_SECONDS):
+                break
+        outbox.close()
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._stopped.set()
+        self.join()
+
+
+def main() -> None:
+    """Entry point of the process; never returns."""
+    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
+    _die_with_parent(launch.parent)
+    # A signal to the whole group is the client's to handle: it drains, then says stop.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    configure(launch.log_level)
+    code = serve(sys.argv[1], launch)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is said. Taking a large process down object by object can take seconds, or hang
+    # in a driver.
+    os._exit(code)
+
+
+def serve(folder: str, launch: Launch) -> int:
+    """Load the model, serve until told to stop; returns the exit code.
+
+    Args:
+        folder: where the client's sockets are.
+        launch: what to load.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pulse = Pulse(context, folder, launch.parent)
+    pulse.start()
+    outbox = _connect(context, zmq.PUSH, folder, FROM_ENGINE)
+    inbox = _connect(context, zmq.PULL, folder, TO_ENGINE)
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(message: FromEngine) -> None:
+        outbox.send(encoder.encode(message))
+
+    try:
+        _serve(launch, inbox, send, pulse)
+        code = 0
+    except BaseException as error:
+        # The client must learn why, whatever it is.
+        fatal = fatal_of(error)
+        if fatal.exit_code == 1:
+            log.error("the engine ends", exc_info=error)
+        send(fatal)
+        code = fatal.exit_code
+    pulse.stop()
+    context.destroy(linger=FLUSH_MILLISECONDS)
+    return code
+
+
+def _serve(
+    launch: Launch, inbox: zmq.Socket[bytes], send: Callable[[FromEngine], None], pulse: Pulse
+) -> None:
+    began = time.monotonic()
+
+    def phase_ended(name: str) -> None:
+        nonlocal began
+        now = time.monotonic()
+        send(Phase(name, now - began))
+        began = now
+
+    from cairn.engine.build import build
+    from cairn.engine.faults import ENVIRONMENT_VARIABLE, FaultyExecutor, parse_faults
+    from cairn.engine.loop import EngineLoop
+    from cairn.engine.warmup import warm_up
+
+    phase_ended("import")
+    built = build(Path(launch.model), launch.options, phase_ended)
+    warm_up(built)
+    phase_ended("warmup")
+    faults = parse_faults(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+    if faults:
+        log.warning("faults are injected: %s", faults)
+        built.core.executor = FaultyExecutor(built.core.executor, faults)
+    # What is loaded stays: the collector need not walk it again and again.
+    gc.collect()
+    gc.freeze()
+    loop = EngineLoop(built, inbox, send, pulse)
+    send(ready_of(built))
+    loop.run()
+
+
+def ready_of(built: Built) -> Ready:
+    """What the client must know of an engine that is loaded."""
+    spec, config, memory, core = built.spec, built.config, built.memory, built.core
+    return Ready(
+        vocab_size=core.shape.vocab_size,
+        max_model_len=core.shape.max_model_len,
+        eos_ids=core.shape.eos_ids,
+        page_size=config.page_size,
+        landmarks=spec.landmarks,
+        landmark_layers=config.landmark_layers if core.shape.landmarks else (),
+        num_pages=memory.num_pages,
+        max_num_seqs=config.max_num_seqs,
+        has_tokenizer=core.tokenizer is not None,
+        choices=tuple(str(choice) for choice in (*config.choices, *memory.choices)),
+        memory=(
+            ("weights", built.weight_bytes),
+            ("pages", memory.num_pages * memory.bytes_per_page),
+        ),
+        landmark_window=(config.window or 0) if core.shape.landmarks else 0,
+    )
+
+
+def fatal_of(error: BaseException) -> Fatal:
+    """How an exception is told to the client: cause and remedy in one line."""
+    if isinstance(error, BadModel | BadConfig | BadRequest | OutOfMemory):
+        return Fatal(_line(str(error)), type(error).__name__, 2)
+    if isinstance(error, InvariantError):
+        return Fatal(_line(f"an internal rule was broken: {error}. Please report it"))
+    if isinstance(error, CairnError):
+        return Fatal(_line(str(error)))
+    what = _line(f"{type(error).__name__}: {error}")
+    # torch has a class of its own for devices, and only a text for the host.
+    if isinstance(error, MemoryError) or any(
+        sign in what for sign in ("OutOfMemoryError", "can't allocate memory", "out of memory")
+    ):
+        short = OutOfMemory(
+            f"the memory does not hold the model and its pages ({what})",
+            "Lower kv_cache_memory (--kv-cache-memory), or use a machine with more memory",
+        )
+        return Fatal(str(short), "OutOfMemory", 2)
+    return Fatal(f"the engine failed with {what}. Look at the log above for where")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _connect(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, folder: str, name: str
+) -> zmq.Socket[bytes]:
+    """A socket without bounds on what waits in it: the client bounds the requests instead."""
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.connect(f"ipc://{folder}/{name}")
+    return socket
+
+
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the client's ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

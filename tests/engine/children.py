@@ -1,0 +1,82 @@
+"""Engine processes for tests: one that is shared, and one for each test that ruins it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from cairn.config import EngineOptions
+from cairn.engine.client import EngineClient, Submission
+from cairn.engine.messages import Delta, Position
+
+MODEL = Path(__file__).parent.parent / "data" / "models" / "tiny-hils-2m"
+OPTIONS = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "16MiB", "max_num_seqs": 16}
+PATIENCE = 60.0
+"""Seconds that anything may take on a busy machine."""
+
+
+def make_client(options: dict | None = None, model: Path = MODEL, **client) -> EngineClient:
+    return EngineClient(model, EngineOptions(**{**OPTIONS, **(options or {})}), **client)
+
+
+@contextlib.asynccontextmanager
+async def engine(options: dict | None = None, **client) -> AsyncIterator[EngineClient]:
+    """A started engine, stopped at the end."""
+    running = make_client(options, **client)
+    await running.start()
+    try:
+        yield running
+    finally:
+        await running.stop(PATIENCE)
+
+
+@dataclass
+class Output:
+    """One continuation put together from its deltas."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Position] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+
+    @property
+    def last(self) -> Delta:
+        return self.deltas[-1]
+
+
+async def collect(submission: Submission, n: int = 1) -> list[Output]:
+    """The continuations of a submission that is iterated to its end."""
+    outputs = [Output() for _ in range(n)]
+    with submission:
+        async for delta in submission:
+            assert delta.id == submission.id
+            output = outputs[delta.index]
+            assert not output.deltas or output.last.finish_reason is None
+            output.deltas.append(delta)
+            output.text += delta.text
+            output.token_ids += delta.token_ids
+            output.logprobs += delta.logprobs
+    return outputs
+
+
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> float:
+    """Wait until something holds; returns how long that took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "it never came to hold"
+        await asyncio.sleep(0.02)
+    return time.monotonic() - began
+
+
+def gone(pid: int) -> bool:
+    """No such process, or a dead one that nobody has reaped."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,262 @@
+"""The loop on a fake model, one message and one step at a time."""
+
+import threading
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import zmq
+
+from cairn.cache.invariants import check
+from cairn.engine.loop import EngineLoop
+from cairn.engine.messages import (
+    Abort,
+    Call,
+    FromEngine,
+    Outputs,
+    Reply,
+    Stats,
+    Stop,
+    Submit,
+    pack_ids,
+)
+from cairn.errors import EngineDead, InvariantError
+from cairn.types import SamplingParams
+from tests.engine.fakes import all_pages_back, fake_core
+
+SECONDS = 30
+
+
+class Steps:
+    """An executor that waits for leave before every step, and notes the pages it could have."""
+
+    def __init__(self, core) -> None:
+        self.inner = core.executor
+        self.cache = core.cache
+        self.leave = threading.Semaphore(0)
+        self.reached = threading.Semaphore(0)
+        self.available: list[int] = []
+        self.error: Exception | None = None
+
+    def execute(self, plan):
+        self.available.append(self.cache.available)
+        self.reached.release()
+        assert self.leave.acquire(timeout=SECONDS)
+        if self.error is not None:
+            raise self.error
+        return self.inner.execute(plan)
+
+
+class Running:
+    """A loop in a thread; `steps` holds it back, `sent` is what it has said."""
+
+    def __init__(self, **core) -> None:
+        self.core = fake_core(**core)
+        self.core.executor = self.steps = Steps(self.core)
+        self.vitals = SimpleNamespace(stats=Stats(), step_began=None)
+        self.sent: list[FromEngine] = []
+        self.said = threading.Condition()
+        self.failure: Exception | None = None
+        self._context = zmq.Context()
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.bind("inproc://loop")
+        inbox = self._context.socket(zmq.PULL)
+        inbox.connect("inproc://loop")
+        runner = SimpleNamespace(counters=SimpleNamespace(queries=0, selected=0))
+        built = SimpleNamespace(core=self.core, runner=runner, spec=SimpleNamespace(num_kv_heads=1))
+        self.loop = EngineLoop(built, inbox, self._take, self.vitals)
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except (EngineDead, InvariantError) as error:
+            self.failure = error
+
+    def _take(self, message) -> None:
+        # Over the wire and back: what cannot travel fails here.
+        data = msgspec.msgpack.encode(message)
+        with self.said:
+            self.sent.append(msgspec.msgpack.decode(data, type=FromEngine))
+            self.said.notify_all()
+
+    def tell(self, *messages) -> None:
+        for message in messages:
+            self._outbox.send(msgspec.msgpack.encode(message))
+
+    def submit(self, name: str, n: int = 1, size: int = 6, **params) -> None:
+        sampling = SamplingParams(**{"max_tokens": 50, "n": n, **params})
+        self.tell(Submit(name, pack_ids([1] * size), sampling))
+
+    def reach_step(self) -> None:
+        assert self.steps.reached.acquire(timeout=SECONDS)
+
+    def step(self, count: int = 1) -> None:
+        """Let the step that is reached run, and so on, up to the door of the next one."""
+        for _ in range(count):
+            self.steps.leave.release()
+            self.reach_step()
+
+    def wait(self, condition) -> None:
+        with self.said:
+            assert self.said.wait_for(lambda: condition(self.sent), SECONDS), self.sent
+
+    def close(self) -> None:
+        self.tell(Stop())
+        for _ in range(10_000):
+            self.steps.leave.release()
+        self.thread.join(SECONDS)
+        assert not self.thread.is_alive()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def make():
+    opened = []
+
+    def start(**core) -> Running:
+        opened.append(Running(**core))
+        return opened[-1]
+
+    yield start
+    for running in opened:
+        running.close()
+
+
+def deltas(sent):
+    return [delta for message in sent if isinstance(message, Outputs) for delta in message.deltas]
+
+
+def test_one_message_a_step_with_every_continuation_that_moved(make):
+    running = make()
+    running.submit("a", n=3)
+    running.submit("b")
+    running.reach_step()
+    running.step(5)
+    sent = running.sent
+    assert all(isinstance(message, Outputs) for message in sent)
+    assert len(sent) == 5
+    names = {("a", 0), ("a", 1), ("a", 2), ("b", 0)}
+    assert {(d.id, d.index) for d in sent[-1].deltas} == names
+    assert all(len(d.token_ids) == 1 for d in sent[-1].deltas)
+    first = {(d.id, d.index): d for d in reversed(deltas(sent))}
+    assert first["a", 0].cached_tokens is not None
+    assert first["a", 1].cached_tokens is None
+
+
+def test_pages_of_what_is_taken_back_return_before_the_next_step(make):
+    running = make()
+    running.submit("stays")
+    running.submit("goes", n=2, size=40)
+    running.reach_step()
+    running.step(4)
+    before = running.steps.available[-1]
+    running.tell(Abort(["goes", "unknown"]))
+    # The step that runs does not know; the next one is planned without them.
+    running.step()
+    assert running.steps.available[-1] >= before + 13
+    running.step()
+    ended = [d for d in deltas(running.sent) if d.finish_reason]
+    assert [(d.id, d.index, d.finish_reason) for d in ended] == [
+        ("goes", 0, "abort"),
+        ("goes", 1, "abort"),
+    ]
+    running.tell(Abort(["stays"]))
+    running.steps.leave.release()
+    running.wait(lambda sent: len([d for d in deltas(sent) if d.finish_reason]) == 3)
+    running.tell(Call(7, "cache"))
+    running.wait(lambda sent: isinstance(sent[-1], Reply))
+    reply = running.sent[-1]
+    assert reply.number == 7 and reply.value["problems"] == [] and reply.value["owned"] == 0
+    assert all_pages_back(running.core)
+    assert not check(running.core.cache, []).problems
+
+
+def test_what_waits_can_be_taken_back_too(make):
+    running = make(rows=1)
+    running.submit("runs")
+    running.submit("waits", n=30)
+    running.reach_step()
+    running.step(2)
+    running.tell(Abort(["waits"]))
+    running.step(2)
+    ended = [d for d in deltas(running.sent) if d.finish_reason == "abort"]
+    assert {d.id for d in ended} == {"waits"} and len(ended) == 30
+    assert not any(d.token_ids for d in ended)
+    # Nothing of them is kept while the row is taken.
+    assert len(running.core.scheduler.waiting) <= 1
+
+
+def test_a_request_that_cannot_be_added_ends_with_its_cause(make):
+    running = make()
+    running.submit("far", n=2, size=10_000)
+    running.wait(lambda sent: len(deltas(sent)) == 2)
+    for index, delta in enumerate(deltas(running.sent)):
+        assert (delta.id, delta.index, delta.finish_reason) == ("far", index, "error")
+        assert "the prompt has 10000 tokens" in delta.error and delta.status == 400
+    assert not running.core.has_work
+
+
+def test_failing_steps_end_their_requests_and_the_third_ends_the_engine(make):
+    running = make()
+    running.steps.error = RuntimeError("the device is tired")
+    for count in (1, 2, 3):
+        running.submit(f"r{count}")
+        running.reach_step()
+        running.steps.leave.release()
+        if count < 3:
+            running.wait(lambda sent, n=count: len(deltas(sent)) == n)
+    running.thread.join(SECONDS)
+    assert isinstance(running.failure, EngineDead)
+    assert "3 steps in a row failed" in str(running.failure)
+    assert {d.finish_reason for d in deltas(running.sent)} == {"error"}
+    assert all("the device is tired" in d.error for d in deltas(running.sent))
+    assert all_pages_back(running.core)
+
+
+def test_a_broken_rule_ends_the_engine_at_once(make):
+    running = make()
+    running.steps.error = InvariantError("page 3 has two owners")
+    running.submit("a")
+    running.reach_step()
+    running.steps.leave.release()
+    running.thread.join(SECONDS)
+    assert isinstance(running.failure, InvariantError)
+
+
+def test_a_lost_page_shows_when_the_engine_rests(make):
+    running = make()
+    running.core.cache.allocator.take(2)
+    running.submit("a", max_tokens=2)
+    running.reach_step()
+    running.step(1)
+    running.steps.leave.release()
+    running.wait(lambda sent: any(d.finish_reason for d in deltas(sent)))
+    for _ in range(SECONDS * 10):
+        if running.vitals.stats.pages_leaked:
+            break
+        threading.Event().wait(0.1)
+    assert running.vitals.stats.pages_leaked == 2
+    assert running.vitals.stats.running == running.vitals.stats.waiting == 0
+
+
+def test_the_age_of_a_step_is_known_while_it_runs(make):
+    running = make()
+    assert running.vitals.step_began is None
+    running.submit("a", max_tokens=1)
+    running.reach_step()
+    assert running.vitals.step_began is not None
+    running.steps.leave.release()
+    running.wait(lambda sent: any(d.finish_reason for d in deltas(sent)))
+    assert running.vitals.step_began is None
+
+
+def test_a_call_that_fails_is_its_callers_alone(make):
+    running = make()
+    running.tell(Call(1, "dance"), Call(2, "flush_cache", {"all": True}), Call(3, "flush_cache"))
+    running.wait(lambda sent: len(sent) == 3)
+    first, second, third = running.sent
+    assert first.error == "no method 'dance'" and first.status == 400
+    assert "TypeError" in second.error and second.status == 500
+    assert third.error is None and third.value == {"pages": 0}
