@@ -64,6 +64,7 @@ def modules_loaded_by(code: str) -> set[str]:
         "from cairn import SamplingParams",
         "import cairn.cli.main",
         COMMAND.format(["--help"]),
+        COMMAND.format(["serve", "--help"]),
         COMMAND.format(["generate", "--help"]),
         COMMAND.format(["bench", "latency", "--help"]),
     ],

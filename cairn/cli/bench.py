@@ -1,4 +1,7 @@
-"""`cairn bench`: throughput and latency, recorded with the machine's roofline."""
+"""`cairn bench`: throughput and latency, recorded with the machine's roofline.
+
+What measures a running server (`serve`, `stall`, `soak`) is in bench_serve.py.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cairn.cli.bench_serve import serve, soak, stall
 from cairn.cli.options import engine_arguments, engine_options, model_argument, parse_ids
 
 if TYPE_CHECKING:
@@ -30,7 +34,11 @@ output_option = click.option(
 
 @click.group()
 def bench() -> None:
-    """Measure the engine on this machine and append the records to a file."""
+    """Measure the engine or a server and append the records to a file."""
+
+
+for _command in (serve, stall, soak):
+    bench.add_command(_command)
 
 
 @bench.command()

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 
 import click
 
-from cairn import __version__
 from cairn.cli.bench import bench
 from cairn.cli.demo import demo
 from cairn.cli.doctor import doctor
 from cairn.cli.generate import generate
 from cairn.cli.inspect import inspect
 from cairn.cli.ops import ops
+from cairn.cli.serve import serve
 from cairn.errors import BadConfig, BadModel, BadRequest, CairnError
 from cairn.obs import log
+from cairn.version import __version__
 
 FAILED = 1
 BAD_INPUT = 2
@@ -40,7 +41,7 @@ def cairn(log_level: str | None) -> None:
     log.configure(log_level)
 
 
-for _command in (generate, demo, inspect, doctor, ops, bench):
+for _command in (serve, generate, demo, inspect, doctor, ops, bench):
     cairn.add_command(_command)
 
 

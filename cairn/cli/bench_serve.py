@@ -1,0 +1,350 @@
+"""`cairn bench serve`, `stall` and `soak`: measurements of a running server from outside."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from cairn.errors import CairnError
+
+if TYPE_CHECKING:
+    from cairn.bench.serve.client import ServerAddress
+    from cairn.bench.serve.record import Recorder
+    from cairn.bench.serve.run import ServePlan
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DATASETS = ("random", "shared-prefix", "sharegpt")
+POSITIVE = click.IntRange(min=1)
+SECONDS = click.FloatRange(min=0, min_open=True)
+
+SERVER = (
+    click.option("--base-url", default="http://127.0.0.1:8000", show_default=True),
+    click.option("--model", help="Name to ask for.  [default: the first that the server lists]"),
+    click.option(
+        "--api-key", envvar="CAIRN_API_KEY", help="Bearer token.  [default: $CAIRN_API_KEY]"
+    ),
+    click.option(
+        "--tokenizer",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Folder that counts tokens.  [default: the server's /tokenize, or its usage]",
+    ),
+    click.option(
+        "--timeout",
+        type=SECONDS,
+        default=600.0,
+        show_default=True,
+        help="Seconds without a byte that make a request fail.",
+    ),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of prompts and arrivals."),
+    click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table."),
+    click.option(
+        "--output",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="File of records; the default is benchmarks/results/<date>-<machine>-<name>.json.",
+    ),
+    click.option(
+        "--chart",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE.png",
+        help="Draw a chart too (needs the extra `bench`).",
+    ),
+)
+
+
+def server_options(command: F) -> F:
+    """Decorator: the options of every measurement of a server."""
+    for option in reversed(SERVER):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.option(
+    "--endpoint",
+    type=click.Choice(["completions", "chat"]),
+    default="completions",
+    show_default=True,
+)
+@click.option("--dataset-name", type=click.Choice(DATASETS), default="random", show_default=True)
+@click.option(
+    "--dataset-path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File of conversations for sharegpt: a JSON list, or one object per line.",
+)
+@click.option("--random-input-len", type=POSITIVE, default=1024, show_default=True)
+@click.option("--random-output-len", type=POSITIVE, default=128, show_default=True)
+@click.option(
+    "--random-range-ratio",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Lengths are uniform between (1 - ratio) and (1 + ratio) times these.",
+)
+@click.option("--shared-prefix-len", type=POSITIVE, default=1024, show_default=True)
+@click.option("--shared-prefix-groups", type=POSITIVE, default=4, show_default=True)
+@click.option(
+    "--num-prompts", type=POSITIVE, help="Requests.  [default: 100, or what --duration allows]"
+)
+@click.option("--duration", type=SECONDS, help="Send no request after so many seconds.")
+@click.option(
+    "--request-rate",
+    type=float,
+    default=float("inf"),
+    show_default=True,
+    help="Requests per second; inf sends as fast as --max-concurrency allows.",
+)
+@click.option(
+    "--burstiness",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Of the arrivals: 1 is Poisson, less comes in bursts, more is even.",
+)
+@click.option("--max-concurrency", type=POSITIVE, help="Requests in flight.  [default: no limit]")
+@click.option("--ignore-eos", is_flag=True, help="Outputs run to their full length.")
+@click.option("--temperature", type=float, default=0.0, show_default=True)
+@click.option(
+    "--abort-fraction",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Share of the clients that leave at a random moment.",
+)
+@server_options
+def serve(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
+    """Send requests to an OpenAI-compatible server: throughput and latencies.
+
+    Latencies are seen by the client: TTFT (time to first token), TPOT (time per output token
+    after the first), ITL (between two pieces of the stream) and E2E (the whole request).
+    """
+    from cairn.bench.serve.chart import require_matplotlib, serve_chart
+    from cairn.bench.serve.load import run
+    from cairn.bench.serve.report import render
+    from cairn.bench.serve.run import run_serve
+
+    plan = _serve_plan(options)
+    require_matplotlib(chart)
+    recorder = _recorder("serve", output)
+    found = run(run_serve(plan))
+    report = found.report
+    title = f"{found.model}: {_load_in_words(options, plan)}"
+    if not as_json:
+        from rich.console import Console
+
+        Console().print(render(report, title), highlight=False)
+    _finish(recorder, found.model, _settings(options, plan) | report.fields(), as_json)
+    if chart is not None:
+        serve_chart(found.outcomes, title, chart)
+    if report.failed and not report.completed:
+        kind, text = next(iter(report.examples.items()))
+        raise CairnError(f"every request failed; the first: {kind}: {text}")
+
+
+@click.command()
+@click.option("--streams", type=POSITIVE, default=8, show_default=True, help="That decode.")
+@click.option(
+    "--stream-input-len", type=POSITIVE, default=64, show_default=True, help="Of each stream."
+)
+@click.option(
+    "--stream-output-len",
+    type=POSITIVE,
+    default=8192,
+    show_default=True,
+    help="Must outlast the measurement.",
+)
+@click.option(
+    "--long-input-len", type=POSITIVE, default=65536, show_default=True, help="The long prompt."
+)
+@click.option(
+    "--seconds-before",
+    type=SECONDS,
+    default=10.0,
+    show_default=True,
+    help="How long the streams are watched alone.",
+)
+@click.option(
+    "--itl-target-ms", type=SECONDS, help="What the server was started with, to compare with."
+)
+@server_options
+def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
+    """What a long prompt costs the streams that run, and what they cost it.
+
+    A long prompt runs alone; then streams decode and another one of its length arrives; then one
+    runs alone again. The faster of the lone ones counts.
+    """
+    from cairn.bench.serve.chart import require_matplotlib, stall_chart
+    from cairn.bench.serve.load import run
+    from cairn.bench.serve.stall import StallPlan, run_stall
+
+    plan = StallPlan(
+        address=_address(options),
+        streams=options["streams"],
+        stream_len=options["stream_input_len"],
+        stream_output=options["stream_output_len"],
+        long_len=options["long_input_len"],
+        seconds_before=options["seconds_before"],
+        target_ms=options["itl_target_ms"],
+        seed=options["seed"],
+        tokenizer=options["tokenizer"],
+    )
+    require_matplotlib(chart)
+    recorder = _recorder("stall", output)
+    found = run(run_stall(plan))
+    settings = {"streams": plan.streams, "context": plan.long_len}
+    _finish(recorder, found.model, settings | found.fields(), as_json, found.lines())
+    if chart is not None:
+        prefill = (found.beside.sent, found.beside.first)
+        stall_chart(found.before, found.during, prefill, found.target_ms, chart)
+
+
+@click.command()
+@click.option("--duration", type=SECONDS, default=3600.0, show_default=True, help="Seconds.")
+@click.option("--pid", type=POSITIVE, help="Of the server, to watch it and its children.")
+@click.option("--max-concurrency", type=POSITIVE, default=8, show_default=True)
+@click.option(
+    "--request-rate",
+    type=float,
+    default=float("inf"),
+    show_default=True,
+    help="Requests per second; inf keeps --max-concurrency in flight.",
+)
+@click.option(
+    "--long-input-len", type=POSITIVE, default=8192, show_default=True, help="Longest prompts."
+)
+@click.option("--abort-fraction", type=float, default=0.1, show_default=True)
+@click.option("--interval", type=SECONDS, default=10.0, show_default=True, help="Of samples.")
+@click.option(
+    "--settle",
+    type=SECONDS,
+    default=8.0,
+    show_default=True,
+    help="Seconds of idleness before the looks at rest; servers close idle connections after 5.",
+)
+@click.option(
+    "--warmup", type=float, help="Seconds that the slopes leave out.  [default: duration / 6]"
+)
+@server_options
+def soak(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
+    """A mixed load for a long time: memory slopes, descriptors and leaked pages of the server.
+
+    Short chats, long prompts, shared prefixes, several continuations and stop strings, streamed
+    and not, some of them left in the middle.
+    """
+    from cairn.bench.serve.chart import require_matplotlib, soak_chart
+    from cairn.bench.serve.load import run
+    from cairn.bench.serve.soak import SoakPlan, run_soak
+
+    plan = SoakPlan(
+        address=_address(options),
+        duration=options["duration"],
+        pid=options["pid"],
+        max_concurrency=options["max_concurrency"],
+        rate=options["request_rate"],
+        long_len=options["long_input_len"],
+        abort_fraction=options["abort_fraction"],
+        interval=options["interval"],
+        warmup=options["warmup"],
+        settle=options["settle"],
+        seed=options["seed"],
+        tokenizer=options["tokenizer"],
+    )
+    require_matplotlib(chart)
+    recorder = _recorder("soak", output)
+    found = run(run_soak(plan))
+    settings = {"concurrency": plan.max_concurrency, "context": plan.long_len}
+    _finish(recorder, found.model, settings | found.fields(), as_json, found.lines())
+    if chart is not None:
+        soak_chart(found.series(), plan.from_second, chart)
+    if found.ended:
+        raise CairnError(f"the server's process {plan.pid} ended after {found.seconds:.0f} s")
+
+
+def _address(options: Mapping[str, Any]) -> ServerAddress:
+    from cairn.bench.serve.client import ServerAddress
+
+    return ServerAddress(
+        options["base_url"], options["model"], options["api_key"], options["timeout"]
+    )
+
+
+def _serve_plan(options: Mapping[str, Any]) -> ServePlan:
+    from cairn.bench.serve.datasets import DatasetOptions
+    from cairn.bench.serve.load import Pace
+    from cairn.bench.serve.run import ServePlan
+
+    count = options["num_prompts"]
+    if count is None and options["duration"] is None:
+        count = 100
+    return ServePlan(
+        address=_address(options),
+        dataset=DatasetOptions(
+            name=options["dataset_name"],
+            path=options["dataset_path"],
+            input_len=options["random_input_len"],
+            output_len=options["random_output_len"],
+            range_ratio=options["random_range_ratio"],
+            prefix_len=options["shared_prefix_len"],
+            prefix_groups=options["shared_prefix_groups"],
+            seed=options["seed"],
+        ),
+        pace=Pace(
+            rate=options["request_rate"],
+            burstiness=options["burstiness"],
+            max_concurrency=options["max_concurrency"],
+            count=count,
+            duration=options["duration"],
+            seed=options["seed"],
+        ),
+        chat=options["endpoint"] == "chat",
+        ignore_eos=options["ignore_eos"],
+        temperature=options["temperature"],
+        abort_fraction=options["abort_fraction"],
+        tokenizer=options["tokenizer"],
+    )
+
+
+def _settings(options: Mapping[str, Any], plan: ServePlan) -> dict[str, object]:
+    """What was asked for, as part of the record."""
+    rate = options["request_rate"]
+    return {
+        "endpoint": options["endpoint"],
+        "dataset": plan.dataset.name,
+        "request_rate": "inf" if rate == float("inf") else rate,
+        "max_concurrency": plan.pace.max_concurrency,
+        "abort_fraction": plan.abort_fraction,
+    }
+
+
+def _load_in_words(options: Mapping[str, Any], plan: ServePlan) -> str:
+    rate, limit = options["request_rate"], plan.pace.max_concurrency
+    pace = "as fast as it goes" if rate == float("inf") else f"{rate:g} requests/s"
+    places = "" if limit is None else f", {limit} at once"
+    return f"{plan.dataset.name} prompts, {options['endpoint']}, {pace}{places}"
+
+
+def _recorder(phase: str, output: Path | None) -> Recorder:
+    from cairn.bench.serve.record import Recorder
+
+    return Recorder(phase, sys.argv[1:], output)
+
+
+def _finish(
+    recorder: Recorder,
+    model: str,
+    fields: Mapping[str, object],
+    as_json: bool,
+    lines: Sequence[str] = (),
+) -> None:
+    """Keep the record and show it, or its lines."""
+    record, path = recorder.save(model, fields)
+    if as_json:
+        click.echo(json.dumps(record))
+    for line in () if as_json else lines:
+        click.echo(line)
+    click.echo(f"1 record appended to {path}", err=as_json)

@@ -1,0 +1,112 @@
+"""`cairn serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cairn.cli.options import engine_arguments, engine_options, model_argument, model_or_default
+from cairn.obs import log
+from cairn.version import __version__
+
+SERVER = (
+    click.option("--host", help="Address to listen on.  [default: 127.0.0.1]"),
+    click.option("--port", type=int, help="Port of the API; 0: a free one.  [default: 8000]"),
+    click.option(
+        "--admin-port",
+        type=int,
+        help="Port of the admin routes, on loopback; 0: none.  [default: port + 1]",
+    ),
+    click.option(
+        "--api-key",
+        "api_keys",
+        multiple=True,
+        envvar="CAIRN_API_KEY",
+        help="Clients must send it as a bearer token; repeatable. Or set CAIRN_API_KEY.",
+    ),
+    click.option("--served-model-name", metavar="NAME", help="What clients call the model."),
+    click.option("--max-waiting", type=int, help="Outputs that may wait.  [default: 1024]"),
+    click.option("--max-body-bytes", type=int, help="Of a request.  [default: 16777216]"),
+    click.option("--max-json-depth", type=int, help="Of a request body.  [default: 64]"),
+    click.option("--max-headers", type=int, help="Lines of a request.  [default: 128]"),
+    click.option("--max-prompts", type=int, help="Of one completions request.  [default: 256]"),
+    click.option("--max-stop", type=int, help="Stop strings of a request.  [default: 16]"),
+    click.option("--max-n", type=int, help="Outputs of a prompt.  [default: 64]"),
+    click.option("--max-logprobs", type=int, help="Alternatives per token.  [default: 20]"),
+    click.option(
+        "--max-selection-tokens",
+        type=int,
+        help="Longest output whose page selection is reported.  [default: 4096]",
+    ),
+    click.option("--body-timeout", type=float, help="Seconds to send a body.  [default: 60]"),
+    click.option(
+        "--shutdown-timeout",
+        type=float,
+        help="Seconds that running requests get after SIGTERM.  [default: 30]",
+    ),
+    click.option(
+        "--ready-step-age",
+        type=float,
+        help="Seconds of a step after which /ready says no.  [default: 5]",
+    ),
+    click.option(
+        "--step-limit",
+        type=float,
+        help="Seconds of a step after which the engine counts as stuck.  [default: 300]",
+    ),
+    click.option(
+        "--tool-parser",
+        metavar="NAME",
+        help="auto, hermes or llama3_json.  [default: auto, by the chat template]",
+    ),
+    click.option("--log-format", metavar="FORM", help="text or json.  [default: text]"),
+    click.option(
+        "--trace",
+        metavar="TARGET",
+        help='Spans to "otel" (the process\'s OpenTelemetry provider) or to a file.',
+    ),
+)
+
+
+def server_options(command: Any) -> Any:
+    """Decorator: one option for every field of ServerOptions."""
+    for option in reversed(SERVER):
+        command = option(command)
+    return command
+
+
+@click.command()
+@model_argument
+@server_options
+@engine_options
+@click.pass_context
+def serve(context: click.Context, /, model: Path | None, **options: Any) -> None:
+    """Serve MODEL over HTTP, compatible with OpenAI's API.
+
+    SIGTERM or Ctrl-C lets running requests finish; a second one stops at once.
+    """
+    from cairn.config import EngineOptions
+    from cairn.server.options import ServerOptions
+
+    engine = EngineOptions(**engine_arguments(options))
+    names = [field.name for field in fields(ServerOptions)]
+    chosen = {name: options[name] for name in names if options[name] not in (None, ())}
+    server = ServerOptions(**chosen)
+
+    os.environ[log.FORMAT_VARIABLE] = server.log_format
+    asked = context.parent.params.get("log_level") if context.parent is not None else None
+    log.configure(asked, also=("uvicorn", "asyncio"))
+    if asked is None and log.ENVIRONMENT_VARIABLE not in os.environ:
+        # Every request is a line, unless somebody asked for another level.
+        logging.getLogger("cairn.access").setLevel(logging.INFO)
+
+    from cairn.server.launch import serve as run
+
+    click.echo(f"cairn {__version__}")
+    sys.exit(run(model_or_default(model), engine, server, click.echo))

@@ -1,0 +1,276 @@
+"""Prometheus metrics, named `cairn:` and then as serving engines name them.
+
+What the engine counts is read from its last heartbeat when somebody asks; what a client sees
+(first token, pace, end) is observed where the answers leave the server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+TOKEN_SECONDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5),
+    *(0.75, 1.0, 2.5, 10.0),
+)
+"""Bucket bounds of the time of one token."""
+REQUEST_SECONDS = (
+    *(0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+"""Bucket bounds of the times of a whole request."""
+
+GAUGES = {
+    "num_requests_running": ("running", "Continuations that run."),
+    "num_requests_waiting": ("waiting", "Continuations that wait for a row or for pages."),
+    "pages_total": ("pages_total", "Pages of the pool."),
+    "pages_free": ("pages_free", "Pages that hold nothing."),
+    "pages_cached": (
+        "pages_cached",
+        "Pages that only the prefix cache holds; they can be evicted.",
+    ),
+    "leaked_pages": ("pages_leaked", "Pages that nobody owns; anything but 0 is a bug."),
+    "step_age_seconds": ("step_age", "Seconds since the engine's step in flight began."),
+}
+"""Metric -> (key of the engine's totals, help)."""
+
+COUNTERS = {
+    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_hits", "Prompt tokens taken from the prefix cache."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of all requests."),
+    "generation_tokens": ("generated_tokens", "Tokens that were sampled."),
+    "num_preemptions": ("preemptions", "Requests whose pages were taken back for a while."),
+    "engine_steps": ("steps", "Forward passes."),
+    "model_seconds": ("model_seconds", "Seconds inside the model and the sampler."),
+    "host_seconds": ("host_seconds", "Seconds of the steps beside the model."),
+    "decode_stall_seconds": (
+        "decode_stall_seconds",
+        "Seconds that rows which decode waited for prefill of others in their step.",
+    ),
+    "landmark_queries": ("landmark_queries", "Queries of layers that select pages."),
+    "selected_pages": ("pages_selected", "Pages that those queries selected."),
+}
+"""Metric (without _total) -> (key of the engine's totals, help)."""
+
+EngineView = Callable[[], Mapping[str, float]]
+"""The engine's totals by name, with `step_age` beside them; empty before it serves."""
+PhaseView = Callable[[], Mapping[str, float]]
+"""Start-up seconds by phase."""
+
+
+class RequestTiming(Protocol):
+    """Where a request's time went, in seconds: the engine's own measure."""
+
+    @property
+    def queue(self) -> float:
+        """From arrival to its first step."""
+        ...
+
+    @property
+    def prefill(self) -> float:
+        """From there to its first token."""
+        ...
+
+    @property
+    def decode(self) -> float:
+        """From there to its last token."""
+        ...
+
+
+class Progress(Protocol):
+    """What is read of `cairn.engine.messages.Delta`."""
+
+    @property
+    def id(self) -> str:
+        """The request."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Which continuation of it."""
+        ...
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """New tokens."""
+        ...
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Set on the last one."""
+        ...
+
+    @property
+    def timing(self) -> RequestTiming | None:
+        """Set on the last one."""
+        ...
+
+
+class Metrics:
+    """All metrics of one server, in a registry of its own.
+
+    Args:
+        model_name: the label of every metric.
+        engine: read at every scrape.
+        phases: read at every scrape.
+    """
+
+    def __init__(self, model_name: str, engine: EngineView, phases: PhaseView) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(_EngineCollector(model_name, engine, phases))
+
+        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+            made = Histogram(
+                f"cairn:{name}", text, ["model_name"], registry=self.registry, buckets=bounds
+            )
+            return made.labels(model_name)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"cairn:{name}", text, ["model_name", *labels], registry=self.registry)
+
+        self.model_name = model_name
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", REQUEST_SECONDS
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds", "Between two tokens of an output.", TOKEN_SECONDS
+        )
+        self.end_to_end = histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_SECONDS
+        )
+        self.queue_time = histogram(
+            "request_queue_time_seconds", "Waiting for the first step.", REQUEST_SECONDS
+        )
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "First step to first token.", REQUEST_SECONDS
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "First token to last token.", REQUEST_SECONDS
+        )
+        self._finished = counter("request_success", "Outputs that ended.", "finished_reason")
+        self._aborts = counter("num_aborts", "Requests whose client went away.", "endpoint")
+        self._http = counter("http_requests", "Answers.", "endpoint", "method", "status")
+
+    def track(self, endpoint: str) -> Track:
+        """Begin to observe one HTTP request, at its arrival."""
+        return Track(self, endpoint)
+
+    def finished(self, reason: str) -> None:
+        """Count an output that ended."""
+        self._finished.labels(self.model_name, reason).inc()
+
+    def aborted(self, endpoint: str) -> None:
+        """Count a request whose client went away before its end."""
+        self._aborts.labels(self.model_name, endpoint).inc()
+
+    def answered(self, endpoint: str, method: str, status: int) -> None:
+        """Count an HTTP answer. `endpoint` is a route's path, so that there are only few."""
+        self._http.labels(self.model_name, endpoint, method, str(status)).inc()
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class Track:
+    """One HTTP request seen from outside: first token, pace, end. Also a context manager.
+
+    Leaving the context counts a request that nobody ended as aborted.
+    """
+
+    def __init__(self, metrics: Metrics, endpoint: str) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._arrival = time.perf_counter()
+        self._last: dict[tuple[str, int], float] = {}
+        self._ended = False
+
+    def delta(self, delta: Progress) -> None:
+        """Observe what a step added to one continuation."""
+        metrics, now = self._metrics, time.perf_counter()
+        if delta.token_ids:
+            key = (delta.id, delta.index)
+            last = self._last.get(key)
+            if last is None:
+                metrics.time_to_first_token.observe(now - self._arrival)
+            else:
+                pace = (now - last) / len(delta.token_ids)
+                for _ in delta.token_ids:
+                    metrics.inter_token.observe(pace)
+            self._last[key] = now
+        if delta.finish_reason is not None:
+            metrics.finished(delta.finish_reason)
+            if delta.timing is not None:
+                metrics.queue_time.observe(delta.timing.queue)
+                metrics.prefill_time.observe(delta.timing.prefill)
+                metrics.decode_time.observe(delta.timing.decode)
+
+    def end(self, reason: str = "done") -> None:
+        """The request is over; only the first call counts.
+
+        Args:
+            reason: "done" (its time is observed), "abort" (its client went away) or "error".
+        """
+        if self._ended:
+            return
+        self._ended = True
+        if reason == "abort":
+            self._metrics.aborted(self._endpoint)
+        elif reason == "done":
+            self._metrics.end_to_end.observe(time.perf_counter() - self._arrival)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # A cancelled handler (the client is gone) is no Exception; a failed one is.
+        self.end("error" if isinstance(error, Exception) else "abort")
+
+
+class _EngineCollector(Collector):
+    """The engine's totals as metrics, made when somebody asks."""
+
+    def __init__(self, model_name: str, engine: EngineView, phases: PhaseView) -> None:
+        self._labels = (model_name,)
+        self._engine = engine
+        self._phases = phases
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        seconds = GaugeMetricFamily(
+            "cairn:startup_seconds", "Start-up time.", labels=("model_name", "phase")
+        )
+        for phase, took in self._phases().items():
+            seconds.add_metric((*self._labels, phase), took)
+        yield seconds
+        values = self._engine()
+        if not values:
+            return
+        for name, (key, text) in GAUGES.items():
+            yield self._gauge(name, text, values[key])
+        used = values["pages_total"] - values["pages_free"] - values["pages_cached"]
+        usage = used / (values["pages_total"] or 1)
+        yield self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", usage)
+        pages = values["pages_selected"] / (values["landmark_queries"] or 1)
+        yield self._gauge("selected_pages_per_query", "Mean over all landmark queries.", pages)
+        for name, (key, text) in COUNTERS.items():
+            family = CounterMetricFamily(f"cairn:{name}", text, labels=("model_name",))
+            family.add_metric(self._labels, values[key])
+            yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"cairn:{name}", text, labels=("model_name",))
+        family.add_metric(self._labels, value)
+        return family

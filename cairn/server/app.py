@@ -1,0 +1,29 @@
+"""The API's routes and handlers put together; this imports no torch."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from cairn.server import chat, completions, health, models, openapi, page, tokenization
+from cairn.server.errors import HANDLERS
+from cairn.server.middleware import wrap
+from cairn.server.state import ServerState
+
+routes: list[Route] = [
+    *chat.routes,
+    *completions.routes,
+    *models.routes,
+    *tokenization.routes,
+    *openapi.routes,
+    *health.routes,
+    *page.routes,
+]
+
+
+def create_app(state: ServerState) -> ASGIApp:
+    """The whole API as one ASGI application; all handlers share `state`."""
+    app = Starlette(routes=routes, exception_handlers=HANDLERS)
+    app.state.server = state
+    return wrap(app, state)

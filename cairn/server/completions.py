@@ -1,0 +1,214 @@
+"""/v1/completions: text or token ids in, text out; with `echo` it scores texts as lm-eval asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cairn.engine.messages import Delta
+from cairn.server.errors import about
+from cairn.server.generation import Head, Work, answer
+from cairn.server.intake import encoded, longest_prompt, read_request, tokenizer_of
+from cairn.server.logprobs import LegacyLogprobs
+from cairn.server.protocol.common import ChoiceExtras, Usage
+from cairn.server.protocol.completions import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    LegacyFinish,
+)
+from cairn.server.protocol.fields import BadField
+from cairn.server.sampling import Output, requested_grammar, sampling_params, stream_options
+from cairn.server.state import ServerState
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def create_completion(request: Request) -> Response:
+    """POST /v1/completions. Raises CairnError for what cannot be served."""
+    state: ServerState = request.app.state.server
+    track = state.metrics.track(request.url.path)
+    asked = await read_request(request, CompletionRequest)
+    streaming = stream_options(asked)
+    output = await _output(state, asked)
+    params = sampling_params(asked, output, state.options)
+    given = _prompts(asked, state)
+    with about("prompt"):
+        prompts = await encoded(request, lambda: [_encode(state, asked, one) for one in given])
+    work = Work(
+        prompts=[prompt.ids for prompt in prompts],
+        params=params,
+        priority=asked.priority or 0,
+        field="prompt",
+        prompt_only=asked.max_tokens == 0,
+    )
+    return await answer(request, work, CompletionShape(state, asked, prompts), track, streaming)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt. Attributes: its token ids, and its text where the answer repeats it."""
+
+    ids: Sequence[int]
+    text: str
+
+
+class CompletionShape:
+    """Answers of /v1/completions.
+
+    Args:
+        state: of the server.
+        asked: the request.
+        prompts: those of the request, encoded.
+    """
+
+    def __init__(
+        self, state: ServerState, asked: CompletionRequest, prompts: Sequence[Prompt]
+    ) -> None:
+        self.head = Head.new("cmpl", state)
+        self._tokenizer = state.tokenizer
+        self._prompts = prompts
+        self._n = asked.n or 1
+        self._echo = bool(asked.echo)
+        self._logprobs = asked.logprobs
+        self._scores: dict[int, LegacyLogprobs] = {}
+        self._begun: set[int] = set()
+        self._prompt_scores: dict[int, CompletionLogprobs] = {}
+        self._held: dict[int, list[tuple[int, Delta]]] = {}
+
+    def push(self, choice: int, delta: Delta) -> list[CompletionChoice]:
+        """See Shape. Continuations wait for the scores of the prompt that they begin with."""
+        at = choice // self._n
+        if not self._echo or self._logprobs is None or at in self._prompt_scores:
+            return [self._part(choice, delta)]
+        if delta.prompt_logprobs is None:
+            self._held.setdefault(at, []).append((choice, delta))
+            return []
+        scores = LegacyLogprobs(self._tokenizer, (), 0, self._logprobs)
+        self._prompt_scores[at] = scores.take(self._prompts[at].ids, delta.prompt_logprobs)
+        return [self._part(*pair) for pair in ((choice, delta), *self._held.pop(at, ()))]
+
+    def over(self, choice: int) -> bool:
+        """See Shape: all that the engine makes is sent."""
+        return False
+
+    def chunk(
+        self, parts: list[CompletionChoice], usage: Usage | UnsetType | None
+    ) -> CompletionResponse:
+        """See Shape."""
+        return CompletionResponse(**self.head.fields, choices=parts, usage=usage)
+
+    def whole(self, parts: list[list[CompletionChoice]], usage: Usage) -> CompletionResponse:
+        """See Shape."""
+        return self.chunk([joined(each) for each in parts], usage)
+
+    def _part(self, choice: int, delta: Delta) -> CompletionChoice:
+        prompt = self._prompts[choice // self._n]
+        first = choice not in self._begun
+        self._begun.add(choice)
+        return CompletionChoice(
+            index=choice,
+            text=prompt.text + delta.text if first else delta.text,
+            logprobs=self._score(choice, delta, first),
+            finish_reason=cast(LegacyFinish | None, delta.finish_reason),
+            stop_reason=delta.stop_reason,
+            cairn=ChoiceExtras(list(delta.selection)) if delta.selection else UNSET,
+        )
+
+    def _score(self, choice: int, delta: Delta, first: bool) -> CompletionLogprobs | None:
+        if self._logprobs is None:
+            return None
+        at = choice // self._n
+        prompt = self._prompts[at]
+        if first:
+            self._scores[choice] = LegacyLogprobs(
+                self._tokenizer, prompt.ids, len(prompt.text), self._logprobs
+            )
+        new = self._scores[choice].take(delta.token_ids, delta.logprobs)
+        return joined_lists([self._prompt_scores[at], new]) if first and self._echo else new
+
+
+def joined(parts: Sequence[CompletionChoice]) -> CompletionChoice:
+    """One choice from the parts of its stream."""
+    scores = [part.logprobs for part in parts if part.logprobs is not None]
+    read = [part.cairn for part in parts if part.cairn is not UNSET]
+    last = parts[-1]
+    return CompletionChoice(
+        index=last.index,
+        text="".join(part.text for part in parts),
+        logprobs=joined_lists(scores) if scores else None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        cairn=ChoiceExtras.joined(read) if read else UNSET,
+    )
+
+
+def joined_lists(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
+    """One set of lists from several that follow each other."""
+    return CompletionLogprobs(
+        tokens=[item for part in parts for item in part.tokens],
+        token_logprobs=[item for part in parts for item in part.token_logprobs],
+        top_logprobs=[item for part in parts for item in part.top_logprobs],
+        text_offset=[item for part in parts for item in part.text_offset],
+    )
+
+
+async def _output(state: ServerState, asked: CompletionRequest) -> Output:
+    if asked.max_tokens == 0 and not asked.echo:
+        raise BadField("max_tokens", "max_tokens is 0 and echo is off: nothing to answer")
+    if asked.max_tokens == 0 and asked.min_tokens:
+        raise BadField("min_tokens", f"min_tokens is {asked.min_tokens}, but max_tokens is 0")
+    named = requested_grammar(asked)
+    if named is not None:
+        with about(named[0]):
+            await state.grammars.check(named[1])
+    max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    return Output(
+        # The engine generates something always; `prompt_only` leaves it out.
+        max_tokens=max(max_tokens, 1),
+        logprobs=asked.logprobs,
+        prompt_logprobs=asked.logprobs if asked.echo else None,
+        grammar=named[1] if named is not None else None,
+    )
+
+
+def _prompts(asked: CompletionRequest, state: ServerState) -> list[str | list[int]]:
+    prompt = asked.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if all(isinstance(item, int) for item in prompt):
+        return [cast(list[int], prompt)]
+    if any(isinstance(item, int) for item in prompt):
+        raise BadField(
+            "prompt", "prompt mixes token ids with prompts", "Give a list of lists of token ids"
+        )
+    limit = state.options.max_prompts
+    if len(prompt) > limit:
+        raise BadField(
+            "prompt", f"prompt holds {len(prompt)} prompts, but this server allows {limit}"
+        )
+    return cast(list[str | list[int]], prompt)
+
+
+def _encode(state: ServerState, asked: CompletionRequest, prompt: str | list[int]) -> Prompt:
+    if isinstance(prompt, str):
+        special = asked.add_special_tokens is not False
+        tokenizer = tokenizer_of(state, "a text prompt")
+        ids = tokenizer.encode(prompt, special, limit=longest_prompt(state))
+        return Prompt(ids, prompt if asked.echo else "")
+    if asked.add_special_tokens is not None:
+        raise BadField(
+            "add_special_tokens", "add_special_tokens goes with text prompts only", "Leave it out"
+        )
+    shown = bool(asked.echo) and state.tokenizer is not None
+    return Prompt(prompt, state.tokenizer.decode(prompt) if shown and state.tokenizer else "")
+
+
+routes = [Route("/v1/completions", create_completion, methods=["POST"])]

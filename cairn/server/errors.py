@@ -1,0 +1,130 @@
+"""Errors as OpenAI writes them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from cairn.errors import BadRequest, Busy, CairnError, TooLong
+from cairn.server.protocol.common import ErrorBody, ErrorDetail
+
+log = logging.getLogger(__name__)
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+CODES = {
+    401: "invalid_api_key",
+    429: "rate_limit_exceeded",
+}
+CLIENT_GONE = 499
+"""Stands in logs and metrics for the status of an answer that nobody was there to take."""
+INTERNAL = "the server failed on this request; its log says more"
+
+
+class NotFound(BadRequest):
+    """A name that is not served."""
+
+    http_status = 404
+
+
+def error_body(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> ErrorBody:
+    """The body that goes with an HTTP status."""
+    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return ErrorBody(ErrorDetail(message, kind, param, code or CODES.get(status)))
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """An answer that is an error; middleware and handlers use the same one."""
+    body = msgspec.json.encode(error_body(status, message, param=param, code=code))
+    return Response(body, status, headers, media_type="application/json")
+
+
+def body_of(error: CairnError) -> ErrorBody:
+    """An error of the engine or of a request as a body."""
+    code = None
+    if isinstance(error, TooLong):
+        code = "context_length_exceeded"
+    elif isinstance(error, NotFound):
+        code = "model_not_found"
+    return error_body(error.http_status, str(error), param=error.param, code=code)
+
+
+def response_of(error: CairnError) -> Response:
+    """An error of the engine or of a request as an answer; Busy says when to come again."""
+    headers = {}
+    if isinstance(error, Busy):
+        headers["Retry-After"] = str(error.retry_after)
+    return Response(
+        msgspec.json.encode(body_of(error)),
+        error.http_status,
+        headers,
+        media_type="application/json",
+    )
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """A BadRequest raised inside is about this field of the body, where it does not know better."""
+    try:
+        yield
+    except BadRequest as error:
+        if error.param is None:
+            error.param = param
+        raise
+
+
+async def on_cairn_error(request: Request, error: Exception) -> Response:
+    """Handler of everything this engine raises on purpose."""
+    assert isinstance(error, CairnError)
+    if error.http_status >= 500:
+        log.error("%s %s: %s", request.method, request.url.path, error)
+    return response_of(error)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Handler of what the web framework raises: unknown routes, wrong methods."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(error.status_code, message, headers=error.headers)
+
+
+async def on_gone(request: Request, error: Exception) -> Response:
+    """Handler of clients that went away; nobody reads this answer, logs and metrics show it."""
+    return Response(status_code=CLIENT_GONE)
+
+
+async def on_failure(request: Request, error: Exception) -> Response:
+    """Handler of bugs: the log gets the traceback, the client a plain 500."""
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return error_response(500, INTERNAL)
+
+
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
+HANDLERS: dict[type[Exception] | int, Handler] = {
+    CairnError: on_cairn_error,
+    HTTPException: on_http_error,
+    ClientDisconnect: on_gone,
+    Exception: on_failure,
+}
+"""For `Starlette(exception_handlers=...)`."""

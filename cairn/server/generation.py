@@ -1,0 +1,324 @@
+"""One HTTP request's run through the engine: submit, merge what comes back, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cairn.engine.client import EngineClient, Submission
+from cairn.engine.messages import Delta
+from cairn.errors import BadRequest, CairnError, EngineDead
+from cairn.obs.metrics import Track
+from cairn.server.protocol.common import CachedTokens, SamplingFields, StreamOptions, Usage
+from cairn.server.protocol.fields import BadField
+from cairn.server.sampling import field_named_by
+from cairn.server.sse import DONE, EventStream, event, unless_gone
+from cairn.server.state import ServerState
+from cairn.types import FinishReason, SamplingParams
+
+
+class Part(Protocol):
+    """What a step adds to one choice, as the answer writes it."""
+
+    @property
+    def index(self) -> int:
+        """Of the choice."""
+
+
+C = TypeVar("C", bound=Part)
+
+
+class RequestFailed(CairnError):
+    """The engine gave one request up.
+
+    Args:
+        message: why.
+        status: HTTP status of the answer.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.http_status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the engine is asked to do.
+
+    Attributes:
+        prompts: token ids; prompt p's continuation i is choice `p * n + i`.
+        params: of all of them.
+        priority: smaller goes first.
+        field: the body's field that the prompts came from, for errors.
+        prompt_only: what is generated is neither shown nor counted.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    priority: int
+    field: str
+    prompt_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every chunk of an answer repeats.
+
+    Attributes:
+        id: of the answer.
+        created: seconds since the epoch.
+        model: name of the served model.
+    """
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def new(cls, prefix: str, state: ServerState) -> Self:
+        """A fresh one."""
+        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), state.model_name)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Its attributes by name."""
+        return {"id": self.id, "created": self.created, "model": self.model}
+
+
+class Shape(Protocol[C]):
+    """How an endpoint writes its answers. Whole answers are made of the same parts as streams."""
+
+    head: Head
+
+    def push(self, choice: int, delta: Delta) -> list[C]:
+        """What a step's new tokens add, ready to be sent."""
+
+    def over(self, choice: int) -> bool:
+        """Nothing that follows would be sent."""
+
+    def chunk(self, parts: list[C], usage: Usage | msgspec.UnsetType | None) -> msgspec.Struct:
+        """One event of a stream."""
+
+    def whole(self, parts: list[list[C]], usage: Usage) -> msgspec.Struct:
+        """The whole answer, from the parts of each choice."""
+
+
+class Generation:
+    """The continuations of one HTTP request. A context manager: leaving it cancels what runs.
+
+    Args:
+        client: the engine.
+        work: what to run.
+        request_id: the engine's name for it; further prompts get a number behind it.
+    """
+
+    def __init__(self, client: EngineClient, work: Work, request_id: str) -> None:
+        self._client = client
+        self._work = work
+        self._id = request_id
+        self._submissions: list[Submission] = []
+        self._open = ExitStack()
+        self._generated = 0
+        self._cached: dict[int, int] = {}
+
+    @property
+    def choices(self) -> int:
+        """How many continuations there are."""
+        return len(self._work.prompts) * self._work.params.n
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        prompt = sum(len(ids) for ids in self._work.prompts)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self._generated,
+            total_tokens=prompt + self._generated,
+            prompt_tokens_details=CachedTokens(sum(self._cached.values())),
+        )
+
+    def __enter__(self) -> Self:
+        """Submit every prompt, or none.
+
+        Raises:
+            BadRequest, TooLong: this can never be served.
+            Busy: not now.
+            EngineDead: not any more.
+        """
+        work = self._work
+        _, bound = self._client.load
+        if self.choices > bound:
+            raise BadField(
+                "n" if len(work.prompts) == 1 else work.field,
+                f"the request asks for {self.choices} outputs, but this server runs and queues "
+                f"at most {bound}",
+                "Send it in parts",
+            )
+        with ExitStack() as opened:
+            for i, prompt in enumerate(work.prompts):
+                self._submissions.append(opened.enter_context(self._submit(i, prompt)))
+            self._open = opened.pop_all()
+        return self
+
+    def _submit(self, i: int, prompt: Sequence[int]) -> Submission:
+        work = self._work
+        name = f"{self._id}-{i}" if i else self._id
+        try:
+            return self._client.submit(prompt, work.params, work.priority, name)
+        except BadRequest as error:
+            error.param = field_named_by(error, SamplingFields) or work.field
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def count(self, choice: int, delta: Delta) -> None:
+        """Add a delta to the usage."""
+        self._generated += len(delta.token_ids)
+        if delta.cached_tokens is not None:
+            self._cached.setdefault(choice // self._work.params.n, delta.cached_tokens)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(choice, delta) of all continuations in the order in which the engine made them.
+
+        Raises CairnError when a continuation failed or the engine took it back.
+        """
+        async with aclosing(_merged(self._submissions)) as merged:
+            async for prompt, delta in merged:
+                if delta.finish_reason in ("error", "abort"):
+                    raise _failure(delta)
+                if self._work.prompt_only:
+                    delta = _without_output(delta)
+                yield prompt * self._work.params.n + delta.index, delta
+
+
+def _without_output(delta: Delta) -> Delta:
+    reason = FinishReason.LENGTH.value if delta.finish_reason is not None else None
+    return msgspec.structs.replace(
+        delta,
+        text="",
+        token_ids=(),
+        logprobs=(),
+        selection=(),
+        finish_reason=reason,
+        stop_reason=None,
+    )
+
+
+def _failure(delta: Delta) -> CairnError:
+    if delta.finish_reason == "abort":
+        return EngineDead("the server took the request back", "It is shutting down; try again")
+    message = delta.error or "the engine failed on this request"
+    if delta.status == BadRequest.http_status:
+        return BadRequest(message)
+    return RequestFailed(message, delta.status)
+
+
+async def _merged(
+    submissions: Sequence[Submission],
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    if len(submissions) == 1:
+        async for delta in submissions[0]:
+            yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+
+    async def pump(i: int, submission: AsyncIterator[Delta]) -> None:
+        try:
+            async for delta in submission:
+                queue.put_nowait((i, delta))
+            queue.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - raised again where the queue is read
+            queue.put_nowait(error)
+
+    pumps = [asyncio.create_task(pump(i, s)) for i, s in enumerate(submissions)]
+    try:
+        running = len(pumps)
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+
+
+async def answer(
+    request: Request,
+    work: Work,
+    shape: Shape[C],
+    track: Track,
+    streaming: StreamOptions | None,
+) -> Response:
+    """Run the work and answer.
+
+    Args:
+        request: the HTTP request.
+        work: for the engine.
+        shape: writes the answer.
+        track: observes it.
+        streaming: None: one whole answer.
+
+    Raises:
+        CairnError: the work cannot be served, or failed (a stream sends its errors itself).
+        ClientDisconnect: the client went away; the work is cancelled.
+    """
+    state: ServerState = request.app.state.server
+    generation = Generation(state.client, work, shape.head.id)
+    if streaming is not None:
+        return EventStream(_events(generation, shape, track, streaming.include_usage))
+    body = await unless_gone(request.receive, _whole(generation, shape, track))
+    return Response(body, media_type="application/json")
+
+
+async def _whole(generation: Generation, shape: Shape[C], track: Track) -> bytes:
+    parts: dict[int, list[C]] = {}
+    async with aclosing(_parts(generation, shape, track)) as run:
+        async for part in run:
+            parts.setdefault(part.index, []).append(part)
+    ordered = [parts[index] for index in sorted(parts)]
+    return msgspec.json.encode(shape.whole(ordered, generation.usage))
+
+
+async def _events(
+    generation: Generation, shape: Shape[C], track: Track, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    no_usage = None if include_usage else msgspec.UNSET
+    async with aclosing(_parts(generation, shape, track)) as run:
+        async for part in run:
+            yield event(shape.chunk([part], no_usage))
+    if include_usage:
+        yield event(shape.chunk([], generation.usage))
+    yield DONE
+
+
+async def _parts(generation: Generation, shape: Shape[C], track: Track) -> AsyncGenerator[C, None]:
+    """Parts of the choices as the engine makes them; leaving it early cancels the work."""
+    with track, generation:
+        over: set[int] = set()
+        async with aclosing(generation.deltas()) as deltas:
+            async for choice, delta in deltas:
+                track.delta(delta)
+                if choice in over:
+                    continue
+                generation.count(choice, delta)
+                for part in shape.push(choice, delta):
+                    yield part
+                if shape.over(choice):
+                    over.add(choice)
+                    if len(over) == generation.choices:
+                        break
+        track.end()

@@ -1,0 +1,148 @@
+"""What happens to every request before its handler: name, key, bounds, and a line in the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cairn.obs import log
+from cairn.obs.trace import Tracer
+from cairn.server import auth, limits
+from cairn.server.errors import CLIENT_GONE, error_response
+from cairn.server.state import ServerState
+
+access = logging.getLogger("cairn.access")
+
+OPERATIONS = frozenset({"/health", "/ready", "/metrics"})
+"""Answered in every state of the server; asked so often that they leave no span and no line."""
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+NO_TRACER = Tracer()
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+def wrap(app: ASGIApp, state: ServerState) -> ASGIApp:
+    """The app behind everything that holds for all routes. Plain ASGI: streams pass unbuffered."""
+    return _Observed(_Guarded(app, state), state)
+
+
+@dataclass(slots=True)
+class _Answer:
+    status: int = 0
+    size: int = 0
+
+
+class _Observed:
+    """Request id, span, metrics and access log."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        answer = _Answer()
+
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            else:
+                answer.size += len(message.get("body", b""))
+            await send(message)
+
+        began = time.perf_counter()
+        token = log.request_id.set(request_id)
+        tracer = NO_TRACER if scope["path"] in OPERATIONS else self._state.tracer
+        try:
+            with tracer.span(f"{scope['method']} {scope['path']}", headers) as span:
+                try:
+                    await self._app(scope, receive, observed)
+                except ClientDisconnect:
+                    answer.status = CLIENT_GONE
+                finally:
+                    status = answer.status or 500
+                    span.attributes = {
+                        "http.request.method": scope["method"],
+                        "http.route": _route(scope),
+                        "http.response.status_code": status,
+                        "cairn.request_id": request_id,
+                    }
+                    span.failed = status >= 500
+        finally:
+            self._report(scope, answer, time.perf_counter() - began)
+            log.request_id.reset(token)
+
+    def _report(self, scope: Scope, answer: _Answer, seconds: float) -> None:
+        status = answer.status or 500
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        self._state.metrics.answered(_route(scope), method, status)
+        level = logging.DEBUG if scope["path"] in OPERATIONS else logging.INFO
+        if not access.isEnabledFor(level):
+            return
+        client = scope.get("client") or ("-",)
+        # The raw path: no character of it can begin a new line or colour a terminal.
+        path = scope.get("raw_path", b"").decode("ascii", "replace")
+        fields = {
+            "client": client[0],
+            "method": scope["method"],
+            "path": path,
+            "status": status,
+            "milliseconds": round(seconds * 1e3, 1),
+            "bytes": answer.size,
+        }
+        text = "%s %s %s %d %.1fms %dB"
+        access.log(level, text, *fields.values(), extra={"fields": fields})
+
+
+class _Guarded:
+    """Refuses what must not reach a handler, and counts what does."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, headers, path = self._state, Headers(scope=scope), scope["path"]
+        try:
+            auth.check_key(path, headers, state.options.api_keys)
+            limits.check_headers(headers, state.options)
+            # The page is there before the model: it says that it waits.
+            if path in OPERATIONS or path in auth.PAGE_PATHS:
+                await self._app(scope, receive, send)
+                return
+            self._check_open()
+            state.open_requests += 1
+            try:
+                receive = await limits.read_body(scope, receive, state.options)
+                await self._app(scope, receive, send)
+            finally:
+                state.open_requests -= 1
+        except HTTPException as refused:
+            answer = error_response(refused.status_code, refused.detail, headers=refused.headers)
+            await answer(scope, receive, send)
+
+    def _check_open(self) -> None:
+        """Raise HTTPException (503) unless requests are taken."""
+        if self._state.draining:
+            raise HTTPException(503, "the server is shutting down", {"Retry-After": "5"})
+        if not self._state.loaded:
+            raise HTTPException(503, "the model is loading", {"Retry-After": "5"})
+
+
+def _route(scope: Scope) -> str:
+    """The path of the route that answered, so that metrics get few names; "other" for none."""
+    path = getattr(scope.get("route"), "path", None)
+    return path if isinstance(path, str) else "other"

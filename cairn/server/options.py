@@ -1,0 +1,127 @@
+"""What the operator decides about the server; the engine's options are in `cairn.config`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cairn.errors import BadConfig
+from cairn.names import checked_keywords
+
+MIB = 1 << 20
+LOG_FORMATS = ("text", "json")
+TOOL_PARSERS = ("auto", "hermes", "llama3_json")
+SMALLEST_BODY = 1024
+
+
+@checked_keywords
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Options of `cairn serve`. Raises BadConfig for a value that is impossible.
+
+    Attributes:
+        host: address to listen on.
+        port: of the API; 0 takes a free one.
+        admin_port: of the admin routes, always on the loopback address; 0 leaves them out, None
+            takes the port after the API's (a free one where that is free-chosen).
+        api_keys: every call but /health and /ready needs one of them; empty: open to all.
+        served_model_name: what clients call the model; None: the folder's name.
+        max_waiting: continuations that may wait for the engine beside those that run.
+        max_body_bytes: longest request body.
+        max_json_depth: deepest nesting of a request body.
+        max_headers: most header lines of a request.
+        max_prompts: prompts of one completions request.
+        max_stop: stop strings of one request.
+        max_n: continuations of one prompt.
+        max_logprobs: alternatives per token.
+        max_selection_tokens: longest output whose page selection is reported.
+        body_timeout: seconds within which a request body must have arrived.
+        shutdown_timeout: seconds that running requests get to finish after SIGTERM.
+        ready_step_age: seconds that one engine step may take before /ready says no.
+        step_limit: seconds after which a step counts as stuck and the server ends.
+        tool_parser: "auto" (by the chat template), "hermes" or "llama3_json".
+        log_format: "text" or "json".
+        trace: where spans go: "otel" (the OpenTelemetry provider of the process) or the name of
+            a file; None: none are made.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_port: int | None = None
+    api_keys: tuple[str, ...] = ()
+    served_model_name: str | None = None
+    max_waiting: int = 1024
+    max_body_bytes: int = 16 * MIB
+    max_json_depth: int = 64
+    max_headers: int = 128
+    max_prompts: int = 256
+    max_stop: int = 16
+    max_n: int = 64
+    max_logprobs: int = 20
+    max_selection_tokens: int = 4096
+    body_timeout: float = 60.0
+    shutdown_timeout: float = 30.0
+    ready_step_age: float = 5.0
+    step_limit: float = 300.0
+    tool_parser: str = "auto"
+    log_format: Literal["text", "json"] = "text"
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        _port("port", self.port)
+        if self.admin_port is not None:
+            _port("admin_port", self.admin_port)
+        if self.admin_port and self.admin_port == self.port:
+            raise BadConfig(
+                f"admin_port is {self.admin_port}, the port of the API",
+                "Choose another --admin-port, or 0 for no admin routes",
+            )
+        if self.port == 65535 and self.admin_port is None:
+            raise BadConfig("port is 65535, the last one", "Give --admin-port, or 0 for none")
+        if not isinstance(self.host, str) or not self.host:
+            raise BadConfig(f"host is {self.host!r}", "Give an address such as 127.0.0.1")
+        self._check_texts()
+        _integer("max_body_bytes", self.max_body_bytes, SMALLEST_BODY)
+        _integer("max_waiting", self.max_waiting, 0)
+        _integer("max_logprobs", self.max_logprobs, 0)
+        for name in ("max_json_depth", "max_headers", "max_prompts", "max_stop", "max_n"):
+            _integer(name, getattr(self, name), 1)
+        _integer("max_selection_tokens", self.max_selection_tokens, 0)
+        _seconds("shutdown_timeout", self.shutdown_timeout, zero=True)
+        for name in ("body_timeout", "ready_step_age", "step_limit"):
+            _seconds(name, getattr(self, name))
+
+    def _check_texts(self) -> None:
+        for key in self.api_keys:
+            # Anything else cannot stand in a header line.
+            if not isinstance(key, str) or not re.fullmatch(r"[!-~]+", key):
+                raise BadConfig("an API key is empty or has a character that no header can carry")
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise BadConfig(f"served_model_name is {self.served_model_name!r}", "Give a name")
+        _one_of("tool_parser", self.tool_parser, TOOL_PARSERS)
+        _one_of("log_format", self.log_format, LOG_FORMATS)
+        if self.trace is not None and not self.trace:
+            raise BadConfig("trace is empty", 'Give "otel" or the name of a file')
+
+
+def _port(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:
+        raise BadConfig(f"{name} is {value!r}", "Ports go from 1 to 65535")
+
+
+def _integer(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise BadConfig(f"{name} must be an integer >= {low}, not {value!r}")
+
+
+def _seconds(name: str, value: Any, zero: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise BadConfig(f"{name} must be a number of seconds {'>=' if zero else '>'} 0: {value!r}")
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise BadConfig(f"{name} is {value!r}", f"Choose one of {', '.join(known)}")

@@ -1,0 +1,83 @@
+"""The page at `/`: a chat in the browser over the public API, with a view of the pages read.
+
+Static files and nothing else; what they show they fetch from the API like any other client.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib import resources
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+MEDIA_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+
+# Nothing from elsewhere, nothing inline: what a model writes can never become code.
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'; object-src 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # Asked for again every time, answered by 304: an upgraded server shows its own page at once.
+    "Cache-Control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """A file of the page.
+
+    Attributes:
+        body: its bytes.
+        media_type: by its extension.
+        etag: a hash of the bytes, quoted as HTTP wants it.
+    """
+
+    body: bytes
+    media_type: str
+    etag: str
+
+    def response(self, request: Request) -> Response:
+        """The file, or 304 for a browser that has it."""
+        headers = HEADERS | {"ETag": self.etag}
+        if request.headers.get("if-none-match") == self.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(self.body, media_type=self.media_type, headers=headers)
+
+
+def _load() -> dict[str, Asset]:
+    assets = {}
+    for file in resources.files(__name__).iterdir():
+        media_type = MEDIA_TYPES.get(file.name.rpartition(".")[2])
+        if media_type is not None:
+            body = file.read_bytes()
+            etag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
+            assets[file.name] = Asset(body, media_type, etag)
+    return assets
+
+
+ASSETS = _load()
+
+
+def _route(path: str, asset: Asset) -> Route:
+    async def serve(request: Request) -> Response:
+        return asset.response(request)
+
+    return Route(path, serve, methods=["GET"])
+
+
+# One route a file: there is no path to climb out of.
+routes: list[Route] = [
+    _route("/", ASSETS["index.html"]),
+    *(_route(f"/page/{name}", asset) for name, asset in ASSETS.items() if name != "index.html"),
+]

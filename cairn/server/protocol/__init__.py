@@ -1,0 +1,5 @@
+"""What goes over HTTP: every request and every answer as a struct with its types and bounds.
+
+A field of a request is consumed, refused by name (`fields.refused`) or known to change nothing
+(`fields.no_effect`). Anything else in a body is an error.
+"""

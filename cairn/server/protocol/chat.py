@@ -1,0 +1,324 @@
+"""/v1/chat/completions: the request with its messages and tools, the answer and its chunks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from cairn.server.protocol.common import ELSEWHERE, ChoiceExtras, SamplingFields, Usage
+from cairn.server.protocol.fields import BadField, Count, Fields, Refusable, no_effect, refused
+
+NO_PICTURES = "this server reads text only"
+NO_FUNCTIONS = "it was replaced by tools and tool_choice"
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class TextPart(Fields, tag_field="type", tag="text"):
+    """A piece of a message's text."""
+
+    text: str
+
+
+class ImagePart(Fields, tag_field="type", tag="image_url"):
+    """A picture."""
+
+    image_url: Annotated[Refusable, refused(NO_PICTURES)]
+
+
+class AudioPart(Fields, tag_field="type", tag="input_audio"):
+    """A recording."""
+
+    input_audio: Annotated[Refusable, refused(NO_PICTURES)]
+
+
+class FilePart(Fields, tag_field="type", tag="file"):
+    """A file."""
+
+    file: Annotated[Refusable, refused(NO_PICTURES)]
+
+
+Content = str | list[TextPart | ImagePart | AudioPart | FilePart]
+
+
+class SystemMessage(Fields, tag_field="role", tag="system"):
+    """What the assistant is told first."""
+
+    content: Content
+    name: str | None = None
+
+
+class DeveloperMessage(Fields, tag_field="role", tag="developer"):
+    """OpenAI's newer name of the system message; the chat template sees `system`."""
+
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(Fields, tag_field="role", tag="user"):
+    """What the user says."""
+
+    content: Content
+    name: str | None = None
+
+
+class FunctionCall(Fields):
+    """What the assistant called. `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Fields):
+    """A call that the assistant made, answered by a tool message with its id."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AssistantMessage(Fields, tag_field="role", tag="assistant"):
+    """What the assistant said or called. Content may be null beside tool calls."""
+
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    refusal: Annotated[Refusable, refused("pass what the assistant said as content")] = None
+    audio: Annotated[Refusable, refused(NO_PICTURES)] = None
+    function_call: Annotated[Refusable, refused("it was replaced by tool_calls")] = None
+    annotations: Annotated[Refusable, refused("no template reads them")] = None
+
+    def __post_init__(self) -> None:
+        Fields.__post_init__(self)
+        if self.content is None and not self.tool_calls:
+            raise BadField("content", "an assistant message needs content or tool_calls")
+
+
+class ToolMessage(Fields, tag_field="role", tag="tool"):
+    """What a tool answered."""
+
+    content: Content
+    tool_call_id: str
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+class FunctionDefinition(Fields):
+    """A function that the model may call.
+
+    Attributes:
+        name: what the call names.
+        description, parameters: shown to the model; `parameters` is a JSON schema.
+        strict: arguments must follow the schema; held where `tool_choice` asks for a call.
+    """
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionChoice(Fields):
+    """Names the function to call."""
+
+    name: FunctionName
+
+
+class NamedTool(Fields):
+    """Asks for a call of one function."""
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+Messages = Annotated[list[Message], Meta(min_length=1)]
+Tools = Annotated[list[Tool], Meta(max_length=128)]
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """Body of /v1/chat/completions; see SamplingFields for the rest.
+
+    Attributes:
+        messages: the conversation, oldest first.
+        max_completion_tokens, max_tokens: one of them; none: as many as fit.
+        logprobs: report the log-probability of each generated token.
+        top_logprobs: and of this many alternatives.
+        tool_choice: "none", "auto" (the default with tools), "required" or one function.
+        parallel_tool_calls: false: the answer ends with the first call.
+        tools: functions that the model may call.
+        chat_template_kwargs: further variables of the chat template.
+        add_generation_prompt: open the assistant's answer; the default unless the last message is
+            continued.
+        continue_final_message: go on where the last message (the assistant's) ends.
+    """
+
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    metadata: Annotated[dict[str, Any] | None, no_effect(ELSEWHERE)] = None
+    store: Annotated[bool | None, no_effect(ELSEWHERE)] = None
+    service_tier: Annotated[str | None, no_effect(ELSEWHERE)] = None
+    safety_identifier: Annotated[str | None, no_effect(ELSEWHERE)] = None
+    prompt_cache_key: Annotated[str | None, no_effect("equal prompts share pages anyway")] = None
+    prompt_cache_retention: Annotated[
+        str | None, no_effect("pages are kept as long as there is room")
+    ] = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None, no_effect("equal prompts share pages anyway")
+    ] = None
+    modalities: Annotated[list[Literal["text"]] | None, no_effect("text is all that is served")] = (
+        None
+    )
+    audio: Annotated[Refusable, refused("this server writes text only")] = None
+    functions: Annotated[Refusable, refused(NO_FUNCTIONS)] = None
+    function_call: Annotated[Refusable, refused(NO_FUNCTIONS)] = None
+    prediction: Annotated[Refusable, refused("predicted outputs are not built")] = None
+    reasoning_effort: Annotated[
+        Refusable, refused("pass what the model's template knows in chat_template_kwargs")
+    ] = None
+    verbosity: Annotated[Refusable, refused("the model has no such control")] = None
+    web_search_options: Annotated[Refusable, refused("the server searches nothing")] = None
+    moderation: Annotated[Refusable, refused("the server moderates nothing")] = None
+
+
+class TokenAlternative(Struct, frozen=True):
+    """A token that could have stood at a position.
+
+    Attributes:
+        token: its text; a broken character shows as U+FFFD.
+        logprob: natural logarithm; -9999 stands for no chance at all.
+        bytes: the token's exact UTF-8 bytes.
+    """
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct, frozen=True):
+    """The token at a position, with its most likely alternatives (itself among them)."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TokenAlternative]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    """One entry per generated token."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(Struct, frozen=True):
+    """The function of a call; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(Struct, frozen=True, tag_field="type", tag="function"):
+    """A call that the model made."""
+
+    id: str
+    function: CalledFunction
+
+
+class ChatAnswer(Struct, frozen=True, kw_only=True):
+    """The assistant's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[MadeCall] | UnsetType = UNSET
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(Struct, frozen=True):
+    """One continuation."""
+
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    cairn: ChoiceExtras | UnsetType = UNSET
+
+
+class ChatResponse(Struct, frozen=True, kw_only=True):
+    """The whole answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: None = None
+
+
+class FunctionFragment(Struct, frozen=True, omit_defaults=True):
+    """More of a call: the name comes first, the arguments in fragments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class CallFragment(Struct, frozen=True):
+    """More of the call at `index`; `id` and `type` come with its first fragment."""
+
+    index: int
+    function: FunctionFragment
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class ChatDelta(Struct, frozen=True):
+    """What a chunk adds to the message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[CallFragment] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, frozen=True):
+    """What a chunk adds to one continuation."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    cairn: ChoiceExtras | UnsetType = UNSET
+
+
+class ChatChunk(Struct, frozen=True, kw_only=True):
+    """One server-sent event."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: None = None

@@ -1,0 +1,75 @@
+"""/v1/completions: the request, the answer and its chunks, in OpenAI's legacy shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from cairn.server.protocol.common import ChoiceExtras, SamplingFields, Usage
+from cairn.server.protocol.fields import Refusable, TokenId, refused
+
+Prompt = Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """Body of /v1/completions; see SamplingFields for the rest.
+
+    Attributes:
+        prompt: a text, token ids, or a list of either.
+        max_tokens: 16 where it is left out; 0 only together with `echo`.
+        echo: the answer begins with the prompt; its log-probabilities are reported as well.
+        logprobs: report the log-probability of each token and of this many most likely ones.
+        add_special_tokens: the tokenizer adds its special tokens (the default) to text prompts.
+    """
+
+    prompt: str | Prompt
+    max_tokens: TokenId | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    add_special_tokens: bool | None = None
+    best_of: Annotated[Refusable, refused("ask for n continuations and choose")] = None
+    suffix: Annotated[Refusable, refused("the model continues text, it does not fill in")] = None
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    """Four lists with one entry per token.
+
+    Attributes:
+        tokens: texts; a token that is no whole character shows as `bytes:\\\\xe2\\\\x82`.
+        token_logprobs: natural logarithms, null for the first token of an echoed prompt.
+        top_logprobs: text -> log-probability of the most likely tokens, the token itself among
+            them; null where its log-probability is.
+        text_offset: index into the answer's text at which the token begins.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+LegacyFinish = Literal["stop", "length"]
+
+
+class CompletionChoice(Struct, frozen=True):
+    """One continuation; in a chunk: what was added to it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: LegacyFinish | None = None
+    stop_reason: int | str | None = None
+    cairn: ChoiceExtras | UnsetType = UNSET
+
+
+class CompletionResponse(Struct, frozen=True, kw_only=True):
+    """The whole answer, or one server-sent event of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: None = None

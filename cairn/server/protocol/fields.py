@@ -1,0 +1,120 @@
+"""What all request structs share: the three kinds of fields, bounds, and reading a body."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from cairn.errors import BadRequest
+from cairn.names import nearest
+
+MAX_TOKENS = 2**31 - 1
+"""Largest count of tokens that a field takes; the engine caps it at the model's context."""
+
+T = TypeVar("T")
+
+Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+
+
+def refused(reason: str) -> Meta:
+    """Marks a known field that is not served: any value but null is an error that says why."""
+    return Meta(
+        description=f"Not served: {reason}.",
+        extra={"refused": reason},
+        extra_json_schema={"type": "null"},
+    )
+
+
+def no_effect(why: str) -> Meta:
+    """Marks a field that is accepted and cannot change the answer."""
+    return Meta(description=f"Accepted, without effect: {why}.", extra={"no_effect": why})
+
+
+def marked(struct: type[Struct], mark: str) -> dict[str, str]:
+    """Fields of a struct with the given mark ("refused" or "no_effect") and their reasons."""
+    found = {}
+    for field in msgspec.structs.fields(struct):
+        kind = msgspec.inspect.type_info(field.type)
+        extra = kind.extra if isinstance(kind, msgspec.inspect.Metadata) else None
+        if extra and mark in extra:
+            found[field.encode_name] = extra[mark]
+    return found
+
+
+class Fields(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """A part of a request body. Unknown fields and fields marked `refused` raise an error."""
+
+    def __post_init__(self) -> None:
+        for name, reason in _refusals(type(self)).items():
+            if getattr(self, name) is not None:
+                raise BadField(name, f"{name} is not served: {reason}", "Leave it out")
+
+
+class BadField(BadRequest):
+    """A request field that cannot be served.
+
+    Args:
+        param: path of the field in the body, such as `messages[0].content`.
+        message, hint: see CairnError.
+    """
+
+    def __init__(self, param: str | None, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.param = param
+
+
+def read(body: bytes, kind: type[T]) -> T:
+    """A request body as its struct.
+
+    Raises:
+        BadRequest: no valid JSON, a wrong type, a value out of bounds, an unknown field or one
+            that is not served; `param` names the field.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explained(error, kind) from error
+    except RecursionError as error:
+        raise BadRequest("the body is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the body is no valid JSON: {error}") from error
+
+
+@functools.cache
+def _refusals(struct: type[Struct]) -> dict[str, str]:
+    return marked(struct, "refused")
+
+
+def _explained(error: msgspec.ValidationError, kind: type) -> BadRequest:
+    text, _, where = str(error).partition(" - at ")
+    path = re.sub(r"^.*`\$\.?([^`]*)`$", r"\1", where)
+    if isinstance(error.__cause__, BadField):
+        inner = error.__cause__
+        return BadField(_joined(path, inner.param), inner.message, inner.hint)
+    unknown = re.search(r"unknown field `(.*)`", text)
+    if unknown is None:
+        return BadField(path or None, f"{path}: {text}" if path else text)
+    name = unknown[1]
+    close = nearest(name, _known_fields(kind)) if not path else None
+    return BadField(
+        _joined(path, name),
+        f"{_joined(path, name)} is no field of this request",
+        f"Did you mean {close!r}?" if close else None,
+    )
+
+
+def _joined(path: str, name: str | None) -> str:
+    return ".".join(part for part in (path, name) if part)
+
+
+def _known_fields(kind: type) -> list[str]:
+    return [field.encode_name for field in msgspec.structs.fields(kind)]
+
+
+Refusable = Any
+"""Type of a refused field: whatever comes is refused alike."""

@@ -1,0 +1,112 @@
+"""/tokenize, /detokenize and /v1/models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from cairn.server.protocol.chat import Messages, Tools
+from cairn.server.protocol.fields import BadField, Fields, TokenId
+
+CHAT_ONLY = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+class TokenizeRequest(Fields):
+    """Body of /tokenize: a text, or a conversation with what its template reads.
+
+    Attributes:
+        prompt: a text.
+        messages: a conversation.
+        tools, chat_template_kwargs, add_generation_prompt, continue_final_message: as in
+            ChatRequest; only with `messages`.
+        add_special_tokens: the tokenizer adds its special tokens (the default); only with `prompt`.
+        return_token_strs: the answer shows each token's text.
+        model: name of the served model.
+    """
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise BadField("prompt", "give either prompt or messages")
+        only = ("add_special_tokens",) if self.prompt is None else CHAT_ONLY
+        other = "prompt" if self.prompt is None else "messages"
+        for name in only:
+            if getattr(self, name) is not None:
+                raise BadField(name, f"{name} goes with {other} only", "Leave it out")
+
+
+class TokenizeResponse(Struct, frozen=True):
+    """Token ids of a prompt.
+
+    Attributes:
+        count: how many.
+        max_model_len: longest prompt with its output.
+        tokens: the ids.
+        token_strs: text of each.
+    """
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeRequest(Fields):
+    """Body of /detokenize."""
+
+    tokens: Annotated[list[TokenId], Meta(min_length=1)]
+    model: str | None = None
+
+
+class DetokenizeResponse(Struct, frozen=True):
+    """Text of token ids."""
+
+    prompt: str
+
+
+class ModelFacts(Struct, frozen=True):
+    """What clients of our extensions want to know of a model.
+
+    Attributes:
+        page_size: slots of a page of the context.
+        landmarks: each page ends in a landmark, which takes one slot.
+        landmark_layers: layers whose selection can be reported.
+        landmark_window: slots of their local window, 0 without such layers.
+        max_selection_tokens: longest output whose selection is reported.
+        chat_template: conversations are put in the model's own form, not in a plain one.
+    """
+
+    page_size: int
+    landmarks: bool
+    landmark_layers: tuple[int, ...]
+    landmark_window: int
+    max_selection_tokens: int
+    chat_template: bool
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    """A served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    max_model_len: int
+    owned_by: Literal["cairn"] = "cairn"
+    cairn: ModelFacts
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    """The served models: one."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -1,0 +1,142 @@
+"""A request's sampling fields -> SamplingParams, within the operator's limits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from cairn.errors import BadRequest
+from cairn.server.options import ServerOptions
+from cairn.server.protocol.common import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    SamplingFields,
+    StreamOptions,
+)
+from cairn.server.protocol.fields import BadField
+from cairn.types import Grammar, SamplingParams
+
+SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+"""Fields that mean the same in a request and in SamplingParams."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the endpoints say in fields of their own.
+
+    Attributes:
+        max_tokens: None: as many as fit.
+        logprobs, prompt_logprobs: as in SamplingParams.
+        grammar: what the output must look like.
+    """
+
+    max_tokens: int | None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+
+def sampling_params(
+    request: SamplingFields, output: Output, options: ServerOptions
+) -> SamplingParams:
+    """The parameters of a request.
+
+    Raises:
+        BadRequest: a value that is out of range, contradicts another one or passes a limit of
+            this server; `param` names the field.
+    """
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    within("stop", len(stop), options.max_stop, "strings")
+    within("n", request.n or 1, options.max_n)
+    within("logprobs", output.logprobs or 0, options.max_logprobs)
+    selection = request.cairn is not None and request.cairn.selection
+    if selection:
+        _check_selection(output.max_tokens, options)
+    given = {name: getattr(request, name) for name in SAME_NAME}
+    try:
+        return SamplingParams(
+            stop=tuple(stop),
+            max_tokens=output.max_tokens,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            grammar=output.grammar,
+            selection=selection,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    except BadRequest as error:
+        error.param = field_named_by(error, type(request))
+        raise
+
+
+def requested_grammar(request: SamplingFields) -> tuple[str, Grammar] | None:
+    """What the request says its output must look like, with the field that says it.
+
+    Raises BadRequest when more than one field says so.
+    """
+    found: dict[str, Grammar] = {}
+    form = request.response_format
+    if isinstance(form, JsonObjectFormat):
+        found["response_format"] = Grammar("json_schema", '{"type": "object"}')
+    elif isinstance(form, JsonSchemaFormat):
+        schema = msgspec.json.encode(form.json_schema.schema).decode()
+        found["response_format"] = Grammar("json_schema", schema)
+    if request.regex is not None:
+        found["regex"] = Grammar("regex", request.regex)
+    if request.ebnf is not None:
+        found["ebnf"] = Grammar("ebnf", request.ebnf)
+    if len(found) > 1:
+        names = " and ".join(found)
+        raise BadField(list(found)[1], f"{names} both say what the output looks like", "Give one")
+    return next(iter(found.items()), None)
+
+
+def stream_options(request: SamplingFields) -> StreamOptions | None:
+    """How to stream, None: not at all. Raises BadRequest for options of a stream not asked for."""
+    if request.stream:
+        return request.stream_options or StreamOptions()
+    if request.stream_options is not None:
+        raise BadField("stream_options", "stream_options go with stream only", "Set stream to true")
+    return None
+
+
+def field_named_by(error: BadRequest, kind: type[msgspec.Struct]) -> str | None:
+    """The field that an error's text begins with, where the request has such a one."""
+    if error.message.startswith("selection "):
+        return "cairn.selection"
+    path = re.match(r"(\w+)[\w.\[\]]*", error.message)
+    names = {field.encode_name for field in msgspec.structs.fields(kind)}
+    return path[0] if path and path[1] in names else None
+
+
+def within(name: str, value: int, limit: int, unit: str = "") -> None:
+    """Raise BadRequest for a value beyond a limit of this server."""
+    if value > limit:
+        counted = f"{value} {unit}".rstrip()
+        raise BadField(name, f"{name} is {counted}, but this server allows {limit}")
+
+
+def _check_selection(max_tokens: int | None, options: ServerOptions) -> None:
+    limit = options.max_selection_tokens
+    if max_tokens is None or max_tokens > limit:
+        given = "left out" if max_tokens is None else str(max_tokens)
+        raise BadField(
+            "cairn.selection",
+            f"cairn.selection reports outputs of at most {limit} tokens, but max_tokens is {given}",
+            f"Set max_tokens to {limit} or less",
+        )

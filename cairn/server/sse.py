@@ -1,0 +1,137 @@
+"""Answers that end when the client goes away: whole ones and streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cairn.errors import CairnError
+from cairn.server.errors import INTERNAL, body_of, error_body, error_response, response_of
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PING_SECONDS = 10.0
+"""Silence after which a comment keeps proxies from giving the connection up."""
+PING = b": still working\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    # Asks nginx not to collect the events.
+    "x-accel-buffering": "no",
+}
+
+
+def event(body: msgspec.Struct) -> bytes:
+    """One event; JSON has no line break in it."""
+    return b"data: %b\n\n" % msgspec.json.encode(body)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; it is cancelled when the client goes away.
+
+    Raises ClientDisconnect then, after `work` has ended.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for other in (task, gone):
+            other.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await other
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come.
+
+    An error before the first event is an answer with its own status; later it is a last event
+    `{"error": ...}`. The events are closed when the client goes away.
+
+    Args:
+        events: whole events, as made by `event`.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers=HEADERS)
+        # A stream has no length known beforehand.
+        del self.headers["content-length"]
+        self._events = events
+        self._started = False
+        self._last = time.monotonic()
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run as an ASGI application."""
+        with suppress(ClientDisconnect):
+            await unless_gone(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pings = asyncio.create_task(self._ping(send))
+        try:
+            async with aclosing(self._events) as events:
+                async for data in events:
+                    await self._send(send, data)
+            await self._send(send, b"", more=False)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client must hear of it
+            await self._fail(error, scope, receive, send)
+        finally:
+            pings.cancel()
+
+    async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
+        async with self._turn:
+            if not self._started:
+                self._started = True
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": 200,
+                        "headers": self.raw_headers,
+                    }
+                )
+            self._last = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _ping(self, send: Send) -> None:
+        while True:
+            quiet = time.monotonic() - self._last
+            if quiet >= PING_SECONDS:
+                await self._send(send, PING)
+                quiet = 0.0
+            await asyncio.sleep(PING_SECONDS - quiet)
+
+    async def _fail(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        known = isinstance(error, CairnError)
+        if not known:
+            log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+        if self._started:
+            body = body_of(error) if isinstance(error, CairnError) else error_body(500, INTERNAL)
+            await self._send(send, event(body), more=False)
+        else:
+            self._started = True
+            response = (
+                response_of(error)
+                if isinstance(error, CairnError)
+                else error_response(500, INTERNAL)
+            )
+            await response(scope, receive, send)

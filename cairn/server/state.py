@@ -1,0 +1,47 @@
+"""What the handlers of the server share: one object, found as `request.app.state.server`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cairn.obs.metrics import Metrics
+from cairn.obs.trace import Tracer
+from cairn.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from cairn.engine.client import EngineClient
+    from cairn.engine.tokenizer import Tokenizer
+    from cairn.server.grammars import GrammarChecker
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerState:
+    """The server while it lives. It exists before the model is loaded.
+
+    Attributes:
+        options: what the operator decided.
+        client: the engine.
+        tokenizer: None while loading, and for a model that has none.
+        metrics: counters and histograms.
+        tracer: makes spans, or none.
+        grammars: checks grammars before the engine sees them.
+        model_name: what clients call the model.
+        loaded: handlers may run; until then the middleware answers 503.
+        draining: no new requests; the running ones finish.
+        open_requests: requests that the middleware let in and that have not ended.
+        started: time.time() at the start, seconds since the epoch.
+    """
+
+    options: ServerOptions
+    client: EngineClient
+    metrics: Metrics
+    grammars: GrammarChecker
+    model_name: str
+    tokenizer: Tokenizer | None = None
+    tracer: Tracer = field(default_factory=Tracer)
+    loaded: bool = False
+    draining: bool = False
+    open_requests: int = 0
+    started: float = field(default_factory=time.time)

@@ -1,0 +1,60 @@
+"""/tokenize and /detokenize: what a prompt is to the model."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cairn.server.chat import encode_chat, shown_tools
+from cairn.server.errors import about
+from cairn.server.intake import encoded, read_request, tokenizer_of
+from cairn.server.protocol.fields import BadField
+from cairn.server.protocol.tokens import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from cairn.server.state import ServerState
+
+
+async def tokenize(request: Request) -> Response:
+    """POST /tokenize. Raises BadRequest for a prompt that is none."""
+    state: ServerState = request.app.state.server
+    asked = await read_request(request, TokenizeRequest)
+    tokenizer = tokenizer_of(state, "/tokenize")
+
+    def work() -> bytes:
+        if asked.prompt is None:
+            ids = encode_chat(tokenizer, asked, shown_tools(asked.tools or []))
+        else:
+            with about("prompt"):
+                ids = tokenizer.encode(asked.prompt, asked.add_special_tokens is not False)
+        texts = [tokenizer.token_text(i) for i in ids] if asked.return_token_strs else UNSET
+        length = state.client.info.max_model_len
+        return msgspec.json.encode(TokenizeResponse(len(ids), length, ids, texts))
+
+    return Response(await encoded(request, work), media_type="application/json")
+
+
+async def detokenize(request: Request) -> Response:
+    """POST /detokenize. Raises BadRequest for a number that is no token id."""
+    state: ServerState = request.app.state.server
+    asked = await read_request(request, DetokenizeRequest)
+    tokenizer = tokenizer_of(state, "/detokenize")
+    vocab = state.client.info.vocab_size
+    bad = next((token for token in asked.tokens if token >= vocab), None)
+    if bad is not None:
+        raise BadField("tokens", f"{bad} is no token id", f"Ids go from 0 to {vocab - 1}")
+    text = await encoded(request, lambda: tokenizer.decode(asked.tokens))
+    body = msgspec.json.encode(DetokenizeResponse(text))
+    return Response(body, media_type="application/json")
+
+
+routes = [
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+]

@@ -1,0 +1,112 @@
+import logging
+from dataclasses import fields
+
+import pytest
+
+from cairn import __version__
+from cairn.cli.serve import serve
+from cairn.config import EngineOptions, default_model_path
+from cairn.errors import EngineDead
+from cairn.server.options import ServerOptions
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What the command would have started: (model, engine options, server options)."""
+    calls = []
+
+    def run(model, engine, server, say):
+        calls.append((model, engine, server))
+        say("ready")
+        return 0
+
+    monkeypatch.setenv("CAIRN_LOG_FORMAT", "text")
+    monkeypatch.delenv("CAIRN_LOG", raising=False)
+    monkeypatch.setattr("cairn.server.launch.serve", run)
+    monkeypatch.setattr(logging.getLogger("cairn.access"), "level", logging.NOTSET)
+    return calls
+
+
+def test_defaults(run, started):
+    assert run("serve") == (0, f"cairn {__version__}\nready\n", "")
+    assert started == [(default_model_path(), EngineOptions(), ServerOptions())]
+    assert logging.getLogger("cairn.access").isEnabledFor(logging.INFO)
+
+
+def test_who_asks_for_quiet_gets_it(run, started):
+    assert run("--log-level", "warning", "serve")[0] == 0
+    assert not logging.getLogger("cairn.access").isEnabledFor(logging.INFO)
+
+
+SERVER = (
+    "--host 0.0.0.0 --port 80 --admin-port 90 --api-key a --api-key b --served-model-name name "
+    "--max-waiting 1 --max-body-bytes 2000 --max-json-depth 3 --max-headers 4 --max-prompts 5 "
+    "--max-stop 6 --max-n 7 --max-logprobs 8 --max-selection-tokens 9 --body-timeout 1.5 "
+    "--shutdown-timeout 0 --ready-step-age 2.5 --step-limit 3.5 --tool-parser hermes "
+    "--log-format json --trace otel"
+)
+
+
+def test_every_option(run, started):
+    assert run("serve", "folder", *SERVER.split(), "--max-num-seqs", "3")[0] == 0
+    ((model, engine, server),) = started
+    assert str(model) == "folder"
+    assert engine == EngineOptions(max_num_seqs=3)
+    assert server == ServerOptions(
+        host="0.0.0.0",
+        port=80,
+        admin_port=90,
+        api_keys=("a", "b"),
+        served_model_name="name",
+        max_waiting=1,
+        max_body_bytes=2000,
+        max_json_depth=3,
+        max_headers=4,
+        max_prompts=5,
+        max_stop=6,
+        max_n=7,
+        max_logprobs=8,
+        max_selection_tokens=9,
+        body_timeout=1.5,
+        shutdown_timeout=0.0,
+        ready_step_age=2.5,
+        step_limit=3.5,
+        tool_parser="hermes",
+        log_format="json",
+        trace="otel",
+    )
+
+
+def test_every_field_has_an_option():
+    assert {field.name for field in fields(ServerOptions)} <= {p.name for p in serve.params}
+
+
+def test_a_key_from_the_environment_is_one_key(run, started, monkeypatch):
+    monkeypatch.setenv("CAIRN_API_KEY", "secret")
+    assert run("serve")[0] == 0
+    assert started[0][2].api_keys == ("secret",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--port", "70000"], "port"),
+        (["--tool-parser", "none"], "tool_parser"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--max-n", "0"], "max_n"),
+        (["--prot", "1"], "--port"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(run, started, arguments, word):
+    code, out, err = run("serve", *arguments)
+    assert (code, out, started) == (2, "", [])
+    assert word in err
+
+
+def test_a_dead_engine_is_the_exit_code(run, started, monkeypatch):
+    def die(*_):
+        raise EngineDead("the engine process was killed by SIGKILL")
+
+    monkeypatch.setattr("cairn.server.launch.serve", die)
+    code, _, err = run("serve")
+    assert (code, err) == (1, "error: the engine process was killed by SIGKILL\n")

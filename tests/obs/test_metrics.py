@@ -1,0 +1,132 @@
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cairn.engine.messages import Delta, Stats, Timing
+from cairn.obs import metrics as module
+from cairn.obs.metrics import COUNTERS, GAUGES, Metrics
+
+
+def made(stats=None, step_age=0.0):
+    def totals():
+        return {**msgspec.structs.asdict(stats), "step_age": step_age} if stats else {}
+
+    return Metrics("tiny", totals, lambda: {"weights": 1.5})
+
+
+def scraped(metrics):
+    """Every sample by name and labels, the model's name left out."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name") == "tiny"
+            found[(sample.name, *sample.labels.values())] = sample.value
+    return found
+
+
+def test_names_that_dashboards_of_the_field_ask_for():
+    names = {key[0] for key in scraped(made(Stats()))}
+    assert names >= {
+        "cairn:num_requests_running",
+        "cairn:num_requests_waiting",
+        "cairn:kv_cache_usage_perc",
+        "cairn:prefix_cache_queries_total",
+        "cairn:prefix_cache_hits_total",
+        "cairn:prompt_tokens_total",
+        "cairn:generation_tokens_total",
+        "cairn:num_preemptions_total",
+        "cairn:time_to_first_token_seconds_bucket",
+        "cairn:inter_token_latency_seconds_sum",
+        "cairn:e2e_request_latency_seconds_count",
+        "cairn:request_queue_time_seconds_count",
+        "cairn:request_prefill_time_seconds_count",
+        "cairn:request_decode_time_seconds_count",
+        "cairn:startup_seconds",
+        "cairn:step_age_seconds",
+        "cairn:selected_pages_per_query",
+        "cairn:decode_stall_seconds_total",
+        "cairn:leaked_pages",
+    }
+
+
+def test_every_total_of_the_engine_is_shown():
+    """Each field has a value of its own and is found under its name."""
+    names = Stats.__struct_fields__
+    stats = Stats(**{name: i + 2 for i, name in enumerate(names)})
+    found = scraped(made(stats, step_age=0.25))
+    shown = {}
+    for table, suffix in ((GAUGES, ""), (COUNTERS, "_total")):
+        for metric, (key, _) in table.items():
+            shown[key] = found[(f"cairn:{metric}{suffix}",)]
+    assert shown.pop("step_age") == 0.25
+    assert shown == {name: i + 2 for i, name in enumerate(names)}
+
+
+def test_shares():
+    stats = Stats(
+        pages_total=100, pages_free=50, pages_cached=30, landmark_queries=8, pages_selected=20
+    )
+    found = scraped(made(stats))
+    assert found[("cairn:kv_cache_usage_perc",)] == 0.2
+    assert found[("cairn:selected_pages_per_query",)] == 2.5
+
+
+def test_before_the_engine_serves_there_are_phases_only():
+    found = scraped(made())
+    assert found[("cairn:startup_seconds", "weights")] == 1.5
+    assert ("cairn:num_requests_running",) not in found
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only when told."""
+    now = SimpleNamespace(value=100.0)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now.value)
+    return now
+
+
+def test_a_request_as_its_client_sees_it(clock):
+    metrics = made()
+    with metrics.track("/v1/chat/completions") as track:
+        clock.value += 2.0
+        track.delta(Delta("a", 0, token_ids=(1,)))
+        track.delta(Delta("a", 1, token_ids=(1,)))
+        clock.value += 0.3
+        track.delta(Delta("a", 0, token_ids=(2, 3, 4)))
+        track.delta(Delta("a", 0, text="late"))
+        clock.value += 0.5
+        timing = Timing(queue=0.5, prefill=1.5, decode=0.75)
+        track.delta(Delta("a", 1, token_ids=(2,), finish_reason="length", timing=timing))
+        track.delta(Delta("a", 0, finish_reason="stop"))
+        track.end()
+    found = scraped(metrics)
+    assert found[("cairn:time_to_first_token_seconds_count",)] == 2
+    assert found[("cairn:time_to_first_token_seconds_sum",)] == 4.0
+    assert found[("cairn:inter_token_latency_seconds_count",)] == 4
+    assert found[("cairn:inter_token_latency_seconds_sum",)] == pytest.approx(0.3 + 0.8)
+    assert found[("cairn:request_queue_time_seconds_sum",)] == 0.5
+    assert found[("cairn:request_prefill_time_seconds_sum",)] == 1.5
+    assert found[("cairn:request_decode_time_seconds_sum",)] == 0.75
+    assert found[("cairn:e2e_request_latency_seconds_sum",)] == pytest.approx(2.8)
+    assert found[("cairn:request_success_total", "length")] == 1
+    assert found[("cairn:request_success_total", "stop")] == 1
+
+
+def test_a_client_that_leaves_is_an_abort():
+    metrics = made()
+    with pytest.raises(GeneratorExit), metrics.track("/v1/completions"):
+        raise GeneratorExit
+    with metrics.track("/v1/completions") as track:
+        track.end("abort")
+    found = scraped(metrics)
+    assert found[("cairn:num_aborts_total", "/v1/completions")] == 2
+    assert found[("cairn:e2e_request_latency_seconds_count",)] == 0
+
+
+def test_a_failed_request_is_no_abort():
+    metrics = made()
+    with pytest.raises(ValueError), metrics.track("/v1/completions"):
+        raise ValueError
+    assert not any(name == "cairn:num_aborts_total" for name, *_ in scraped(metrics))

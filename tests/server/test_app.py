@@ -1,0 +1,60 @@
+"""The application as a whole: what it loads, what it describes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from cairn.server import page
+from cairn.server.app import routes
+from cairn.server.openapi import ENDPOINTS, describe
+
+
+def test_loads_no_torch():
+    script = "import sys, cairn.server.app; print(*sorted(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"torch", "triton"} & set(ran.stdout.split())
+
+
+def test_every_route_is_described():
+    ours = [route for route in routes if route not in page.routes]
+    served = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in ours
+        for method in route.methods - {"HEAD"}
+    }
+    assert served == {(endpoint.path, endpoint.method) for endpoint in ENDPOINTS}
+
+
+def test_description_is_served_and_whole(api):
+    document = api.request("GET", "/openapi.json").json()
+    assert document == describe()
+    schemas = document["components"]["schemas"]
+
+    def references(node):
+        if isinstance(node, dict):
+            if "$ref" in node:
+                yield node["$ref"]
+            for value in node.values():
+                yield from references(value)
+        elif isinstance(node, list):
+            for value in node:
+                yield from references(value)
+
+    used = {reference.rsplit("/", 1)[1] for reference in references(document)}
+    assert used <= set(schemas)
+    assert "ChatRequest" in used
+
+
+def test_bounds_and_reasons_are_described():
+    schemas = describe()["components"]["schemas"]
+    fields = schemas["ChatRequest"]["properties"]
+    assert {"type": "number", "minimum": 0, "maximum": 2} in fields["temperature"]["anyOf"]
+    assert fields["audio"]["description"].startswith("Not served")
+    assert fields["store"]["description"].startswith("Accepted, without effect")
+    assert schemas["ChatRequest"]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/openapi.json"])
+def test_the_other_rooms_are_mounted(api, path):
+    assert api.request("GET", path).status_code == 200

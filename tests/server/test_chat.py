@@ -1,0 +1,296 @@
+"""Chat completions over an engine that says what the test wants."""
+
+import pytest
+
+from cairn.engine.messages import Position
+from cairn.server.logprobs import best, value_of
+from tests.server.fake_api import FakeApi, chat_body
+from tests.server.fake_client import LAYERS, WORDS
+
+PATH = "/v1/chat/completions"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}},
+    },
+}
+OTHER = {"type": "function", "function": {"name": "hear"}}
+
+
+def call(name="look", arguments='{"at": 1}'):
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def says(api, text):
+    api.client.answer = lambda *_: text.encode()
+
+
+def joined(events):
+    """What a client that follows the stream ends up with, per choice."""
+    choices = {}
+    for event in events:
+        for choice in event["choices"]:
+            seen = choices.setdefault(
+                choice["index"],
+                {
+                    "role": None,
+                    "content": "",
+                    "calls": {},
+                    "logprobs": [],
+                    "reads": [],
+                    "end": None,
+                },
+            )
+            delta = choice["delta"]
+            seen["role"] = delta.get("role", seen["role"])
+            seen["content"] += delta.get("content") or ""
+            for piece in delta.get("tool_calls", ()):
+                made = seen["calls"].setdefault(piece["index"], {"name": "", "arguments": ""})
+                for key in made:
+                    made[key] += piece["function"].get(key) or ""
+            seen["logprobs"] += (choice["logprobs"] or {"content": []})["content"]
+            seen["reads"] += choice.get("cairn", {"selection": []})["selection"]
+            seen["end"] = choice["finish_reason"] or seen["end"]
+    return choices
+
+
+def whole(answer):
+    """The same of an answer in one piece."""
+    return {
+        choice["index"]: {
+            "role": choice["message"]["role"],
+            "content": choice["message"]["content"] or "",
+            "calls": {
+                i: {key: made["function"][key] for key in ("name", "arguments")}
+                for i, made in enumerate(choice["message"].get("tool_calls", ()))
+            },
+            "logprobs": (choice["logprobs"] or {"content": []})["content"],
+            "reads": choice.get("cairn", {"selection": []})["selection"],
+            "end": choice["finish_reason"],
+        }
+        for choice in answer["choices"]
+    }
+
+
+@pytest.mark.parametrize(
+    "text, fields",
+    [
+        (WORDS.decode(), {}),
+        (WORDS.decode(), {"n": 3, "logprobs": True, "top_logprobs": 2}),
+        (WORDS.decode(), {"max_tokens": 9, "cairn": {"selection": True}}),
+        (f"So: {call()} {call('hear', '{}')}", {"tools": [TOOL, OTHER], "logprobs": True}),
+        (f"So: {call()} {call()}", {"tools": [TOOL], "parallel_tool_calls": False, "n": 2}),
+        ("<tool_call>nothing", {"tools": [TOOL]}),
+    ],
+)
+def test_stream_equals_answer(tool_api, text, fields):
+    says(tool_api, text)
+    answer = tool_api.chat(**fields)
+    usage = {"stream_options": {"include_usage": True}}
+    *events, last = tool_api.events(PATH, chat_body(**fields, **usage))
+    assert joined(events) == whole(answer)
+    assert last["choices"] == [] and last["usage"] == answer["usage"]
+    assert all(event["usage"] is None for event in events)
+    assert len({event["id"] for event in events}) == 1
+
+
+def test_role_comes_first_and_once(api):
+    deltas = [event["choices"][0]["delta"] for event in api.events(PATH, chat_body())]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert not any("role" in delta for delta in deltas[1:])
+    assert "".join(delta.get("content", "") for delta in deltas) == WORDS.decode()
+
+
+def test_no_usage_unless_asked(api):
+    assert not any("usage" in event for event in api.events(PATH, chat_body()))
+
+
+def test_tool_calls_without_markup(tool_api):
+    says(tool_api, f"I look. {call()}\n{call('hear', '{}')}")
+    choice = tool_api.chat(tools=[TOOL, OTHER])["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I look."
+    made = choice["message"]["tool_calls"]
+    assert [m["function"] for m in made] == [
+        {"name": "look", "arguments": '{"at": 1}'},
+        {"name": "hear", "arguments": "{}"},
+    ]
+    assert all(m["type"] == "function" for m in made)
+    assert len({m["id"] for m in made}) == 2
+
+
+def test_streamed_call_names_come_with_id_and_type(tool_api):
+    says(tool_api, call())
+    events = tool_api.events(PATH, chat_body(tools=[TOOL]))
+    pieces = [p for e in events for p in e["choices"][0]["delta"].get("tool_calls", ())]
+    assert pieces[0]["id"].startswith("call_") and pieces[0]["type"] == "function"
+    assert pieces[0]["function"]["name"] == "look"
+    assert all("id" not in piece for piece in pieces[1:])
+
+
+def test_content_is_null_beside_calls_alone(tool_api):
+    says(tool_api, call())
+    assert tool_api.chat(tools=[TOOL])["choices"][0]["message"]["content"] is None
+
+
+def test_call_cut_by_length_is_text(tool_api):
+    says(tool_api, call())
+    choice = tool_api.chat(tools=[TOOL], max_tokens=20)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == call()[:20]
+
+
+def test_one_call_ends_the_answer(tool_api):
+    says(tool_api, call() + call("look", '{"at": 2}') + "x" * 500)
+    answer = tool_api.chat(tools=[TOOL], parallel_tool_calls=False)
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+    assert answer["usage"]["completion_tokens"] == len(call())
+    assert tool_api.client.aborted == [tool_api.asked.id]
+
+
+def test_tool_choice_none_shows_no_tools(tool_api):
+    says(tool_api, call())
+    message = tool_api.chat(tools=[TOOL], tool_choice="none")["choices"][0]["message"]
+    assert message["content"] == call() and "tool_calls" not in message
+    assert b"look" not in bytes(tool_api.asked.prompt)
+    tool_api.chat(tools=[TOOL])
+    assert b"look" in bytes(tool_api.asked.prompt)
+
+
+@pytest.mark.parametrize(
+    "choice, names",
+    [
+        ("required", ["look", "hear"]),
+        ({"type": "function", "function": {"name": "hear"}}, ["hear"]),
+        ("auto", []),
+    ],
+)
+def test_tool_choice_becomes_a_grammar(tool_api, choice, names):
+    tool_api.chat(tools=[TOOL, OTHER], tool_choice=choice)
+    grammar = tool_api.asked.params.grammar
+    assert tool_api.grammars.checked == ([grammar] if names else [])
+    if names:
+        assert [n for n in ("look", "hear") if f'\\"{n}\\"' in grammar.text] == names
+    else:
+        assert grammar is None
+
+
+def test_a_function_may_be_called_required(tool_api):
+    odd = {"type": "function", "function": {"name": "required"}}
+    choice = {"type": "function", "function": {"name": "required"}}
+    tool_api.chat(tools=[TOOL, odd], tool_choice=choice)
+    assert "look" not in tool_api.asked.params.grammar.text
+
+
+def test_wrong_schema_of_a_tool(tool_api):
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"title": "bomb"}}}
+    error = tool_api.error(PATH, chat_body(tools=[bad], tool_choice="required"))
+    assert error["param"] == "tools"
+
+
+@pytest.mark.parametrize(
+    "fields, param, text",
+    [
+        ({"tool_choice": "required"}, "tool_choice", "no"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls", "tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "'x'",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "tools[0].function.strict",
+            "required",
+        ),
+        ({"tools": [TOOL], "regex": "a"}, "regex", "tools"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "4"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"messages": []}, "messages", "1"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "tool"),
+        ({"continue_final_message": True}, "messages", "assistant"),
+        ({"cairn": {"selection": True}}, "cairn.selection", "max_tokens"),
+        ({"cairn": {"selection": True}, "max_tokens": 4097}, "cairn.selection", "4096"),
+    ],
+)
+def test_refused(tool_api, fields, param, text):
+    error = tool_api.error(PATH, chat_body() | fields)
+    assert error["param"] == param
+    assert text in error["message"]
+    assert not tool_api.client.submitted
+
+
+def test_tools_without_a_template_are_refused(api):
+    assert "template" in api.error(PATH, chat_body(tools=[TOOL]))["message"]
+
+
+def test_logprobs_carry_exact_bytes(api):
+    entries = api.chat(logprobs=True, top_logprobs=3)["choices"][0]["logprobs"]["content"]
+    assert bytes(b for entry in entries for b in entry["bytes"]) == WORDS
+    assert [len(entry["top_logprobs"]) for entry in entries] == [3] * len(WORDS)
+    assert [t["logprob"] for t in entries[0]["top_logprobs"]] == [-0.5, -1.0, -1.5]
+    assert entries[0]["token"] == "E" and entries[0]["logprob"] == -0.5 * (ord("E") + 1)
+    elephant = entries[6]
+    assert elephant["token"] == "�" and elephant["bytes"] == [0xF0]
+
+
+def test_logprobs_without_alternatives(api):
+    entries = api.chat(logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in entries)
+    assert api.asked.params.logprobs == 0
+    assert api.chat()["choices"][0]["logprobs"] is None
+
+
+def test_minus_infinity_is_a_number():
+    position = Position((1, 2), (-0.1, float("-inf")), (1, 2))
+    assert value_of(position, 2) == -9999.0
+    assert best(position, 2) == [(1, -0.1), (2, -9999.0)]
+
+
+def test_selection_per_token(api):
+    choice = api.chat(max_tokens=3, cairn={"selection": True})["choices"][0]
+    read = choice["cairn"]["selection"]
+    assert len(read) == 3
+    assert [layer["layer"] for layer in read[0]] == list(LAYERS)
+    assert read[2][0] == {"layer": 1, "pages": [2, 4], "weights": [0.5, 0.25], "window": 0.125}
+    assert "cairn" not in api.chat(max_tokens=3)["choices"][0]
+
+
+def test_selection_needs_landmarks(api):
+    api.client.layers = ()
+    error = api.error(PATH, chat_body(max_tokens=3, cairn={"selection": True}))
+    assert "landmarks" in error["message"]
+    assert error["param"] == "cairn.selection"
+
+
+@pytest.mark.parametrize("reason", [0, 7, "stop!", None])
+def test_stop_reason(api, reason):
+    api.client.failure = {"finish_reason": "stop", "stop_reason": reason}
+    assert api.chat()["choices"][0]["stop_reason"] == reason
+    last = api.events(PATH, chat_body())[-1]["choices"][0]
+    assert last["stop_reason"] == reason and last["finish_reason"] == "stop"
+
+
+def test_usage(api):
+    answer = api.chat("hi", n=2)
+    prompt = len("user: hi\nassistant:")
+    assert answer["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 2 * len(WORDS),
+        "total_tokens": prompt + 2 * len(WORDS),
+        "prompt_tokens_details": {"cached_tokens": prompt // 2},
+    }
+
+
+def test_too_long_names_both_numbers(api):
+    error = api.error(PATH, chat_body("x" * 5000))
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "messages"
+    assert "5017" in error["message"] and "4095" in error["message"]
+
+
+def test_without_tokenizer():
+    api = FakeApi(None)
+    assert "tokenizer" in api.error(PATH, chat_body())["message"]

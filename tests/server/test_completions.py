@@ -1,0 +1,180 @@
+"""Plain completions over an engine that says what the test wants."""
+
+import pytest
+
+from tests.server.fake_api import FakeApi
+from tests.server.fake_client import WORDS
+
+PATH = "/v1/completions"
+
+
+def by_index(events):
+    texts = {}
+    for event in events:
+        for choice in event["choices"]:
+            texts.setdefault(choice["index"], []).append(choice)
+    return texts
+
+
+def rebuilt(parts):
+    """A choice from its streamed parts."""
+    lists = [part["logprobs"] for part in parts if part["logprobs"]]
+    names = lists[0] if lists else ()
+    return {
+        "text": "".join(part["text"] for part in parts),
+        "logprobs": {k: [item for each in lists for item in each[k]] for k in names} or None,
+        "finish_reason": parts[-1]["finish_reason"],
+        "reads": [read for part in parts if "cairn" in part for read in part["cairn"]["selection"]],
+    }
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"prompt": ["one", "two"], "n": 2},
+        {"prompt": [[1, 2], [3]], "echo": True, "logprobs": 2, "n": 2},
+        {"prompt": "größe 🐘", "echo": True, "logprobs": 0, "max_tokens": 1},
+        {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0},
+        {"prompt": "ab", "echo": True},
+        {"max_tokens": 5, "cairn": {"selection": True}},
+    ],
+)
+def test_stream_equals_answer(api, fields):
+    answer = api.complete(**fields)
+    usage = {"include_usage": True}
+    *events, last = api.events(PATH, {"prompt": "hi", "stream_options": usage} | fields)
+    parts = by_index(events)
+    assert sorted(parts) == [choice["index"] for choice in answer["choices"]]
+    for choice in answer["choices"]:
+        seen = rebuilt(parts[choice["index"]])
+        assert seen["text"] == choice["text"]
+        assert seen["logprobs"] == choice["logprobs"]
+        assert seen["finish_reason"] == choice["finish_reason"]
+        assert seen["reads"] == choice.get("cairn", {"selection": []})["selection"]
+    assert last["usage"] == answer["usage"] and last["choices"] == []
+
+
+def test_default_is_sixteen_tokens(api):
+    assert api.complete()["usage"]["completion_tokens"] == 16
+    assert api.asked.params.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    "prompt, ids",
+    [
+        ("ab", [[97, 98]]),
+        ([97, 98], [[97, 98]]),
+        (["a", "b"], [[97], [98]]),
+        ([[97], [98]], [[97], [98]]),
+    ],
+)
+def test_forms_of_prompts(api, prompt, ids):
+    answer = api.complete(prompt, n=2)
+    assert [asked.prompt for asked in api.client.submitted] == ids
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(ids)))
+
+
+def test_choices_stand_in_the_order_of_prompts(api):
+    api.client.answer = lambda prompt, params, i: bytes(prompt) * (3 - i) + b"%d" % i
+    answer = api.complete(["aa", "b", "cccc"], n=2)
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == ["aaaaaa0", "aaaa1", "bbb0", "bb1", "cccc" * 3 + "0", "cccccccc1"]
+
+
+def test_echo_scores_the_prompt(api):
+    choice = api.complete("ab", max_tokens=1, echo=True, logprobs=1)["choices"][0]
+    assert choice["text"] == "abE"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "E"],
+        "token_logprobs": [None, -0.5 * 99, -0.5 * 70],
+        "top_logprobs": [None, {"\x00": -0.5, "b": -49.5}, {"\x00": -0.5, "E": -35.0}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_nothing_generated(api):
+    answer = api.complete("ab", max_tokens=0, echo=True, logprobs=1)
+    choice = answer["choices"][0]
+    assert choice["text"] == "ab" and choice["finish_reason"] == "length"
+    assert choice["logprobs"]["tokens"] == ["a", "b"]
+    assert answer["usage"]["completion_tokens"] == 0
+    error = api.error(PATH, {"prompt": "a", "max_tokens": 0})
+    assert error["param"] == "max_tokens"
+
+
+def test_offsets_are_characters_and_parts_show_bytes(api):
+    api.client.answer = lambda *_: "🐘!".encode()
+    scored = api.complete("ö", echo=True, logprobs=0, max_tokens=9)["choices"][0]["logprobs"]
+    assert scored["tokens"] == [
+        "bytes:\\xc3",
+        "bytes:\\xb6",
+        "bytes:\\xf0",
+        "bytes:\\x9f",
+        "bytes:\\x90",
+        "bytes:\\x98",
+        "!",
+    ]
+    assert scored["text_offset"] == [0, 0, 1, 1, 1, 1, 2]
+
+
+def test_echo_without_scores(api):
+    choice = api.complete([97, 98], echo=True, max_tokens=2)["choices"][0]
+    assert choice["text"] == "abEi" and choice["logprobs"] is None
+    assert api.asked.params.prompt_logprobs is None
+
+
+def test_scores_without_echo(api):
+    choice = api.complete("ab", logprobs=3, max_tokens=2)["choices"][0]
+    assert choice["logprobs"]["text_offset"] == [0, 1]
+    assert len(choice["logprobs"]["top_logprobs"][0]) == 4
+    assert api.asked.params.prompt_logprobs is None
+
+
+def test_scores_wait_for_the_prompt_of_all_choices(api):
+    deltas = api.client._deltas
+
+    def late(request_id, prompt, params, index):
+        # The second continuation begins before the first, which brings the prompt's scores.
+        yield from deltas(request_id, prompt, params, 1 - index)
+
+    api.client._deltas = late
+    answer = api.complete("ab", n=2, echo=True, logprobs=1, max_tokens=2)
+    assert [choice["text"] for choice in answer["choices"]] == ["abEi", "abEi"]
+    for choice in answer["choices"]:
+        assert choice["logprobs"]["tokens"] == ["a", "b", "E", "i"]
+
+
+@pytest.mark.parametrize(
+    "fields, param, text",
+    [
+        ({"prompt": []}, "prompt", "1"),
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": [[]]}, "prompt", "empty"),
+        ({"prompt": ["a", 3]}, "prompt", "mixes"),
+        ({"prompt": [256]}, "prompt", "256"),
+        ({"prompt": [-1]}, "prompt[0]", "0"),
+        ({"prompt": [2**31 - 1], "echo": True}, "prompt", "2147483647"),
+        ({"prompt": [2**40]}, "prompt[0]", "2147483647"),
+        ({"prompt": ["a"] * 257}, "prompt", "256"),
+        ({"prompt": ["a"] * 65}, "prompt", "64"),
+        ({"prompt": [1], "add_special_tokens": True}, "add_special_tokens", "text"),
+        ({"logprobs": 21}, "logprobs", "20"),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "max_tokens"),
+        ({"min_tokens": 17}, "min_tokens", "16"),
+        ({"stop_token_ids": [256]}, "stop_token_ids", "256"),
+    ],
+)
+def test_refused(api, fields, param, text):
+    error = api.error(PATH, {"prompt": "hi"} | fields)
+    assert text in error["message"]
+    assert error["param"] == param
+    assert not api.client.live
+
+
+def test_without_tokenizer():
+    api = FakeApi(None)
+    assert "tokenizer" in api.error(PATH, {"prompt": "text"})["message"]
+    choice = api.complete([1, 2], echo=True, logprobs=1, max_tokens=1)["choices"][0]
+    assert choice["text"] == ""
+    assert choice["logprobs"]["tokens"] == ["token_id:1", "token_id:2", f"token_id:{WORDS[0]}"]

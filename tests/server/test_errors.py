@@ -1,0 +1,49 @@
+"""Errors in the shape that OpenAI's clients read."""
+
+import pytest
+
+from cairn.errors import BadRequest, Busy, EngineDead, TooLong
+from cairn.server.errors import about, body_of, response_of
+
+
+@pytest.mark.parametrize(
+    "error, status, kind, code",
+    [
+        (BadRequest("no"), 400, "invalid_request_error", None),
+        (TooLong("no"), 400, "invalid_request_error", "context_length_exceeded"),
+        (Busy("no"), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (EngineDead("no"), 503, "service_unavailable_error", None),
+    ],
+)
+def test_shape(error, status, kind, code):
+    assert error.http_status == status
+    detail = body_of(error).error
+    assert (detail.message, detail.type, detail.param, detail.code) == ("no", kind, None, code)
+
+
+def test_retry_after():
+    assert response_of(Busy("no", retry_after=9)).headers["retry-after"] == "9"
+    assert "retry-after" not in response_of(BadRequest("no")).headers
+
+
+def test_about_names_the_field_that_has_no_name_yet():
+    with pytest.raises(BadRequest) as caught, about("tools"):
+        raise BadRequest("no")
+    assert caught.value.param == "tools"
+    with pytest.raises(BadRequest) as caught, about("tools"), about("regex"):
+        raise BadRequest("no")
+    assert caught.value.param == "regex"
+
+
+@pytest.mark.parametrize(
+    "method, path, status",
+    [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405)],
+)
+def test_unknown_routes_and_methods(api, method, path, status):
+    response = api.request(method, path)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert path in error["message"]
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    if status == 405:
+        assert response.headers["allow"]

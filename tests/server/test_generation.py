@@ -1,0 +1,165 @@
+"""Requests on their way through the engine: failures, refusals, clients that leave."""
+
+import asyncio
+
+import pytest
+
+from cairn.errors import EngineDead
+from tests.server.fake_api import chat_body, events_of
+from tests.server.raw import Raw
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+BODIES = [(CHAT, chat_body()), (COMPLETE, {"prompt": "hi", "max_tokens": 40})]
+FAILED = {"finish_reason": "error", "error": "the logits are no numbers", "status": 500}
+
+
+@pytest.mark.parametrize("path, body", BODIES)
+def test_failure_has_its_status(api, path, body):
+    api.client.failure = FAILED
+    error = api.error(path, body, 500)
+    assert error["message"] == "the logits are no numbers"
+    assert error["type"] == "server_error"
+
+
+def test_failure_of_a_grammar_is_the_requests_own(api):
+    api.client.failure = {"finish_reason": "error", "error": "no token fits", "status": 400}
+    assert api.error(CHAT, chat_body())["message"] == "no token fits"
+
+
+def test_failure_without_words(api):
+    api.client.failure = {"finish_reason": "error"}
+    assert "failed" in api.error(CHAT, chat_body(), 500)["message"]
+
+
+@pytest.mark.parametrize("path, body", BODIES)
+def test_failure_in_a_stream_is_its_last_event(api, path, body):
+    api.client.failure = FAILED
+    response = api.post(path, body | {"stream": True})
+    assert response.status_code == 200
+    *events, last = events_of(response.text)
+    assert events
+    assert all("error" not in event for event in events)
+    assert last["error"]["message"] == "the logits are no numbers"
+    assert api.client.live == 0
+
+
+def test_request_taken_back_by_the_server(api):
+    api.client.failure = {"finish_reason": "abort"}
+    error = api.error(CHAT, chat_body(), 503)
+    assert error["type"] == "service_unavailable_error"
+
+
+def test_one_failure_ends_all_choices(api):
+    api.client.failure = FAILED
+    api.error(COMPLETE, {"prompt": ["a", "b"], "n": 2}, 500)
+    assert len(api.client.aborted) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_busy_says_when_to_come_again(api, stream):
+    api.client.busy = True
+    response = api.post(CHAT, chat_body(stream=stream))
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "7"
+    assert response.json()["error"]["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_of_a_stream_have_their_status(api, stream):
+    error = api.error(COMPLETE, {"prompt": [300], "stream": stream})
+    assert error["param"] == "prompt"
+
+
+def test_dead_engine(api):
+    api.client.dead = EngineDead("the engine was killed")
+    assert "killed" in api.error(CHAT, chat_body(), 503)["message"]
+
+
+def test_all_prompts_or_none(api):
+    error = api.error(COMPLETE, {"prompt": [[1], [2], [300]]})
+    assert "300" in error["message"]
+    assert len(api.client.submitted) == 2
+    assert sorted(api.client.aborted) == sorted(asked.id for asked in api.client.submitted)
+
+
+def test_more_outputs_than_can_ever_run(api):
+    error = api.error(COMPLETE, {"prompt": ["a"] * 33, "n": 2})
+    assert "66" in error["message"] and "64" in error["message"]
+    assert not api.client.submitted
+
+
+def test_a_bug_is_a_plain_500(api):
+    def broken(*_):
+        raise RuntimeError("secret")
+
+    api.client.check = broken
+    for stream in (False, True):
+        error = api.error(CHAT, chat_body(stream=stream), 500)
+        assert "secret" not in error["message"]
+
+
+def test_every_end_is_counted(api):
+    def counts():
+        lines = api.state.metrics.render().decode().splitlines()
+        values = [line.split() for line in lines if not line.startswith("#")]
+        return {name: float(value) for name, value in values}
+
+    api.chat(n=2)
+    api.complete(max_tokens=2)
+    found = counts()
+    assert found['cairn:request_success_total{finished_reason="stop",model_name="tiny"}'] == 2
+    assert found['cairn:request_success_total{finished_reason="length",model_name="tiny"}'] == 1
+    assert found['cairn:e2e_request_latency_seconds_count{model_name="tiny"}'] == 2
+    assert found['cairn:time_to_first_token_seconds_count{model_name="tiny"}'] == 3
+
+
+def leaving(api, path, body, stream):
+    """The client leaves while the first token is awaited, or (a stream) after the first one."""
+
+    async def run():
+        api.client.hold = asyncio.Event()
+        raw = Raw(path, body | {"stream": stream})
+        task = raw.start(api.app)
+        while not api.client.submitted:
+            await asyncio.sleep(0.001)
+        if stream:
+            api.client.hold.set()
+            await raw.until("data: ")
+        raw.leave()
+        await asyncio.wait_for(task, 10)
+        return raw
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path, body", [*BODIES, (COMPLETE, {"prompt": ["a", "b"], "n": 3})])
+def test_leaving_cancels(api, path, body, stream):
+    api.client.answer = lambda *_: b"x" * 4000
+    raw = leaving(api, path, {**body, "max_tokens": 4000}, stream)
+    assert sorted(api.client.aborted) == sorted(asked.id for asked in api.client.submitted)
+    assert api.client.live == 0
+    assert "[DONE]" not in raw.text
+    assert b'num_aborts_total{endpoint="' in api.state.metrics.render()
+
+
+def test_leaving_is_no_failure(api, caplog):
+    """The access log tells the status that stands for a client that is gone, and no error."""
+    caplog.set_level("INFO")
+    raw = leaving(api, CHAT, chat_body(), stream=False)
+    assert raw.status == 499
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_staying_cancels_nothing(api):
+    api.chat()
+    api.events(CHAT, chat_body(n=2))
+    api.complete(["a", "b"])
+    assert api.client.aborted == []
+    assert b'num_aborts_total{endpoint="' not in api.state.metrics.render()
+
+
+def test_streams_of_several_prompts_interleave(api):
+    events = api.events(COMPLETE, {"prompt": ["a", "b"], "max_tokens": 8})
+    order = [event["choices"][0]["index"] for event in events]
+    assert order != sorted(order)

@@ -1,0 +1,136 @@
+"""Servers that cannot start: one message with cause and remedy, an exit code, and soon."""
+
+import json
+import pickle
+import shutil
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from cairn.config import default_model_path
+from cairn.engine.tokenizer import load_tokenizer
+from cairn.models.registry import load_spec
+from cairn.server.launch import LOOPBACK
+from tests.server.running import Running, fails
+
+SOON = 30.0
+"""Seconds; an idle machine needs less than five."""
+
+
+def refused(words, *arguments, code=2):
+    """The server ends with one line on stderr that holds these words; returns the line."""
+    found, told, seconds = fails(*arguments)
+    lines = told.splitlines()
+    assert found == code, told
+    assert len(lines) == 1 and lines[0].startswith("error: "), told
+    for word in words:
+        assert word in lines[0], told
+    assert seconds < SOON
+    return lines[0]
+
+
+@pytest.fixture
+def taken():
+    """A port that somebody listens on."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_a_busy_port(taken):
+    refused([str(taken), "in use", "--port"], "--port", str(taken))
+
+
+def test_a_busy_admin_port(taken):
+    arguments = ("--port", "0", "--admin-port", str(taken))
+    refused([str(taken), "in use", "--admin-port"], *arguments)
+
+
+def test_a_host_that_is_not_ours():
+    refused(["192.0.2.1", "--host"], "--host", "192.0.2.1", "--port", "0")
+    refused(["no.such.host.invalid"], "--host", "no.such.host.invalid", "--port", "0")
+
+
+def test_no_such_folder(tmp_path):
+    refused(["nothing", "not a folder"], str(tmp_path / "nothing"), "--port", "0")
+
+
+def test_an_impossible_option():
+    refused(["max_n", "-3"], "--max-n", "-3")
+
+
+def test_no_memory():
+    arguments = ("--port", "0", "--kv-cache-memory", "1MiB", "--max-model-len", "100000")
+    refused(["needs", "--kv-cache-memory"], *arguments, code=1)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A copy of the embedded model, to be damaged."""
+    return Path(shutil.copytree(default_model_path(), tmp_path / "model"))
+
+
+def test_a_missing_shard(model):
+    shard = "model-00001-of-00002.safetensors"
+    (model / "model.safetensors").rename(model / shard)
+    index = {"metadata": {}, "weight_map": {"a": shard, "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(["model-00002-of-00002.safetensors"], str(model), "--port", "0")
+
+
+class Bomb:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (Path.touch, (self.mark,))
+
+
+def booby_trap(model, mark):
+    """Code that transformers would import, in every place where a folder can name it."""
+    (model / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "auto_map": names}))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["evil.Tokenizer", None]}
+    config["tokenizer_class"] = "Tokenizer"
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_a_model_that_needs_its_own_code_is_refused_and_nothing_runs(model, tmp_path):
+    mark = tmp_path / "ran"
+    booby_trap(model, mark)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "evil"}))
+    refused(["evil", "unknown"], str(model), "--port", "0")
+    assert not mark.exists()
+
+
+def test_code_beside_a_known_model_is_not_run(model, tmp_path):
+    mark = tmp_path / "ran"
+    booby_trap(model, mark)
+    assert load_spec(model).landmarks
+    assert load_tokenizer(model).decode(load_tokenizer(model).encode("hello")) == "hello"
+    assert not mark.exists()
+
+
+def test_pickled_weights_are_refused_and_not_opened(model, tmp_path):
+    mark = tmp_path / "ran"
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
+    refused(["pytorch_model.bin", "pickled", "safetensors"], str(model), "--port", "0")
+    assert not mark.exists()
+
+
+def test_a_signal_while_the_model_loads(tmp_path):
+    server = Running(tmp_path)
+    try:
+        server.signal(signal.SIGTERM)
+        assert server.wait_end() == 0
+        assert "error" not in server.err.read_text()
+    finally:
+        server.close()

@@ -1,0 +1,140 @@
+"""Bodies that are no requests: always an answer of the 4xx kind that says what is wrong."""
+
+import json
+
+import msgspec
+import pytest
+
+from cairn.errors import BadRequest
+from cairn.server.protocol.chat import ChatRequest
+from cairn.server.protocol.completions import CompletionRequest
+from cairn.server.protocol.fields import read
+from tests.server.fake_api import FakeApi, chat_body
+
+POSTS = {
+    "/v1/chat/completions": chat_body(),
+    "/v1/completions": {"prompt": "hi"},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [65]},
+}
+IMPOSSIBLE = ("1e308", "-1e308", "1e999", "NaN", "Infinity", "-Infinity", "9" * 30, "9" * 5000)
+ODD = ("-0.0000001", "1e-320", "0", "-1", "1.0", "true", '"1"', "[]", "{}")
+
+
+@pytest.fixture(scope="module")
+def api(tokenizer):
+    return FakeApi(tokenizer)
+
+
+def post(api, path, body, kind="application/json"):
+    return api.request("POST", path, content=body, headers={"Content-Type": kind})
+
+
+def number_fields():
+    for path, struct in (
+        ("/v1/chat/completions", ChatRequest),
+        ("/v1/completions", CompletionRequest),
+    ):
+        for field in msgspec.structs.fields(struct):
+            (schema,), _ = msgspec.json.schema_components([field.type])
+            kinds = {each.get("type") for each in schema.get("anyOf", [schema])}
+            if kinds & {"integer", "number"}:
+                yield path, field.encode_name
+
+
+@pytest.mark.parametrize("path, name", [*number_fields()])
+def test_odd_numbers(api, path, name):
+    """A field of numbers takes what it can use; whatever it takes, the engine can be told."""
+    rest = json.dumps(POSTS[path])[:-1]
+    for number in (*IMPOSSIBLE, *ODD):
+        response = post(api, path, f'{rest}, "{name}": {number}}}')
+        allowed = (400,) if number in IMPOSSIBLE else (200, 400)
+        assert response.status_code in allowed, (number, response.text)
+    for asked in api.client.submitted:
+        msgspec.msgpack.encode(asked.params)
+    api.client.submitted.clear()
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"3",
+        b'"text"',
+        b"{",
+        b'{"prompt": "hi"',
+        b"{}",
+        b"\xff\xfe\x00",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\udc00\\ud800"}]}',
+        b'{"\\ud800": 1}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"tools": ' + b'[{"a":' * 900 + b"1" + b"}]" * 900 + b"}",
+        b'{"prompt": "' + b"x" * 10_000_000 + b'", "model": "other"}',
+        b'{"tokens": [' + b"9," * 2_000_000 + b"-1]}",
+        b'{"messages": "hi", "prompt": 3, "tokens": 4}',
+        b'{"messages": [{"role": "nobody", "content": "x"}], "prompt": {}, "tokens": {}}',
+    ],
+    ids=lambda body: repr(body[:24]) if isinstance(body, bytes) else body,
+)
+def test_no_request(api, path, body):
+    response = post(api, path, body)
+    assert 400 <= response.status_code < 500, response.text
+    error = response.json()["error"]
+    assert error["message"] and error["type"]
+
+
+def test_ten_megabytes_of_text(api):
+    body = json.dumps({"prompt": "x" * 10_000_000}).encode()
+    error = post(api, "/v1/completions", body).json()["error"]
+    assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_only_json_is_read(api, kind):
+    """What a page of another site can make a browser send without asking."""
+    response = post(api, "/v1/completions", b'{"prompt": "hi"}', kind)
+    assert response.status_code == 415
+    assert "application/json" in response.json()["error"]["message"]
+
+
+def test_content_type_may_have_parameters(api):
+    kind = "application/JSON; charset=utf-8"
+    assert post(api, "/v1/completions", b'{"prompt": "hi"}', kind).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body, param, text",
+    [
+        ({"temprature": 1}, "temprature", "Did you mean 'temperature'?"),
+        ({"messages": [{"role": "user", "content": "x", "nam": 1}]}, "messages[0].nam", "no field"),
+        ({"temperature": 3}, "temperature", "<= 2"),
+        ({"messages": [{"role": "user"}]}, "messages[0]", "content"),
+        ({"stop": [""]}, "stop[0]", ">= 1"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "int"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+        ({"cairn": {"selections": True}}, "cairn.selections", "no field"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type", "custom"),
+    ],
+)
+def test_errors_name_the_field(body, param, text):
+    with pytest.raises(BadRequest) as caught:
+        read(json.dumps(chat_body() | body).encode(), ChatRequest)
+    assert caught.value.param == param
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind, value",
+    [("image_url", {"url": "x"}), ("input_audio", {"data": "x"}), ("file", {"file_id": "x"})],
+)
+def test_pictures_and_sounds_are_refused_by_name(api, kind, value):
+    part = {"type": kind, kind: value}
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
+    error = api.error("/v1/chat/completions", body)
+    assert error["param"] == f"messages[0].content[1].{kind}"
+    assert "text only" in error["message"]

@@ -1,0 +1,406 @@
+"""Every field of every request struct changes something, is refused by name, or is known to change
+nothing. The structs are walked: a field without an example here fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import msgspec
+import pytest
+from msgspec import inspect
+from openai.types.chat import completion_create_params as openai_chat
+from openai.types.completion_create_params import CompletionCreateParamsBase
+
+from cairn.server.protocol.chat import ChatRequest
+from cairn.server.protocol.completions import CompletionRequest
+from cairn.server.protocol.fields import Fields, marked
+from cairn.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from tests.server.fake_api import FakeApi, events_of
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+USER = {"role": "user", "content": "hi"}
+ASKED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+@dataclass
+class Change:
+    """A field's value, and what the request holds beside it."""
+
+    value: object
+    beside: dict = field(default_factory=dict)
+    without: object = None
+    """The value that it is compared with; None leaves the field out."""
+
+
+SAMPLING = {
+    "model": "another",
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.1,
+    "n": 2,
+    "seed": 7,
+    "stop": "x",
+    "stop_token_ids": [3],
+    "ignore_eos": True,
+    "min_tokens": 1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"3": 1},
+    "response_format": {"type": "json_object"},
+    "regex": "a+",
+    "ebnf": 'start: "a"',
+    "priority": 3,
+    "stream": True,
+    "stream_options": Change({"include_usage": True}, {"stream": True}),
+    "cairn": Change({"selection": True}, {"max_tokens": 2}),
+}
+REQUESTS = {
+    ChatRequest: (CHAT, {"messages": [USER]}),
+    CompletionRequest: (COMPLETE, {"prompt": "hi"}),
+    TokenizeRequest: ("/tokenize", {"prompt": "hi"}),
+    DetokenizeRequest: ("/detokenize", {"tokens": [65]}),
+}
+CHANGES = {
+    ChatRequest: SAMPLING
+    | {
+        "messages": Change([{"role": "user", "content": "ho"}], without=[USER]),
+        "max_completion_tokens": 3,
+        "max_tokens": 3,
+        "logprobs": True,
+        "top_logprobs": Change(3, {"logprobs": True}),
+        "tools": [TOOL],
+        "tool_choice": Change("none", {"tools": [TOOL]}),
+        "parallel_tool_calls": Change(False, {"tools": [TOOL], "seed": 2}),
+        "chat_template_kwargs": {"extra": "more"},
+        "add_generation_prompt": False,
+        "continue_final_message": Change(
+            True, {"messages": [USER, {"role": "assistant", "content": "I"}]}
+        ),
+    },
+    CompletionRequest: SAMPLING
+    | {
+        "prompt": Change("ho", without="hi"),
+        "max_tokens": 3,
+        "echo": True,
+        "logprobs": 1,
+        "add_special_tokens": False,
+    },
+    TokenizeRequest: {
+        "prompt": Change("ho", without="hi"),
+        "messages": Change([USER], {"prompt": None}, [{"role": "user", "content": "ho"}]),
+        "tools": Change([TOOL], {"prompt": None, "messages": [USER]}),
+        "chat_template_kwargs": Change({"extra": "x"}, {"prompt": None, "messages": [USER]}),
+        "add_generation_prompt": Change(False, {"prompt": None, "messages": [USER]}),
+        "continue_final_message": Change(
+            True, {"prompt": None, "messages": [USER, {"role": "assistant", "content": "I"}]}
+        ),
+        "add_special_tokens": False,
+        "return_token_strs": True,
+        "model": "another",
+    },
+    DetokenizeRequest: {"tokens": Change([66], without=[65]), "model": "another"},
+}
+
+
+def said(*messages):
+    return {"messages": [USER, *messages]}
+
+
+def named(role, **others):
+    return said({"role": role, "content": "c", **others}), said(
+        {"role": role, "content": "c", "name": "Jo", **others}
+    )
+
+
+def content(role, **others):
+    return said({"role": role, "content": "c", **others}), said(
+        {"role": role, "content": "d", **others}
+    )
+
+
+def called(**changes):
+    """A conversation with a tool call, before and after a change of its function."""
+    function = CALL["function"] | changes
+    return said(ASKED), said(ASKED | {"tool_calls": [CALL | {"function": function}]})
+
+
+def offered(**changes):
+    """A request with a tool, before and after a change of its function."""
+    function = TOOL["function"] | changes
+    return said() | {"tools": [TOOL]}, said() | {"tools": [TOOL | {"function": function}]}
+
+
+def named_choice(name):
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    choice = {"type": "function", "function": {"name": name}}
+    return said() | {"tools": [TOOL, other], "tool_choice": choice}
+
+
+def formatted(**changes):
+    schema = SCHEMA["json_schema"]
+    return (
+        said() | {"response_format": SCHEMA},
+        said() | {"response_format": SCHEMA | {"json_schema": schema | changes}},
+    )
+
+
+NESTED = {
+    "StreamOptions.include_usage": (
+        said() | {"stream": True, "stream_options": {"include_usage": False}},
+        said() | {"stream": True, "stream_options": {"include_usage": True}},
+    ),
+    "CairnOptions.selection": (
+        said() | {"max_tokens": 2, "cairn": {"selection": False}},
+        said() | {"max_tokens": 2, "cairn": {"selection": True}},
+    ),
+    "JsonSchemaFormat.json_schema": formatted(schema={"type": "array"}),
+    "JsonSchema.schema": formatted(schema={"type": "array"}),
+    "TextPart.text": (
+        said({"role": "user", "content": [{"type": "text", "text": "a"}]}),
+        said({"role": "user", "content": [{"type": "text", "text": "b"}]}),
+    ),
+    "SystemMessage.content": content("system"),
+    "SystemMessage.name": named("system"),
+    "DeveloperMessage.content": content("developer"),
+    "DeveloperMessage.name": named("developer"),
+    "UserMessage.content": content("user"),
+    "UserMessage.name": named("user"),
+    "AssistantMessage.content": content("assistant"),
+    "AssistantMessage.name": named("assistant"),
+    "AssistantMessage.tool_calls": (
+        said({"role": "assistant", "content": "c"}),
+        said({"role": "assistant", "content": "c", "tool_calls": [CALL]}),
+    ),
+    "ToolMessage.content": content("tool", tool_call_id="c1"),
+    "ToolMessage.tool_call_id": (
+        said({"role": "tool", "content": "c", "tool_call_id": "c1"}),
+        said({"role": "tool", "content": "c", "tool_call_id": "c2"}),
+    ),
+    "ToolCall.id": (said(ASKED), said(ASKED | {"tool_calls": [CALL | {"id": "c9"}]})),
+    "ToolCall.function": called(name="hear"),
+    "FunctionCall.name": called(name="hear"),
+    "FunctionCall.arguments": called(arguments='{"a": 2}'),
+    "Tool.function": offered(name="hear"),
+    "FunctionDefinition.name": offered(name="hear"),
+    "FunctionDefinition.description": offered(description="Looks."),
+    "FunctionDefinition.parameters": offered(parameters={"type": "object", "title": "T"}),
+    "FunctionDefinition.strict": offered(strict=True),
+    "NamedTool.function": (named_choice("look"), named_choice("other")),
+    "FunctionChoice.name": (named_choice("look"), named_choice("other")),
+}
+UNSEEN = {
+    # (struct, field): a request in which the field stands, without effect or refused.
+    "StreamOptions.include_obfuscation": lambda value: (
+        said() | {"stream": True, "stream_options": {"include_obfuscation": value}}
+    ),
+    "JsonSchema.name": lambda value: formatted(name=value)[1],
+    "JsonSchema.description": lambda value: formatted(description=value)[1],
+    "JsonSchema.strict": lambda value: formatted(strict=value)[1],
+    "ImagePart.image_url": lambda value: part("image_url", value),
+    "AudioPart.input_audio": lambda value: part("input_audio", value),
+    "FilePart.file": lambda value: part("file", value),
+    "AssistantMessage.refusal": lambda value: assistant("refusal", value),
+    "AssistantMessage.audio": lambda value: assistant("audio", value),
+    "AssistantMessage.function_call": lambda value: assistant("function_call", value),
+    "AssistantMessage.annotations": lambda value: assistant("annotations", value),
+}
+
+
+def part(kind, value):
+    return said({"role": "user", "content": [{"type": kind, kind: value}]})
+
+
+def assistant(name, value):
+    return said({"role": "assistant", "content": "c", name: value})
+
+
+def structs_in(kind):
+    """Structs of our own that a type holds."""
+    if isinstance(kind, inspect.StructType):
+        yield kind.cls
+    elif isinstance(kind, inspect.UnionType):
+        for each in kind.types:
+            yield from structs_in(each)
+    elif isinstance(kind, inspect.Metadata):
+        yield from structs_in(kind.type)
+    elif isinstance(kind, inspect.ListType):
+        yield from structs_in(kind.item_type)
+
+
+@cache
+def nested_structs():
+    found, queue = {}, list(REQUESTS)
+    while queue:
+        struct = queue.pop()
+        for item in msgspec.structs.fields(struct):
+            for inner in structs_in(inspect.type_info(item.type)):
+                if inner.__name__ not in found:
+                    found[inner.__name__] = inner
+                    queue.append(inner)
+    return found
+
+
+def names(struct):
+    """Fields of a struct but those that can have one value only."""
+    fields = msgspec.structs.fields(struct)
+    return [field.encode_name for field in fields if not is_constant(inspect.type_info(field.type))]
+
+
+def is_constant(kind):
+    return isinstance(kind, inspect.LiteralType) and len(kind.values) == 1
+
+
+def top_fields(mark=None):
+    for struct in REQUESTS:
+        dull = marked(struct, "refused") | marked(struct, "no_effect")
+        wanted = marked(struct, mark) if mark else [n for n in names(struct) if n not in dull]
+        yield from ((struct, name) for name in wanted)
+
+
+def nested_fields(mark=None):
+    for struct in nested_structs().values():
+        dull = marked(struct, "refused") | marked(struct, "no_effect")
+        wanted = marked(struct, mark) if mark else [n for n in names(struct) if n not in dull]
+        yield from (f"{struct.__name__}.{name}" for name in wanted)
+
+
+def label(value):
+    return value.__name__ if isinstance(value, type) else str(value)
+
+
+@pytest.fixture
+def api(tool_tokenizer):
+    return FakeApi(tool_tokenizer)
+
+
+def observed(api, path, body):
+    """All that a request leads to, but ids and times."""
+    response = api.post(path, body)
+    assert response.status_code < 500, response.text
+    streamed = response.headers["content-type"].startswith("text/event-stream")
+    answer = events_of(response.text) if streamed else [response.json()]
+    for each in answer:
+        for name in ("id", "created"):
+            if isinstance(each, dict):
+                each.pop(name, None)
+    asked = [(each.prompt, each.params, each.priority) for each in api.client.submitted]
+    api.client.submitted.clear()
+    return response.status_code, streamed, asked, answer
+
+
+def differ(api, path, before, after, refused):
+    """Both requests are served (the second is not, where the field's effect is a refusal), and
+    what they lead to differs."""
+    first = observed(api, path, before)
+    assert first[0] == 200, first
+    second = observed(api, path, after)
+    assert (second[0] != 200) == refused, second
+    assert second != first
+
+
+@pytest.mark.parametrize("struct, name", [*top_fields()], ids=label)
+def test_consumed(api, struct, name):
+    path, body = REQUESTS[struct]
+    change = CHANGES[struct][name]
+    if not isinstance(change, Change):
+        change = Change(change)
+    if name == "parallel_tool_calls":
+        api.client.answer = lambda *_: TWO_CALLS
+    if name == "add_special_tokens":
+        api.state.tokenizer = WithMark(api.state.tokenizer)
+    if struct is TokenizeRequest and "messages" in (name, *change.beside):
+        body = {}
+    before = {k: v for k, v in (body | change.beside).items() if v is not None}
+    after = before | {name: change.value}
+    if change.without is not None:
+        before[name] = change.without
+    differ(api, path, before, after, refused=name == "model")
+
+
+TWO_CALLS = b"".join(
+    b'<tool_call>{"name": "look", "arguments": {"a": %d}}</tool_call>\n' % i for i in range(2)
+)
+
+
+class WithMark:
+    """A tokenizer that begins texts with a special token."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text, add_special_tokens=True, limit=None):
+        ids = self._tokenizer.encode(text, add_special_tokens, limit)
+        return [1, *ids] if add_special_tokens else ids
+
+
+@pytest.mark.parametrize("name", [*nested_fields()])
+def test_nested_consumed(api, name):
+    differ(api, CHAT, *NESTED[name], refused=name.endswith(".strict"))
+
+
+@pytest.mark.parametrize("struct, name", [*top_fields("refused")], ids=label)
+def test_refused_by_name(api, struct, name):
+    path, body = REQUESTS[struct]
+    for value in ("x", 1, [], {}, False):
+        error = api.error(path, body | {name: value})
+        assert error["param"] == name
+        assert name in error["message"]
+    assert api.post(path, body | {name: None}).status_code == 200
+
+
+@pytest.mark.parametrize("name", [*nested_fields("refused")])
+def test_nested_refused_by_name(api, name):
+    field_name = name.partition(".")[2]
+    error = api.error(CHAT, UNSEEN[name]({"url": "x"}))
+    assert error["param"].endswith(field_name)
+    assert error["param"].startswith("messages[1]")
+    assert "not served" in error["message"]
+
+
+DULL_VALUES = ("x", True, {"a": "b"}, ["text"])
+
+
+@pytest.mark.parametrize("struct, name", [*top_fields("no_effect")], ids=label)
+def test_without_effect(api, struct, name):
+    path, body = REQUESTS[struct]
+    first = observed(api, path, body)
+    seen = [observed(api, path, body | {name: value}) for value in DULL_VALUES]
+    taken = [each for each in seen if each[0] == 200]
+    assert taken
+    assert all(each == first for each in taken)
+
+
+@pytest.mark.parametrize("name", [*nested_fields("no_effect")])
+def test_nested_without_effect(api, name):
+    first = observed(api, CHAT, UNSEEN[name](None))
+    seen = [observed(api, CHAT, UNSEEN[name](value)) for value in ("x", True)]
+    taken = [each for each in seen if each[0] == 200]
+    assert taken
+    assert all(each == first for each in taken)
+
+
+@pytest.mark.parametrize("struct", [*REQUESTS, *nested_structs().values()], ids=label)
+def test_unknown_field_refused(struct):
+    assert issubclass(struct, Fields)
+    assert struct.__struct_config__.forbid_unknown_fields
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (ChatRequest, openai_chat.CompletionCreateParamsBase),
+        (CompletionRequest, CompletionCreateParamsBase),
+    ],
+    ids=label,
+)
+def test_all_fields_of_openai_are_known(ours, theirs):
+    assert {*theirs.__annotations__, "stream"} <= set(names(ours))
