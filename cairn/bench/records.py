@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.bench.machine import MachineInfo
+from cairn.errors import BadConfig
 
 RESULTS = Path("benchmarks/results")
 
@@ -73,7 +74,13 @@ class RunInfo:
 
 def records(cells: list[Cell], run: RunInfo) -> list[dict[str, object]]:
     """One flat JSON object per cell."""
-    shared: dict[str, object] = {
+    shared = shared_fields(run)
+    return [dataclasses.asdict(cell) | {"fraction": cell.fraction} | shared for cell in cells]
+
+
+def shared_fields(run: RunInfo) -> dict[str, object]:
+    """What every record of a run says about where, with what and when."""
+    return {
         "torch": run.machine.packages.get("torch"),
         "commit": run.commit,
         "cpu": run.machine.cpu.model,
@@ -84,14 +91,29 @@ def records(cells: list[Cell], run: RunInfo) -> list[dict[str, object]]:
         "command": run.command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    return [dataclasses.asdict(cell) | {"fraction": cell.fraction} | shared for cell in cells]
 
 
 def append(found: list[dict[str, object]], path: Path) -> None:
     """Append to the JSON list in `path`, created with its folder when absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    path.write_text(json.dumps([*known, *found], indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps([*_known(path), *found], indent=1) + "\n", encoding="utf-8")
+
+
+def check_appendable(path: Path) -> None:
+    """Raise BadConfig when `append` could not append to this file: before an hour's run."""
+    try:
+        known = _known(path)
+    except (OSError, ValueError) as error:
+        raise BadConfig(f"{path} cannot be appended to: {error}") from error
+    if not isinstance(known, list):
+        raise BadConfig(f"{path} is no JSON list of records", "Give another --output")
+
+
+def _known(path: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def default_path(name: str, machine: MachineInfo, folder: Path = RESULTS) -> Path:

@@ -27,7 +27,7 @@ from cairn.config import (
 )
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
-from cairn.engine.host_memory import keep_freed_memory
+from cairn.engine.host_memory import bound_kernel_caches, keep_freed_memory
 from cairn.engine.scheduler import Limits
 from cairn.engine.tokenizer import load_tokenizer
 from cairn.models.registry import load_model, load_spec
@@ -87,6 +87,8 @@ def build(
 
     random_seed = config.seed if config.load_format == "random" else None
     device = torch.device(config.device)
+    if device.type == "cpu":
+        bound_kernel_caches()
     module = load_model(model, spec, dtype, device, random_seed=random_seed)
     on_phase("weights")
     pools = CachePools(
