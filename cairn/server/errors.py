@@ -27,6 +27,7 @@ CODES = {
     401: "invalid_api_key",
     429: "rate_limit_exceeded",
 }
+LONGEST_TEXT = 2000
 CLIENT_GONE = 499
 """Stands in logs and metrics for the status of an answer that nobody was there to take."""
 INTERNAL = "the server failed on this request; its log says more"
@@ -43,7 +44,13 @@ def error_body(
 ) -> ErrorBody:
     """The body that goes with an HTTP status."""
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return ErrorBody(ErrorDetail(message, kind, param, code or CODES.get(status)))
+    named = shortened(param) if param is not None else None
+    return ErrorBody(ErrorDetail(shortened(message), kind, named, code or CODES.get(status)))
+
+
+def shortened(text: str) -> str:
+    """A text that may quote what a client sent, without its megabytes."""
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."
 
 
 def error_response(

@@ -59,6 +59,7 @@ class FakeClient:
 
     def __post_init__(self):
         self._tasks: dict[str, asyncio.Task] = {}
+        self._submissions: list[Submission] = []
         self.info = Ready(
             vocab_size=VOCAB,
             max_model_len=self.max_model_len,
@@ -92,12 +93,20 @@ class FakeClient:
         self.submitted.append(Asked(list(prompt), params, priority, request_id))
         self.live += params.n
         submission = Submission(self, request_id, params.n)
+        self._submissions.append(submission)
         self._tasks[request_id] = asyncio.create_task(self._run(submission, prompt, params))
         return submission
 
     def abort(self, request_id):
         self.aborted.append(request_id)
         self._tasks[request_id].cancel()
+
+    def die(self, reason):
+        """As when the engine process ends."""
+        self.dead = EngineDead(reason)
+        for submission in self._submissions:
+            self._tasks[submission.id].cancel()
+            submission.fail(self.dead)
 
     async def _run(self, submission, prompt, params):
         try:

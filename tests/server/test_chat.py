@@ -2,8 +2,6 @@
 
 import pytest
 
-from cairn.engine.messages import Position
-from cairn.server.logprobs import best, value_of
 from tests.server.fake_api import FakeApi, chat_body
 from tests.server.fake_client import LAYERS, WORDS
 
@@ -134,6 +132,20 @@ def test_content_is_null_beside_calls_alone(tool_api):
     assert tool_api.chat(tools=[TOOL])["choices"][0]["message"]["content"] is None
 
 
+def test_call_of_an_unknown_function_is_text(tool_api):
+    says(tool_api, call("jump"))
+    message = tool_api.chat(tools=[TOOL])["choices"][0]["message"]
+    assert message["content"] == call("jump") and "tool_calls" not in message
+
+
+def test_strict_is_not_shown_to_the_model(tool_api):
+    strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    tool_api.chat(tools=[strict], tool_choice="required")
+    shown = tool_api.asked.prompt
+    tool_api.chat(tools=[TOOL], tool_choice="required")
+    assert tool_api.asked.prompt == shown
+
+
 def test_call_cut_by_length_is_text(tool_api):
     says(tool_api, call())
     choice = tool_api.chat(tools=[TOOL], max_tokens=20)["choices"][0]
@@ -241,12 +253,6 @@ def test_logprobs_without_alternatives(api):
     assert all(entry["top_logprobs"] == [] for entry in entries)
     assert api.asked.params.logprobs == 0
     assert api.chat()["choices"][0]["logprobs"] is None
-
-
-def test_minus_infinity_is_a_number():
-    position = Position((1, 2), (-0.1, float("-inf")), (1, 2))
-    assert value_of(position, 2) == -9999.0
-    assert best(position, 2) == [(1, -0.1), (2, -9999.0)]
 
 
 def test_selection_per_token(api):

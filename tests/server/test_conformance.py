@@ -250,7 +250,9 @@ def test_stream_helper_of_the_client(client):
         events = [event.type for event in stream]
         final = stream.get_final_completion()
     assert "content.delta" in events
-    assert final.choices[0] == client.chat.completions.parse(**given).choices[0]
+    whole = client.chat.completions.parse(**given).choices[0]
+    assert final.choices[0].message == whole.message
+    assert final.choices[0].finish_reason == whole.finish_reason == "stop"
 
 
 def test_selection(client):

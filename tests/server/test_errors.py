@@ -47,3 +47,20 @@ def test_unknown_routes_and_methods(api, method, path, status):
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     if status == 405:
         assert response.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", "model": "x" * 5_000_000},
+        {"prompt": "a", "x" * 5_000_000: 1},
+        {"prompt": "a", "response_format": {"type": "x" * 5_000_000}},
+        {"prompt": "a", "stop\n\nx": 1},
+    ],
+    ids=["model", "field", "kind", "lines"],
+)
+def test_megabytes_are_not_sent_back(api, body):
+    response = api.post("/v1/completions", body)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 10_000
+    assert response.json()["error"]["param"]

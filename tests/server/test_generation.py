@@ -75,6 +75,32 @@ def test_dead_engine(api):
     assert "killed" in api.error(CHAT, chat_body(), 503)["message"]
 
 
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_engine_dies_while_it_works(api, prompt):
+    api.client.answer = lambda *_: b"x" * 4000
+    body = {"prompt": prompt, "max_tokens": 4000}
+
+    async def run(stream):
+        raw = Raw(COMPLETE, body | {"stream": stream})
+        task = raw.start(api.app)
+        if stream:
+            await raw.until("data: ")
+        while not api.client.live:
+            await asyncio.sleep(0.001)
+        api.client.die("it was killed")
+        await asyncio.wait_for(task, 10)
+        return raw
+
+    streamed = asyncio.run(run(True))
+    assert (
+        streamed.status == 200
+        and "it was killed" in events_of(streamed.text)[-1]["error"]["message"]
+    )
+    api.client.dead = None
+    whole = asyncio.run(run(False))
+    assert whole.status == 503 and "it was killed" in whole.text
+
+
 def test_all_prompts_or_none(api):
     error = api.error(COMPLETE, {"prompt": [[1], [2], [300]]})
     assert "300" in error["message"]

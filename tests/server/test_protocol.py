@@ -88,6 +88,14 @@ def test_no_request(api, path, body):
     assert error["message"] and error["type"]
 
 
+@pytest.mark.parametrize("depth", [500, 100_000])
+def test_depth_without_the_servers_own_bound(depth):
+    """The reader itself survives what the bound on nesting would let through."""
+    text = b'{"prompt": "a", "suffix": ' + b"[" * depth + b"]" * depth + b"}"
+    with pytest.raises(BadRequest):
+        read(text, CompletionRequest)
+
+
 def test_ten_megabytes_of_text(api):
     body = json.dumps({"prompt": "x" * 10_000_000}).encode()
     error = post(api, "/v1/completions", body).json()["error"]

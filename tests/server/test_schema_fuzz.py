@@ -53,7 +53,7 @@ def fuzzed(tool_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzzed")
     flags = ("--served-model-name", "tiny", "--max-model-len", "256")
     with running(folder, str(tool_model), *flags) as server:
-        yield server
+        yield server, server.engine.pid
 
 
 @RANDOM.parametrize()
@@ -71,8 +71,9 @@ COUNTS = collections.Counter()
 @SCHEMA.parametrize()
 @settings(max_examples=LONG, suppress_health_check=HEALTH)
 def test_real_server(case, fuzzed):
+    server, _ = fuzzed
     tame(case)
-    response = case.call(base_url=fuzzed.url, timeout=SECONDS * 4)
+    response = case.call(base_url=server.url, timeout=SECONDS * 4)
     COUNTS[case.method, case.path, response.status_code] += 1
     assert response.elapsed < SECONDS
     case.validate_response(response, excluded_checks=EXCLUDED)
@@ -81,8 +82,10 @@ def test_real_server(case, fuzzed):
 @pytest.mark.slow
 def test_real_server_came_through(fuzzed):
     """The same engine process serves, and the cases were many and not all refused."""
-    assert fuzzed.complete().status_code == 200
-    assert fuzzed.ledger()["problems"] == []
+    server, engine = fuzzed
+    assert server.engine.pid == engine
+    assert server.complete().status_code == 200
+    assert server.ledger()["problems"] == []
     served = sum(
         n for (method, _, status), n in COUNTS.items() if (method, status) == ("POST", 200)
     )

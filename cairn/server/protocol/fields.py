@@ -15,8 +15,12 @@ from cairn.names import nearest
 MAX_TOKENS = 2**31 - 1
 """Largest count of tokens that a field takes; the engine caps it at the model's context."""
 
+LONGEST_NAME = 64
+
 T = TypeVar("T")
 
+Refusable = Any
+"""Type of a refused field: whatever comes is refused alike."""
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
@@ -96,11 +100,12 @@ def _explained(error: msgspec.ValidationError, kind: type) -> BadRequest:
     if isinstance(error.__cause__, BadField):
         inner = error.__cause__
         return BadField(_joined(path, inner.param), inner.message, inner.hint)
-    unknown = re.search(r"unknown field `(.*)`", text)
+    unknown = re.search(r"unknown field `(.*)`", text, re.DOTALL)
     if unknown is None:
         return BadField(path or None, f"{path}: {text}" if path else text)
     name = unknown[1]
-    close = nearest(name, _known_fields(kind)) if not path else None
+    # Looking for the nearest name of megabytes takes seconds.
+    close = nearest(name, _known_fields(kind)) if not path and len(name) <= LONGEST_NAME else None
     return BadField(
         _joined(path, name),
         f"{_joined(path, name)} is no field of this request",
@@ -114,7 +119,3 @@ def _joined(path: str, name: str | None) -> str:
 
 def _known_fields(kind: type) -> list[str]:
     return [field.encode_name for field in msgspec.structs.fields(kind)]
-
-
-Refusable = Any
-"""Type of a refused field: whatever comes is refused alike."""
