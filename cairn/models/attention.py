@@ -116,9 +116,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: AttentionBatch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        heads, v = self._project(x)
         index, cos_sin = self._angles(x, batch)
-        q, k, z = self._normed(heads, index, cos_sin)
+        q, k, v, z = self._project(x, index, cos_sin)
         if self.hils is None:
             o = batch.attend(self.index, q, k, v)
         else:
@@ -149,36 +148,45 @@ class Attention(nn.Module):
             rotate(batch.completed, constant, None, cos_sin)
         return constant
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Heads of q, k and (with a projection of its own) z side by side, and v [T, h_kv, d]."""
+    def _project(
+        self, x: Tensor, index: Tensor, cos_sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, z; q, k, z after norm and rotation. z is q where it has no projection."""
         projected = self.qkv(x)
-        normed = self.spans[-1][1] * self.head_dim
+        added: Tensor | None = None
         if self.lmk_q_up is None:
-            heads, v = projected[:, :normed], projected[:, normed:]
+            v = projected[:, self.spans[-1][1] * self.head_dim :]
         else:
-            q, k, v, low = projected.split(self.widths, dim=-1)
+            v, low = projected.split(self.widths, dim=-1)[2:]
             # The raw query projection is added to the low-rank form, before any norm.
-            heads = torch.cat((q, k, self.lmk_q_up(low) + q), dim=-1)
-        return self._heads(heads), self._heads(v)
-
-    def _normed(
-        self, heads: Tensor, index: Tensor, cos_sin: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, z after norm and rotation; z is q where it has no projection of its own."""
+            added = self.lmk_q_up(low)
+        v = v.unflatten(-1, (-1, self.head_dim))
         weight = self._head_weights()
         if weight is not None:
-            heads = ops.head_norm_rope(heads, weight, cos_sin, self.eps)
-            parts = [heads[:, a:b].contiguous() for a, b in self.spans]
-        else:
-            parts = [
-                self._normed_span(heads[:, a:b].contiguous(), norm)
-                for (a, b), norm in zip(self.spans, self._norms(), strict=True)
-            ]
-            if cos_sin is not None:
-                for part in parts:
-                    rotate(index, part, None, cos_sin)
-        q, k = parts[:2]
-        return q, k, parts[2] if len(parts) > 2 else q
+            q_heads, kv_heads = (b - a for a, b in self.spans[:2])
+            q, k, z = ops.split_norm_rope(
+                projected, added, weight, cos_sin, q_heads, kv_heads, self.eps
+            )
+            return q, k, v, z if len(self.spans) > 2 else q
+        parts = [
+            self._normed_span(part, norm)
+            for part, norm in zip(self._parts(projected, added), self._norms(), strict=True)
+        ]
+        if cos_sin is not None:
+            for part in parts:
+                rotate(index, part, None, cos_sin)
+        return parts[0], parts[1], v, parts[-1] if len(parts) > 2 else parts[0]
+
+    def _parts(self, projected: Tensor, added: Tensor | None) -> list[Tensor]:
+        """Heads of q, k and (with a projection of its own) z, each [T, h, d] in its own memory."""
+        found = [
+            projected[:, a * self.head_dim : b * self.head_dim].contiguous()
+            for a, b in (self.spans if added is None else self.spans[:2])
+        ]
+        if added is not None:
+            found.append(added + found[0])
+        heads: list[Tensor] = [part.unflatten(-1, (-1, self.head_dim)) for part in found]
+        return heads
 
     def _normed_span(self, heads: Tensor, norm: RMSNorm | None) -> Tensor:
         """One of q, k, z [T, h, d] normed by head or over its whole width."""
@@ -204,7 +212,3 @@ class Attention(nn.Module):
             ]
             self._weights = torch.cat(rows)
         return self._weights
-
-    def _heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
-        return heads

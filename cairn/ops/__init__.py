@@ -22,6 +22,7 @@ from cairn.ops.registry import check_forced
 from cairn.ops.rotary.head_norm_rope import head_norm_rope
 from cairn.ops.rotary.rotary_cos_sin import rotary_cos_sin
 from cairn.ops.rotary.rotary_embedding import rotary_embedding
+from cairn.ops.rotary.split_norm_rope import split_norm_rope
 from cairn.ops.sampling.apply_logit_bias import apply_logit_bias
 from cairn.ops.sampling.apply_penalties import apply_penalties
 from cairn.ops.sampling.apply_token_bitmask import apply_token_bitmask
@@ -53,6 +54,7 @@ __all__ = [
     "sampling_from_probs",
     "select_pages",
     "silu_and_mul",
+    "split_norm_rope",
     "top_k_renorm_probs",
     "top_p_renorm_probs",
     "window_attention",

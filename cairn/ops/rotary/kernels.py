@@ -67,3 +67,54 @@ def rotate_kernel(
     second = tl.load(second_at, mask=inside, other=0.0).to(tl.float32)
     tl.store(first_at, (first * cos - second * sin).to(x.dtype.element_ty), mask=inside)
     tl.store(second_at, (second * cos + first * sin).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def split_norm_rope_kernel(
+    projected, added, weight, cos_sin, q, k, z, row_stride, added_stride, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr,
+    ADDED: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token, those of q, k and z in a row: each into its own tensor."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, HP)
+    inside = (head < ALL_HEADS)[:, None] & (pair < HALF)[None, :]
+    of_z = head >= Q_HEADS + KV_HEADS
+    # With a sum, z begins as q's projection.
+    source = tl.where(of_z, head - Q_HEADS - KV_HEADS, head) if ADDED else head
+    at = projected + token * row_stride + source[:, None] * (2 * HALF) + pair[None, :]
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        more = added + token * added_stride + source[:, None] * (2 * HALF) + pair[None, :]
+        summed = inside & of_z[:, None]
+        kind = projected.dtype.element_ty
+        first += tl.load(more, mask=summed, other=0.0).to(tl.float32)
+        second += tl.load(more + HALF, mask=summed, other=0.0).to(tl.float32)
+        first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)
+    of_weight = weight + head[:, None] * (2 * HALF) + pair[None, :]
+    first *= scale[:, None] * tl.load(of_weight, mask=inside, other=0.0).to(tl.float32)
+    second *= scale[:, None] * tl.load(of_weight + HALF, mask=inside, other=0.0).to(tl.float32)
+    if ROTATED:
+        angle = cos_sin + token * 2 * HALF + pair
+        cos = tl.load(angle, mask=pair < HALF, other=0.0)[None, :]
+        sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0)[None, :]
+        rotated = first * cos - second * sin
+        second = second * cos + first * sin
+        first = rotated
+    one, two = first.to(q.dtype.element_ty), second.to(q.dtype.element_ty)
+    to_q = (token * Q_HEADS + head)[:, None] * (2 * HALF) + pair[None, :]
+    mine = inside & (head < Q_HEADS)[:, None]
+    tl.store(q + to_q, one, mask=mine)
+    tl.store(q + to_q + HALF, two, mask=mine)
+    to_k = (token * KV_HEADS + head - Q_HEADS)[:, None] * (2 * HALF) + pair[None, :]
+    mine = inside & ((head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS))[:, None]
+    tl.store(k + to_k, one, mask=mine)
+    tl.store(k + to_k + HALF, two, mask=mine)
+    to_z = (token * Q_HEADS + head - Q_HEADS - KV_HEADS)[:, None] * (2 * HALF) + pair[None, :]
+    mine = inside & of_z[:, None]
+    tl.store(z + to_z, one, mask=mine)
+    tl.store(z + to_z + HALF, two, mask=mine)
