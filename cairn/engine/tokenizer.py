@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 ERROR_LENGTH = 500
 """Characters of a template's error that are passed on; some quote the whole conversation."""
+WORDS_KEPT = 1000
+"""Words whose encoding is kept. The library keeps 10,000; where the tokenizer does not split its text
+into words, each is a whole short prompt, and a server would grow by tens of megabytes."""
 
 
 class Tokenizer:
@@ -53,6 +56,7 @@ class Tokenizer:
         # A tokenizer.json may ask for cut or filled prompts.
         self._backend.no_truncation()
         self._backend.no_padding()
+        _bound_cache(self._backend)
         self.eos_token_id: int | None = self._hf.eos_token_id
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -293,6 +297,13 @@ def _load(folder: Path) -> Any:
         ) from error
     finally:
         hf_logging.set_verbosity(verbosity)
+
+
+def _bound_cache(backend: Backend) -> None:
+    """Keep few encoded words, where the model keeps any."""
+    resize = getattr(backend.model, "_resize_cache", None)
+    if resize is not None:
+        resize(WORDS_KEPT)
 
 
 def _byte_level(backend: Backend) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from cairn.config import default_model_path
@@ -316,3 +317,17 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "triton", 
     command = [sys.executable, "-c", script, str(folder), str(tmp_path / "with_config"), str(bare)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_prompts_that_never_come_again_are_not_kept():
+    tokenizer = Tokenizer(default_model_path())
+    process = psutil.Process()
+
+    def encode(numbers):
+        for n in numbers:
+            tokenizer.encode(f"{n} is a prompt of its own, too short for the library to forget it")
+
+    encode(range(1500))
+    before = process.memory_info().rss
+    encode(range(1500, 9000))
+    assert process.memory_info().rss - before < 8 << 20

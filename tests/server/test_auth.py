@@ -79,7 +79,9 @@ def test_open_paths(path):
     assert status(path) == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/health/", "/ready/x", "//", "/metrics", "/page", "/HEALTH"])
+@pytest.mark.parametrize(
+    "path", ["/", "/health/", "/ready/x", "//", "/metrics", "/page", "/HEALTH"]
+)
 def test_what_only_looks_like_an_open_path(path):
     assert status(path) == 401
 
