@@ -30,8 +30,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mo
 ERROR_LENGTH = 500
 """Characters of a template's error that are passed on; some quote the whole conversation."""
 WORDS_KEPT = 1000
-"""Words whose encoding is kept. The library keeps 10,000; where the tokenizer does not split its text
-into words, each is a whole short prompt, and a server would grow by tens of megabytes."""
+"""Words whose encoding is kept. The library keeps 10,000; where the tokenizer does not split its
+text into words, each is a whole short prompt, and a server would grow by tens of megabytes."""
 
 
 class Tokenizer:
