@@ -31,10 +31,10 @@ def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt]) -> None:
                     f"the pool's {cache.num_pages} pages do not hold all prompts of this cell",
                     "Raise --kv-cache-memory",
                 )
-            index = torch.tensor(lease.pages)
             for tensor in pools.tensors():
-                content = torch.randn(len(index), *tensor.shape[1:], dtype=tensor.dtype)
-                tensor[index] = content.to(tensor.device)
+                index = torch.tensor(lease.pages, device=tensor.device)
+                shape = (len(index), *tensor.shape[1:])
+                tensor[index] = torch.randn(shape, dtype=tensor.dtype, device=tensor.device)
             cache.commit(lease, tokens, pages * cache.slots.tokens_per_page)
         finally:
             cache.close(lease)

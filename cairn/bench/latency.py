@@ -89,6 +89,9 @@ def _cells(
         fill_pages(llm, prompts)
     else:
         prefill = run_phase(llm, prompts, 1)
+    if llm.engine_config.device.startswith("cuda"):
+        # Graphs of these numbers of rows are captured now, not in what is measured.
+        run_phase(llm, prompts, plan.steps + 1)
     decode = run_phase(llm, prompts, plan.steps + 1)
     slots = _slots(llm.spec, context)
 
