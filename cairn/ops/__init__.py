@@ -10,11 +10,13 @@ from cairn.ops.attention.merge_state_v2 import merge_state_v2
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.landmark.blend_window import blend_window
+from cairn.ops.landmark.landmark_attention import landmark_attention
 from cairn.ops.landmark.mean_summary import mean_summary
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import page_weights
 from cairn.ops.landmark.prior_summary import prior_summary
 from cairn.ops.landmark.select_pages import select_pages
+from cairn.ops.landmark.store_prior_summary import store_prior_summary
 from cairn.ops.linear.packed import packed_linear
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.rmsnorm import rmsnorm
@@ -41,6 +43,7 @@ __all__ = [
     "dense_attention",
     "fused_add_rmsnorm",
     "head_norm_rope",
+    "landmark_attention",
     "mean_summary",
     "merge_state_v2",
     "min_p_renorm_probs",
@@ -55,6 +58,7 @@ __all__ = [
     "select_pages",
     "silu_and_mul",
     "split_norm_rope",
+    "store_prior_summary",
     "top_k_renorm_probs",
     "top_p_renorm_probs",
     "window_attention",

@@ -3,14 +3,23 @@
 Query rows of a tile are (token, head of the group) pairs of one KV head: row m is token m // GP,
 head m % GP, with the group size G padded to the power of two GP. Products of float32 operands are
 IEEE; the weights of a softmax are rounded to the values' dtype before they meet the values.
+
+A head's width is padded to the power of two DP. Where nothing is padded no column is masked: a
+mask, or an index that is not plainly ascending, would cost the wide loads.
 """
 
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
+
+@triton.jit
+def await_previous(EARLY: tl.constexpr):
+    """Begin a kernel: with EARLY it was launched before the one in front of it was done, and waits
+    here for what that one writes; then the next one may be launched."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -23,27 +32,105 @@ def first_visible(slot, window, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def attend_block(
-    query, best, total, acc, visible, key_at, value_at, scale, inside, PRECISION: tl.constexpr
+def load_rows(at, alive, DIM: tl.constexpr, DP: tl.constexpr):
+    """[M, DP] numbers of the rows that start at the addresses `at` [M]; 0 where not alive."""
+    d = tl.arange(0, DP)
+    shown = alive[:, None]
+    if DP != DIM:
+        shown = shown & (d < DIM)[None, :]
+    return tl.load(at[:, None] + d[None, :], mask=shown, other=0.0)
+
+
+@triton.jit
+def load_columns(at, alive, DIM: tl.constexpr, DP: tl.constexpr):
+    """[DP, N]: `load_rows`, transposed."""
+    d = tl.arange(0, DP)
+    shown = alive[None, :]
+    if DP != DIM:
+        shown = shown & (d < DIM)[:, None]
+    return tl.load(at[None, :] + d[:, None], mask=shown, other=0.0)
+
+
+@triton.jit
+def store_rows(at, value, alive, DIM: tl.constexpr, DP: tl.constexpr):
+    """Write value [M, DP] to the rows that start at the addresses `at` [M]."""
+    d = tl.arange(0, DP)
+    shown = alive[:, None]
+    if DP != DIM:
+        shown = shown & (d < DIM)[None, :]
+    tl.store(at[:, None] + d[None, :], value.to(at.dtype.element_ty), mask=shown)
+
+
+@triton.jit
+def block_lines(
+    table, start, inside, page_stride, DIM: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr
 ):
-    """One step of the online softmax.
+    """[KEYS] int64, where slots start .. of a row lie in a head of the cache. start % KEYS = 0."""
+    t = start + tl.arange(0, KEYS)
+    if SIZE % KEYS == 0:
+        page = tl.load(table + start // SIZE).to(tl.int64)
+    else:
+        page = tl.load(table + t // SIZE, mask=inside, other=0).to(tl.int64)
+    return page * page_stride + t % SIZE * DIM
+
+
+@triton.jit
+def attend_blocks(
+    query, best, total, acc, k_head, v_head, table, page_stride, begin, end, low, high,
+    first, last, mine, factor,
+    DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
+    EDGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the blocks of slots begin .. end - 1, begin a multiple of KEYS.
 
     Args:
-        query: [M, D]; best, total: [M] running maximum (base 2) and sum; acc: [M, D].
-        visible: [M, N]; key_at: [D, N] and value_at: [N, D] addresses; inside: [N] written keys.
-        scale: of the dot products, times log2(e).
+        query: [M, DP]; best, total: [M] running maximum (base 2) and sum; acc: [M, DP].
+        k_head, v_head: where the head lies in page 0.
+        low, high: slots outside are not written, or nobody's.
+        first, last, mine: [M] first and last slot of every row, and whether it takes part.
+        factor: scale of the dot products, times log2(e).
+        EDGE: some slots are outside low .. high, or not visible to every row.
     """
-    key = tl.load(key_at, mask=inside[None, :], other=0.0)
-    logits = tl.dot(query, key, input_precision=PRECISION) * scale
-    logits = tl.where(visible, logits, float("-inf"))
-    higher = tl.maximum(best, tl.max(logits, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp2(logits - base[:, None])
-    decay = tl.exp2(best - base)
-    value = tl.load(value_at, mask=inside[:, None], other=0.0)
-    acc = acc * decay[:, None]
-    acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
-    return higher, total * decay + tl.sum(weight, 1), acc
+    n = tl.arange(0, KEYS)
+    for start in range(begin, end, KEYS):
+        t = start + n
+        if EDGE:
+            inside = (t >= low) & (t <= high)
+        else:
+            inside = t >= 0
+        line = block_lines(table, start, inside, page_stride, DIM, SIZE, KEYS)
+        if MASKED:
+            inside = inside & (t % SIZE != SIZE - 1)
+        key = load_columns(k_head + line, inside, DIM, DP)
+        value = load_rows(v_head + line, inside, DIM, DP)
+        logits = tl.dot(query, key, input_precision=PRECISION) * factor
+        if EDGE:
+            visible = mine[:, None] & (t[None, :] <= last[:, None])
+            visible = visible & (t[None, :] >= first[:, None]) & inside[None, :]
+            logits = tl.where(visible, logits, float("-inf"))
+        elif MASKED:
+            logits = tl.where(inside[None, :], logits, float("-inf"))
+        higher = tl.maximum(best, tl.max(logits, 1))
+        if EDGE:
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        else:
+            base = higher
+        weight = tl.exp2(logits - base[:, None])
+        decay = tl.exp2(best - base)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
+        total = total * decay + tl.sum(weight, 1)
+        best = higher
+    return best, total, acc
+
+
+@triton.jit
+def finish(best, total, acc):
+    """(o [M, DP], lse [M], natural logarithm): 0 and -inf for a row that saw no key."""
+    seen = total > 0
+    safe = tl.where(seen, total, 1.0)
+    value = (best + tl.log2(safe)) * 0.6931471805599453
+    return acc / safe[:, None], tl.where(seen, value, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -54,137 +141,145 @@ def tile_kernel(
     TOKENS: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of consecutive tokens and one KV head; the tokens of each row in turn."""
+    """A tile of tokens and one KV head; the tokens of each row in turn, in any order."""
     group: tl.constexpr = HEADS // KV_HEADS
-    kv = tl.program_id(1)
     # Late tiles see the most keys: they start first.
-    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
+    begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
+    kv = tl.program_id(0)
     m = tl.arange(0, TOKENS * GP)
-    d = tl.arange(0, DP)
     token = begin + m // GP
     head = kv * group + m % GP
     alive = (token < tokens) & (m % GP < group)
     own_row = tl.load(row + token, mask=alive, other=-1)
     own_slot = tl.load(slot + token, mask=alive, other=-1).to(tl.int32)
     first = first_visible(own_slot, window, SIZE, ALIGNED)
-    at = (token.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
-    query = tl.load(q + at, mask=alive[:, None] & (d < DIM)[None, :], other=0.0)
+    place = token.to(tl.int64) * HEADS + head
+    query = load_rows(q + place * DIM, alive, DIM, DP)
     best = tl.full([TOKENS * GP], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS * GP], tl.float32)
     acc = tl.zeros([TOKENS * GP, DP], tl.float32)
     factor = scale * 1.4426950408889634
-    n = tl.arange(0, KEYS)
-    next_token = begin
-    while next_token < tl.minimum(begin + TOKENS, tokens):
-        this_row = tl.load(row + next_token)
+    k_head = k_cache + kv * head_stride
+    v_head = v_cache + kv * head_stride
+    this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
+    while this_row < 2147483647:
         mine = alive & (own_row == this_row)
         low = tl.min(tl.where(mine, first, 2147483647), 0)
         high = tl.max(tl.where(mine, own_slot, -1), 0)
         table = page_table + this_row * table_stride
-        for start in range(low // KEYS * KEYS, high + 1, KEYS):
-            t = start + n
-            inside = (t >= low) & (t <= high)
-            page = tl.load(table + t // SIZE, mask=inside, other=0).to(tl.int64)
-            line = page * page_stride + kv * head_stride + (t % SIZE) * DIM
-            if MASKED:
-                inside = inside & (t % SIZE != SIZE - 1)
-            visible = mine[:, None] & (t[None, :] <= own_slot[:, None])
-            visible = visible & (t[None, :] >= first[:, None]) & inside[None, :]
-            if DP != DIM:
-                # Columns beyond the head's width repeat the last one; the query is 0 there.
-                column = tl.minimum(d, DIM - 1)
-            else:
-                column = d
-            best, total, acc = attend_block(
-                query, best, total, acc, visible,
-                k_cache + line[None, :] + column[:, None],
-                v_cache + line[:, None] + column[None, :],
-                factor, inside, PRECISION,
-            )  # fmt: skip
-        next_token += tl.sum((mine & (m % GP == 0)).to(tl.int32), 0)
-    seen = total > 0
-    result = acc / tl.where(seen, total, 1.0)[:, None]
-    tl.store(o + at, result, mask=alive[:, None] & (d < DIM)[None, :])
-    value = (best + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453
-    value = tl.where(seen, value, float("-inf"))
-    tl.store(lse + token.to(tl.int64) * HEADS + head, value, mask=alive)
+        # Blocks between these two are visible as a whole, to every row of a tile of one sequence.
+        others = tl.max((alive & (own_row != this_row)).to(tl.int32), 0)
+        whole = tl.max(tl.where(mine, first, 0), 0) + KEYS - 1
+        start = low // KEYS * KEYS
+        middle = tl.minimum(tl.maximum(whole // KEYS * KEYS, start), high + 1)
+        after = (tl.min(tl.where(mine, own_slot, 2147483647), 0) + 1) // KEYS * KEYS
+        after = tl.where(others > 0, middle, tl.maximum(after, middle))
+        best, total, acc = attend_blocks(
+            query, best, total, acc, k_head, v_head, table, page_stride, start, middle,
+            low, high, first, own_slot, mine, factor,
+            DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
+        )  # fmt: skip
+        best, total, acc = attend_blocks(
+            query, best, total, acc, k_head, v_head, table, page_stride, middle, after,
+            low, high, first, own_slot, mine, factor,
+            DIM, SIZE, DP, KEYS, False, MASKED, PRECISION,
+        )  # fmt: skip
+        best, total, acc = attend_blocks(
+            query, best, total, acc, k_head, v_head, table, page_stride, after, high + 1,
+            low, high, first, own_slot, mine, factor,
+            DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
+        )  # fmt: skip
+        this_row = tl.min(tl.where(alive & (own_row > this_row), own_row, 2147483647), 0)
+    result, value = finish(best, total, acc)
+    store_rows(o + place * DIM, result, alive, DIM, DP)
+    tl.store(lse + place, value, mask=alive)
 
 
 @triton.jit
-def split_kernel(
-    q, k_cache, v_cache, row, slot, page_table, o, lse,
-    window, scale, table_stride, page_stride, head_stride,
+def attend_split(
+    q, k_cache, v_cache, row, slot, page_table, o, lse, parts,
+    window, scale, table_stride, page_stride, head_stride, token, kv, split, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One token, one KV head and one of the splits of its keys.
 
-    o: [T, HEADS, splits, DIM] and lse: [T, HEADS, splits] float32, natural logarithm.
+    o: [T, HEADS, parts, DIM] and lse: [T, HEADS, parts] float32; splits <= parts.
     """
     group: tl.constexpr = HEADS // KV_HEADS
-    token = tl.program_id(0)
-    kv = tl.program_id(1)
-    split = tl.program_id(2)
-    splits = tl.num_programs(2)
     m = tl.arange(0, GP)
-    d = tl.arange(0, DP)
-    head = kv * group + m
     alive = m < group
     this_slot = tl.load(slot + token).to(tl.int32)
+    table = page_table + tl.load(row + token) * table_stride
     low = first_visible(this_slot, window, SIZE, ALIGNED)
     blocks = this_slot // KEYS - low // KEYS + 1
     each = (blocks + splits - 1) // splits
     begin = (low // KEYS + split * each) * KEYS
     end = tl.minimum(begin + each * KEYS, this_slot + 1)
-    at = (token.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
-    query = tl.load(q + at, mask=alive[:, None] & (d < DIM)[None, :], other=0.0)
+    place = token.to(tl.int64) * HEADS + kv * group + m
+    query = load_rows(q + place * DIM, alive, DIM, DP)
     best = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
-    table = page_table + tl.load(row + token) * table_stride
-    column = tl.minimum(d, DIM - 1)
-    n = tl.arange(0, KEYS)
-    for start in range(begin, end, KEYS):
-        t = start + n
-        inside = (t >= low) & (t <= this_slot)
-        page = tl.load(table + t // SIZE, mask=inside, other=0).to(tl.int64)
-        line = page * page_stride + kv * head_stride + (t % SIZE) * DIM
-        if MASKED:
-            inside = inside & (t % SIZE != SIZE - 1)
-        best, total, acc = attend_block(
-            query, best, total, acc, alive[:, None] & inside[None, :],
-            k_cache + line[None, :] + column[:, None],
-            v_cache + line[:, None] + column[None, :],
-            scale * 1.4426950408889634, inside, PRECISION,
-        )  # fmt: skip
-    seen = total > 0
-    place = (token.to(tl.int64) * HEADS + head) * splits + split
-    result = acc / tl.where(seen, total, 1.0)[:, None]
-    tl.store(
-        o + place[:, None] * DIM + d[None, :], result, mask=alive[:, None] & (d < DIM)[None, :]
-    )
-    value = (best + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453
-    tl.store(lse + place, tl.where(seen, value, float("-inf")), mask=alive)
+    same = tl.zeros([GP], tl.int32)
+    best, total, acc = attend_blocks(
+        query, best, total, acc, k_cache + kv * head_stride, v_cache + kv * head_stride,
+        table, page_stride, begin, end, low, this_slot, same + low, same + this_slot, alive,
+        scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
+    )  # fmt: skip
+    result, value = finish(best, total, acc)
+    store_rows(o + (place * parts + split) * DIM, result, alive, DIM, DP)
+    tl.store(lse + place * parts + split, value, mask=alive)
+
+
+@triton.jit
+def split_kernel(
+    q, k_cache, v_cache, row, slot, page_table, o, lse, parts,
+    window, scale, table_stride, page_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
+    ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program for each split, KV head and token: o and lse as in `attend_split`."""
+    attend_split(
+        q, k_cache, v_cache, row, slot, page_table, o, lse, parts,
+        window, scale, table_stride, page_stride, head_stride,
+        tl.program_id(2), tl.program_id(1), tl.program_id(0), tl.num_programs(0),
+        HEADS, KV_HEADS, DIM, SIZE, GP, DP, KEYS, ALIGNED, MASKED, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
-    part_o, part_lse, o, lse, splits, DIM: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Merge the splits of one (token, head): attention states weighed by their lse."""
+    part_o, part_lse, o, lse, splits,
+    DIM: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+    SOFTMAX1: tl.constexpr, LOGS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one (token, head): attention states weighed by their lse.
+
+    Args:
+        SPLITS: splits, padded to a power of two.
+        SOFTMAX1: a state of zeros with the lse 0 joins them.
+        LOGS: write lse, which has no such state.
+        EARLY: as in `await_previous`.
+    """
+    await_previous(EARLY)
     place = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, DP)
-    inside = s < splits
-    logs = tl.load(part_lse + place * splits + s, mask=inside, other=float("-inf"))
+    logs = tl.load(part_lse + place * splits + s, mask=s < splits, other=float("-inf"))
     best = tl.max(logs, 0)
+    if SOFTMAX1:
+        best = tl.maximum(best, 0.0)
     base = tl.where(best == float("-inf"), 0.0, best)
     weight = tl.exp(logs - base)
     total = tl.sum(weight, 0)
+    if SOFTMAX1:
+        total += tl.exp(-base)
     safe = tl.where(total > 0, total, 1.0)
-    at = (place * splits + s)[:, None] * DIM + d[None, :]
-    part = tl.load(part_o + at, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
-    tl.store(o + place * DIM + d, tl.sum(part * weight[:, None], 0) / safe, mask=d < DIM)
-    value = tl.where(total > 0, base + tl.log(safe), float("-inf"))
-    tl.store(lse + place, value)
+    part = load_rows(part_o + (place * splits + s) * DIM, weight > 0, DIM, DP)
+    merged = tl.sum(part * weight[:, None], 0) / safe
+    tl.store(o + place * DIM + d, merged.to(o.dtype.element_ty), mask=d < DIM)
+    if LOGS:
+        tl.store(lse + place, tl.where(total > 0, base + tl.log(safe), float("-inf")))

@@ -12,8 +12,8 @@ from cairn.ops.attention.kernels import merge_kernel, split_kernel, tile_kernel
 
 SPLIT_TOKENS = 256
 """At most this many tokens run one program each (and KV head, and split of the keys)."""
-PROGRAMS = 264
-"""Programs that fill a large device twice; a batch with fewer is split over its keys."""
+PROGRAMS = 528
+"""Programs that fill a large device four times; fewer of them are split over their keys."""
 MOST_SPLITS = 128
 
 
@@ -107,36 +107,78 @@ def attend_tiles(task: Task) -> tuple[Tensor, Tensor]:
     """Tiles of consecutive tokens: for prefill."""
     o, lse = task.empty()
     tokens = task.q.shape[0]
-    per_tile = max(1, (64 if task.width <= 128 else 32) // task.group)
+    half = task.q.dtype != torch.float32
+    rows = 64 if task.width <= 128 else 32
+    per_tile = max(1, (2 * rows if half else rows) // task.group)
     if tokens:
-        tile_kernel[(-(-tokens // per_tile), task.k_cache.shape[1])](
+        tile_kernel[(task.k_cache.shape[1], -(-tokens // per_tile))](
             *(*task.inputs(), o, lse, tokens, *task.numbers(), *task.shape()),
             *(per_tile, task.group, task.width, task.keys, *task.switches()),
-            num_warps=4,
-            num_stages=2,
+            num_warps=8 if half and task.width > 64 else 4,
+            num_stages=3 if half and task.width <= 128 else 2,
         )
     return o, lse
+
+
+def splits_of(task: Task) -> int:
+    """Programs that share a token's keys."""
+    blocks = -(-task.longest // task.keys) + 1
+    lines = task.q.shape[0] * task.k_cache.shape[1]
+    return max(1, min(blocks, -(-PROGRAMS // lines), MOST_SPLITS))
+
+
+def run_splits(task: Task, splits: int, part_o: Tensor, part_lse: Tensor) -> None:
+    """Write the first `splits` states of part_o [T, h_q, n, d] and part_lse [T, h_q, n]."""
+    split_kernel[(splits, task.k_cache.shape[1], task.q.shape[0])](
+        *(*task.inputs(), part_o, part_lse, part_lse.numel() // task.q.shape[0] // task.q.shape[1]),
+        *(*task.numbers(), *task.shape(), max(16, task.group), task.width, task.keys),
+        *task.switches(),
+        num_warps=4,
+        num_stages=5 if task.q.dtype != torch.float32 and task.width <= 128 else 2,
+    )
 
 
 def attend_splits(task: Task) -> tuple[Tensor, Tensor]:
     """A program for each token, KV head and split of the keys: for decode."""
     o, lse = task.empty()
-    tokens, heads, dim = task.q.shape
-    if tokens == 0:
+    if task.q.shape[0] == 0:
         return o, lse
-    kv_heads = task.k_cache.shape[1]
-    blocks = -(-task.longest // task.keys) + 1
-    splits = max(1, min(blocks, -(-PROGRAMS // (tokens * kv_heads)), MOST_SPLITS))
+    splits = splits_of(task)
     part_o, part_lse = (o, lse) if splits == 1 else task.empty(splits)
-    split_kernel[(tokens, kv_heads, splits)](
-        *(*task.inputs(), part_o, part_lse, *task.numbers(), *task.shape()),
-        *(max(16, task.group), task.width, task.keys, *task.switches()),
-        num_warps=4,
-        num_stages=2,
-    )
+    run_splits(task, splits, part_o, part_lse)
     if splits > 1:
-        merge_kernel[(tokens * heads,)](
-            *(part_o, part_lse, o, lse, splits, dim, task.width, gpu.next_power_of_2(splits)),
-            num_warps=2,
-        )
+        merge(part_o, part_lse, o, lse)
     return o, lse
+
+
+def merge(
+    part_o: Tensor,
+    part_lse: Tensor,
+    o: Tensor,
+    lse: Tensor | None,
+    *,
+    softmax1: bool = False,
+    early: bool = False,
+) -> None:
+    """Write o [T, h_q, d], and lse [T, h_q] if given: the splits' states merged.
+
+    Args:
+        part_o: [T, h_q, splits, d] float32; part_lse: [T, h_q, splits] float32.
+        softmax1: a state of zeros with the lse 0 joins them in o.
+        early: launch before the kernel in front is done.
+    """
+    tokens, heads, splits, dim = part_o.shape
+    width = gpu.next_power_of_2(splits)
+    columns = max(16, gpu.next_power_of_2(dim))
+    merge_kernel[(tokens * heads,)](
+        *(part_o, part_lse, o, part_lse if lse is None else lse, splits, dim, columns, width),
+        *(softmax1, lse is not None, early),
+        num_warps=4 if width * columns > 4096 else 2,
+        **early_option(early),
+    )
+
+
+def early_option(early: bool) -> dict[str, bool]:
+    """What launches a kernel before the one in front of it is done: for kernels that wait for it
+    themselves. Only devices that know it are given the option."""
+    return {"launch_pdl": True} if early else {}

@@ -312,6 +312,9 @@ def _(make: Make) -> Cases:
                 for mask in (False, True):
                     yield make.args(*given, aligned=aligned, mask_landmarks=mask)
             yield make.args(*given, scale=0.5)
+            mixed = make.rand(row.numel()).argsort()
+            some = (q[mixed], *given[1:3], row[mixed], slot[mixed], paged.page_table)
+            yield make.args(*some, window, mask_landmarks=True)
             few = (q[-3:], paged.k_cache, paged.v_cache, row[-3:], slot[-3:], paged.page_table)
             yield make.args(*few, window, aligned=True, mask_landmarks=True)
             for at in (slice(5, 6), slice(62, 63)):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch, paging
-from cairn.ops.landmark.kernels.pages import pages_kernel, sum_kernel
+from cairn.ops.landmark import page_launch
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -354,7 +354,52 @@ def _on_gpu(
     )
 
 
-@page_attention.implementation("triton", devices=gpu.DEVICES, when=_on_gpu)
+def _sorted_on_gpu(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> bool:
+    given = (q, k_cache, v_cache, row, page_table, indices, weights)
+    return q.shape[0] >= page_launch.SHARING_TOKENS and _on_gpu(*given)
+
+
+def _pages(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> page_launch.Pages:
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    given = (q, k_cache, v_cache, row, page_table, indices, weights)
+    return page_launch.Pages(*given, factor)
+
+
+@page_attention.implementation("triton_sorted", devices=gpu.DEVICES, when=_sorted_on_gpu)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Page by page, with the tokens that selected it."""
+    job = _pages(q, k_cache, v_cache, row, page_table, indices, weights, scale)
+    return page_launch.attend_sorted(job)
+
+
+@page_attention.implementation("triton_few", devices=gpu.DEVICES, when=_on_gpu)
 def _(
     q: Tensor,
     k_cache: Tensor,
@@ -366,32 +411,8 @@ def _(
     scale: float | None = None,
 ) -> Tensor:
     """Every token reads its own pages; few tokens share a token's pages among programs."""
-    tokens, heads, dim = q.shape
-    kv_heads, size = k_cache.shape[1:3]
-    topk = indices.shape[-1]
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    if tokens == 0 or topk == 0:
-        return out.zero_()
-    splits = max(1, min(topk, -(-launch.PROGRAMS // (tokens * kv_heads))))
-    each = -(-topk // splits)
-    splits = -(-topk // each)
-    shape = (tokens, heads, splits, dim)
-    parts = out if splits == 1 else torch.empty(shape, dtype=torch.float32, device=q.device)
-    width = gpu.next_power_of_2(dim)
-    pages_kernel[(tokens, kv_heads, splits)](
-        *(q, k_cache, v_cache, row, page_table, indices, weights, parts),
-        *(dim**-0.5 if scale is None else scale, page_table.stride(0), *k_cache.stride()[:2]),
-        *(topk, each, heads, kv_heads, dim, size),
-        *(max(16, gpu.next_power_of_2(heads // kv_heads)), width),
-        *(max(16, gpu.next_power_of_2(size)), "ieee" if q.dtype == torch.float32 else "tf32"),
-        num_warps=4,
-        num_stages=2,
-    )
-    if splits > 1:
-        sum_kernel[(tokens * heads,)](
-            parts, out, splits, dim, width, gpu.next_power_of_2(splits), num_warps=2
-        )
-    return out
+    job = _pages(q, k_cache, v_cache, row, page_table, indices, weights, scale)
+    return page_launch.attend_few(job)
 
 
 @page_attention.cases
@@ -424,3 +445,6 @@ def _(make: Make) -> Cases:
         none = torch.full_like(indices, -1)
         yield make.args(q, *caches, row, paged.page_table, none, weights)
         yield make.args(q[:0], *caches, row[:0], paged.page_table, none[:0], weights[:0])
+        many = make.randint(0, row.numel(), page_launch.SHARING_TOKENS + 9)
+        given = (row[many], paged.page_table, indices[many], weights[many])
+        yield make.args(q[many], *caches, *given)

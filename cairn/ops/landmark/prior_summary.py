@@ -63,7 +63,7 @@ def _(
         prior_summary_kernel[(count, kv_heads)](
             *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
             *(*k_cache.stride()[:2], heads, kv_heads, dim, size),
-            *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size)),
+            *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size), True, True, False),
             num_warps=4,
         )
     return key, bias

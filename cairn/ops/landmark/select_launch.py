@@ -14,11 +14,14 @@ FEW_TOKENS = 256
 """At most this many tokens are worth holding every head's scores."""
 PROGRAMS = 528
 """Programs that fill a large device; fewer tokens are scored by more programs each."""
-SPAN = 512
-"""Candidates of which one program keeps the best."""
+LEAST_PROGRAMS = 8
+"""As many programs score a token for one KV head, however many tokens there are."""
 WORKSPACE_BYTES = 256 << 20
 """Scores are held for so many tokens at a time."""
-MOST_WINNERS = 1 << 14
+TILE_NUMBERS = 8192
+"""Numbers of the summaries that a program scores at once."""
+MOST_NUMBERS = 1 << 15
+"""Scores that a choosing program can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,19 @@ class Selection:
         return max(16, gpu.next_power_of_2(self.lmk_q.shape[2]))
 
     @property
+    def group(self) -> int:
+        """Query heads of a KV head, padded."""
+        return gpu.next_power_of_2(self.heads // self.groups)
+
+    @property
     def block(self) -> int:
-        """Candidates scored at once."""
-        return 64 if self.width <= 128 else 32
+        """Candidates of a block, of which the maximum is kept."""
+        return block_of(self.pages)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return -(-self.pages // self.block)
 
     @property
     def bias(self) -> Tensor:
@@ -95,16 +108,27 @@ class Selection:
         return (self.offset, self.page_size, self.scale, *strides)
 
 
-def accepts(lmk_q: Tensor, summary_key: Tensor, topk: int) -> bool:
-    """Shapes that the kernels take."""
+def block_of(pages: int) -> int:
+    """Candidates of a block, for rows of so many pages."""
+    return 16 if pages <= 1 << 14 else 64
+
+
+def accepts(lmk_q: Tensor, summary_key: Tensor, page_table: Tensor, groups: int, topk: int) -> bool:
+    """Shapes that the kernels take: a program must be able to hold what it chooses from."""
     heads, dim = lmk_q.shape[1:]
+    pages = page_table.shape[1]
+    block = block_of(pages)
+    blocks = gpu.next_power_of_2(-(-pages // block))
+    group = gpu.next_power_of_2(-(-heads // groups))
     return (
         lmk_q.is_contiguous()
         and lmk_q.dtype == summary_key.dtype
         and summary_key.stride(2) == 1
         and heads % summary_key.shape[1] == 0
         and 16 <= dim <= 256
-        and 0 < topk <= 1024
+        and topk > 0
+        and blocks * group <= MOST_NUMBERS
+        and min(gpu.next_power_of_2(topk), blocks) * block * group <= MOST_NUMBERS
     )
 
 
@@ -127,85 +151,85 @@ def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
     return indices, scores
 
 
-def _select_few(job: Selection, indices: Tensor, scores: Tensor) -> None:
-    tokens, heads, blocks = job.slot.numel(), job.heads, -(-job.pages // job.block)
-    u = job.empty(tokens, heads, job.pages)
-    part_best, part_sum = job.empty(tokens, heads, blocks), job.empty(tokens, heads, blocks)
-    programs = max(1, min(blocks, -(-PROGRAMS // (tokens * job.groups))))
-    kernels.score_kernel[(programs, job.groups, tokens)](
+def scoring(job: Selection) -> tuple[int, tuple[int, ...]]:
+    """Programs that score a token's candidates for one KV head, and what they are compiled for."""
+    tile = max(job.block, TILE_NUMBERS // (job.group * job.width))
+    wanted = max(LEAST_PROGRAMS, -(-PROGRAMS // (job.slot.numel() * job.groups)))
+    programs = max(1, min(-(-job.pages // tile), wanted))
+    heads, dim = job.lmk_q.shape[1:]
+    constants = (heads, job.groups, job.summary_key.shape[1], dim, job.group, job.width)
+    return programs, (*constants, tile, job.block, job.summary_bias is not None)
+
+
+def choosing(job: Selection, group: int) -> tuple[int, ...]:
+    """GP .. CB as `choose` is compiled for, with `group` scores a candidate, padded."""
+    width, blocks = gpu.next_power_of_2(job.topk), gpu.next_power_of_2(job.blocks)
+    return (group, width, min(width, blocks), blocks, job.block)
+
+
+def score(job: Selection, u: Tensor, part_best: Tensor, part_sum: Tensor) -> None:
+    """Score all candidates; u [T, h_kv, pages, G], the others [T, h_kv, blocks, G]."""
+    programs, constants = scoring(job)
+    kernels.score_kernel[(programs, job.groups, job.slot.numel())](
         *(job.lmk_q, job.summary_key, job.bias, job.slot, job.row, job.page_table),
-        *(u, part_best, part_sum, *job.numbers(), job.pages, blocks),
-        *(heads, job.groups, job.summary_key.shape[1], job.lmk_q.shape[2], job.width, job.block),
-        job.summary_bias is not None,
+        *(u, part_best, part_sum, *job.numbers(), job.pages, job.blocks, *constants),
         num_warps=4,
     )
-    _best(job, u, (part_best, part_sum), None, indices, scores)
+
+
+def _select_few(job: Selection, indices: Tensor, scores: Tensor) -> None:
+    tokens, heads = job.slot.numel(), job.heads
+    u = job.empty(tokens, job.pages, heads)
+    part_best, part_sum = (job.empty(tokens, job.blocks, heads) for _ in range(2))
+    score(job, u, part_best, part_sum)
+    kernels.choose_kernel[(job.groups, tokens)](
+        *(u, part_best, part_sum, job.lse, job.slot, indices, scores),
+        *(job.offset, job.page_size, job.pages, job.blocks, job.topk),
+        *(heads, job.groups, *choosing(job, job.group), job.normalised, True),
+        num_warps=4,
+    )
 
 
 def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     tokens, heads, dim = job.lmk_q.shape
     key_heads, has_bias = job.summary_key.shape[1], job.summary_bias is not None
-    precision = "ieee" if job.lmk_q.dtype == torch.float32 else "tf32"
-    rows = 64 if job.width <= 128 else 32
+    half = job.lmk_q.dtype != torch.float32
+    precision = "tf32" if half else "ieee"
+    rows = (128 if half else 64) if job.width <= 128 else 32
+    columns = 64 if rows > 32 else 32
     tiles = -(-tokens // rows)
+    stages = 3 if half else 2
     where = (job.slot, job.row, job.page_table)
     total = job.lse
     if job.normalised:
         total = job.empty(tokens, heads)
-        kernels.normaliser_kernel[(tiles, heads)](
+        kernels.normaliser_kernel[(heads, tiles)](
             *(job.lmk_q, job.summary_key, job.bias, job.lse, *where, total),
-            *(tokens, *job.numbers(), heads, key_heads, dim, job.width, rows, job.block),
+            *(tokens, *job.numbers(), heads, key_heads, dim, job.width, rows, max(rows, 64)),
             *(has_bias, precision),
             num_warps=4,
-            num_stages=2,
+            num_stages=stages,
         )
     best = job.empty(tokens, job.groups, job.pages)
-    columns = max(1, min(-(-job.pages // job.block), -(-PROGRAMS // (tiles * job.groups))))
-    kernels.group_kernel[(tiles, job.groups, columns)](
-        *(job.lmk_q, job.summary_key, job.bias, total, *where, best),
-        *(tokens, *job.numbers(), job.pages, heads, job.groups, key_heads, dim, job.width),
-        *(rows, job.block, has_bias, job.normalised, precision),
+    tops = job.empty(tokens, job.groups, job.blocks)
+    programs = max(1, min(-(-job.pages // columns), -(-PROGRAMS // (tiles * job.groups))))
+    kernels.group_kernel[(programs, job.groups, tiles)](
+        *(job.lmk_q, job.summary_key, job.bias, total, *where, best, tops),
+        *(tokens, *job.numbers(), job.pages, job.blocks, heads, job.groups, key_heads, dim),
+        *(job.width, rows, columns, job.block, has_bias, job.normalised, precision),
         num_warps=4,
-        num_stages=2,
+        num_stages=stages,
     )
-    _best(job, None, None, best, indices, scores)
-    kernels.rescore_kernel[(heads, tokens)](
+    kernels.choose_kernel[(job.groups, tokens)](
+        *(best, tops, tops, job.lse, job.slot, indices, scores),
+        *(job.offset, job.page_size, job.pages, job.blocks, job.topk),
+        *(job.groups, job.groups, *choosing(job, 1), False, False),
+        num_warps=1,
+    )
+    step = max(1, TILE_NUMBERS // (job.group * job.width))
+    kernels.rescore_kernel[(tokens, job.groups)](
         *(job.lmk_q, job.summary_key, job.bias, job.row, job.page_table, indices, scores),
-        *(*job.numbers()[2:], job.topk, heads, job.groups, key_heads, dim, job.width),
-        *(gpu.next_power_of_2(job.topk), has_bias),
-        num_warps=4,
+        *(*job.numbers()[2:], job.topk, heads, job.groups, key_heads, dim, job.group),
+        *(job.width, min(step, gpu.next_power_of_2(job.topk)), has_bias),
+        num_warps=2,
     )
-
-
-def _best(
-    job: Selection,
-    u: Tensor | None,
-    parts: tuple[Tensor, Tensor] | None,
-    score: Tensor | None,
-    indices: Tensor,
-    scores: Tensor,
-) -> None:
-    """Keep the topk best, from u with its partial normalisers or from the groups' scores."""
-    tokens, blocks = job.slot.numel(), -(-job.pages // job.block)
-    span = max(SPAN, gpu.next_power_of_2(job.topk))
-    spans = -(-job.pages // span)
-    final = spans == 1
-    winners = spans * job.topk
-    win_score = scores if final else job.empty(tokens, job.groups, winners)
-    win_page = indices if final else job.empty(tokens, job.groups, winners, dtype=torch.int32)
-    values = u if u is not None else job.lse
-    part_best, part_sum = parts if parts is not None else (job.lse, job.lse)
-    kernels.best_kernel[(spans, job.groups, tokens)](
-        *(values, part_best, part_sum, job.lse, job.lse if score is None else score, job.slot),
-        *(win_score, win_page, indices, scores),
-        *(job.offset, job.page_size, job.pages, blocks, job.topk, job.heads, job.groups),
-        *(job.block, gpu.next_power_of_2(blocks), span),
-        *(u is not None, job.normalised, final, u is not None),
-        num_warps=4,
-    )
-    if not final:
-        kernels.final_kernel[(job.groups, tokens)](
-            *(values, win_score, win_page, indices, scores, job.pages, winners, job.topk),
-            *(job.heads, job.groups, gpu.next_power_of_2(winners), u is not None),
-            num_warps=4,
-        )

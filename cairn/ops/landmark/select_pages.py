@@ -244,7 +244,10 @@ def _on_gpu(
     strategy: str = "hils",
     num_kv_heads: int | None = None,
 ) -> bool:
-    return strategy != "group" and select_launch.accepts(lmk_q, summary_key, topk)
+    groups = min(lmk_q.shape[1], num_kv_heads or summary_key.shape[1])
+    return strategy != "group" and select_launch.accepts(
+        lmk_q, summary_key, page_table, groups, topk
+    )
 
 
 @select_pages.implementation("triton_few", devices=gpu.DEVICES, when=_few_on_gpu)
@@ -319,6 +322,13 @@ def _(make: Make) -> Cases:
         # All scores equal: whole numbers, whose sums no order of addition can round apart.
         equal, whole = torch.ones_like(key), make.randint(-3, 4, *z.shape).to(dtype)
         yield make.args(whole, equal, None, lse, *where, num_kv_heads=groups)
+        # Long rows in which pages recur: ties again, and more candidates than a few blocks hold.
+        table = make.randint(0, pages - 2, 2, 700, dtype=torch.int32)
+        some, last = make.randint(0, 2, 7), make.randint(500 * size, 700 * size, 7)
+        fourths = make.randint(-8, 9, pages, heads, 16).to(dtype) / 4
+        for topk in (3, 20):
+            far = (some, last, table, size, 2 * size + 1, topk)
+            yield make.args(whole[:7], fourths, None, lse[:7], *far, num_kv_heads=groups)
         one = (row[-3:-2], slot[-3:-2], *where[2:])
         yield make.args(z[-3:-2], key, bias, lse[-3:-2], *one, 0.3, num_kv_heads=groups)
         none = (row[:0], slot[:0], *where[2:])

@@ -1,57 +1,107 @@
-"""Kernels of page_attention: attention inside each selected page, weighed by the page."""
+"""Kernels of page_attention: attention inside each selected page, weighed by the page.
+
+Few tokens: `pages_kernel` runs a few pages of one token and KV head. Many tokens share pages, so
+there the pairs of token and selected page are sorted by page, by counting: `count_kernel` numbers
+the pairs of every page, `place_kernel` gives every page its place among the sorted pairs, and
+`order_kernel` sorts and cuts them into units of work. `unit_kernel` then holds a page on the chip
+while its tokens pass by, and `reduce_kernel` adds up the pages of every token.
+
+The pages of all KV heads are the lines: line = KV head * pages + physical page. A pair is a place
+in `indices` [T, KV_HEADS, topk]. Where pages and pairs come to lie depends on the order in which
+programs run; what is computed for a pair, and the order of the sums, do not.
+"""
 
 from __future__ import annotations
 
+from cairn.ops.attention.kernels import await_previous, load_columns, load_rows, store_rows
 from cairn.ops.gpu import tl, triton
 
 
 @triton.jit
-def pages_kernel(
-    q, k_cache, v_cache, row, page_table, indices, weights, o,
-    scale, table_stride, page_stride, head_stride, topk, each,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+def page_output(
+    query, k_head, v_head, line, there, factor,
+    DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`each` selected pages of one token and KV head: o [T, HEADS, splits, DIM] float32.
+    """(weighted values [M, DP], sum of the weights [M]) of query [M, DP] in the page at `line`;
+    the weights of a page that is not there are no numbers to use."""
+    t = tl.arange(0, KEYS)
+    inside = t < SIZE - 1
+    shown = inside & there
+    at = line + t * DIM
+    key = load_columns(k_head + at, shown, DIM, DP)
+    value = load_rows(v_head + at, shown, DIM, DP)
+    logits = tl.dot(query, key, input_precision=PRECISION) * factor
+    logits = tl.where(inside[None, :], logits, float("-inf"))
+    p = tl.exp2(logits - tl.max(logits, 1)[:, None])
+    return tl.dot(p.to(value.dtype), value, input_precision=PRECISION), tl.sum(p, 1)
+
+
+@triton.jit
+def pages_kernel(
+    q, k_cache, v_cache, row, page_table, indices, weights, o, logs,
+    scale, table_stride, page_stride, head_stride, topk, each, first, parts,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr,
+    LOGS: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`each` selected pages of one token and KV head: o [T, HEADS, parts, DIM] float32, written
+    from place `first` on.
 
     Args:
         GP: heads of the group, padded to a power of two, >= 16.
         KEYS: slots of a page, padded to a power of two, >= 16.
+        EACH: `each`, padded to a power of two.
+        LOGS: `weights` holds logarithms; o is the pages' average, and the logarithm of their
+            summed weight goes to logs [T, HEADS, parts].
+        EARLY: as in `await_previous`.
     """
+    await_previous(EARLY)
     group: tl.constexpr = HEADS // KV_HEADS
-    token = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(0)
     kv = tl.program_id(1)
-    split = tl.program_id(2)
+    token = tl.program_id(2).to(tl.int64)
     m = tl.arange(0, GP)
-    d = tl.arange(0, DP)
-    t = tl.arange(0, KEYS)
     head = token * HEADS + kv * group + m
     alive = m < group
-    column = tl.minimum(d, DIM - 1)
-    shown = alive[:, None] & (d < DIM)[None, :]
-    query = tl.load(q + head[:, None] * DIM + d[None, :], mask=shown, other=0.0)
+    query = load_rows(q + head * DIM, alive, DIM, DP)
     table = page_table + tl.load(row + token) * table_stride
-    inside = t < SIZE - 1
+    selected = indices + (token * KV_HEADS + kv) * topk
+    begin = split * each
+    end = tl.minimum(begin + each, topk)
+    best = tl.zeros([GP], tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    if LOGS:
+        place = begin + tl.arange(0, EACH)
+        listed = tl.load(selected + place, mask=place < end, other=-1) >= 0
+        own = tl.load(
+            weights + head[:, None] * topk + place[None, :],
+            mask=alive[:, None] & listed[None, :], other=float("-inf"),
+        )  # fmt: skip
+        best = tl.max(own, 1)
+        best = tl.where(best == float("-inf"), 0.0, best)
+        total = tl.sum(tl.exp(own - best[:, None]), 1)
     acc = tl.zeros([GP, DP], tl.float32)
-    for place in range(split * each, tl.minimum(split * each + each, topk)):
-        logical = tl.load(indices + (token * KV_HEADS + kv) * topk + place)
-        if logical >= 0:
-            page = tl.load(table + logical).to(tl.int64)
-            line = page * page_stride + kv * head_stride + t * DIM
-            key = tl.load(
-                k_cache + line[None, :] + column[:, None], mask=inside[None, :], other=0.0
-            )
-            logits = tl.dot(query, key, input_precision=PRECISION) * (scale * 1.4426950408889634)
-            logits = tl.where(inside[None, :], logits, float("-inf"))
-            p = tl.exp2(logits - tl.max(logits, 1)[:, None])
-            weight = tl.load(weights + head * topk + place, mask=alive, other=0.0)
-            p = p * (weight / tl.sum(p, 1))[:, None]
-            value = tl.load(
-                v_cache + line[:, None] + column[None, :], mask=inside[:, None], other=0.0
-            )
-            acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
-    at = (head * tl.num_programs(2) + split)[:, None] * DIM + d[None, :]
-    tl.store(o + at, acc, mask=shown)
+    for place in range(begin, end):
+        logical = tl.load(selected + place)
+        found = logical >= 0
+        page = tl.load(table + tl.maximum(logical, 0)).to(tl.int64)
+        page = tl.where(found, page, 0)
+        weight = tl.load(weights + head * topk + place, mask=alive & found, other=0.0)
+        if LOGS:
+            weight = tl.where(found, tl.exp(weight - best), 0.0)
+        value, summed = page_output(
+            query, k_cache + kv * head_stride, v_cache + kv * head_stride, page * page_stride,
+            found, scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, PRECISION,
+        )  # fmt: skip
+        acc += value * (weight / summed)[:, None]
+    at = head * parts + first + split
+    if LOGS:
+        seen = total > 0
+        safe = tl.where(seen, total, 1.0)
+        acc = acc / safe[:, None]
+        tl.store(logs + at, tl.where(seen, best + tl.log(safe), float("-inf")), mask=alive)
+    store_rows(o + at * DIM, acc, alive, DIM, DP)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -60,6 +110,159 @@ def sum_kernel(parts, o, splits, DIM: tl.constexpr, DP: tl.constexpr, SPLITS: tl
     place = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, DP)
-    at = (place * splits + s)[:, None] * DIM + d[None, :]
-    part = tl.load(parts + at, mask=(s < splits)[:, None] & (d < DIM)[None, :], other=0.0)
+    part = load_rows(parts + (place * splits + s) * DIM, s < splits, DIM, DP)
     tl.store(o + place * DIM + d, tl.sum(part, 0), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(
+    indices, row, page_table, counts, lines, ranks, pairs, pages, table_stride, topk,
+    KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """counts [KV_HEADS * pages], 0 before: pairs of every line; and for every pair its line (-1:
+    no page) and its number among the pairs of that line."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < pairs
+    logical = tl.load(indices + pair, mask=inside, other=-1)
+    found = logical >= 0
+    place = pair // topk
+    this_row = tl.load(row + place // KV_HEADS, mask=found, other=0)
+    page = tl.load(page_table + this_row * table_stride + logical, mask=found, other=0)
+    line = tl.where(found, place % KV_HEADS * pages + page, -1)
+    rank = tl.atomic_add(counts + line, 1, mask=found, sem="relaxed")
+    tl.store(lines + pair, line, mask=inside)
+    tl.store(ranks + pair, rank, mask=found)
+
+
+@triton.jit
+def place_kernel(counts, cursors, starts, units, lines, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """Give every line a stretch of the sorted pairs, and a unit of work for each MOST of them.
+
+    Args:
+        cursors: [2], 0 before: the pairs and the units given away so far.
+        starts, units: [lines], the first of each.
+    """
+    line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = line < lines
+    count = tl.load(counts + line, mask=inside, other=0)
+    needed = (count + MOST - 1) // MOST
+    start = tl.atomic_add(cursors, tl.sum(count, 0), sem="relaxed")
+    unit = tl.atomic_add(cursors + 1, tl.sum(needed, 0), sem="relaxed")
+    tl.store(starts + line, start + tl.cumsum(count, 0) - count, mask=inside)
+    tl.store(units + line, unit + tl.cumsum(needed, 0) - needed, mask=inside)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def order_kernel(
+    lines, ranks, counts, starts, units, order, unit_line, unit_first, unit_pairs, pairs,
+    MOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """order [pairs]: the pairs, sorted by line; and what line a unit is of, and which of them."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    line = tl.load(lines + pair, mask=pair < pairs, other=-1)
+    found = line >= 0
+    place = tl.load(starts + line, mask=found, other=0)
+    rank = tl.load(ranks + pair, mask=found, other=0)
+    tl.store(order + place + rank, pair, mask=found)
+    # The first pair of a unit describes it.
+    heads = found & (rank % MOST == 0)
+    unit = tl.load(units + line, mask=heads, other=0) + rank // MOST
+    left = tl.load(counts + line, mask=heads, other=0) - rank
+    tl.store(unit_line + unit, line, mask=heads)
+    tl.store(unit_first + unit, place + rank, mask=heads)
+    tl.store(unit_pairs + unit, tl.minimum(left, MOST), mask=heads)
+
+
+@triton.jit
+def unit_kernel(
+    q, k_cache, v_cache, order, cursors, unit_line, unit_first, unit_pairs, parts,
+    scale, page_stride, head_stride, pages, topk,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, PAIRS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """parts [pairs, group, DIM]: the attention of every pair inside its page; PAIRS at once."""
+    group: tl.constexpr = HEADS // KV_HEADS
+    m = tl.arange(0, PAIRS * GP)
+    t = tl.arange(0, KEYS)
+    inside = t < SIZE - 1
+    for unit in range(tl.program_id(0), tl.load(cursors + 1), tl.num_programs(0)):
+        line = tl.load(unit_line + unit)
+        first = tl.load(unit_first + unit)
+        count = tl.load(unit_pairs + unit)
+        kv = line // pages
+        at = (line % pages).to(tl.int64) * page_stride + kv * head_stride + t * DIM
+        key = load_columns(k_cache + at, inside, DIM, DP)
+        value = load_rows(v_cache + at, inside, DIM, DP)
+        for begin in range(0, count, PAIRS):
+            i = begin + m // GP
+            alive = (i < count) & (m % GP < group)
+            pair = tl.load(order + first + i, mask=alive, other=0).to(tl.int64)
+            head = pair // (topk * KV_HEADS) * HEADS + kv * group + m % GP
+            query = load_rows(q + head * DIM, alive, DIM, DP)
+            logits = tl.dot(query, key, input_precision=PRECISION) * (scale * 1.4426950408889634)
+            logits = tl.where(inside[None, :], logits, float("-inf"))
+            p = tl.exp2(logits - tl.max(logits, 1)[:, None])
+            total = tl.sum(p, 1)
+            acc = tl.dot(p.to(value.dtype), value, input_precision=PRECISION)
+            store_rows(parts + (pair * group + m % GP) * DIM, acc / total[:, None], alive, DIM, DP)
+
+
+@triton.jit
+def layer_totals(
+    scores, lse, head, topk, own, SOFTMAX1: tl.constexpr, GP: tl.constexpr, K: tl.constexpr
+):
+    """[GP] what to take off the scores of every head, and the sum that their exponentials have
+    with those of the window's lse and, with SOFTMAX1, a zero."""
+    k = tl.arange(0, K)
+    shown = own[:, None] & (k < topk)[None, :]
+    at = scores + head[:, None] * topk + k[None, :]
+    score = tl.load(at, mask=shown, other=float("-inf"))
+    window = tl.load(lse + head, mask=own, other=float("-inf"))
+    base = tl.maximum(tl.max(score, 1), window)
+    if SOFTMAX1:
+        base = tl.maximum(base, 0.0)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    total = tl.sum(tl.exp(score - base[:, None]), 1) + tl.exp(window - base)
+    if SOFTMAX1:
+        total += tl.exp(-base)
+    return base, tl.where(total > 0, total, 1.0), tl.exp(window - base)
+
+
+@triton.jit
+def reduce_kernel(
+    parts, indices, weights, o, lse, o_window, topk,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr,
+    BLEND: tl.constexpr, SOFTMAX1: tl.constexpr,
+):  # fmt: skip
+    """o [T, HEADS, DIM]: the weighted sum of a token's pairs, for the heads of one KV head.
+
+    Args:
+        BLEND: `weights` holds scores; the weights are their shares beside the window's, whose
+            state (o_window, lse) joins the sum.
+    """
+    group: tl.constexpr = HEADS // KV_HEADS
+    place = tl.program_id(0).to(tl.int64)
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    own = g < group
+    head = place // KV_HEADS * HEADS + place % KV_HEADS * group + g
+    acc = tl.zeros([GP, DP], tl.float32)
+    if BLEND:
+        base, total, window = layer_totals(weights, lse, head, topk, own, SOFTMAX1, GP, K)
+        acc += load_rows(o_window + head * DIM, own, DIM, DP) * (window / total)[:, None]
+    for start in range(0, topk, STEP):
+        k = start + tl.arange(0, STEP)
+        found = tl.load(indices + place * topk + k, mask=k < topk, other=-1) >= 0
+        shown = found[:, None] & own[None, :]
+        weight = tl.load(weights + head[None, :] * topk + k[:, None], mask=shown, other=0.0)
+        if BLEND:
+            weight = tl.where(shown, tl.exp(weight - base[None, :]) / total[None, :], 0.0)
+        at = ((place * topk + k) * group)[:, None] + g[None, :]
+        wide = shown[:, :, None]
+        if DP != DIM:
+            wide = wide & (d < DIM)[None, None, :]
+        part = tl.load(parts + at[:, :, None] * DIM + d[None, None, :], mask=wide, other=0.0)
+        acc += tl.sum(part.to(tl.float32) * weight[:, :, None], 0)
+    store_rows(o + head * DIM, acc, own, DIM, DP)

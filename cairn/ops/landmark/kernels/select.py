@@ -1,15 +1,20 @@
 """Kernels of select_pages.
 
-Few tokens: `score_kernel` stores u of every candidate with partial normalisers, in one pass over
-the summaries. Many tokens: `normaliser_kernel` sums up every head's candidates and `group_kernel`
-computes the dots again to store the groups' best scores alone. Then `best_kernel` keeps the best
-of each block of candidates, by a search for the k-th largest value bit by bit, without a sort;
-`final_kernel` merges the blocks' winners. Winners come out in the order of their pages, and of
-equal ones the first are kept.
+Few tokens: `score_kernel` stores u of every candidate, with the maximum and the summed exponentials
+of every block of CB candidates, in one pass over the summaries. Many tokens: `normaliser_kernel`
+sums up every head's candidates and `group_kernel` computes the dots again to store the groups' best
+scores and the blocks' maxima alone.
+
+Then `choose_kernel` finds the best, of one token and KV head: first the topk blocks of largest
+maximum, which hold all of the topk best candidates, then those among their members. Neither sorts:
+the count-th largest value is searched for by counting. Winners come out in the order of their
+pages, and of equal ones the first are kept. (Comparing all pairs instead is one step, but its code
+is long, and a program that runs once waits for its code.)
 """
 
 from __future__ import annotations
 
+from cairn.ops.attention.kernels import load_columns, load_rows
 from cairn.ops.gpu import tl, triton
 
 
@@ -22,37 +27,114 @@ def ordered(value):
 
 
 @triton.jit
-def kth_largest(key, count):
-    """The count-th largest of uint32 keys [N], N < 2^20: two bits a pass, its three counts in one
-    sum."""
-    found = tl.full([], 0, tl.uint32)
-    for i in tl.static_range(16):
-        step = tl.full([], 1 << (30 - 2 * i), tl.uint32)
-        one = found + step
+def largest(value, inside, total, count, N: tl.constexpr):
+    """Which of value [N] float32 are among the `count` largest inside (of equal ones the first),
+    their places 0 .. in order of position, and how many they are.
+
+    Args:
+        total: how many are inside; a larger number will do if at least `count` are.
+        N: < 2^15.
+    """
+    key = tl.where(inside, ordered(value), 0)
+    wanted = tl.minimum(count, total)
+    # At least `wanted` keys reach low, and at_high < wanted reach high.
+    low = tl.min(tl.where(inside, key, 0xFFFFFFFF), 0)
+    high = tl.max(key, 0) + 1
+    at_low = total
+    at_high = 0
+    while (high - low > 1) & (at_low != wanted):
+        step = tl.maximum((high - low) >> 2, 1)
+        one = low + step
         two = one + step
         three = two + step
-        counts = (key >= one).to(tl.int64) + ((key >= two).to(tl.int64) << 20)
-        counts = tl.sum(counts + ((key >= three).to(tl.int64) << 40), 0)
-        enough_one = (counts & 0xFFFFF) >= count
-        enough_two = ((counts >> 20) & 0xFFFFF) >= count
-        enough_three = (counts >> 40) >= count
-        found = tl.where(enough_one, one, found)
-        found = tl.where(enough_two, two, found)
-        found = tl.where(enough_three, three, found)
-    return found
+        # Three counts in one sum.
+        if N < 1024:
+            sums = (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 10)
+            sums = tl.sum(sums + ((key >= three).to(tl.int32) << 20), 0)
+            at_one, at_two, at_three = sums & 1023, (sums >> 10) & 1023, sums >> 20
+        else:
+            wide = (key >= one).to(tl.int64) + ((key >= two).to(tl.int64) << 20)
+            wide = tl.sum(wide + ((key >= three).to(tl.int64) << 40), 0)
+            at_one = (wide & 0xFFFFF).to(tl.int32)
+            at_two = ((wide >> 20) & 0xFFFFF).to(tl.int32)
+            at_three = (wide >> 40).to(tl.int32)
+        # Downwards for the upper bound, upwards for the lower one.
+        high = tl.where(at_three < wanted, three, high)
+        at_high = tl.where(at_three < wanted, at_three, at_high)
+        high = tl.where(at_two < wanted, two, high)
+        at_high = tl.where(at_two < wanted, at_two, at_high)
+        high = tl.where(at_one < wanted, one, high)
+        at_high = tl.where(at_one < wanted, at_one, at_high)
+        low = tl.where(at_one >= wanted, one, low)
+        at_low = tl.where(at_one >= wanted, at_one, at_low)
+        low = tl.where(at_two >= wanted, two, low)
+        at_low = tl.where(at_two >= wanted, at_two, at_low)
+        low = tl.where(at_three >= wanted, three, low)
+        at_low = tl.where(at_three >= wanted, at_three, at_low)
+    above = inside & (key >= high)
+    level = inside & (key >= low) & (key < high)
+    missing = wanted - at_high
+    places = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)
+    levels = places >> 16
+    taken = above | (level & (levels <= missing))
+    return taken, (places & 0xFFFF) + tl.minimum(levels, missing) - 1, wanted
 
 
 @triton.jit
-def largest(value, count):
-    """Which of value [N] float32 are among the `count` largest (of equal ones the first), and
-    their places 0 .. count - 1 in order of position."""
-    key = ordered(value)
-    threshold = kth_largest(key, count)
-    above = key > threshold
-    level = key == threshold
-    missing = count - tl.sum(above.to(tl.int32), 0)
-    taken = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= missing))
-    return taken, tl.cumsum(taken.to(tl.int32), 0) - 1
+def candidates_of(slot, token, offset, size):
+    """How many pages the token may select: pages 0 .. that number - 1."""
+    return tl.maximum(tl.load(slot + token).to(tl.int32) - offset, 0) // size
+
+
+@triton.jit
+def score_blocks(
+    lmk_q, key, bias, slot, row, page_table, u, part_best, part_sum,
+    offset, size, scale, table_stride, page_stride, head_stride, pages, blocks,
+    token, kv, program, programs,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CB: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """u [T, KV_HEADS, pages, group] of a token's candidates for the heads of one KV head; and
+    per block of CB their maximum and sum of exponentials, [T, KV_HEADS, blocks, group].
+
+    Args:
+        program, programs: this program's share of the tiles of TILE candidates.
+    """
+    group: tl.constexpr = HEADS // KV_HEADS
+    shared: tl.constexpr = HEADS // KEY_HEADS
+    candidates = candidates_of(slot, token, offset, size)
+    table = page_table + tl.load(row + token) * table_stride
+    d = tl.arange(0, DP)
+    g = tl.arange(0, GP)
+    head = kv * group + g
+    own = g < group
+    line = token.to(tl.int64) * KV_HEADS + kv
+    query = load_rows(lmk_q + (token.to(tl.int64) * HEADS + head) * DIM, own, DIM, DP)
+    query = query.to(tl.float32) * scale
+    for tile in range(program, (candidates + TILE - 1) // TILE, programs):
+        c = tile * TILE + tl.arange(0, TILE)
+        inside = c < candidates
+        page = tl.load(table + c, mask=inside, other=0).to(tl.int64)
+        shown = inside[:, None] & own[None, :]
+        at = key + page[:, None] * page_stride + (head // shared)[None, :] * head_stride
+        wide = shown[:, :, None]
+        if DP != DIM:
+            wide = wide & (d < DIM)[None, None, :]
+        summary = tl.load(at[:, :, None] + d[None, None, :], mask=wide, other=0.0)
+        value = tl.sum(summary.to(tl.float32) * query[None, :, :], 2)
+        if BIAS:
+            value += tl.load(bias + page[:, None] * HEADS + head[None, :], mask=shown, other=0.0)
+        tl.store(u + (line * pages + c)[:, None] * group + g[None, :], value, mask=shown)
+        value = tl.where(shown, value, float("-inf"))
+        members = tl.reshape(value, [TILE // CB, CB, GP])
+        best = tl.max(members, 1)
+        base = tl.where(best == float("-inf"), 0.0, best)
+        summed = tl.sum(tl.exp(members - base[:, None, :]), 1)
+        block = tile * (TILE // CB) + tl.arange(0, TILE // CB)
+        at_block = (line * blocks + block)[:, None] * group + g[None, :]
+        kept = (block < blocks)[:, None] & own[None, :]
+        tl.store(part_best + at_block, best, mask=kept)
+        tl.store(part_sum + at_block, summed, mask=kept)
 
 
 @triton.jit
@@ -60,37 +142,15 @@ def score_kernel(
     lmk_q, key, bias, slot, row, page_table, u, part_best, part_sum,
     offset, size, scale, table_stride, page_stride, head_stride, pages, blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
-    DP: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CB: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """u [T, HEADS, pages] of one token's candidates for the heads of one KV head; per block of
-    them its maximum and sum of exponentials, [T, HEADS, blocks]."""
-    group: tl.constexpr = HEADS // KV_HEADS
-    shared: tl.constexpr = HEADS // KEY_HEADS
-    kv = tl.program_id(1)
-    token = tl.program_id(2).to(tl.int64)
-    candidates = tl.maximum(tl.load(slot + token).to(tl.int32) - offset, 0) // size
-    table = page_table + tl.load(row + token) * table_stride
-    d = tl.arange(0, DP)
-    for block in range(tl.program_id(0), (candidates + BLOCK - 1) // BLOCK, tl.num_programs(0)):
-        c = block * BLOCK + tl.arange(0, BLOCK)
-        inside = c < candidates
-        page = tl.load(table + c, mask=inside, other=0).to(tl.int64)
-        whole = inside[:, None] & (d < DIM)[None, :]
-        for g in tl.static_range(group):
-            head = kv * group + g
-            if g % shared == 0:
-                at = key + page * page_stride + (head // shared) * head_stride
-                summary = tl.load(at[:, None] + d[None, :], mask=whole, other=0.0).to(tl.float32)
-            query = tl.load(lmk_q + (token * HEADS + head) * DIM + d, mask=d < DIM, other=0.0)
-            value = tl.sum(summary * (query.to(tl.float32) * scale)[None, :], 1)
-            if BIAS:
-                value += tl.load(bias + page * HEADS + head, mask=inside, other=0.0)
-            tl.store(u + (token * HEADS + head) * pages + c, value, mask=inside)
-            value = tl.where(inside, value, float("-inf"))
-            best = tl.max(value, 0)
-            place = (token * HEADS + head) * blocks + block
-            tl.store(part_best + place, best)
-            tl.store(part_sum + place, tl.sum(tl.exp(value - best), 0))
+    """`score_blocks`, for programs, KV heads and tokens."""
+    score_blocks(
+        lmk_q, key, bias, slot, row, page_table, u, part_best, part_sum,
+        offset, size, scale, table_stride, page_stride, head_stride, pages, blocks,
+        tl.program_id(2), tl.program_id(1), tl.program_id(0), tl.num_programs(0),
+        HEADS, KV_HEADS, KEY_HEADS, DIM, GP, DP, TILE, CB, BIAS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -99,15 +159,41 @@ def tile_scores(query, table, key, bias, c, inside, head, page_stride, head_stri
                 BIAS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """u [M, BLOCK] of query [M, DP] with candidates c of one row, for one head."""
     page = tl.load(table + c, mask=inside, other=0).to(tl.int64)
-    d = tl.arange(0, DP)
     at = key + page * page_stride + (head // (HEADS // KEY_HEADS)) * head_stride
-    summary = tl.load(
-        at[None, :] + d[:, None], mask=inside[None, :] & (d < DIM)[:, None], other=0.0
-    )
+    summary = load_columns(at, inside, DIM, DP)
     value = tl.dot(query, summary, input_precision=PRECISION) * scale
     if BIAS:
         value += tl.load(bias + page * HEADS + head, mask=inside, other=0.0)[None, :]
     return value
+
+
+@triton.jit
+def add_blocks(
+    best, summed, query, table, key, bias, own, most, begin, end, head,
+    page_stride, head_stride, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    BLOCK: tl.constexpr, EDGE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add candidates begin .. end - 1 to the maximum (base 2) and sum of every token [M].
+
+    Args:
+        own: [M], how many candidates each token has; most: the most of them.
+        EDGE: some are not candidates of every token.
+    """
+    for start in range(begin, end, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        value = tile_scores(
+            query, table, key, bias, c, c < most, head, page_stride, head_stride,
+            scale, HEADS, KEY_HEADS, DIM, DP, BIAS, PRECISION,
+        )  # fmt: skip
+        value = value * 1.4426950408889634
+        if EDGE:
+            value = tl.where(c[None, :] < own[:, None], value, float("-inf"))
+        higher = tl.maximum(best, tl.max(value, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        summed = summed * tl.exp2(best - base) + tl.sum(tl.exp2(value - base[:, None]), 1)
+        best = higher
+    return best, summed
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -118,74 +204,73 @@ def normaliser_kernel(
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """total [T, HEADS] = logaddexp(lse, logsumexp over candidates of u) of a tile and a head."""
-    head = tl.program_id(1)
-    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
+    head = tl.program_id(0)
+    begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
     token = begin + tl.arange(0, TOKENS)
     alive = token < tokens
     own_row = tl.load(row + token, mask=alive, other=-1)
     own_slot = tl.load(slot + token, mask=alive, other=0).to(tl.int32)
     candidates = tl.maximum(own_slot - offset, 0) // size
-    d = tl.arange(0, DP)
-    at = (token.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
-    query = tl.load(lmk_q + at, mask=alive[:, None] & (d < DIM)[None, :], other=0.0)
     place = token.to(tl.int64) * HEADS + head
-    best = tl.load(lse + place, mask=alive, other=0.0)
+    query = load_rows(lmk_q + place * DIM, alive, DIM, DP)
+    best = tl.load(lse + place, mask=alive, other=0.0) * 1.4426950408889634
     summed = tl.where(best == float("-inf"), 0.0, 1.0)
-    next_token = begin
-    while next_token < tl.minimum(begin + TOKENS, tokens):
-        this_row = tl.load(row + next_token)
+    this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
+    while this_row < 2147483647:
         mine = alive & (own_row == this_row)
-        most = tl.max(tl.where(mine, candidates, 0), 0)
-        for start in range(0, most, BLOCK):
-            c = start + tl.arange(0, BLOCK)
-            value = tile_scores(
-                query, page_table + this_row * table_stride, key, bias, c, c < most, head,
-                page_stride, head_stride, scale, HEADS, KEY_HEADS, DIM, DP, BIAS, PRECISION,
-            )  # fmt: skip
-            seen = mine[:, None] & (c[None, :] < candidates[:, None])
-            value = tl.where(seen, value, float("-inf"))
-            higher = tl.maximum(best, tl.max(value, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            summed = summed * tl.exp(best - base) + tl.sum(tl.exp(value - base[:, None]), 1)
-            best = higher
-        next_token += tl.sum(mine.to(tl.int32), 0)
+        own = tl.where(mine, candidates, 0)
+        most = tl.max(own, 0)
+        # Blocks before this one are candidates of every token, in a tile of one sequence.
+        edge = tl.min(tl.where(alive & (own_row != this_row), 0, own), 0)
+        edge = tl.min(tl.where(alive, edge, 2147483647), 0) // BLOCK * BLOCK
+        table = page_table + this_row * table_stride
+        best, summed = add_blocks(
+            best, summed, query, table, key, bias, own, most, 0, edge, head,
+            page_stride, head_stride, scale, HEADS, KEY_HEADS, DIM, DP, BLOCK, False, BIAS,
+            PRECISION,
+        )  # fmt: skip
+        best, summed = add_blocks(
+            best, summed, query, table, key, bias, own, most, edge, most, head,
+            page_stride, head_stride, scale, HEADS, KEY_HEADS, DIM, DP, BLOCK, True, BIAS,
+            PRECISION,
+        )  # fmt: skip
+        this_row = tl.min(tl.where(alive & (own_row > this_row), own_row, 2147483647), 0)
     safe = tl.where(summed > 0, summed, 1.0)
-    tl.store(total + place, tl.where(summed > 0, best + tl.log(safe), float("-inf")), mask=alive)
+    value = (best + tl.log2(safe)) * 0.6931471805599453
+    tl.store(total + place, tl.where(summed > 0, value, float("-inf")), mask=alive)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def group_kernel(
-    lmk_q, key, bias, total, slot, row, page_table, score,
-    tokens, offset, size, scale, table_stride, page_stride, head_stride, pages,
+    lmk_q, key, bias, total, slot, row, page_table, score, part_best,
+    tokens, offset, size, scale, table_stride, page_stride, head_stride, pages, blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
-    DP: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    DP: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, CB: tl.constexpr,
     BIAS: tl.constexpr, NORMALISED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """score [T, KV_HEADS, pages]: best of the group's heads, each less its normaliser."""
+    """score [T, KV_HEADS, pages]: best of the group's heads, each less its normaliser; and the
+    maxima of its blocks of CB, part_best [T, KV_HEADS, blocks]."""
     group: tl.constexpr = HEADS // KV_HEADS
     kv = tl.program_id(1)
-    begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
+    begin = (tl.num_programs(2) - 1 - tl.program_id(2)) * TOKENS
     token = begin + tl.arange(0, TOKENS)
     alive = token < tokens
     own_row = tl.load(row + token, mask=alive, other=-1)
     own_slot = tl.load(slot + token, mask=alive, other=0).to(tl.int32)
     candidates = tl.maximum(own_slot - offset, 0) // size
-    d = tl.arange(0, DP)
-    next_token = begin
-    while next_token < tl.minimum(begin + TOKENS, tokens):
-        this_row = tl.load(row + next_token)
+    line = token.to(tl.int64) * KV_HEADS + kv
+    this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
+    while this_row < 2147483647:
         mine = alive & (own_row == this_row)
-        most = tl.max(tl.where(mine, candidates, 0), 0)
-        for start in range(tl.program_id(2) * BLOCK, most, tl.num_programs(2) * BLOCK):
+        own = tl.where(mine, candidates, 0)
+        most = tl.max(own, 0)
+        for start in range(tl.program_id(0) * BLOCK, most, tl.num_programs(0) * BLOCK):
             c = start + tl.arange(0, BLOCK)
             best = tl.full([TOKENS, BLOCK], float("-inf"), tl.float32)
             for g in range(group):
                 head = kv * group + g
                 place = token.to(tl.int64) * HEADS + head
-                query = tl.load(
-                    lmk_q + place[:, None] * DIM + d[None, :],
-                    mask=alive[:, None] & (d < DIM)[None, :], other=0.0,
-                )  # fmt: skip
+                query = load_rows(lmk_q + place * DIM, alive, DIM, DP)
                 value = tile_scores(
                     query, page_table + this_row * table_stride, key, bias, c, c < most, head,
                     page_stride, head_stride, scale, HEADS, KEY_HEADS, DIM, DP, BIAS, PRECISION,
@@ -193,85 +278,111 @@ def group_kernel(
                 if NORMALISED:
                     value -= tl.load(total + place, mask=alive, other=0.0)[:, None]
                 best = tl.maximum(best, value)
-            seen = mine[:, None] & (c[None, :] < candidates[:, None])
-            line = (token.to(tl.int64) * KV_HEADS + kv) * pages
-            tl.store(score + line[:, None] + c[None, :], best, mask=seen)
-        next_token += tl.sum(mine.to(tl.int32), 0)
+            seen = c[None, :] < own[:, None]
+            tl.store(score + (line * pages)[:, None] + c[None, :], best, mask=seen)
+            best = tl.where(seen, best, float("-inf"))
+            tops = tl.max(tl.reshape(best, [TOKENS, BLOCK // CB, CB]), 2)
+            block = start // CB + tl.arange(0, BLOCK // CB)
+            kept = block[None, :] * CB < own[:, None]
+            tl.store(part_best + (line * blocks)[:, None] + block[None, :], tops, mask=kept)
+        this_row = tl.min(tl.where(alive & (own_row > this_row), own_row, 2147483647), 0)
 
 
 @triton.jit
-def best_kernel(
-    u, part_best, part_sum, lse, score, slot, win_score, win_page, indices, scores,
-    offset, size, pages, blocks, topk,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    SPAN: tl.constexpr, FROM_U: tl.constexpr, NORMALISED: tl.constexpr, FINAL: tl.constexpr,
-    SCORED: tl.constexpr,
+def head_normalisers(tops, sums, window, NORMALISED: tl.constexpr):
+    """[GP]: logaddexp of the window's lse and the blocks' (tops, sums [BLOCKS, GP]) logarithms of
+    summed exponentials; 0 where not asked for, and where there is nothing to sum."""
+    normaliser = tl.zeros_like(window)
+    if NORMALISED:
+        base = tl.maximum(tl.max(tops, 0), window)
+        base = tl.where(base == float("-inf"), 0.0, base)
+        total = tl.sum(sums * tl.exp(tops - base[None, :]), 0) + tl.exp(window - base)
+        normaliser = tl.where(total > 0, base + tl.log(total), 0.0)
+    return normaliser
+
+
+@triton.jit
+def choose(
+    u, part_best, part_sum, window, slot, indices, scores,
+    offset, size, pages, blocks, topk, token, kv,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
+    KB: tl.constexpr, BLOCKS: tl.constexpr, CB: tl.constexpr,
+    NORMALISED: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
-    """The topk best of one span of candidates: to win_* [T, KV_HEADS, spans, topk], or FINAL: to
-    the op's results, whose scores come from u or are u themselves."""
+    """The topk best of one token and KV head, from u [T, KV_HEADS, pages, group] and its blocks.
+
+    Args:
+        window: [GP] the window's lse.
+        K: topk, padded to a power of two; KB = min(K, BLOCKS); BLOCKS: blocks, padded.
+        SCORED: u of the winners goes to scores.
+    """
     group: tl.constexpr = HEADS // KV_HEADS
-    span = tl.program_id(0)
-    kv = tl.program_id(1)
-    token = tl.program_id(2).to(tl.int64)
-    candidates = tl.maximum(tl.load(slot + token).to(tl.int32) - offset, 0) // size
-    c = span * SPAN + tl.arange(0, SPAN)
+    line = token.to(tl.int64) * KV_HEADS + kv
+    g = tl.arange(0, GP)
+    b = tl.arange(0, BLOCKS)
+    k = tl.arange(0, KB)
+    heads = (g < group)[None, :]
+    # Loads of which none waits for another: what no candidate reaches is left out afterwards. The
+    # first blocks' members are all there are, unless there are many candidates.
+    at = (line * blocks + b)[:, None] * group + g[None, :]
+    shown = (b < blocks)[:, None] & heads
+    tops = tl.load(part_best + at, mask=shown, other=float("-inf"))
+    sums = tops
+    if NORMALISED:
+        sums = tl.load(part_sum + at, mask=shown, other=0.0)
+    c = tl.arange(0, KB * CB)
+    at = (line * pages + c)[:, None] * group + g[None, :]
+    own = tl.load(u + at, mask=(c < pages)[:, None] & heads, other=float("-inf"))
+    candidates = candidates_of(slot, token, offset, size)
+    reached = (candidates + CB - 1) // CB
+    tops = tl.where((b < reached)[:, None], tops, float("-inf"))
+    sums = tl.where((b < reached)[:, None], sums, 0.0)
+    normaliser = head_normalisers(tops, sums, window, NORMALISED)
+    total = candidates
+    if reached > KB:
+        best = tl.max(tops - normaliser[None, :], 1)
+        kept, order, found = largest(best, b < reached, reached, topk, BLOCKS)
+        chosen = kept[None, :] & (order[None, :] == k[:, None])
+        winners = tl.sum(tl.where(chosen, b[None, :], 0), 1)
+        winners = tl.where(k < found, winners, reached)
+        c = tl.reshape(winners[:, None] * CB + tl.arange(0, CB)[None, :], [KB * CB])
+        at = (line * pages + c)[:, None] * group + g[None, :]
+        own = tl.load(u + at, mask=(c < candidates)[:, None] & heads, other=float("-inf"))
+        total = found * CB
     inside = c < candidates
-    place = token * KV_HEADS + kv
-    if FROM_U:
-        value = tl.full([SPAN], float("-inf"), tl.float32)
-        if span * SPAN < candidates:
-            b = tl.arange(0, BLOCKS)
-            # Blocks that no candidate reaches were not written.
-            reached = b < (candidates + BLOCK - 1) // BLOCK
-            for g in tl.static_range(group):
-                head = token * HEADS + kv * group + g
-                own = tl.load(u + head * pages + c, mask=inside, other=float("-inf"))
-                if NORMALISED:
-                    tops = tl.load(part_best + head * blocks + b, mask=reached, other=float("-inf"))
-                    sums = tl.load(part_sum + head * blocks + b, mask=reached, other=0.0)
-                    window = tl.load(lse + head)
-                    base = tl.maximum(tl.max(tops, 0), window)
-                    total = tl.sum(sums * tl.exp(tops - base), 0) + tl.exp(window - base)
-                    own -= base + tl.log(total)
-                value = tl.maximum(value, own)
-    else:
-        value = tl.load(score + place * pages + c, mask=inside, other=float("-inf"))
-    value = tl.where(inside, value, float("-inf"))
-    taken, order = largest(value, topk)
-    if FINAL:
-        tl.store(indices + place * topk + order, tl.where(inside, c, -1), mask=taken)
-        if SCORED:
-            for g in tl.static_range(group):
-                head = token * HEADS + kv * group + g
-                own = tl.load(u + head * pages + c, mask=inside & taken, other=float("-inf"))
-                tl.store(scores + head * topk + order, own, mask=taken)
-    else:
-        at = (place * tl.num_programs(0) + span) * topk + order
-        tl.store(win_score + at, value, mask=taken)
-        tl.store(win_page + at, tl.where(inside, c, -1), mask=taken)
+    best = tl.max(tl.where(heads, own - normaliser[None, :], float("-inf")), 1)
+    taken, order, found = largest(best, inside, total, topk, KB * CB)
+    tl.store(indices + line * topk + order, c, mask=taken)
+    rest = tl.arange(0, K)
+    empty = (rest >= found) & (rest < topk)
+    tl.store(indices + line * topk + rest, rest * 0 - 1, mask=empty)
+    if SCORED:
+        at = (token.to(tl.int64) * HEADS + kv * group + g)[None, :] * topk
+        tl.store(scores + at + order[:, None], own, mask=taken[:, None] & heads)
+        none = tl.full([K, GP], float("-inf"), tl.float32)
+        tl.store(scores + at + rest[:, None], none, mask=empty[:, None] & heads)
 
 
 @triton.jit
-def final_kernel(
-    u, win_score, win_page, indices, scores, pages, winners, topk,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WINNERS: tl.constexpr, SCORED: tl.constexpr,
+def choose_kernel(
+    u, part_best, part_sum, lse, slot, indices, scores, offset, size, pages, blocks, topk,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
+    KB: tl.constexpr, BLOCKS: tl.constexpr, CB: tl.constexpr,
+    NORMALISED: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
-    """The topk best of all spans' winners, of one token and KV head."""
-    group: tl.constexpr = HEADS // KV_HEADS
+    """`choose`, for KV heads and tokens."""
     kv = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
-    place = token * KV_HEADS + kv
-    i = tl.arange(0, WINNERS)
-    value = tl.load(win_score + place * winners + i, mask=i < winners, other=float("-inf"))
-    page = tl.load(win_page + place * winners + i, mask=i < winners, other=-1)
-    value = tl.where(page >= 0, value, float("-inf"))
-    taken, order = largest(value, topk)
-    tl.store(indices + place * topk + order, page, mask=taken)
-    if SCORED:
-        for g in tl.static_range(group):
-            head = token * HEADS + kv * group + g
-            own = tl.load(u + head * pages + page, mask=taken & (page >= 0), other=float("-inf"))
-            tl.store(scores + head * topk + order, own, mask=taken)
+    token = tl.program_id(1)
+    group: tl.constexpr = HEADS // KV_HEADS
+    g = tl.arange(0, GP)
+    window = tl.zeros([GP], tl.float32)
+    if NORMALISED:
+        head = token.to(tl.int64) * HEADS + kv * group + g
+        window = tl.load(lse + head, mask=g < group, other=float("-inf"))
+    choose(
+        u, part_best, part_sum, window, slot, indices, scores, offset, size, pages, blocks, topk,
+        token, kv, HEADS, KV_HEADS, GP, K, KB, BLOCKS, CB, NORMALISED, SCORED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -279,24 +390,35 @@ def rescore_kernel(
     lmk_q, key, bias, row, page_table, indices, scores,
     scale, table_stride, page_stride, head_stride, topk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
-    DP: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """scores [T, HEADS, topk]: u of the selected pages, -inf where there is none."""
     group: tl.constexpr = HEADS // KV_HEADS
-    head = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
-    k = tl.arange(0, K)
+    # One KV head after the other: its summaries may fit a core's own cache.
+    token = tl.program_id(0).to(tl.int64)
+    kv = tl.program_id(1)
+    place = token * KV_HEADS + kv
+    g = tl.arange(0, GP)
     d = tl.arange(0, DP)
-    place = token * KV_HEADS + head // group
-    logical = tl.load(indices + place * topk + k, mask=k < topk, other=-1)
-    found = logical >= 0
+    own = g < group
+    head = kv * group + g
+    query = load_rows(lmk_q + (token * HEADS + head) * DIM, own, DIM, DP).to(tl.float32) * scale
     table = page_table + tl.load(row + token) * table_stride
-    page = tl.load(table + logical, mask=found, other=0).to(tl.int64)
-    at = key + page * page_stride + (head // (HEADS // KEY_HEADS)) * head_stride
-    summary = tl.load(at[:, None] + d[None, :], mask=found[:, None] & (d < DIM)[None, :], other=0.0)
-    query = tl.load(lmk_q + (token * HEADS + head) * DIM + d, mask=d < DIM, other=0.0)
-    value = tl.sum(summary.to(tl.float32) * (query.to(tl.float32) * scale)[None, :], 1)
-    if BIAS:
-        value += tl.load(bias + page * HEADS + head, mask=found, other=0.0)
-    value = tl.where(found, value, float("-inf"))
-    tl.store(scores + (token * HEADS + head) * topk + k, value, mask=k < topk)
+    for start in range(0, topk, STEP):
+        k = start + tl.arange(0, STEP)
+        logical = tl.load(indices + place * topk + k, mask=k < topk, other=-1)
+        found = logical >= 0
+        page = tl.load(table + logical, mask=found, other=0).to(tl.int64)
+        shown = found[:, None] & own[None, :]
+        wide = shown[:, :, None]
+        if DP != DIM:
+            wide = wide & (d < DIM)[None, None, :]
+        at = key + page[:, None] * page_stride
+        at += (head // (HEADS // KEY_HEADS))[None, :] * head_stride
+        summary = tl.load(at[:, :, None] + d[None, None, :], mask=wide, other=0.0)
+        value = tl.sum(summary.to(tl.float32) * query[None, :, :], 2)
+        if BIAS:
+            value += tl.load(bias + page[:, None] * HEADS + head[None, :], mask=shown, other=0.0)
+        value = tl.where(shown, value, float("-inf"))
+        at_score = (token * HEADS + head)[None, :] * topk + k[:, None]
+        tl.store(scores + at_score, value, mask=(k < topk)[:, None] & own[None, :])

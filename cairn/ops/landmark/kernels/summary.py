@@ -10,31 +10,39 @@ def prior_summary_kernel(
     query, k_cache, pages, key, bias, scale, page_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     DP: tl.constexpr, KEYS: tl.constexpr,
+    WITH_KEY: tl.constexpr, WITH_BIAS: tl.constexpr, BY_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """key [N, HEADS, DIM] and bias [N, HEADS] of one page, for the heads of one KV head."""
+    """key [N, HEADS, DIM] and bias [N, HEADS] of one page, for the heads of one KV head; BY_PAGE:
+    into pools, at the page's number, nowhere for a negative one."""
     group: tl.constexpr = HEADS // KV_HEADS
     n = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
+    page = tl.load(pages + n).to(tl.int64)
+    if BY_PAGE and page < 0:
+        return
+    to = page if BY_PAGE else n
     t = tl.arange(0, KEYS)
     d = tl.arange(0, DP)
     inside = t < SIZE - 1
-    page = tl.load(pages + n).to(tl.int64)
     at = page * page_stride + kv * head_stride + t[:, None] * DIM + d[None, :]
     whole = inside[:, None] & (d < DIM)[None, :]
     keys = tl.load(k_cache + at, mask=whole, other=0.0).to(tl.float32)
     for g in range(group):
-        head = n * HEADS + kv * group + g
-        wanted = tl.load(query + head * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
-        logits = tl.sum(keys * (wanted * scale)[None, :], 1)
+        head = kv * group + g
+        wanted = tl.load(query + (n * HEADS + head) * DIM + d, mask=d < DIM, other=0.0)
+        logits = tl.sum(keys * (wanted.to(tl.float32) * scale)[None, :], 1)
         logits = tl.where(inside, logits, float("-inf"))
         shifted = logits - tl.max(logits, 0)
         e = tl.exp(shifted)
         total = tl.sum(e, 0)
-        pooled = tl.sum(keys * (e / total)[:, None], 0)
-        tl.store(key + head * DIM + d, pooled.to(key.dtype.element_ty), mask=d < DIM)
-        # -sum p ln p with ln p = shifted - ln total
-        spread = tl.sum(tl.where(inside, e * shifted, 0.0), 0) / total
-        tl.store(bias + head, tl.log(total) - spread)
+        if WITH_KEY:
+            pooled = tl.sum(keys * (e / total)[:, None], 0)
+            place = (to * HEADS + head) * DIM + d
+            tl.store(key + place, pooled.to(key.dtype.element_ty), mask=d < DIM)
+        if WITH_BIAS:
+            # -sum p ln p with ln p = shifted - ln total
+            spread = tl.sum(tl.where(inside, e * shifted, 0.0), 0) / total
+            tl.store(bias + to * HEADS + head, tl.log(total) - spread)
 
 
 @triton.jit

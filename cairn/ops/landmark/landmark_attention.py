@@ -1,0 +1,275 @@
+"""A whole layer of landmark attention: window, selection, pages and their merge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.attention import launch
+from cairn.ops.attention.window_attention import window_attention
+from cairn.ops.landmark import fused_launch, page_launch, select_launch
+from cairn.ops.landmark.blend_window import blend_window
+from cairn.ops.landmark.page_attention import page_attention
+from cairn.ops.landmark.page_weights import page_weights
+from cairn.ops.landmark.select_pages import select_pages
+from cairn.ops.landmark.select_task import STRATEGIES, candidate_pages, task_of
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+def shared_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
+    """The logits of `page_weights` where a KV head's query heads share one score.
+
+    Args:
+        scores: [T, h_q or h_kv, K]; lse: [T, h_q].
+    Returns:
+        (weights [T, h_q, K], window_weight [T, h_q]): with scores of KV heads, one softmax a
+        group, against the window's mass summed over the group.
+    """
+    group = lse.shape[1] // max(1, scores.shape[1])
+    if group <= 1:
+        return page_weights(scores, lse, softmax1)
+    mass = torch.logsumexp(lse.unflatten(1, (-1, group)), dim=2)
+    weights, window_weight = page_weights(scores, mass, softmax1)
+    return weights.repeat_interleave(group, 1), window_weight.repeat_interleave(group, 1)
+
+
+@op
+def landmark_attention(
+    q: Tensor,
+    lmk_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    topk: int,
+    softmax1: bool,
+    scale: float | None = None,
+    strategy: str = "hils",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """window_attention, select_pages, page_weights, page_attention and blend_window, in turn.
+
+    The window is aligned to pages, and the last slot of a page is no key.
+
+    Args:
+        q, lmk_q: [T, h_q, d].
+        k_cache, v_cache: [pages, h_kv, S, d].
+        summary_key: [pages, h_R, d], any strides; h_R = h_q or h_kv.
+        summary_bias: [pages, h_q] float32, or None.
+        row, slot: [T] int64. Slots 0 .. slot of the row are written.
+        page_table: [rows, max_pages] int32, logical to physical page.
+        window: slots, >= 1.
+        topk: pages that a KV head selects.
+        softmax1: add a logit 0, whose share is lost, to the softmax over pages and window.
+        scale: of all dot products; None: d ** -0.5.
+        strategy: as in select_pages.
+    Returns:
+        o [T, h_q, d] in q's dtype; indices [T, h_kv, topk] int32 and scores [T, h_q, topk]
+        (group: [T, h_kv, topk]) float32 as select_pages gives them; lse [T, h_q] float32 of the
+        window. `shared_weights` of the last two are the weights.
+    Raises:
+        ValueError: as select_pages.
+    """
+    where = (row, slot, page_table)
+    o_window, lse = window_attention.reference(
+        q, k_cache, v_cache, *where, window, scale, aligned=True, mask_landmarks=True
+    )
+    indices, scores = select_pages.reference(
+        *(lmk_q, summary_key, summary_bias, lse, *where, k_cache.shape[2], window, topk, scale),
+        *(strategy, k_cache.shape[1]),
+    )
+    weights, window_weight = shared_weights(scores, lse, softmax1)
+    o_pages = page_attention.reference(
+        q, k_cache, v_cache, row, page_table, indices, weights, scale
+    )
+    return blend_window(o_pages, o_window, window_weight, q.dtype), indices, scores, lse
+
+
+@landmark_attention.fake
+def _(
+    q: Tensor,
+    lmk_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    topk: int,
+    softmax1: bool,
+    scale: float | None = None,
+    strategy: str = "hils",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    task = task_of(lmk_q, summary_key, strategy, scale, k_cache.shape[1])
+    indices, scores = task.empty(q.shape[0], topk, q.device)
+    return torch.empty_like(q), indices, scores, q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _few_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return q.shape[0] <= launch.SPLIT_TOKENS and _on_gpu(q, *args, **kwargs)
+
+
+def _on_gpu(
+    q: Tensor,
+    lmk_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    topk: int,
+    softmax1: bool,
+    scale: float | None = None,
+    strategy: str = "hils",
+) -> bool:
+    return (
+        strategy != "group"
+        and window > 0
+        and k_cache.shape[2] > 1
+        and launch.accepts(q, k_cache, v_cache)
+        and select_launch.accepts(lmk_q, summary_key, page_table, k_cache.shape[1], topk)
+    )
+
+
+@landmark_attention.implementation("triton_few", devices=gpu.DEVICES, when=_few_on_gpu)
+def _(
+    q: Tensor,
+    lmk_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    topk: int,
+    softmax1: bool,
+    scale: float | None = None,
+    strategy: str = "hils",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores and window side by side, the selection, the pages, and one merge of all."""
+    where = (row, slot, page_table)
+    size, kv_heads = k_cache.shape[2], k_cache.shape[1]
+    task = task_of(lmk_q, summary_key, strategy, scale, kv_heads)
+    candidate_pages(slot[:0], size, window, strategy)  # refuses an impossible window
+    lse = q.new_empty(0, dtype=torch.float32)
+    job = select_launch.Selection(
+        *(lmk_q, summary_key, summary_bias, lse, *where, size, topk, task.scale),
+        *(window - 1, task.groups, task.normalised),
+    )
+    own = launch.Task(q, k_cache, v_cache, *where, window, scale, True, True)
+    return fused_launch.attend(own, job, softmax1)
+
+
+@landmark_attention.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu)
+def _(
+    q: Tensor,
+    lmk_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    topk: int,
+    softmax1: bool,
+    scale: float | None = None,
+    strategy: str = "hils",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Window and selection as they are; weights and blend where the pages are added up."""
+    where = (row, slot, page_table)
+    o_window, lse = window_attention(
+        q, k_cache, v_cache, *where, window, scale, aligned=True, mask_landmarks=True
+    )
+    indices, scores = select_pages(
+        *(lmk_q, summary_key, summary_bias, lse, *where, k_cache.shape[2], window, topk, scale),
+        *(strategy, k_cache.shape[1]),
+    )
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    pages = page_launch.Pages(q, k_cache, v_cache, row, page_table, indices, scores, factor)
+    beside = page_launch.Window(o_window, lse, softmax1)
+    return page_launch.attend_sorted(pages, beside), indices, scores, lse
+
+
+@landmark_attention.implementation("composed")
+def _(
+    q: Tensor,
+    lmk_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    topk: int,
+    softmax1: bool,
+    scale: float | None = None,
+    strategy: str = "hils",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The ops one after the other, each as it is fastest."""
+    where = (row, slot, page_table)
+    o_window, lse = window_attention(
+        q, k_cache, v_cache, *where, window, scale, aligned=True, mask_landmarks=True
+    )
+    indices, scores = select_pages(
+        *(lmk_q, summary_key, summary_bias, lse, *where, k_cache.shape[2], window, topk, scale),
+        *(strategy, k_cache.shape[1]),
+    )
+    weights, window_weight = shared_weights(scores, lse, softmax1)
+    o_pages = page_attention(q, k_cache, v_cache, row, page_table, indices, weights, scale)
+    return blend_window(o_pages, o_window, window_weight, q.dtype), indices, scores, lse
+
+
+landmark_attention.tolerance(
+    {torch.bfloat16: (1.6e-2, 2e-2)},
+    "weights of pages and window are rounded to bfloat16 where they meet the values, in other "
+    "places than in the definition",
+)
+
+
+@landmark_attention.cases
+def _(make: Make) -> Cases:
+    for dtype, size, groups, group in (
+        (torch.float32, 8, 2, 4),
+        (torch.bfloat16, 16, 1, 8),
+        (torch.float32, 4, 3, 1),
+    ):
+        heads = groups * group
+        lengths, counts = (275, 9, 90), (20, 9, 2)
+        paged = make.paged(lengths, groups, size, 16, dtype=dtype)
+        row, slot, _ = paged.queries(counts)
+        pages = paged.k_cache.shape[0]
+        q = make.randn(row.numel(), heads, 16, dtype=dtype)
+        # Whole numbers: scores that rounding cannot bring into another order.
+        z = make.randint(-3, 4, row.numel(), heads, 16).to(dtype)
+        key = make.randint(-2, 3, pages, heads, 16).to(dtype)
+        bias = make.randint(0, 5, pages, heads).float() / 4
+        caches = (paged.k_cache, paged.v_cache)
+        where = (row, slot, paged.page_table, 2 * size + 1, 3)
+        for softmax1 in (False, True):
+            yield make.args(q, z, *caches, key, bias, *where, softmax1)
+        yield make.args(q, z, *caches, key, None, *where, True, scale=0.5)
+        landmark = make.randint(-2, 3, pages, groups, 16).to(dtype)
+        for strategy in STRATEGIES:
+            yield make.args(q, z, *caches, landmark, None, *where, True, strategy=strategy)
+        one = (row[5:6], slot[5:6], *where[2:])
+        yield make.args(q[5:6], z[5:6], *caches, key, bias, *one, True)
+        none = (row[:0], slot[:0], *where[2:])
+        yield make.args(q[:0], z[:0], *caches, key, bias, *none, True)

@@ -1,0 +1,216 @@
+"""How page_attention is launched on a GPU: by the number of tokens, never by their lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.attention import launch
+from cairn.ops.landmark.kernels import pages as kernels
+
+SHARING_TOKENS = 256
+"""From this many tokens on they are likely to share pages, and their pages are sorted."""
+SPLIT_PROGRAMS = 528
+"""Programs that keep a large device's memory busy; a few tokens' pages are split among them."""
+UNIT_PROGRAMS = 4224
+UNIT_PAIRS = 128
+"""Tokens that one program takes on a page at a time, at most."""
+UNIT_ROWS = 64
+"""Rows of a tile of them, tokens times the heads of a group."""
+PARTS_BYTES = 512 << 20
+"""Workspace of one round of sorted pairs."""
+_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What the window adds to a layer's pages.
+
+    Attributes:
+        o, lse: of window_attention.
+        softmax1: as in page_weights.
+    """
+
+    o: Tensor
+    lse: Tensor
+    softmax1: bool
+
+    def part(self, at: slice) -> Window:
+        """The same for some of the tokens."""
+        return Window(self.o[at], self.lse[at], self.softmax1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """One call of page_attention, on the device; q .. weights as in the op, the scale given."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    row: Tensor
+    page_table: Tensor
+    indices: Tensor
+    weights: Tensor
+    scale: float
+
+    def part(self, at: slice) -> Pages:
+        """The same for some of the tokens."""
+        own = (self.row[at], self.page_table, self.indices[at], self.weights[at], self.scale)
+        return Pages(self.q[at], self.k_cache, self.v_cache, *own)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and KV heads."""
+        return self.q.shape[1], self.k_cache.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head, padded."""
+        return gpu.next_power_of_2(self.q.shape[1] // self.k_cache.shape[1])
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile."""
+        return max(16, gpu.next_power_of_2(self.q.shape[2]))
+
+    @property
+    def keys(self) -> int:
+        """Slots of a page, padded."""
+        return max(16, gpu.next_power_of_2(self.k_cache.shape[2]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Query heads, KV heads, head width and page size."""
+        return (*self.heads, self.q.shape[2], self.k_cache.shape[2])
+
+    @property
+    def precision(self) -> str:
+        """Of the products."""
+        return "ieee" if self.q.dtype == torch.float32 else "tf32"
+
+    @property
+    def splits(self) -> tuple[int, int]:
+        """Programs that share a token's pages, and the pages of each."""
+        topk, lines = self.indices.shape[-1], self.q.shape[0] * self.k_cache.shape[1]
+        each = -(-topk // max(1, min(topk, -(-SPLIT_PROGRAMS // lines))))
+        return -(-topk // each), each
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory on the device, not written."""
+        return torch.empty(shape, dtype=dtype, device=self.q.device)
+
+
+def attend_splits(
+    job: Pages, parts: Tensor, logs: Tensor | None = None, first: int = 0, *, early: bool = False
+) -> None:
+    """Every token reads its own pages, shared among programs: for decode.
+
+    Args:
+        parts: [T, h_q, n, d] float32, written at places first .. first + splits - 1.
+        logs: [T, h_q, n] float32: `weights` are logarithms, and parts averages with these lse.
+        early: launch before the kernel in front is done.
+    """
+    splits, each = job.splits
+    tokens, dim = job.q.shape[0], job.q.shape[2]
+    strides = (job.page_table.stride(0), *job.k_cache.stride()[:2])
+    kernels.pages_kernel[(splits, job.k_cache.shape[1], tokens)](
+        *(job.q, job.k_cache, job.v_cache, job.row, job.page_table, job.indices, job.weights),
+        *(parts, parts if logs is None else logs, job.scale, *strides),
+        *(job.indices.shape[-1], each, first, parts.numel() // (tokens * job.heads[0] * dim)),
+        *(*job.shape, max(16, job.group), job.width, job.keys, gpu.next_power_of_2(each)),
+        *(logs is not None, early, job.precision),
+        num_warps=2 if job.width * job.keys <= 4096 else 4,
+        num_stages=3 if job.q.dtype != torch.float32 else 2,
+        **launch.early_option(early),
+    )
+
+
+def attend_few(job: Pages) -> Tensor:
+    """page_attention with programs that share a token's pages: o [T, h_q, d] float32."""
+    tokens, heads, dim = job.q.shape
+    out = job.empty(tokens, heads, dim)
+    if tokens == 0 or job.indices.shape[-1] == 0:
+        return out.zero_()
+    splits, _ = job.splits
+    parts = out if splits == 1 else job.empty(tokens, heads, splits, dim)
+    attend_splits(job, parts)
+    if splits > 1:
+        width = gpu.next_power_of_2(splits)
+        kernels.sum_kernel[(tokens * heads,)](
+            parts, out, splits, dim, job.width, width, num_warps=2
+        )
+    return out
+
+
+def attend_sorted(job: Pages, window: Window | None = None) -> Tensor:
+    """page_attention page by page, with the tokens that selected it: o [T, h_q, d] float32.
+
+    Args:
+        window: `weights` are scores; o is the layer's, window and all, in q's dtype.
+    """
+    tokens, heads, dim = job.q.shape
+    out = job.empty(tokens, heads, dim, dtype=torch.float32 if window is None else job.q.dtype)
+    topk = job.indices.shape[-1]
+    if topk == 0 and window is None:
+        return out.zero_()
+    step = max(16, PARTS_BYTES // max(1, heads * topk * dim * job.q.element_size()))
+    for begin in range(0, tokens, step):
+        at = slice(begin, begin + step)
+        part = job.part(at) if tokens > step else job
+        _reduce(part, _attend_pairs(part), window and window.part(at), out[at])
+    return out
+
+
+def _attend_pairs(job: Pages) -> Tensor:
+    """Sort the pairs and attend page by page: [pairs, G, d] in q's dtype."""
+    heads, dim = job.q.shape[1:]
+    kv_heads, pages = job.k_cache.shape[1], job.k_cache.shape[0]
+    topk, pairs, lines = job.indices.shape[-1], job.indices.numel(), kv_heads * pages
+    parts = job.empty(pairs, heads // kv_heads, dim, dtype=job.q.dtype)
+    if pairs == 0:
+        return parts
+    most = pairs // UNIT_PAIRS + min(pairs, lines)
+    counts = torch.zeros(lines + 2, dtype=torch.int32, device=job.q.device)
+    cursors, starts = counts[lines:], job.empty(2, lines, dtype=torch.int32)
+    line_of, rank, order = (job.empty(pairs, dtype=torch.int32) for _ in range(3))
+    units = job.empty(3, most, dtype=torch.int32)
+    per_block = (-(-pairs // _BLOCK),)
+    kernels.count_kernel[per_block](
+        *(job.indices, job.row, job.page_table, counts, line_of, rank, pairs, pages),
+        *(job.page_table.stride(0), topk, kv_heads, _BLOCK),
+        num_warps=4,
+    )
+    kernels.place_kernel[(-(-lines // _BLOCK),)](
+        *(counts, cursors, *starts, lines, UNIT_PAIRS, _BLOCK), num_warps=4
+    )
+    kernels.order_kernel[per_block](
+        *(line_of, rank, counts, *starts, order, *units, pairs, UNIT_PAIRS, _BLOCK), num_warps=4
+    )
+    half = job.q.dtype != torch.float32
+    rows = UNIT_ROWS if half else 32
+    kernels.unit_kernel[(min(most, UNIT_PROGRAMS),)](
+        *(job.q, job.k_cache, job.v_cache, order, cursors, *units, parts),
+        *(job.scale, *job.k_cache.stride()[:2], pages, topk, *job.shape),
+        *(job.group, job.width, job.keys, max(1, rows // job.group), job.precision),
+        num_warps=4 if job.width * job.keys <= 8192 else 8,
+        num_stages=4 if half else 2,
+    )
+    return parts
+
+
+def _reduce(job: Pages, parts: Tensor, window: Window | None, out: Tensor) -> None:
+    """Add up the pairs of every token."""
+    tokens, heads, dim = job.q.shape
+    kv_heads, topk = job.k_cache.shape[1], job.indices.shape[-1]
+    width = gpu.next_power_of_2(max(1, topk))
+    kernels.reduce_kernel[(tokens * kv_heads,)](
+        *(parts, job.indices, job.weights, out),
+        *((out, out) if window is None else (window.lse, window.o)),
+        *(topk, heads, kv_heads, dim, job.group, job.width),
+        *(max(1, min(4096 // (job.group * job.width), width)), width),
+        *(window is not None, window is not None and window.softmax1),
+        num_warps=1,
+    )

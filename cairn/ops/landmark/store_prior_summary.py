@@ -1,0 +1,114 @@
+"""The summaries of the pages that a step completes, into the pools."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.landmark.kernels.summary import prior_summary_kernel
+from cairn.ops.landmark.prior_summary import prior_summary
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op(mutates=("key_pool", "bias_pool"))
+def store_prior_summary(
+    query: Tensor,
+    k_cache: Tensor,
+    pages: Tensor,
+    key_pool: Tensor | None,
+    bias_pool: Tensor | None,
+    scale: float | None = None,
+) -> None:
+    """prior_summary of every page, stored by page id.
+
+    Args:
+        query: [N, h_q, d], one query per page and head.
+        k_cache: [pages, h_kv, S, d].
+        pages: [N] int64, physical ids, none twice; a negative one is no page.
+        key_pool: [pages, h_q, d] of the cache's dtype, changed; None: keys are not kept.
+        bias_pool: [pages, h_q] float32, changed; None: biases are not kept.
+        scale: None: d ** -0.5.
+    """
+    real = pages >= 0
+    key, bias = prior_summary.reference(query[real], k_cache, pages[real], scale)
+    if key_pool is not None:
+        key_pool[pages[real]] = key
+    if bias_pool is not None:
+        bias_pool[pages[real]] = bias
+
+
+@store_prior_summary.implementation(
+    "composed",
+    devices=("cpu",),
+    when=lambda query, k_cache, pages, *args, **kwargs: bool((pages >= 0).all()),
+)
+def _(
+    query: Tensor,
+    k_cache: Tensor,
+    pages: Tensor,
+    key_pool: Tensor | None,
+    bias_pool: Tensor | None,
+    scale: float | None = None,
+) -> None:
+    key, bias = prior_summary(query, k_cache, pages, scale)
+    if key_pool is not None:
+        key_pool[pages] = key
+    if bias_pool is not None:
+        bias_pool[pages] = bias
+
+
+def _accepts(
+    query: Tensor,
+    k_cache: Tensor,
+    pages: Tensor,
+    key_pool: Tensor | None,
+    bias_pool: Tensor | None,
+    scale: float | None = None,
+) -> bool:
+    pools = [pool for pool in (key_pool, bias_pool) if pool is not None]
+    return (
+        query.is_contiguous()
+        and k_cache.stride()[2:] == (k_cache.shape[3], 1)
+        and all(pool.is_contiguous() for pool in pools)
+    )
+
+
+@store_prior_summary.implementation("triton", devices=gpu.DEVICES, when=_accepts)
+def _(
+    query: Tensor,
+    k_cache: Tensor,
+    pages: Tensor,
+    key_pool: Tensor | None,
+    bias_pool: Tensor | None,
+    scale: float | None = None,
+) -> None:
+    (count, heads, dim), (kv_heads, size) = query.shape, k_cache.shape[1:3]
+    if count == 0 or (key_pool is None and bias_pool is None):
+        return
+    key = query if key_pool is None else key_pool
+    bias = query if bias_pool is None else bias_pool
+    prior_summary_kernel[(count, kv_heads)](
+        *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
+        *(*k_cache.stride()[:2], heads, kv_heads, dim, size),
+        *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size)),
+        *(key_pool is not None, bias_pool is not None, True),
+        num_warps=4,
+    )
+
+
+@store_prior_summary.cases
+def _(make: Make) -> Cases:
+    for dtype, size, heads, group in ((torch.float32, 8, 2, 4), (torch.bfloat16, 16, 3, 1)):
+        cache = make.randn(9, heads, size, 16, dtype=dtype)
+        query = make.randn(4, heads * group, 16, dtype=dtype, scale=3.0)
+        keys = make.randn(9, heads * group, 16, dtype=dtype)
+        biases = make.randn(9, heads * group)
+        pages = make.tensor([7, 0, 3, 8], torch.int64)
+        yield make.args(query, cache, pages, keys, biases)
+        yield make.args(query, cache, pages, None, biases, 0.7)
+        yield make.args(query, cache, pages, keys, None)
+        yield make.args(query, cache, make.tensor([-1, 5, -1, 2], torch.int64), keys, biases)
+        yield make.args(query[:1], cache, make.tensor([-1], torch.int64), keys, biases)
+        yield make.args(query[:0], cache, pages[:0], keys, biases)

@@ -1,0 +1,58 @@
+import math
+
+import pytest
+import torch
+
+from cairn.ops.landmark.landmark_attention import landmark_attention, shared_weights
+from tests.ops.attention.geometry import STEPS, draw, near, softmax_attention
+
+
+def pages_and_window(case, token, head, window, chosen, scores, lse, softmax1):
+    """The definition by loops, in float64: o of one head from its pages' scores and the lse."""
+    kv, row, slot = head // case.group, int(case.row[token]), int(case.slot[token])
+    q, scale = case.q[token, head].double(), case.dim**-0.5
+    first = max(0, (slot - window + 1) // case.size * case.size)
+    spans = [range(p * case.size, (p + 1) * case.size) for p in chosen]
+    states = []
+    for span in (*spans, range(first, slot + 1)):
+        pairs = [case.key(row, t) for t in span if t % case.size != case.size - 1]
+        keys, values = [k[kv] for k, _ in pairs], [v[kv] for _, v in pairs]
+        states.append(softmax_attention(q, keys, values, scale)[0] if pairs else None)
+    weights = [math.exp(x) for x in (*scores, lse)]
+    total = sum(weights) + (1.0 if softmax1 else 0.0)
+    o = torch.zeros(case.dim, dtype=torch.float64)
+    for weight, state in zip(weights, states, strict=True):
+        if state is not None:
+            o += weight / total * state
+    return o
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", ["reference", "composed"])
+@pytest.mark.parametrize("softmax1", [False, True])
+def test_is_one_softmax_over_pages_and_window(step, name, softmax1):
+    case = draw(50 + STEPS.index(step), step)
+    heads, window = case.heads * case.group, case.size + 2
+    g = torch.Generator().manual_seed(3)
+    z = torch.randn(case.row.numel(), heads, case.dim, generator=g)
+    key = torch.randn(case.k_cache.shape[0], heads, case.dim, generator=g)
+    o, indices, scores, lse = landmark_attention.using(name)(
+        *(case.q, z, case.k_cache, case.v_cache, key, None, *case.where, window, 3, softmax1)
+    )
+    assert o.dtype == case.q.dtype
+    for token in range(0, case.row.numel(), max(1, case.row.numel() // 4)):
+        for head in range(heads):
+            chosen = [p for p in indices[token, head // case.group].tolist() if p >= 0]
+            mine = scores[token, head, : len(chosen)].tolist()
+            given = (window, chosen, mine, float(lse[token, head]), softmax1)
+            near(o[token, head], pages_and_window(case, token, head, *given), case.q.dtype)
+
+
+def test_heads_that_share_a_score_share_a_softmax():
+    scores = torch.tensor([[[0.0, 1.0]]])
+    lse = torch.tensor([[2.0, 3.0]])
+    weights, window = shared_weights(scores, lse, False)
+    total = 1 + math.e + math.e**2 + math.e**3
+    expected = torch.tensor([1 / total, math.e / total])
+    torch.testing.assert_close(weights, expected.expand(1, 2, 2))
+    torch.testing.assert_close(window, torch.full((1, 2), (math.e**2 + math.e**3) / total))
