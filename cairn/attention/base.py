@@ -107,7 +107,7 @@ class Batch:
         location: [T] int64, where keys and values go: page * page_size + slot % page_size.
         page_table: [rows, max_pages] int32, physical page of each logical page.
         completed: [N] int64, index in the batch of every slot that is the last of its page.
-        completed_pages: [N] int64, the physical pages those slots complete.
+        completed_pages: [N] int64, the physical pages those slots complete; negative: padding.
         max_slot: largest slot of the step, known on the host.
         backends: layer index -> (backend, layer).
         counters: what landmark layers read; None: nobody counts.
@@ -148,18 +148,6 @@ class Batch:
         """
         backend, description = self.backends[layer]
         return backend.run(q, k, v, description, self, lmk_q, summary_query)
-
-    def record(self, layer: int, pages: Tensor, weights: Tensor, window: Tensor) -> None:
-        """Keep what the watched queries read in landmark layer `layer`.
-
-        Args:
-            pages: [T, h_kv, K] logical pages, -1 where none is selected.
-            weights: [T, h_q, K].
-            window: [T, h_q].
-        """
-        if self.watch is not None:
-            at = self.watch
-            self.reads.append(LayerReads(layer, pages[at], weights[at], window[at]))
 
     def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """A value that all layers of this step share, computed by the first that asks."""

@@ -28,6 +28,8 @@ WARM_UPS = 2
 """Runs before the capture: kernels are compiled and workspaces taken outside of it."""
 NO_SLOT = -1
 """The slot of padding: it sees nothing."""
+NO_PAGE = -1
+"""The page that padding completes."""
 
 
 class GraphModel(Protocol):
@@ -126,7 +128,7 @@ class DecodeGraphs:
             (layout.slot, NO_SLOT),
             (layout.location, spare),
             (layout.completed, 0),
-            (layout.completed_pages, place.spare_page),
+            (layout.completed_pages, NO_PAGE),
             (last, 0),
         )
         for line, (values, padding) in zip(self._lines, parts, strict=True):
