@@ -14,8 +14,9 @@ import torch
 
 from cairn.models.spec import ELEMENT_SIZE, LayerSpec, ModelSpec
 
-BANDWIDTH_BYTES = 256 << 20
-GEMM_SIZE = 2048
+BANDWIDTH_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+"""A sum over so much reads memory, not caches, and outlasts its launch."""
+GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 REPEATS = 5
 BIAS_BYTES = 4
 
@@ -55,14 +56,16 @@ def measure(dtype: str, device: str = "cpu") -> Roofline:
     return Roofline(measure_bandwidth(device), measure_gemm(dtype, device), dtype, device)
 
 
-def measure_bandwidth(device: str = "cpu", size: int = BANDWIDTH_BYTES) -> float:
+def measure_bandwidth(device: str = "cpu", size: int | None = None) -> float:
     """Bytes per second of a sum over `size` bytes of float32, best of five."""
+    size = size or BANDWIDTH_BYTES[torch.device(device).type]
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     return size / _best(data.sum, device)
 
 
-def measure_gemm(dtype: str, device: str = "cpu", size: int = GEMM_SIZE) -> float:
+def measure_gemm(dtype: str, device: str = "cpu", size: int | None = None) -> float:
     """Operations per second of a square matrix product of this side, best of five."""
+    size = size or GEMM_SIZE[torch.device(device).type]
     kind = getattr(torch, dtype)
     left = torch.randn(size, size, device=device).to(kind)
     right = torch.randn(size, size, device=device).to(kind)
