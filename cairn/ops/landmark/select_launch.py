@@ -224,7 +224,7 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
         *(best, tops, tops, job.lse, job.slot, indices, scores),
         *(job.offset, job.page_size, job.pages, job.blocks, job.topk),
         *(job.groups, job.groups, *choosing(job, 1), False, False),
-        num_warps=1,
+        num_warps=1 if job.blocks <= 128 else 2,
     )
     step = max(1, TILE_NUMBERS // (job.group * job.width))
     kernels.rescore_kernel[(tokens, job.groups)](

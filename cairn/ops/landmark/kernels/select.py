@@ -322,8 +322,9 @@ def choose(
     b = tl.arange(0, BLOCKS)
     k = tl.arange(0, KB)
     heads = (g < group)[None, :]
-    # Loads of which none waits for another: what no candidate reaches is left out afterwards. The
-    # first blocks' members are all there are, unless there are many candidates.
+    # Loads of which none waits for another: what no candidate reaches is left out afterwards. With
+    # few tokens, who pay for waiting, that goes for the first blocks' members too, which are all
+    # there are unless there are many candidates.
     at = (line * blocks + b)[:, None] * group + g[None, :]
     shown = (b < blocks)[:, None] & heads
     tops = tl.load(part_best + at, mask=shown, other=float("-inf"))
@@ -331,8 +332,10 @@ def choose(
     if NORMALISED:
         sums = tl.load(part_sum + at, mask=shown, other=0.0)
     c = tl.arange(0, KB * CB)
-    at = (line * pages + c)[:, None] * group + g[None, :]
-    own = tl.load(u + at, mask=(c < pages)[:, None] & heads, other=float("-inf"))
+    own = tl.full([KB * CB, GP], float("-inf"), tl.float32)
+    if SCORED:
+        at = (line * pages + c)[:, None] * group + g[None, :]
+        own = tl.load(u + at, mask=(c < pages)[:, None] & heads, other=float("-inf"))
     candidates = candidates_of(slot, token, offset, size)
     reached = (candidates + CB - 1) // CB
     tops = tl.where((b < reached)[:, None], tops, float("-inf"))
@@ -346,9 +349,13 @@ def choose(
         winners = tl.sum(tl.where(chosen, b[None, :], 0), 1)
         winners = tl.where(k < found, winners, reached)
         c = tl.reshape(winners[:, None] * CB + tl.arange(0, CB)[None, :], [KB * CB])
+        total = found * CB
+        if SCORED:
+            at = (line * pages + c)[:, None] * group + g[None, :]
+            own = tl.load(u + at, mask=(c < candidates)[:, None] & heads, other=float("-inf"))
+    if not SCORED:
         at = (line * pages + c)[:, None] * group + g[None, :]
         own = tl.load(u + at, mask=(c < candidates)[:, None] & heads, other=float("-inf"))
-        total = found * CB
     inside = c < candidates
     best = tl.max(tl.where(heads, own - normaliser[None, :], float("-inf")), 1)
     taken, order, found = largest(best, inside, total, topk, KB * CB)
