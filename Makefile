@@ -26,10 +26,10 @@ test: $(STAMP) ## the CPU suite: at most ten minutes, no GPU, nothing marked slo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --timeout=300 --session-timeout=$(TEST_SECONDS) -m 'not slow and not gpu'
 
 # Uses the python3 at hand, not the virtual environment: a GPU machine brings its own torch and triton.
-# It needs pytest, hypothesis, click, rich, safetensors and transformers beside them; the package is
-# taken from this folder.
+# It needs pytest, hypothesis, click, rich, safetensors, transformers, msgspec and llguidance beside
+# them; the package is taken from this folder. The server's tests, which need more, have no GPU part.
 test-gpu: ## the GPU suite, with the torch and triton that `python3` already has
-	python3 -m pytest -m gpu
+	python3 -m pytest -m gpu tests/ops tests/runner tests/engine/test_goldens.py
 
 lint: $(STAMP) ## ruff, mypy and the import layers
 	$(BIN)/ruff check .
