@@ -479,8 +479,8 @@ def _check_target(target: object, chunk: int | None) -> None:
     """Refuse a target that is no duration, or one beside a fixed chunk."""
     if target is None:
         return
-    number = isinstance(target, int | float) and not isinstance(target, bool)
-    if not number or not 0 < float(target) < math.inf:  # type: ignore[arg-type]
+    duration = isinstance(target, int | float) and 0 < target < math.inf
+    if isinstance(target, bool) or not duration:
         raise BadConfig(f"itl_target_ms must be a positive number of milliseconds, not {target!r}")
     if chunk is not None:
         raise BadConfig(

@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from cairn.errors import BadRequest
+from cairn.errors import BadRequest, InvariantError
 from cairn.types import Grammar
 
 MAX_TEXT = 1 << 20
@@ -360,7 +360,7 @@ class _Wrapper:
 
     def __call__(self, text: bytes) -> list[int]:
         """Only forced text is ever split, and nothing is forced."""
-        raise NotImplementedError
+        raise InvariantError(f"llguidance wants {text[:80]!r} split into tokens")
 
 
 def _bits(tokens: Iterable[int], vocab_size: int) -> Words:

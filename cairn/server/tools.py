@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +126,7 @@ class ToolParser:
         return pieces
 
 
-class _Reader:
+class _Reader(ABC):
     """Splits a growing text into text and calls; `_held` is what may still become a call."""
 
     def __init__(self, tools: Collection[str] | None) -> None:
@@ -136,13 +137,13 @@ class _Reader:
         self._called = False
         """A call was the last that was told: white space behind it is not shown."""
 
+    @abstractmethod
     def feed(self, text: str) -> Iterator[str | _Call]:
         """Take more text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> Iterator[str | _Call]:
         """The rest of the text."""
-        raise NotImplementedError
 
     def _text(self, text: str) -> str:
         """Text to show; after a call without the space that sets it off."""

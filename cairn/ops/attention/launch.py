@@ -79,9 +79,9 @@ class Task:
     def empty(self, *splits: int) -> tuple[Tensor, Tensor]:
         """o [T, h_q, *splits, d] and lse [T, h_q, *splits], not yet written."""
         tokens, heads, dim = self.q.shape
-        options = {"dtype": torch.float32, "device": self.q.device}
-        o = torch.empty(tokens, heads, *splits, dim, **options)  # type: ignore[call-overload]
-        return o, torch.empty(tokens, heads, *splits, **options)  # type: ignore[call-overload]
+        shape = (tokens, heads, *splits)
+        o = torch.empty((*shape, dim), dtype=torch.float32, device=self.q.device)
+        return o, torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
     def inputs(self) -> tuple[Tensor, ...]:
         """What the kernels read, in their order."""
