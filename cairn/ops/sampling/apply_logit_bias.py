@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
+from cairn.ops.sampling.kernels.adjust import bias_kernel
 from cairn.ops.testing import Cases, Make
+
+BLOCK = 128
 
 
 @op(mutates=("logits",))
@@ -21,8 +26,36 @@ def apply_logit_bias(logits: Tensor, index: Tensor, bias: Tensor) -> None:
     logits.index_put_((index[:, 0], index[:, 1]), bias, accumulate=True)
 
 
+def _entries(logits: Tensor, index: Tensor, bias: Tensor) -> bool:
+    return logits.stride(1) == 1 and index.is_contiguous() and bias.is_contiguous()
+
+
+@apply_logit_bias.implementation("triton", devices=gpu.DEVICES, when=_entries)
+def _(logits: Tensor, index: Tensor, bias: Tensor) -> None:
+    """One atomic addition for each entry, where torch sorts them."""
+    count = len(bias)
+    if count:
+        bias_kernel[(-(-count // BLOCK),)](
+            *(logits, index, bias, logits.stride(0), count, BLOCK), num_warps=1
+        )
+
+
 @apply_logit_bias.cases
 def _(make: Make) -> Cases:
     index = make.tensor([[0, 3], [2, 0], [2, 6], [0, 3]], dtype=torch.int64)
     yield make.args(make.randn(3, 7), index, make.tensor([1.5, -100.0, float("-inf"), 0.25]))
     yield make.args(make.randn(2, 5), index[:0], make.randn(0))
+
+
+@apply_logit_bias.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        logits, bias = draw.randn(rows, vocabulary, dtype=torch.float32), draw.rand(4 * rows)
+        tokens = draw.randint(0, vocabulary, 4 * rows)
+        index = torch.stack((torch.arange(4 * rows, device=tokens.device) // 4, tokens), dim=1)
+        yield Point(
+            f"{4 * rows} of {rows} x {vocabulary}",
+            draw.args(logits, index, bias),
+            moved(index, bias, bias, bias),
+            alternatives=draw.compiled(apply_logit_bias.reference),
+        )

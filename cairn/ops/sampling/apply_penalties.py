@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
+from cairn.ops.sampling.kernels.adjust import penalties_kernel
 from cairn.ops.testing import Cases, Make
+
+BLOCK = 1024
 
 
 @op(mutates=("logits",))
@@ -38,6 +43,37 @@ def apply_penalties(
     logits.sub_(presence[:, None] * generated)
 
 
+def _lines(
+    logits: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> bool:
+    rows = (logits, prompt_mask, output_counts)
+    single = (presence, frequency, repetition)
+    return all(t.stride(1) == 1 for t in rows) and all(t.is_contiguous() for t in single)
+
+
+@apply_penalties.implementation("triton", devices=gpu.DEVICES, when=_lines)
+def _(
+    logits: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> None:
+    rows, width = logits.shape
+    if rows and width:
+        penalties_kernel[(-(-width // BLOCK), rows)](
+            *(logits, prompt_mask, output_counts, presence, frequency, repetition),
+            *(logits.stride(0), prompt_mask.stride(0), output_counts.stride(0), width, BLOCK),
+            num_warps=gpu.warps_for(BLOCK),
+        )
+
+
 @apply_penalties.cases
 def _(make: Make) -> Cases:
     for rows, vocabulary in ((1, 5), (4, 301), (0, 7)):
@@ -52,3 +88,18 @@ def _(make: Make) -> Cases:
     hidden = make.tensor([[float("-inf"), 1.0, -1.0]])
     counts, one = make.tensor([[2, 1, 0]], dtype=torch.int32), make.full((1,), 1.0)
     yield make.args(hidden, make.full((1, 3), 1, dtype=torch.bool), counts, one, one, one * 2)
+
+
+@apply_penalties.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        logits = draw.randn(rows, vocabulary, dtype=torch.float32)
+        mask = draw.rand(rows, vocabulary) < 0.01
+        counts = draw.randint(0, 2, rows, vocabulary, dtype=torch.int32)
+        penalties = [draw.rand(rows) + 0.5 for _ in range(3)]
+        yield Point(
+            f"{rows} x {vocabulary}",
+            draw.args(logits, mask, counts, *penalties),
+            moved(logits, logits, mask, counts),
+            alternatives=draw.compiled(apply_penalties.reference),
+        )

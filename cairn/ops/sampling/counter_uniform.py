@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
+from cairn.ops.sampling.kernels.draw import uniform_kernel
 from cairn.ops.testing import Cases, Make
 
 # Constants of splitmix64 (Steele, Lea and Flood 2014) as signed 64-bit integers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
+UNIFORM_BLOCK = 128
 
 
 @op
@@ -41,9 +45,34 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
+def _vectors(seed: Tensor, index: Tensor) -> bool:
+    return seed.shape == index.shape and seed.is_contiguous() and index.is_contiguous()
+
+
+@counter_uniform.implementation("triton", devices=gpu.DEVICES, when=_vectors)
+def _(seed: Tensor, index: Tensor) -> Tensor:
+    out = torch.empty(seed.shape, dtype=torch.float32, device=seed.device)
+    if out.numel():
+        grid = (-(-out.numel() // UNIFORM_BLOCK),)
+        uniform_kernel[grid](seed, index, out, out.numel(), UNIFORM_BLOCK, num_warps=1)
+    return out
+
+
 @counter_uniform.cases
 def _(make: Make) -> Cases:
     yield make.args(make.randint(-(1 << 62), 1 << 62, 257), make.randint(0, 1 << 40, 257))
     extremes = make.tensor([0, -1, (1 << 63) - 1, -(1 << 63)], dtype=torch.int64)
     yield make.args(extremes, extremes)
     yield make.args(make.arange(0), make.arange(0))
+
+
+@counter_uniform.bench
+def _(draw: Draw) -> Points:
+    for rows, _ in draw.logits():
+        seed, index = draw.randint(0, 1 << 62, rows), draw.randint(0, 1 << 40, rows)
+        yield Point(
+            str(rows),
+            draw.args(seed, index),
+            moved(seed, index) + 4 * rows,
+            alternatives=draw.compiled(counter_uniform.reference),
+        )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
+from cairn.ops.sampling import launch
 from cairn.ops.sampling.renormalised import renormalised
 from cairn.ops.testing import Cases, Make
 
@@ -23,8 +26,25 @@ def min_p_renorm_probs(probs: Tensor, min_p: Tensor) -> Tensor:
     return renormalised(probs, probs >= threshold)
 
 
+@min_p_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
+def _(probs: Tensor, min_p: Tensor) -> Tensor:
+    return launch.filter_probs(probs, launch.Filters(min_p=min_p))
+
+
 @min_p_renorm_probs.cases
 def _(make: Make) -> Cases:
     yield make.args(make.probs(4, 301), make.tensor([0.0, 0.05, 0.5, 1.0]))
     yield make.args(make.tensor([[0.5, 0.25, 0.25]]), make.tensor([0.5]))
     yield make.args(make.probs(0, 9), make.tensor([]))
+
+
+@min_p_renorm_probs.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        probs, min_p = draw.probs(rows, vocabulary, 3.0), draw.rand(rows) * 0.1
+        yield Point(
+            f"{rows} x {vocabulary}",
+            draw.args(probs, min_p),
+            moved(probs, probs),
+            alternatives=draw.compiled(min_p_renorm_probs.reference),
+        )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.registry import op
+from cairn.ops.sampling import launch
 from cairn.ops.testing import Cases, Make
 
 
@@ -29,6 +32,11 @@ def sampling_from_probs(probs: Tensor, uniform: Tensor) -> Tensor:
     return torch.where(drawable, token, -1).squeeze(-1).to(torch.int32)
 
 
+@sampling_from_probs.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
+def _(probs: Tensor, uniform: Tensor) -> Tensor:
+    return launch.draw(launch.Source(probs), launch.Filters(), None, uniform, torch.int32)
+
+
 @sampling_from_probs.cases
 def _(make: Make) -> Cases:
     yield make.args(make.probs(64, 301), make.rand(64))
@@ -38,3 +46,15 @@ def _(make: Make) -> Cases:
     nothing = make.tensor([[0.0, 0.0], [float("nan"), 1.0], [1.0, float("inf")], [0.0, 3.0]])
     yield make.args(nothing, make.rand(4))
     yield make.args(make.probs(0, 9), make.rand(0))
+
+
+@sampling_from_probs.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        probs, uniform = draw.probs(rows, vocabulary, 3.0), draw.rand(rows)
+        others = (
+            Alternative("multinomial", lambda probs, _: torch.multinomial(probs, 1)),
+            *draw.compiled(sampling_from_probs.reference),
+        )
+        size = f"{rows} x {vocabulary}"
+        yield Point(size, draw.args(probs, uniform), moved(probs), alternatives=others)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.registry import op
+from cairn.ops.sampling import launch
 from cairn.ops.sampling.renormalised import renormalised
 from cairn.ops.testing import Cases, Make
 
@@ -38,6 +41,11 @@ def _(probs: Tensor, top_k: Tensor) -> Tensor:
     return renormalised(probs, (probs >= threshold) | ~limited[:, None])
 
 
+@top_k_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
+def _(probs: Tensor, top_k: Tensor) -> Tensor:
+    return launch.filter_probs(probs, launch.Filters(top_k=top_k))
+
+
 @top_k_renorm_probs.cases
 def _(make: Make) -> Cases:
     integers = torch.int64
@@ -47,3 +55,16 @@ def _(make: Make) -> Cases:
     tied = make.tensor([[0.25, 0.25, 0.25, 0.25], [0.125, 0.5, 0.125, 0.25], [0.0, 1.0, 0.0, 0.0]])
     yield make.args(tied, make.tensor([2, 3, 2], dtype=integers))
     yield make.args(make.probs(0, 9), make.tensor([], dtype=integers))
+
+
+@top_k_renorm_probs.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        probs = draw.probs(rows, vocabulary, 3.0)
+        top_k = draw.randint(1, 51, rows, dtype=torch.int32)
+        others = (
+            *draw.compiled(top_k_renorm_probs.reference),
+            *flashinfer("sampling.top_k_renorm_probs"),
+        )
+        size = f"{rows} x {vocabulary}"
+        yield Point(size, draw.args(probs, top_k), moved(probs, probs), alternatives=others)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.registry import op
+from cairn.ops.sampling import launch
 from cairn.ops.sampling.renormalised import renormalised
 from cairn.ops.testing import Cases, Make
 
@@ -70,6 +73,11 @@ def _last_kept(probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     return last, count
 
 
+@top_p_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
+def _(probs: Tensor, top_p: Tensor) -> Tensor:
+    return launch.filter_probs(probs, launch.Filters(top_p=top_p))
+
+
 @top_p_renorm_probs.cases
 def _(make: Make) -> Cases:
     yield make.args(make.probs(6, 301), make.tensor([0.9, 0.5, 1e-6, 1.0, 0.0, 2.0]))
@@ -82,3 +90,15 @@ def _(make: Make) -> Cases:
     yield make.args(make.full((2, 600), 1 / 600), make.tensor([0.5, 0.9]))
     yield make.args(make.full((2, 1), 1.0), make.tensor([0.5, 1.0]))
     yield make.args(make.probs(0, 9), make.tensor([]))
+
+
+@top_p_renorm_probs.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        probs, top_p = draw.probs(rows, vocabulary, 3.0), draw.rand(rows) * 0.2 + 0.8
+        others = (
+            *draw.compiled(top_p_renorm_probs.reference),
+            *flashinfer("sampling.top_p_renorm_probs"),
+        )
+        size = f"{rows} x {vocabulary}"
+        yield Point(size, draw.args(probs, top_p), moved(probs, probs), alternatives=others)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cairn.ops import min_p_renorm_probs, top_k_renorm_probs, top_p_renorm_probs
+from cairn.ops import gpu, min_p_renorm_probs, top_k_renorm_probs, top_p_renorm_probs
+from tests.ops.sampling.variants import interpreted, runnable_on
 
 BIG = 20_000
 
@@ -54,12 +55,16 @@ def expect(
     return result
 
 
-def assert_filtered(op: Any, probs: Tensor, parameter: Tensor, keep: Any) -> None:
+def assert_filtered(
+    op: Any, probs: Tensor, parameter: Tensor, keep: Any, only: str, device: str
+) -> None:
+    """Every implementation that is not interpreted, or one by name."""
     expected = expect(probs, parameter, keep)
-    for name in ("reference", *op.implementations):
-        before = probs.clone()
-        got = op.using(name)(probs, parameter)
-        assert torch.equal(probs, before)
+    names = [name for name in runnable_on(op, device) if not interpreted(name, device)]
+    for name in [only] if only else names:
+        own = probs.to(device)
+        got = op.using(name)(own, parameter.to(device)).cpu()
+        assert torch.equal(own.cpu(), probs)
         assert torch.equal(got > 0, expected > 0), name
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=0.0)
 
@@ -69,34 +74,76 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(rows, st.data())
-def test_small_rows_with_many_ties(weights: list[list[int]], data: st.DataObject) -> None:
+def assert_small_rows(
+    weights: list[list[int]], data: st.DataObject, name: str, device: str
+) -> None:
     # Divided by 32, sums are exact, so equality with p is decided the same way everywhere.
     probs = torch.tensor(weights, dtype=torch.float32) / 32
     count = len(weights)
-    k = data.draw(st.lists(st.integers(-1, 6), min_size=count, max_size=count))
-    assert_filtered(top_k_renorm_probs, probs, torch.tensor(k), keep_top_k)
+    k = torch.tensor(data.draw(st.lists(st.integers(-1, 6), min_size=count, max_size=count)))
     p = data.draw(st.lists(st.integers(0, 33), min_size=count, max_size=count))
     p_tensor = torch.tensor(p, dtype=torch.float32) / 32
-    assert_filtered(top_p_renorm_probs, probs, p_tensor, keep_top_p)
-    assert_filtered(min_p_renorm_probs, probs, p_tensor.clamp_max(1), keep_min_p)
+    assert_filtered(top_k_renorm_probs, probs, k, keep_top_k, name, device)
+    assert_filtered(top_p_renorm_probs, probs, p_tensor, keep_top_p, name, device)
+    assert_filtered(min_p_renorm_probs, probs, p_tensor.clamp_max(1), keep_min_p, name, device)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=rows, data=st.data())
+def test_small_rows_with_many_ties(
+    weights: list[list[int]], data: st.DataObject, device: str
+) -> None:
+    assert_small_rows(weights, data, "", device)
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@settings(max_examples=8, deadline=None)
+@given(weights=rows, data=st.data())
+def test_small_rows_with_many_ties_when_interpreted(
+    weights: list[list[int]], data: st.DataObject
+) -> None:
+    assert_small_rows(weights, data, "triton", "cpu")
 
 
 @pytest.mark.parametrize("sharpness", [0.0, 0.01, 1.0, 4.0, 30.0])
-def test_large_vocabulary(sharpness: float) -> None:
+def test_large_vocabulary(sharpness: float, device: str) -> None:
     torch.manual_seed(int(sharpness))
     probs = torch.softmax(torch.randn(4, BIG) * sharpness, dim=-1)
     p = torch.tensor([0.9, 0.1, 0.999, 1.0])
-    assert_filtered(top_p_renorm_probs, probs, p, keep_top_p)
+    assert_filtered(top_p_renorm_probs, probs, p, keep_top_p, "", device)
     k = torch.tensor([1, 50, 5000, BIG], dtype=torch.int32)
-    assert_filtered(top_k_renorm_probs, probs, k, keep_top_k)
-    assert_filtered(min_p_renorm_probs, probs, torch.tensor([0.0, 0.1, 0.9, 1.0]), keep_min_p)
+    assert_filtered(top_k_renorm_probs, probs, k, keep_top_k, "", device)
+    least = torch.tensor([0.0, 0.1, 0.9, 1.0])
+    assert_filtered(min_p_renorm_probs, probs, least, keep_min_p, "", device)
 
 
-def test_rows_do_not_disturb_each_other() -> None:
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+def test_long_lists_when_interpreted() -> None:
+    # Flat: hundreds of candidates in each of three chunks, half of them equal to another.
+    torch.manual_seed(8)
+    half = torch.randn(2, 700)
+    probs = torch.softmax(torch.cat([half, half], dim=1), dim=-1)
+    p, k = torch.tensor([0.6, 0.9]), torch.tensor([30, 701])
+    assert_filtered(top_p_renorm_probs, probs, p, keep_top_p, "triton", "cpu")
+    assert_filtered(top_k_renorm_probs, probs, k, keep_top_k, "triton", "cpu")
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+def test_neighbouring_floats_when_interpreted() -> None:
+    # 100 of one float, 150 of the next one: the search ends between them, and inside the first.
+    low = torch.full((1, 251), 2.0**-9)
+    high = torch.nextafter(low, torch.ones(1))
+    probs = torch.where(torch.arange(251) % 5 < 2, low, high)
+    for share in (0.3, 0.9):
+        p = torch.tensor([share * float(probs.double().sum())])
+        assert_filtered(top_p_renorm_probs, probs, p, keep_top_p, "triton", "cpu")
+
+
+def test_rows_do_not_disturb_each_other(device: str) -> None:
     probs = torch.softmax(torch.randn(5, 3000) * torch.tensor([[0.1], [1], [3], [6], [9]]), -1)
-    p, k = torch.tensor([0.5, 1.0, 0.9, 0.99, 0.0]), torch.tensor([1, 0, 7, 2999, 300])
+    probs = probs.to(device)
+    p = torch.tensor([0.5, 1.0, 0.9, 0.99, 0.0], device=device)
+    k = torch.tensor([1, 0, 7, 2999, 300], device=device)
     for op, parameter in ((top_p_renorm_probs, p), (top_k_renorm_probs, k)):
         whole = op(probs, parameter)
         for row in range(5):
@@ -104,8 +151,16 @@ def test_rows_do_not_disturb_each_other() -> None:
             assert torch.equal(alone[0], whole[row])
 
 
-def test_one_token_with_all_mass_and_rows_without_any() -> None:
-    probs = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    for op in (top_p_renorm_probs, min_p_renorm_probs):
-        assert torch.equal(op(probs, torch.tensor([0.5, 0.5])), probs)
-    assert torch.equal(top_k_renorm_probs(probs, torch.tensor([1, 1])), probs)
+def test_one_token_with_all_mass_and_rows_without_any(device: str) -> None:
+    probs = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], device=device)
+    half, one = (
+        torch.full((2,), 0.5, device=device),
+        torch.ones(2, dtype=torch.int64, device=device),
+    )
+    for op, parameter in (
+        (top_p_renorm_probs, half),
+        (min_p_renorm_probs, half),
+        (top_k_renorm_probs, one),
+    ):
+        for name in runnable_on(op, device):
+            assert torch.equal(op.using(name)(probs, parameter), probs), name

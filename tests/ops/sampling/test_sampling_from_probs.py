@@ -7,6 +7,7 @@ import math
 import torch
 
 from cairn.ops import counter_uniform, sampling_from_probs, top_k_renorm_probs
+from tests.ops.sampling.variants import interpreted, runnable_on
 
 
 def oracle(row: list[float], uniform: float) -> int:
@@ -18,16 +19,31 @@ def oracle(row: list[float], uniform: float) -> int:
     return -1
 
 
-def test_against_scalars() -> None:
+def test_against_scalars(device: str) -> None:
     # Multiples of 1 / 64: sums in any order are exact, so boundaries are decided the same way.
     torch.manual_seed(0)
     probs = torch.randint(0, 5, (400, 13)).float() / 64
     probs[:, 0] += 1 / 64
     uniform = torch.randint(0, 16, (400,)).float() / 16
     expected = [oracle(r, u) for r, u in zip(probs.tolist(), uniform.tolist(), strict=True)]
-    got = sampling_from_probs(probs, uniform)
-    assert got.dtype == torch.int32
-    assert got.tolist() == expected
+    for name in runnable_on(sampling_from_probs, device):
+        rows = slice(20 if interpreted(name, device) else None)
+        got = sampling_from_probs.using(name)(probs[rows].to(device), uniform[rows].to(device))
+        assert got.dtype == torch.int32
+        assert got.tolist() == expected[rows], name
+
+
+def test_boundaries_between_chunks(device: str) -> None:
+    # Mass at places around which a kernel may split a row; their sums are exact.
+    places = [0, 511, 512, 1023, 1024, 1299]
+    probs = torch.zeros(1, 1300)
+    probs[0, places] = 1 / 8
+    uniform = (torch.arange(12) / 12).float() + 1e-6
+    expected = [places[i // 2] for i in range(12)]
+    for name in runnable_on(sampling_from_probs, device):
+        rows = probs.expand(12, -1).contiguous().to(device)
+        got = sampling_from_probs.using(name)(rows, uniform.to(device))
+        assert got.tolist() == expected, name
 
 
 def test_law_of_the_draw() -> None:
@@ -64,7 +80,9 @@ def test_small_tokens_after_a_large_one_keep_their_share() -> None:
         assert got.tolist() == [oracle(probs[0].tolist(), uniform)]
 
 
-def test_rows_without_a_law_give_minus_one() -> None:
+def test_rows_without_a_law_give_minus_one(device: str) -> None:
     nan, inf = float("nan"), float("inf")
     probs = torch.tensor([[0.0, 0.0], [nan, 1.0], [1.0, nan], [inf, 1.0], [0.0, 1.0]])
-    assert sampling_from_probs(probs, torch.full((5,), 0.5)).tolist() == [-1, -1, -1, -1, 1]
+    for name in runnable_on(sampling_from_probs, device):
+        got = sampling_from_probs.using(name)(probs.to(device), torch.full((5,), 0.5).to(device))
+        assert got.tolist() == [-1, -1, -1, -1, 1], name

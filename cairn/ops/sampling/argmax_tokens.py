@@ -1,0 +1,51 @@
+"""The most likely token of every row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.registry import op
+from cairn.ops.sampling import launch
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def argmax_tokens(logits: Tensor) -> Tensor:
+    """The token with the largest logit, of equal ones the lowest.
+
+    Args:
+        logits: [n, V] float32.
+    Returns:
+        [n] int64; -1 for a row that holds NaN, or nothing but -inf.
+    """
+    best, token = logits.max(dim=-1)
+    return token.masked_fill(best.isnan() | (best == -torch.inf), -1)
+
+
+@argmax_tokens.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
+def _(logits: Tensor) -> Tensor:
+    return launch.argmax(logits)
+
+
+@argmax_tokens.cases
+def _(make: Make) -> Cases:
+    inf, nan = float("inf"), float("nan")
+    odd = [[-inf, nan, 1.0], [-inf, -inf, -inf], [-inf, -2.0, -2.0], [0.0, inf, inf]]
+    yield make.args(make.tensor([*odd, [nan, -inf, inf], [1.0, 1.0, 1.0]]))
+    yield make.args(make.randint(0, 9, 3, 2500).float())
+    yield make.args(make.randn(2, 301)[:, 100:])
+    yield make.args(make.randn(0, 9))
+
+
+@argmax_tokens.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        logits = draw.randn(rows, vocabulary, dtype=torch.float32)
+        others = (
+            Alternative("argmax", lambda logits: logits.argmax(dim=-1)),
+            *draw.compiled(argmax_tokens.reference),
+        )
+        yield Point(f"{rows} x {vocabulary}", draw.args(logits), moved(logits), alternatives=others)

@@ -1,0 +1,124 @@
+"""From logits to a drawn token of every row, each with parameters of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.registry import op
+from cairn.ops.sampling import launch
+from cairn.ops.sampling.argmax_tokens import argmax_tokens
+from cairn.ops.sampling.counter_uniform import counter_uniform
+from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
+from cairn.ops.sampling.sampling_from_probs import sampling_from_probs
+from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm_probs
+from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm_probs
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def draw_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    index: Tensor,
+) -> Tensor:
+    """softmax(logits / temperature), top-k, top-p, min-p, then one draw; or the largest logit.
+
+    A row's token depends on nothing but the row: its neighbours, and how many they are, change not
+    even the rounding.
+
+    Args:
+        logits: [n, V] float32.
+        temperature: [n] float32, 0 or normal numbers > 0; 0: `argmax_tokens`, whatever the others.
+        top_k, top_p, min_p: [n], as in top_k_renorm_probs, top_p_renorm_probs and
+            min_p_renorm_probs.
+        seed, index: [n] int64, as in counter_uniform.
+    Returns:
+        [n] int64; -1 for a row that holds NaN, or nothing but -inf, or is drawn and holds +inf.
+    """
+    greedy = temperature == 0
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    probs = torch.softmax(scaled / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
+    probs = top_k_renorm_probs(probs, top_k)
+    probs = top_p_renorm_probs(probs, top_p)
+    probs = min_p_renorm_probs(probs, min_p)
+    drawn = sampling_from_probs(probs, counter_uniform(seed, index))
+    return torch.where(greedy, argmax_tokens(logits), drawn)
+
+
+def _rows(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    index: Tensor,
+) -> bool:
+    return launch.accepts(logits, temperature, top_k, top_p, min_p, seed, index)
+
+
+@draw_tokens.implementation("triton", devices=gpu.DEVICES, when=_rows)
+def _(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    index: Tensor,
+) -> Tensor:
+    """Thresholds are searched for among the weights that can matter; nothing is sorted."""
+    source = launch.Source(logits, temperature)
+    filters = launch.Filters(top_k, top_p, min_p)
+    return launch.draw(source, filters, seed, index, torch.int64)
+
+
+@draw_tokens.cases
+def _(make: Make) -> Cases:
+    def rows(*parameters: tuple[float, int, float, float]) -> tuple[Tensor, ...]:
+        temperature, top_k, top_p, min_p = zip(*parameters, strict=True)
+        seeds = make.randint(-(1 << 62), 1 << 62, len(parameters))
+        return (
+            *(make.tensor(temperature), make.tensor(top_k, dtype=torch.int64)),
+            *(make.tensor(top_p), make.tensor(min_p), seeds, make.arange(len(parameters))),
+        )
+
+    every = ((0.0, 3, 0.5, 0.1), (0.7, 50, 0.9, 0.0), (1.0, -1, 1.0, 0.0), (1e30, 2, 1.0, 0.0))
+    yield make.args(make.randn(4, 301, scale=3.0), *rows(*every))
+    filters = ((1.0, 301, 0.9, 0.0), (1.0, 0, 1.0, 0.1), (0.5, 5, 1.0, 0.0), (1.5, 9, 0.8, 0.2))
+    yield make.args(make.randn(4, 2500, scale=2.0), *rows(*filters))
+    flat = ((1.0, -1, 0.9, 0.0), (1.0, 4000, 0.95, 0.0), (1.0, 5000, 0.999, 0.01))
+    yield make.args(make.randn(3, 5000), *rows(*flat))
+    inf, nan = float("inf"), float("nan")
+    odd = [[nan, 1.0, 2.0], [-inf, -inf, -inf], [inf, 0.0, 1.0], [-inf, 0.0, -inf]]
+    drawn = ((1.0, -1, 1.0, 0.0), (1.0, 2, 0.5, 0.0), (1.0, -1, 0.9, 0.0), (1.0, 2, 0.9, 0.1))
+    yield make.args(make.tensor(odd), *rows(*drawn))
+    yield make.args(make.tensor(odd), *rows(*[(0.0, -1, 1.0, 0.0)] * 4))
+    tied = make.tensor([[2.0, 0.0, 2.0, 2.0, 2.0]]).repeat(3, 1)
+    yield make.args(tied, *rows((1.0, 1, 1.0, 0.0), (1.0, 2, 0.5, 0.0), (1.0, -1, 0.3, 1.0)))
+    nothing = make.randn(0)
+    none = make.arange(0)
+    yield make.args(make.randn(0, 9), nothing, none, nothing, nothing, none, none)
+
+
+@draw_tokens.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        logits = draw.randn(rows, vocabulary, dtype=torch.float32, scale=3.0)
+        seeds, temperature = draw.randint(0, 1 << 62, rows), draw.full((rows,), 0.8)
+        for name, k, p in (("no filter", -1, 1.0), ("top 50 and 0.95", 50, 0.95)):
+            top_k, top_p = draw.full((rows,), k, torch.int64), draw.full((rows,), p)
+            min_p = draw.full((rows,), 0.0)
+            yield Point(
+                f"{rows} x {vocabulary}, {name}",
+                draw.args(logits, temperature, top_k, top_p, min_p, seeds, draw.arange(rows)),
+                moved(logits),
+                alternatives=(Alternative("definition", draw_tokens.reference),),
+            )

@@ -1,0 +1,1 @@
+"""Kernels of the sampling ops: what finds thresholds, what draws, what changes logits."""

@@ -1,0 +1,467 @@
+"""Thresholds of probability filters, without sorting.
+
+A row of weights (probabilities, or exp((logit - largest) / temperature)) is split into CHUNKS
+chunks. `survey_kernel` takes each chunk's maximum and sum, and the maximum of every LINE weights.
+From these `collect_kernel` knows a bound below the threshold, which few weights of a peaked row
+reach, and lists these, each chunk in a slice of its own, in order. `limit` then searches for the
+threshold in the list of a row, by counting and summing what reaches three trial values at a time.
+
+Weights are compared as the integers that their bits are: the order of floats >= 0. Sums are in
+float64, in an order that depends on the row alone.
+"""
+
+from __future__ import annotations
+
+from cairn.ops.attention.kernels import await_previous
+from cairn.ops.gpu import tl, triton
+
+
+@triton.jit
+def weight_of(value, peak, temperature, SOFTMAX: tl.constexpr):
+    """What is filtered and drawn: the value itself, or its share in a softmax, relative to that of
+    the largest."""
+    if SOFTMAX:
+        return tl.exp((value - peak) / temperature)
+    return value
+
+
+@triton.jit
+def bits_of(weight):
+    """float32 >= 0 as int32 of the same order."""
+    return weight.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def temperature_of(temperature, row):
+    """The row's temperature; 1 where there are none."""
+    heat = 1.0
+    if temperature is not None:
+        heat = tl.load(temperature + row)
+    return heat
+
+
+@triton.jit
+def filters_of(top_k, top_p, min_p, row, width):
+    """How many to keep (0: all), up to which share (>= 1: all), and the least share of the largest;
+    pointers may be None."""
+    count = 0
+    share = 1.0
+    least = 0.0
+    if top_k is not None:
+        k = tl.load(top_k + row)
+        count = tl.where((k >= 1) & (k < width), k, 0).to(tl.int32)
+    if top_p is not None:
+        share = tl.load(top_p + row)
+    if min_p is not None:
+        least = tl.load(min_p + row)
+    return count, share, least
+
+
+@triton.jit
+def survey_kernel(
+    x, temperature, top_k, peaks, firsts, masses, tops, stride, width, chunks,
+    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Of each chunk: peaks [n, chunks] float32 (NaN if it holds one), firsts int32 where the peak
+    is, masses float64, the sum of weights relative to the peak, and tops [n, chunks, CHUNK / LINE].
+
+    Rows of temperature 0 have no masses, only rows of a top k have tops; top_k and masses may be
+    None.
+    """
+    await_previous(EARLY)
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = place < width
+    value = tl.load(x + row * stride + place, mask=inside, other=float("-inf"))
+    # One integer finds the largest value, NaN above all, and of equal ones the first.
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    key = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    best = tl.max((key.to(tl.int64) << 32) | (0x7FFFFFFF - place), 0)
+    key = (best >> 32).to(tl.int32)
+    peak = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    at = row * chunks + chunk
+    tl.store(peaks + at, peak)
+    tl.store(firsts + at, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32))
+    if masses is not None:
+        heat = temperature_of(temperature, row)
+        if heat != 0.0:
+            base = tl.where(peak == float("-inf"), 0.0, peak)
+            weight = weight_of(tl.where(inside, value, base), base, heat, SOFTMAX)
+            tl.store(masses + at, tl.sum(tl.where(inside, weight, 0.0).to(tl.float64), 0))
+            count, _, _ = filters_of(top_k, None, None, row, width)
+            if count > 0:
+                lines: tl.constexpr = CHUNK // LINE
+                top = tl.max(tl.reshape(value, [lines, LINE]), 1)
+                tl.store(tops + at * lines + tl.arange(0, lines), top)
+
+
+@triton.jit
+def summary_of(peaks, masses, row, heat, chunks, CHUNKS: tl.constexpr, SOFTMAX: tl.constexpr):
+    """Of a row: its peak, the chunks' peaks [CHUNKS], what scales their sums to the row's peak,
+    their sums, scaled, and whether the row is finite."""
+    c = tl.arange(0, CHUNKS)
+    own = c < chunks
+    chunk_peak = tl.load(peaks + row * chunks + c, mask=own, other=float("-inf"))
+    mass = tl.load(masses + row * chunks + c, mask=own, other=0.0)
+    peak = tl.max(chunk_peak, 0)
+    polluted = tl.max((chunk_peak != chunk_peak).to(tl.int32), 0)
+    finite = (polluted == 0) & (peak > float("-inf")) & (peak < float("inf"))
+    scale = tl.full([CHUNKS], 1.0, tl.float64)
+    if SOFTMAX:
+        scale = tl.exp((chunk_peak - tl.where(finite, peak, 0.0)) / heat).to(tl.float64)
+    return peak, chunk_peak, scale, mass * scale, finite
+
+
+@triton.jit
+def reached_by(key, wanted):
+    """A number that `wanted` of key [N] int32 >= 0 reach, and an eighth more of them at most, but
+    for equal ones."""
+    low = 0
+    high = tl.max(key, 0) + 1
+    enough = wanted + wanted // 8
+    reach = enough + 1
+    while (high - low > 1) & (reach > enough):
+        middle = low + (high - low) // 2
+        found = tl.sum((key >= middle).to(tl.int32), 0)
+        high = tl.where(found >= wanted, high, middle)
+        reach = tl.where(found >= wanted, found, reach)
+        low = tl.where(found >= wanted, middle, low)
+    return low
+
+
+@triton.jit
+def floor_of(
+    tops, row, peak, heat, mass, count, share, least, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """A weight that all weights which the row's filters keep reach, and few others."""
+    floor = weight_of(peak, peak, heat, SOFTMAX) * least
+    if count > 0:
+        # A share of the top k's sum takes all of them.
+        floor = tl.where(share < 1.0, 0.0, floor)
+        lines = (width + LINE - 1) // LINE
+        if count <= lines:
+            i = tl.arange(0, CHUNKS * CHUNK // LINE)
+            at = tops + row * chunks * (CHUNK // LINE) + i
+            top = tl.load(at, mask=i < lines, other=float("-inf"))
+            key = bits_of(tl.maximum(weight_of(top, peak, heat, SOFTMAX), 0.0))
+            bound = reached_by(tl.where(i < lines, key, 0), count)
+            floor = tl.maximum(floor, bound.to(tl.float32, bitcast=True))
+    elif share < 1.0:
+        # Weights below (total - wanted) / width sum up to less than total - wanted, so the
+        # others reach what is wanted; half of that, and less still, leaves room to round.
+        total = tl.sum(mass, 0)
+        wanted = share.to(tl.float64)
+        if SOFTMAX:
+            wanted *= total
+        spare = (total * (1.0 - 1e-5) - wanted) * 0.5 / width
+        floor = tl.maximum(floor, tl.maximum(spare, 0.0).to(tl.float32))
+    return floor
+
+
+@triton.jit
+def collect_kernel(
+    x, temperature, top_k, top_p, min_p, peaks, masses, tops, floors, counts, weights,
+    stride, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
+    SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Lists the weights > 0 of a filtered row from `floor_of` on.
+
+    floors [n]: that bound; counts [n, chunks] int32; weights [n, chunks, CHUNK]: the first counts
+    of each chunk. Rows that are not filtered, or not finite, get nothing written.
+    """
+    await_previous(EARLY)
+    program = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    count, share, least = filters_of(top_k, top_p, min_p, row, width)
+    heat = temperature_of(temperature, row)
+    if (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
+        peak, _, _, mass, finite = summary_of(peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX)
+        if finite:
+            floor = floor_of(
+                tops, row, peak, heat, mass, count, share, least, width, chunks,
+                CHUNKS, CHUNK, LINE, SOFTMAX,
+            )  # fmt: skip
+            if program == 0:
+                tl.store(floors + row, floor)
+            for chunk in range(program, chunks, tl.num_programs(0)):
+                place = chunk * CHUNK + tl.arange(0, CHUNK)
+                inside = place < width
+                value = tl.load(x + row * stride + place, mask=inside, other=float("-inf"))
+                weight = weight_of(value, peak, heat, SOFTMAX)
+                listed = (weight >= floor) & (weight > 0.0)
+                order = tl.cumsum(listed.to(tl.int32), 0)
+                at = row * chunks + chunk
+                tl.store(weights + at * CHUNK + order - 1, weight, mask=listed)
+                tl.store(counts + at, tl.max(order, 0))
+
+
+@triton.jit
+def load_head(weights, count, chunks, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """[CHUNKS, WIDTH] first listed weights of each chunk, 0 beyond the last. Reads what is not
+    listed too, so as not to wait for the counts."""
+    c = tl.arange(0, count.shape[0])
+    j = tl.arange(0, WIDTH)
+    at = weights + c[:, None] * CHUNK + j[None, :]
+    tile = tl.load(at, mask=(c < chunks)[:, None], other=0.0)
+    return tl.where(j[None, :] < count[:, None], tile, 0.0)
+
+
+@triton.jit
+def load_list(weights, count, begin, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """[CHUNKS, WIDTH] listed weights from the begin-th of each chunk on, 0 beyond the last."""
+    c = tl.arange(0, count.shape[0])
+    j = begin + tl.arange(0, WIDTH)
+    at = weights + c[:, None] * CHUNK + j[None, :]
+    return tl.load(at, mask=j[None, :] < count[:, None], other=0.0)
+
+
+@triton.jit
+def reached(tile, one, two, three, MASS: tl.constexpr):
+    """Which weights of a tile reach each of three numbers, 10 bits each, and with MASS the weights
+    that do."""
+    key = bits_of(tile)
+    reach = (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 10)
+    reach += (key >= three).to(tl.int32) << 20
+    first, second, third = 0.0, 0.0, 0.0
+    if MASS:
+        wide = tile.to(tl.float64)
+        first = tl.where(key >= one, wide, 0.0)
+        second = tl.where(key >= two, wide, 0.0)
+        third = tl.where(key >= three, wide, 0.0)
+    return reach, first, second, third
+
+
+@triton.jit
+def tally(weights, head, count, longest, one, two, three, MASS: tl.constexpr, CHUNK: tl.constexpr):
+    """How many of a row's list reach each of three numbers, int64, and with MASS their sums."""
+    WIDTH: tl.constexpr = head.shape[1]
+    reach, first, second, third = reached(head, one, two, three, MASS)
+    for begin in range(WIDTH, longest, WIDTH):
+        tile = load_list(weights, count, begin, CHUNK, WIDTH)
+        more, a, b, c = reached(tile, one, two, three, MASS)
+        reach += more
+        if MASS:
+            first += a
+            second += b
+            third += c
+    # Three counts in one sum.
+    wide = (reach & 0x3FF).to(tl.int64) + ((reach >> 10) & 0x3FF).to(tl.int64) * (1 << 20)
+    wide = tl.sum(wide + ((reach >> 20).to(tl.int64) << 40))
+    if MASS:
+        first, second, third = tl.sum(first), tl.sum(second), tl.sum(third)
+    return wide & 0xFFFFF, (wide >> 20) & 0xFFFFF, wide >> 40, first, second, third
+
+
+@triton.jit
+def compact(weights, count, longest, low, high, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Leave low <= weight < high in a row's list: their numbers, and each chunk's sum above."""
+    c = tl.arange(0, count.shape[0])
+    left = count * 0
+    above = tl.full([count.shape[0], WIDTH], 0.0, tl.float64)
+    for begin in range(0, longest, WIDTH):
+        tile = load_list(weights, count, begin, CHUNK, WIDTH)
+        key = bits_of(tile)
+        live = (tile > 0.0) & (key >= low) & (key < high)
+        place = left[:, None] + tl.cumsum(live.to(tl.int32), 1) - 1
+        # What is overwritten has been read, by every thread.
+        tl.debug_barrier()
+        tl.store(weights + c[:, None] * CHUNK + place, tile, mask=live)
+        left += tl.sum(live.to(tl.int32), 1)
+        above += tl.where(key >= high, tile, 0.0).to(tl.float64)
+    tl.debug_barrier()
+    return left, tl.sum(above, 1)
+
+
+@triton.jit
+def search(
+    weights, head, count, longest, low, high, at_low, wanted,
+    MASS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Narrow [low, high) until one listed weight or one number is left in it.
+
+    Those that reach `low` are `wanted` (MASS: their sum is) or more, those that reach `high` less.
+    Stops early where exactly as many as are wanted reach `low`. A long list shrinks as what is
+    left of it does: it loses what is below, and with MASS what is above.
+
+    Args:
+        head: [CHUNKS, WIDTH], the beginning of the list; count: [CHUNKS], of the list; longest:
+            the largest count.
+        at_low: int64, how many reach `low` at the beginning; none reaches `high`.
+    Returns:
+        low, how many reach low, how many reach high, with MASS the sum of the latter; head, count,
+        longest; per chunk the sum of what was taken from the list above.
+    """
+    at_high = tl.full([], 0, tl.int64)
+    mass_high = tl.full([], 0.0, tl.float64)
+    lost, mass_lost = at_high, mass_high
+    above = tl.full([count.shape[0]], 0.0, tl.float64)
+    size = tl.sum(count, 0)
+    searching = (high - low > 1) & (at_low - at_high > 1)
+    while searching:
+        step = tl.maximum((high - low) >> 2, 1)
+        one = low + step
+        two = one + step
+        three = two + step
+        n_one, n_two, n_three, m_one, m_two, m_three = tally(
+            weights, head, count, longest, one, two, three, MASS, CHUNK
+        )
+        n_one += lost
+        n_two += lost
+        n_three += lost
+        if MASS:
+            m_one += mass_lost
+            m_two += mass_lost
+            m_three += mass_lost
+            by_one, by_two, by_three = m_one >= wanted, m_two >= wanted, m_three >= wanted
+        else:
+            by_one, by_two, by_three = n_one >= wanted, n_two >= wanted, n_three >= wanted
+        # Downwards for the upper bound, upwards for the lower one.
+        high = tl.where(by_one, tl.where(by_two, tl.where(by_three, high, three), two), one)
+        at_high = tl.where(
+            by_one, tl.where(by_two, tl.where(by_three, at_high, n_three), n_two), n_one
+        )
+        low = tl.where(by_three, three, tl.where(by_two, two, tl.where(by_one, one, low)))
+        at_low = tl.where(
+            by_three, n_three, tl.where(by_two, n_two, tl.where(by_one, n_one, at_low))
+        )
+        searching = (high - low > 1) & (at_low - at_high > 1)
+        if MASS:
+            mass_high = tl.where(
+                by_one, tl.where(by_two, tl.where(by_three, mass_high, m_three), m_two), m_one
+            )
+            live, top = at_low - at_high, high
+        else:
+            live, top = at_low, 0x7FFFFFFF
+            searching = searching & (at_low != wanted)
+        if (longest > head.shape[1]) & (live * 2 < size):
+            count, more = compact(weights, count, longest, low, top, CHUNK, head.shape[1])
+            head = load_list(weights, count, 0, CHUNK, head.shape[1])
+            longest, size = tl.max(count, 0), tl.sum(count, 0)
+            above += more
+            if MASS:
+                lost, mass_lost = at_high, mass_high
+    return low, at_low, at_high, mass_high, head, count, longest, above
+
+
+@triton.jit
+def shares_of(tile, threshold):
+    """Of a tile: what is above the threshold, float64, and which weights are equal to it."""
+    key = bits_of(tile)
+    above = tl.where(key > threshold, tile, 0.0).to(tl.float64)
+    return above, (key == threshold).to(tl.int32)
+
+
+@triton.jit
+def limit(
+    weights, head, count, top, floor, k, share, least, total,
+    SOFTMAX: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What a row's filters keep.
+
+    Args:
+        weights, head, count: the row's list, which is changed, as in `search`.
+        top: the row's largest weight; floor: the bound of the list.
+        k, share, least: as of `filters_of`.
+        total: float64, the row's sum. With SOFTMAX share is one of it, or of the top k's;
+            probabilities are taken as they are.
+    Returns:
+        The least weight that is kept, as bits; per chunk the sum of what is kept, float64, and how
+        many of the weights equal to the least, the first ones.
+    """
+    low = bits_of(floor)
+    end = bits_of(top) + 1
+    longest = tl.max(count, 0)
+    listed = tl.sum(count, 0).to(tl.int64)
+    room = 1 << 30
+    above = tl.full([count.shape[0]], 0.0, tl.float64)
+    if (k > 0) & (listed > k):
+        low, _, _, _, head, count, longest, _ = search(
+            weights, head, count, longest, low, end, listed, k, False, CHUNK
+        )
+    bound = tl.maximum(low, bits_of(least * top))
+    if share < 1.0:
+        _, at_bound, _, below, mass, _ = tally(
+            weights, head, count, longest, low, bound, end, True, CHUNK
+        )
+        wanted = share.to(tl.float64)
+        if SOFTMAX:
+            wanted *= tl.where(k > 0, below, total)
+        # The largest is kept whatever the share.
+        wanted = tl.maximum(wanted, 1e-300)
+        if mass >= wanted:
+            bound, at_low, at_high, mass_high, head, count, longest, above = search(
+                weights, head, count, longest, bound, end, at_bound, wanted, True, CHUNK
+            )
+            if at_low - at_high > 1:
+                # Equal weights: kept one after the other while the sum before is less than wanted.
+                equal = bound.to(tl.float32, bitcast=True).to(tl.float64)
+                fitting = tl.math.ceil((wanted - mass_high) / equal)
+                room = tl.minimum(fitting, 1073741824.0).to(tl.int32)
+    sums, equals = shares_of(head, bound)
+    for begin in range(head.shape[1], longest, head.shape[1]):
+        tile = load_list(weights, count, begin, CHUNK, head.shape[1])
+        more, several = shares_of(tile, bound)
+        sums += more
+        equals += several
+    sums, equals = tl.sum(sums, 1), tl.sum(equals, 1)
+    before = tl.cumsum(equals, 0) - equals
+    taken = tl.minimum(tl.maximum(room - before, 0), equals)
+    # Beyond the last listed weight there are zeros.
+    taken = tl.where(bound > 0, taken, 0)
+    weight = bound.to(tl.float32, bitcast=True).to(tl.float64)
+    return bound, above + sums + taken.to(tl.float64) * weight, taken
+
+
+@triton.jit
+def among_kept(key, threshold, taken):
+    """Which of a chunk's weights [N], as bits and in order, are kept."""
+    equal = key == threshold
+    return (key > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= taken))
+
+
+@triton.jit
+def limit_kernel(
+    top_k, top_p, min_p, peaks, masses, floors, counts, weights,
+    thresholds, takens, totals, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What `renormalise_kernel` keeps of probabilities: thresholds [n] int32 as bits, takens
+    [n, chunks] int32, how many equal to it, and totals [n] float64, their sum."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CHUNKS)
+    own = c < chunks
+    count, share, least = filters_of(top_k, top_p, min_p, row, width)
+    peak, _, _, mass, finite = summary_of(peaks, masses, row, 1.0, chunks, CHUNKS, False)
+    threshold = -1
+    taken = c * 0
+    if finite & ((count > 0) | (share < 1.0) | (least > 0.0)):
+        weights += row * chunks * CHUNK
+        chunk_count = tl.load(counts + row * chunks + c, mask=own, other=0)
+        head = load_head(weights, chunk_count, chunks, CHUNK, WIDTH)
+        threshold, mass, taken = limit(
+            weights, head, chunk_count, peak, tl.load(floors + row), count, share, least,
+            tl.sum(mass, 0), False, CHUNK,
+        )  # fmt: skip
+    tl.store(thresholds + row, threshold)
+    tl.store(takens + row * chunks + c, taken, mask=own)
+    tl.store(totals + row, tl.sum(mass, 0))
+
+
+@triton.jit
+def renormalise_kernel(
+    x, thresholds, takens, totals, out, stride, width, chunks, CHUNK: tl.constexpr
+):
+    """out [n, width] = x / total where x is kept, else 0."""
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = place < width
+    weight = tl.load(x + row * stride + place, mask=inside, other=0.0)
+    taken = tl.load(takens + row * chunks + chunk)
+    kept = among_kept(bits_of(weight), tl.load(thresholds + row), taken)
+    total = tl.maximum(tl.load(totals + row).to(tl.float32), 1.1754943508222875e-38)
+    tl.store(out + row * width + place, tl.where(kept, weight, 0.0) / total, mask=inside)

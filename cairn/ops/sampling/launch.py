@@ -1,0 +1,255 @@
+"""How the sampling kernels are launched: by the sizes of the rows, never by what is in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.attention.launch import early_option
+from cairn.ops.sampling.kernels import draw as draw_kernels
+from cairn.ops.sampling.kernels import filters as kernels
+
+CHUNKS = 64
+"""Most chunks of a row."""
+LEAST_CHUNK = 512
+"""Numbers of the shortest chunk."""
+LINE = 64
+"""Numbers of which the maximum is kept."""
+MOST_VOCABULARY = 1 << 19
+"""Counts of a row are packed into 20 bits."""
+WIDTH = 32
+"""Listed weights of every chunk that a program holds while it searches. A chunk's are as many of
+these as 10 bits count."""
+WORKSPACE_BYTES = 256 << 20
+"""Lists are held for so many rows at a time."""
+PROGRAMS = 1056
+"""Programs that fill a large device when they list: each finds the bound of its row first."""
+EARLY_ROWS = 64
+"""At most this many rows launch each kernel before the one in front is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What is kept of every row, as in the ops of these names; None: all."""
+
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the kernels' order."""
+        return self.top_k, self.top_p, self.min_p
+
+    @property
+    def none(self) -> bool:
+        """Whether all is kept."""
+        return all(tensor is None for tensor in self.tensors())
+
+    def part(self, at: slice) -> Filters:
+        """The same for some of the rows."""
+        return Filters(*(None if t is None else t[at] for t in self.tensors()))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows to filter and to draw from.
+
+    Attributes:
+        values: [n, V] float32, rows of any stride.
+        temperature: [n] float32, then the values are logits; None: they are probabilities.
+    """
+
+    values: Tensor
+    temperature: Tensor | None = None
+
+    @property
+    def chunk(self) -> int:
+        """Numbers of a chunk."""
+        return max(LEAST_CHUNK, gpu.next_power_of_2(self.values.shape[1]) // CHUNKS)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row."""
+        return -(-self.values.shape[1] // self.chunk)
+
+    @property
+    def early(self) -> bool:
+        """Whether kernels are launched before the one in front is done."""
+        return self.values.shape[0] <= EARLY_ROWS and gpu.launches_early(self.values.device)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Stride, width and chunks, in the kernels' order."""
+        return self.values.stride(0), self.values.shape[1], self.chunks
+
+    @property
+    def most_rows(self) -> int:
+        """As many rows as lists are held for at a time."""
+        return max(1, WORKSPACE_BYTES // (4 * self.chunk * self.chunks))
+
+    def part(self, at: slice) -> Source:
+        """The same for some of the rows."""
+        heat = self.temperature
+        return Source(self.values[at], None if heat is None else heat[at])
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[n, *shape] on the device, not written."""
+        return self.values.new_empty((self.values.shape[0], *shape), dtype=dtype)
+
+
+class Survey(NamedTuple):
+    """What `survey_kernel` found; masses and tops only where asked for."""
+
+    peaks: Tensor
+    firsts: Tensor
+    masses: Tensor | None
+    tops: Tensor | None
+
+
+class Listed(NamedTuple):
+    """What `collect_kernel` listed: floors [n], counts [n, chunks], weights [n, chunks, chunk]."""
+
+    floors: Tensor
+    counts: Tensor
+    weights: Tensor
+
+
+def accepts(values: Tensor, *parameters: Tensor) -> bool:
+    """Rows, and numbers one for each, that the kernels take."""
+    return (
+        values.dim() == 2
+        and values.dtype == torch.float32
+        and values.stride(1) == 1
+        and 0 < values.shape[1] <= MOST_VOCABULARY
+        and all(p.shape == values.shape[:1] and p.is_contiguous() for p in parameters)
+    )
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """`argmax_tokens` in two launches."""
+    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    if logits.shape[0]:
+        source = Source(logits)
+        found = _survey(source, masses=False)
+        draw_kernels.argmax_kernel[(logits.shape[0],)](
+            *(found.peaks, found.firsts, out, source.chunks, CHUNKS, source.early),
+            num_warps=1,
+            **early_option(source.early),
+        )
+    return out
+
+
+def draw(
+    source: Source, filters: Filters, seed: Tensor | None, index: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """One token of every row [n], drawn by a seed's index-th number; seed None: by the numbers
+    `index` [n] float32 themselves.
+
+    Two launches, and a third if there may be filters.
+    """
+    rows = len(source.values)
+    out = torch.empty(rows, dtype=dtype, device=source.values.device)
+    step = rows if filters.none else source.most_rows
+    if rows <= step:
+        _draw(source, filters, seed, index, out)
+        return out
+    for begin in range(0, rows, step):
+        at = slice(begin, begin + step)
+        seeds = None if seed is None else seed[at]
+        _draw(source.part(at), filters.part(at), seeds, index[at], out[at])
+    return out
+
+
+def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
+    """probs [n, V] as the filters leave them, divided by their sum: four launches."""
+    out = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
+    source = Source(probs)
+    for begin in range(0, len(probs), source.most_rows):
+        at = slice(begin, begin + source.most_rows)
+        _filter(source.part(at), filters.part(at), out[at])
+    return out
+
+
+def _warps(source: Source) -> int:
+    return max(2, min(8, source.chunk // 512))
+
+
+def _survey(source: Source, top_k: Tensor | None = None, *, masses: bool) -> Survey:
+    found = Survey(
+        source.empty(source.chunks),
+        source.empty(source.chunks, dtype=torch.int32),
+        source.empty(source.chunks, dtype=torch.float64) if masses else None,
+        source.empty(source.chunks, source.chunk // LINE) if masses else None,
+    )
+    kernels.survey_kernel[(source.chunks, len(source.values))](
+        *(source.values, source.temperature, top_k, *found),
+        *(*source.sizes, source.chunk, LINE, source.temperature is not None, source.early),
+        num_warps=_warps(source),
+        **early_option(source.early),
+    )
+    return found
+
+
+def _collect(source: Source, filters: Filters, found: Survey) -> Listed:
+    chunks, chunk = source.chunks, source.chunk
+    listed = Listed(
+        source.empty(),
+        source.empty(chunks, dtype=torch.int32),
+        source.empty(chunks, chunk),
+    )
+    rows = len(source.values)
+    programs = max(1, min(chunks, -(-PROGRAMS // rows)))
+    kernels.collect_kernel[(programs, rows)](
+        *(source.values, source.temperature, *filters.tensors()),
+        *(found.peaks, found.masses, found.tops),
+        *listed,
+        *(*source.sizes, CHUNKS, chunk, LINE),
+        *(source.temperature is not None, source.early),
+        num_warps=_warps(source),
+        **early_option(source.early),
+    )
+    return listed
+
+
+def _draw(
+    source: Source, filters: Filters, seed: Tensor | None, index: Tensor, out: Tensor
+) -> None:
+    if not len(source.values):
+        return
+    found = _survey(source, filters.top_k, masses=True)
+    lists: Listed | tuple[None, ...] = (None,) * 3
+    if not filters.none:
+        lists = _collect(source, filters, found)
+    numbers = (None, None, index) if seed is None else (seed, index, None)
+    draw_kernels.draw_kernel[(len(source.values),)](
+        *(source.values, source.temperature, *filters.tensors(), *numbers),
+        *(found.peaks, found.firsts, found.masses, *lists, out, *source.sizes),
+        *(CHUNKS, source.chunk, WIDTH, source.temperature is not None),
+        source.early,
+        num_warps=8,
+        **early_option(source.early),
+    )
+
+
+def _filter(source: Source, filters: Filters, out: Tensor) -> None:
+    rows, width = source.values.shape
+    chunks, chunk = source.chunks, source.chunk
+    found = _survey(source, filters.top_k, masses=True)
+    listed = _collect(source, filters, found)
+    thresholds = source.empty(dtype=torch.int32)
+    takens = source.empty(chunks, dtype=torch.int32)
+    totals = source.empty(dtype=torch.float64)
+    kernels.limit_kernel[(rows,)](
+        *(*filters.tensors(), found.peaks, found.masses),
+        *(*listed, thresholds, takens, totals),
+        *(width, chunks, CHUNKS, chunk, WIDTH),
+        num_warps=8,
+    )
+    kernels.renormalise_kernel[(chunks, rows)](
+        *(source.values, thresholds, takens, totals, out, *source.sizes, chunk),
+        num_warps=_warps(source),
+    )

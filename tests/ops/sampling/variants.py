@@ -1,0 +1,26 @@
+"""Which implementations of an op a test can run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cairn.ops import gpu
+from cairn.ops.registry import REFERENCE, Op
+
+
+def interpreted(name: str, device: str) -> bool:
+    """Whether the interpreter runs an implementation: it takes its time."""
+    return name == "triton" and device == "cpu"
+
+
+def runnable_on(op: Op[..., Any], device: str) -> list[str]:
+    """Names of the implementations for a device, the definition first. Kernels, which the
+    interpreter runs on the CPU, are among them."""
+    return [
+        REFERENCE,
+        *(
+            name
+            for name, implementation in op.implementations.items()
+            if device in implementation.devices or (gpu.INTERPRETED and interpreted(name, device))
+        ),
+    ]
