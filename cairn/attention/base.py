@@ -70,12 +70,20 @@ class Counters:
 
     Attributes:
         queries: queries that attended.
-        selected: pages selected by all KV heads together. A tensor while it accumulates on the
-            device; read it with `int()`.
+        counted: pages selected by all KV heads together, as far as steps counted them; a tensor
+            while it accumulates on the device.
+        replayed: those of steps that cannot count.
     """
 
     queries: int = 0
-    selected: Tensor | int = 0
+    counted: Tensor | int = 0
+    replayed: int = 0
+
+    @property
+    def selected(self) -> int:
+        """Pages selected by all KV heads together; waits for steps that count."""
+        self.counted = int(self.counted)
+        return self.counted + self.replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,7 @@ class Batch:
         completed: [N] int64, index in the batch of every slot that is the last of its page.
         completed_pages: [N] int64, the physical pages those slots complete; negative: padding.
         max_slot: largest slot of the step, known on the host.
+        first_slot: where the step is one stretch of one row: its first slot, known on the host.
         backends: layer index -> (backend, layer).
         counters: what landmark layers read; None: nobody counts.
         watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
@@ -125,6 +134,7 @@ class Batch:
     completed_pages: Tensor
     max_slot: int
     backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]]
+    first_slot: int | None = None
     counters: Counters | None = None
     watch: Tensor | None = None
     reads: list[LayerReads] = field(default_factory=list)
@@ -134,20 +144,28 @@ class Batch:
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         lmk_q: Tensor | None = None,
         summary_query: Tensor | None = None,
     ) -> Tensor:
         """Attend in layer `layer`: q [T, h_q, d], k, v [T, h_kv, d] -> [T, h_q, d] in q's dtype.
 
         Args:
+            k, v: None if they are where `target` said.
             lmk_q: [T, h_q, d], the query that scores pages; landmark layers only.
-            summary_query: [N, h_q, d], the query that pools each completed page; layers with a
-                prior summary only.
+            summary_query: [N, h_q, d], the query that pools each completed page, in layers with a
+                prior summary; None: the lmk_q of the page's last slot.
         """
         backend, description = self.backends[layer]
         return backend.run(q, k, v, description, self, lmk_q, summary_query)
+
+    def target(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """k_cache, v_cache and location of layer `layer`, for a model that writes the step's keys
+        and values itself; None: it has to give them to `attend`."""
+        backend, description = self.backends[layer]
+        caches = backend.target(description)
+        return None if caches is None else (*caches, self.location)
 
     def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """A value that all layers of this step share, computed by the first that asks."""
@@ -173,8 +191,8 @@ class AttentionBackend(ABC):
     def run(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: AttentionLayer,
         batch: Batch,
         lmk_q: Tensor | None,
@@ -182,10 +200,18 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Write the step's keys and values, then attend. Shapes as in `Batch.attend`."""
 
+    def target(self, layer: AttentionLayer) -> tuple[Tensor, Tensor] | None:
+        """The layer's two caches, where `run` needs no more of keys and values than those hold, and
+        these hold them as they are."""
+        if self.pools.form.quantized:
+            return None
+        return self.pools.k[layer.index], self.pools.v[layer.index]
+
     def write(
-        self, k: Tensor, v: Tensor, layer: AttentionLayer, batch: Batch
+        self, k: Tensor | None, v: Tensor | None, layer: AttentionLayer, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        """Store k, v [T, h_kv, d] at the step's locations; returns the layer's two caches."""
+        """Store k, v [T, h_kv, d], if given, at the step's locations; returns the two caches."""
         k_cache, v_cache = self.pools.k[layer.index], self.pools.v[layer.index]
-        ops.write_kv(k, v, k_cache, v_cache, batch.location)
+        if k is not None and v is not None:
+            ops.write_kv(k, v, k_cache, v_cache, batch.location)
         return k_cache, v_cache

@@ -18,8 +18,8 @@ class DenseBackend(AttentionBackend):
     def run(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: AttentionLayer,
         batch: Batch,
         lmk_q: Tensor | None,
@@ -35,5 +35,6 @@ class DenseBackend(AttentionBackend):
             batch.slot,
             batch.page_table,
             mask_landmarks=layer.mask_landmarks,
+            first_slot=batch.first_slot,
         )
         return o.to(q.dtype)

@@ -21,6 +21,9 @@ from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, LayerR
 from cairn.cache.pools import CacheSpec
 from cairn.ops.landmark.landmark_attention import shared_weights
 
+FEW_TOKENS = 64
+"""Steps of at most so many tokens look at each for a page that it completes."""
+
 
 class HsaBackend(AttentionBackend):
     """Landmark selection over the paged cache; needs page_size == the model's chunk size."""
@@ -40,14 +43,23 @@ class HsaBackend(AttentionBackend):
             head_dim=layer.head_dim,
             num_heads=layer.num_heads,
             summary_heads=0 if rule.summary == "landmark" else heads,
+            own_key=rule.summary == "landmark",
             bias=rule.bias,
         )
+
+    def target(self, layer: AttentionLayer) -> tuple[Tensor, Tensor] | None:
+        """Landmarks' own keys, where they are kept beside the cache, are taken as they come."""
+        rule = layer.landmark
+        kept = self.pools.summary_key[layer.index] is not None
+        if kept and rule is not None and rule.summary == "landmark":
+            return None
+        return super().target(layer)
 
     def run(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: AttentionLayer,
         batch: Batch,
         lmk_q: Tensor | None,
@@ -58,10 +70,17 @@ class HsaBackend(AttentionBackend):
         if rule is None or lmk_q is None:
             raise ValueError(f"layer {layer.index} has no landmark rule or no landmark query")
         k_cache, v_cache = self.write(k, v, layer, batch)
-        if batch.completed.numel():
-            self._summarise(k_cache, layer, batch, summary_query)
+        # Where each landmark's own z pools its page, a few of them do it on the way.
+        own = summary_query is None and rule.summary == "prior" and not rule.group_query
+        few = own and q.shape[0] <= min(FEW_TOKENS, rule.window)
+        if batch.completed.numel() and not few:
+            if summary_query is None and (rule.bias or rule.summary == "prior"):
+                summary_query = lmk_q[batch.completed]
+            self._summarise(k, k_cache, layer, batch, summary_query)
         key_pool = self.pools.summary_key[layer.index]
         candidates = max(0, (batch.max_slot - rule.window + 1) // k_cache.shape[2])
+        # A kernel is compiled for a topk: a GPU knows one.
+        topk = rule.topk if q.is_cuda else max(1, min(rule.topk, candidates))
         o, indices, scores, lse = ops.landmark_attention(
             q,
             lmk_q,
@@ -73,13 +92,14 @@ class HsaBackend(AttentionBackend):
             batch.slot,
             batch.page_table,
             rule.window,
-            max(1, min(rule.topk, candidates)),
+            topk,
             rule.softmax1,
             strategy=rule.strategy,
+            store_summaries=few,
         )
         if batch.counters is not None:
             batch.counters.queries += q.shape[0]
-            batch.counters.selected = batch.counters.selected + (indices >= 0).sum()
+            batch.counters.counted = batch.counters.counted + (indices >= 0).sum()
         if batch.watch is not None:
             at = batch.watch
             weights, window_weight = shared_weights(scores[at], lse[at], rule.softmax1)
@@ -87,9 +107,14 @@ class HsaBackend(AttentionBackend):
         return o
 
     def _summarise(
-        self, k_cache: Tensor, layer: AttentionLayer, batch: Batch, query: Tensor | None
+        self,
+        k: Tensor | None,
+        k_cache: Tensor,
+        layer: AttentionLayer,
+        batch: Batch,
+        query: Tensor | None,
     ) -> None:
-        """Store key and bias of the pages that this step completes."""
+        """Store key and bias of the pages that this step, with the keys k, completes."""
         rule = layer.landmark
         assert rule is not None
         pages = batch.completed_pages
@@ -102,8 +127,11 @@ class HsaBackend(AttentionBackend):
             return
         # A negative number, which pads a step, is the last page: it belongs to nobody then.
         pages = pages % len(k_cache)
-        if rule.summary == "mean":
-            key_pool[pages] = ops.mean_summary(k_cache, pages)
+        if rule.summary == "landmark":
+            assert k is not None
+            key_pool[pages] = k[batch.completed]
+        elif rule.summary == "mean":
+            key_pool[pages] = ops.mean_summary(k_cache, pages).to(key_pool.dtype)
         elif rule.group_query and query is not None:
             group = query.unflatten(1, (layer.num_kv_heads, -1)).float().mean(2).to(query.dtype)
             key_pool[pages] = ops.prior_summary(group, k_cache, pages)[0]

@@ -22,8 +22,8 @@ class WindowBackend(AttentionBackend):
     def run(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: AttentionLayer,
         batch: Batch,
         lmk_q: Tensor | None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from cairn import ops
+from cairn.layers.norm import RMSNorm
 from cairn.ops.linear.packed import pack_weight, packed_linear
 
 
@@ -40,12 +42,38 @@ class Linear(nn.Module):
         if packed is not None:
             self._packed, self.weight = packed, None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], in x's dtype."""
-        if self.weight is not None:
-            return nn.functional.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """x [..., in], normed first if there is a norm, -> [..., out], in x's dtype."""
+        if self.weight is None:
+            return self._of_packed(x, norm)
+        if norm is None:
+            return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias, norm.weight, norm.eps)
+
+    def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x [n, in] before the final norm -> float32 logits [n, out]."""
+        if self.weight is None:
+            return self._of_packed(x, norm).float()
+        return ops.linear(x, self.weight, self.bias, norm.weight, norm.eps, torch.float32)
+
+    def gated(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """silu of the first half of what `forward` gives for x [T, in], times the second half."""
+        if self.weight is None or self.bias is not None:
+            return ops.silu_and_mul(self(x, norm))
+        if norm is None:
+            return ops.gated_linear(x, self.weight)
+        return ops.gated_linear(x, self.weight, norm.weight, norm.eps)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """residual [T, out] += what `forward` gives for x [T, in], in place."""
+        if self.weight is None:
+            residual += self._of_packed(x, None)
+        else:
+            ops.linear_add(x, residual, self.weight, self.bias)
+
+    def _of_packed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         assert self._packed is not None
-        return packed_linear(x, self._packed, self.bias)
+        return packed_linear(x if norm is None else norm(x), self._packed, self.bias)
 
 
 class TiedHead(nn.Module):
@@ -69,11 +97,11 @@ class TiedHead(nn.Module):
         if weight.device.type == "cpu":
             self._packed = pack_weight(weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [n, hidden] -> logits [n, V], in x's dtype."""
+    def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x [n, hidden] before the final norm -> float32 logits [n, V]."""
         if self._packed is not None:
-            return packed_linear(x, self._packed)
-        return nn.functional.linear(x, self._weight())
+            return packed_linear(norm(x), self._packed).float()
+        return ops.linear(x, self._weight(), None, norm.weight, norm.eps, torch.float32)
 
     def _weight(self) -> Tensor:
         weight = self._embedding[0].weight

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cairn import ops
 from cairn.layers.linear import Linear
+from cairn.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    """W_down (silu(W_gate x) * W_up x), with gate and up in one matrix.
+    """silu(W_gate x) * W_up x, with gate and up in one matrix; `down` is what it goes through then.
 
     Args:
         hidden: width of x.
@@ -23,7 +23,6 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(hidden, 2 * intermediate, dtype=dtype)
         self.down = Linear(intermediate, hidden, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        out: Tensor = self.down(ops.silu_and_mul(self.gate_up(x)))
-        return out
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """x [T, hidden], normed first if there is a norm, -> [T, intermediate]."""
+        return self.gate_up.gated(x, norm)

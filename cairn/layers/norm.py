@@ -25,7 +25,3 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> the same shape and dtype; x may be a strided view."""
         return ops.rmsnorm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> None:
-        """In place: residual += x, then x = norm(residual). Both [..., width]."""
-        ops.fused_add_rmsnorm(x, residual, self.weight, self.eps)

@@ -37,12 +37,16 @@ class AttentionBatch(Protocol):
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         lmk_q: Tensor | None = None,
         summary_query: Tensor | None = None,
     ) -> Tensor:
         """Attend in one layer: -> [T, h_q, d]."""
+        ...
+
+    def target(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where a model may put keys and values itself: k_cache, v_cache and location [T]."""
         ...
 
     def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
@@ -114,17 +118,14 @@ class Attention(nn.Module):
             constant = torch.empty(spec.num_heads, spec.head_dim, dtype=dtype)
             self.q_c = nn.Parameter(constant, requires_grad=False)
 
-    def forward(self, x: Tensor, batch: AttentionBatch) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
+    def forward(self, x: Tensor, batch: AttentionBatch, norm: RMSNorm | None = None) -> Tensor:
+        """x [T, hidden], normed first if there is a norm, -> [T, h_q d], which `out` takes."""
         index, cos_sin = self._angles(x, batch)
-        q, k, v, z = self._project(x, index, cos_sin)
+        q, k, v, z = self._project(self.qkv(x, norm), index, cos_sin, batch)
         if self.hils is None:
-            o = batch.attend(self.index, q, k, v)
-        else:
-            mu = self._summary_query(z, cos_sin, batch) if self.hils.needs_summary_query else None
-            o = batch.attend(self.index, q, k, v, lmk_q=z, summary_query=mu)
-        out: Tensor = self.out(o.flatten(1))
-        return out
+            return batch.attend(self.index, q, k, v).flatten(1)
+        mu = self._summary_query(cos_sin, batch)
+        return batch.attend(self.index, q, k, v, lmk_q=z, summary_query=mu).flatten(1)
 
     def _angles(self, x: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor | None]:
         """Row numbers [T] and this layer's [cos | sin] by row, shared by the step's layers."""
@@ -137,10 +138,10 @@ class Attention(nn.Module):
         key = (id(rotary), x.dtype)
         return index, batch.memo(key, lambda: rotary.cos_sin(batch.positions, x.dtype))
 
-    def _summary_query(self, z: Tensor, cos_sin: Tensor | None, batch: AttentionBatch) -> Tensor:
-        """The prior query [N, h_q, d] of every page this step completes."""
+    def _summary_query(self, cos_sin: Tensor | None, batch: AttentionBatch) -> Tensor | None:
+        """The prior query [N, h_q, d] of every page this step completes; None: its landmark's z."""
         if self.q_c is None:
-            return z[batch.completed]
+            return None
         count = batch.completed.shape[0]
         constant = self.q_c.repeat(count, 1, 1)  # a copy even of one: it is rotated in place
         if cos_sin is not None:
@@ -149,10 +150,10 @@ class Attention(nn.Module):
         return constant
 
     def _project(
-        self, x: Tensor, index: Tensor, cos_sin: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, z; q, k, z after norm and rotation. z is q where it has no projection."""
-        projected = self.qkv(x)
+        self, projected: Tensor, index: Tensor, cos_sin: Tensor | None, batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """q, k, v, z; q, k, z after norm and rotation. z is q where it has no projection; k and v
+        are None where they are in the cache already."""
         added: Tensor | None = None
         if self.lmk_q_up is None:
             v = projected[:, self.spans[-1][1] * self.head_dim :]
@@ -164,6 +165,12 @@ class Attention(nn.Module):
         weight = self._head_weights()
         if weight is not None:
             q_heads, kv_heads = (b - a for a, b in self.spans[:2])
+            target = batch.target(self.index)
+            if target is not None:
+                q, z = ops.heads_into_cache(
+                    projected, added, weight, cos_sin, *target, q_heads, self.eps
+                )
+                return q, None, None, z if len(self.spans) > 2 else q
             q, k, z = ops.split_norm_rope(
                 projected, added, weight, cos_sin, q_heads, kv_heads, self.eps
             )

@@ -54,25 +54,14 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.eps, dtype=dtype)
         self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, dtype=dtype)
 
-    def forward(self, x: Tensor, delta: Tensor | None, batch: AttentionBatch) -> Tensor:
-        """Run the block on the residual stream x [T, hidden], in place.
-
-        Args:
-            delta: the previous block's output that is still to be added to x, None: nothing is.
-
-        Returns:
-            What the next reader of x has to add to it first: [T, hidden].
-        """
+    def forward(self, x: Tensor, batch: AttentionBatch) -> None:
+        """Run the block on the residual stream x [T, hidden], in place."""
         if self.post_norm:
-            if delta is not None:
-                x += delta
-            x += self.attention_norm(self.attention(x, batch))
-            after: Tensor = self.mlp_norm(self.mlp(x))
-            return after
-        h = _normed_sum(self.attention_norm, x, delta)
-        h = _normed_sum(self.mlp_norm, x, self.attention(h, batch))
-        out: Tensor = self.mlp(h)
-        return out
+            x += self.attention_norm(self.attention.out(self.attention(x, batch)))
+            x += self.mlp_norm(self.mlp.down(self.mlp(x)))
+        else:
+            self.attention.out.add_to(x, self.attention(x, batch, self.attention_norm))
+            self.mlp.down.add_to(x, self.mlp(x, self.mlp_norm))
 
 
 class Decoder(nn.Module):
@@ -106,29 +95,18 @@ class Decoder(nn.Module):
         )
 
     def forward(self, batch: AttentionBatch) -> Tensor:
-        """Run one step: -> hidden states [T, hidden] after the final norm."""
+        """Run one step: -> hidden states [T, hidden] before the final norm."""
         x: Tensor = self.embedding(batch.input_ids)
-        delta: Tensor | None = None
         for block in self.layers:
-            delta = block(x, delta, batch)
-        return _normed_sum(self.norm, x, delta)
+            block(x, batch)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] -> float32 logits [n, V] of the user's vocabulary alone."""
-        out: Tensor = self.head(hidden)
-        return out.float()
+        """What forward gave [n, hidden] -> float32 logits [n, V] of the user's vocabulary alone."""
+        return self.head.logits(hidden, self.norm)
 
     def pack(self) -> None:
         """Lay out the weights for this CPU's kernels; call once, after loading."""
         for module in self.modules():
             if isinstance(module, Linear | TiedHead):
                 module.pack()
-
-
-def _normed_sum(norm: RMSNorm, x: Tensor, delta: Tensor | None) -> Tensor:
-    """x += delta in place, then norm(x), in one pass; delta's memory holds the result."""
-    if delta is None:
-        out: Tensor = norm(x)
-        return out
-    norm.add(delta, x)
-    return delta

@@ -21,8 +21,8 @@ SHOWN = 5
 def load_weights(model: nn.Module, tensors: WeightMap, folder: Path) -> None:
     """Fill every parameter of `model` from the folder's safetensors files.
 
-    Tensors are read one at a time and converted to the parameter's dtype and device, so memory
-    holds the model and one tensor.
+    Tensors go one at a time from the mapped file to the parameters' device and are converted there,
+    so that device holds the model and one tensor, and on a GPU the host holds neither.
 
     Raises:
         BadModel: a file is truncated or corrupt, or tensors are missing, unexpected or misshapen;
@@ -35,9 +35,10 @@ def load_weights(model: nn.Module, tensors: WeightMap, folder: Path) -> None:
     for name, stored in tensors.items():
         if stored.target is not None and name in entries:
             by_file[entries[name].file].append(name)
+    device = str(next(model.parameters()).device)
     for path, names in by_file.items():
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
+            with safe_open(path, framework="pt", device=device) as file:
                 for name in names:
                     place = destination(model, tensors[name])
                     place.copy_(_first_rows(file.get_slice(name), place))

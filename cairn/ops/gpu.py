@@ -8,10 +8,13 @@ kernels run on CPU tensors, in float32; the generic op test does that where ther
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 
 class _NoTriton:
@@ -42,3 +45,25 @@ def next_power_of_2(number: int) -> int:
 def warps_for(elements: int) -> int:
     """Warps of a program that handles this many elements at once: 4 to 16 of them a thread."""
     return min(16, max(1, next_power_of_2(elements) // 256))
+
+
+def launches_early(device: torch.device) -> bool:
+    """Whether a device can launch a kernel before the one in front is done."""
+    return device.type == "cuda" and _capability(device.index) >= (9, 0)
+
+
+def program_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have; interpreted ones know no bound."""
+    return _shared_memory(device.index) if device.type == "cuda" else 1 << 62
+
+
+@functools.cache
+def _shared_memory(index: int) -> int:
+    properties = torch.cuda.get_device_properties(index)
+    more = getattr(properties, "shared_memory_per_block_optin", 0)
+    return max(int(properties.shared_memory_per_block), int(more))
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

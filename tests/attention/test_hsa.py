@@ -9,7 +9,7 @@ from cairn import ops
 from cairn.attention.base import Batch
 from cairn.attention.registry import assign, cache_specs
 from cairn.cache.landmarks import SlotMap
-from cairn.cache.pools import CachePools
+from cairn.cache.pools import CachePools, PageFormat
 from cairn.config import EngineOptions, Machine, resolve
 from cairn.engine.build import attention_layers, model_facts
 from cairn.models.registry import load_spec
@@ -54,7 +54,7 @@ def test_intermediate_tensors(case: str, chunk: int):
     total = golden["q"].shape[0]
     pages = -(-total // size)
     pools = CachePools(
-        cache_specs([layer] * spec.num_layers), pages + 9, size, torch.float32, device="cpu"
+        cache_specs([layer] * spec.num_layers), pages + 9, PageFormat(size, torch.float32), "cpu"
     )
     for tensor in pools.tensors():
         tensor.fill_(float("nan"))

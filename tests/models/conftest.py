@@ -53,6 +53,9 @@ class PlainBatch:
             self._memo[key] = compute()
         return self._memo[key]
 
+    def target(self, layer: int) -> None:
+        return None
+
     def attend(
         self,
         layer: int,
@@ -69,6 +72,9 @@ class PlainBatch:
             assert lmk_q is None and summary_query is None
             return self._plain(kind, q.float(), k.float(), v.float()).to(q.dtype)
         assert lmk_q is not None
+        hils = self.spec.hils
+        if summary_query is None and hils is not None and hils.needs_summary_query:
+            summary_query = lmk_q[self.completed]
         return self._hils(layer, q, k, v, lmk_q, summary_query).to(q.dtype)
 
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:

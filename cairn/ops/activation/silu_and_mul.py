@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.activation.kernels import silu_and_mul_kernel
+from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -46,3 +47,15 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(2, 3, 2 * 5, dtype=torch.float16))
     yield make.args(make.randn(0, 8))
     yield make.args(make.randn(4, 64, scale=30.0)[:, :40], out=make.empty(4, 20))
+
+
+@silu_and_mul.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x = draw.randn(rows, 2 * layer.intermediate)
+        others = (
+            *draw.compiled(silu_and_mul.reference),
+            *flashinfer("activation.silu_and_mul"),
+        )
+        size = f"{layer.name}: {rows} x {layer.intermediate}"
+        yield Point(size, draw.args(x), moved(x) * 3 // 2, alternatives=others)

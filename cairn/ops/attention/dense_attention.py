@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention import launch, paging
+from cairn.ops.attention import launch, library, paging
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_state_v2 import merge_state_v2
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -23,16 +24,20 @@ def dense_attention(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
+    first_slot: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every token over slots 0 .. slot of its row, block of keys by block of keys.
 
     Args:
         q: [T, h_q, d].
-        k_cache, v_cache: [pages, h_kv, S, d]; query head h reads KV head h // (h_q // h_kv).
+        k_cache, v_cache: [pages, h_kv, S, d], or quantized; query head h reads KV head
+            h // (h_q // h_kv).
         row, slot: [T] int64. Slots 0 .. slot of the row are written.
         page_table: [rows, max_pages] int32, logical to physical page.
         scale: of the dot products; None: d ** -0.5.
         mask_landmarks: the last slot of every page is no key.
+        first_slot: what the host knows: the tokens are the slots of one row from this one on. None:
+            nothing.
     Returns:
         (o [T, h_q, d], lse [T, h_q]) float32; a token without a visible key has o = 0, lse = -inf.
     """
@@ -64,6 +69,7 @@ def _(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
+    first_slot: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -77,6 +83,7 @@ def _accepts(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
+    first_slot: int | None = None,
 ) -> bool:
     return tiling.worthwhile(q, k_cache, row)
 
@@ -91,6 +98,7 @@ def _(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
+    first_slot: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, query_heads, dim = q.shape
     _, heads, page_size, _ = k_cache.shape
@@ -199,6 +207,37 @@ dense_attention.tolerance(
 )
 
 
+def _by_library(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    first_slot: int | None = None,
+) -> bool:
+    return library.accepts(q, k_cache, v_cache, first_slot, mask_landmarks)
+
+
+@dense_attention.implementation("cudnn", devices=gpu.DEVICES, when=_by_library)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    first_slot: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
+    assert first_slot is not None
+    return library.attend(task, first_slot)
+
+
 @dense_attention.implementation(
     "triton_splits",
     devices=gpu.DEVICES,
@@ -215,6 +254,7 @@ def _(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
+    first_slot: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     given = (q, k_cache, v_cache, row, slot, page_table)
     return launch.attend_splits(launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks))
@@ -234,6 +274,7 @@ def _(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
+    first_slot: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     given = (q, k_cache, v_cache, row, slot, page_table)
     return launch.attend_tiles(launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks))
@@ -257,3 +298,28 @@ def _(make: Make) -> Cases:
             yield make.args(*few, mask_landmarks=True)
             none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
             yield make.args(*none)
+            if size == 8:
+                bytes_of = paged.quantized()
+                small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
+                yield make.args(*small, mask_landmarks=True)
+    if make.device != "cpu":
+        # A chunk whose past fills a call of the library, with something left over on both sides.
+        paged = make.paged((14_000, 9), 2, 64, 32, dtype=torch.bfloat16)
+        row, slot, _ = paged.queries((5_000, 0))
+        q = make.randn(5_000, 4, 32, dtype=torch.bfloat16)
+        yield make.args(
+            *(q, paged.k_cache, paged.v_cache, row, slot, paged.page_table), first_slot=9_000
+        )
+
+
+@dense_attention.bench
+def _(draw: Draw) -> Points:
+    for job in draw.attention():
+        where = (job.row, job.slot, job.page_table)
+        yield Point(
+            str(job),
+            draw.args(job.q, job.k_cache, job.v_cache, *where, first_slot=job.first_slot),
+            job.step.batch * job.step.context * job.slot_bytes + moved(job.q, job.q),
+            job.attend_flops(job.pairs()),
+            job.dense(),
+        )

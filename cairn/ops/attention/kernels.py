@@ -10,7 +10,16 @@ mask, or an index that is not plainly ascending, would cost the wide loads.
 
 from __future__ import annotations
 
+from cairn.ops.cache.kernels import scales, worth
 from cairn.ops.gpu import tl, triton
+
+
+@triton.jit
+def launch_next(EARLY: tl.constexpr):
+    """With EARLY the next kernel may be launched as soon as all programs have come here. It waits
+    for all that this one writes, and so for what this one itself waits for."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -49,6 +58,34 @@ def load_columns(at, alive, DIM: tl.constexpr, DP: tl.constexpr):
     if DP != DIM:
         shown = shown & (d < DIM)[:, None]
     return tl.load(at[None, :] + d[:, None], mask=shown, other=0.0)
+
+
+@triton.jit
+def load_keys(
+    head, line, inner, alive,
+    DTYPE: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """[DP, N] keys of the slots `inner` of pages, which begin at head + line.
+
+    Args:
+        DTYPE: what those of a quantized cache become; others stay as they are.
+    """
+    key = load_columns(head + line, alive, DIM, DP)
+    if head.dtype.element_ty == tl.uint8:
+        key = worth(key, scales(head, line, inner, alive, DIM, SIZE)[None, :], DTYPE)
+    return key
+
+
+@triton.jit
+def load_values(
+    head, line, inner, alive,
+    DTYPE: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """[N, DP]: `load_keys`, not transposed."""
+    value = load_rows(head + line, alive, DIM, DP)
+    if head.dtype.element_ty == tl.uint8:
+        value = worth(value, scales(head, line, inner, alive, DIM, SIZE)[:, None], DTYPE)
+    return value
 
 
 @triton.jit
@@ -101,8 +138,8 @@ def attend_blocks(
         line = block_lines(table, start, inside, page_stride, DIM, SIZE, KEYS)
         if MASKED:
             inside = inside & (t % SIZE != SIZE - 1)
-        key = load_columns(k_head + line, inside, DIM, DP)
-        value = load_rows(v_head + line, inside, DIM, DP)
+        key = load_keys(k_head, line, t % SIZE, inside, query.dtype, DIM, SIZE, DP)
+        value = load_values(v_head, line, t % SIZE, inside, query.dtype, DIM, SIZE, DP)
         logits = tl.dot(query, key, input_precision=PRECISION) * factor
         if EDGE:
             visible = mine[:, None] & (t[None, :] <= last[:, None])
@@ -133,15 +170,16 @@ def finish(best, total, acc):
     return acc / safe[:, None], tl.where(seen, value, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "begin_slot"])
 def tile_kernel(
     q, k_cache, v_cache, row, slot, page_table, o, lse,
-    tokens, window, scale, table_stride, page_stride, head_stride,
+    tokens, begin_slot, window, scale, table_stride, page_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     TOKENS: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens and one KV head; the tokens of each row in turn, in any order."""
+    """A tile of tokens and one KV head; the tokens of each row in turn, in any order. Slots before
+    `begin_slot` are left out."""
     group: tl.constexpr = HEADS // KV_HEADS
     # Late tiles see the most keys: they start first.
     begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
@@ -152,7 +190,7 @@ def tile_kernel(
     alive = (token < tokens) & (m % GP < group)
     own_row = tl.load(row + token, mask=alive, other=-1)
     own_slot = tl.load(slot + token, mask=alive, other=-1).to(tl.int32)
-    first = first_visible(own_slot, window, SIZE, ALIGNED)
+    first = tl.maximum(first_visible(own_slot, window, SIZE, ALIGNED), begin_slot)
     place = token.to(tl.int64) * HEADS + head
     query = load_rows(q + place * DIM, alive, DIM, DP)
     best = tl.full([TOKENS * GP], float("-inf"), tl.float32)
@@ -264,11 +302,13 @@ def merge_kernel(
         LOGS: write lse, which has no such state.
         EARLY: as in `await_previous`.
     """
+    launch_next(EARLY)
     await_previous(EARLY)
     place = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, DP)
     logs = tl.load(part_lse + place * splits + s, mask=s < splits, other=float("-inf"))
+    part = load_rows(part_o + (place * splits + s) * DIM, s < splits, DIM, DP)
     best = tl.max(logs, 0)
     if SOFTMAX1:
         best = tl.maximum(best, 0.0)
@@ -278,8 +318,35 @@ def merge_kernel(
     if SOFTMAX1:
         total += tl.exp(-base)
     safe = tl.where(total > 0, total, 1.0)
-    part = load_rows(part_o + (place * splits + s) * DIM, weight > 0, DIM, DP)
     merged = tl.sum(part * weight[:, None], 0) / safe
     tl.store(o + place * DIM + d, merged.to(o.dtype.element_ty), mask=d < DIM)
     if LOGS:
         tl.store(lse + place, tl.where(total > 0, base + tl.log(safe), float("-inf")))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def join_kernel(
+    o, lse, part_o, part_lse, tokens, token_stride, head_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Join further states to o [T, HEADS, DIM] and lse [T, HEADS]: part_o [T, HEADS, DIM], strided,
+    and part_lse [HEADS, T]."""
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = place // HEADS
+    head = place % HEADS
+    alive = token < tokens
+    own = tl.load(lse + place, mask=alive, other=float("-inf"))
+    other = tl.load(part_lse + head * tokens + token, mask=alive, other=float("-inf"))
+    best = tl.maximum(own, other)
+    base = tl.where(best == float("-inf"), 0.0, best)
+    own_weight = tl.exp(own - base)
+    other_weight = tl.exp(other - base)
+    total = own_weight + other_weight
+    share = 1.0 / tl.where(total > 0, total, 1.0)
+    at = o + place.to(tl.int64) * DIM
+    value = load_rows(at, alive & (own_weight > 0), DIM, DP) * (own_weight * share)[:, None]
+    where = part_o + token.to(tl.int64) * token_stride + head * head_stride
+    part = load_rows(where, alive & (other_weight > 0), DIM, DP).to(tl.float32)
+    store_rows(at, value + part * (other_weight * share)[:, None], alive, DIM, DP)
+    joined = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+    tl.store(lse + place, joined, mask=alive)

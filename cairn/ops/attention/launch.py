@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention.kernels import merge_kernel, split_kernel, tile_kernel
+from cairn.ops.cache import quantized
 
 SPLIT_TOKENS = 256
 """At most this many tokens run one program each (and KV head, and split of the keys)."""
@@ -22,10 +23,9 @@ def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     heads, kv_heads, dim = q.shape[1], k_cache.shape[1], q.shape[2]
     return (
         q.is_contiguous()
-        and q.dtype == k_cache.dtype == v_cache.dtype
+        and k_cache.dtype == v_cache.dtype
         and k_cache.stride() == v_cache.stride()
-        and k_cache.stride(3) == 1
-        and k_cache.stride(2) == dim
+        and quantized.fits(q, k_cache)
         and 16 <= dim <= 256
         and heads // kv_heads <= 16
     )
@@ -53,6 +53,11 @@ class Task:
     scale: float | None = None
     aligned: bool = False
     mask_landmarks: bool = False
+
+    def part(self, at: slice) -> Task:
+        """The same for some of the tokens."""
+        own = (self.q[at], self.k_cache, self.v_cache, self.row[at], self.slot[at], self.page_table)
+        return Task(*own, self.window, self.scale, self.aligned, self.mask_landmarks)
 
     @property
     def width(self) -> int:
@@ -106,18 +111,23 @@ class Task:
 def attend_tiles(task: Task) -> tuple[Tensor, Tensor]:
     """Tiles of consecutive tokens: for prefill."""
     o, lse = task.empty()
+    run_tiles(task, o, lse)
+    return o, lse
+
+
+def run_tiles(task: Task, o: Tensor, lse: Tensor, begin_slot: int = 0) -> None:
+    """Write o [T, h_q, d] and lse [T, h_q], slots before `begin_slot` left out."""
     tokens = task.q.shape[0]
     half = task.q.dtype != torch.float32
     rows = 64 if task.width <= 128 else 32
     per_tile = max(1, (2 * rows if half else rows) // task.group)
     if tokens:
         tile_kernel[(task.k_cache.shape[1], -(-tokens // per_tile))](
-            *(*task.inputs(), o, lse, tokens, *task.numbers(), *task.shape()),
+            *(*task.inputs(), o, lse, tokens, begin_slot, *task.numbers(), *task.shape()),
             *(per_tile, task.group, task.width, task.keys, *task.switches()),
             num_warps=8 if half and task.width > 64 else 4,
             num_stages=3 if half and task.width <= 128 else 2,
         )
-    return o, lse
 
 
 def splits_of(task: Task) -> int:

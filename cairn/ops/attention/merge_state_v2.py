@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -40,3 +41,17 @@ def _(make: Make) -> Cases:
         yield make.args(v_a, s_a, make.empty(5, 3, 16, dtype=dtype), empty)
         yield make.args(v_a, empty, v_b, -empty)
         yield make.args(v_a[:0], s_a[:0], v_b[:0], s_b[:0])
+
+
+@merge_state_v2.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        shape = (rows, layer.heads, layer.head_dim)
+        v_a, v_b = (draw.randn(*shape) for _ in range(2))
+        s_a, s_b = (draw.randn(*shape[:2], dtype=torch.float32) for _ in range(2))
+        yield Point(
+            f"{layer.name}: {rows} x {layer.heads} x {layer.head_dim}",
+            draw.args(v_a, s_a, v_b, s_b),
+            moved(v_a, v_a, v_b, s_a, s_a, s_b),
+            alternatives=draw.compiled(merge_state_v2.reference),
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops.cache import quantized
+
 BLOCK_BYTES = 8 << 20
 """Budget for one temporary tensor; loops over blocks keep to it whatever the context."""
 
@@ -13,13 +15,15 @@ def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
     """Copy pages side by side.
 
     Args:
-        cache: [pages, h_kv, S, d].
+        cache: [pages, h_kv, S, d], or quantized.
         pages: [N, n] int64, physical ids.
     Returns:
-        [N, h_kv, n * S, d], new memory.
+        [N, h_kv, n * S, d], new memory; float32 of a quantized cache.
     """
     _, heads, size, dim = cache.shape
     count, width = pages.shape
+    if quantized.is_quantized(cache):
+        return quantized.take(cache, pages).transpose(1, 2).reshape(count, heads, -1, dim - 1)
     if not cache.is_contiguous():
         return cache[pages].transpose(1, 2).reshape(count, heads, width * size, dim)
     lines = (pages * heads).unsqueeze(1)

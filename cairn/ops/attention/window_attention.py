@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.attention import launch, paging
 from cairn.ops.attention import tiles as tiling
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -35,7 +36,8 @@ def window_attention(
 
     Args:
         q: [T, h_q, d].
-        k_cache, v_cache: [pages, h_kv, S, d]; query head h reads KV head h // (h_q // h_kv).
+        k_cache, v_cache: [pages, h_kv, S, d], or quantized; query head h reads KV head
+            h // (h_q // h_kv).
         row, slot: [T] int64. Slots 0 .. slot of the row are written.
         page_table: [rows, max_pages] int32, logical to physical page.
         window: slots, >= 1.
@@ -322,3 +324,21 @@ def _(make: Make) -> Cases:
                 yield make.args(*one, window, mask_landmarks=True)
             none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
             yield make.args(*none, window)
+            if size == 8:
+                bytes_of = paged.quantized()
+                small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
+                yield make.args(*small, window, aligned=True, mask_landmarks=True)
+
+
+@window_attention.bench
+def _(draw: Draw) -> Points:
+    for job in draw.attention():
+        window = job.layer.window
+        where = (job.row, job.slot, job.page_table, window)
+        yield Point(
+            str(job),
+            draw.args(job.q, job.k_cache, job.v_cache, *where, aligned=True, mask_landmarks=True),
+            job.window_bytes + moved(job.q, job.q),
+            job.attend_flops(job.pairs(window)),
+            job.sdpa_window(),
+        )

@@ -1,8 +1,47 @@
-"""Kernel of the cache write."""
+"""Kernel of the cache write, and how kernels read a quantized cache."""
 
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
+
+
+@triton.jit
+def quantized(x):
+    """The rows of x [M, N] as bytes, see `cairn.ops.cache.quantized`: numbers and exponents [M].
+
+    Rounding is by hand, and reading too: not every device that runs these kernels knows e4m3.
+    """
+    number = x.to(tl.float32)
+    bits = tl.max(number.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.maximum(exponent, 1)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    finite = bits < 0x7F800000
+    exponent = tl.where(finite, exponent, 255)
+    scaled = (number * inverse[:, None]).to(tl.int32, bitcast=True)
+    sign = (scaled >> 24) & 0x80
+    scaled = scaled & 0x7FFFFFFF
+    # To the nearest of 3 bits behind the first, ties to even; the exponent's bias is 7, not 127.
+    normal = ((scaled + 0x7FFFF + ((scaled >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2 ** -6 steps are 2 ** -9: those of a float32 from 2 ** 14 on, whose last bits count.
+    small = (scaled.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    byte = sign | tl.where(scaled < 0x3C800000, small, normal)
+    return tl.where(finite[:, None], byte, 0).to(tl.uint8), exponent.to(tl.uint8)
+
+
+@triton.jit
+def scales(head, line, inner, alive, DIM: tl.constexpr, SIZE: tl.constexpr):
+    """[N] float32: the scales of the slots `inner` of pages whose numbers are at head + line."""
+    exponent = tl.load(head + line + (SIZE * DIM + inner * (1 - DIM)), mask=alive, other=0)
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def worth(byte, scale, DTYPE: tl.constexpr):
+    """What the bytes are worth by their scales, as DTYPE."""
+    bits = ((byte.to(tl.int32) & 0x80) << 24) | ((byte.to(tl.int32) & 0x7F) << 20)
+    number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    return (number * scale).to(DTYPE)
 
 
 @triton.jit
@@ -19,7 +58,15 @@ def write_kv_kernel(
         d = tl.arange(0, DP)
         inside = (head < HEADS)[:, None] & (d < DIM)[None, :]
         read = head[:, None] * DIM + d[None, :]
-        write = (at // size) * page_stride + (at % size) * DIM
-        write = write + head[:, None].to(tl.int64) * head_stride + d[None, :]
-        tl.store(k_cache + write, tl.load(k + token * k_stride + read, mask=inside), mask=inside)
-        tl.store(v_cache + write, tl.load(v + token * v_stride + read, mask=inside), mask=inside)
+        block = (at // size) * page_stride + head.to(tl.int64) * head_stride
+        write = block[:, None] + (at % size) * DIM + d[None, :]
+        key = tl.load(k + token * k_stride + read, mask=inside, other=0.0)
+        value = tl.load(v + token * v_stride + read, mask=inside, other=0.0)
+        if k_cache.dtype.element_ty == tl.uint8:
+            behind = block + size * DIM + at % size
+            key, key_exponent = quantized(key)
+            value, value_exponent = quantized(value)
+            tl.store(k_cache + behind, key_exponent, mask=head < HEADS)
+            tl.store(v_cache + behind, value_exponent, mask=head < HEADS)
+        tl.store(k_cache + write, key, mask=inside)
+        tl.store(v_cache + write, value, mask=inside)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.cache import quantized
 from cairn.ops.cache.kernels import write_kv_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -17,7 +19,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: T
 
     Args:
         k, v: [T, h_kv, d], the caches' dtype.
-        k_cache, v_cache: [pages, h_kv, S, d], changed.
+        k_cache, v_cache: [pages, h_kv, S, d], or quantized, changed.
         location: [T] int64, page * S + slot in the page; a negative one is not written.
     """
     page_size = k_cache.shape[2]
@@ -26,15 +28,20 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: T
     kept = location >= 0
     if not bool(kept.all()):
         k, v, page, offset = k[kept], v[kept], page[kept], offset[kept]
-    k_cache[page, :, offset] = k
-    v_cache[page, :, offset] = v
+    if not quantized.is_quantized(k_cache):
+        k_cache[page, :, offset] = k
+        v_cache[page, :, offset] = v
+        return
+    for given, cache in ((k, k_cache), (v, v_cache)):
+        for place, values in zip(quantized.parts(cache), quantized.quantize(given), strict=True):
+            place[page, :, offset] = values
 
 
 @write_kv.implementation(
     "index_copy",
     devices=("cpu",),
     when=lambda k, v, k_cache, v_cache, location: (
-        k_cache.is_contiguous() and v_cache.is_contiguous()
+        k.dtype == k_cache.dtype and k_cache.is_contiguous() and v_cache.is_contiguous()
     ),
 )
 def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
@@ -58,7 +65,7 @@ def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) 
     when=lambda k, v, k_cache, v_cache, location: (
         k.stride()[1:] == v.stride()[1:] == (k.shape[2], 1)
         and k_cache.stride() == v_cache.stride()
-        and k_cache.stride()[2:] == (k.shape[2], 1)
+        and quantized.fits(k, k_cache)
     ),
 )
 def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
@@ -82,3 +89,27 @@ def _(make: Make) -> Cases:
         yield make.args(k[:2], v[:2], *caches, spot[:2])
         yield make.args(k[:0], v[:0], *caches, spot[:0])
         yield make.args(k[3:4], v[3:4], *caches, spot[3:4])
+        yield make.args(k, v, *(quantized.pack(cache) for cache in caches), spot)
+
+
+def _index_put(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
+    """The definition where every location is written."""
+    page, offset = location // k_cache.shape[2], location % k_cache.shape[2]
+    k_cache[page, :, offset] = k
+    v_cache[page, :, offset] = v
+
+
+@write_kv.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        heads, size, dim = layer.kv_heads, layer.page_size, layer.head_dim
+        pages = rows // size + 64
+        k, v = (draw.randn(rows, heads, dim) for _ in range(2))
+        caches = [draw.randn(pages, heads, size, dim) for _ in range(2)]
+        spot = draw.rand(pages * size).argsort()[:rows]
+        yield Point(
+            f"{layer.name}: {rows} x {heads} x {dim}",
+            draw.args(k, v, *caches, spot),
+            moved(k, k, v, v, spot),
+            alternatives=(Alternative("index_put", _index_put),),
+        )

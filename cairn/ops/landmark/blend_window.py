@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.landmark.kernels.summary import blend_window_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -50,3 +51,17 @@ def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         yield make.args(pages, window, weight, dtype)
     yield make.args(pages[:0], window[:0], weight[:0], torch.float32)
+
+
+@blend_window.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        shape = (rows, layer.heads, layer.head_dim)
+        pages, window = (draw.randn(*shape, dtype=torch.float32) for _ in range(2))
+        weight = draw.rand(*shape[:2])
+        yield Point(
+            f"{layer.name}: {rows} x {layer.heads} x {layer.head_dim}",
+            draw.args(pages, window, weight, draw.dtype),
+            moved(pages, window, weight) + pages.numel() * draw.dtype.itemsize,
+            alternatives=draw.compiled(blend_window.reference),
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,26 +10,70 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.attention import launch
 from cairn.ops.landmark import page_launch, select_launch
-from cairn.ops.landmark.kernels.fused import pick_kernel, scan_kernel
+from cairn.ops.landmark.kernels.fused import pick_kernel, read_kernel, scan_kernel
 
 EARLY_TOKENS = 16
 """At most this many tokens launch each kernel before the one in front is done: with more, programs
 that wait would take the place of others that work."""
+PROGRAMS = 528
+"""Programs that fill a large device; fewer tokens are scored by more programs each."""
+MOST_PROGRAMS = 256
+"""Programs that score a token for one KV head, at most: one program adds up what they found."""
+LEAST_PROGRAMS = 4
+CHUNK = 512
+"""Candidates that one program chooses from, unless there are very many."""
+MOST_LISTED = 512
+"""What all chunks of a token may find for one KV head, before the chunks grow."""
+WARP_NUMBERS = 1024
+"""Scores that a warp of a choosing program holds."""
+TILE_NUMBERS = 4096
+"""Numbers of the summaries that a program scores at once; as many more are on their way."""
 
 
-@functools.cache
-def _knows_early(index: int) -> bool:
-    """Whether a device can launch a kernel before the one in front is done."""
-    return torch.cuda.get_device_capability(index) >= (9, 0)
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a step is split up.
+
+    Attributes:
+        splits: programs that share a token's window, for one KV head.
+        tile: candidates that a program scores at a time.
+        programs: programs that share a token's candidates.
+        chunk, chunks: candidates of a chunk, and how many chunks a row has.
+        early: kernels are launched before the one in front is done.
+        store: the step's completed pages get their summaries.
+    """
+
+    splits: int
+    tile: int
+    programs: int
+    chunk: int
+    chunks: int
+    early: bool
+    store: bool
+
+
+def _plan(task: launch.Task, job: select_launch.Selection, store: bool) -> _Plan:
+    tokens = task.q.shape[0]
+    tile = max(1, TILE_NUMBERS // (job.group * job.width))
+    wanted = max(LEAST_PROGRAMS, -(-PROGRAMS // (tokens * job.groups)))
+    programs = max(1, min(-(-job.pages // tile), wanted, MOST_PROGRAMS))
+    chunk = max(min(CHUNK, gpu.next_power_of_2(job.pages)), gpu.next_power_of_2(job.topk))
+    while -(-job.pages // chunk) * job.topk > max(MOST_LISTED, job.topk):
+        chunk *= 2
+    # Programs read summaries before they wait: no token may have a page of the step as candidate.
+    early = tokens <= min(EARLY_TOKENS, task.window) and gpu.launches_early(task.q.device)
+    chunks = -(-job.pages // chunk)
+    return _Plan(launch.splits_of(task), tile, programs, chunk, chunks, early, store)
 
 
 def attend(
-    task: launch.Task, job: select_launch.Selection, softmax1: bool
+    task: launch.Task, job: select_launch.Selection, softmax1: bool, store: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, indices, scores and lse of landmark_attention.
 
     Args:
         task: the window; job: the selection, whose lse is not used; the same tokens in both.
+        store: store summaries first; no page may be completed that a token has for a candidate.
     """
     tokens, heads = task.q.shape[:2]
     indices = job.empty(tokens, job.groups, job.topk, dtype=torch.int32)
@@ -37,53 +81,87 @@ def attend(
     out = torch.empty_like(task.q)
     if tokens == 0:
         return out, indices, scores, lse
-    device = task.q.device
-    early = tokens <= EARLY_TOKENS and device.type == "cuda" and _knows_early(device.index)
+    plan = _plan(task, job, store)
     pages = page_launch.Pages(
         *(task.q, task.k_cache, task.v_cache, task.row, task.page_table, indices, scores),
         task.q.shape[2] ** -0.5 if task.scale is None else task.scale,
     )
-    splits = launch.splits_of(task)
-    parts = splits + pages.splits[0]
-    part_o, part_lse = task.empty(parts)
-    _scan(task, job, splits, part_o, part_lse, (indices, scores, lse), early)
-    page_launch.attend_splits(pages, part_o, part_lse, splits, early=early)
-    launch.merge(part_o, part_lse, out, None, softmax1=softmax1, early=early)
+    part_o, part_lse = task.empty(plan.splits + pages.splits[0])
+    u, tops, sums = _scan(task, job, plan, part_o, part_lse)
+    found = _pick(job, plan, (u, tops, sums, part_lse), lse)
+    _read(task, job, plan, pages, found, (part_o, part_lse))
+    launch.merge(part_o, part_lse, out, None, softmax1=softmax1, early=plan.early)
     return out, indices, scores, lse
 
 
 def _scan(
     task: launch.Task,
     job: select_launch.Selection,
-    splits: int,
+    plan: _Plan,
     part_o: Tensor,
     part_lse: Tensor,
-    results: tuple[Tensor, Tensor, Tensor],
-    early: bool,
-) -> None:
-    """The window's splits and the selection: indices, scores and lse."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The window's splits; every candidate's score, and the normalisers' parts."""
     tokens, heads, dim = task.q.shape
-    size, parts = job.page_size, part_lse.shape[-1]
     u = job.empty(tokens, job.pages, heads)
-    part_best, part_sum = (job.empty(tokens, job.blocks, heads) for _ in range(2))
-    scorers, constants = select_launch.scoring(job)
-    tile, block, has_bias = constants[-3:]
-    scan_kernel[(splits + scorers, job.groups, tokens)](
+    tops, sums = (job.empty(tokens, plan.programs, heads) for _ in range(2))
+    kinds = (job.summary_bias is not None, plan.store, plan.early, task.switches()[-1])
+    scan_kernel[(plan.splits + plan.programs + plan.store, job.groups, tokens)](
         *(task.q, task.k_cache, task.v_cache, job.lmk_q, job.summary_key, job.bias),
-        *(task.row, task.slot, task.page_table, part_o, part_lse, u, part_best, part_sum),
-        *(splits, parts, *task.numbers(), job.offset, job.scale, *job.summary_key.stride()[:2]),
-        *(job.pages, job.blocks, heads, job.groups, job.summary_key.shape[1], dim, size),
-        *(task.group, max(16, task.group), task.width, task.keys, tile, block, has_bias),
-        *(early, task.switches()[-1]),
-        num_warps=2,
-        num_stages=3,
-        **launch.early_option(early),
-    )
-    pick_kernel[(job.groups, tokens)](
-        *(u, part_best, part_sum, part_lse, task.slot, *results, splits, parts),
-        *(job.offset, size, job.pages, job.blocks, job.topk, heads, job.groups),
-        *select_launch.choosing(job, job.group),
-        *(gpu.next_power_of_2(splits), job.normalised, early),
+        *(task.row, task.slot, task.page_table, part_o, part_lse, u, tops, sums),
+        *(plan.splits, plan.programs, part_lse.shape[-1], *task.numbers()),
+        *(job.offset, job.scale, *job.summary_key.stride()[:2], job.pages),
+        *(heads, job.groups, job.summary_key.shape[1], dim, job.page_size),
+        *(task.group, max(16, task.group), task.width, task.keys),
+        *(gpu.next_power_of_2(job.page_size), plan.tile, *kinds),
         num_warps=4,
-        **launch.early_option(early),
+        num_stages=3,
+        **launch.early_option(plan.early),
+    )
+    return u, tops, sums
+
+
+def _pick(
+    job: select_launch.Selection, plan: _Plan, given: tuple[Tensor, ...], lse: Tensor
+) -> tuple[Tensor, ...]:
+    """The best pages of every chunk, as `pick_kernel` gives them."""
+    tokens = job.slot.numel()
+    shape = (tokens, job.groups, plan.chunks, job.topk)
+    page, at = (job.empty(*shape, dtype=torch.int32) for _ in range(2))
+    found = (page, at, job.empty(*shape), job.empty(*shape, job.heads // job.groups))
+    u, tops, sums, part_lse = given
+    pick_kernel[(plan.chunks, job.groups, tokens)](
+        *(u, tops, sums, part_lse, job.row, job.slot, job.page_table, *found, lse),
+        *(plan.splits, part_lse.shape[-1], plan.programs, job.page_table.stride(0)),
+        *(job.offset, job.page_size),
+        *(job.pages, job.topk, job.heads, job.groups, job.group),
+        *(gpu.next_power_of_2(job.topk), plan.chunk, gpu.next_power_of_2(plan.programs)),
+        *(gpu.next_power_of_2(plan.splits), job.normalised, plan.early),
+        num_warps=min(8, max(4, plan.chunk * job.group // WARP_NUMBERS)),
+        **launch.early_option(plan.early),
+    )
+    return found
+
+
+def _read(
+    task: launch.Task,
+    job: select_launch.Selection,
+    plan: _Plan,
+    pages: page_launch.Pages,
+    given: tuple[Tensor, ...],
+    parts: tuple[Tensor, Tensor],
+) -> None:
+    """The selected pages' states behind the window's, and the results' pages and scores."""
+    splits, each = pages.splits
+    listed = gpu.next_power_of_2(plan.chunks * job.topk)
+    numbers = (pages.scale, *task.k_cache.stride()[:2], job.offset, job.topk)
+    read_kernel[(splits, job.groups, task.q.shape[0])](
+        *(task.q, task.k_cache, task.v_cache, task.slot, *given),
+        *(pages.indices, pages.weights, *parts, *numbers),
+        *(each, plan.splits, parts[1].shape[-1], plan.chunks, *pages.shape),
+        *(max(16, pages.group), pages.width, pages.keys, plan.chunk, listed),
+        *(gpu.next_power_of_2(each), plan.early, pages.precision),
+        num_warps=2 if pages.width * pages.keys <= 4096 else 4,
+        num_stages=3 if task.q.dtype != torch.float32 else 2,
+        **launch.early_option(plan.early),
     )

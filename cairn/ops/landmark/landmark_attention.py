@@ -10,12 +10,14 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.attention import launch
 from cairn.ops.attention.window_attention import window_attention
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.landmark import fused_launch, page_launch, select_launch
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import page_weights
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.landmark.select_task import STRATEGIES, candidate_pages, task_of
+from cairn.ops.landmark.store_prior_summary import store_prior_summary
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -37,7 +39,14 @@ def shared_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor,
     return weights.repeat_interleave(group, 1), window_weight.repeat_interleave(group, 1)
 
 
-@op
+def completed_pages(row: Tensor, slot: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+    """[T] int64, the physical page whose last slot a token is in, -1 for the others."""
+    last = (slot >= 0) & (slot % page_size == page_size - 1)
+    logical = slot.clamp(min=0) // page_size
+    return torch.where(last, page_table[row, logical].long(), -1)
+
+
+@op(mutates=("summary_key", "summary_bias"))
 def landmark_attention(
     q: Tensor,
     lmk_q: Tensor,
@@ -53,6 +62,7 @@ def landmark_attention(
     softmax1: bool,
     scale: float | None = None,
     strategy: str = "hils",
+    store_summaries: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """window_attention, select_pages, page_weights, page_attention and blend_window, in turn.
 
@@ -60,7 +70,7 @@ def landmark_attention(
 
     Args:
         q, lmk_q: [T, h_q, d].
-        k_cache, v_cache: [pages, h_kv, S, d].
+        k_cache, v_cache: [pages, h_kv, S, d], or quantized.
         summary_key: [pages, h_R, d], any strides; h_R = h_q or h_kv.
         summary_bias: [pages, h_q] float32, or None.
         row, slot: [T] int64. Slots 0 .. slot of the row are written.
@@ -70,6 +80,8 @@ def landmark_attention(
         softmax1: add a logit 0, whose share is lost, to the softmax over pages and window.
         scale: of all dot products; None: d ** -0.5.
         strategy: as in select_pages.
+        store_summaries: first, every token in the last slot of a page stores the prior_summary of
+            that page, with its lmk_q as the query. h_R is h_q.
     Returns:
         o [T, h_q, d] in q's dtype; indices [T, h_kv, topk] int32 and scores [T, h_q, topk]
         (group: [T, h_kv, topk]) float32 as select_pages gives them; lse [T, h_q] float32 of the
@@ -78,6 +90,10 @@ def landmark_attention(
         ValueError: as select_pages.
     """
     where = (row, slot, page_table)
+    if store_summaries:
+        completed = completed_pages(row, slot, page_table, k_cache.shape[2])
+        given = (lmk_q, k_cache, completed, summary_key, summary_bias, scale)
+        store_prior_summary.reference(*given)
     o_window, lse = window_attention.reference(
         q, k_cache, v_cache, *where, window, scale, aligned=True, mask_landmarks=True
     )
@@ -108,6 +124,7 @@ def _(
     softmax1: bool,
     scale: float | None = None,
     strategy: str = "hils",
+    store_summaries: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     task = task_of(lmk_q, summary_key, strategy, scale, k_cache.shape[1])
     indices, scores = task.empty(q.shape[0], topk, q.device)
@@ -115,7 +132,11 @@ def _(
 
 
 def _few_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return q.shape[0] <= launch.SPLIT_TOKENS and _on_gpu(q, *args, **kwargs)
+    if q.shape[0] > launch.SPLIT_TOKENS or not _on_gpu(q, *args, **kwargs):
+        return False
+    # Nobody may have a page for a candidate whose summary comes in the same launch.
+    named = dict(zip(_PARAMETERS, (q, *args), strict=False)) | kwargs
+    return not named.get("store_summaries") or q.shape[0] <= named["window"]
 
 
 def _on_gpu(
@@ -133,6 +154,7 @@ def _on_gpu(
     softmax1: bool,
     scale: float | None = None,
     strategy: str = "hils",
+    store_summaries: bool = False,
 ) -> bool:
     return (
         strategy != "group"
@@ -141,6 +163,9 @@ def _on_gpu(
         and launch.accepts(q, k_cache, v_cache)
         and select_launch.accepts(lmk_q, summary_key, page_table, k_cache.shape[1], topk)
     )
+
+
+_PARAMETERS = tuple(landmark_attention.__signature__.parameters)
 
 
 @landmark_attention.implementation("triton_few", devices=gpu.DEVICES, when=_few_on_gpu)
@@ -159,6 +184,7 @@ def _(
     softmax1: bool,
     scale: float | None = None,
     strategy: str = "hils",
+    store_summaries: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores and window side by side, the selection, the pages, and one merge of all."""
     where = (row, slot, page_table)
@@ -171,7 +197,7 @@ def _(
         *(window - 1, task.groups, task.normalised),
     )
     own = launch.Task(q, k_cache, v_cache, *where, window, scale, True, True)
-    return fused_launch.attend(own, job, softmax1)
+    return fused_launch.attend(own, job, softmax1, store_summaries)
 
 
 @landmark_attention.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu)
@@ -190,9 +216,13 @@ def _(
     softmax1: bool,
     scale: float | None = None,
     strategy: str = "hils",
+    store_summaries: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Window and selection as they are; weights and blend where the pages are added up."""
     where = (row, slot, page_table)
+    if store_summaries:
+        completed = completed_pages(row, slot, page_table, k_cache.shape[2])
+        store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
     o_window, lse = window_attention(
         q, k_cache, v_cache, *where, window, scale, aligned=True, mask_landmarks=True
     )
@@ -222,9 +252,13 @@ def _(
     softmax1: bool,
     scale: float | None = None,
     strategy: str = "hils",
+    store_summaries: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The ops one after the other, each as it is fastest."""
     where = (row, slot, page_table)
+    if store_summaries:
+        completed = completed_pages(row, slot, page_table, k_cache.shape[2])
+        store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
     o_window, lse = window_attention(
         q, k_cache, v_cache, *where, window, scale, aligned=True, mask_landmarks=True
     )
@@ -266,6 +300,11 @@ def _(make: Make) -> Cases:
         for softmax1 in (False, True):
             yield make.args(q, z, *caches, key, bias, *where, softmax1)
         yield make.args(q, z, *caches, key, None, *where, True, scale=0.5)
+        stored = {"store_summaries": True}
+        if group > 1:
+            yield make.args(q, z, *caches, key, bias, *where, True, **stored)
+            wide = (*where[:3], 40, *where[4:])
+            yield make.args(q, z, *caches, key, bias, *wide, True, **stored)
         landmark = make.randint(-2, 3, pages, groups, 16).to(dtype)
         for strategy in STRATEGIES:
             yield make.args(q, z, *caches, landmark, None, *where, True, strategy=strategy)
@@ -273,3 +312,21 @@ def _(make: Make) -> Cases:
         yield make.args(q[5:6], z[5:6], *caches, key, bias, *one, True)
         none = (row[:0], slot[:0], *where[2:])
         yield make.args(q[:0], z[:0], *caches, key, bias, *none, True)
+        bytes_of = paged.quantized()
+        yield make.args(q, z, bytes_of.k_cache, bytes_of.v_cache, key, bias, *where, True)
+
+
+@landmark_attention.bench
+def _(draw: Draw) -> Points:
+    for job in draw.attention():
+        layer, (key, bias) = job.layer, draw.summaries(job)
+        where = (job.row, job.slot, job.page_table, layer.window, layer.topk)
+        read = layer.topk * (layer.page_size - 1)
+        for name, z in draw.landmark_queries(job):
+            yield Point(
+                f"{job}{name}",
+                draw.args(job.q, z, job.k_cache, job.v_cache, key, bias, *where, True),
+                job.window_bytes + job.selected_bytes + job.summary_bytes + moved(z, z, z),
+                job.attend_flops(job.pairs(layer.window) + job.q.shape[0] * read) + job.score_flops,
+                job.dense(),
+            )

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.cache import quantized
 from cairn.ops.landmark.kernels.summary import mean_summary_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -16,22 +18,30 @@ def mean_summary(k_cache: Tensor, pages: Tensor) -> Tensor:
     """Mean key of complete pages, all S slots counted.
 
     Args:
-        k_cache: [pages, h_kv, S, d].
+        k_cache: [pages, h_kv, S, d], or quantized.
         pages: [N] int64, physical ids.
     Returns:
-        [N, h_kv, d] in the cache's dtype; summed in float32, rounded once.
+        [N, h_kv, d] in the cache's dtype, float32 for a quantized one; summed in float32, rounded
+        once.
     """
+    if quantized.is_quantized(k_cache):
+        return quantized.take(k_cache, pages).mean(dim=2)
     return k_cache.index_select(0, pages).float().mean(dim=2).to(k_cache.dtype)
 
 
 @mean_summary.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda k_cache, pages: k_cache.stride()[2:] == (k_cache.shape[3], 1),
+    when=lambda k_cache, pages: (
+        quantized.is_quantized(k_cache) or k_cache.stride()[2:] == (k_cache.shape[3], 1)
+    ),
 )
 def _(k_cache: Tensor, pages: Tensor) -> Tensor:
     heads, size, dim = k_cache.shape[1:]
-    key = torch.empty((pages.numel(), heads, dim), dtype=k_cache.dtype, device=k_cache.device)
+    dtype = k_cache.dtype
+    if quantized.is_quantized(k_cache):
+        dim, dtype = dim - 1, torch.float32
+    key = torch.empty((pages.numel(), heads, dim), dtype=dtype, device=k_cache.device)
     if pages.numel():
         mean_summary_kernel[(pages.numel(), heads)](
             *(k_cache, pages, key, *k_cache.stride()[:2], heads, dim, size),
@@ -48,3 +58,18 @@ def _(make: Make) -> Cases:
         cache[2] = torch.nan
         yield make.args(cache, make.tensor([5, 0, 3], torch.int64))
         yield make.args(cache, make.tensor([], torch.int64))
+        yield make.args(quantized.pack(cache), make.tensor([5, 0, 3], torch.int64))
+
+
+@mean_summary.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        count = -(-rows // layer.page_size)
+        cache = draw.randn(2 * count, layer.kv_heads, layer.page_size, layer.head_dim)
+        pages = draw.rand(2 * count).argsort()[:count]
+        yield Point(
+            f"{layer.name}: pages of {rows} slots",
+            draw.args(cache, pages),
+            moved(cache[:count], cache[:count, :, 0]),
+            alternatives=draw.compiled(mean_summary.reference),
+        )

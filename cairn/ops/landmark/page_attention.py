@@ -7,7 +7,10 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch, paging
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.cache import quantized
 from cairn.ops.landmark import page_launch
+from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -36,7 +39,8 @@ def page_attention(
 
     Args:
         q: [T, h_q, d].
-        k_cache, v_cache: [pages, h_kv, S, d]; query head h reads KV head h // (h_q // h_kv).
+        k_cache, v_cache: [pages, h_kv, S, d], or quantized; query head h reads KV head
+            h // (h_q // h_kv).
         row: [T] int64.
         page_table: [rows, max_pages] int32, logical to physical page.
         indices: [T, h_kv, K] int32, logical pages; a negative one is no page.
@@ -45,7 +49,7 @@ def page_attention(
     Returns:
         [T, h_q, d] float32.
     """
-    heads, size, dim = k_cache.shape[1:]
+    (heads, size), dim = k_cache.shape[1:3], q.shape[2]
     topk = indices.shape[-1]
     factor = dim**-0.5 if scale is None else scale
     head = torch.arange(heads, device=q.device).unsqueeze(1)
@@ -89,6 +93,8 @@ def _(
 def _gather(cache: Tensor, pages: Tensor, head: Tensor) -> Tensor:
     """The page in each of K places, of its KV head: pages [T, h_kv, K] -> [T * h_kv, K, S, d]."""
     _, heads, size, dim = cache.shape
+    if quantized.is_quantized(cache):
+        return quantized.take(cache, pages, head).flatten(0, 1)
     if not cache.is_contiguous():
         return cache[pages, head].flatten(0, 1)
     lines = cache.view(-1, size * dim).index_select(0, (pages * heads + head).view(-1))
@@ -108,6 +114,7 @@ def _one_full(
     """One token with a page in every place."""
     return (
         q.shape[0] == 1
+        and q.dtype == k_cache.dtype
         and indices.numel() > 0
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
@@ -448,3 +455,34 @@ def _(make: Make) -> Cases:
         many = make.randint(0, row.numel(), page_launch.SHARING_TOKENS + 9)
         given = (row[many], paged.page_table, indices[many], weights[many])
         yield make.args(q[many], *caches, *given)
+        if size > 4:
+            bytes_of = paged.quantized()
+            caches = (bytes_of.k_cache, bytes_of.v_cache)
+            yield make.args(q[many], *caches, *given)
+            yield make.args(
+                q[some], *caches, row[some], paged.page_table, indices[some], weights[some]
+            )
+
+
+@page_attention.bench
+def _(draw: Draw) -> Points:
+    definition = Alternative("definition", page_attention.reference)
+    for job in draw.attention():
+        layer, (key, bias) = job.layer, draw.summaries(job)
+        lse = draw.randn(*job.q.shape[:2], dtype=torch.float32)
+        for name, z in draw.landmark_queries(job):
+            where, rule = (job.row, job.slot, job.page_table), (layer.window, layer.topk)
+            indices, scores = select_pages(
+                *(z, key, bias, lse, *where, layer.page_size, *rule), num_kv_heads=layer.kv_heads
+            )
+            weights = torch.softmax(scores, dim=-1)
+            yield Point(
+                f"{job}{name}",
+                draw.args(
+                    *(job.q, job.k_cache, job.v_cache, job.row, job.page_table, indices, weights)
+                ),
+                job.selected_bytes + moved(job.q, job.q, indices, weights),
+                job.attend_flops(job.q.shape[0] * layer.topk * (layer.page_size - 1)),
+                # For many tokens it takes seconds.
+                (definition,) if job.step.tokens == 1 else (),
+            )

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention import launch
 from cairn.ops.landmark.kernels import pages as kernels
 
 SHARING_TOKENS = 256
@@ -16,13 +15,15 @@ SHARING_TOKENS = 256
 SPLIT_PROGRAMS = 528
 """Programs that keep a large device's memory busy; a few tokens' pages are split among them."""
 UNIT_PROGRAMS = 4224
-UNIT_PAIRS = 128
+UNIT_PAIRS = 256
 """Tokens that one program takes on a page at a time, at most."""
 UNIT_ROWS = 64
 """Rows of a tile of them, tokens times the heads of a group."""
 PARTS_BYTES = 512 << 20
-"""Workspace of one round of sorted pairs."""
+"""Workspace of one round of sorted pairs, about."""
 _BLOCK = 1024
+_APART = 8
+"""Numbers between two counters: those in one sector of the cache wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +103,9 @@ class Pages:
         """Memory on the device, not written."""
         return torch.empty(shape, dtype=dtype, device=self.q.device)
 
-
-def attend_splits(
-    job: Pages, parts: Tensor, logs: Tensor | None = None, first: int = 0, *, early: bool = False
-) -> None:
-    """Every token reads its own pages, shared among programs: for decode.
-
-    Args:
-        parts: [T, h_q, n, d] float32, written at places first .. first + splits - 1.
-        logs: [T, h_q, n] float32: `weights` are logarithms, and parts averages with these lse.
-        early: launch before the kernel in front is done.
-    """
-    splits, each = job.splits
-    tokens, dim = job.q.shape[0], job.q.shape[2]
-    strides = (job.page_table.stride(0), *job.k_cache.stride()[:2])
-    kernels.pages_kernel[(splits, job.k_cache.shape[1], tokens)](
-        *(job.q, job.k_cache, job.v_cache, job.row, job.page_table, job.indices, job.weights),
-        *(parts, parts if logs is None else logs, job.scale, *strides),
-        *(job.indices.shape[-1], each, first, parts.numel() // (tokens * job.heads[0] * dim)),
-        *(*job.shape, max(16, job.group), job.width, job.keys, gpu.next_power_of_2(each)),
-        *(logs is not None, early, job.precision),
-        num_warps=2 if job.width * job.keys <= 4096 else 4,
-        num_stages=3 if job.q.dtype != torch.float32 else 2,
-        **launch.early_option(early),
-    )
+    def numbers(self, count: int, length: int) -> tuple[Tensor, ...]:
+        """`count` times `length` int32, not written, all of them at round addresses."""
+        return self.empty(count, -(-length // 4) * 4, dtype=torch.int32).unbind()
 
 
 def attend_few(job: Pages) -> Tensor:
@@ -134,9 +114,16 @@ def attend_few(job: Pages) -> Tensor:
     out = job.empty(tokens, heads, dim)
     if tokens == 0 or job.indices.shape[-1] == 0:
         return out.zero_()
-    splits, _ = job.splits
+    splits, each = job.splits
     parts = out if splits == 1 else job.empty(tokens, heads, splits, dim)
-    attend_splits(job, parts)
+    strides = (job.page_table.stride(0), *job.k_cache.stride()[:2])
+    kernels.pages_kernel[(splits, job.k_cache.shape[1], tokens)](
+        *(job.q, job.k_cache, job.v_cache, job.row, job.page_table, job.indices, job.weights),
+        *(parts, job.scale, *strides, job.indices.shape[-1], each),
+        *(*job.shape, max(16, job.group), job.width, job.keys, job.precision),
+        num_warps=2 if job.width * job.keys <= 4096 else 4,
+        num_stages=3 if job.q.dtype != torch.float32 else 2,
+    )
     if splits > 1:
         width = gpu.next_power_of_2(splits)
         kernels.sum_kernel[(tokens * heads,)](
@@ -156,58 +143,64 @@ def attend_sorted(job: Pages, window: Window | None = None) -> Tensor:
     topk = job.indices.shape[-1]
     if topk == 0 and window is None:
         return out.zero_()
-    step = max(16, PARTS_BYTES // max(1, heads * topk * dim * job.q.element_size()))
+    per_token = heads * topk * dim * job.q.element_size()
+    rounds = max(1, round(tokens * per_token / PARTS_BYTES))
+    # A whole number of 16: the parts' addresses are as round as those of the whole.
+    step = max(16, -(-tokens // rounds // 16) * 16)
     for begin in range(0, tokens, step):
         at = slice(begin, begin + step)
         part = job.part(at) if tokens > step else job
-        _reduce(part, _attend_pairs(part), window and window.part(at), out[at])
+        parts, places = _attend_pairs(part)
+        _reduce(part, parts, places, window and window.part(at), out[at])
     return out
 
 
-def _attend_pairs(job: Pages) -> Tensor:
-    """Sort the pairs and attend page by page: [pairs, G, d] in q's dtype."""
+def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
+    """Sort the pairs and attend page by page: the sorted results [pairs, G, d] in q's dtype, and
+    where each pair's lies [pairs]."""
     heads, dim = job.q.shape[1:]
     kv_heads, pages = job.k_cache.shape[1], job.k_cache.shape[0]
     topk, pairs, lines = job.indices.shape[-1], job.indices.numel(), kv_heads * pages
     parts = job.empty(pairs, heads // kv_heads, dim, dtype=job.q.dtype)
+    line_of, rank, places, token_at = job.numbers(4, pairs)
     if pairs == 0:
-        return parts
+        return parts, places
     most = pairs // UNIT_PAIRS + min(pairs, lines)
-    counts = torch.zeros(lines + 2, dtype=torch.int32, device=job.q.device)
-    cursors, starts = counts[lines:], job.empty(2, lines, dtype=torch.int32)
-    line_of, rank, order = (job.empty(pairs, dtype=torch.int32) for _ in range(3))
-    units = job.empty(3, most, dtype=torch.int32)
+    counts = torch.zeros(lines * _APART + 2, dtype=torch.int32, device=job.q.device)
+    cursors, given, units = counts[-2:], job.numbers(2, lines), job.numbers(3, most)
     per_block = (-(-pairs // _BLOCK),)
     kernels.count_kernel[per_block](
         *(job.indices, job.row, job.page_table, counts, line_of, rank, pairs, pages),
-        *(job.page_table.stride(0), topk, kv_heads, _BLOCK),
+        *(job.page_table.stride(0), topk, kv_heads, _APART, _BLOCK),
         num_warps=4,
     )
     kernels.place_kernel[(-(-lines // _BLOCK),)](
-        *(counts, cursors, *starts, lines, UNIT_PAIRS, _BLOCK), num_warps=4
+        *(counts, cursors, *given, lines, UNIT_PAIRS, _APART, _BLOCK), num_warps=4
     )
     kernels.order_kernel[per_block](
-        *(line_of, rank, counts, *starts, order, *units, pairs, UNIT_PAIRS, _BLOCK), num_warps=4
+        *(line_of, rank, counts, *given, places, token_at, *units, pairs, topk),
+        *(kv_heads, UNIT_PAIRS, _APART, _BLOCK),
+        num_warps=4,
     )
     half = job.q.dtype != torch.float32
     rows = UNIT_ROWS if half else 32
     kernels.unit_kernel[(min(most, UNIT_PROGRAMS),)](
-        *(job.q, job.k_cache, job.v_cache, order, cursors, *units, parts),
-        *(job.scale, *job.k_cache.stride()[:2], pages, topk, *job.shape),
+        *(job.q, job.k_cache, job.v_cache, token_at, cursors, *units, parts),
+        *(job.scale, *job.k_cache.stride()[:2], pages, *job.shape),
         *(job.group, job.width, job.keys, max(1, rows // job.group), job.precision),
         num_warps=4 if job.width * job.keys <= 8192 else 8,
-        num_stages=4 if half else 2,
+        num_stages=2 if not half else 5 if job.width * job.keys <= 16384 else 3,
     )
-    return parts
+    return parts, places
 
 
-def _reduce(job: Pages, parts: Tensor, window: Window | None, out: Tensor) -> None:
+def _reduce(job: Pages, parts: Tensor, places: Tensor, window: Window | None, out: Tensor) -> None:
     """Add up the pairs of every token."""
     tokens, heads, dim = job.q.shape
     kv_heads, topk = job.k_cache.shape[1], job.indices.shape[-1]
     width = gpu.next_power_of_2(max(1, topk))
     kernels.reduce_kernel[(tokens * kv_heads,)](
-        *(parts, job.indices, job.weights, out),
+        *(parts, places, job.weights, out),
         *((out, out) if window is None else (window.lse, window.o)),
         *(topk, heads, kv_heads, dim, job.group, job.width),
         *(max(1, min(4096 // (job.group * job.width), width)), width),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.landmark.kernels.summary import page_weights_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -66,3 +67,16 @@ def _(make: Make) -> Cases:
         yield make.args(scores, lse, softmax1)
         yield make.args(scores[:0], lse[:0], softmax1)
         yield make.args(scores[..., :1], lse, softmax1)
+
+
+@page_weights.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        scores = draw.randn(rows, layer.heads, layer.topk, dtype=torch.float32)
+        lse = draw.randn(rows, layer.heads, dtype=torch.float32)
+        yield Point(
+            f"{layer.name}: {rows} x {layer.heads} x {layer.topk}",
+            draw.args(scores, lse, True),
+            moved(scores, scores, lse, lse),
+            alternatives=draw.compiled(page_weights.reference),
+        )

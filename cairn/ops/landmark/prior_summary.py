@@ -7,6 +7,8 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import paging
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.cache import quantized
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -22,14 +24,14 @@ def prior_summary(
 
     Args:
         query: [N, h_q, d], one query per page and head.
-        k_cache: [pages, h_kv, S, d].
+        k_cache: [pages, h_kv, S, d], or quantized.
         pages: [N] int64, physical ids.
         scale: None: d ** -0.5.
     Returns:
-        (key [N, h_q, d] in the cache's dtype, bias [N, h_q] float32, in [0, ln(S - 1)]).
+        (key [N, h_q, d] in the query's dtype, bias [N, h_q] float32, in [0, ln(S - 1)]).
     """
-    _, heads, size, dim = k_cache.shape
-    key = torch.empty(query.shape, dtype=k_cache.dtype, device=query.device)
+    (heads, size), dim = k_cache.shape[1:3], query.shape[2]
+    key = torch.empty_like(query)
     bias = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     block = paging.tokens_per_block(4 * heads * size * dim, pages.numel())
     for begin in range(0, pages.numel(), block):
@@ -49,7 +51,7 @@ def prior_summary(
     "triton",
     devices=gpu.DEVICES,
     when=lambda query, k_cache, pages, scale=None: (
-        query.is_contiguous() and k_cache.stride()[2:] == (k_cache.shape[3], 1)
+        query.is_contiguous() and quantized.fits(query, k_cache)
     ),
 )
 def _(
@@ -57,7 +59,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     count, heads, dim = query.shape
     kv_heads, size = k_cache.shape[1:3]
-    key = torch.empty(query.shape, dtype=k_cache.dtype, device=query.device)
+    key = torch.empty_like(query)
     bias = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if count:
         prior_summary_kernel[(count, kv_heads)](
@@ -83,3 +85,21 @@ def _(make: Make) -> Cases:
         yield make.args(query, cache, pages)
         yield make.args(query[:1], cache, pages[:1], 0.7)
         yield make.args(query[:0], cache, pages[:0])
+        if size > 2:
+            yield make.args(query, quantized.pack(cache), pages)
+
+
+@prior_summary.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        count = -(-rows // layer.page_size)
+        cache = draw.randn(2 * count, layer.kv_heads, layer.page_size, layer.head_dim)
+        pages = draw.rand(2 * count).argsort()[:count]
+        query = draw.randn(count, layer.heads, layer.head_dim)
+        yield Point(
+            f"{layer.name}: pages of {rows} slots",
+            draw.args(query, cache, pages),
+            moved(cache[:count], query, query) + 4 * count * layer.heads,
+            4.0 * query.numel() * layer.page_size,
+            draw.compiled(prior_summary.reference),
+        )

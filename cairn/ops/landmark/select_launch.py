@@ -16,8 +16,10 @@ PROGRAMS = 528
 """Programs that fill a large device; fewer tokens are scored by more programs each."""
 LEAST_PROGRAMS = 8
 """As many programs score a token for one KV head, however many tokens there are."""
-WORKSPACE_BYTES = 256 << 20
+WORKSPACE_BYTES = 512 << 20
 """Scores are held for so many tokens at a time."""
+MANY_PAGES = 4096
+"""Beyond them many tokens' scores are computed in larger tiles and chosen from larger blocks."""
 TILE_NUMBERS = 8192
 """Numbers of the summaries that a program scores at once."""
 MOST_NUMBERS = 1 << 15
@@ -143,7 +145,9 @@ def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
     indices = job.empty(tokens, job.groups, job.topk, dtype=torch.int32)
     scores = job.empty(tokens, job.heads, job.topk)
     lines = job.heads if few else job.groups
-    step = max(16, WORKSPACE_BYTES // (4 * lines * max(1, job.pages)))
+    rounds = -(-tokens * 4 * lines * job.pages // WORKSPACE_BYTES)
+    # A whole number of 16: the parts' addresses are as round as those of the whole.
+    step = max(16, -(-tokens // max(1, rounds) // 16) * 16)
     for begin in range(0, tokens, step):
         at = slice(begin, begin + step)
         part = job.part(at) if tokens > step else job
@@ -161,10 +165,10 @@ def scoring(job: Selection) -> tuple[int, tuple[int, ...]]:
     return programs, (*constants, tile, job.block, job.summary_bias is not None)
 
 
-def choosing(job: Selection, group: int) -> tuple[int, ...]:
+def choosing(job: Selection, group: int, block: int) -> tuple[int, ...]:
     """GP .. CB as `choose` is compiled for, with `group` scores a candidate, padded."""
-    width, blocks = gpu.next_power_of_2(job.topk), gpu.next_power_of_2(job.blocks)
-    return (group, width, min(width, blocks), blocks, job.block)
+    width, blocks = gpu.next_power_of_2(job.topk), gpu.next_power_of_2(-(-job.pages // block))
+    return (group, width, min(width, blocks), blocks, block)
 
 
 def score(job: Selection, u: Tensor, part_best: Tensor, part_sum: Tensor) -> None:
@@ -185,7 +189,7 @@ def _select_few(job: Selection, indices: Tensor, scores: Tensor) -> None:
     kernels.choose_kernel[(job.groups, tokens)](
         *(u, part_best, part_sum, job.lse, job.slot, indices, scores),
         *(job.offset, job.page_size, job.pages, job.blocks, job.topk),
-        *(heads, job.groups, *choosing(job, job.group), job.normalised, True),
+        *(heads, job.groups, *choosing(job, job.group, job.block), job.normalised, True),
         num_warps=4,
     )
 
@@ -196,35 +200,43 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     half = job.lmk_q.dtype != torch.float32
     precision = "tf32" if half else "ieee"
     rows = (128 if half else 64) if job.width <= 128 else 32
-    columns = 64 if rows > 32 else 32
+    large = half and job.width <= 64 and job.pages > MANY_PAGES
+    columns = 128 if large else 64 if rows > 32 else 32
     tiles = -(-tokens // rows)
     stages = 3 if half else 2
+    ahead = 5 if half and job.width <= 64 else stages
     where = (job.slot, job.row, job.page_table)
     total = job.lse
     if job.normalised:
-        total = job.empty(tokens, heads)
+        total = job.empty(heads, tokens)
         kernels.normaliser_kernel[(heads, tiles)](
             *(job.lmk_q, job.summary_key, job.bias, job.lse, *where, total),
             *(tokens, *job.numbers(), heads, key_heads, dim, job.width, rows, max(rows, 64)),
-            *(has_bias, precision),
+            *(has_bias, precision, ahead),
             num_warps=4,
-            num_stages=stages,
+            num_stages=ahead,
         )
-    best = job.empty(tokens, job.groups, job.pages)
-    tops = job.empty(tokens, job.groups, job.blocks)
-    programs = max(1, min(-(-job.pages // columns), -(-PROGRAMS // (tiles * job.groups))))
+    coarse = job.pages > MANY_PAGES and 32 * job.topk <= MOST_NUMBERS // 2
+    block = max(32, job.block) if coarse else job.block
+    # Lines of whole sectors of memory: others would be written number by number.
+    line = -(-job.pages // 32) * 32
+    blocks = -(-line // block // 16) * 16
+    best, tops = job.empty(tokens, job.groups, line), job.empty(tokens, job.groups, blocks)
+    wanted = 2 * PROGRAMS if large else PROGRAMS
+    programs = max(1, min(-(-job.pages // columns), -(-wanted // (tiles * job.groups))))
     kernels.group_kernel[(programs, job.groups, tiles)](
         *(job.lmk_q, job.summary_key, job.bias, total, *where, best, tops),
-        *(tokens, *job.numbers(), job.pages, job.blocks, heads, job.groups, key_heads, dim),
-        *(job.width, rows, columns, job.block, has_bias, job.normalised, precision),
-        num_warps=4,
+        *(tokens, *job.numbers(), line, blocks, heads, job.groups, key_heads, dim),
+        *(job.width, job.group, rows, columns, block, has_bias, job.normalised, precision),
+        stages,
+        num_warps=8 if large else 4,
         num_stages=stages,
     )
     kernels.choose_kernel[(job.groups, tokens)](
         *(best, tops, tops, job.lse, job.slot, indices, scores),
-        *(job.offset, job.page_size, job.pages, job.blocks, job.topk),
-        *(job.groups, job.groups, *choosing(job, 1), False, False),
-        num_warps=1 if job.blocks <= 128 else 2,
+        *(job.offset, job.page_size, line, blocks, job.topk),
+        *(job.groups, job.groups, *choosing(job, 1, block), False, False),
+        num_warps=4 if coarse else 1 if job.blocks <= 128 else 2,
     )
     step = max(1, TILE_NUMBERS // (job.group * job.width))
     kernels.rescore_kernel[(tokens, job.groups)](

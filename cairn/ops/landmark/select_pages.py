@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import paging
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.landmark import select_cpu, select_launch
 from cairn.ops.landmark.select_task import NO_PAGE, STRATEGIES, candidate_pages, store, task_of
 from cairn.ops.registry import op
@@ -322,14 +323,59 @@ def _(make: Make) -> Cases:
         # All scores equal: whole numbers, whose sums no order of addition can round apart.
         equal, whole = torch.ones_like(key), make.randint(-3, 4, *z.shape).to(dtype)
         yield make.args(whole, equal, None, lse, *where, num_kv_heads=groups)
-        # Long rows in which pages recur: ties again, and more candidates than a few blocks hold.
-        table = make.randint(0, pages - 2, 2, 700, dtype=torch.int32)
-        some, last = make.randint(0, 2, 7), make.randint(500 * size, 700 * size, 7)
+        # Long rows in which pages recur: ties again, and more candidates than a few blocks hold,
+        # then than blocks of few hold.
         fourths = make.randint(-8, 9, pages, heads, 16).to(dtype) / 4
-        for topk in (3, 20):
+        for width, topk in ((700, 3), (700, 20), (4200, 20)):
+            table = make.randint(0, pages - 2, 2, width, dtype=torch.int32)
+            some, last = make.randint(0, 2, 7), make.randint(500 * size, width * size, 7)
             far = (some, last, table, size, 2 * size + 1, topk)
             yield make.args(whole[:7], fourths, None, lse[:7], *far, num_kv_heads=groups)
         one = (row[-3:-2], slot[-3:-2], *where[2:])
         yield make.args(z[-3:-2], key, bias, lse[-3:-2], *one, 0.3, num_kv_heads=groups)
         none = (row[:0], slot[:0], *where[2:])
         yield make.args(z[:0], key, bias, lse[:0], *none, num_kv_heads=groups)
+
+
+def _by_topk(
+    z: Tensor,
+    key: Tensor,
+    bias: Tensor,
+    lse: Tensor,
+    pages: Tensor,
+    candidates: Tensor,
+    *options: int,
+) -> tuple[Tensor, Tensor]:
+    """hils from torch's operators, for one page list [n, C] a row; options: h_kv, K."""
+    groups, topk = options
+    queries = z.view(pages.shape[0], -1, *z.shape[1:]).transpose(1, 2)
+    u = queries @ key[pages].permute(0, 2, 3, 1) * z.shape[2] ** -0.5
+    u = (u + bias[pages].transpose(1, 2).unsqueeze(2)).transpose(1, 2).flatten(0, 1)
+    outside = torch.arange(u.shape[2], device=u.device) >= candidates[:, None, None]
+    u = u.float().masked_fill(outside, -torch.inf)
+    score = u - torch.logaddexp(lse, u.logsumexp(dim=2)).unsqueeze(2)
+    found = score.unflatten(1, (groups, -1)).amax(dim=2).topk(topk).indices.sort(dim=-1).values
+    return found, u.unflatten(1, (groups, -1)).gather(
+        3, found.unsqueeze(2).expand(-1, -1, u.shape[1] // groups, -1)
+    )
+
+
+@select_pages.bench
+def _(draw: Draw) -> Points:
+    for job in draw.attention():
+        layer, (key, bias) = job.layer, draw.summaries(job)
+        z, lse = draw.randn(*job.q.shape), draw.randn(*job.q.shape[:2], dtype=torch.float32)
+        rule = (layer.page_size, layer.window, layer.topk)
+        pages = job.page_table[:, : job.candidates].long()
+        candidates = candidate_pages(job.slot, layer.page_size, layer.window, "hils")
+        plain = draw.args(z, key, bias, lse, pages, candidates, layer.kv_heads, layer.topk)
+        yield Point(
+            str(job),
+            draw.args(
+                *(z, key, bias, lse, job.row, job.slot, job.page_table, *rule),
+                num_kv_heads=layer.kv_heads,
+            ),
+            job.summary_bytes + moved(z),
+            job.score_flops,
+            (Alternative("topk", _by_topk, plain),),
+        )

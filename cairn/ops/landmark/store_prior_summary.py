@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.cache import quantized
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
 from cairn.ops.landmark.prior_summary import prior_summary
 from cairn.ops.registry import op
@@ -25,9 +27,9 @@ def store_prior_summary(
 
     Args:
         query: [N, h_q, d], one query per page and head.
-        k_cache: [pages, h_kv, S, d].
+        k_cache: [pages, h_kv, S, d], or quantized.
         pages: [N] int64, physical ids, none twice; a negative one is no page.
-        key_pool: [pages, h_q, d] of the cache's dtype, changed; None: keys are not kept.
+        key_pool: [pages, h_q, d] of the query's dtype, changed; None: keys are not kept.
         bias_pool: [pages, h_q] float32, changed; None: biases are not kept.
         scale: None: d ** -0.5.
     """
@@ -70,7 +72,7 @@ def _accepts(
     pools = [pool for pool in (key_pool, bias_pool) if pool is not None]
     return (
         query.is_contiguous()
-        and k_cache.stride()[2:] == (k_cache.shape[3], 1)
+        and quantized.fits(query, k_cache)
         and all(pool.is_contiguous() for pool in pools)
     )
 
@@ -112,3 +114,29 @@ def _(make: Make) -> Cases:
         yield make.args(query, cache, make.tensor([-1, 5, -1, 2], torch.int64), keys, biases)
         yield make.args(query[:1], cache, make.tensor([-1], torch.int64), keys, biases)
         yield make.args(query[:0], cache, pages[:0], keys, biases)
+        yield make.args(query, quantized.pack(cache), pages, keys, biases)
+
+
+def _index_put(
+    query: Tensor, k_cache: Tensor, pages: Tensor, key_pool: Tensor, bias_pool: Tensor
+) -> None:
+    """The definition where every page is one."""
+    key_pool[pages], bias_pool[pages] = prior_summary.reference(query, k_cache, pages)
+
+
+@store_prior_summary.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        count = -(-rows // layer.page_size)
+        cache = draw.randn(2 * count, layer.kv_heads, layer.page_size, layer.head_dim)
+        pages = draw.rand(2 * count).argsort()[:count]
+        query = draw.randn(count, layer.heads, layer.head_dim)
+        keys = draw.randn(2 * count, layer.heads, layer.head_dim)
+        biases = draw.rand(2 * count, layer.heads)
+        yield Point(
+            f"{layer.name}: pages of {rows} slots",
+            draw.args(query, cache, pages, keys, biases),
+            moved(cache[:count], query, query, biases[:count]),
+            4.0 * query.numel() * layer.page_size,
+            (Alternative("index_put", _index_put),),
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -94,3 +95,28 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(2, 3, 128)[..., :64], weight)
     yield make.args(make.randn(0, 64), weight)
     yield make.args(make.randn(3, 64), plain)
+
+
+@packed_linear.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        wide = (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim
+        shapes = {
+            "qkv": (wide, layer.hidden),
+            "out": (layer.hidden, layer.heads * layer.head_dim),
+            "gate_up": (2 * layer.intermediate, layer.hidden),
+            "down": (layer.hidden, layer.intermediate),
+        }
+        if rows <= 64:
+            shapes["head"] = (layer.vocabulary, layer.hidden)
+        for name, shape in shapes.items():
+            x, weight = draw.randn(rows, shape[1]), draw.randn(*shape, scale=shape[1] ** -0.5)
+            packed = pack_weight(weight)
+            plain = Alternative("linear", torch.nn.functional.linear, draw.args(x, weight))
+            yield Point(
+                f"{layer.name} {name}: {rows} x {shape[1]} x {shape[0]}",
+                draw.args(x, weight if packed is None else packed),
+                moved(x, weight) + rows * shape[0] * x.element_size(),
+                2.0 * rows * shape[0] * shape[1],
+                (plain,),
+            )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -56,3 +57,17 @@ def _(make: Make) -> Cases:
     yield make.args(x, residual, make.randn(65, dtype=half), eps=1e-5)
     x, residual = make.randn(4, 128, dtype=half)[:, :64], make.randn(4, 64, dtype=half)
     yield make.args(x, residual, make.randn(64))
+
+
+@fused_add_rmsnorm.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x, residual = (draw.randn(rows, layer.hidden) for _ in range(2))
+        weight = draw.randn(layer.hidden)
+        others = (
+            *draw.compiled(fused_add_rmsnorm.reference),
+            *flashinfer("norm.fused_add_rmsnorm"),
+        )
+        size = f"{layer.name}: {rows} x {layer.hidden}"
+        least = moved(x, x, residual, residual, weight)
+        yield Point(size, draw.args(x, residual, weight), least, alternatives=others)

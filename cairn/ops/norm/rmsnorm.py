@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
 from cairn.ops.norm.kernels import rmsnorm_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -65,3 +66,16 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(5, 128, dtype=half)[:, :64], make.randn(64))
     yield make.args(make.randn(3, 64, dtype=torch.float16), make.randn(64, dtype=torch.float16))
     yield make.args(make.full((2, 8), 0.0), make.randn(8), out=make.empty(2, 8))
+
+
+@rmsnorm.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x, weight = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
+        others = (
+            Alternative("rms_norm", lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)),
+            *draw.compiled(rmsnorm.reference),
+            *flashinfer("norm.rmsnorm"),
+        )
+        size = f"{layer.name}: {rows} x {layer.hidden}"
+        yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import head_norm_rope_kernel
 from cairn.ops.testing import Cases, Make
@@ -63,3 +64,17 @@ def _(make: Make) -> Cases:
         wide = make.randn(3, 7, 16, dtype=dtype)
         yield make.args(wide[:, :5], weight, None, eps=1e-5)
         yield make.args(make.randn(0, 5, 16, dtype=dtype), weight, make.randn(0, 16))
+
+
+@head_norm_rope.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        heads, dim = layer.heads + layer.kv_heads, layer.head_dim
+        x, weight = draw.randn(rows, heads, dim), draw.randn(heads, dim)
+        angles = draw.randn(rows, dim, dtype=torch.float32)
+        yield Point(
+            f"{layer.name}: {rows} x {heads} x {dim}",
+            draw.args(x, weight, angles),
+            moved(x, x, weight, angles),
+            alternatives=draw.compiled(head_norm_rope.reference),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cairn.ops.attention.kernels import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 
 
@@ -70,15 +71,13 @@ def rotate_kernel(
 
 
 @triton.jit
-def split_norm_rope_kernel(
-    projected, added, weight, cos_sin, q, k, z, row_stride, added_stride, eps,
+def normed_heads(
+    projected, added, weight, cos_sin, token, head, row_stride, added_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
-    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr,
-    ADDED: tl.constexpr, ROTATED: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, those of q, k and z in a row: each into its own tensor."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    """The two halves [HEADS, HP] float32 of some of a token's heads, those of q, k and z in a row:
+    normed, then rotated."""
     pair = tl.arange(0, HP)
     inside = (head < ALL_HEADS)[:, None] & (pair < HALF)[None, :]
     of_z = head >= Q_HEADS + KV_HEADS
@@ -105,16 +104,86 @@ def split_norm_rope_kernel(
         rotated = first * cos - second * sin
         second = second * cos + first * sin
         first = rotated
-    one, two = first.to(q.dtype.element_ty), second.to(q.dtype.element_ty)
-    to_q = (token * Q_HEADS + head)[:, None] * (2 * HALF) + pair[None, :]
-    mine = inside & (head < Q_HEADS)[:, None]
-    tl.store(q + to_q, one, mask=mine)
-    tl.store(q + to_q + HALF, two, mask=mine)
-    to_k = (token * KV_HEADS + head - Q_HEADS)[:, None] * (2 * HALF) + pair[None, :]
-    mine = inside & ((head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS))[:, None]
-    tl.store(k + to_k, one, mask=mine)
-    tl.store(k + to_k + HALF, two, mask=mine)
-    to_z = (token * Q_HEADS + head - Q_HEADS - KV_HEADS)[:, None] * (2 * HALF) + pair[None, :]
-    mine = inside & of_z[:, None]
-    tl.store(z + to_z, one, mask=mine)
-    tl.store(z + to_z + HALF, two, mask=mine)
+    return first, second
+
+
+@triton.jit
+def store_halves(to, head, own, first, second, stride, HALF: tl.constexpr, HP: tl.constexpr):
+    """Write the two halves [HEADS, HP] of the heads `own`, `stride` numbers from head to head."""
+    pair = tl.arange(0, HP)
+    inside = own[:, None] & (pair < HALF)[None, :]
+    at = to + head[:, None] * stride + pair[None, :]
+    tl.store(at, first.to(to.dtype.element_ty), mask=inside)
+    tl.store(at + HALF, second.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def split_norm_rope_kernel(
+    projected, added, weight, cos_sin, q, k, z, row_stride, added_stride, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr,
+    ADDED: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token, those of q, k and z in a row: each into its own tensor."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    first, second = normed_heads(
+        projected, added, weight, cos_sin, token, head, row_stride, added_stride, eps,
+        Q_HEADS, KV_HEADS, ALL_HEADS, HALF, HP, ADDED, ROTATED,
+    )  # fmt: skip
+    width: tl.constexpr = 2 * HALF
+    before: tl.constexpr = Q_HEADS + KV_HEADS
+    own = head < Q_HEADS
+    store_halves(q + token * Q_HEADS * width, head, own, first, second, width, HALF, HP)
+    own = (head >= Q_HEADS) & (head < before)
+    to_k = k + token * KV_HEADS * width
+    store_halves(to_k, head - Q_HEADS, own, first, second, width, HALF, HP)
+    own = (head >= before) & (head < ALL_HEADS)
+    store_halves(z + token * Q_HEADS * width, head - before, own, first, second, width, HALF, HP)
+
+
+@triton.jit
+def heads_into_cache_kernel(
+    projected, added, weight, cos_sin, q, z, k_cache, v_cache, location,
+    row_stride, added_stride, page_stride, head_stride, size, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, V_HEAD: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, KVP: tl.constexpr,
+    ADDED: tl.constexpr, ROTATED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The same with k in its place in the cache; the last program of a token copies v there.
+
+    Args:
+        V_HEAD: v's first head in a row of `projected`.
+        KVP: KV_HEADS, padded to a power of two.
+        EARLY: as in `await_previous`.
+    """
+    launch_next(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.load(location + token)
+    to = (at // size) * page_stride + (at % size) * (2 * HALF)
+    await_previous(EARLY)
+    if tl.program_id(1) == tl.num_programs(1) - 1:
+        if at >= 0:
+            head = tl.arange(0, KVP)
+            pair = tl.arange(0, HP)
+            own = head < KV_HEADS
+            inside = own[:, None] & (pair < HALF)[None, :]
+            v = projected + token * row_stride + (V_HEAD + head)[:, None] * (2 * HALF)
+            first = tl.load(v + pair[None, :], mask=inside)
+            second = tl.load(v + HALF + pair[None, :], mask=inside)
+            store_halves(v_cache + to, head, own, first, second, head_stride, HALF, HP)
+    else:
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        first, second = normed_heads(
+            projected, added, weight, cos_sin, token, head, row_stride, added_stride, eps,
+            Q_HEADS, KV_HEADS, ALL_HEADS, HALF, HP, ADDED, ROTATED,
+        )  # fmt: skip
+        width: tl.constexpr = 2 * HALF
+        before: tl.constexpr = Q_HEADS + KV_HEADS
+        own = head < Q_HEADS
+        store_halves(q + token * Q_HEADS * width, head, own, first, second, width, HALF, HP)
+        own = (head >= Q_HEADS) & (head < before) & (at >= 0)
+        store_halves(k_cache + to, head - Q_HEADS, own, first, second, head_stride, HALF, HP)
+        own = (head >= before) & (head < ALL_HEADS)
+        to_z = z + token * Q_HEADS * width
+        store_halves(to_z, head - before, own, first, second, width, HALF, HP)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import cos_sin_kernel
 from cairn.ops.testing import Cases, Make
@@ -47,3 +48,15 @@ def _(make: Make) -> Cases:
     yield make.args(make.randint(0, 1000, 9), make.rand(16))
     yield make.args(make.randint(0, 1 << 20, 5), make.rand(32) * 1e-3)
     yield make.args(make.arange(0), make.rand(4))
+
+
+@rotary_cos_sin.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        positions, inv_freq = draw.randint(0, 1 << 17, rows), draw.rand(layer.head_dim // 2)
+        yield Point(
+            f"{layer.name}: {rows} x {layer.head_dim}",
+            draw.args(positions, inv_freq),
+            moved(positions, inv_freq) + 4 * rows * layer.head_dim,
+            alternatives=draw.compiled(rotary_cos_sin.reference),
+        )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import rotate_kernel
 from cairn.ops.testing import Cases, Make
@@ -125,3 +126,17 @@ def _(make: Make) -> Cases:
     batch = make.randint(0, 50, 2, 3)
     yield make.args(batch, make.randn(2, 3, 32), make.randn(2, 3, 2, 16), 16, cache)
     yield make.args(make.arange(0), make.randn(0, 2, 16), None, 16, cache)
+
+
+@rotary_embedding.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        dim = layer.head_dim
+        positions, angles = draw.randint(0, 8192, rows), draw.rand(8192, dim)
+        q, k = draw.randn(rows, layer.heads * dim), draw.randn(rows, layer.kv_heads * dim)
+        yield Point(
+            f"{layer.name}: {rows} x {layer.heads} + {layer.kv_heads} x {dim}",
+            draw.args(positions, q, k, dim, angles),
+            moved(q, q, k, k, positions) + 4 * rows * dim,
+            alternatives=draw.compiled(rotary_embedding.reference),
+        )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
 from cairn.ops.rotary.head_norm_rope import head_norm_rope
 from cairn.ops.rotary.kernels import split_norm_rope_kernel
@@ -124,3 +125,19 @@ def _(make: Make) -> Cases:
         weight = make.randn(6, 24, dtype=dtype)
         yield make.args(make.randn(3, 200, dtype=dtype), None, weight, make.randn(3, 24), 5, 1)
     yield make.args(make.randn(0, 96), None, make.randn(6, 16), make.randn(0, 16), 4, 2)
+
+
+@split_norm_rope.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        q, kv, dim = layer.heads, layer.kv_heads, layer.head_dim
+        heads = 2 * q + kv
+        projected, weight = draw.randn(rows, (heads + kv) * dim), draw.randn(heads, dim)
+        angles = draw.randn(rows, dim, dtype=torch.float32)
+        read = projected[:, : heads * dim]
+        yield Point(
+            f"{layer.name}: {rows} x {heads} x {dim}",
+            draw.args(projected, None, weight, angles, q, kv),
+            moved(read, read, weight, angles),
+            alternatives=draw.compiled(split_norm_rope.reference),
+        )

@@ -3,7 +3,10 @@ import math
 import pytest
 import torch
 
+from cairn.ops import gpu
+from cairn.ops.landmark import fused_launch
 from cairn.ops.landmark.landmark_attention import landmark_attention, shared_weights
+from cairn.ops.testing import Make, check
 from tests.ops.attention.geometry import STEPS, draw, near, softmax_attention
 
 
@@ -56,3 +59,20 @@ def test_heads_that_share_a_score_share_a_softmax():
     expected = torch.tensor([1 / total, math.e / total])
     torch.testing.assert_close(weights, expected.expand(1, 2, 2))
     torch.testing.assert_close(window, torch.full((1, 2), (math.e**2 + math.e**3) / total))
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("stored", [False, True])
+def test_many_chunks_of_candidates_and_their_merge(stored, monkeypatch):
+    """Chunks as small as can be stand for contexts as long as can be."""
+    monkeypatch.setattr(fused_launch, "CHUNK", 4)
+    make = Make()
+    paged = make.paged((176, 97), 2, 8, 16)
+    row, slot, _ = paged.queries((1, 1))
+    q, z = (make.randn(2, 4, 16) for _ in range(2))
+    key, bias = make.randn(len(paged.k_cache), 4, 16), make.randn(len(paged.k_cache), 4)
+    caches = (paged.k_cache, paged.v_cache)
+    given = make.args(q, z, *caches, key, bias, row, slot, paged.page_table, 17, 3, True)
+    given.kwargs["store_summaries"] = stored
+    assert slot[0] % 8 == 7, "the first row completes a page"
+    check(landmark_attention, "triton_few", given)

@@ -1,76 +1,312 @@
-"""Kernels that landmark_attention has of its own: two of its four launches.
+"""Kernels that landmark_attention has of its own, for few tokens: three launches before the merge.
 
 A selected page's share of a layer's softmax is exp of its score, and the window's is exp of its
 lse: pages and splits of the window are states of one ordinary merge. So the window's splits and the
-scores need nothing of each other, and run side by side in `scan_kernel`; `pick_kernel` selects, and
-`pages_kernel` and `merge_kernel` do the rest. With EARLY each is launched before the one in front
-is done, and waits for it.
+scores need nothing of each other, and run side by side in `scan_kernel`; neither do the summaries
+of the pages that the step completes, which no token of the step has for a candidate. `pick_kernel`
+finds the best of every chunk of candidates, and `read_kernel` the best of those, whose pages it
+reads. With EARLY each is launched before the one in front is done, and waits for it; what no step
+changes while it runs (row, slot, page table, the summaries of earlier steps) is read before.
 """
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import attend_split, await_previous
+from cairn.ops.attention.kernels import (
+    attend_split,
+    await_previous,
+    launch_next,
+    load_rows,
+    store_rows,
+)
 from cairn.ops.gpu import tl, triton
-from cairn.ops.landmark.kernels.select import choose, score_blocks
+from cairn.ops.landmark.kernels.pages import page_output
+from cairn.ops.landmark.kernels.select import candidates_of, head_normalisers, largest
+from cairn.ops.landmark.kernels.summary import store_summary
 
 
 @triton.jit
+def load_summaries(
+    key, bias, table, c, candidates, head, own, page_stride, head_stride,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """Keys [TILE, GP, DP] and biases [TILE, GP] float32 of candidates c for some heads."""
+    d = tl.arange(0, DP)
+    inside = c < candidates
+    page = tl.load(table + c, mask=inside, other=0).to(tl.int64)
+    shown = inside[:, None] & own[None, :]
+    wide = shown[:, :, None]
+    if DP != DIM:
+        wide = wide & (d < DIM)[None, None, :]
+    at = key + page[:, None] * page_stride + (head // (HEADS // KEY_HEADS))[None, :] * head_stride
+    summary = tl.load(at[:, :, None] + d[None, None, :], mask=wide, other=0.0)
+    extra = tl.zeros_like(shown.to(tl.float32))
+    if BIAS:
+        extra = tl.load(bias + page[:, None] * HEADS + head[None, :], mask=shown, other=0.0)
+    return summary, extra
+
+
+@triton.jit
+def score_tiles(
+    lmk_q, key, bias, slot, row, page_table, u, tops, sums,
+    offset, scale, table_stride, page_stride, head_stride, pages, token, kv, program, programs,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    BIAS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """u [T, KV_HEADS, pages, group] of a token's candidates for the heads of one KV head; and
+    the maximum and sum of exponentials of this program's, [T, KV_HEADS, programs, group].
+
+    Args:
+        program, programs: this program's share of the tiles of TILE candidates.
+    """
+    group: tl.constexpr = HEADS // KV_HEADS
+    candidates = candidates_of(slot, token, offset, SIZE)
+    table = page_table + tl.load(row + token) * table_stride
+    g = tl.arange(0, GP)
+    head = kv * group + g
+    own = g < group
+    line = token.to(tl.int64) * KV_HEADS + kv
+    c = program * TILE + tl.arange(0, TILE)
+    summary, extra = load_summaries(
+        key, bias, table, c, candidates, head, own, page_stride, head_stride,
+        HEADS, KEY_HEADS, DIM, DP, BIAS,
+    )  # fmt: skip
+    await_previous(EARLY)
+    query = load_rows(lmk_q + (token.to(tl.int64) * HEADS + head) * DIM, own, DIM, DP)
+    query = query.to(tl.float32) * scale
+    top = tl.full([TILE, GP], float("-inf"), tl.float32)
+    summed = tl.zeros([TILE, GP], tl.float32)
+    step = programs * TILE
+    for _ in range(program * TILE, candidates, step):
+        # The next tile is on its way while this one is added up.
+        next_summary, next_extra = load_summaries(
+            key, bias, table, c + step, candidates, head, own, page_stride, head_stride,
+            HEADS, KEY_HEADS, DIM, DP, BIAS,
+        )  # fmt: skip
+        value = tl.sum(summary.to(tl.float32) * query[None, :, :], 2) + extra
+        shown = (c < candidates)[:, None] & own[None, :]
+        tl.store(u + (line * pages + c)[:, None] * group + g[None, :], value, mask=shown)
+        value = tl.where(shown, value, float("-inf"))
+        higher = tl.maximum(top, value)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        summed = summed * tl.exp(top - base) + tl.exp(value - base)
+        top = higher
+        c += step
+        summary = next_summary
+        extra = next_extra
+    best = tl.max(top, 0)
+    base = tl.where(best == float("-inf"), 0.0, best)
+    summed = tl.sum(summed * tl.exp(top - base[None, :]), 0)
+    at = (line * programs + program) * group + g
+    tl.store(tops + at, best, mask=own)
+    tl.store(sums + at, summed, mask=own)
+
+
+@triton.jit(do_not_specialize=["splits", "programs", "parts"])
 def scan_kernel(
     q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table,
-    part_o, part_lse, u, part_best, part_sum,
-    splits, parts, window, scale, table_stride, page_stride, head_stride,
-    offset, score_scale, key_page_stride, key_head_stride, pages, blocks,
+    part_o, part_lse, u, tops, sums,
+    splits, programs, parts, window, scale, table_stride, page_stride, head_stride,
+    offset, score_scale, key_page_stride, key_head_stride, pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
-    KEYS: tl.constexpr, TILE: tl.constexpr, CB: tl.constexpr, BIAS: tl.constexpr,
-    EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
+    STORE: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The first `splits` programs attend the window of a token and KV head, the others score."""
-    await_previous(EARLY)
+    """The first `splits` programs attend the window of a token and KV head, `programs` score; with
+    STORE one more stores the summary of the page whose last slot the token is in, if it is.
+
+    Args:
+        ROWS, GP: heads of the group, padded to a power of two, ROWS >= 16.
+        PAGE: SIZE, padded to a power of two.
+    """
+    launch_next(EARLY)
     program = tl.program_id(0)
     kv = tl.program_id(1)
     token = tl.program_id(2)
     if program < splits:
+        await_previous(EARLY)
         attend_split(
             q, k_cache, v_cache, row, slot, page_table, part_o, part_lse, parts,
             window, scale, table_stride, page_stride, head_stride, token, kv, program, splits,
             HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, KEYS, True, True, PRECISION,
         )  # fmt: skip
-    else:
-        score_blocks(
-            lmk_q, key, bias, slot, row, page_table, u, part_best, part_sum,
-            offset, SIZE, score_scale, table_stride, key_page_stride, key_head_stride,
-            pages, blocks, token, kv, program - splits, tl.num_programs(0) - splits,
-            HEADS, KV_HEADS, KEY_HEADS, DIM, GP, DP, TILE, CB, BIAS,
+    elif program < splits + programs:
+        score_tiles(
+            lmk_q, key, bias, slot, row, page_table, u, tops, sums,
+            offset, score_scale, table_stride, key_page_stride, key_head_stride, pages,
+            token, kv, program - splits, programs,
+            HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, DP, TILE, BIAS, EARLY,
         )  # fmt: skip
+    elif STORE:
+        await_previous(EARLY)
+        place = tl.load(slot + token)
+        if place % SIZE == SIZE - 1:
+            logical = tl.load(row + token) * table_stride + place // SIZE
+            page = tl.load(page_table + logical).to(tl.int64)
+            store_summary(
+                lmk_q + token.to(tl.int64) * HEADS * DIM, k_cache, page, page, kv, key, bias,
+                score_scale, page_stride, head_stride, key_page_stride, key_head_stride,
+                HEADS, KV_HEADS, DIM, SIZE, DP, PAGE, True, BIAS,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["splits", "parts", "programs"])
+def pick_kernel(
+    u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, found_u, lse,
+    splits, parts, programs, table_stride, offset, size, pages, topk,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
+    CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr,
+    NORMALISED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The topk best of a chunk of candidates of one token and KV head, in order of their pages.
+
+    found_page (logical; -1 where there are fewer), found_at (physical) and found_value: [T,
+    KV_HEADS, chunks, topk], found_u [T, KV_HEADS, chunks, topk, group]. Chunks behind the last
+    candidate are not written. lse [T, HEADS] of the window, from its splits'.
+
+    Args:
+        K, PROGRAMS, SPLITS: topk, programs and splits, padded to a power of two.
+    """
+    launch_next(EARLY)
+    chunk = tl.program_id(0)
+    kv = tl.program_id(1)
+    token = tl.program_id(2).to(tl.int64)
+    candidates = candidates_of(slot, token, offset, size)
+    begin = chunk * CHUNK
+    c = begin + tl.arange(0, CHUNK)
+    table = page_table + tl.load(row + token) * table_stride
+    physical = tl.load(table + c, mask=c < candidates, other=0)
+    await_previous(EARLY)
+    if (chunk > 0) & (begin >= candidates):
+        return
+    group: tl.constexpr = HEADS // KV_HEADS
+    line = token * KV_HEADS + kv
+    g = tl.arange(0, GP)
+    own = g < group
+    shown = (c < candidates)[:, None] & own[None, :]
+    at = (line * pages + c)[:, None] * group + g[None, :]
+    value = tl.load(u + at, mask=shown, other=float("-inf"))
+    s = tl.arange(0, SPLITS)
+    head = token * HEADS + kv * group + g
+    logs = tl.load(
+        part_lse + head[None, :] * parts + s[:, None],
+        mask=(s < splits)[:, None] & own[None, :], other=float("-inf"),
+    )  # fmt: skip
+    top = tl.max(logs, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    window = base + tl.log(tl.sum(tl.exp(logs - base[None, :]), 0))
+    if chunk == 0:
+        tl.store(lse + head, window, mask=own)
+    p = tl.arange(0, PROGRAMS)
+    at = (line * programs + p)[:, None] * group + g[None, :]
+    shown = (p < programs)[:, None] & own[None, :]
+    tops_of = tl.load(tops + at, mask=shown, other=float("-inf"))
+    sums_of = tl.load(sums + at, mask=shown, other=0.0)
+    normaliser = head_normalisers(tops_of, sums_of, window, NORMALISED)
+    best = tl.max(tl.where(own[None, :], value - normaliser[None, :], float("-inf")), 1)
+    total = tl.minimum(candidates - begin, CHUNK)
+    taken, order, found = largest(best, c < candidates, total, topk, CHUNK)
+    at = (line * tl.num_programs(0) + chunk) * topk
+    tl.store(found_page + at + order, c, mask=taken)
+    tl.store(found_at + at + order, physical, mask=taken)
+    tl.store(found_value + at + order, best, mask=taken)
+    at_u = found_u + (at + order)[:, None] * group + g[None, :]
+    tl.store(at_u, value, mask=taken[:, None] & own[None, :])
+    rest = tl.arange(0, K)
+    tl.store(found_page + at + rest, rest * 0 - 1, mask=(rest >= found) & (rest < topk))
 
 
 @triton.jit
-def pick_kernel(
-    u, part_best, part_sum, part_lse, slot, indices, scores, lse,
-    splits, parts, offset, size, pages, blocks, topk,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
-    KB: tl.constexpr, BLOCKS: tl.constexpr, CB: tl.constexpr, SPLITS: tl.constexpr,
-    NORMALISED: tl.constexpr, EARLY: tl.constexpr,
+def listed(
+    found_page, found_value, line, candidates, begin, end, topk, chunks,
+    CHUNK: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """lse [T, HEADS] of the window from its splits' (the first of `parts`), then `choose`."""
-    await_previous(EARLY)
-    kv = tl.program_id(0)
-    token = tl.program_id(1)
+    """[EACH] int32, where in the list of all chunks the places begin .. end - 1 of the selection
+    are, -1 where nothing is.
+
+    Args:
+        LISTED: chunks * topk, padded to a power of two.
+    """
+    place = begin + tl.arange(0, EACH)
+    which = place
+    if candidates > CHUNK:
+        # Pages ascend from chunk to chunk: of equal values the first is the lowest page again.
+        i = tl.arange(0, LISTED)
+        shown = (i < chunks * topk) & (i // topk * CHUNK < candidates)
+        at = line * chunks * topk + i
+        inside = tl.load(found_page + at, mask=shown, other=-1) >= 0
+        value = tl.load(found_value + at, mask=shown, other=float("-inf"))
+        taken, order, _ = largest(value, inside, chunks * topk, topk, LISTED)
+        mine = taken[None, :] & (order[None, :] == place[:, None])
+        which = tl.sum(tl.where(mine, i[None, :] + 1, 0), 1) - 1
+    return tl.where(place < end, which, -1)
+
+
+@triton.jit(do_not_specialize=["each", "first", "parts"])
+def read_kernel(
+    q, k_cache, v_cache, slot, found_page, found_at, found_value, found_u,
+    indices, scores, part_o, part_lse,
+    scale, page_stride, head_stride, offset, topk, each, first, parts, chunks,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
+    LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`each` selected pages of one token and KV head: their average and the logarithm of their
+    summed weight, part_o [T, HEADS, parts, DIM] and part_lse [T, HEADS, parts] from place `first`
+    on; and their places in indices [T, KV_HEADS, topk] and scores [T, HEADS, topk].
+
+    Args:
+        GP: heads of the group, padded to a power of two, >= 16.
+        EACH: `each`, padded to a power of two.
+    """
+    launch_next(EARLY)
     group: tl.constexpr = HEADS // KV_HEADS
-    g = tl.arange(0, GP)
-    s = tl.arange(0, SPLITS)
-    own = g < group
-    head = token.to(tl.int64) * HEADS + kv * group + g
-    logs = tl.load(
-        part_lse + head[:, None] * parts + s[None, :],
-        mask=own[:, None] & (s < splits)[None, :], other=float("-inf"),
-    )  # fmt: skip
-    best = tl.max(logs, 1)
-    base = tl.where(best == float("-inf"), 0.0, best)
-    window = base + tl.log(tl.sum(tl.exp(logs - base[:, None]), 1))
-    tl.store(lse + head, window, mask=own)
-    choose(
-        u, part_best, part_sum, window, slot, indices, scores, offset, size, pages, blocks, topk,
-        token, kv, HEADS, KV_HEADS, GP, K, KB, BLOCKS, CB, NORMALISED, True,
-    )  # fmt: skip
+    split = tl.program_id(0)
+    kv = tl.program_id(1)
+    token = tl.program_id(2).to(tl.int64)
+    line = token * KV_HEADS + kv
+    m = tl.arange(0, GP)
+    head = token * HEADS + kv * group + m
+    alive = m < group
+    candidates = candidates_of(slot, token, offset, SIZE)
+    await_previous(EARLY)
+    query = load_rows(q + head * DIM, alive, DIM, DP)
+    begin = split * each
+    end = tl.minimum(begin + each, topk)
+    which = listed(
+        found_page, found_value, line, candidates, begin, end, topk, chunks, CHUNK, LISTED, EACH
+    )
+    # Three loads of which none waits for another: what is not listed is left out afterwards.
+    e = tl.arange(0, EACH)
+    there = begin + e < end
+    at = line * chunks * topk + which
+    logical = tl.load(found_page + at, mask=which >= 0, other=-1)
+    known = tl.load(found_at + at, mask=which >= 0, other=0)
+    shown = alive[:, None] & (which >= 0)[None, :]
+    own = tl.load(found_u + at[None, :] * group + m[:, None], mask=shown, other=0.0)
+    own = tl.where(shown & (logical >= 0)[None, :], own, float("-inf"))
+    tl.store(indices + line * topk + begin + e, logical, mask=there)
+    at = scores + head[:, None] * topk + (begin + e)[None, :]
+    tl.store(at, own, mask=alive[:, None] & there[None, :])
+    best = tl.max(own, 1)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    weights = tl.exp(own - best[:, None])
+    total = tl.sum(weights, 1)
+    acc = tl.zeros([GP, DP], tl.float32)
+    for i in range(end - begin):
+        this = e == i
+        page = tl.sum(tl.where(this, known, 0), 0).to(tl.int64)
+        found = tl.max(tl.where(this, logical, -1), 0) >= 0
+        weight = tl.sum(tl.where(this[None, :], weights, 0.0), 1)
+        value, summed = page_output(
+            query, k_cache + kv * head_stride, v_cache + kv * head_stride, page * page_stride,
+            found, scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, PRECISION,
+        )  # fmt: skip
+        acc += value * (weight / summed)[:, None]
+    seen = total > 0
+    safe = tl.where(seen, total, 1.0)
+    at = head * parts + first + split
+    tl.store(part_lse + at, tl.where(seen, best + tl.log(safe), float("-inf")), mask=alive)
+    store_rows(part_o + at * DIM, acc / safe[:, None], alive, DIM, DP)

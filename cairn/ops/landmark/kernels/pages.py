@@ -2,7 +2,7 @@
 
 Few tokens: `pages_kernel` runs a few pages of one token and KV head. Many tokens share pages, so
 there the pairs of token and selected page are sorted by page, by counting: `count_kernel` numbers
-the pairs of every page, `place_kernel` gives every page its place among the sorted pairs, and
+the pairs of every page, `place_kernel` gives every page its stretch of the sorted pairs, and
 `order_kernel` sorts and cuts them into units of work. `unit_kernel` then holds a page on the chip
 while its tokens pass by, and `reduce_kernel` adds up the pages of every token.
 
@@ -13,7 +13,7 @@ programs run; what is computed for a pair, and the order of the sums, do not.
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import await_previous, load_columns, load_rows, store_rows
+from cairn.ops.attention.kernels import load_keys, load_rows, load_values, store_rows
 from cairn.ops.gpu import tl, triton
 
 
@@ -29,8 +29,8 @@ def page_output(
     inside = t < SIZE - 1
     shown = inside & there
     at = line + t * DIM
-    key = load_columns(k_head + at, shown, DIM, DP)
-    value = load_rows(v_head + at, shown, DIM, DP)
+    key = load_keys(k_head, at, t, shown, query.dtype, DIM, SIZE, DP)
+    value = load_values(v_head, at, t, shown, query.dtype, DIM, SIZE, DP)
     logits = tl.dot(query, key, input_precision=PRECISION) * factor
     logits = tl.where(inside[None, :], logits, float("-inf"))
     p = tl.exp2(logits - tl.max(logits, 1)[:, None])
@@ -39,24 +39,17 @@ def page_output(
 
 @triton.jit
 def pages_kernel(
-    q, k_cache, v_cache, row, page_table, indices, weights, o, logs,
-    scale, table_stride, page_stride, head_stride, topk, each, first, parts,
+    q, k_cache, v_cache, row, page_table, indices, weights, o,
+    scale, table_stride, page_stride, head_stride, topk, each,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr,
-    LOGS: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`each` selected pages of one token and KV head: o [T, HEADS, parts, DIM] float32, written
-    from place `first` on.
+    """`each` selected pages of one token and KV head: o [T, HEADS, splits, DIM] float32.
 
     Args:
         GP: heads of the group, padded to a power of two, >= 16.
         KEYS: slots of a page, padded to a power of two, >= 16.
-        EACH: `each`, padded to a power of two.
-        LOGS: `weights` holds logarithms; o is the pages' average, and the logarithm of their
-            summed weight goes to logs [T, HEADS, parts].
-        EARLY: as in `await_previous`.
     """
-    await_previous(EARLY)
     group: tl.constexpr = HEADS // KV_HEADS
     split = tl.program_id(0)
     kv = tl.program_id(1)
@@ -69,18 +62,6 @@ def pages_kernel(
     selected = indices + (token * KV_HEADS + kv) * topk
     begin = split * each
     end = tl.minimum(begin + each, topk)
-    best = tl.zeros([GP], tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    if LOGS:
-        place = begin + tl.arange(0, EACH)
-        listed = tl.load(selected + place, mask=place < end, other=-1) >= 0
-        own = tl.load(
-            weights + head[:, None] * topk + place[None, :],
-            mask=alive[:, None] & listed[None, :], other=float("-inf"),
-        )  # fmt: skip
-        best = tl.max(own, 1)
-        best = tl.where(best == float("-inf"), 0.0, best)
-        total = tl.sum(tl.exp(own - best[:, None]), 1)
     acc = tl.zeros([GP, DP], tl.float32)
     for place in range(begin, end):
         logical = tl.load(selected + place)
@@ -88,19 +69,12 @@ def pages_kernel(
         page = tl.load(table + tl.maximum(logical, 0)).to(tl.int64)
         page = tl.where(found, page, 0)
         weight = tl.load(weights + head * topk + place, mask=alive & found, other=0.0)
-        if LOGS:
-            weight = tl.where(found, tl.exp(weight - best), 0.0)
         value, summed = page_output(
             query, k_cache + kv * head_stride, v_cache + kv * head_stride, page * page_stride,
             found, scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, PRECISION,
         )  # fmt: skip
         acc += value * (weight / summed)[:, None]
-    at = head * parts + first + split
-    if LOGS:
-        seen = total > 0
-        safe = tl.where(seen, total, 1.0)
-        acc = acc / safe[:, None]
-        tl.store(logs + at, tl.where(seen, best + tl.log(safe), float("-inf")), mask=alive)
+    at = head * tl.num_programs(0) + split
     store_rows(o + at * DIM, acc, alive, DIM, DP)
 
 
@@ -117,10 +91,10 @@ def sum_kernel(parts, o, splits, DIM: tl.constexpr, DP: tl.constexpr, SPLITS: tl
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(
     indices, row, page_table, counts, lines, ranks, pairs, pages, table_stride, topk,
-    KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """counts [KV_HEADS * pages], 0 before: pairs of every line; and for every pair its line (-1:
-    no page) and its number among the pairs of that line."""
+    """counts [KV_HEADS * pages, APART], 0 before: in front, the pairs of every line; and for every
+    pair its line (-1: no page) and its number among the pairs of that line."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs
     logical = tl.load(indices + pair, mask=inside, other=-1)
@@ -129,13 +103,16 @@ def count_kernel(
     this_row = tl.load(row + place // KV_HEADS, mask=found, other=0)
     page = tl.load(page_table + this_row * table_stride + logical, mask=found, other=0)
     line = tl.where(found, place % KV_HEADS * pages + page, -1)
-    rank = tl.atomic_add(counts + line, 1, mask=found, sem="relaxed")
+    rank = tl.atomic_add(counts + line * APART, 1, mask=found, sem="relaxed")
     tl.store(lines + pair, line, mask=inside)
     tl.store(ranks + pair, rank, mask=found)
 
 
 @triton.jit
-def place_kernel(counts, cursors, starts, units, lines, MOST: tl.constexpr, BLOCK: tl.constexpr):
+def place_kernel(
+    counts, cursors, starts, units, lines,
+    MOST: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Give every line a stretch of the sorted pairs, and a unit of work for each MOST of them.
 
     Args:
@@ -144,7 +121,7 @@ def place_kernel(counts, cursors, starts, units, lines, MOST: tl.constexpr, BLOC
     """
     line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = line < lines
-    count = tl.load(counts + line, mask=inside, other=0)
+    count = tl.load(counts + line * APART, mask=inside, other=0)
     needed = (count + MOST - 1) // MOST
     start = tl.atomic_add(cursors, tl.sum(count, 0), sem="relaxed")
     unit = tl.atomic_add(cursors + 1, tl.sum(needed, 0), sem="relaxed")
@@ -154,34 +131,39 @@ def place_kernel(counts, cursors, starts, units, lines, MOST: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["pairs"])
 def order_kernel(
-    lines, ranks, counts, starts, units, order, unit_line, unit_first, unit_pairs, pairs,
-    MOST: tl.constexpr, BLOCK: tl.constexpr,
+    lines, ranks, counts, starts, units, places, tokens,
+    unit_line, unit_first, unit_pairs, pairs, topk,
+    KV_HEADS: tl.constexpr, MOST: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """order [pairs]: the pairs, sorted by line; and what line a unit is of, and which of them."""
+    """Sort the pairs by line: places [pairs], where each goes (-1: no page), and tokens [pairs], of
+    what goes there; and what line a unit is of, and which places."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line = tl.load(lines + pair, mask=pair < pairs, other=-1)
     found = line >= 0
-    place = tl.load(starts + line, mask=found, other=0)
+    start = tl.load(starts + line, mask=found, other=0)
     rank = tl.load(ranks + pair, mask=found, other=0)
-    tl.store(order + place + rank, pair, mask=found)
+    place = tl.where(found, start + rank, -1)
+    tl.store(places + pair, place, mask=pair < pairs)
+    tl.store(tokens + place, pair // (topk * KV_HEADS), mask=found)
     # The first pair of a unit describes it.
     heads = found & (rank % MOST == 0)
     unit = tl.load(units + line, mask=heads, other=0) + rank // MOST
-    left = tl.load(counts + line, mask=heads, other=0) - rank
+    left = tl.load(counts + line * APART, mask=heads, other=0) - rank
     tl.store(unit_line + unit, line, mask=heads)
-    tl.store(unit_first + unit, place + rank, mask=heads)
+    tl.store(unit_first + unit, place, mask=heads)
     tl.store(unit_pairs + unit, tl.minimum(left, MOST), mask=heads)
 
 
 @triton.jit
 def unit_kernel(
-    q, k_cache, v_cache, order, cursors, unit_line, unit_first, unit_pairs, parts,
-    scale, page_stride, head_stride, pages, topk,
+    q, k_cache, v_cache, tokens, cursors, unit_line, unit_first, unit_pairs, parts,
+    scale, page_stride, head_stride, pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """parts [pairs, group, DIM]: the attention of every pair inside its page; PAIRS at once."""
+    """parts [pairs, group, DIM], in sorted order: the attention of every pair inside its page;
+    PAIRS at once."""
     group: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, PAIRS * GP)
     t = tl.arange(0, KEYS)
@@ -192,20 +174,22 @@ def unit_kernel(
         count = tl.load(unit_pairs + unit)
         kv = line // pages
         at = (line % pages).to(tl.int64) * page_stride + kv * head_stride + t * DIM
-        key = load_columns(k_cache + at, inside, DIM, DP)
-        value = load_rows(v_cache + at, inside, DIM, DP)
+        key = load_keys(k_cache, at, t, inside, q.dtype.element_ty, DIM, SIZE, DP)
+        value = load_values(v_cache, at, t, inside, q.dtype.element_ty, DIM, SIZE, DP)
         for begin in range(0, count, PAIRS):
             i = begin + m // GP
             alive = (i < count) & (m % GP < group)
-            pair = tl.load(order + first + i, mask=alive, other=0).to(tl.int64)
-            head = pair // (topk * KV_HEADS) * HEADS + kv * group + m % GP
+            token = tl.load(tokens + first + i, mask=alive, other=0).to(tl.int64)
+            head = token * HEADS + kv * group + m % GP
             query = load_rows(q + head * DIM, alive, DIM, DP)
             logits = tl.dot(query, key, input_precision=PRECISION) * (scale * 1.4426950408889634)
             logits = tl.where(inside[None, :], logits, float("-inf"))
             p = tl.exp2(logits - tl.max(logits, 1)[:, None])
-            total = tl.sum(p, 1)
-            acc = tl.dot(p.to(value.dtype), value, input_precision=PRECISION)
-            store_rows(parts + (pair * group + m % GP) * DIM, acc / total[:, None], alive, DIM, DP)
+            # One division a row: dividing every number costs more than the products do.
+            share = 1.0 / tl.sum(p, 1)
+            acc = tl.dot(p.to(value.dtype), value, input_precision=PRECISION) * share[:, None]
+            own = (first + i).to(tl.int64) * group + m % GP
+            store_rows(parts + own * DIM, acc, alive, DIM, DP)
 
 
 @triton.jit
@@ -231,7 +215,7 @@ def layer_totals(
 
 @triton.jit
 def reduce_kernel(
-    parts, indices, weights, o, lse, o_window, topk,
+    parts, places, weights, o, lse, o_window, topk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr,
     BLEND: tl.constexpr, SOFTMAX1: tl.constexpr,
@@ -239,6 +223,7 @@ def reduce_kernel(
     """o [T, HEADS, DIM]: the weighted sum of a token's pairs, for the heads of one KV head.
 
     Args:
+        places: [T, KV_HEADS, topk], where each pair lies in parts; -1: nowhere.
         BLEND: `weights` holds scores; the weights are their shares beside the window's, whose
             state (o_window, lse) joins the sum.
     """
@@ -254,12 +239,12 @@ def reduce_kernel(
         acc += load_rows(o_window + head * DIM, own, DIM, DP) * (window / total)[:, None]
     for start in range(0, topk, STEP):
         k = start + tl.arange(0, STEP)
-        found = tl.load(indices + place * topk + k, mask=k < topk, other=-1) >= 0
-        shown = found[:, None] & own[None, :]
+        part_of = tl.load(places + place * topk + k, mask=k < topk, other=-1)
+        shown = (part_of >= 0)[:, None] & own[None, :]
         weight = tl.load(weights + head[None, :] * topk + k[:, None], mask=shown, other=0.0)
         if BLEND:
             weight = tl.where(shown, tl.exp(weight - base[None, :]) / total[None, :], 0.0)
-        at = ((place * topk + k) * group)[:, None] + g[None, :]
+        at = (part_of.to(tl.int64) * group)[:, None] + g[None, :]
         wide = shown[:, :, None]
         if DP != DIM:
             wide = wide & (d < DIM)[None, None, :]

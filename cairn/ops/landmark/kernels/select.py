@@ -154,16 +154,18 @@ def score_kernel(
 
 
 @triton.jit
-def tile_scores(query, table, key, bias, c, inside, head, page_stride, head_stride, scale,
-                HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
-                BIAS: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """u [M, BLOCK] of query [M, DP] with candidates c of one row, for one head."""
+def tile_scores(
+    query, table, key, bias, c, inside, head, page_stride, head_stride, scale, unit,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """unit * u [M, BLOCK] of query [M, DP] with candidates c of one row, for one head."""
     page = tl.load(table + c, mask=inside, other=0).to(tl.int64)
     at = key + page * page_stride + (head // (HEADS // KEY_HEADS)) * head_stride
     summary = load_columns(at, inside, DIM, DP)
-    value = tl.dot(query, summary, input_precision=PRECISION) * scale
+    value = tl.dot(query, summary, input_precision=PRECISION) * (scale * unit)
     if BIAS:
-        value += tl.load(bias + page * HEADS + head, mask=inside, other=0.0)[None, :]
+        value += tl.load(bias + page * HEADS + head, mask=inside, other=0.0)[None, :] * unit
     return value
 
 
@@ -173,20 +175,21 @@ def add_blocks(
     page_stride, head_stride, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, EDGE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add candidates begin .. end - 1 to the maximum (base 2) and sum of every token [M].
 
     Args:
         own: [M], how many candidates each token has; most: the most of them.
         EDGE: some are not candidates of every token.
+        STAGES: named to the loop, which then fetches ahead what no product reads too.
     """
-    for start in range(begin, end, BLOCK):
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         c = start + tl.arange(0, BLOCK)
         value = tile_scores(
             query, table, key, bias, c, c < most, head, page_stride, head_stride,
-            scale, HEADS, KEY_HEADS, DIM, DP, BIAS, PRECISION,
+            scale, 1.4426950408889634, HEADS, KEY_HEADS, DIM, DP, BIAS, PRECISION,
         )  # fmt: skip
-        value = value * 1.4426950408889634
         if EDGE:
             value = tl.where(c[None, :] < own[:, None], value, float("-inf"))
         higher = tl.maximum(best, tl.max(value, 1))
@@ -202,8 +205,9 @@ def normaliser_kernel(
     tokens, offset, size, scale, table_stride, page_stride, head_stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """total [T, HEADS] = logaddexp(lse, logsumexp over candidates of u) of a tile and a head."""
+    """total [HEADS, T] = logaddexp(lse, logsumexp over candidates of u) of a tile and a head."""
     head = tl.program_id(0)
     begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
     token = begin + tl.arange(0, TOKENS)
@@ -227,17 +231,18 @@ def normaliser_kernel(
         best, summed = add_blocks(
             best, summed, query, table, key, bias, own, most, 0, edge, head,
             page_stride, head_stride, scale, HEADS, KEY_HEADS, DIM, DP, BLOCK, False, BIAS,
-            PRECISION,
+            PRECISION, STAGES,
         )  # fmt: skip
         best, summed = add_blocks(
             best, summed, query, table, key, bias, own, most, edge, most, head,
             page_stride, head_stride, scale, HEADS, KEY_HEADS, DIM, DP, BLOCK, True, BIAS,
-            PRECISION,
+            PRECISION, STAGES,
         )  # fmt: skip
         this_row = tl.min(tl.where(alive & (own_row > this_row), own_row, 2147483647), 0)
     safe = tl.where(summed > 0, summed, 1.0)
     value = (best + tl.log2(safe)) * 0.6931471805599453
-    tl.store(total + place, tl.where(summed > 0, value, float("-inf")), mask=alive)
+    at = total + head.to(tl.int64) * tokens + token
+    tl.store(at, tl.where(summed > 0, value, float("-inf")), mask=alive)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -245,11 +250,12 @@ def group_kernel(
     lmk_q, key, bias, total, slot, row, page_table, score, part_best,
     tokens, offset, size, scale, table_stride, page_stride, head_stride, pages, blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
-    DP: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, CB: tl.constexpr,
-    BIAS: tl.constexpr, NORMALISED: tl.constexpr, PRECISION: tl.constexpr,
+    DP: tl.constexpr, GP: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    CB: tl.constexpr,
+    BIAS: tl.constexpr, NORMALISED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """score [T, KV_HEADS, pages]: best of the group's heads, each less its normaliser; and the
-    maxima of its blocks of CB, part_best [T, KV_HEADS, blocks]."""
+    """score [T, KV_HEADS, pages]: best of the group's heads, each less its normaliser in total
+    [HEADS, T]; and the maxima of its blocks of CB, part_best [T, KV_HEADS, blocks]."""
     group: tl.constexpr = HEADS // KV_HEADS
     kv = tl.program_id(1)
     begin = (tl.num_programs(2) - 1 - tl.program_id(2)) * TOKENS
@@ -259,24 +265,34 @@ def group_kernel(
     own_slot = tl.load(slot + token, mask=alive, other=0).to(tl.int32)
     candidates = tl.maximum(own_slot - offset, 0) // size
     line = token.to(tl.int64) * KV_HEADS + kv
+    of = tl.arange(0, GP)
     this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
     while this_row < 2147483647:
         mine = alive & (own_row == this_row)
         own = tl.where(mine, candidates, 0)
         most = tl.max(own, 0)
+        table = page_table + this_row * table_stride
         for start in range(tl.program_id(0) * BLOCK, most, tl.num_programs(0) * BLOCK):
             c = start + tl.arange(0, BLOCK)
+            inside = c < most
+            page = tl.load(table + c, mask=inside, other=0).to(tl.int64)
+            if BIAS:
+                at = page[None, :] * HEADS + (kv * group + of)[:, None]
+                biases = tl.load(bias + at, mask=inside[None, :] & (of < group)[:, None], other=0.0)
             best = tl.full([TOKENS, BLOCK], float("-inf"), tl.float32)
-            for g in range(group):
+            for g in tl.range(0, group, num_stages=STAGES):
                 head = kv * group + g
-                place = token.to(tl.int64) * HEADS + head
-                query = load_rows(lmk_q + place * DIM, alive, DIM, DP)
-                value = tile_scores(
-                    query, page_table + this_row * table_stride, key, bias, c, c < most, head,
-                    page_stride, head_stride, scale, HEADS, KEY_HEADS, DIM, DP, BIAS, PRECISION,
+                query = load_rows(
+                    lmk_q + (token.to(tl.int64) * HEADS + head) * DIM, alive, DIM, DP
                 )  # fmt: skip
+                own_key = key + page * page_stride + head // (HEADS // KEY_HEADS) * head_stride
+                summary = load_columns(own_key, inside, DIM, DP)
+                value = tl.dot(query, summary, input_precision=PRECISION) * scale
+                if BIAS:
+                    value += tl.sum(tl.where((of == g)[:, None], biases, 0.0), 0)[None, :]
                 if NORMALISED:
-                    value -= tl.load(total + place, mask=alive, other=0.0)[:, None]
+                    normaliser = total + head.to(tl.int64) * tokens + token
+                    value -= tl.load(normaliser, mask=alive, other=0.0)[:, None]
                 best = tl.maximum(best, value)
             seen = c[None, :] < own[:, None]
             tl.store(score + (line * pages)[:, None] + c[None, :], best, mask=seen)

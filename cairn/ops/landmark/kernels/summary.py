@@ -2,7 +2,41 @@
 
 from __future__ import annotations
 
+from cairn.ops.attention.kernels import load_values
 from cairn.ops.gpu import tl, triton
+
+
+@triton.jit
+def store_summary(
+    query, k_cache, page, to, kv, key, bias, scale,
+    page_stride, head_stride, key_page_stride, key_head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    DP: tl.constexpr, KEYS: tl.constexpr, WITH_KEY: tl.constexpr, WITH_BIAS: tl.constexpr,
+):  # fmt: skip
+    """prior_summary of `page` with query [HEADS, DIM], for the heads of one KV head: into place
+    `to` of key [n, HEADS, DIM] and bias [n, HEADS]."""
+    group: tl.constexpr = HEADS // KV_HEADS
+    t = tl.arange(0, KEYS)
+    d = tl.arange(0, DP)
+    inside = t < SIZE - 1
+    at = page * page_stride + kv * head_stride + t * DIM
+    keys = load_values(k_cache, at, t, inside, tl.float32, DIM, SIZE, DP).to(tl.float32)
+    for g in range(group):
+        head = kv * group + g
+        wanted = tl.load(query + head * DIM + d, mask=d < DIM, other=0.0)
+        logits = tl.sum(keys * (wanted.to(tl.float32) * scale)[None, :], 1)
+        logits = tl.where(inside, logits, float("-inf"))
+        shifted = logits - tl.max(logits, 0)
+        e = tl.exp(shifted)
+        total = tl.sum(e, 0)
+        if WITH_KEY:
+            pooled = tl.sum(keys * (e / total)[:, None], 0)
+            place = to * key_page_stride + head * key_head_stride + d
+            tl.store(key + place, pooled.to(key.dtype.element_ty), mask=d < DIM)
+        if WITH_BIAS:
+            # -sum p ln p with ln p = shifted - ln total
+            spread = tl.sum(tl.where(inside, e * shifted, 0.0), 0) / total
+            tl.store(bias + to * HEADS + head, tl.log(total) - spread)
 
 
 @triton.jit
@@ -14,35 +48,15 @@ def prior_summary_kernel(
 ):  # fmt: skip
     """key [N, HEADS, DIM] and bias [N, HEADS] of one page, for the heads of one KV head; BY_PAGE:
     into pools, at the page's number, nowhere for a negative one."""
-    group: tl.constexpr = HEADS // KV_HEADS
     n = tl.program_id(0).to(tl.int64)
-    kv = tl.program_id(1)
     page = tl.load(pages + n).to(tl.int64)
     if BY_PAGE and page < 0:
         return
-    to = page if BY_PAGE else n
-    t = tl.arange(0, KEYS)
-    d = tl.arange(0, DP)
-    inside = t < SIZE - 1
-    at = page * page_stride + kv * head_stride + t[:, None] * DIM + d[None, :]
-    whole = inside[:, None] & (d < DIM)[None, :]
-    keys = tl.load(k_cache + at, mask=whole, other=0.0).to(tl.float32)
-    for g in range(group):
-        head = kv * group + g
-        wanted = tl.load(query + (n * HEADS + head) * DIM + d, mask=d < DIM, other=0.0)
-        logits = tl.sum(keys * (wanted.to(tl.float32) * scale)[None, :], 1)
-        logits = tl.where(inside, logits, float("-inf"))
-        shifted = logits - tl.max(logits, 0)
-        e = tl.exp(shifted)
-        total = tl.sum(e, 0)
-        if WITH_KEY:
-            pooled = tl.sum(keys * (e / total)[:, None], 0)
-            place = (to * HEADS + head) * DIM + d
-            tl.store(key + place, pooled.to(key.dtype.element_ty), mask=d < DIM)
-        if WITH_BIAS:
-            # -sum p ln p with ln p = shifted - ln total
-            spread = tl.sum(tl.where(inside, e * shifted, 0.0), 0) / total
-            tl.store(bias + to * HEADS + head, tl.log(total) - spread)
+    store_summary(
+        query + n * HEADS * DIM, k_cache, page, page if BY_PAGE else n, tl.program_id(1), key, bias,
+        scale, page_stride, head_stride, HEADS * DIM, DIM,
+        HEADS, KV_HEADS, DIM, SIZE, DP, KEYS, WITH_KEY, WITH_BIAS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -57,8 +71,8 @@ def mean_summary_kernel(
     t = tl.arange(0, KEYS)
     d = tl.arange(0, DP)
     page = tl.load(pages + n).to(tl.int64)
-    at = page * page_stride + kv * head_stride + t[:, None] * DIM + d[None, :]
-    keys = tl.load(k_cache + at, mask=(t < SIZE)[:, None] & (d < DIM)[None, :], other=0.0)
+    at = page * page_stride + kv * head_stride + t * DIM
+    keys = load_values(k_cache, at, t, t < SIZE, tl.float32, DIM, SIZE, DP)
     mean = tl.sum(keys.to(tl.float32), 0) / SIZE
     place = (n * KV_HEADS + kv) * DIM + d
     tl.store(key + place, mean.to(key.dtype.element_ty), mask=d < DIM)

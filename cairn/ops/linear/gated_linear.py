@@ -1,0 +1,81 @@
+"""The first half of a SwiGLU block: norm, two products and their gate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.activation.silu_and_mul import silu_and_mul
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.linear import few
+from cairn.ops.linear.linear import normed
+from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def gated_linear(
+    input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T) of x = rmsnorm(input), in float32, rounded once.
+
+    Args:
+        input: [T, K].
+        weight: [2 N, K] = gate, then up; input's dtype.
+        norm: [K], weight of the norm; None: input as it is.
+        eps: of the norm.
+    Returns:
+        [T, N].
+    """
+    product = torch.nn.functional.linear(normed(input, norm, eps), weight.float())
+    return silu_and_mul.reference(product).to(input.dtype)
+
+
+@gated_linear.implementation(
+    "triton_few",
+    devices=gpu.DEVICES,
+    when=lambda input, weight, norm=None, eps=1e-6: few.accepts(input, weight, gated=True),
+)
+def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    out = input.new_empty(input.shape[0], weight.shape[0] // 2)
+    given = None if norm is None else (norm, eps)
+    return few.multiply(input, weight, out, norm=given, gated=True)
+
+
+@gated_linear.implementation("composed")
+def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """Norm, product and gate, each rounded."""
+    x = input if norm is None else rmsnorm(input, norm, eps)
+    return silu_and_mul(torch.nn.functional.linear(x, weight))
+
+
+gated_linear.tolerance(
+    {torch.bfloat16: (2e-2, 3e-2)}, "normed tokens and products are rounded in between, or are not"
+)
+
+
+@gated_linear.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, width, numbers in ((1, 64, 9), (2, 48, 33), (5, 96, 20), (70, 48, 5)):
+            weight = make.randn(2 * numbers, width, dtype=dtype, scale=width**-0.5)
+            x = make.randn(rows, width, dtype=dtype)
+            yield make.args(x, weight)
+            yield make.args(x, weight, make.randn(width, dtype=dtype), 1e-5)
+    yield make.args(make.randn(0, 64), make.randn(18, 64))
+
+
+@gated_linear.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
+        weight = draw.randn(2 * layer.intermediate, layer.hidden, scale=layer.hidden**-0.5)
+        yield Point(
+            f"{layer.name}: {rows} x {layer.hidden} x 2 x {layer.intermediate}",
+            draw.args(x, weight, norm),
+            moved(x, weight, norm) + rows * layer.intermediate * x.element_size(),
+            2.0 * rows * weight.numel(),
+            draw.compiled(gated_linear.reference),
+        )

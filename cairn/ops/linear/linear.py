@@ -1,0 +1,123 @@
+"""The product of tokens with a weight, the norm in front of it included."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.linear import few
+from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+def normed(input: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """The definition's input of a product: float32, after its norm if it has one."""
+    return input.float() if norm is None else rmsnorm.reference(input.float(), norm.float(), eps)
+
+
+@op
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """rmsnorm(input) @ weight.T + bias, in float32, rounded once.
+
+    Args:
+        input: [..., K].
+        weight: [N, K], input's dtype.
+        bias: [N], input's dtype, or None.
+        norm: [K], weight of the norm; None: input as it is.
+        eps: of the norm.
+        dtype: of the result; None: input's.
+    Returns:
+        [..., N].
+    """
+    offset = None if bias is None else bias.float()
+    product = torch.nn.functional.linear(normed(input, norm, eps), weight.float(), offset)
+    return product.to(dtype or input.dtype)
+
+
+def _few(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> bool:
+    return few.accepts(input, weight)
+
+
+@linear.implementation("triton_few", devices=gpu.DEVICES, when=_few)
+def _(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    shape = (input.shape[0], weight.shape[0])
+    out = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
+    return few.multiply(input, weight, out, bias, None if norm is None else (norm, eps))
+
+
+@linear.implementation("composed")
+def _(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The norm, then the library's product, each rounded."""
+    x = input if norm is None else rmsnorm(input, norm, eps)
+    product = torch.nn.functional.linear(x, weight, bias)
+    return product if dtype is None else product.to(dtype)
+
+
+linear.tolerance(
+    {torch.bfloat16: (1.6e-2, 2e-2)}, "normed tokens are rounded before the product, or are not"
+)
+
+
+@linear.cases
+def _(make: Make) -> Cases:
+    sizes = ((1, 64, 9), (2, 48, 33), (5, 96, 20), (16, 32, 8), (70, 48, 5))
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, width, numbers in sizes:
+            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
+            x, bias = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
+            yield make.args(x, weight, bias)
+            yield make.args(x, weight, None, make.randn(width, dtype=dtype), 1e-5, torch.float32)
+    wide = make.randn(2, 3, 128)[..., :64]
+    yield make.args(wide, make.randn(7, 64))
+    yield make.args(wide[:, 0], make.randn(7, 64))
+    yield make.args(make.randn(0, 64), make.randn(7, 64))
+
+
+@linear.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        shapes = {"qkv": 2 * (layer.heads + layer.kv_heads) * layer.head_dim}
+        if rows <= 64:
+            shapes["head"] = layer.vocabulary
+        for name, numbers in shapes.items():
+            x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
+            weight = draw.randn(numbers, layer.hidden, scale=layer.hidden**-0.5)
+            plain = Alternative("linear", torch.nn.functional.linear, draw.args(x, weight))
+            yield Point(
+                f"{layer.name} {name}: {rows} x {layer.hidden} x {numbers}",
+                draw.args(x, weight, None, norm),
+                moved(x, weight, norm) + rows * numbers * x.element_size(),
+                2.0 * rows * weight.numel(),
+                (plain,),
+            )

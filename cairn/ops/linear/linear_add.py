@@ -1,0 +1,74 @@
+"""A product of tokens with a weight that is added to a residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.linear import few
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op(mutates=("residual",))
+def linear_add(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """residual += input @ weight.T + bias, in float32, rounded once.
+
+    Args:
+        input: [T, K].
+        residual: [T, N], input's dtype, changed.
+        weight: [N, K], input's dtype.
+        bias: [N], input's dtype, or None.
+    """
+    offset = None if bias is None else bias.float()
+    product = torch.nn.functional.linear(input.float(), weight.float(), offset)
+    residual.copy_(residual.float() + product)
+
+
+@linear_add.implementation(
+    "triton_few",
+    devices=gpu.DEVICES,
+    when=lambda input, residual, weight, bias=None: (
+        few.accepts(input, weight) and residual.stride(1) == 1
+    ),
+)
+def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    few.multiply(input, weight, residual, bias, add=True)
+
+
+@linear_add.implementation("torch")
+def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """One product of the library, which adds to what is there."""
+    residual.addmm_(input, weight.t())
+    if bias is not None:
+        residual += bias
+
+
+@linear_add.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, width, numbers in ((1, 64, 9), (2, 48, 33), (5, 96, 20), (70, 48, 5)):
+            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
+            x = make.randn(rows, width, dtype=dtype)
+            residual = make.randn(rows, numbers, dtype=dtype)
+            yield make.args(x, residual, weight)
+            yield make.args(x, residual, weight, make.randn(numbers, dtype=dtype))
+    yield make.args(make.randn(3, 128)[:, :64], make.randn(3, 20)[:, 3:12], make.randn(9, 64))
+    yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64))
+
+
+@linear_add.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        for name, width in (("out", layer.heads * layer.head_dim), ("down", layer.intermediate)):
+            x, residual = draw.randn(rows, width), draw.randn(rows, layer.hidden)
+            weight = draw.randn(layer.hidden, width, scale=width**-0.5)
+            yield Point(
+                f"{layer.name} {name}: {rows} x {width} x {layer.hidden}",
+                draw.args(x, residual, weight),
+                moved(x, weight, residual, residual),
+                2.0 * rows * weight.numel(),
+                draw.compiled(linear_add.reference),
+            )
