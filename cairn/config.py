@@ -10,13 +10,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from cairn.errors import BadConfig, OutOfMemory
+from cairn.errors import BadConfig
 from cairn.names import checked_keywords
 
 GIB = 1 << 30
+GPU_CHUNK = 132 * 128
+"""Slots, in whole tiles: 16,384 tokens with their landmarks, none left for a step of its own."""
 STRATEGIES = ("auto", "group", "head", "softmax_head")
 BACKEND_NAMES = ("auto", "dense", "window", "hsa")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "bf16", "fp8_e4m3")
 
 
 def default_model_path() -> Path:
@@ -32,9 +35,13 @@ class EngineOptions:
     Attributes:
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: "auto", "cpu", "cuda" or "cuda:N".
+        kv_cache_dtype: of keys and values: "auto" (the dtype), "bf16" (must be it) or "fp8_e4m3".
         attention_backend: "auto", "dense", "window" or "hsa".
         max_model_len: longest sequence in user tokens, prompt and output together.
         kv_cache_memory: bytes of the page pool, or text such as "4GiB".
+        gpu_memory_utilization: share of a GPU's memory of which pages get what is left.
+        disable_cuda_graph: decode steps on a GPU are launched operation by operation.
+        disable_overlap_schedule: a step on a GPU is planned when the one before has ended.
         page_size: slots per page; must be the chunk size of a landmark model.
         seed: base of the draws of requests that bring no seed.
         max_num_seqs: requests that run at once.
@@ -52,9 +59,13 @@ class EngineOptions:
 
     dtype: str = "auto"
     device: str = "auto"
+    kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
     max_model_len: int | None = None
     kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float | None = None
+    disable_cuda_graph: bool = False
+    disable_overlap_schedule: bool = False
     page_size: int | None = None
     seed: int = 0
     max_num_seqs: int = 64
@@ -70,14 +81,18 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("attention_backend", self.attention_backend, BACKEND_NAMES)
         _one_of("hsa_selection_strategy", self.hsa_selection_strategy, STRATEGIES)
         _one_of("load_format", self.load_format, ("auto", "random"))
-        for name in ("max_model_len", "page_size", "hsa_topk", "hsa_window_size"):
+        for name in ("max_model_len", "page_size", "hsa_topk", "hsa_window_size", "max_num_seqs"):
             _positive(name, getattr(self, name))
-        _positive("max_num_seqs", self.max_num_seqs)
         _positive("chunked_prefill_size", self.chunked_prefill_size)
+        for name in ("enable_prefix_caching", "disable_cuda_graph", "disable_overlap_schedule"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadConfig(f"{name} must be true or false, not {getattr(self, name)!r}")
         _check_target(self.itl_target_ms, self.chunked_prefill_size)
+        _check_share(self.gpu_memory_utilization, self.kv_cache_memory)
         if type(self.seed) is not int:
             raise BadConfig(f"seed must be an integer, not {self.seed!r}")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
@@ -118,7 +133,7 @@ class Machine:
 
     Attributes:
         has_cuda: a CUDA device can be used.
-        native_bf16: the CPU multiplies bfloat16 matrices in hardware.
+        native_bf16: the device that will be used multiplies bfloat16 matrices in hardware.
         free_memory: bytes free on the device that will be used.
     """
 
@@ -145,10 +160,12 @@ class EngineConfig:
 
     `landmark_layers`, `topk` and `window` describe the layers computed by `attention_backend`.
     `itl_target_ms` is None where no target was given: chunks then keep their size.
-    `num_pages` and `max_model_len` are settled by `plan_memory`.
+    One of `kv_cache_memory` and `gpu_memory_utilization` is None: the other one sizes the pages,
+    whose number and the longest sequence are settled by the memory plan.
     """
 
     dtype: str
+    kv_cache_dtype: str
     device: str
     attention_backend: str
     page_size: int
@@ -162,7 +179,10 @@ class EngineConfig:
     window: int | None
     strategy: str
     load_format: str
-    kv_cache_memory: int
+    kv_cache_memory: int | None
+    gpu_memory_utilization: float | None
+    disable_cuda_graph: bool
+    disable_overlap_schedule: bool
     choices: tuple[Choice, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
 
@@ -175,27 +195,22 @@ def resolve(options: EngineOptions, model: ModelFacts, machine: Machine) -> Engi
     """
     choices: list[Choice] = []
     warnings: list[str] = []
-
-    def chose(name: str, value: object, reason: str) -> None:
-        choices.append(Choice(name, value, reason))
-
     device = options.device
     if device == "auto":
         device = "cuda" if machine.has_cuda else "cpu"
-        chose("device", device, "a CUDA device is here" if machine.has_cuda else "no CUDA device")
+        reason = "a CUDA device is here" if machine.has_cuda else "no CUDA device"
+        choices.append(Choice("device", device, reason))
     elif device.startswith("cuda") and not machine.has_cuda:
         raise BadConfig(f"device is {device!r}, but no CUDA device is here", "Use cpu or auto")
-    dtype = _resolve_dtype(options, model, machine, device, choices)
+    dtype = _resolve_dtype(options, model, machine, device, choices, warnings)
     page_size = _resolve_page_size(options, model, choices)
     backend = _resolve_backend(options, model, choices, warnings)
     layers, topk, window, strategy = _resolve_landmarks(options, model, warnings)
     chunk = _resolve_chunk(options, device, choices)
-    memory = _bytes(options.kv_cache_memory)
-    if memory is None:
-        memory = int(machine.free_memory * (0.8 if device.startswith("cuda") else 0.4))
-        chose("kv_cache_memory", f"{memory / GIB:.2f}GiB", "a share of the free memory")
+    memory, share = _resolve_memory(options, machine, device, choices)
     return EngineConfig(
         dtype=dtype,
+        kv_cache_dtype=_resolve_kv_dtype(options, dtype),
         device=device,
         attention_backend=backend,
         page_size=page_size,
@@ -210,73 +225,12 @@ def resolve(options: EngineOptions, model: ModelFacts, machine: Machine) -> Engi
         strategy=strategy,
         load_format=options.load_format,
         kv_cache_memory=memory,
+        gpu_memory_utilization=share,
+        disable_cuda_graph=options.disable_cuda_graph,
+        disable_overlap_schedule=options.disable_overlap_schedule,
         choices=tuple(choices),
         warnings=tuple(warnings),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """How many pages there are and how long a sequence may be.
-
-    Attributes:
-        num_pages: pages of the pool.
-        bytes_per_page: keys, values and summaries of all layers.
-        max_model_len: longest sequence in user tokens, prompt and output together.
-        choices: the automatic values with their reasons.
-    """
-
-    num_pages: int
-    bytes_per_page: int
-    max_model_len: int
-    choices: tuple[Choice, ...]
-
-
-def plan_memory(
-    options: EngineOptions,
-    config: EngineConfig,
-    model: ModelFacts,
-    bytes_per_page: int,
-) -> MemoryPlan:
-    """Pages that the pool's memory holds, never more than all rows at full length can use.
-
-    Raises:
-        BadConfig: `max_model_len` is longer than the model was made for.
-        OutOfMemory: the pool does not hold one sequence of the asked length.
-    """
-    choices: list[Choice] = []
-    asked = options.max_model_len
-    if asked is not None and asked > model.max_model_len:
-        raise BadConfig(
-            f"max_model_len is {asked}, but the model was made for {model.max_model_len} tokens",
-            f"Use at most {model.max_model_len}",
-        )
-    longest = asked or model.max_model_len
-    tokens_per_page = config.page_size - 1 if model.landmarks else config.page_size
-    useful = config.max_num_seqs * -(-longest // tokens_per_page)
-    num_pages = min(config.kv_cache_memory // bytes_per_page, useful)
-    capacity = num_pages * tokens_per_page
-    if asked is not None and capacity < asked:
-        need = -(-asked // tokens_per_page) * bytes_per_page
-        raise OutOfMemory(
-            f"one sequence of max_model_len {asked} needs {need} bytes of pages, "
-            f"but kv_cache_memory is {config.kv_cache_memory}",
-            f"Set kv_cache_memory (--kv-cache-memory) to at least {need}, or lower max_model_len",
-        )
-    if num_pages < 1:
-        raise OutOfMemory(
-            f"one page needs {bytes_per_page} bytes, but kv_cache_memory is "
-            f"{config.kv_cache_memory}",
-            "Raise kv_cache_memory (--kv-cache-memory)",
-        )
-    if asked is None and capacity < longest:
-        longest = capacity
-        choices.append(
-            Choice("max_model_len", longest, "that is what kv_cache_memory holds in one sequence")
-        )
-    elif asked is None:
-        choices.append(Choice("max_model_len", longest, "the model was made for it"))
-    return MemoryPlan(num_pages, bytes_per_page, longest, tuple(choices))
 
 
 def _resolve_dtype(
@@ -285,9 +239,18 @@ def _resolve_dtype(
     machine: Machine,
     device: str,
     choices: list[Choice],
+    warnings: list[str],
 ) -> str:
+    no_bf16 = device.startswith("cuda") and not machine.native_bf16
     if options.dtype != "auto":
+        if options.dtype == "bfloat16" and no_bf16:
+            raise BadConfig("dtype is bfloat16, which this GPU does not have", "Use float32")
+        if options.dtype == "float16" and model.dtype == "bfloat16":
+            warnings.append("dtype=float16 for a bfloat16 checkpoint: beyond 65504 is infinity")
         return options.dtype
+    if no_bf16 and model.dtype == "bfloat16":
+        choices.append(Choice("dtype", "float32", "this GPU has no bfloat16"))
+        return "float32"
     if device == "cpu" and model.dtype != "float32" and not machine.native_bf16:
         choices.append(Choice("dtype", "float32", f"this CPU has no matrix unit for {model.dtype}"))
         return "float32"
@@ -296,6 +259,35 @@ def _resolve_dtype(
         return "bfloat16"
     choices.append(Choice("dtype", model.dtype, "the checkpoint says so"))
     return model.dtype
+
+
+def _resolve_kv_dtype(options: EngineOptions, dtype: str) -> str:
+    """The dtype's name, or "fp8_e4m3"."""
+    if options.kv_cache_dtype == "bf16" and dtype != "bfloat16":
+        raise BadConfig(f"kv_cache_dtype is bf16, but dtype is {dtype}", "Use auto or fp8_e4m3")
+    return "fp8_e4m3" if options.kv_cache_dtype == "fp8_e4m3" else dtype
+
+
+def _resolve_memory(
+    options: EngineOptions, machine: Machine, device: str, choices: list[Choice]
+) -> tuple[int | None, float | None]:
+    """Bytes of the pages, or the share of a GPU's memory that all things together may take."""
+    memory, share = _bytes(options.kv_cache_memory), options.gpu_memory_utilization
+    if not device.startswith("cuda"):
+        if share is not None:
+            raise BadConfig(
+                f"gpu_memory_utilization is {share}, but the device is {device}",
+                "Use kv_cache_memory (--kv-cache-memory)",
+            )
+        if memory is None:
+            memory = int(machine.free_memory * 0.4)
+            told = f"{memory / GIB:.2f}GiB"
+            choices.append(Choice("kv_cache_memory", told, "a share of the free memory"))
+    elif memory is None and share is None:
+        share = 0.9
+        reason = "the default; the rest is room for what cannot be foreseen"
+        choices.append(Choice("gpu_memory_utilization", share, reason))
+    return memory, share
 
 
 def _resolve_page_size(options: EngineOptions, model: ModelFacts, choices: list[Choice]) -> int:
@@ -316,7 +308,7 @@ def _resolve_page_size(options: EngineOptions, model: ModelFacts, choices: list[
 def _resolve_chunk(options: EngineOptions, device: str, choices: list[Choice]) -> int:
     if options.chunked_prefill_size is not None:
         return options.chunked_prefill_size
-    chunk = 8192 if device.startswith("cuda") else 1024
+    chunk = GPU_CHUNK if device.startswith("cuda") else 1024
     # Without a target nothing is timed to decide anything: steps follow from the requests alone,
     # so that a run can be repeated step by step, and nobody's latency is guessed.
     reason = (
@@ -488,6 +480,17 @@ def _check_target(target: object, chunk: int | None) -> None:
             "chunks by time and the other fixes them",
             "Give one of the two",
         )
+
+
+def _check_share(share: object, memory: object) -> None:
+    """Refuse a share that is none, or one beside a fixed size of the pages."""
+    if share is None:
+        return
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise BadConfig(f"gpu_memory_utilization must be a share in (0, 1], not {share!r}")
+    if memory is not None:
+        what = f"gpu_memory_utilization is {share}, but kv_cache_memory fixes the pages ({memory})"
+        raise BadConfig(what, "Give one of the two")
 
 
 def _positive(name: str, value: object) -> None:

@@ -200,7 +200,7 @@ class LLM:
         return Stats(
             **totals,
             queries=runner.counters.queries,
-            pages_read=int(runner.counters.selected) // kv_heads + runner.reads.window,
+            pages_read=runner.counters.selected // kv_heads + runner.reads.window,
             pages_held=runner.reads.held,
             cached_prompt_tokens=self._core.scheduler.cached_prompt_tokens,
             preemptions=self._core.scheduler.preemptions,
@@ -287,6 +287,7 @@ class LLM:
             for part in job.parts:
                 if not part.finished:
                     self._core.abort(part.request.id)
+        self._core.settle()
 
 
 @dataclass(frozen=True, slots=True)

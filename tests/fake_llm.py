@@ -33,7 +33,9 @@ class FakeLLM:
 
     def __post_init__(self):
         self.spec = load_spec(config_of("345m", "hsa"))
-        self.engine_config = SimpleNamespace(dtype="float32", device="cpu")
+        self.engine_config = SimpleNamespace(
+            dtype="float32", device="cpu", chunked_prefill_size=512, kv_cache_dtype="float32"
+        )
         self.counts = dict.fromkeys(COUNTERS, 0)
         self.seconds = 0.0
 

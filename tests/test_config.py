@@ -13,15 +13,13 @@ from cairn.config import (
     EngineConfig,
     EngineOptions,
     Machine,
-    MemoryPlan,
     ModelFacts,
     default_model_path,
     format_layers,
     parse_layers,
-    plan_memory,
     resolve,
 )
-from cairn.errors import BadConfig, BadRequest, OutOfMemory
+from cairn.errors import BadConfig, BadRequest
 
 LANDMARKS = ModelFacts(
     page_size=64,
@@ -43,7 +41,7 @@ def settle(model=LANDMARKS, machine=LAPTOP, **options) -> EngineConfig:
     return resolve(EngineOptions(**options), model, machine)
 
 
-def reasons(config: EngineConfig | MemoryPlan) -> dict[str, str]:
+def reasons(config: EngineConfig) -> dict[str, str]:
     return {choice.name: choice.reason for choice in config.choices}
 
 
@@ -95,10 +93,34 @@ def test_dtype(model, machine, device, expected):
     assert settle(facts, machine, device=device, dtype="float16").dtype == "float16"
 
 
+def test_dtypes_that_a_gpu_does_not_have():
+    old = replace(SERVER, native_bf16=False)
+    assert settle(machine=old).dtype == "float32"
+    assert settle(replace(LANDMARKS, dtype="float16"), old).dtype == "float16"
+    with pytest.raises(BadConfig, match="bfloat16, which this GPU does not have"):
+        settle(machine=old, dtype="bfloat16")
+
+
+def test_pages_in_8_bits():
+    assert settle().kv_cache_dtype == settle().dtype == "float32"
+    assert settle(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8_e4m3"
+    assert settle(machine=SERVER, kv_cache_dtype="bf16").kv_cache_dtype == "bfloat16"
+    with pytest.raises(BadConfig, match="kv_cache_dtype is bf16, but dtype is float32"):
+        settle(kv_cache_dtype="bf16")
+    with pytest.raises(BadConfig, match="kv_cache_dtype is 'fp8'.*fp8_e4m3"):
+        EngineOptions(kv_cache_dtype="fp8")
+
+
+def test_half_of_a_bfloat16_checkpoint_warns():
+    (warning,) = settle(machine=SERVER, dtype="float16").warnings
+    assert "65504" in warning
+    assert settle(replace(LANDMARKS, dtype="float16"), SERVER).warnings == ()
+
+
 def test_device():
     assert settle(machine=SERVER).device == "cuda"
     assert settle(machine=SERVER, device="cpu").device == "cpu"
-    assert settle(machine=SERVER).chunked_prefill_size == 8192
+    assert settle(machine=SERVER).chunked_prefill_size == 16_896
     with pytest.raises(BadConfig, match="no CUDA device is here"):
         settle(device="cuda")
 
@@ -232,49 +254,28 @@ def test_layers_survive_writing_and_reading(layers):
     assert len(text) <= len(",".join(map(str, sorted(layers))))
 
 
-def plan(bytes_per_page=1000, model=LANDMARKS, **options) -> MemoryPlan:
-    given = EngineOptions(**options)
-    return plan_memory(given, resolve(given, model, LAPTOP), model, bytes_per_page)
+def test_pages_on_a_gpu_get_what_is_left_of_a_share():
+    config = settle(machine=SERVER)
+    assert (config.kv_cache_memory, config.gpu_memory_utilization) == (None, 0.9)
+    assert "gpu_memory_utilization" in reasons(config)
+    config = settle(machine=SERVER, gpu_memory_utilization=0.5)
+    assert (config.kv_cache_memory, config.gpu_memory_utilization) == (None, 0.5)
+    config = settle(machine=SERVER, kv_cache_memory="1GiB")
+    assert (config.kv_cache_memory, config.gpu_memory_utilization) == (GIB, None)
+    assert not {"gpu_memory_utilization", "kv_cache_memory"} & set(reasons(config))
 
 
-@given(
-    memory=st.integers(1000, 10**7),
-    length=st.none() | st.integers(1, 2000),
-    rows=st.integers(1, 9),
-    landmarks=st.booleans(),
-)
-def test_the_plan_fits_and_holds_what_it_promises(memory, length, rows, landmarks):
-    model = replace(LANDMARKS, landmarks=landmarks)
-    options = {"kv_cache_memory": memory, "max_model_len": length, "max_num_seqs": rows}
-    per_page = 63 if landmarks else 64
-    if length is not None and memory // 1000 * per_page < length:
-        with pytest.raises(OutOfMemory, match=f"max_model_len {length} .* {memory}"):
-            plan(model=model, **options)
-        return
-    found = plan(model=model, **options)
-    assert found.num_pages * 1000 <= memory
-    assert found.num_pages * per_page >= found.max_model_len
-    assert found.num_pages <= rows * -(-found.max_model_len // per_page)
-    assert found.max_model_len == (length or min(131072, found.num_pages * per_page))
+@pytest.mark.parametrize("share", [0, -0.1, 1.5, True, "0.9", float("nan")])
+def test_a_share_that_is_none(share):
+    with pytest.raises(BadConfig, match="gpu_memory_utilization must be a share"):
+        EngineOptions(gpu_memory_utilization=share)
 
 
-def test_reasons_of_the_length():
-    assert "made for it" in reasons(plan(kv_cache_memory="1GiB"))["max_model_len"]
-    assert "what kv_cache_memory holds" in reasons(plan(kv_cache_memory=5000))["max_model_len"]
-    assert reasons(plan(kv_cache_memory=5000, max_model_len=100)) == {}
-
-
-def test_too_little_memory_names_what_is_needed():
-    with pytest.raises(OutOfMemory, match="at least 16000"):
-        plan(kv_cache_memory=9000, max_model_len=1000)
-    assert plan(kv_cache_memory=16000, max_model_len=1000).max_model_len == 1000
-    with pytest.raises(OutOfMemory, match="one page needs 1000"):
-        plan(kv_cache_memory=999)
-
-
-def test_longer_than_the_model():
-    with pytest.raises(BadConfig, match="131073.*131072"):
-        plan(max_model_len=131073)
+def test_a_share_where_it_means_nothing():
+    with pytest.raises(BadConfig, match="the device is cpu.*--kv-cache-memory"):
+        settle(gpu_memory_utilization=0.5)
+    with pytest.raises(BadConfig, match="Give one of the two"):
+        EngineOptions(gpu_memory_utilization=0.5, kv_cache_memory=1000)
 
 
 def test_the_default_model_is_in_the_package():

@@ -9,7 +9,13 @@ from typing import Any, TypeVar
 
 import click
 
-from cairn.config import BACKEND_NAMES, DTYPES, STRATEGIES, default_model_path
+from cairn.config import (
+    BACKEND_NAMES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    STRATEGIES,
+    default_model_path,
+)
 from cairn.errors import BadRequest
 from cairn.types import Grammar, SamplingParams
 
@@ -50,10 +56,33 @@ SAMPLING = (
 
 ENGINE = (
     click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and cache."),
+    click.option(
+        "--kv-cache-dtype",
+        type=click.Choice(KV_CACHE_DTYPES),
+        help="Of keys and values in pages: fp8_e4m3 takes half the memory.",
+    ),
     click.option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N."),
     click.option("--attention-backend", type=click.Choice(BACKEND_NAMES), help="Of global layers."),
     click.option("--max-model-len", type=int, help="Longest sequence in tokens."),
     click.option("--kv-cache-memory", metavar="SIZE", help="Page pool: bytes, or such as 4GiB."),
+    click.option(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="Of a GPU's memory, for weights, steps and pages together.  [default: 0.9]",
+    ),
+    click.option(
+        "--disable-cuda-graph",
+        is_flag=True,
+        default=None,
+        help="Launch decode steps on a GPU operation by operation.",
+    ),
+    click.option(
+        "--disable-overlap-schedule",
+        is_flag=True,
+        default=None,
+        help="Plan a step on a GPU only when the one before has ended.",
+    ),
     click.option("--page-size", type=int, help="Slots per page; the chunk size of an HSA model."),
     click.option("--max-num-seqs", type=int, help="Requests that run at once."),
     click.option("--chunked-prefill-size", type=int, help="Slots that one step may run."),
@@ -80,10 +109,14 @@ SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
 
 ENGINE_NAMES = (
     "dtype",
+    "kv_cache_dtype",
     "device",
     "attention_backend",
     "max_model_len",
     "kv_cache_memory",
+    "gpu_memory_utilization",
+    "disable_cuda_graph",
+    "disable_overlap_schedule",
     "page_size",
     "max_num_seqs",
     "chunked_prefill_size",

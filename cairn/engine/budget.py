@@ -54,7 +54,7 @@ class Load:
             self.rows += 1
             self.rows_context += work.first
         else:
-            count = work.count
+            count = work.num_tokens
             self.chunks += 1
             self.tokens += count
             self.context += count * work.first + count * (count - 1) // 2

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,25 +15,27 @@ from cairn.attention.base import AttentionLayer, LandmarkRule
 from cairn.attention.registry import cache_specs
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
-from cairn.cache.pools import CachePools, bytes_per_page
+from cairn.cache.pools import CachePools, PageFormat
 from cairn.config import (
     Choice,
     EngineConfig,
     EngineOptions,
     Machine,
-    MemoryPlan,
     ModelFacts,
-    plan_memory,
     resolve,
 )
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
 from cairn.engine.host_memory import bound_kernel_caches, keep_freed_memory
+from cairn.engine.memory import Lines, MemoryPlan, Usage, gib, plan_memory, room_for_pages
 from cairn.engine.scheduler import Limits
 from cairn.engine.tokenizer import load_tokenizer
+from cairn.errors import BadConfig
 from cairn.models.registry import load_model, load_spec
 from cairn.models.spec import ModelSpec
+from cairn.models.weight_map import parameter_count
 from cairn.runner.executor import InProcessExecutor
+from cairn.runner.memory import Steps, measure
 from cairn.runner.runner import Runner, RunnerShape
 
 log = logging.getLogger(__name__)
@@ -49,7 +52,7 @@ class Built:
         config: resolved options.
         memory: pages and context length.
         slots: slot and landmark arithmetic.
-        weight_bytes: memory of the weights.
+        table: (what, bytes) of everything in the device's memory.
     """
 
     core: EngineCore
@@ -58,7 +61,7 @@ class Built:
     config: EngineConfig
     memory: MemoryPlan
     slots: SlotMap
-    weight_bytes: int
+    table: Lines
 
 
 def build(
@@ -69,7 +72,9 @@ def build(
     Args:
         model: the folder.
         options: what the user asked for.
-        on_phase: called with "weights", "pages" and "tokenizer" when each is there.
+        on_phase: called with "weights", "profile" (on a GPU, unless `kv_cache_memory` fixes the
+            pages: steps of all sizes have been run and measured), "pages" and "tokenizer" when
+            each is there.
 
     Raises:
         BadModel: the folder cannot be served.
@@ -81,56 +86,81 @@ def build(
     config = resolve(options, facts, this_machine(options.device))
     layers = attention_layers(spec, config)
     dtype = getattr(torch, config.dtype)
-    page_bytes = bytes_per_page(cache_specs(layers), config.page_size, dtype)
-    memory = plan_memory(options, config, facts, page_bytes)
-    announce(config.choices + memory.choices, config.warnings)
-
-    random_seed = config.seed if config.load_format == "random" else None
+    form = page_format(config)
+    page_bytes = form.bytes_per_page(cache_specs(layers))
     device = torch.device(config.device)
-    if device.type == "cpu":
+    slots = SlotMap(config.page_size, spec.landmarks)
+
+    def planned(usage: Usage | None) -> MemoryPlan:
+        return plan_memory(options, config, facts, page_bytes, room_for_pages(config, usage))
+
+    on_gpu = device.type == "cuda"
+    weights = parameter_count(spec) * dtype.itemsize
+    usage = replace(gpu_usage(device), weights=weights) if on_gpu else None
+    # On a GPU these are the most pages there can be: what steps take is not known yet.
+    memory = planned(usage)
+    announce(config.choices, config.warnings)
+    if not on_gpu:
         bound_kernel_caches()
+    random_seed = config.seed if config.load_format == "random" else None
     module = load_model(model, spec, dtype, device, random_seed=random_seed)
     on_phase("weights")
-    pools = CachePools(
-        cache_specs(layers),
-        memory.num_pages,
-        config.page_size,
-        dtype,
-        device=device,
-        spare=device.type == "cuda",
-    )
-    if device.type == "cpu":
-        keep_freed_memory()
-    slots = SlotMap(config.page_size, spec.landmarks)
     shape = RunnerShape(
         num_rows=config.max_num_seqs,
         max_pages=slots.pages_for(memory.max_model_len),
         vocab_size=spec.vocab_size,
         slots=slots,
     )
+    with_graphs = on_gpu and not config.disable_cuda_graph
+    if on_gpu:
+        measured = (0, 0)
+        if config.kv_cache_memory is None:
+            steps = Steps(config.chunked_prefill_size, memory.max_model_len, with_graphs)
+            measured = measure(module, layers, shape, steps, form, device)
+            on_phase("profile")
+        usage = gpu_usage(device, module.weight_bytes, *measured)
+        memory = planned(usage)
+        shape = replace(shape, max_pages=slots.pages_for(memory.max_model_len))
+    table = memory.table(module.weight_bytes, usage)
+    announce(memory.choices, ())
+    log.info("memory: %s", ", ".join(f"{what} {gib(count)}" for what, count in table))
+    pools = CachePools(cache_specs(layers), memory.num_pages, form, device, spare=with_graphs)
+    if not on_gpu:
+        keep_freed_memory()
     runner = Runner(module, layers, pools, shape, device)
     on_phase("pages")
     tokenizer = load_tokenizer(model)
     on_phase("tokenizer")
+    target = None if config.itl_target_ms is None else config.itl_target_ms / 1000
     core = EngineCore(
-        CoreShape(
-            vocab_size=spec.vocab_size,
-            max_model_len=memory.max_model_len,
-            eos_ids=spec.eos_token_ids,
-            seed=config.seed,
-            landmarks=any(layer.backend == "hsa" for layer in layers),
-        ),
-        Limits(
-            config.max_num_seqs,
-            config.chunked_prefill_size,
-            None if config.itl_target_ms is None else config.itl_target_ms / 1000,
-        ),
+        core_shape(spec, config, layers, memory.max_model_len),
+        Limits(config.max_num_seqs, config.chunked_prefill_size, target),
         PageCache(memory.num_pages, slots, config.enable_prefix_caching),
         slots,
         InProcessExecutor(runner),
         tokenizer,
+        overlap=on_gpu and not config.disable_overlap_schedule,
     )
-    return Built(core, runner, spec, config, memory, slots, module.weight_bytes)
+    return Built(core, runner, spec, config, memory, slots, table)
+
+
+def page_format(config: EngineConfig) -> PageFormat:
+    """How pages are stored."""
+    dtype = getattr(torch, config.dtype)
+    return PageFormat(config.page_size, dtype, quantized=config.kv_cache_dtype == "fp8_e4m3")
+
+
+def core_shape(
+    spec: ModelSpec, config: EngineConfig, layers: tuple[AttentionLayer, ...], max_model_len: int
+) -> CoreShape:
+    """What the loop must know of the model."""
+    return CoreShape(
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        eos_ids=spec.eos_token_ids,
+        seed=config.seed,
+        landmarks=any(layer.backend == "hsa" for layer in layers),
+    )
 
 
 def attention_layers(spec: ModelSpec, config: EngineConfig) -> tuple[AttentionLayer, ...]:
@@ -184,16 +214,30 @@ def model_facts(spec: ModelSpec) -> ModelFacts:
     )
 
 
+def gpu_usage(
+    device: torch.device, weights: int = 0, activations: int = 0, graphs: int = 0
+) -> Usage:
+    """What a GPU holds: `weights` bytes of weights that are there, steps to come, and the rest."""
+    # An engine that was dropped may not be collected yet, and its memory may wait for reuse.
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return Usage(total, total - free - weights, weights, activations, graphs)
+
+
 def this_machine(device: str = "auto") -> Machine:
-    """What option resolution must know of the machine; `device` says whose memory counts."""
+    """What option resolution must know of the machine; `device` says what will be used of it."""
     has_cuda = torch.cuda.is_available()
-    on_cuda = has_cuda and device != "cpu"
-    if on_cuda:
-        index = int(device.partition(":")[2] or 0)
-        free = torch.cuda.mem_get_info(index)[0]
-    else:
-        free = free_host_memory()
-    return Machine(has_cuda, native_bf16(), free)
+    if not has_cuda or device == "cpu":
+        return Machine(has_cuda, native_bf16(), free_host_memory())
+    index = int(device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise BadConfig(
+            f"device is {device!r}, but there are {torch.cuda.device_count()} CUDA devices",
+            "Devices are numbered from 0",
+        )
+    has_bf16 = torch.cuda.get_device_capability(index) >= (8, 0)
+    return Machine(has_cuda, has_bf16, torch.cuda.mem_get_info(index)[0])
 
 
 def free_host_memory() -> int:

@@ -3,12 +3,16 @@
 1. `EngineCore.add` checks it and queues it            (engine/scheduler.py: Scheduler.add)
       a grammar is compiled first, in a thread         (engine/grammar.py: GrammarLoader.submit)
 2. `EngineCore.step` asks for a plan                   (engine/scheduler.py: Scheduler.schedule)
-3. the executor runs the plan                          (runner/runner.py: Runner.run)
+3. the executor runs the plan                          (runner/runner.py: Runner.launch)
       the plan becomes one ragged batch                (runner/rows.py: Rows.build)
       the model attends through its backend            (attention/hsa.py: HsaBackend.run)
       the last rows are sampled                        (runner/sampler.py: Sampler.sample)
 4. the result is taken in                              (engine/scheduler.py: Scheduler.retire)
 5. each token becomes text, or ends the request        (engine/output.py: OutputStream.push)
+
+With overlap the next plan is made and launched (2, 3) before the result is taken in (4, 5), so that
+the device never waits for the host. An output that ends has then run one token too many, of which
+nothing is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from cairn.engine.scheduler import Limits, Scheduler
 from cairn.engine.tokenizer import Tokenizer
 from cairn.errors import BadRequest, CairnError, InvariantError
 from cairn.runner.executor import Executor
-from cairn.runner.step import Sampled, StepPlan, StepResult
+from cairn.runner.step import Launched, StepPlan, StepResult
 from cairn.types import CompletionOutput, FinishReason, SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -46,9 +50,10 @@ class CoreStats:
     """Totals since the engine started. Seconds are wall clock.
 
     `prefill_tokens` and `decode_tokens` ran through the model; `generated_tokens` were sampled.
-    `host_seconds` is what a step took beside the model and the sampler. `decode_stall_seconds` is
-    what steps took beyond what the rows that decoded in them are expected to take alone: how long
-    these waited for the prefill of others, counted once a step however many they were.
+    `model_seconds` went into running the model or waiting for it, `host_seconds` into all else.
+    `decode_stall_seconds` is what steps took beyond what the rows that decoded in them are expected
+    to take alone: how long these waited for the prefill of others, counted once a step however many
+    they were.
     """
 
     steps: int = 0
@@ -89,6 +94,16 @@ class Continuation:
         return self.stream.output.finish_reason is not None
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched: its plan, when, and how many seconds that took."""
+
+    plan: StepPlan
+    launched: Launched
+    began: float
+    seconds: float
+
+
 class EngineCore:
     """Runs requests to their end, one step at a time.
 
@@ -99,6 +114,7 @@ class EngineCore:
         slots: slot and landmark arithmetic.
         executor: runs the plans.
         tokenizer: None: token prompts and token outputs only.
+        overlap: plan and launch a step before the result of the last one is there.
 
     Attributes:
         grammars: compiles grammars; None without a tokenizer.
@@ -114,11 +130,14 @@ class EngineCore:
         slots: SlotMap,
         executor: Executor,
         tokenizer: Tokenizer | None = None,
+        *,
+        overlap: bool = False,
     ) -> None:
         self.shape = shape
         self.cache = cache
         self.executor = executor
         self.tokenizer = tokenizer
+        self.overlap = overlap
         self.clock: Callable[[], float] = time.perf_counter
         self.times = StepTimes()
         self.scheduler = Scheduler(limits, cache, slots, self.times)
@@ -127,11 +146,13 @@ class EngineCore:
         self._live: dict[str, Continuation] = {}
         self._compiling: list[tuple[Continuation, Future[GrammarState]]] = []
         self._arrivals = 0
+        self._flight: _Flight | None = None
+        self._landed = 0.0
 
     @property
     def has_work(self) -> bool:
-        """Some request is not finished."""
-        return bool(self._live)
+        """Some request is not finished, or a step is in flight."""
+        return bool(self._live) or self._flight is not None
 
     def add(
         self,
@@ -202,34 +223,72 @@ class EngineCore:
     def step(self) -> list[Continuation]:
         """Run one step; returns the continuations that got a token or ended.
 
-        An exception of the executor ends the requests of that step with the reason "error",
+        With overlap it launches one step and takes the one before in: the first call gives nothing
+        yet. An exception of the executor ends the requests of its step with the reason "error",
         gives their pages back and is raised again.
         """
-        refused = self._join_compiled()
+        changed = self._join_compiled()
+        flight = self._flight
+        if flight is None or self.scheduler.can_look_ahead():
+            self._flight = self._launch(may_wait=not changed)
+            if flight is None and not self.overlap:
+                flight, self._flight = self._flight, None
+        else:
+            self._flight = None
+        return changed + self._land(flight) if flight is not None else changed
+
+    def settle(self) -> list[Continuation]:
+        """Take in the step in flight, if there is one; returns what `step` returns."""
+        flight, self._flight = self._flight, None
+        return self._land(flight) if flight is not None else []
+
+    def _launch(self, may_wait: bool) -> _Flight | None:
+        """Plan a step and start it; None when nothing can run."""
         began = self.clock()
         plan = self.scheduler.schedule()
         if plan is None:
-            if self.scheduler.has_work:
-                raise InvariantError("requests wait, nothing runs and nothing can be scheduled")
-            if self._compiling and not refused:
-                wait([state for _, state in self._compiling], COMPILE_WAIT, FIRST_COMPLETED)
-            return refused
+            if self._flight is None:
+                if self.scheduler.has_work:
+                    raise InvariantError("requests wait, nothing runs and nothing can be scheduled")
+                if self._compiling and may_wait:
+                    wait([state for _, state in self._compiling], COMPILE_WAIT, FIRST_COMPLETED)
+            return None
         for opened in plan.opened:
             moments = self._live[opened.request_id].moments
             moments.started = began if moments.started is None else moments.started
         try:
-            result = self.executor.execute(plan)
+            launched = self.executor.launch(plan)
         except BaseException as error:
-            for request in self.scheduler.cancel(plan):
-                failed = self._live.pop(request.id, None)
-                if failed is not None:
-                    failed.error = f"the step failed: {type(error).__name__}: {error}"
-                    failed.stream.finish(FinishReason.ERROR)
-                    failed.moments.ended = self.clock()
+            self._fail(plan, error)
             raise
-        changed = self._retire(plan, result)
-        self._account(plan, result, self.clock() - began)
-        return refused + changed
+        return _Flight(plan, launched, began, self.clock() - began)
+
+    def _land(self, flight: _Flight) -> list[Continuation]:
+        """Wait for a step and take its result in."""
+        began = self.clock()
+        try:
+            result = flight.launched.result()
+        except BaseException as error:
+            self._fail(flight.plan, error)
+            raise
+        load = self.scheduler.load_of(flight.plan)
+        changed = self._retire(flight.plan, result)
+        ended = self.clock()
+        # A step launched while the one before ran took what it added to it.
+        seconds = ended - max(flight.began, self._landed)
+        self._landed = ended
+        host = flight.seconds + ended - began - result.model_seconds
+        self._account(load, result, seconds, host)
+        return changed
+
+    def _fail(self, plan: StepPlan, error: BaseException) -> None:
+        """End the requests of a step that failed."""
+        for request in self.scheduler.cancel(plan):
+            failed = self._live.pop(request.id, None)
+            if failed is not None:
+                failed.error = f"the step failed: {type(error).__name__}: {error}"
+                failed.stream.finish(FinishReason.ERROR)
+                failed.moments.ended = self.clock()
 
     def _join_compiled(self) -> list[Continuation]:
         """Schedule the requests whose grammars are compiled by now, end those whose cannot be
@@ -254,16 +313,14 @@ class EngineCore:
         return refused
 
     def _retire(self, plan: StepPlan, result: StepResult) -> list[Continuation]:
-        requests = self.scheduler.requests_of(plan)
-        rows = {w.row: request.id for w, request in zip(plan.work, requests, strict=True)}
-        self._take_prompt_logprobs(rows, result)
-        choices = {rows[sampled.row]: sampled for sampled in result.sampled}
+        if result.prompt_logprobs:
+            self._take_prompt_logprobs(plan, result)
         now = self.clock()
         changed = []
-        for request, _ in self.scheduler.retire(plan, result):
+        for request, index in self.scheduler.retire(plan, result):
             continuation = self._live[request.id]
             changed.append(continuation)
-            reason = self._take_token(continuation, choices[request.id], now)
+            reason = self._take_token(continuation, result, index, now)
             if reason is not None:
                 continuation.moments.ended = now
                 del self._live[request.id]
@@ -271,11 +328,12 @@ class EngineCore:
         return changed
 
     def _take_token(
-        self, continuation: Continuation, choice: Sampled, now: float
+        self, continuation: Continuation, result: StepResult, index: int, now: float
     ) -> FinishReason | None:
         """Give a token to the grammar and to the stream; the reason, when the output has ended."""
         stream, grammar = continuation.stream, continuation.request.grammar
-        if choice.token < 0:
+        token = result.tokens[index]
+        if token < 0:
             # No token has a finite probability.
             continuation.error = "the logits are NaN or infinite"
             if grammar is not None:
@@ -284,30 +342,35 @@ class EngineCore:
             return stream.finish(FinishReason.ERROR)
         continuation.moments.token(now)
         if grammar is not None:
-            grammar.accept(choice.token)
+            grammar.accept(token)
         complete = grammar is not None and grammar.done
-        reason = stream.push(choice.token, choice.logprobs, choice.selection, complete)
+        selection = result.selection.get(index, ())
+        reason = stream.push(token, result.logprobs.get(index), selection, complete)
         if reason is None and grammar is not None and grammar.error is not None:
             continuation.error = f"the output cannot go on: {grammar.error}"
             reason = stream.finish(FinishReason.ERROR)
         return reason
 
-    def _take_prompt_logprobs(self, rows: dict[int, str], result: StepResult) -> None:
+    def _take_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
+        requests = self.scheduler.requests_of(plan)
+        rows = {w.row: request for w, request in zip(plan.work, requests, strict=True)}
         for part in result.prompt_logprobs:
-            continuation = self._live.get(rows[part.row])
-            if continuation is not None and continuation.prompt_logprobs is not None:
+            request = rows[part.row]
+            continuation = self._live.get(request.id)
+            if continuation is None or continuation.request is not request:
+                continue
+            if continuation.prompt_logprobs is not None:
                 for i, entry in enumerate(part.entries, start=part.first + 1):
                     continuation.prompt_logprobs[i] = token_logprobs(entry, self.tokenizer)
 
-    def _account(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+    def _account(self, load: Load, result: StepResult, seconds: float, host: float) -> None:
         stats = self.stats
         stats.steps += 1
-        stats.generated_tokens += len(result.sampled)
-        load = Load.of(plan.work)
+        stats.generated_tokens += len(result.tokens)
         stats.prefill_tokens += load.tokens
         stats.decode_tokens += load.rows
         stats.model_seconds += result.model_seconds
-        stats.host_seconds += seconds - result.model_seconds
+        stats.host_seconds += host
         prefill_part = self.times.prefill_part(load, seconds)
         stats.prefill_seconds += prefill_part
         stats.decode_seconds += seconds - prefill_part

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from cairn.errors import BadConfig
 from cairn.runner.executor import Executor
-from cairn.runner.step import StepPlan, StepResult
+from cairn.runner.step import Launched, StepPlan
 
 ENVIRONMENT_VARIABLE = "CAIRN_FAULT"
 
@@ -50,8 +50,8 @@ class FaultyExecutor:
         self._faults = faults
         self._step = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step, or fail as this step is to fail. Raises RuntimeError for "raise"."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step, or fail as this step is to fail. Raises RuntimeError for "raise"."""
         self._step += 1
         for fault in self._faults:
             if fault.step != self._step:
@@ -63,7 +63,7 @@ class FaultyExecutor:
                     f"{ENVIRONMENT_VARIABLE} asked for a failure of step {fault.step}"
                 )
             time.sleep(fault.seconds)
-        return self._inner.execute(plan)
+        return self._inner.launch(plan)
 
     def shutdown(self) -> None:
         """Release what the inner executor holds."""

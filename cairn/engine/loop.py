@@ -335,7 +335,7 @@ class EngineLoop:
             prefix_hits=scheduler.cached_prompt_tokens,
             preemptions=scheduler.preemptions,
             landmark_queries=runner.counters.queries,
-            pages_selected=int(runner.counters.selected) / self._built.spec.num_kv_heads,
+            pages_selected=runner.counters.selected / self._built.spec.num_kv_heads,
         )
 
 

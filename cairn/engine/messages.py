@@ -85,7 +85,7 @@ class Phase(msgspec.Struct, frozen=True, tag=True):
     """A phase of the start-up has ended.
 
     Attributes:
-        name: "import", "weights", "pages", "tokenizer" or "warmup".
+        name: "import", "weights", "profile" (on a GPU), "pages", "tokenizer" or "warmup".
         seconds: how long it took.
     """
 
@@ -108,6 +108,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
         has_tokenizer: text can be produced, stop strings and grammars work.
         choices: every automatic choice with its reason, a line each.
         memory: (what, bytes) lines of the memory table.
+        memory_flag: the option that changes how many pages there are.
         landmark_window: slots of the landmark layers' local window, 0 without such layers.
     """
 
@@ -122,6 +123,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     has_tokenizer: bool
     choices: tuple[str, ...]
     memory: tuple[tuple[str, int], ...]
+    memory_flag: str = "--kv-cache-memory SIZE"
     landmark_window: int = 0
 
 

@@ -176,10 +176,8 @@ def ready_of(built: Built) -> Ready:
         max_num_seqs=config.max_num_seqs,
         has_tokenizer=core.tokenizer is not None,
         choices=tuple(str(choice) for choice in (*config.choices, *memory.choices)),
-        memory=(
-            ("weights", built.weight_bytes),
-            ("pages", memory.num_pages * memory.bytes_per_page),
-        ),
+        memory=built.table,
+        memory_flag=memory.flag,
         landmark_window=(config.window or 0) if core.shape.landmarks else 0,
     )
 

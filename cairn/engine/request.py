@@ -72,13 +72,17 @@ class Request:
         order: (priority, arrival); the smaller goes first.
         tokens: prompt and output, append only.
         computed: user tokens whose keys and values (and landmarks) are in the cache.
+        planned: those, and the tokens that steps in flight compute.
+        choosing: tokens that steps in flight choose; they follow `tokens`, yet unknown.
         cached: prompt tokens taken from the prefix cache when it first ran.
         row: row of the page table while running.
         lease: pages while running.
+        capacity: user tokens that these pages hold.
         granted: pages of the lease that the runner knows.
         opened: the runner was told of the row.
-        sampled: the last of `tokens` was sampled since the row was opened.
-        doomed: to be released when the step in flight retires.
+        decoding: all that is left to run is the token that was chosen last, since the row was
+            opened.
+        doomed: to be released when the steps in flight have retired.
         held_by: a running request that is computing `held_until` tokens this one shares.
         refused_at: pages that were available when admission last failed.
         retractions: how often its pages were taken back.
@@ -95,12 +99,15 @@ class Request:
     tokens: array[int]
     state: State = State.WAITING
     computed: int = 0
+    planned: int = 0
+    choosing: int = 0
     cached: int | None = None
     row: int = -1
     lease: Lease | None = None
+    capacity: int = 0
     granted: int = 0
     opened: bool = False
-    sampled: bool = False
+    decoding: bool = False
     doomed: bool = False
     held_by: Request | None = None
     held_until: int = 0
@@ -111,18 +118,18 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - self.num_prompt
+        """Tokens generated so far, those in flight included."""
+        return len(self.tokens) + self.choosing - self.num_prompt
 
     @property
     def pending(self) -> int:
-        """User tokens known but not computed."""
-        return len(self.tokens) - self.computed
+        """User tokens that are known, or chosen in flight, and that no step computes yet."""
+        return len(self.tokens) + self.choosing - self.planned
 
     @property
-    def prefilling(self) -> bool:
-        """More is to be computed than the token sampled last."""
-        return not (self.sampled and self.pending == 1)
+    def complete(self) -> bool:
+        """Steps in flight choose the last token that it may have."""
+        return self.decoding and self.planned + 1 - self.num_prompt >= self.max_output
 
     @property
     def caches_prefix(self) -> bool:

@@ -8,9 +8,9 @@ schedule cannot stall.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cairn.cache.landmarks import SlotMap
@@ -72,9 +72,11 @@ class Scheduler:
         self.preemptions = 0
         self.cached_prompt_tokens = 0
         self.looked_up_prompt_tokens = 0
+        # Slots of the token that fills a page.
+        self._closing_slots = 2 if slots.landmarks else 1
         self._free_rows = list(range(limits.max_rows))
         self._closed: list[int] = []
-        self._in_flight: dict[int, list[Request]] = {}
+        self._in_flight: dict[int, _Draft] = {}
         self._step_id = 0
         self._finished_waiting = 0
 
@@ -91,7 +93,7 @@ class Scheduler:
         """The request ends; its pages return now, or when the step that names it retires."""
         if request.state is State.FINISHED:
             return
-        if any(request in flight for flight in self._in_flight.values()):
+        if any(request in flight.requests for flight in self._in_flight.values()):
             request.doomed = True
             return
         waited = request.state is State.WAITING
@@ -100,16 +102,39 @@ class Scheduler:
         if waited:
             self._forget_finished()
 
+    def can_look_ahead(self) -> bool:
+        """Whether the next step can be planned before the one in flight has retired.
+
+        Not when a row's grammar waits for the token that is being chosen, nor when pages would
+        have to be taken back: rows in flight keep theirs, and it is not for others to give.
+        """
+        available, per_page = self.cache.available, self.slots.tokens_per_page
+        if any(r.grammar is not None and r.choosing and not r.doomed for r in self.running):
+            return False
+        if len(self.running) + self.limits.step_slots // per_page < available:
+            return True
+        needed = 0
+        for request in self.running:
+            if not (request.doomed or request.complete):
+                reach = request.planned + min(request.pending, self.limits.step_slots)
+                needed += max(0, -((request.capacity - reach) // per_page))
+        return needed <= available
+
     def schedule(self) -> StepPlan | None:
-        """Plan the next step, or None when nothing can run."""
+        """Plan the next step, or None when nothing can run.
+
+        A step may be planned while another is in flight if `can_look_ahead` says so: the tokens
+        that are being chosen then count as known, and rows go on from them.
+        """
         draft = _Draft(self.limits.step_slots)
-        self.running.sort(key=lambda request: request.order)
-        candidates = [r for r in self.running if not r.doomed]
-        for request in candidates:
-            if not request.prefilling and request.state is State.RUNNING:
+        decoding = [r for r in self.running if r.decoding and not (r.doomed or r.complete)]
+        prefilling = [r for r in self.running if not (r.decoding or r.doomed)]
+        # Making room for one may take the pages of another one that comes later.
+        for request in decoding:
+            if request.state is State.RUNNING:
                 self._schedule_decode(request, draft)
-        for request in candidates:
-            if request.state is State.RUNNING and request.prefilling:
+        for request in prefilling:
+            if request.state is State.RUNNING:
                 self._schedule_prefill(request, draft)
         self._admit(draft)
         if not draft.work:
@@ -122,53 +147,76 @@ class Scheduler:
             tuple(draft.work),
         )
         self._closed.clear()
-        self._in_flight[plan.step_id] = draft.requests
+        self._in_flight[plan.step_id] = draft
         self._step_id += 1
         return plan
 
-    def retire(self, plan: StepPlan, result: StepResult) -> Iterator[tuple[Request, int]]:
-        """Take a step's result in. Yields (request, sampled token) of requests that go on.
+    def retire(self, plan: StepPlan, result: StepResult) -> list[tuple[Request, int]]:
+        """Take a step's result in. Returns the requests that got a token, with its index in the
+        result.
 
-        Requests that were finished while the step ran are released here and yield nothing.
+        Requests that were finished while the step ran are released here and not among them.
         """
-        requests = self._in_flight.pop(plan.step_id)
-        tokens = {sampled.row: sampled.token for sampled in result.sampled}
+        requests = self._in_flight.pop(plan.step_id).requests
+        index, per_page = 0, self.slots.tokens_per_page
         produced = []
         for request, work in zip(requests, plan.work, strict=True):
-            request.computed += work.count
-            self._commit(request)
+            before = request.computed
+            request.computed = before + work.num_tokens
+            if request.computed // per_page > before // per_page:
+                self._commit(request)
+            if work.sample:
+                request.choosing -= 1
+                if not request.doomed:
+                    request.tokens.append(result.tokens[index])
+                    produced.append((request, index))
+                index += 1
             if request.doomed:
                 request.doomed = False
                 self.finish(request)
-                continue
-            if work.sample:
-                request.tokens.append(tokens[work.row])
-                request.sampled = True
-                produced.append((request, tokens[work.row]))
-        yield from produced
+        return produced
 
     def requests_of(self, plan: StepPlan) -> list[Request]:
         """The requests of a plan in flight, in the order of its work."""
-        return self._in_flight[plan.step_id]
+        return self._in_flight[plan.step_id].requests
+
+    def load_of(self, plan: StepPlan) -> Load:
+        """What a plan in flight runs."""
+        return self._in_flight[plan.step_id].load
 
     def cancel(self, plan: StepPlan) -> list[Request]:
         """A step failed: what it wrote is lost, its requests end. Returns them."""
-        requests = self._in_flight.pop(plan.step_id)
+        requests = self._in_flight.pop(plan.step_id).requests
         for request in requests:
             request.doomed = False
             self.finish(request)
         return requests
 
     def _schedule_decode(self, request: Request, draft: _Draft) -> None:
-        if self._make_room(request, request.computed + 1, draft):
-            self._append(request, draft, 1)
+        """Put the token chosen last into the draft; written out, since most steps are nothing else
+        and their planning must cost less than they do."""
+        begin = request.planned
+        end = begin + 1
+        if end > request.capacity and not self._make_room(request, end, draft):
+            return
+        self._announce(request, draft)
+        mask = None if request.grammar is None else request.grammar.mask()
+        draft.work.append(
+            RowWork(request.row, begin, None, True, end - request.num_prompt, (), mask)
+        )
+        draft.requests.append(request)
+        draft.load.rows += 1
+        draft.load.rows_context += begin
+        draft.budget -= 1 if end % self.slots.tokens_per_page else self._closing_slots
+        request.planned = end
+        request.choosing += 1
 
     def _schedule_prefill(self, request: Request, draft: _Draft) -> None:
-        room = self._room(request.computed, draft)
+        room = self._room(request.planned, draft)
         if room == 0:
             return
         count = self._chunk(request, room)
-        if self._make_room(request, request.computed + count, draft):
+        if self._make_room(request, request.planned + count, draft):
             self._append(request, draft, count)
 
     def _room(self, first: int, draft: _Draft) -> int:
@@ -191,14 +239,14 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int) -> int:
         """User tokens that fill at most `budget` slots, at least one."""
-        last_slot = int(self.slots.slots_for(request.computed)) + budget
-        return max(1, min(request.pending, int(self.slots.tokens_in(last_slot)) - request.computed))
+        last_slot = int(self.slots.slots_for(request.planned)) + budget
+        return max(1, min(request.pending, int(self.slots.tokens_in(last_slot)) - request.planned))
 
     def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
         """Grow the lease to hold `num_tokens`, taking pages from the last in order if need be."""
         assert request.lease is not None
         pages = int(self.slots.pages_for(num_tokens))
-        while not self.cache.grow(request.lease, pages):
+        while not self._grow(request, pages):
             victim = self._victim(draft)
             if victim is None:
                 return False
@@ -207,33 +255,32 @@ class Scheduler:
                 return False
         return True
 
+    def _grow(self, request: Request, pages: int) -> bool:
+        """Make the request's lease `pages` long if the cache can."""
+        assert request.lease is not None
+        grown = self.cache.grow(request.lease, pages)
+        request.capacity = len(request.lease.pages) * self.slots.tokens_per_page
+        return grown
+
     def _victim(self, draft: _Draft) -> Request | None:
         """The last request in order that no step in flight and not this draft names."""
-        busy = {id(r) for flight in self._in_flight.values() for r in flight}
+        busy = {id(r) for flight in self._in_flight.values() for r in flight.requests}
         busy.update(id(r) for r in draft.requests)
         free = [r for r in self.running if id(r) not in busy and not r.doomed]
         return max(free, key=lambda request: request.order, default=None)
 
     def _append(self, request: Request, draft: _Draft, count: int) -> None:
-        """Put `count` tokens of the request into the draft, with the pages they need."""
-        lease = request.lease
-        assert lease is not None
-        if not request.opened:
-            draft.opened.append(_row_open(request))
-            request.opened = True
-        if len(lease.pages) > request.granted:
-            pages = tuple(lease.pages[request.granted :])
-            draft.grants.append(PageGrant(request.row, request.granted, pages))
-            request.granted = len(lease.pages)
-        end = request.computed + count
+        """Put `count` tokens of a request that prefills into the draft."""
+        self._announce(request, draft)
+        begin, end = request.planned, request.planned + count
         targets: array[int] | tuple[()] = ()
-        if request.params.prompt_logprobs is not None and request.computed < request.num_prompt:
-            targets = request.tokens[request.computed + 1 : min(end + 1, request.num_prompt)]
-        samples = end == len(request.tokens)
+        if request.params.prompt_logprobs is not None and begin < request.num_prompt:
+            targets = request.tokens[begin + 1 : min(end + 1, request.num_prompt)]
+        samples = count == request.pending
         work = RowWork(
             row=request.row,
-            first=request.computed,
-            tokens=request.tokens[request.computed : end] if request.prefilling else None,
+            first=begin,
+            tokens=request.tokens[begin:end],
             sample=samples,
             output_index=request.num_output,
             prompt_targets=targets,
@@ -242,8 +289,23 @@ class Scheduler:
         draft.work.append(work)
         draft.load.add(work)
         draft.requests.append(request)
-        first = int(self.slots.slots_for(request.computed))
-        draft.budget -= int(self.slots.slots_for(end)) - first
+        draft.budget -= int(self.slots.slots_for(end)) - int(self.slots.slots_for(begin))
+        request.planned = end
+        if samples:
+            request.choosing += 1
+            request.decoding = True
+
+    def _announce(self, request: Request, draft: _Draft) -> None:
+        """Tell the runner of the row and of pages that it does not know yet."""
+        if not request.opened:
+            draft.opened.append(_row_open(request))
+            request.opened = True
+        lease = request.lease
+        assert lease is not None
+        if len(lease.pages) > request.granted:
+            pages = tuple(lease.pages[request.granted :])
+            draft.grants.append(PageGrant(request.row, request.granted, pages))
+            request.granted = len(lease.pages)
 
     def _admit(self, draft: _Draft) -> None:
         """Take waiting requests in while rows, budget and pages last."""
@@ -296,6 +358,7 @@ class Scheduler:
             request.refused_at = available
             return False
         request.lease = lease
+        request.capacity = len(lease.pages) * self.slots.tokens_per_page
         return True
 
     def _promised(self) -> int:
@@ -312,16 +375,17 @@ class Scheduler:
         request.state = State.RUNNING
         request.row = self._free_rows.pop()
         request.computed = request.lease.cached_pages * self.slots.tokens_per_page
+        request.planned = request.computed
         request.granted = 0
         request.opened = False
-        request.sampled = False
+        request.decoding = False
         request.refused_at = -1
         if request.cached is None:
             request.cached = request.computed
             self.cached_prompt_tokens += request.computed
             if self.cache.prefix_caching and request.caches_prefix:
                 self.looked_up_prompt_tokens += request.num_prompt
-        self.running.append(request)
+        bisect.insort(self.running, request, key=_order)
         self._schedule_prefill(request, draft)
         return request.state is State.RUNNING
 
@@ -335,7 +399,7 @@ class Scheduler:
         """Take the pages back; the request waits again, in its old place, with all its tokens."""
         self._release(request)
         request.state = State.WAITING
-        request.computed = 0
+        request.computed = request.planned = 0
         request.held_by = None
         request.retractions += 1
         self.preemptions += 1
@@ -361,6 +425,10 @@ class Scheduler:
         if request.opened:
             self._closed.append(request.row)
         request.row = -1
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
 
 
 def _row_open(request: Request) -> RowOpen:

@@ -1,6 +1,15 @@
-"""A first prefill and a first decode, so that no user waits for what happens only once."""
+"""First prefills and decodes, so that no user waits for what happens only once.
+
+On a GPU kernels are compiled when they first run, once for every way of cutting the work that the
+number of tokens asks for, and decode graphs are captured; never for a length. So steps of few and
+of many tokens run here, and one decode step of each graph's size.
+"""
 
 from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
 
 from cairn.attention.base import Counters
 from cairn.engine.build import Built
@@ -9,31 +18,70 @@ from cairn.runner.runner import PageReads
 from cairn.runner.step import PageGrant, RowOpen, RowWork, StepPlan
 from cairn.types import SamplingParams
 
+log = logging.getLogger(__name__)
+
 PAGES = 3
 """Length of the warm-up prompt: complete pages, and a decode that reads them."""
+GPU_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 1024)
+"""Lengths of the prompts on a GPU: what is a power of two by number of tokens meets each there."""
 
 
 def warm_up(built: Built) -> None:
-    """Run two steps in row 0, past the scheduler: its pages, counts and draws stay untouched.
+    """Run steps past the scheduler: its pages, counts and draws stay untouched.
 
     Raises:
         BadModel: the model's logits are not numbers.
     """
-    pages = min(PAGES, built.memory.num_pages)
-    length = min(built.slots.tokens_in(pages * built.config.page_size), built.memory.max_model_len)
-    prompt = [i % built.spec.vocab_size for i in range(max(1, int(length) - 1))]
-    opened = RowOpen(row=0, request_id="warm-up", params=SamplingParams(temperature=0), seed=0)
+    began = time.perf_counter()
+    size, tokens_in = built.config.page_size, built.slots.tokens_in
+    most = min(int(tokens_in(built.memory.num_pages * size)), built.memory.max_model_len)
+    longest = min(most - 1, int(tokens_in(built.config.chunked_prefill_size)))
+    on_gpu = built.config.device != "cpu"
+    lengths: Iterable[int] = GPU_TOKENS if on_gpu else (int(tokens_in(PAGES * size)) - 1,)
+    for length in sorted({max(1, min(n, longest)) for n in lengths}):
+        _run_one(built, length)
+    if built.runner.graphs is not None:
+        rows = min(built.config.max_num_seqs, built.memory.num_pages)
+        for count in sorted({min(bucket, rows) for bucket in built.runner.graphs.buckets}):
+            _run_rows(built, count)
+    if on_gpu:
+        log.info("ran every kernel once in %.1f s", time.perf_counter() - began)
+    built.runner.counters = Counters()
+    built.runner.reads = PageReads(built.runner.reads.layers)
+
+
+def _run_one(built: Built, length: int) -> None:
+    """Prefill and decode a prompt of `length` tokens in row 0."""
+    pages = int(built.slots.pages_for(length + 1))
+    prompt = [i % built.spec.vocab_size for i in range(length)]
     grant = PageGrant(row=0, first=0, pages=tuple(range(pages)))
     prefill = RowWork(row=0, first=0, tokens=prompt, sample=True)
-    decode = RowWork(row=0, first=len(prompt), tokens=None, sample=True, output_index=1)
-    execute = built.core.executor.execute
-    first = execute(StepPlan(-3, (), (opened,), (grant,), (prefill,)))
-    execute(StepPlan(-2, (), (), (), (decode,)))
-    execute(StepPlan(-1, (0,), (), (), ()))
-    if first.sampled[0].token < 0:
+    decode = RowWork(row=0, first=length, tokens=None, sample=True, output_index=1)
+    launch = built.core.executor.launch
+    first = launch(StepPlan(-3, (), (_opened(0),), (grant,), (prefill,))).result()
+    launch(StepPlan(-2, (), (), (), (decode,))).result()
+    launch(StepPlan(-1, (0,), (), (), ())).result()
+    if first.tokens[0] < 0:
         raise BadModel(
             "the model's logits are NaN or infinite already for a short prompt",
             "Check the weights, or try --dtype float32",
         )
-    built.runner.counters = Counters()
-    built.runner.reads = PageReads(built.runner.reads.layers)
+
+
+def _run_rows(built: Built, count: int) -> None:
+    """Prefill one token in each of `count` rows, each in a page of its own, then decode them."""
+    rows = range(count)
+    grants = tuple(PageGrant(row=row, first=0, pages=(row,)) for row in rows)
+    prefill = tuple(RowWork(row=row, first=0, tokens=[0], sample=True) for row in rows)
+    decode = tuple(
+        RowWork(row=row, first=1, tokens=None, sample=True, output_index=1) for row in rows
+    )
+    launch = built.core.executor.launch
+    launch(StepPlan(-3, (), tuple(map(_opened, rows)), grants, prefill)).result()
+    launch(StepPlan(-2, (), (), (), decode)).result()
+    launch(StepPlan(-1, tuple(rows), (), (), ())).result()
+
+
+def _opened(row: int) -> RowOpen:
+    params = SamplingParams(temperature=0)
+    return RowOpen(row=row, request_id=f"warm-up-{row}", params=params, seed=0)

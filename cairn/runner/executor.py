@@ -10,14 +10,14 @@ from typing import Protocol
 from cairn.cache.landmarks import SlotMap
 from cairn.errors import InvariantError
 from cairn.runner.runner import Runner
-from cairn.runner.step import Sampled, StepPlan, StepResult
+from cairn.runner.step import Launched, Ready, StepPlan, StepResult
 
 
 class Executor(Protocol):
     """Runs plans in order."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and wait for its result."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step; the next one may be launched before its result is asked for."""
 
     def shutdown(self) -> None:
         """Release what the executor holds."""
@@ -29,9 +29,9 @@ class InProcessExecutor:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step and wait for its result."""
-        return self.runner.run(plan)
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step: on a GPU it is only queued, on the CPU it has run on return."""
+        return self.runner.launch(plan)
 
     def shutdown(self) -> None:
         """Nothing to release: the runner goes with its last reference."""
@@ -67,7 +67,7 @@ class FakeExecutor:
         self.step_seconds = step_seconds
         self._rows: dict[int, _FakeRow] = {}
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Ready:
         """Check the plan and answer as if it had run.
 
         Raises:
@@ -87,7 +87,7 @@ class FakeExecutor:
         if self.step_seconds:
             time.sleep(self.step_seconds)
         writers: dict[int, int] = {}
-        sampled = []
+        tokens = []
         for work in plan.work:
             row = self._rows.get(work.row)
             if row is None:
@@ -95,12 +95,11 @@ class FakeExecutor:
             self._require(
                 work.first == row.tokens or row.tokens == 0, f"row {work.row} skips tokens"
             )
-            self._check_pages(row, work.row, work.first, work.count, writers)
-            row.tokens = work.first + work.count
+            self._check_pages(row, work.row, work.first, work.num_tokens, writers)
+            row.tokens = work.first + work.num_tokens
             if work.sample:
-                token = self.next_token(row.request_id, work.output_index)
-                sampled.append(Sampled(work.row, token))
-        return StepResult(plan.step_id, tuple(sampled))
+                tokens.append(self.next_token(row.request_id, work.output_index))
+        return Ready(StepResult(plan.step_id, tokens))
 
     def shutdown(self) -> None:
         """Forget every row."""

@@ -1,9 +1,10 @@
-"""Decode steps as CUDA graphs: one launch for the whole model.
+"""Decode steps as CUDA graphs: one launch for the whole model and the sampler.
 
 A step of few slots is padded to the next bucket; its numbers are copied into memory that stays, and
 the bucket's graph is replayed. A graph reads lengths, rows and pages from that memory and from the
-page table when it runs, never what they were when it was captured. Buckets are captured when they
-are first needed; they share their memory.
+page table when it runs, never what they were when it was captured; the tokens that it chooses stay
+on the device for the next step. Buckets are captured when they are first needed; they share their
+memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -19,8 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cairn import ops
 from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
-from cairn.runner.rows import Ints, Layout
+from cairn.runner.rows import Ints, Layout, filled
+from cairn.runner.sampler import Draws
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,10 @@ NO_SLOT = -1
 """The slot of padding: it sees nothing."""
 NO_PAGE = -1
 """The page that padding completes."""
+LAST, SAMPLED_ROW, FIRST_DRAW = 7, 8, 9
+"""Lines of a graph's memory; those before them are the batch's."""
+LINES = FIRST_DRAW + len(Draws._fields)
+FLOATS = ("temperature", "top_p", "min_p")
 
 
 class GraphModel(Protocol):
@@ -42,6 +50,31 @@ class GraphModel(Protocol):
         """[n, hidden] -> [n, V] float32."""
 
 
+class Ending(Enum):
+    """How a graph ends."""
+
+    LOGITS = "logits"
+    GREEDY = "most likely tokens"
+    DRAW = "drawn tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Which slots of a step choose a token, and how.
+
+    Attributes:
+        last: [n], their indices in the batch.
+        row: [n], their rows.
+        ending: what the graph does with their logits.
+        draws: for Ending.DRAW.
+    """
+
+    last: Ints
+    row: Ints
+    ending: Ending
+    draws: Draws | None
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a graph's steps happen.
@@ -49,12 +82,14 @@ class Place:
     Attributes:
         backends: layer index -> (backend, layer).
         page_table: [rows, max_pages] int32; its address stays.
+        last_token: [rows + 1] int64, see Rows; its address stays.
         page_size: S.
         spare_page: a page of nobody: padding writes there.
     """
 
     backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]]
     page_table: Tensor
+    last_token: Tensor
     page_size: int
     spare_page: int
 
@@ -62,7 +97,7 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
+    output: Tensor
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
@@ -90,60 +125,64 @@ class DecodeGraphs:
         self.buckets = buckets_up_to(max_rows + max(1, max_rows // 8))
         device = place.page_table.device
         # Lines of a multiple of 16 bytes: kernels are compiled once for all of them.
-        size = -(-self.buckets[-1] // 16) * 16
-        self._host = torch.zeros((8, size), dtype=torch.int64, pin_memory=True)
-        self._lines: NDArray[np.int64] = self._host.numpy()
-        self._device = torch.zeros((8, size), dtype=torch.int64, device=device)
-        self._captured: dict[int, _Captured] = {}
+        self._width = -(-self.buckets[-1] // 16) * 16
+        self._device = torch.zeros((LINES, self._width), dtype=torch.int64, device=device)
+        padding = np.zeros((LINES, self._width), dtype=np.int64)
+        values = (0, 0, 0, NO_SLOT, place.spare_page * place.page_size, 0, NO_PAGE)
+        padding[:FIRST_DRAW] = np.array([*values, 0, len(place.last_token) - 1])[:, None]
+        # Padding draws its largest logit: temperature 0.
+        self._padding = padding
+        self._captured: dict[tuple[int, Ending], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def logits(self, layout: Layout, last: Ints) -> Tensor | None:
-        """Logits [n, V] of the slots `last` [n] of a step; None where no graph fits it.
+    def run(self, layout: Layout, sampling: Sampling) -> Tensor | None:
+        """Run a step; None where no graph fits it.
 
-        They are overwritten by the next step.
+        Returns:
+            The logits [n, V] float32 of the slots that choose a token, or with another ending the
+            tokens [n] int64, which `last_token` then holds as well. The next step overwrites it.
         """
         slots = len(layout.slot)
         bucket = next((b for b in self.buckets if b >= slots), None)
         if bucket is None or len(layout.completed) > self._closing(bucket):
             return None
-        self._fill(layout, last, bucket)
-        captured = self._captured.get(bucket)
+        self._fill(layout, sampling, bucket)
+        key = bucket, sampling.ending
+        captured = self._captured.get(key)
         if captured is None:
-            captured = self._captured[bucket] = self._capture(bucket)
+            captured = self._captured[key] = self._capture(*key)
         captured.graph.replay()
-        return captured.logits[: len(last)]
+        return captured.output[: len(sampling.last)]
 
     def _closing(self, bucket: int) -> int:
         """Pages that a step of this bucket may complete."""
         return max(1, bucket // 2) if bucket <= 8 else bucket // 8 + 3
 
-    def _fill(self, layout: Layout, last: Ints, bucket: int) -> None:
+    def _fill(self, layout: Layout, sampling: Sampling, bucket: int) -> None:
         """Copy the step's numbers, and padding behind them, to where the graphs read."""
-        place = self.place
-        spare = place.spare_page * place.page_size
-        parts = (
-            (layout.ids, 0),
-            (layout.position, 0),
-            (layout.row, 0),
-            (layout.slot, NO_SLOT),
-            (layout.location, spare),
-            (layout.completed, 0),
-            (layout.completed_pages, NO_PAGE),
-            (last, 0),
-        )
-        for line, (values, padding) in zip(self._lines, parts, strict=True):
-            line[: len(values)] = values
-            line[len(values) : bucket] = padding
-        self._device.copy_(self._host, non_blocking=True)
+        parts: list[NDArray[np.generic]] = [
+            *(layout.ids, layout.position, layout.row, layout.slot, layout.location),
+            *(layout.completed, layout.completed_pages),
+            *(sampling.last, sampling.row),
+            *(sampling.draws or ()),
+        ]
+        # From PyTorch's pool of pinned memory: it is not given out again before the copy is over.
+        host = torch.empty((len(parts), self._width), dtype=torch.int64, pin_memory=True)
+        lines: NDArray[np.int64] = host.numpy()
+        lines[:, :bucket] = self._padding[: len(parts), :bucket]
+        for line, values in zip(lines, parts, strict=True):
+            line.view(values.dtype)[: len(values)] = values
+        self._device[: len(parts)].copy_(host, non_blocking=True)
 
     def _batch(self, bucket: int) -> Batch:
         """The step as the model reads it: views of the memory that stays."""
         place, lines = self.place, self._device
         closing = self._closing(bucket)
+        row = lines[2, :bucket]
         return Batch(
-            input_ids=lines[0, :bucket],
+            input_ids=filled(lines[0, :bucket], row, place.last_token),
             positions=lines[1, :bucket],
-            row=lines[2, :bucket],
+            row=row,
             slot=lines[3, :bucket],
             location=lines[4, :bucket],
             page_table=place.page_table,
@@ -153,22 +192,39 @@ class DecodeGraphs:
             backends=place.backends,
         )
 
-    def _capture(self, bucket: int) -> _Captured:
+    def _capture(self, bucket: int, ending: Ending) -> _Captured:
         began = time.perf_counter()
+        kept = self.place.last_token.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # The step itself: it may run several times, it writes the same each time.
             for _ in range(WARM_UPS):
-                self._run(bucket)
+                self._run(bucket, ending)
+                self.place.last_token.copy_(kept)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._run(bucket)
+            output = self._run(bucket, ending)
         seconds = time.perf_counter() - began
-        log.info("captured the decode step of %d slots in %.2f s", bucket, seconds)
-        return _Captured(graph, logits)
+        log.info(
+            "captured the decode step of %d slots, %s, in %.2f s", bucket, ending.value, seconds
+        )
+        return _Captured(graph, output)
 
-    def _run(self, bucket: int) -> Tensor:
+    def _run(self, bucket: int, ending: Ending) -> Tensor:
         hidden = self.model(self._batch(bucket))
-        return self.model.logits(hidden[self._device[7, :bucket]])
+        lines = self._device[:, :bucket]
+        logits = self.model.logits(hidden[lines[LAST]])
+        if ending is Ending.LOGITS:
+            return logits
+        if ending is Ending.GREEDY:
+            tokens: Tensor = ops.argmax_tokens(logits)
+        else:
+            draws = [
+                line.view(torch.float32)[:bucket] if name in FLOATS else line[:bucket]
+                for name, line in zip(Draws._fields, self._device[FIRST_DRAW:], strict=True)
+            ]
+            tokens = ops.draw_tokens(logits, *draws)
+        self.place.last_token[lines[SAMPLED_ROW]] = tokens
+        return tokens

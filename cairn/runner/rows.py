@@ -12,9 +12,13 @@ from torch import Tensor
 
 from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, Counters
 from cairn.cache.landmarks import SlotMap
+from cairn.runner.staging import send
 from cairn.runner.step import StepPlan
 
 Ints = NDArray[np.int64]
+
+LAST_TOKEN = -1
+"""Stands for the token that was sampled last in the slot's row; only the device may know it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +26,11 @@ class Layout:
     """A step's numbers on the host: what a Batch holds as tensors.
 
     Attributes:
-        ids, position, row, slot, location: [T], see Batch.
+        ids: [T], token ids or LAST_TOKEN.
+        position, row, slot, location: [T], see Batch.
         completed, completed_pages: [N], see Batch.
         start: [works], index in the batch of each work's first slot.
+        last: [works], that of its last user token; a landmark may follow it.
     """
 
     ids: Ints
@@ -35,10 +41,12 @@ class Layout:
     completed: Ints
     completed_pages: Ints
     start: Ints
+    last: Ints
 
 
 class Rows:
-    """The page table and the last token of every row, kept on the host and mirrored on the device.
+    """The page table, kept on the host and mirrored on the device, and every row's last token,
+    which goes from step to step on the device.
 
     Args:
         num_rows: requests that run at once.
@@ -46,6 +54,9 @@ class Rows:
         slots: the arithmetic of slots and landmarks.
         landmark_id: token id that fills landmark slots.
         device: where batches live.
+
+    Attributes:
+        last_token: [num_rows + 1] int64 on the device; the one behind the rows belongs to padding.
     """
 
     def __init__(
@@ -62,11 +73,11 @@ class Rows:
         self._host_table = np.zeros((num_rows, max_pages), dtype=np.int32)
         # On the CPU the device's table is the host's: one memory.
         self._table = torch.from_numpy(self._host_table).to(device)
-        self._last_token: Ints = np.zeros(num_rows, dtype=np.int64)
+        self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
-    def remember(self, row: int, token: int) -> None:
-        """Keep the token sampled for `row`: a work without tokens runs it."""
-        self._last_token[row] = token
+    def remember(self, rows: Tensor, tokens: Tensor) -> None:
+        """Keep the tokens [n] sampled for `rows` [n]: a work without tokens runs its row's."""
+        self.last_token[rows] = tokens
 
     @property
     def page_table(self) -> Tensor:
@@ -79,9 +90,10 @@ class Rows:
         size, slots = self.slots.page_size, self.slots
         work_row = np.array([w.row for w in plan.work], dtype=np.int64)
         first_token = np.array([w.first for w in plan.work], dtype=np.int64)
-        count = np.array([w.count for w in plan.work], dtype=np.int64)
+        count = np.array([w.num_tokens for w in plan.work], dtype=np.int64)
+        end_token = first_token + count
         first_slot = slots.slots_for(first_token)
-        num_slots = slots.slots_for(first_token + count) - first_slot
+        num_slots = slots.slots_for(end_token) - first_slot
         start = np.cumsum(num_slots) - num_slots
 
         row = np.repeat(work_row, num_slots)
@@ -99,6 +111,7 @@ class Rows:
             completed=completed,
             completed_pages=page[completed],
             start=start,
+            last=start + slots.slot_of(end_token - 1) - first_slot,
         )
 
     def batch(
@@ -108,16 +121,22 @@ class Rows:
         counters: Counters,
     ) -> Batch:
         """The layout as tensors on the device."""
+        numbers = (layout.ids, layout.position, layout.row, layout.slot, layout.location)
+        completed = (layout.completed, layout.completed_pages)
+        ids, position, row, slot, location, *pages = send(numbers + completed, self.device)
+        if (layout.ids == LAST_TOKEN).any():
+            ids = filled(ids, row, self.last_token)
         return Batch(
-            input_ids=self._send(layout.ids),
-            positions=self._send(layout.position),
-            row=self._send(layout.row),
-            slot=self._send(layout.slot),
-            location=self._send(layout.location),
+            input_ids=ids,
+            positions=position,
+            row=row,
+            slot=slot,
+            location=location,
             page_table=self._table,
-            completed=self._send(layout.completed),
-            completed_pages=self._send(layout.completed_pages),
+            completed=pages[0],
+            completed_pages=pages[1],
             max_slot=int(layout.slot.max()),
+            first_slot=int(layout.slot[0]) if len(layout.start) == 1 else None,
             backends=backends,
             counters=counters,
         )
@@ -131,28 +150,32 @@ class Rows:
             user = np.flatnonzero(slot % self.slots.page_size != self.slots.page_size - 1)
         else:
             user = np.arange(len(slot))
-        tokens: list[Ints] = []
-        sampled: list[int] = []
-        for work in plan.work:
-            if work.tokens is None:
-                sampled.append(work.row)
-            else:
-                if sampled:
-                    tokens.append(self._last_token[sampled])
-                    sampled = []
-                tokens.append(np.asarray(work.tokens, dtype=np.int64))
-        if sampled:
-            tokens.append(self._last_token[sampled])
-        ids[user] = np.concatenate(tokens)
+        if all(work.tokens is None for work in plan.work):
+            ids[user] = LAST_TOKEN
+            return ids
+        last = np.array([LAST_TOKEN], dtype=np.int64)
+        ids[user] = np.concatenate(
+            [
+                last if work.tokens is None else np.asarray(work.tokens, dtype=np.int64)
+                for work in plan.work
+            ]
+        )
         return ids
 
     def _grant(self, plan: StepPlan) -> None:
-        for grant in plan.grants:
-            span = slice(grant.first, grant.first + len(grant.pages))
-            self._host_table[grant.row, span] = grant.pages
-            if self.device.type != "cpu":
-                self._table[grant.row, span] = self._send(self._host_table[grant.row, span])
+        if not plan.grants:
+            return
+        count = [len(grant.pages) for grant in plan.grants]
+        row = np.repeat([grant.row for grant in plan.grants], count)
+        begin = np.array([grant.first for grant in plan.grants]) - (np.cumsum(count) - count)
+        logical = np.arange(len(row)) + np.repeat(begin, count)
+        pages = np.concatenate([grant.pages for grant in plan.grants])
+        self._host_table[row, logical] = pages
+        if self.device.type != "cpu":
+            at_row, at_page, values = send((row, logical, pages), self.device)
+            self._table[at_row, at_page] = values.int()
 
-    def _send(self, values: NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+def filled(ids: Tensor, row: Tensor, last_token: Tensor) -> Tensor:
+    """Token ids [T] on the device, LAST_TOKEN replaced by `last_token` of the slot's row [T]."""
+    return torch.where(ids == LAST_TOKEN, last_token[row], ids)

@@ -1,10 +1,15 @@
-"""StepPlan -> StepResult: lays the rows out, runs the model, samples. No policy."""
+"""StepPlan -> StepResult: lays the rows out, runs the model, samples. No policy.
+
+On a GPU a step is only queued here; its tokens go to the next one on the device, and the host
+waits for them when it asks for the result.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -15,11 +20,20 @@ from cairn.attention.base import AttentionLayer, Batch, Counters
 from cairn.attention.registry import assign
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
-from cairn.runner.graphs import DecodeGraphs, Place
+from cairn.runner.graphs import DecodeGraphs, Ending, Place, Sampling
 from cairn.runner.rows import Ints, Layout, Rows
-from cairn.runner.sampler import Sampler, alternatives
+from cairn.runner.sampler import Choice, Sampler, alternatives
 from cairn.runner.selection import selections
-from cairn.runner.step import PromptLogprobs, RowWork, Sampled, StepPlan, StepResult
+from cairn.runner.staging import Arriving, send
+from cairn.runner.step import (
+    Launched,
+    PromptLogprobs,
+    Ready,
+    RowWork,
+    StepPlan,
+    StepResult,
+)
+from cairn.types import LayerSelection
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +93,40 @@ class PageReads:
             self.held += layers * held
 
 
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What a step chose: the tokens, and what the queries of some works read."""
+
+    choice: Choice
+    selection: Mapping[int, tuple[LayerSelection, ...]] = field(default_factory=dict)
+    prompt: tuple[PromptLogprobs, ...] = ()
+
+
+class LaunchedStep:
+    """A step on its way, which has taken the host `seconds` in the model so far."""
+
+    def __init__(self, plan: StepPlan, chosen: _Chosen, seconds: float) -> None:
+        self._plan = plan
+        self._chosen = chosen
+        self._seconds = seconds
+        self._tokens = Arriving(chosen.choice.tokens)
+
+    def result(self) -> StepResult:
+        """Wait for the tokens."""
+        began = time.perf_counter()
+        tokens = self._tokens.tokens()
+        seconds = self._seconds + time.perf_counter() - began
+        chosen = self._chosen
+        return StepResult(
+            self._plan.step_id,
+            tokens,
+            chosen.choice.logprobs,
+            chosen.selection,
+            chosen.prompt,
+            seconds,
+        )
+
+
 class Runner:
     """Owns the model, the pools and the rows on one device."""
 
@@ -95,109 +143,96 @@ class Runner:
         self.shape = shape
         self.backends = assign(layers, pools)
         self.rows = Rows(shape.num_rows, shape.max_pages, shape.slots, shape.vocab_size, device)
-        self.sampler = Sampler(shape.vocab_size, device)
+        self.sampler = Sampler(shape.vocab_size, shape.num_rows, device)
         self.counters = Counters()
         self.reads = PageReads(tuple(layer for layer in layers if layer.backend == "hsa"))
+        # (window, topk) -> KV heads of all layers that select so.
+        self._kv_heads: dict[tuple[int, int], int] = {}
+        for layer in self.reads.layers:
+            if (rule := layer.landmark) is not None:
+                key = rule.window, rule.topk
+                self._kv_heads[key] = self._kv_heads.get(key, 0) + layer.num_kv_heads
         self.graphs: DecodeGraphs | None = None
         if pools.spare_page is not None:
             size = shape.slots.page_size
-            place = Place(self.backends, self.rows.page_table, size, pools.spare_page)
+            table, last_token = self.rows.page_table, self.rows.last_token
+            place = Place(self.backends, table, last_token, size, pools.spare_page)
             self.graphs = DecodeGraphs(model, place, shape.num_rows)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Run one step. The plan's pages must be granted and its rows open."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step. The plan's pages must be granted and its rows open."""
         for row in plan.closed:
             self.sampler.close(row)
         for opened in plan.opened:
             self.sampler.open(opened)
         if not plan.work:
-            return StepResult(plan.step_id, ())
+            return Ready(StepResult(plan.step_id, ()))
         layout = self.rows.lay_out(plan)
         if log.isEnabledFor(logging.DEBUG):
             rows = [work.row for work in plan.work]
             log.debug("step %d: rows %s, %d slots", plan.step_id, rows, len(layout.slot))
-        began = time.perf_counter()
         works = [work for work in plan.work if work.sample]
-        last = self._last(plan, layout)
-        logits = self._replayed(plan, layout, last)
-        prompt: tuple[PromptLogprobs, ...] = ()
-        if logits is None:
-            sampled, prompt = self._run(plan, layout, works, last)
-        else:
-            sampled = self.sampler.sample(logits, works)
-        for choice in sampled:
-            self.rows.remember(choice.row, choice.token)
-        seconds = time.perf_counter() - began
+        last = layout.last[[work.sample for work in plan.work]]
         self.reads.add(layout.slot, self.shape.slots.page_size)
-        return StepResult(plan.step_id, sampled, prompt, seconds)
+        chosen = self._replayed(plan, layout, works, last)
+        seconds = 0.0
+        if chosen is None:
+            began = time.perf_counter()
+            chosen = self._run(plan, layout, works, last)
+            seconds = time.perf_counter() - began
+        return LaunchedStep(plan, chosen, seconds)
 
-    def _run(
-        self, plan: StepPlan, layout: Layout, works: list[RowWork], last: Ints
-    ) -> tuple[tuple[Sampled, ...], tuple[PromptLogprobs, ...]]:
+    def _run(self, plan: StepPlan, layout: Layout, works: list[RowWork], last: Ints) -> _Chosen:
         """Run a step of any kind, operation by operation."""
         batch = self.rows.batch(layout, self.backends, self.counters)
-        watching = [self.sampler.params(work.row).selection for work in works]
-        if any(watching):
-            batch.watch = torch.as_tensor(last[watching], device=batch.slot.device)
+        watched = [i for i, w in enumerate(works) if self.sampler.params(w.row).selection]
+        if watched:
+            batch.watch = torch.as_tensor(last[watched], device=batch.slot.device)
         hidden = self.model(batch)
-        sampled: tuple[Sampled, ...] = ()
-        if works:
-            index = torch.as_tensor(last, device=hidden.device)
-            sampled = self.sampler.sample(self.model.logits(hidden[index]), works)
-        if any(watching):
-            reads = iter(selections(batch.reads, sum(watching)))
-            sampled = tuple(
-                replace(one, selection=next(reads)) if watched else one
-                for one, watched in zip(sampled, watching, strict=True)
-            )
+        index, row = send((last, np.array([w.row for w in works], dtype=np.int64)), hidden.device)
+        choice = self.sampler.sample(self.model.logits(hidden[index]), works)
+        self.rows.remember(row, choice.tokens)
+        reads = selections(batch.reads, len(watched)) if watched else []
         prompt = tuple(
             self._prompt_logprobs(hidden, work, int(layout.start[i]))
             for i, work in enumerate(plan.work)
             if len(work.prompt_targets)
         )
-        return sampled, prompt
+        return _Chosen(choice, dict(zip(watched, reads, strict=True)), prompt)
 
-    def _replayed(self, plan: StepPlan, layout: Layout, last: Ints) -> Tensor | None:
-        """The logits of a plain decode step, from its graph; None where it needs more than that."""
+    def _replayed(
+        self, plan: StepPlan, layout: Layout, works: list[RowWork], last: Ints
+    ) -> _Chosen | None:
+        """Run a plain decode step by its graph; None where it needs more than that."""
         if self.graphs is None:
             return None
         for work in plan.work:
             if work.tokens is not None or self.sampler.params(work.row).selection:
                 return None
-        logits = self.graphs.logits(layout, last)
-        if logits is not None:
-            self._count_replayed(layout.slot)
-        return logits
+        row = np.array([work.row for work in works], dtype=np.int64)
+        sampling = Sampling(last, row, Ending.LOGITS, None)
+        if self.sampler.plain(works):
+            draws = self.sampler.draws(works)
+            sampling = Sampling(last, row, Ending.DRAW if draws else Ending.GREEDY, draws)
+        output = self.graphs.run(layout, sampling)
+        if output is None:
+            return None
+        self._count_replayed(layout.slot)
+        if sampling.ending is not Ending.LOGITS:
+            return _Chosen(Choice(output, {}))
+        choice = self.sampler.sample(output, works)
+        (index,) = send((row,), output.device)
+        self.rows.remember(index, choice.tokens)
+        return _Chosen(choice)
 
     def _count_replayed(self, slot: Ints) -> None:
         """A graph counts nothing: every query selects as many candidates as it has, up to topk."""
         size = self.shape.slots.page_size
-        for layer in self.reads.layers:
-            rule = layer.landmark
-            assert rule is not None
-            candidates = np.maximum(slot - rule.window + 1, 0) // size
-            selected = int(np.minimum(candidates, rule.topk).sum()) * layer.num_kv_heads
-            self.counters.queries += len(slot)
-            self.counters.selected = self.counters.selected + selected
-
-    def _last(self, plan: StepPlan, layout: Layout) -> Ints:
-        """Index in the batch of the last user token of every work that asks for one."""
-        found = [
-            self._index(work, int(start))
-            for work, start in zip(plan.work, layout.start, strict=True)
-            if work.sample
-        ]
-        return np.array(found, dtype=np.int64)
-
-    def _index(self, work: RowWork, start: int) -> int:
-        """Index in the batch of a work's last user token; `start` is that of its first slot.
-
-        A landmark may follow it in the batch: its logits are never looked at.
-        """
-        slots = self.shape.slots
-        last = slots.slot_of(work.first + work.count - 1)
-        return start + last - slots.slots_for(work.first)
+        for (window, topk), heads in self._kv_heads.items():
+            candidates = np.maximum(slot - window + 1, 0) // size
+            self.counters.replayed += int(np.minimum(candidates, topk).sum()) * heads
+        self.counters.queries += len(slot) * len(self.reads.layers)
 
     def _prompt_logprobs(self, hidden: Tensor, work: RowWork, start: int) -> PromptLogprobs:
         """Log-probabilities of the work's targets, a block of logits at a time."""
@@ -209,7 +244,7 @@ class Runner:
         block = max(1, LOGITS_BYTES // (4 * self.shape.vocab_size))
         entries = []
         for at in range(0, len(index), block):
-            rows = torch.as_tensor(index[at : at + block], device=hidden.device)
+            (rows,) = send((index[at : at + block],), hidden.device)
             logprobs = torch.log_softmax(self.model.logits(hidden[rows]), dim=-1)
             targets = work.prompt_targets[at : at + block]
             entries += [

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn import ops
-from cairn.runner.step import Alternatives, RowOpen, RowWork, Sampled
+from cairn.runner.staging import send
+from cairn.runner.step import Alternatives, RowOpen, RowWork
 from cairn.types import SamplingParams
 
 INT64_MASK = (1 << 64) - 1
@@ -29,22 +32,84 @@ class _RowState:
     output_counts: Tensor | None = None
 
 
+class Draws(NamedTuple):
+    """How each of n rows draws: arrays [n], in the order of `ops.draw_tokens`' arguments; `number`
+    counts the draws of its seed."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seed: NDArray[np.int64]
+    number: NDArray[np.int64]
+
+
+class _Table:
+    """The numbers of all rows as arrays, so that a step takes those of its rows at once.
+
+    Attributes:
+        draws: as in Draws; `number` is the step's and stays unused here.
+        plain_from: tokens from which on the logits of the row are taken as they come and nothing
+            but the token is reported.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.draws = Draws(
+            np.zeros(num_rows, dtype=np.float32),
+            np.zeros(num_rows, dtype=np.int64),
+            np.zeros(num_rows, dtype=np.float32),
+            np.zeros(num_rows, dtype=np.float32),
+            np.zeros(num_rows, dtype=np.int64),
+            np.zeros(num_rows, dtype=np.int64),
+        )
+        self.plain_from = np.zeros(num_rows, dtype=np.int64)
+
+    def fill(self, opened: RowOpen, vocab_size: int) -> None:
+        """Write the row's numbers."""
+        row, p, draws = opened.row, opened.params, self.draws
+        adjusted = p.penalized or p.logit_bias or p.grammar is not None
+        never = np.iinfo(np.int64).max
+        self.plain_from[row] = never if adjusted or p.logprobs is not None else p.min_tokens
+        # A greedy row among others keeps its largest logit alone.
+        coldest, hottest = FLOAT32.tiny, FLOAT32.max
+        draws.temperature[row] = 0.0 if p.greedy else _within(p.temperature, coldest, hottest)
+        draws.top_k[row] = min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size
+        draws.top_p[row], draws.min_p[row] = p.top_p, p.min_p
+        draws.seed[row] = _signed(opened.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tokens of a step.
+
+    Attributes:
+        tokens: [n] int64 on the device, -1 where the logits allow none.
+        logprobs: index of a work -> what it reports.
+    """
+
+    tokens: Tensor
+    logprobs: dict[int, Alternatives]
+
+
 class Sampler:
     """Chooses tokens for the rows of a step.
 
     Args:
         vocab_size: ids below it exist for users; logits hold exactly these.
+        num_rows: requests that run at once.
         device: where the logits live.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, num_rows: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
+        self._table = _Table(num_rows)
         self._rows: dict[int, _RowState] = {}
 
     def open(self, opened: RowOpen) -> None:
         """A request takes a row: whatever an earlier one left there is forgotten."""
         state = _RowState(opened)
+        self._table.fill(opened, self.vocab_size)
         if opened.params.penalized:
             history = torch.as_tensor(list(opened.history), dtype=torch.int64, device=self.device)
             prompt, output = history[: opened.num_prompt], history[opened.num_prompt :]
@@ -62,30 +127,38 @@ class Sampler:
         """The sampling parameters of the row's request."""
         return self._rows[row].opened.params
 
-    def sample(self, logits: Tensor, works: Sequence[RowWork]) -> tuple[Sampled, ...]:
+    def plain(self, works: Sequence[RowWork]) -> bool:
+        """Whether the tokens follow from the logits and `draws` alone."""
+        number = np.array([work.output_index for work in works])
+        return bool((number >= self._table.plain_from[[work.row for work in works]]).all())
+
+    def draws(self, works: Sequence[RowWork]) -> Draws | None:
+        """How the works draw; None: all take their most likely token."""
+        row = np.array([work.row for work in works], dtype=np.int64)
+        every = self._table.draws
+        if not every.temperature[row].any():
+            return None
+        number = np.array([work.output_index for work in works], dtype=np.int64)
+        return Draws(
+            *(every.temperature[row], every.top_k[row], every.top_p[row], every.min_p[row]),
+            *(every.seed[row], number),
+        )
+
+    def sample(self, logits: Tensor, works: Sequence[RowWork]) -> Choice:
         """Choose one token for each work.
 
         Args:
             logits: [n, V] float32, one row for each work; changed in place.
         """
-        if not works:
-            return ()
         states = [self._rows[work.row] for work in works]
         reported = self._raw_logprobs(logits, states)
         self._adjust(logits, works, states)
-        if all(state.opened.params.greedy for state in states):
-            tokens = _argmax(logits)
-        else:
-            tokens = self._draw(logits, works, states)
-        chosen = tokens.tolist()
-        for state, token in zip(states, chosen, strict=True):
+        tokens = choose(logits, self.draws(works))
+        for i, state in enumerate(states):
             if state.output_counts is not None:
-                state.output_counts[token] += 1
-        alternatives = self._report(reported, states, tokens)
-        return tuple(
-            Sampled(work.row, token, alternatives.get(i))
-            for i, (work, token) in enumerate(zip(works, chosen, strict=True))
-        )
+                chosen = tokens[i : i + 1].clamp(min=0)
+                state.output_counts.index_add_(0, chosen, torch.ones_like(chosen).int())
+        return Choice(tokens, self._report(reported, states, tokens))
 
     def _adjust(
         self, logits: Tensor, works: Sequence[RowWork], states: Sequence[_RowState]
@@ -109,7 +182,7 @@ class Sampler:
             self._penalize(logits, rows, states)
         masks = {i: work.mask for i, work in enumerate(works) if work.mask is not None}
         if masks:
-            bitmask = torch.from_numpy(np.stack(list(masks.values()))).to(self.device)
+            bitmask = send([np.stack(list(masks.values()))], self.device)[0]
             ops.apply_token_bitmask(logits, bitmask, self._tensor(list(masks)))
 
     def _penalize(self, logits: Tensor, rows: Sequence[int], states: Sequence[_RowState]) -> None:
@@ -127,34 +200,6 @@ class Sampler:
             self._tensor([_within(p.repetition_penalty, *PENALTY_RANGE) for p in params]),
         )
         logits[self._tensor(rows)] = part
-
-    def _draw(
-        self, logits: Tensor, works: Sequence[RowWork], states: Sequence[_RowState]
-    ) -> Tensor:
-        """Temperature, then top-k, then top-p, then min-p, then one draw a row."""
-        params = [state.opened.params for state in states]
-        # A greedy row among others keeps its largest logit alone, whatever the draw.
-        vocab = self.vocab_size
-        top_k = [1 if p.greedy else min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params]
-        temperature = self._tensor(
-            [1.0 if p.greedy else _within(p.temperature, FLOAT32.tiny, FLOAT32.max) for p in params]
-        )
-        scaled = logits - logits.amax(dim=-1, keepdim=True)
-        probs = torch.softmax(scaled / temperature[:, None], dim=-1)
-        if any(k < vocab for k in top_k):
-            probs = ops.top_k_renorm_probs(probs, self._tensor(top_k))
-        if any(p.top_p < 1.0 for p in params):
-            probs = ops.top_p_renorm_probs(probs, self._tensor([p.top_p for p in params]))
-        if any(p.min_p > 0.0 for p in params):
-            probs = ops.min_p_renorm_probs(probs, self._tensor([p.min_p for p in params]))
-        seeds = self._tensor([_signed(state.opened.seed) for state in states])
-        uniform = ops.counter_uniform(seeds, self._tensor([w.output_index for w in works]))
-        tokens = ops.sampling_from_probs(probs, uniform).long()
-        greedy = [i for i, p in enumerate(params) if p.greedy]
-        if greedy:
-            index = self._tensor(greedy)
-            tokens[index] = _argmax(logits[index])
-        return tokens
 
     def _raw_logprobs(self, logits: Tensor, states: Sequence[_RowState]) -> Tensor | None:
         """Log-probabilities before anything is adjusted, of the rows that want them."""
@@ -175,7 +220,15 @@ class Sampler:
         return found
 
     def _tensor(self, values: Sequence[object]) -> Tensor:
-        return torch.as_tensor(values, device=self.device)
+        """Numbers on the device, without a wait."""
+        return send([torch.as_tensor(values).numpy()], self.device)[0]
+
+
+def choose(logits: Tensor, draws: Draws | None) -> Tensor:
+    """One token for every row of logits [n, V] float32: [n] int64, -1 where they allow none."""
+    if draws is None:
+        return ops.argmax_tokens(logits)
+    return ops.draw_tokens(logits, *send(draws, logits.device))
 
 
 def alternatives(logprobs: Tensor, token: int, wanted: int) -> Alternatives:
@@ -205,12 +258,6 @@ def alternatives(logprobs: Tensor, token: int, wanted: int) -> Alternatives:
 
 def _within(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    """The most likely token of every row [n], -1 where the logits allow none."""
-    best, tokens = logits.max(dim=-1)
-    return tokens.masked_fill_(best.isnan() | (best == -torch.inf), -1)
 
 
 def _signed(seed: int) -> int:

@@ -6,8 +6,9 @@ landmarks follow from them by the arithmetic of `cairn.cache.landmarks`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +49,7 @@ class PageGrant:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowWork:
+class RowWork(NamedTuple):
     """User tokens of one row that run in this step; the landmark after them rides along.
 
     Attributes:
@@ -73,7 +73,7 @@ class RowWork:
     mask: NDArray[np.int32] | None = None
 
     @property
-    def count(self) -> int:
+    def num_tokens(self) -> int:
         """User tokens that run."""
         return 1 if self.tokens is None else len(self.tokens)
 
@@ -91,7 +91,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """User tokens that run."""
-        return sum(work.count for work in self.work)
+        return sum(work.num_tokens for work in self.work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +110,6 @@ class Alternatives:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """The token chosen for a row; -1 where the logits allow none.
-
-    `selection` says what its query read in each landmark layer, when that was asked for.
-    """
-
-    row: int
-    token: int
-    logprobs: Alternatives | None = None
-    selection: tuple[LayerSelection, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Log-probabilities of prompt tokens first + 1, first + 2, ... of a row."""
 
@@ -137,12 +124,35 @@ class StepResult:
 
     Attributes:
         step_id: the plan's number.
-        sampled: one entry for each work with `sample`, in the plan's order.
+        tokens: one for each work with `sample`, in the plan's order; -1 where the logits allow
+            none.
+        logprobs: index in `tokens` -> what is reported of it, for the works that asked for it.
+        selection: index in `tokens` -> what its query read in each landmark layer, likewise.
         prompt_logprobs: for the works that asked for it.
-        model_seconds: time inside the model and the sampler.
+        model_seconds: time that the host gave to the model: running it, or waiting for it.
     """
 
     step_id: int
-    sampled: tuple[Sampled, ...]
+    tokens: Sequence[int]
+    logprobs: Mapping[int, Alternatives] = field(default_factory=dict)
+    selection: Mapping[int, tuple[LayerSelection, ...]] = field(default_factory=dict)
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     model_seconds: float = 0.0
+
+
+class Launched(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and give what it produced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A step that has run."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        """What it produced."""
+        return self.value

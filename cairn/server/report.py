@@ -48,7 +48,7 @@ class Report:
             f"  {info.num_pages:,} pages of {tokens} tokens hold {info.num_pages * tokens:,} "
             f"tokens, one sequence at most {info.max_model_len:,}"
         )
-        self._say("  too much or too little? --kv-cache-memory SIZE changes the pages")
+        self._say(f"  too much or too little? {info.memory_flag} changes the pages")
 
     def ready(self, url: str, seconds: float) -> None:
         """Requests are served from now on."""

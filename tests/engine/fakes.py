@@ -29,6 +29,7 @@ def fake_core(
     prefix_caching: bool = True,
     max_model_len: int | None = None,
     eos_ids: tuple[int, ...] = (),
+    overlap: bool = False,
 ) -> EngineCore:
     """An engine over a fake executor."""
     slots = SlotMap(page_size, landmarks)
@@ -39,6 +40,7 @@ def fake_core(
         PageCache(pages, slots, prefix_caching),
         slots,
         FakeExecutor(slots, next_token),
+        overlap=overlap,
     )
 
 

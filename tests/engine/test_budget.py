@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cairn.engine.budget import GROWTH, Load, StepTimes
 from cairn.engine.core import Continuation, EngineCore
 from cairn.engine.scheduler import Limits
-from cairn.runner.step import StepPlan, StepResult
+from cairn.runner.step import Launched, StepPlan, StepResult
 from cairn.types import SamplingParams
 from tests.engine.fakes import VOCAB, all_pages_back, drain, fake_core
 from tests.engine.harness import difference, engine, greedy, trace
@@ -164,25 +164,39 @@ def test_prefill_part():
     assert times.prefill_part(mixed_load(3, 10, 9, 0), 0.1) == 0
 
 
+class Later:
+    """A step that ends at a time of the machine's clock."""
+
+    def __init__(self, machine: Machine, end: float, step: Launched) -> None:
+        self.machine, self.end, self.step = machine, end, step
+
+    def result(self) -> StepResult:
+        self.machine.now = max(self.machine.now, self.end)
+        return self.step.result()
+
+
 class Machine:
-    """An executor whose steps take what `cost` says by its own clock, and keeps their loads."""
+    """A device whose steps take what `cost` says by its own clock, and keeps their loads."""
 
     def __init__(self, core: EngineCore, cost: Cost = true_cost) -> None:
         self.inner, self.cost = core.executor, cost
         self.now = 0.0
+        self.free = 0.0
         self.steps: list[tuple[Load, float]] = []
         core.executor, core.clock = self, lambda: self.now
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
         load = Load.of(plan.work)
         seconds = self.cost(load)
-        self.now += seconds
+        self.free = max(self.now, self.free) + seconds
         self.steps.append((load, seconds))
-        return self.inner.execute(plan)
+        return Later(self, self.free, self.inner.launch(plan))
 
 
-def timed_core(target: float | None, cost: Cost = true_cost) -> tuple[EngineCore, Machine]:
-    core = fake_core(page_size=PAGE, pages=3000, rows=16, max_model_len=40_000)
+def timed_core(
+    target: float | None, cost: Cost = true_cost, overlap: bool = False
+) -> tuple[EngineCore, Machine]:
+    core = fake_core(page_size=PAGE, pages=3000, rows=16, max_model_len=40_000, overlap=overlap)
     core.scheduler.limits = Limits(16, 1024, target)
     return core, Machine(core, cost)
 
@@ -194,10 +208,13 @@ def add(core: EngineCore, name: str, length: int, max_tokens: int) -> Continuati
 
 
 def streams_and_a_long_prompt(
-    target: float | None, cost: Cost = true_cost, length: int = 30_000
+    target: float | None,
+    cost: Cost = true_cost,
+    length: int = 30_000,
+    overlap: bool = False,
 ) -> tuple[EngineCore, Machine, Continuation]:
     """Eight streams that have run for a while, then a long prompt until its first token."""
-    core, machine = timed_core(target, cost)
+    core, machine = timed_core(target, cost, overlap)
     streams = [add(core, f"s{i}", 100, 5000) for i in range(8)]
     for _ in range(100):
         core.step()
@@ -210,9 +227,10 @@ def streams_and_a_long_prompt(
     return core, machine, long
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("target", [0.03, 0.06])
-def test_streams_keep_their_pace_and_the_prompt_loads(target):
-    _, machine, long = streams_and_a_long_prompt(target)
+def test_streams_keep_their_pace_and_the_prompt_loads(target, overlap):
+    _, machine, long = streams_and_a_long_prompt(target, overlap=overlap)
     seconds = np.array([s for _, s in machine.steps])
     assert np.quantile(seconds, 0.99) < 1.1 * target
     assert seconds.max() < 2 * target
@@ -350,11 +368,11 @@ def test_timing_of_requests_that_were_taken_back_or_failed():
 
     failing = add(core, "c", 10, 5)
 
-    def fail(plan: StepPlan) -> StepResult:
+    def fail(plan: StepPlan) -> Launched:
         machine.now += 4.0
         raise RuntimeError("the device is gone")
 
-    machine.execute = fail
+    machine.launch = fail
     with pytest.raises(RuntimeError):
         core.step()
     assert failing.moments.timing.prefill == 4.0
@@ -373,8 +391,9 @@ def test_a_retracted_request_keeps_its_first_start():
         assert timing.decode >= 29.0
 
 
-def test_stall_is_what_decoding_rows_waited_for_prefill():
-    core, machine, long = streams_and_a_long_prompt(None)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stall_is_what_decoding_rows_waited_for_prefill(overlap):
+    core, machine, long = streams_and_a_long_prompt(None, overlap=overlap)
     waited = sum(s - true_cost(Load(load.rows, load.rows_context)) for load, s in machine.steps)
     assert core.stats.decode_stall_seconds == pytest.approx(waited, rel=0.02)
     before = core.stats.decode_stall_seconds

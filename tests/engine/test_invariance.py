@@ -1,6 +1,7 @@
 """The same tokens give the same logits, whatever the schedule. Page memory is NaN unless owned.
 
-Every comparison is of whole-vocabulary log-probabilities at every position, through the engine.
+Every comparison is of whole-vocabulary log-probabilities at every position, through the engine. On
+a GPU decode steps are graphs, padded to more rows than run.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cairn.engine.build import Built
 from tests.engine.harness import CASES, Trace, difference, engine, greedy, poison, run
 
 ROUNDING = 2e-4
@@ -34,10 +37,12 @@ def assert_same(a: Trace, b: Trace) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("chunk", [1, 15, 16, 17, 37, 63, 64, 65])
-def test_whole_against_chunked_prefill(case, chunk):
+def test_whole_against_chunked_prefill(case, chunk, device):
     prompt = text(1, 230)
-    whole = run(engine(case), [prompt], greedy(4, prompt_logprobs=True))[0]
-    parts = run(engine(case), [prompt], greedy(4, prompt_logprobs=True), budgets=[chunk])[0]
+    whole = run(engine(case, device=device), [prompt], greedy(4, prompt_logprobs=True))[0]
+    parts = run(
+        engine(case, device=device), [prompt], greedy(4, prompt_logprobs=True), budgets=[chunk]
+    )[0]
     assert_same(whole, parts)
 
 
@@ -47,39 +52,43 @@ def test_whole_against_chunked_prefill(case, chunk):
     seed=st.integers(0, 2**16),
     budgets=st.lists(st.integers(1, 90), min_size=1, max_size=6),
 )
-def test_random_schedules_of_mixed_lengths_against_single(case, seed, budgets):
+def test_random_schedules_of_mixed_lengths_against_single(case, seed, budgets, device):
     rng = random.Random(seed)
     prompts = [text(seed + i, rng.randint(1, 260)) for i in range(5)]
     counts = [rng.randint(1, 40) for _ in prompts]
-    together = run(engine(case), prompts, [greedy(n) for n in counts], budgets=budgets)
+    together = run(
+        engine(case, device=device), prompts, [greedy(n) for n in counts], budgets=budgets
+    )
     for prompt, count, got in zip(prompts, counts, together, strict=True):
-        assert_same(run(engine(case), [prompt], greedy(count))[0], got)
+        assert_same(run(engine(case, device=device), [prompt], greedy(count))[0], got)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_decode_against_prefill_over_many_pages(case):
+def test_decode_against_prefill_over_many_pages(case, device):
     """Decode across 12 pages and more, then prefill the same tokens: far more pages than top-k."""
-    size = engine(case).config.page_size
+    size = engine(case, device=device).config.page_size
     prompt, count = text(3, 5 * size), 13 * size
-    decoded = run(engine(case), [prompt], greedy(count))[0]
+    decoded = run(engine(case, device=device), [prompt], greedy(count))[0]
     again = prompt + decoded.tokens[:-1]
-    prefilled = run(engine(case), [again], greedy(1, prompt_logprobs=True))[0]
+    prefilled = run(engine(case, device=device), [again], greedy(1, prompt_logprobs=True))[0]
     rows = np.concatenate([prefilled.prompt_logprobs[len(prompt) - 1 :], prefilled.logprobs])
     assert difference(decoded.logprobs, rows) < ROUNDING
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("case", SMALL)
-def test_cold_against_warm_prefix(case, share):
+def test_cold_against_warm_prefix(case, share, device):
     """Generation runs on until the reused pages have left the window and are read by landmark."""
-    built = engine(case)
+    built = engine(case, device=device)
     size = built.config.page_size
     first, length = text(5, 640), 640
     kept = int(length * share)
     prompt = first[:kept] + text(6, length - kept)
     run(built, [first], greedy(1))
     warm = run(built, [prompt], greedy(6 * size))[0]
-    cold = run(engine(case, enable_prefix_caching=False), [prompt], greedy(6 * size))[0]
+    cold = run(
+        engine(case, device=device, enable_prefix_caching=False), [prompt], greedy(6 * size)
+    )[0]
     per_page = size - 1 if built.spec.landmarks else size
     assert cold.cached == 0
     assert warm.cached >= (kept // per_page - 1) * per_page
@@ -88,9 +97,9 @@ def test_cold_against_warm_prefix(case, share):
 
 
 @pytest.mark.parametrize("case", SMALL)
-def test_an_identical_prompt_again(case):
+def test_an_identical_prompt_again(case, device):
     """A full prefix hit, at prompt lengths around a page's end."""
-    built = engine(case)
+    built = engine(case, device=device)
     per_page = built.slots.tokens_per_page
     for length in (per_page * 9 - 1, per_page * 9, per_page * 9 + 1):
         prompt = text(length, length)
@@ -102,10 +111,10 @@ def test_an_identical_prompt_again(case):
 
 
 @pytest.mark.parametrize("case", SMALL)
-def test_retracted_and_resumed_against_undisturbed(case):
-    size = engine(case).config.page_size
+def test_retracted_and_resumed_against_undisturbed(case, device):
+    size = engine(case, device=device).config.page_size
     prompts = [text(20 + i, 3 * size) for i in range(4)]
-    tight = engine(case, max_model_len=12 * size)
+    tight = engine(case, device=device, max_model_len=12 * size)
     # Half of the pages are taken away: four sequences of ten pages cannot run side by side.
     cache = tight.core.cache
     keep = 22
@@ -115,14 +124,14 @@ def test_retracted_and_resumed_against_undisturbed(case):
     assert tight.core.scheduler.preemptions > 0
     cache.close(hostage)
     for prompt, one in zip(prompts, got, strict=True):
-        assert_same(run(engine(case), [prompt], greedy(7 * size))[0], one)
+        assert_same(run(engine(case, device=device), [prompt], greedy(7 * size))[0], one)
 
 
 @pytest.mark.parametrize("case", SMALL)
-def test_permuted_physical_pages(case):
+def test_permuted_physical_pages(case, device):
     prompt = text(9, 300)
-    plain = run(engine(case), [prompt], greedy(20, prompt_logprobs=True))[0]
-    built = engine(case)
+    plain = run(engine(case, device=device), [prompt], greedy(20, prompt_logprobs=True))[0]
+    built = engine(case, device=device)
     allocator = built.core.cache.allocator
     taken = allocator.take(allocator.num_free)
     random.Random(4).shuffle(taken)
@@ -131,10 +140,68 @@ def test_permuted_physical_pages(case):
     assert_same(plain, run(built, [prompt], greedy(20, prompt_logprobs=True))[0])
 
 
+class Writes:
+    """Stands before an executor and tells from the plans which slots the last of them may write."""
+
+    def __init__(self, built: Built) -> None:
+        self.inner, self.slots = built.core.executor, built.slots
+        self.pages: dict[int, list[int]] = {}
+        self.places: set[tuple[int, int]] = set()
+
+    def launch(self, plan):
+        size = self.slots.page_size
+        for opened in plan.opened:
+            self.pages[opened.row] = []
+        for grant in plan.grants:
+            assert len(self.pages[grant.row]) == grant.first
+            self.pages[grant.row] += grant.pages
+        self.places = {
+            (self.pages[work.row][slot // size], slot % size)
+            for work in plan.work
+            for slot in range(
+                self.slots.slots_for(work.first), self.slots.slots_for(work.first + work.num_tokens)
+            )
+        }
+        return self.inner.launch(plan)
+
+
+@pytest.mark.parametrize("case", SMALL[1:])
+def test_a_step_writes_the_slots_it_runs_and_no_others(case, device):
+    """Shared prefixes, page ends, retractions; 5 rows leave padding in a graph of 8."""
+    built = engine(case, device=device, max_num_seqs=5, kv_cache_memory="2MiB")
+    core, pools, size = built.core, built.runner.pools, built.config.page_size
+    shared = text(30, 4 * size)
+    run(built, [shared], greedy(1))
+    hostage = core.cache.open([1], 0)
+    assert core.cache.grow(hostage, core.cache.num_pages - 20)
+    core.executor = writes = Writes(built)
+    for i in range(7):
+        core.add(f"w{i}", shared[: 3 * size] + text(31 + i, 1 + i * 5), greedy(3 * size + i))
+    while core.has_work:
+        poison(built)
+        before = [tensor.clone() for tensor in pools.tensors()]
+        writes.places = set()
+        core.step()
+        for old, new in zip(before, pools.tensors(), strict=True):
+            changed = (old.view(torch.int32) != new.view(torch.int32))[: pools.num_pages]
+            if new.dim() == 4:
+                found = changed.any(dim=3).any(dim=1).nonzero().tolist()
+                assert {(page, slot) for page, slot in found} <= writes.places
+                written = [new[page, :, slot] for page, slot in writes.places]
+            else:
+                complete = {page for page, slot in writes.places if slot == size - 1}
+                assert set(changed.flatten(1).any(dim=1).nonzero()[:, 0].tolist()) <= complete
+                written = [new[page] for page in complete]
+            assert not any(part.isnan().any() for part in written)
+    assert core.scheduler.preemptions > 0
+
+
 @pytest.mark.parametrize("case", ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"])
-def test_every_length_from_1_to_700(case):
+def test_every_length_from_1_to_700(case, device):
     """Rows 0 .. n of a prompt do not depend on how much follows; no length gives a NaN."""
-    built = engine(case, enable_prefix_caching=False, max_num_seqs=64, kv_cache_memory="64MiB")
+    built = engine(
+        case, device=device, enable_prefix_caching=False, max_num_seqs=64, kv_cache_memory="64MiB"
+    )
     prompt = text(11, 700)
     whole = run(built, [prompt], greedy(1, prompt_logprobs=True), poisoned=False)[0]
     reference = np.concatenate([whole.prompt_logprobs, whole.logprobs])

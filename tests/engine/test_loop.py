@@ -38,13 +38,13 @@ class Steps:
         self.available: list[int] = []
         self.error: Exception | None = None
 
-    def execute(self, plan):
+    def launch(self, plan):
         self.available.append(self.cache.available)
         self.reached.release()
         assert self.leave.acquire(timeout=SECONDS)
         if self.error is not None:
             raise self.error
-        return self.inner.execute(plan)
+        return self.inner.launch(plan)
 
 
 class Running:

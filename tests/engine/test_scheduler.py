@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cairn.cache.invariants import check
 from cairn.engine.core import Continuation, EngineCore
 from cairn.errors import InvariantError
-from cairn.runner.step import StepPlan, StepResult
+from cairn.runner.step import Launched, StepPlan
 from cairn.types import SamplingParams
 from tests.engine.fakes import VOCAB, all_pages_back, drain, fake_core, next_token
 
@@ -177,9 +177,9 @@ class _AbortsWhileRunning:
         self.inner = inner
         self.during = during
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
         self.during(plan)
-        return self.inner.execute(plan)
+        return self.inner.launch(plan)
 
 
 def test_abort_in_flight_releases_pages_only_when_the_step_retires():
@@ -207,8 +207,8 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on():
     good = core.executor
 
     class Failing:
-        def execute(self, plan):
-            good.execute(plan)
+        def launch(self, plan):
+            good.launch(plan)
             raise RuntimeError("the device is gone")
 
     failed = add(core, "a", [1] * 10, max_tokens=5)
@@ -240,4 +240,4 @@ def test_the_fake_executor_refuses_impossible_plans():
     add(core, "a", [1] * 10, max_tokens=5)
     plan = core.scheduler.schedule()
     with pytest.raises(InvariantError, match="granted page"):
-        core.executor.execute(StepPlan(plan.step_id, plan.closed, plan.opened, (), plan.work))
+        core.executor.launch(StepPlan(plan.step_id, plan.closed, plan.opened, (), plan.work))

@@ -99,27 +99,27 @@ def check_against_oracle(built: Built, budgets: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_token_against_the_formulas(case):
-    check_against_oracle(engine(case), budgets=(37, 1, 64))
+def test_every_token_against_the_formulas(case, device):
+    check_against_oracle(engine(case, device=device), budgets=(37, 1, 64))
 
 
 @pytest.mark.parametrize("softmax1", [False, True])
 @pytest.mark.parametrize("case", SMALL)
-def test_both_softmax_modes(tmp_path, case, softmax1):
+def test_both_softmax_modes(tmp_path, case, softmax1, device):
     at = variant(tmp_path / "m", case, enable_softmax1=softmax1)
-    built = engine(str(at))
+    built = engine(str(at), device=device)
     assert built.spec.hils.softmax1 == softmax1
     check_against_oracle(built, budgets=(1024,))
 
 
 @pytest.mark.parametrize("strategy", ["group", "head", "softmax_head"])
-def test_older_strategies(strategy):
-    built = engine("qwen_gqa4_prior_lora_inrange", hsa_selection_strategy=strategy)
+def test_older_strategies(strategy, device):
+    built = engine("qwen_gqa4_prior_lora_inrange", device=device, hsa_selection_strategy=strategy)
     check_against_oracle(built, budgets=(50,))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_prompt_ends_against_the_reference(case):
+def test_prompt_ends_against_the_reference(case, device):
     """The first token of prompts of many lengths, the query at each end being a golden one."""
     length = max(lengths(case))
     golden = {
@@ -127,7 +127,7 @@ def test_prompt_ends_against_the_reference(case):
         for name, value in vectors(case).items()
         if name.startswith(f"n{length}.")
     }
-    built = engine(case)
+    built = engine(case, device=device)
     topk, layer = built.config.topk, built.spec.hils_layers[-1]
     ends = sorted({1, length // 3, length // 2, length - 1, length})
     prompts = [golden["input_ids"][:end].tolist() for end in ends]
@@ -149,9 +149,9 @@ def test_prompt_ends_against_the_reference(case):
         assert_report((found[layer],), {layer: (shares, window)})
 
 
-def test_retracted_and_resumed():
+def test_retracted_and_resumed(device):
     """Page pressure takes requests back between tokens: each token's report is there once."""
-    built = engine("qwen_gqa4_prior_lora_inrange", max_num_seqs=4)
+    built = engine("qwen_gqa4_prior_lora_inrange", device=device, max_num_seqs=4)
     size, cache = built.config.page_size, built.core.cache
     hostage = cache.open([1], 0)
     assert cache.grow(hostage, cache.num_pages - 22)
@@ -167,10 +167,10 @@ def test_retracted_and_resumed():
 
 
 @pytest.mark.parametrize("case", SMALL)
-def test_asking_changes_no_bit(case):
+def test_asking_changes_no_bit(case, device):
     prompt = text(3, 250)
-    (plain,) = serve(engine(case), [prompt], [greedy(30)], budgets=(100,))
-    built = engine(case)
+    (plain,) = serve(engine(case, device=device), [prompt], [greedy(30)], budgets=(100,))
+    built = engine(case, device=device)
     (asked,) = serve(built, [prompt], [asking(30)], budgets=(100,))
     a, b = trace(plain, built.spec.vocab_size), trace(asked, built.spec.vocab_size)
     assert a.tokens == b.tokens

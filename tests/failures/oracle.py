@@ -17,6 +17,11 @@ from cairn.engine.build import Built
 from cairn.models.spec import ModelSpec
 
 
+def on_host(x: Tensor | None) -> Tensor | None:
+    """What the formulas compute with."""
+    return None if x is None else x.cpu().double()
+
+
 @dataclass
 class OracleBatch:
     """One sequence as a step of a model.
@@ -28,6 +33,7 @@ class OracleBatch:
             older three.
         landmark_layers: those that select pages; other landmark layers see their window alone.
         dense: landmark layers attend to every earlier user token instead.
+        device: of the model; attention itself is computed on the CPU.
         selected: (layer, slot, KV head) -> the pages that were chosen.
         weights: (layer, slot, query head) -> their shares in that order, then the window's.
     """
@@ -40,6 +46,7 @@ class OracleBatch:
     strategy: str
     landmark_layers: tuple[int, ...]
     dense: bool = False
+    device: str = "cpu"
     selected: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
     weights: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
     _memo: dict[Hashable, Tensor] = field(default_factory=dict)
@@ -56,16 +63,21 @@ class OracleBatch:
             if self.spec.landmarks and len(ids) % self.size == self.size - 1:
                 ids.append(self.spec.landmark_id)
                 positions.append(number + 1)
-        self.input_ids, self.positions = torch.tensor(ids), torch.tensor(positions)
-        self.users = torch.tensor(users)
+        at = self.device
+        self.input_ids = torch.tensor(ids, device=at)
+        self.positions = torch.tensor(positions, device=at)
+        self.users = torch.tensor(users, device=at)
         slots = torch.arange(len(ids))
         self.last = slots % self.size == self.size - 1
-        self.completed = slots[self.last]
+        self.completed = slots[self.last].to(at)
 
     def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         if key not in self._memo:
             self._memo[key] = compute()
         return self._memo[key]
+
+    def target(self, layer: int) -> None:
+        return None
 
     def attend(
         self,
@@ -76,17 +88,24 @@ class OracleBatch:
         lmk_q: Tensor | None = None,
         summary_query: Tensor | None = None,
     ) -> Tensor:
-        dtype, kind = q.dtype, self.spec.layers[layer]
-        q, k, v = q.double(), k.double(), v.double()
+        hils = self.spec.hils
+        if summary_query is None and lmk_q is not None and hils and hils.needs_summary_query:
+            summary_query = lmk_q[self.completed]
+        o = self._attend(layer, *map(on_host, (q, k, v, lmk_q, summary_query)))
+        return o.to(q)
+
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, mu: Tensor | None
+    ) -> Tensor:
+        kind = self.spec.layers[layer]
         group = q.shape[1] // k.shape[1]
         kh, vh = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         if kind.kind != "hils" or self.dense:
             window = None if kind.kind == "hils" else kind.window
             out = [self._plain(s, q, kh, vh, window, kind) for s in range(len(q))]
-            return torch.stack(out).to(dtype)
-        assert lmk_q is not None
-        z = lmk_q.double()
-        key, bias = self._summaries(k, z, summary_query)
+            return torch.stack(out)
+        assert z is not None
+        key, bias = self._summaries(k, z, mu)
         out = []
         for s in range(len(q)):
             visible = self._window(s)
@@ -97,7 +116,7 @@ class OracleBatch:
                 out.append(o_window)
                 continue
             out.append(self._landmark(layer, s, (q, kh, vh), z, (key, bias), (lse, o_window)))
-        return torch.stack(out).to(dtype)
+        return torch.stack(out)
 
     def _plain(self, s: int, q: Tensor, kh: Tensor, vh: Tensor, window, kind) -> Tensor:
         first = 0 if window is None else max(0, s - window + 1)
@@ -123,7 +142,7 @@ class OracleBatch:
         else:
             key, bias = paged.mean(1), None
         if self.strategy == "hils" and mu is not None:
-            logits = torch.einsum("phd,pihd->phi", mu.double(), paged[:, :-1]) * k.shape[-1] ** -0.5
+            logits = torch.einsum("phd,pihd->phi", mu, paged[:, :-1]) * k.shape[-1] ** -0.5
             p = logits.softmax(-1)
             if hils.summary == "prior":
                 key = torch.einsum("phi,pihd->phd", p, paged[:, :-1])
@@ -187,9 +206,10 @@ def oracle(built: Built, tokens: Sequence[int], **changes) -> tuple[np.ndarray, 
         "softmax1": spec.hils.softmax1,
         "strategy": config.strategy,
         "landmark_layers": config.landmark_layers,
+        "device": config.device,
     }
     batch = OracleBatch(spec, tokens, **{**given, **changes})
     model = built.runner.model
     with torch.inference_mode():
         logits = model.logits(model(batch)[batch.users])
-        return torch.log_softmax(logits, -1).numpy(), batch
+        return torch.log_softmax(logits, -1).cpu().numpy(), batch

@@ -201,6 +201,13 @@ def test_unknown_option(token_folder, name, close):
             OutOfMemory,
             "max_model_len 4000 needs .* kv_cache_memory is 100000.*at least",
         ),
+        ({"gpu_memory_utilization": 2}, BadConfig, "must be a share in \\(0, 1\\], not 2"),
+        (
+            {"gpu_memory_utilization": 0.5, "device": "cpu"},
+            BadConfig,
+            "the device is cpu.*--kv-cache-memory",
+        ),
+        ({"disable_cuda_graph": "no"}, BadConfig, "disable_cuda_graph must be true or false"),
         ({"seed": "x"}, BadConfig, "seed"),
         ({"load_format": "pickle"}, BadConfig, "load_format"),
     ],

@@ -275,14 +275,14 @@ def test_an_interrupted_step_leaves_the_llm_usable(token_llm, monkeypatch, error
     prompts = [{"prompt_token_ids": ids(i, 60)} for i in range(16)]
     want = tokens_of(token_llm.generate(prompts, GREEDY))
     executor = token_llm.engine.core.executor
-    execute, calls = executor.execute, iter(range(100))
+    launch, calls = executor.launch, iter(range(100))
 
     def interrupted(plan):
         if next(calls) == at:
             raise error
-        return execute(plan)
+        return launch(plan)
 
-    monkeypatch.setattr(executor, "execute", interrupted)
+    monkeypatch.setattr(executor, "launch", interrupted)
     with pytest.raises(error):
         token_llm.generate(prompts, GREEDY)
     assert_idle(token_llm)

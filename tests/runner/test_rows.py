@@ -57,7 +57,7 @@ def test_every_step_runs_the_next_slots_of_each_row(seed, size, landmarks, num_r
             else:
                 part = [rng.randrange(900)]
                 tokens[r] += part
-                rows.remember(r, part[0])
+                remember(rows, r, part[0])
                 works.append(RowWork(r, done[r], None, sample=True))
             before = len(laid_out(tokens[r][: done[r]], size, landmarks))
             done[r] += len(part)
@@ -70,6 +70,10 @@ def test_every_step_runs_the_next_slots_of_each_row(seed, size, landmarks, num_r
         plan = StepPlan(step, (), (), tuple(grants), tuple(works))
         layout = rows.lay_out(plan)
         check_batch(layout, rows.batch(layout, {}, Counters()), expected, mine, size)
+
+
+def remember(rows: Rows, row: int, token: int) -> None:
+    rows.remember(torch.tensor([row]), torch.tensor([token]))
 
 
 def batch_of(rows, plan):
@@ -91,6 +95,7 @@ def check_batch(layout, batch, expected, pages, size) -> None:
     assert batch.max_slot == max(slot)
     starts = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
     assert layout.start.tolist() == starts
+    assert batch.first_slot == (slot[0] if len(starts) == 1 else None)
     for r in set(row):
         last = max(s for q, s in zip(row, slot, strict=True) if q == r) // size
         assert batch.page_table[r, : last + 1].tolist() == pages[r][: last + 1]
@@ -122,12 +127,12 @@ def test_the_token_that_fills_a_page_brings_its_landmark():
     rows = make_rows(4, landmarks=True)
     grants = (PageGrant(1, 0, (6, 9)),)
     rows.lay_out(StepPlan(0, (), (), grants, (RowWork(1, 0, [1, 2], sample=True),)))
-    rows.remember(1, 30)
+    remember(rows, 1, 30)
     plan = StepPlan(1, (), (), (), (RowWork(1, 2, None, sample=True),))
     batch = batch_of(rows, plan)
     assert batch.input_ids.tolist() == [30, LANDMARK]
     assert batch.slot.tolist() == [2, 3]
-    rows.remember(1, 31)
+    remember(rows, 1, 31)
     plan = StepPlan(2, (), (), (), (RowWork(1, 3, None, sample=True),))
     batch = batch_of(rows, plan)
     assert (batch.input_ids.tolist(), batch.slot.tolist()) == ([31], [4])

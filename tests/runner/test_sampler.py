@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -24,7 +22,7 @@ def work(row: int, index: int = 0) -> RowWork:
 
 
 def sampler(*rows: RowOpen) -> Sampler:
-    found = Sampler(VOCAB, torch.device("cpu"))
+    found = Sampler(VOCAB, 8, torch.device("cpu"))
     for row in rows:
         found.open(row)
     return found
@@ -35,19 +33,18 @@ def logits(n: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def drawn(found: Sampler, values: torch.Tensor, *works: RowWork) -> list[int]:
-    return [s.token for s in found.sample(values.clone(), works)]
+    return found.sample(values.clone(), works).tokens.tolist()
 
 
 def test_nothing_to_sample():
-    assert sampler().sample(torch.empty(0, VOCAB), ()) == ()
+    assert sampler().sample(torch.empty(0, VOCAB), ()).tokens.tolist() == []
 
 
 def test_results_stand_in_the_order_of_the_works():
     found = sampler(*(opened(r, temperature=0) for r in range(5)))
     values = logits(3)
-    results = found.sample(values.clone(), [work(4), work(0), work(2)])
-    assert [s.row for s in results] == [4, 0, 2]
-    assert [s.token for s in results] == values.argmax(-1).tolist()
+    tokens = drawn(found, values, work(4), work(0), work(2))
+    assert tokens == values.argmax(-1).tolist()
 
 
 def test_a_draw_depends_on_seed_and_index_alone():
@@ -167,19 +164,20 @@ def test_logprobs_belong_to_the_rows_that_want_them():
     )
     values = logits(3)
     raw = torch.log_softmax(values, -1)
-    plain, biased, whole = found.sample(values.clone(), [work(0), work(1), work(2)])
-    assert plain.logprobs is None
-    assert biased.token == 5
-    assert biased.logprobs.chosen == pytest.approx(float(raw[1, 5]))
-    assert len(whole.logprobs.ids) == VOCAB
-    np.testing.assert_allclose(whole.logprobs.values, raw[2].sort(descending=True).values)
+    choice = found.sample(values.clone(), [work(0), work(1), work(2)])
+    assert set(choice.logprobs) == {1, 2}
+    biased, whole = choice.logprobs[1], choice.logprobs[2]
+    assert choice.tokens[1] == 5
+    assert biased.chosen == pytest.approx(float(raw[1, 5]))
+    assert len(whole.ids) == VOCAB
+    np.testing.assert_allclose(whole.values, raw[2].sort(descending=True).values)
 
 
 def masked(row: int, allowed: list[int], index: int = 0) -> RowWork:
     words = np.zeros((VOCAB + 31) // 32, dtype=np.uint32)
     for token in allowed:
         words[token // 32] |= np.uint32(1 << token % 32)
-    return replace(work(row, index), mask=words.view(np.int32))
+    return work(row, index)._replace(mask=words.view(np.int32))
 
 
 def test_a_mask_leaves_only_its_tokens_and_other_rows_alone():
@@ -188,7 +186,7 @@ def test_a_mask_leaves_only_its_tokens_and_other_rows_alone():
     free = drawn(found, values, *(work(r) for r in range(4)))
     works = [masked(0, [3, 31, 49]), masked(1, [32]), work(2), masked(3, [7, 8])]
     for i in range(20):
-        tokens = drawn(found, values, *(replace(w, output_index=i) for w in works))
+        tokens = drawn(found, values, *(w._replace(output_index=i) for w in works))
         assert tokens[0] in (3, 31, 49) and tokens[1] == 32 and tokens[3] in (7, 8)
     assert drawn(found, values, *works)[2] == free[2]
 
@@ -210,8 +208,9 @@ def test_where_mask_and_min_tokens_leave_nothing_no_token_is_chosen(temperature)
 def test_reported_log_probabilities_know_no_mask():
     found = sampler(opened(0, logprobs=2), opened(1, logprobs=2))
     values = logits(1).repeat(2, 1)
-    free, bound = found.sample(values.clone(), [work(0), masked(1, [11])])
+    choice = found.sample(values.clone(), [work(0), masked(1, [11])])
+    free, bound = choice.logprobs[0], choice.logprobs[1]
     expected = torch.log_softmax(values[1], dim=-1)
-    assert bound.token == 11
-    assert bound.logprobs.chosen == pytest.approx(expected[11].item(), abs=1e-5)
-    assert list(bound.logprobs.ids[:2]) == list(free.logprobs.ids[:2])
+    assert choice.tokens[1] == 11
+    assert bound.chosen == pytest.approx(expected[11].item(), abs=1e-5)
+    assert list(bound.ids[:2]) == list(free.ids[:2])

@@ -38,13 +38,18 @@ def test_a_start_in_lines(lines):
     assert "dtype=float32  because" in text
     assert "1.0 GiB" in text and "3.0 MiB" in text
     assert "40 pages of 63 tokens hold 2,520 tokens, one sequence at most 1,260" in text
-    assert "--kv-cache-memory" in text
+    assert "--kv-cache-memory SIZE changes the pages" in text
     assert lines[-1] == "ready after 5.0 s: http://127.0.0.1:8000"
 
 
 def test_pages_without_landmarks_are_full(lines):
     Report(lines.append).loaded(info(landmarks=False))
     assert any("40 pages of 64 tokens hold 2,560 tokens" in line for line in lines)
+
+
+def test_the_option_that_changes_the_pages_is_named(lines):
+    Report(lines.append).loaded(info(memory_flag="--gpu-memory-utilization SHARE"))
+    assert "too much or too little? --gpu-memory-utilization SHARE" in "\n".join(lines)
 
 
 def test_stopping(lines):

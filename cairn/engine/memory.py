@@ -1,0 +1,216 @@
+"""How a device's memory is shared out: what weights and steps take, and pages in the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cairn.config import GIB, Choice, EngineConfig, EngineOptions, ModelFacts
+from cairn.errors import BadConfig, OutOfMemory
+
+PAGES_FLAG = "kv_cache_memory (--kv-cache-memory)"
+SHARE_FLAG = "gpu_memory_utilization (--gpu-memory-utilization)"
+Lines = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a GPU holds beside the pages, in bytes. Nothing here is guessed: what was not measured
+    is 0.
+
+    Attributes:
+        total: all of the device.
+        others: CUDA itself, compiled kernels and other processes.
+        weights: the model's parameters.
+        activations: what the largest steps took at once.
+        graphs: what the graphs of all decode steps keep.
+    """
+
+    total: int
+    others: int
+    weights: int
+    activations: int = 0
+    graphs: int = 0
+
+    @property
+    def taken(self) -> int:
+        """Everything but pages."""
+        return self.others + self.weights + self.activations + self.graphs
+
+    def __str__(self) -> str:
+        parts = [
+            ("other uses", self.others),
+            ("weights", self.weights),
+            ("activations", self.activations),
+            ("graphs", self.graphs),
+        ]
+        said = ", ".join(f"{name} {gib(count)}" for name, count in parts if count)
+        return f"of {gib(self.total)}: {said}"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory for pages.
+
+    Attributes:
+        bytes: how much; not above 0 where the rest does not fit already.
+        flag: the option that sets it.
+        usage: what else a GPU holds; None on the CPU.
+    """
+
+    bytes: int
+    flag: str
+    usage: Usage | None = None
+
+    def __str__(self) -> str:
+        if self.bytes <= 0:
+            return f"nothing is left {self.usage}"
+        if self.flag == PAGES_FLAG:
+            return f"kv_cache_memory is {self.bytes}"
+        return f"{self.bytes} are left ({self.usage})"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How many pages there are and how long a sequence may be.
+
+    Attributes:
+        num_pages: pages of the pool.
+        bytes_per_page: keys, values and summaries of all layers.
+        max_model_len: longest sequence in user tokens, prompt and output together.
+        flag: the option that changes how many pages there are, as a command line has it.
+        choices: the automatic values with their reasons.
+    """
+
+    num_pages: int
+    bytes_per_page: int
+    max_model_len: int
+    flag: str
+    choices: tuple[Choice, ...]
+
+    def table(self, weights: int, usage: Usage | None) -> Lines:
+        """(what, bytes) of everything in the memory; on a GPU the sum is the whole device.
+
+        Args:
+            weights: bytes of the weights.
+            usage: what a GPU holds beside the pages; None on the CPU.
+        """
+        pages = self.num_pages * self.bytes_per_page
+        if usage is None:
+            return (("weights", weights), ("pages", pages))
+        lines = (
+            ("weights", usage.weights),
+            ("activations", usage.activations),
+            ("graphs", usage.graphs),
+            ("pages", pages),
+            ("other uses", usage.others),
+            ("free", usage.total - usage.taken - pages),
+        )
+        return tuple((what, count) for what, count in lines if count or what == "free")
+
+
+def room_for_pages(config: EngineConfig, usage: Usage | None) -> Room:
+    """Bytes that pages may take.
+
+    Args:
+        config: resolved options.
+        usage: what the GPU holds beside the pages, as far as it is known; None on the CPU.
+
+    Raises:
+        OutOfMemory: the GPU has less left than `kv_cache_memory` asks for.
+    """
+    if usage is None:
+        assert config.kv_cache_memory is not None
+        return Room(config.kv_cache_memory, PAGES_FLAG)
+    asked, share = config.kv_cache_memory, config.gpu_memory_utilization
+    left = int(usage.total * (1.0 if share is None else share)) - usage.taken
+    if asked is None:
+        return Room(left, SHARE_FLAG, usage)
+    if asked > left > 0:
+        raise OutOfMemory(
+            f"kv_cache_memory is {asked}, but no more than {left} are free {usage}",
+            f"Set {PAGES_FLAG} to at most {left}",
+        )
+    return Room(min(asked, left), PAGES_FLAG, usage)
+
+
+def check_length(options: EngineOptions, model: ModelFacts) -> None:
+    """Refuse a context that the model was not made for.
+
+    Raises:
+        BadConfig: naming the longest.
+    """
+    asked = options.max_model_len
+    if asked is not None and asked > model.max_model_len:
+        raise BadConfig(
+            f"max_model_len is {asked}, but the model was made for {model.max_model_len} tokens",
+            f"Use at most {model.max_model_len}",
+        )
+
+
+def plan_memory(
+    options: EngineOptions,
+    config: EngineConfig,
+    model: ModelFacts,
+    bytes_per_page: int,
+    room: Room,
+) -> MemoryPlan:
+    """Pages that the room holds, never more than all rows at full length can use.
+
+    Raises:
+        BadConfig: `max_model_len` is longer than the model was made for.
+        OutOfMemory: the room does not hold one sequence of the asked length.
+    """
+    check_length(options, model)
+    choices: list[Choice] = []
+    asked = options.max_model_len
+    longest = asked or model.max_model_len
+    tokens_per_page = config.page_size - 1 if model.landmarks else config.page_size
+    useful = config.max_num_seqs * -(-longest // tokens_per_page)
+    num_pages = min(max(0, room.bytes) // bytes_per_page, useful)
+    capacity = num_pages * tokens_per_page
+    if capacity < (asked or 1):
+        need = -(-(asked or 1) // tokens_per_page) * bytes_per_page
+        what = "one page" if asked is None else f"one sequence of max_model_len {asked}"
+        raise OutOfMemory(
+            f"{what} needs {need} bytes of pages, but {room}",
+            _remedy(room, need, bytes_per_page, config),
+        )
+    if room.flag == SHARE_FLAG:
+        reason = f"that is what weights and steps leave of {config.gpu_memory_utilization} of it"
+        choices.append(Choice("kv_cache_memory", f"{room.bytes / GIB:.2f}GiB", reason))
+    if asked is None and capacity < longest:
+        longest = capacity
+        choices.append(
+            Choice("max_model_len", longest, "that is what kv_cache_memory holds in one sequence")
+        )
+    elif asked is None:
+        choices.append(Choice("max_model_len", longest, "the model was made for it"))
+    flag = "--kv-cache-memory SIZE" if room.flag == PAGES_FLAG else "--gpu-memory-utilization SHARE"
+    return MemoryPlan(num_pages, bytes_per_page, longest, flag, tuple(choices))
+
+
+def _remedy(room: Room, need: int, least: int, config: EngineConfig) -> str:
+    """The one option that makes `need` bytes of pages fit; `least` of them are one page."""
+    usage = room.usage
+    if room.flag == PAGES_FLAG and (usage is None or usage.taken + need <= usage.total):
+        return f"Raise {PAGES_FLAG} to at least {need}"
+    assert usage is not None
+    share = math.ceil(100 * (usage.taken + need) / usage.total) / 100
+    if room.flag == SHARE_FLAG and share <= 1:
+        return f"Raise {SHARE_FLAG} to at least {share}"
+    if usage.taken + least <= usage.total and need > least:
+        return "Lower max_model_len (--max-model-len)"
+    if usage.activations > usage.weights:
+        return (
+            "Lower chunked_prefill_size (--chunked-prefill-size), which is "
+            f"{config.chunked_prefill_size}"
+        )
+    if config.dtype == "float32":
+        return "Use dtype bfloat16 (--dtype bfloat16): weights and pages take half of it"
+    return "Use a device with more memory"
+
+
+def gib(count: int) -> str:
+    """Bytes as text: 1610612736 -> "1.50 GiB"."""
+    return f"{count / GIB:.2f} GiB"

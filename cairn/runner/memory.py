@@ -1,0 +1,197 @@
+"""What steps take on a GPU beside weights and pages: they are run, and measured.
+
+Keys and values go to a few pages that all rows share and that are dropped afterwards, so what the
+steps compute means nothing. What they take in memory depends on their slots and on the width of the
+page table, and both are those of the engine to come.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+
+import torch
+
+from cairn.attention.base import AttentionLayer
+from cairn.attention.registry import cache_specs
+from cairn.cache.pools import CachePools, PageFormat
+from cairn.errors import BadModel, OutOfMemory
+from cairn.runner.graphs import Ending
+from cairn.runner.runner import Runner, RunnerShape, StepModel
+from cairn.runner.step import PageGrant, RowOpen, RowWork, StepPlan
+from cairn.types import SamplingParams
+
+PAGES = 8
+"""Pages of the temporary pool."""
+CONTEXT = 1 << 16
+"""Steps run after at most this many tokens: what they take does not grow behind it, their time
+would."""
+TARGETS = 256
+"""Prompt log-probabilities that the largest prefill step reports."""
+
+DRAWN = SamplingParams(temperature=0.5, top_k=10, top_p=0.9, min_p=0.01)
+"""All that a graph samples by."""
+EVERYTHING = replace(DRAWN, repetition_penalty=1.1, logprobs=0, prompt_logprobs=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps to come.
+
+    Attributes:
+        slots: of a prefill step.
+        longest: user tokens of the longest sequence.
+        graphs: decode steps run as CUDA graphs.
+    """
+
+    slots: int
+    longest: int
+    graphs: bool
+
+
+def measure(
+    model: StepModel,
+    layers: tuple[AttentionLayer, ...],
+    shape: RunnerShape,
+    steps: Steps,
+    form: PageFormat,
+    device: torch.device,
+) -> tuple[int, int]:
+    """Bytes of the activations, and of the graphs of all decode steps.
+
+    Activations are the most that torch held of the device while the steps ran: a little more than
+    their tensors. What it holds of other steps later may be more yet, and goes back when needed.
+    Another process that takes or gives back memory meanwhile counts in the graphs.
+
+    Args:
+        model: on the device, loaded.
+        layers: of the model.
+        shape: of the runner to come.
+        steps: the largest.
+        form: of the pages.
+        device: a GPU.
+
+    Raises:
+        OutOfMemory: the largest step does not fit beside the weights.
+        BadModel: the logits are not numbers.
+    """
+    try:
+        pools = CachePools(cache_specs(layers), PAGES, form, device, spare=steps.graphs)
+        for tensor in pools.tensors():
+            # Whatever is read there must be a number, or a token id would not be one.
+            tensor.zero_()
+        torch.cuda.reset_peak_memory_stats(device)
+        runner = Runner(model, layers, pools, shape, device)
+        _run(runner, prefill_step(shape, steps, targets=TARGETS))
+        # Fewer slots can take more, where kernels for few tokens hold what others do not; and so
+        # can slots of many rows.
+        for halved in range(steps.slots.bit_length()):
+            for spread in (False, True):
+                part = replace(steps, slots=steps.slots >> halved)
+                _run(runner, prefill_step(shape, part, spread=spread))
+        _run(runner, decode_step(shape, steps.longest, eager=True))
+        peak = torch.cuda.max_memory_reserved(device)
+        del runner
+        # What is kept now stays: it counts as use by others once the pages below are gone.
+        activations = peak - _reserved(device)
+        graphs = 0
+        if steps.graphs:
+            graphs = _graph_bytes(Runner(model, layers, pools, shape, device), steps, device)
+    except (torch.OutOfMemoryError, OutOfMemory) as error:
+        raise OutOfMemory(
+            f"a step of {steps.slots} slots does not fit beside the weights: {error}",
+            "Lower chunked_prefill_size (--chunked-prefill-size)",
+        ) from error
+    return activations, graphs
+
+
+def prefill_step(
+    shape: RunnerShape, steps: Steps, *, spread: bool = False, targets: int = 0
+) -> StepPlan:
+    """So many slots, the last ones of as few rows as that takes.
+
+    Args:
+        shape: of the runner.
+        steps: how many slots, and the longest sequence.
+        spread: of as many rows as there are, instead.
+        targets: prompt log-probabilities to report, at most.
+    """
+    slots, longest = shape.slots, min(steps.longest, max(CONTEXT, steps.slots))
+    works: list[RowWork] = []
+    left = steps.slots
+    most = -(-left // shape.num_rows) if spread else left
+    for row in range(shape.num_rows):
+        count = min(longest, max(1, slots.tokens_in(min(left, most))))
+        told = [0] * (0 if works else min(count - 1, targets))
+        works.append(RowWork(row, longest - count, [0] * count, sample=True, prompt_targets=told))
+        left -= slots.slots_for(longest) - slots.slots_for(longest - count)
+        if left <= 0:
+            break
+    return _plan(shape, works, longest, EVERYTHING)
+
+
+def decode_step(
+    shape: RunnerShape, longest: int, *, eager: bool, rows: int | None = None
+) -> StepPlan:
+    """One token in every row.
+
+    Args:
+        shape: of the runner.
+        longest: user tokens of the longest sequence.
+        eager: landmarks follow all tokens, and no graph can run it; otherwise they follow as many
+            as the largest graph has room for.
+        rows: how many, without landmarks; None: all.
+    """
+    slots, longest = shape.slots, min(longest, CONTEXT)
+    end = max(1, longest // slots.tokens_per_page * slots.tokens_per_page)
+    closing = shape.num_rows if eager else max(1, shape.num_rows // 8)
+    works = []
+    for row in range(shape.num_rows if rows is None else rows):
+        last = end - 1 if rows is None and row < closing else max(0, end - 2)
+        works.append(RowWork(row, last, [0] if eager else None, sample=True, output_index=1))
+    return _plan(shape, works, longest, EVERYTHING if eager else DRAWN)
+
+
+def _plan(
+    shape: RunnerShape, works: list[RowWork], longest: int, params: SamplingParams
+) -> StepPlan:
+    """The works, in rows that are sampled by `params`."""
+    pages = tuple(i % PAGES for i in range(shape.slots.pages_for(longest)))
+    opened = (
+        RowOpen(work.row, "profile", params, seed=0, history=(0,), num_prompt=1) for work in works
+    )
+    grants = (PageGrant(work.row, 0, pages) for work in works)
+    return StepPlan(-1, (), tuple(opened), tuple(grants), tuple(works))
+
+
+def _run(runner: Runner, plan: StepPlan) -> None:
+    result = runner.launch(plan).result()
+    if any(token < 0 for token in result.tokens):
+        raise BadModel(
+            "the model's logits are NaN or infinite", "Check the weights, or try --dtype float32"
+        )
+
+
+def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
+    """Bytes that the graphs of all buckets and endings keep: they share the largest one's memory,
+    and what another one adds is that of the smallest."""
+    assert runner.graphs is not None
+    free = [_free(device)]
+    for rows in (None, 1):
+        _run(runner, decode_step(runner.shape, steps.longest, eager=False, rows=rows))
+        free.append(_free(device))
+    largest, another = max(0, free[0] - free[1]), max(0, free[1] - free[2])
+    return largest + another * (len(runner.graphs.buckets) * len(Ending) - 1)
+
+
+def _reserved(device: torch.device) -> int:
+    """Bytes that torch holds once it has given back what nobody uses."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
+
+
+def _free(device: torch.device) -> int:
+    _reserved(device)
+    return torch.cuda.mem_get_info(device)[0]

@@ -1,0 +1,74 @@
+"""Keys and values in 8 bits through the whole engine: as exact as in 16, only coarser."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from cairn.cache.pools import BYTES
+from tests.engine.harness import difference, engine, greedy, run, vectors
+
+CASES = [
+    "qwen_gqa4_prior_lora_inrange",  # a summary by a prior query
+    "qwen_noprior_lmk_k",  # the landmark's own key is the summary
+    "qwen_meanpool_nolmk",  # the mean of the keys
+    "olmo_mha_interleave4",  # plain window layers among them
+]
+
+
+def prompt(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(90) for _ in range(count)]
+
+
+def assert_near(got: np.ndarray, want: np.ndarray) -> None:
+    """Log-probabilities [rows, V] agree; now and then float32 noise carries a key over the border
+    of two 8-bit numbers, which the rows that read it show."""
+    assert difference(got, want) < 0.5
+    assert np.median(np.abs(got - want).max(-1)) < 0.02
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_batches_prefixes_and_decode_agree(case):
+    """A prompt at once; in chunks beside another; from the prefix cache; and token by token.
+
+    On the CPU, whose products round alike however many rows they have: a GPU's noise carries so
+    many keys over a border that random weights show it everywhere.
+    """
+    tokens = prompt(1, 200)
+
+    def fresh():
+        return engine(case, kv_cache_dtype="fp8_e4m3", max_num_seqs=4)
+
+    (want,) = run(fresh(), [tokens], greedy(40, prompt_logprobs=True))
+    built = fresh()
+    assert all(cache.dtype == BYTES for cache in built.runner.pools.k)
+    got, _ = run(built, [tokens, prompt(2, 90)], greedy(40, prompt_logprobs=True), [7, 31, 16])
+    assert_near(got.prompt_logprobs, want.prompt_logprobs)
+    (again,) = run(built, [tokens], greedy(1))
+    assert again.cached > 100
+    assert_near(again.logprobs, want.logprobs[:1])
+    (whole,) = run(fresh(), [tokens + want.tokens[:-1]], greedy(1, prompt_logprobs=True))
+    assert_near(whole.prompt_logprobs[-39:], want.logprobs[:-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_near_the_reference(case, device):
+    golden = vectors(case)
+    length = max(int(name.split(".")[0][1:]) for name in golden if "input_ids" in name)
+    tokens = golden[f"n{length}.input_ids"].tolist()
+    want = torch.log_softmax(golden[f"n{length}.prefill_logits"], -1).numpy()[:-1]
+    built = engine(case, device=device, kv_cache_dtype="fp8_e4m3")
+    (got,) = run(built, [tokens], greedy(1, prompt_logprobs=True))
+    divergence = (np.exp(want) * (want - got.prompt_logprobs)).sum(-1)
+    # Random weights magnify what four bits of precision cost; a wrong number would cost far more.
+    assert 0 < divergence.mean() < 0.15 and np.isfinite(got.prompt_logprobs).all()
+
+
+def test_bytes_are_half_of_bfloat16():
+    half = engine(CASES[0], dtype="bfloat16", kv_cache_dtype="bf16").memory.bytes_per_page
+    small = engine(CASES[0], dtype="bfloat16", kv_cache_dtype="fp8_e4m3").memory.bytes_per_page
+    assert 0.5 < small / half < 0.7

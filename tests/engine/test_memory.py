@@ -1,0 +1,144 @@
+"""The memory plan: what is promised fits, and what does not fit names the one option to change."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cairn.config import GIB, EngineOptions, Machine, ModelFacts, resolve
+from cairn.engine.memory import MemoryPlan, Usage, plan_memory, room_for_pages
+from cairn.errors import BadConfig, OutOfMemory
+
+LANDMARKS = ModelFacts(
+    page_size=64,
+    landmarks=True,
+    landmark_id=1000,
+    max_model_len=131072,
+    dtype="bfloat16",
+    landmark_layers=(3, 7, 11),
+    num_layers=12,
+    topk=32,
+    window=512,
+)
+LAPTOP = Machine(has_cuda=False, native_bf16=False, free_memory=10 * GIB)
+SERVER = Machine(has_cuda=True, native_bf16=True, free_memory=80 * GIB)
+USAGE = Usage(total=1000_000, others=50_000, weights=300_000, activations=100_000, graphs=20_000)
+
+
+def plan(bytes_per_page=1000, model=LANDMARKS, usage=None, **options) -> MemoryPlan:
+    given = EngineOptions(**options)
+    config = resolve(given, model, LAPTOP if usage is None else SERVER)
+    return plan_memory(given, config, model, bytes_per_page, room_for_pages(config, usage))
+
+
+def reasons(found: MemoryPlan) -> dict[str, str]:
+    return {choice.name: choice.reason for choice in found.choices}
+
+
+@given(
+    memory=st.integers(1000, 10**7),
+    length=st.none() | st.integers(1, 2000),
+    rows=st.integers(1, 9),
+    landmarks=st.booleans(),
+)
+def test_the_plan_fits_and_holds_what_it_promises(memory, length, rows, landmarks):
+    model = replace(LANDMARKS, landmarks=landmarks)
+    options = {"kv_cache_memory": memory, "max_model_len": length, "max_num_seqs": rows}
+    per_page = 63 if landmarks else 64
+    if length is not None and memory // 1000 * per_page < length:
+        with pytest.raises(OutOfMemory, match=f"max_model_len {length} .* {memory}"):
+            plan(model=model, **options)
+        return
+    found = plan(model=model, **options)
+    assert found.num_pages * 1000 <= memory
+    assert found.num_pages * per_page >= found.max_model_len
+    assert found.num_pages <= rows * -(-found.max_model_len // per_page)
+    assert found.max_model_len == (length or min(131072, found.num_pages * per_page))
+
+
+def test_reasons_of_the_length():
+    assert "made for it" in reasons(plan(kv_cache_memory="1GiB"))["max_model_len"]
+    assert "what kv_cache_memory holds" in reasons(plan(kv_cache_memory=5000))["max_model_len"]
+    assert reasons(plan(kv_cache_memory=5000, max_model_len=100)) == {}
+
+
+def test_too_little_memory_names_what_is_needed():
+    with pytest.raises(OutOfMemory, match="at least 16000"):
+        plan(kv_cache_memory=9000, max_model_len=1000)
+    assert plan(kv_cache_memory=16000, max_model_len=1000).max_model_len == 1000
+    with pytest.raises(OutOfMemory, match="one page needs 1000"):
+        plan(kv_cache_memory=999)
+
+
+def test_longer_than_the_model():
+    with pytest.raises(BadConfig, match="131073.*131072"):
+        plan(max_model_len=131073)
+
+
+@given(
+    parts=st.tuples(*[st.integers(0, 400_000)] * 4),
+    share=st.floats(0.05, 1),
+    length=st.none() | st.integers(1, 30_000),
+)
+def test_a_gpu_is_never_promised_more_than_its_share(parts, share, length):
+    usage = Usage(1000_000, *parts)
+    options = {"gpu_memory_utilization": share, "max_model_len": length, "max_num_seqs": 1}
+    try:
+        found = plan(usage=usage, **options)
+    except OutOfMemory as error:
+        left = int(share * 1000_000) - usage.taken
+        assert left < max(1, -(-(length or 1) // 63)) * 1000
+        # The remedy works, where it is a number.
+        least = re.search(r"gpu-memory-utilization\) to at least ([0-9.]+)", str(error))
+        if least:
+            assert plan(usage=usage, **options | {"gpu_memory_utilization": float(least[1])})
+        return
+    table = dict(found.table(usage.weights, usage))
+    assert sum(table.values()) == usage.total
+    assert usage.taken + table["pages"] <= share * usage.total
+    assert found.num_pages * 63 >= found.max_model_len
+
+
+def test_the_table_says_where_a_gpu_goes():
+    found = plan(usage=USAGE)
+    assert found.table(USAGE.weights, USAGE) == (
+        ("weights", 300_000),
+        ("activations", 100_000),
+        ("graphs", 20_000),
+        ("pages", 430_000),
+        ("other uses", 50_000),
+        ("free", 100_000),
+    )
+    assert found.flag == "--gpu-memory-utilization SHARE"
+    assert "what weights and steps leave of 0.9" in reasons(found)["kv_cache_memory"]
+    fixed = plan(usage=USAGE, kv_cache_memory=100_000)
+    assert (fixed.num_pages, fixed.flag) == (100, "--kv-cache-memory SIZE")
+    assert plan(kv_cache_memory=5000).table(7, None) == (("weights", 7), ("pages", 5000))
+
+
+@pytest.mark.parametrize(
+    ("usage", "options", "remedy"),
+    [
+        (USAGE, {"kv_cache_memory": 600_000}, "kv-cache-memory) to at most 530000"),
+        (USAGE, {"gpu_memory_utilization": 0.4}, "gpu-memory-utilization) to at least 0.48"),
+        (USAGE, {"gpu_memory_utilization": 0.4, "max_model_len": 1000}, "to at least 0.49"),
+        (replace(USAGE, weights=990_000), {}, "more memory"),
+        (replace(USAGE, weights=990_000), {"dtype": "float32"}, "--dtype bfloat16"),
+        (replace(USAGE, activations=900_000), {}, "--chunked-prefill-size), which is 16896"),
+        (USAGE, {"max_model_len": 30_000}, "gpu-memory-utilization) to at least 0.95"),
+        (USAGE, {"max_model_len": 40_000}, "Lower max_model_len"),
+        (USAGE, {"kv_cache_memory": 9000, "max_model_len": 1000}, "memory) to at least 16000"),
+        (USAGE, {"kv_cache_memory": 9000, "max_model_len": 40_000}, "Lower max_model_len"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_names_one_option(usage, options, remedy):
+    with pytest.raises(OutOfMemory, match=re.escape(remedy)) as caught:
+        plan(usage=usage, **options)
+    assert "\n" not in str(caught.value)
+    assert sum(f"--{name}" in str(caught.value) for name in (
+        "kv-cache-memory", "gpu-memory-utilization", "dtype", "chunked-prefill-size",
+        "max-model-len")) <= 1  # fmt: skip

@@ -1,0 +1,139 @@
+"""The steps that are run to be measured: as large as any, in rows and pages that can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cairn import LLM, SamplingParams
+from cairn.attention.registry import cache_specs
+from cairn.cache.landmarks import SlotMap
+from cairn.cache.pools import CachePools
+from cairn.engine.build import attention_layers, page_format
+from cairn.errors import OutOfMemory
+from cairn.runner.memory import PAGES, Steps, decode_step, prefill_step
+from cairn.runner.runner import Runner, RunnerShape
+from tests.engine.harness import GOLDENS, engine
+
+SIZE = 16
+gpu = pytest.mark.gpu
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def shape(rows: int, longest: int, *, landmarks: bool = True) -> RunnerShape:
+    slots = SlotMap(SIZE, landmarks)
+    return RunnerShape(rows, slots.pages_for(longest), 100, slots)
+
+
+def slots_of(shape: RunnerShape, plan) -> int:
+    count = shape.slots.slots_for
+    return sum(count(work.first + work.num_tokens) - count(work.first) for work in plan.work)
+
+
+@pytest.mark.parametrize("landmarks", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "longest", "slots", "used"),
+    [(4, 1000, 64, 1), (4, 1000, 2000, 2), (3, 50, 1000, 3), (1, 1, 8, 1), (2, 10, 1, 1)],
+)
+def test_a_prefill_step_is_full(rows, longest, slots, used, landmarks):
+    where = shape(rows, longest, landmarks=landmarks)
+    plan = prefill_step(where, Steps(slots, longest, graphs=False), targets=30)
+    assert [len(work.prompt_targets) for work in plan.work] == [
+        min(30, plan.work[0].num_tokens - 1), *[0] * (used - 1)
+    ]  # fmt: skip
+    assert len(plan.work) == len(plan.opened) == len(plan.grants) == used
+    full = used * where.slots.slots_for(longest)
+    # A landmark may close a chunk, as in the scheduler's own steps; a token less may fit.
+    assert abs(slots_of(where, plan) - min(slots, full)) <= 1
+    for work, grant in zip(plan.work, plan.grants, strict=True):
+        assert work.first >= 0 and work.first + work.num_tokens == longest
+        assert len(grant.pages) == where.slots.pages_for(longest) <= where.max_pages
+        assert set(grant.pages) <= set(range(PAGES))
+
+
+@pytest.mark.parametrize(("rows", "slots", "used"), [(4, 640, 4), (8, 9, 5), (3, 1, 1), (1, 99, 1)])
+def test_or_spread_over_all_rows(rows, slots, used):
+    where = shape(rows, 1000)
+    plan = prefill_step(where, Steps(slots, 1000, graphs=False), spread=True)
+    assert used <= len(plan.work) <= rows
+    assert abs(slots_of(where, plan) - slots) <= rows
+    counts = [work.num_tokens for work in plan.work]
+    assert max(counts[:-1], default=0) - min(counts[:-1], default=0) <= 1
+
+
+@pytest.mark.parametrize("longest", [1, 14, 15, 16, 31, 1000])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_a_decode_step_runs_every_row(rows, longest):
+    where = shape(rows, longest)
+    eager = decode_step(where, longest, eager=True)
+    whole = decode_step(where, longest, eager=False)
+    small = decode_step(where, longest, eager=False, rows=1)
+    closes = longest >= 15
+    assert slots_of(where, eager) == rows * (1 + closes)
+    assert slots_of(where, whole) == rows + closes * max(1, rows // 8)
+    assert slots_of(where, small) == 1
+    for plan, tokens in ((eager, [0]), (whole, None), (small, None)):
+        assert all(work.tokens == tokens for work in plan.work)
+        assert all(0 <= work.first < longest for work in plan.work)
+
+
+@pytest.mark.parametrize("case", ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"])
+def test_a_runner_takes_them(case):
+    built = engine(case)
+    layers = attention_layers(built.spec, built.config)
+    device = torch.device("cpu")
+    pools = CachePools(cache_specs(layers), PAGES, page_format(built.config), device)
+    for tensor in pools.tensors():
+        tensor.zero_()
+    runner = Runner(built.runner.model, layers, pools, built.runner.shape, device)
+    longest = built.memory.max_model_len
+    steps = Steps(200, longest, graphs=False)
+    for plan in (
+        prefill_step(runner.shape, steps),
+        decode_step(runner.shape, longest, eager=True),
+        decode_step(runner.shape, longest, eager=False),
+    ):
+        result = runner.launch(plan).result()
+        assert len(result.tokens) == len(plan.work)
+        assert all(token >= 0 for token in result.tokens)
+        assert all(len(reported.ids) for reported in result.logprobs.values())
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("graphs", [True, False])
+def test_what_steps_take_is_what_was_planned(graphs):
+    """Nothing that runs later needs more than the plan has kept for it."""
+    torch.cuda.empty_cache()
+    llm = LLM(
+        str(GOLDENS / "qwen_gqa4_prior_lora_inrange"), device="cuda", max_num_seqs=24,
+        chunked_prefill_size=2048, disable_cuda_graph=not graphs,
+    )  # fmt: skip
+    table = dict(llm.engine.table)
+    assert table["activations"] > 0
+    assert graphs == (llm.engine.runner.graphs is not None)
+    assert graphs or "graphs" not in table
+    assert sum(table.values()) == torch.cuda.mem_get_info()[1]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    longest = min(llm.max_model_len, 3000)
+    prompts = [{"prompt_token_ids": [i % 97] * (longest - 140)} for i in range(24)]
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(
+            temperature=temperature, top_p=0.9, max_tokens=130, logprobs=3, ignore_eos=True
+        )
+        llm.generate(prompts, params, use_tqdm=False)
+    # What graphs take is measured by what the device has free, of which other processes take too.
+    took = torch.cuda.max_memory_allocated() - held
+    assert took <= table["activations"] + max(table.get("graphs", 0), graphs * 256 << 20)
+
+
+@gpu
+@needs_cuda
+def test_more_than_the_gpu_has_is_refused_with_what_would_fit():
+    total = torch.cuda.mem_get_info()[1]
+    with pytest.raises(OutOfMemory, match="--kv-cache-memory. to at most"):
+        LLM(device="cuda", kv_cache_memory=total)
+    with pytest.raises(OutOfMemory, match="--gpu-memory-utilization. to at least"):
+        LLM(device="cuda", gpu_memory_utilization=0.001)
