@@ -5,24 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from cairn.bench.session import TokenPrompt
 from cairn.errors import OutOfMemory
 from cairn.llm import LLM
+from cairn.ops.cache.quantized import is_quantized, pack
 
 
-def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt]) -> None:
-    """Make every complete page of the prompts a cache hit, with normal random content.
+def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 0) -> None:
+    """Make the complete pages of the prompts cache hits, with normal random content.
 
     The cost of a decode step depends on how many pages there are, not on what they hold; random
     pages are the worst case, for they share nothing.
+
+    Args:
+        llm: the engine.
+        prompts: their tokens.
+        left: tokens at the end of each that remain to be prefilled.
 
     Raises:
         OutOfMemory: the pool does not hold all prompts.
     """
     cache, pools = llm.engine.core.cache, llm.engine.runner.pools
     for prompt in prompts:
-        tokens = prompt["prompt_token_ids"]
+        ids = prompt["prompt_token_ids"]
+        tokens = ids[: max(0, len(ids) - left)]
         pages = int(cache.slots.complete_pages(len(tokens)))
         lease = cache.open(tokens, 0)
         try:
@@ -32,9 +40,16 @@ def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt]) -> None:
                     "Raise --kv-cache-memory",
                 )
             for tensor in pools.tensors():
-                index = torch.tensor(lease.pages, device=tensor.device)
-                shape = (len(index), *tensor.shape[1:])
-                tensor[index] = torch.randn(shape, dtype=tensor.dtype, device=tensor.device)
+                index = torch.tensor(lease.pages, dtype=torch.int64, device=tensor.device)
+                tensor[index] = _random_pages(len(index), tensor)
             cache.commit(lease, tokens, pages * cache.slots.tokens_per_page)
         finally:
             cache.close(lease)
+
+
+def _random_pages(count: int, pool: Tensor) -> Tensor:
+    """So many pages of normal numbers, as this pool stores them."""
+    shape = (count, *pool.shape[1:])
+    if not is_quantized(pool):
+        return torch.randn(shape, dtype=pool.dtype, device=pool.device)
+    return pack(torch.randn(*shape[:-1], shape[-1] - 1, device=pool.device))

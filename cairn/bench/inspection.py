@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -12,9 +13,8 @@ import torch
 from cairn.attention.base import AttentionLayer
 from cairn.attention.registry import cache_specs
 from cairn.cache.landmarks import SlotMap
-from cairn.cache.pools import bytes_per_page
 from cairn.config import EngineConfig, EngineOptions, format_layers, resolve
-from cairn.engine.build import attention_layers, model_facts, this_machine
+from cairn.engine.build import attention_layers, model_facts, page_format, this_machine
 from cairn.models.registry import load_spec
 from cairn.models.spec import ModelSpec, describe
 from cairn.models.weight_map import parameter_count
@@ -89,14 +89,15 @@ def _memory(
     """Parameters, bytes of everything, and the longest sequence that free memory holds."""
     dtype = getattr(torch, config.dtype)
     specs = cache_specs(layers)
-    page = bytes_per_page(specs, config.page_size, dtype)
+    form = page_format(config)
+    page = form.bytes_per_page(specs)
     slots = SlotMap(config.page_size, spec.landmarks)
     parameters = parameter_count(spec)
     weights = parameters * dtype.itemsize
     free = this_machine(config.device).free_memory
     fits = max(0, free - weights) // page * slots.tokens_per_page
-    keys_and_values = sum(2 * s.num_kv_heads * s.head_dim for s in specs)
-    summary = page - keys_and_values * config.page_size * dtype.itemsize
+    numbers = sum(2 * math.prod(form.key_shape(s)) for s in specs)
+    summary = page - numbers * form.key_dtype.itemsize
     return {
         "parameters": parameters,
         "weights_bytes": weights,

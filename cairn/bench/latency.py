@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from cairn.bench.fill import fill_pages
+from cairn.bench.overlap import SelectionWatch
 from cairn.bench.records import Cell
 from cairn.bench.roofline import Roofline, measure
-from cairn.bench.session import Phase, Subject, open_engine, random_prompts, run_phase
+from cairn.bench.session import Phase, Subject, TokenPrompt, open_engine, random_prompts, run_phase
+from cairn.bench.timing import kernels
 from cairn.llm import LLM
 from cairn.models.spec import ModelSpec
 from cairn.models.weight_map import parameter_count
 
 WARM_UP_TOKENS = 300
 """Longer than the windows of small models and a few pages: every kernel has run once after it."""
+COUNTED_STEPS = 4
+"""Decode steps whose kernels are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +47,8 @@ class LatencyPlan:
     fill: bool = False
 
 
-def run_latency(
-    plan: LatencyPlan, report: Callable[[Cell], None] = lambda _: None
-) -> tuple[list[Cell], Roofline]:
-    """Measure every cell and, with each engine, the roofline of its dtype.
-
-    Args:
-        plan: what to measure.
-        report: called with each cell as soon as it is measured.
-
-    Returns:
-        The cells, and the roofline measured with the last engine.
-    """
-    cells: list[Cell] = []
-    roofline: Roofline | None = None
+def run_latency(plan: LatencyPlan) -> Iterator[tuple[Cell, Roofline]]:
+    """Every cell as soon as it is measured, with the roofline measured with its engine."""
     for backend in plan.backends:
         options = {"max_num_seqs": max(plan.batches)} | dict(plan.options)
         longest = max(*plan.contexts, WARM_UP_TOKENS)
@@ -65,63 +59,144 @@ def run_latency(
             run_phase(llm, random_prompts(1, WARM_UP_TOKENS, llm.spec.vocab_size, seed=1), 2)
             for context in plan.contexts:
                 for batch in plan.batches:
-                    for cell in _cells(llm, plan, backend, (context, batch), roofline):
-                        cells.append(cell)
-                        report(cell)
-    if roofline is None:
-        raise ValueError("a latency plan names at least one backend")
-    return cells, roofline
+                    for cell in _Point(plan, llm, backend, context, batch).cells(roofline):
+                        yield cell, roofline
 
 
-def _cells(
-    llm: LLM, plan: LatencyPlan, backend: str, point: tuple[int, int], roofline: Roofline
-) -> Iterator[Cell]:
-    """The prefill cell and the decode cell of one (context, batch).
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """A measured phase, and what was counted beside it."""
 
-    The prompts run twice: first for the prefill alone, then with their pages in the prefix cache,
-    so that decode steps hold all sequences and no prefill.
-    """
-    context, batch = point
-    # A prompt that an earlier cell left in the cache would not be prefilled again.
-    prompts = random_prompts(batch, context, llm.spec.vocab_size, seed=1000 * context + batch)
-    prefill = None
-    on_gpu = llm.engine_config.device.startswith("cuda")
-    if plan.fill:
-        fill_pages(llm, prompts)
-    else:
-        if on_gpu:
-            # Kernels of these shapes are compiled now, not in what is measured.
-            others = random_prompts(batch, context, llm.spec.vocab_size, seed=1000 * context + 999)
-            run_phase(llm, others, 1)
-        prefill = run_phase(llm, prompts, 1)
-    if on_gpu:
+    phase: Phase
+    peak_bytes: int | None = None
+    launches: int | None = None
+    union: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A context length and a batch on an engine."""
+
+    plan: LatencyPlan
+    llm: LLM
+    backend: str
+    context: int
+    batch: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.llm.engine_config.device.startswith("cuda")
+
+    def prompts(self, count: int, salt: int) -> list[TokenPrompt]:
+        """Prompts of this length that no other cell has: what is cached is not prefilled again."""
+        seed = 10_000 * self.context + 10 * self.batch + salt
+        return self.plan.subject.prompts(count, self.context, self.llm.spec.vocab_size, seed)
+
+    def cells(self, roofline: Roofline) -> Iterator[Cell]:
+        """The prefill cell, unless the cache is filled otherwise, and the decode cell.
+
+        The prompts run twice: first for the prefill alone, then with their pages in the prefix
+        cache, so that decode steps hold all sequences and no prefill.
+        """
+        prompts = self.prompts(self.batch, salt=0)
+        spec, slots = _as_run(self.llm.spec, self.backend), _slots(self.llm.spec, self.context)
+        union = None
+        if self.plan.fill:
+            fill_pages(self.llm, prompts)
+        else:
+            ran = self._prefill(prompts)
+            union = ran.union
+            floor = roofline.prefill_floor(spec, slots, self.batch)
+            tokens = self.batch * self.context
+            yield self._cell("prefill", ran, ran.phase.prefill_seconds, floor, tokens)
+        ran = self._decode(prompts, union)
+        step = ran.phase.decode_seconds * self.batch / ran.phase.decode_tokens
+        quantized = self.llm.engine_config.kv_cache_dtype == "fp8_e4m3"
+        floor = roofline.decode_floor(spec, slots + self.plan.steps // 2, self.batch, quantized)
+        yield self._cell("decode", ran, step, floor, self.batch)
+
+    def _prefill(self, prompts: Sequence[TokenPrompt]) -> _Ran:
+        if not self.on_gpu:
+            return _Ran(run_phase(self.llm, prompts, 1))
+        # Kernels of these shapes are compiled now, not in what is measured.
+        union = None
+        if self.backend == "hsa":
+            with SelectionWatch() as watch:
+                run_phase(self.llm, self.prompts(1, salt=1), 1)
+            union = watch.union
+        launches = self._prefill_launches()
+        phase, peak = _with_peak(lambda: run_phase(self.llm, prompts, 1))
+        return _Ran(phase, peak, launches, union)
+
+    def _prefill_launches(self) -> int:
+        """Kernels of a step, mean over the last ones of a prompt whose other pages are filled."""
+        count, steps = 0, 1
+        for salt in (2, 3):
+            # Twice: what is compiled in the first run is not counted.
+            last = self.prompts(1, salt)
+            fill_pages(self.llm, last, left=2 * self.llm.engine_config.chunked_prefill_size)
+            count, steps = self._kernels(last, 1)
+        return round(count / max(1, steps))
+
+    def _decode(self, prompts: Sequence[TokenPrompt], union: float | None) -> _Ran:
+        steps = self.plan.steps
+        if not self.on_gpu:
+            return _Ran(run_phase(self.llm, prompts, steps + 1))
         # Graphs of these numbers of rows are captured now.
-        run_phase(llm, prompts, plan.steps + 1)
-    decode = run_phase(llm, prompts, plan.steps + 1)
-    slots = _slots(llm.spec, context)
+        run_phase(self.llm, prompts, steps + 1)
+        phase, peak = _with_peak(lambda: run_phase(self.llm, prompts, steps + 1))
+        # Both runs begin with the prefill of what is left of a page.
+        few, more = (self._kernels(prompts, 2 + n)[0] for n in (0, COUNTED_STEPS))
+        return _Ran(phase, peak, round((more - few) / COUNTED_STEPS), union)
 
-    def cell(phase: str, seconds: float, floor: float, tokens: float, counted: Phase) -> Cell:
+    def _kernels(self, prompts: Sequence[TokenPrompt], max_tokens: int) -> tuple[int, int]:
+        """Kernels and steps of running the prompts."""
+        phases: list[Phase] = []
+        count = kernels(lambda: phases.append(run_phase(self.llm, prompts, max_tokens)))
+        return count, phases[0].steps
+
+    def _cell(self, phase: str, ran: _Ran, seconds: float, floor: float, tokens: int) -> Cell:
+        config, counted = self.llm.engine_config, ran.phase
         return Cell(
-            shape=plan.subject.name,
+            shape=self.plan.subject.name,
             phase=phase,
-            context=context,
-            batch=batch,
-            backend=backend,
-            dtype=llm.engine_config.dtype,
+            context=self.context,
+            batch=self.batch,
+            backend=self.backend,
+            dtype=config.dtype,
             ms=seconds * 1e3,
             floor_ms=floor * 1e3,
             tokens_per_s=tokens / seconds,
             pages_read=_pages_per_query(counted) if phase == "decode" else None,
             host_ms=counted.host_seconds / max(1, counted.steps) * 1e3,
-            parameters=parameter_count(llm.spec),
+            parameters=parameter_count(self.llm.spec),
+            selection=self.plan.subject.selection if self.backend == "hsa" else None,
+            union16=ran.union,
+            launches=ran.launches,
+            peak_bytes=ran.peak_bytes,
+            step_tokens=config.chunked_prefill_size,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
 
-    if prefill is not None:
-        floor = roofline.prefill_floor(llm.spec, slots, batch)
-        yield cell("prefill", prefill.prefill_seconds, floor, batch * context, prefill)
-    step = decode.decode_seconds * batch / decode.decode_tokens
-    floor = roofline.decode_floor(llm.spec, slots + plan.steps // 2, batch)
-    yield cell("decode", step, floor, batch, decode)
+
+def _with_peak(work: Callable[[], Phase]) -> tuple[Phase, int]:
+    """What `work` gives, and the GPU memory that it took at most beyond what was taken before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    phase = work()
+    return phase, torch.cuda.max_memory_allocated() - before
+
+
+def _as_run(spec: ModelSpec, backend: str) -> ModelSpec:
+    """The model as the backend computes it: "dense" reads everything in landmark layers too."""
+    if backend != "dense":
+        return spec
+    layers = tuple(
+        replace(layer, kind="full", window=None) if layer.kind == "hils" else layer
+        for layer in spec.layers
+    )
+    return replace(spec, layers=layers)
 
 
 def _slots(spec: ModelSpec, tokens: int) -> int:

@@ -92,8 +92,12 @@ def describe_memory(meminfo: Path = Path("/proc/meminfo")) -> MemoryInfo:
 
 
 def commit() -> str | None:
-    """Short hash of the source tree's commit, "+" added when files differ; None outside git."""
+    """Short hash of the source tree's commit, "+" added when files differ.
+
+    Outside git: what the environment's CAIRN_COMMIT says, else None.
+    """
     here = Path(__file__).parent
+    given = os.environ.get("CAIRN_COMMIT") or None
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty=+"],
@@ -104,8 +108,8 @@ def commit() -> str | None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None
+        return given
+    return found.stdout.strip() or given
 
 
 def _colon_fields(path: Path) -> dict[str, str]:

@@ -37,9 +37,11 @@ class Roofline:
     dtype: str
     device: str
 
-    def decode_floor(self, spec: ModelSpec, slots: int, batch: int) -> float:
+    def decode_floor(
+        self, spec: ModelSpec, slots: int, batch: int, quantized: bool = False
+    ) -> float:
         """Seconds a decode step cannot beat: its bytes at the measured bandwidth."""
-        return decode_bytes(spec, slots, batch, self.dtype) / self.bandwidth
+        return decode_bytes(spec, slots, batch, self.dtype, quantized) / self.bandwidth
 
     def prefill_floor(self, spec: ModelSpec, slots: int, batch: int = 1) -> float:
         """Seconds a prefill cannot beat: its operations at the measured GEMM rate."""
@@ -58,9 +60,18 @@ def measure(dtype: str, device: str = "cpu") -> Roofline:
 
 def measure_bandwidth(device: str = "cpu", size: int | None = None) -> float:
     """Bytes per second of a sum over `size` bytes of float32, best of five."""
-    size = size or BANDWIDTH_BYTES[torch.device(device).type]
+    size = size or _bandwidth_bytes(device)
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     return size / _best(data.sum, device)
+
+
+def _bandwidth_bytes(device: str) -> int:
+    """BANDWIDTH_BYTES, or half of what an engine beside has left of a GPU."""
+    wanted = BANDWIDTH_BYTES[torch.device(device).type]
+    if not device.startswith("cuda"):
+        return wanted
+    torch.cuda.empty_cache()
+    return min(wanted, torch.cuda.mem_get_info(device)[0] // 2)
 
 
 def measure_gemm(dtype: str, device: str = "cpu", size: int | None = None) -> float:
@@ -85,7 +96,9 @@ def _best(work: Callable[[], torch.Tensor], device: str) -> float:
     return min(seconds[1:])
 
 
-def decode_bytes(spec: ModelSpec, slots: int, batch: int, dtype: str) -> float:
+def decode_bytes(
+    spec: ModelSpec, slots: int, batch: int, dtype: str, quantized: bool = False
+) -> float:
     """Bytes that one decode step must read and write.
 
     Args:
@@ -93,12 +106,16 @@ def decode_bytes(spec: ModelSpec, slots: int, batch: int, dtype: str) -> float:
         slots: slots of each sequence before the step.
         batch: sequences, one query each.
         dtype: of weights and cache.
+        quantized: keys and values have a byte a number, and one more a slot and head.
     """
     size = ELEMENT_SIZE[dtype]
+    head = spec.head_dim + 1 if quantized else spec.head_dim * size
+    pair = 2 * spec.num_kv_heads * head
     weights = sum(_layer_parameters(spec, layer) for layer in spec.layers) * size
     weights += spec.vocab_size * spec.hidden_size * size
     rows = batch * spec.hidden_size * size
-    return weights + rows + batch * sum(_query_bytes(spec, x, slots, size) for x in spec.layers)
+    read = sum(_query_bytes(spec, layer, slots, size, pair) for layer in spec.layers)
+    return weights + rows + batch * read
 
 
 def prefill_flops(spec: ModelSpec, slots: int) -> float:
@@ -129,9 +146,13 @@ def _layer_parameters(spec: ModelSpec, layer: LayerSpec) -> int:
     return count
 
 
-def _query_bytes(spec: ModelSpec, layer: LayerSpec, slots: int, size: int) -> float:
-    """Cache bytes that one query at slot `slots` moves in one layer."""
-    pair = 2 * spec.num_kv_heads * spec.head_dim * size
+def _query_bytes(spec: ModelSpec, layer: LayerSpec, slots: int, size: int, pair: int) -> float:
+    """Cache bytes that one query at slot `slots` moves in one layer.
+
+    Args:
+        size: bytes of a number of a summary.
+        pair: bytes of a slot's key and value.
+    """
     if layer.kind != "hils" or spec.hils is None or not spec.page_size:
         seen = slots + 1 if layer.window is None else min(slots + 1, layer.window)
         return pair * (seen + 1)

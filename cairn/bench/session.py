@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from cairn.bench.shapes import write_folder
+from cairn.errors import CairnError
 from cairn.llm import LLM
 from cairn.types import SamplingParams
 
 TokenPrompt = dict[str, list[int]]
+
+WORKING_SET, RENEWAL = 3, 0.03
+"""Without positions a landmark query depends on little but its token. When prompts repeat a few
+tokens, 16 neighbouring queries select about a hundred different pages, as in a trained 7B model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +29,31 @@ class Subject:
     Attributes:
         model: folder of a model; None for a shape.
         shape: name in SHAPES; used when `model` is None.
+        overlap: of a shape: neighbouring queries select much the same pages.
     """
 
     model: Path | None
     shape: str = "345m"
+    overlap: bool = False
 
     @property
     def name(self) -> str:
         """How records call it."""
         return self.shape if self.model is None else self.model.name
+
+    @property
+    def selection(self) -> str:
+        """What decides which pages its landmark layers read: "random", "shared" or "trained"."""
+        if self.model is not None:
+            return "trained"
+        return "shared" if self.overlap else "random"
+
+    def prompts(self, count: int, length: int, vocab_size: int, seed: int) -> list[TokenPrompt]:
+        """`count` prompts of `length` user tokens, different from each other."""
+        if not self.overlap:
+            return random_prompts(count, length, vocab_size, seed)
+        rng = random.Random(seed)
+        return [{"prompt_token_ids": _repetitive(rng, length, vocab_size)} for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +96,7 @@ def open_engine(subject: Subject, backend: str, options: Mapping[str, Any]) -> I
     """
     with tempfile.TemporaryDirectory(prefix="cairn-bench-") as folder:
         if subject.model is None:
-            path = write_folder(Path(folder), subject.shape, backend)
+            path = write_folder(Path(folder), subject.shape, backend, subject.overlap)
             llm = LLM(str(path), load_format="random", **_without(options, "load_format"))
         else:
             chosen = _without(options, "attention_backend")
@@ -92,11 +113,28 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
     return [{"prompt_token_ids": rng.choices(range(vocab_size), k=length)} for _ in range(count)]
 
 
+def _repetitive(rng: random.Random, length: int, vocab_size: int) -> list[int]:
+    """Tokens drawn from a few, of which one is now and then replaced."""
+    few = rng.choices(range(vocab_size), k=WORKING_SET)
+    tokens = []
+    for _ in range(length):
+        if rng.random() < RENEWAL:
+            few[rng.randrange(WORKING_SET)] = rng.randrange(vocab_size)
+        tokens.append(few[rng.randrange(WORKING_SET)])
+    return tokens
+
+
 def run_phase(llm: LLM, prompts: Sequence[TokenPrompt], max_tokens: int) -> Phase:
-    """Run the prompts greedily to exactly `max_tokens` tokens each; what the counters gained."""
+    """Run the prompts greedily to exactly `max_tokens` tokens each; what the counters gained.
+
+    Raises:
+        CairnError: a prompt ended with an error: what it took means nothing then.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     before = _read(llm)
-    llm.generate(list(prompts), params)
+    results = llm.generate(list(prompts), params)
+    if any(output.finish_reason == "error" for result in results for output in result.outputs):
+        raise CairnError("a prompt ended with an error", "The log says which")
     after = _read(llm)
     return Phase(**{name: after[name] - before[name] for name in COUNTERS})
 

@@ -51,21 +51,76 @@ _LANDMARKS_345M: dict[str, Any] = {
 
 _DENSE: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
+_BLOCK_7B: dict[str, Any] = {
+    "architectures": ["HiLSForCausalLM"],
+    "model_type": "olmo_hils",
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 100278,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 1 << 20,
+    "attention_bias": False,
+    "full_attn_interleave": 4,
+    "use_sliding_window": True,
+    "sliding_window": 512,
+    "eos_token_id": 100257,
+    "bos_token_id": 100257,
+}
+
+_LANDMARKS_7B: dict[str, Any] = {
+    "chunk_size": 64,
+    "hils_topk": 32,
+    "hils_sliding_window": 512,
+    "enable_prior_query": True,
+    "enable_softmax1": False,
+    "enable_lmk_q_proj": True,
+    "lmk_q_lora_dim": 256,
+    "layerwise_qk_norm": True,
+    "layerwise_lmkq_norm": True,
+    "apply_hils_rope": True,
+    "use_hope": True,
+    "enable_inrange_rope": True,
+    "rope_context_length": 8192,
+    "rope_period_multiplier": 2.0,
+    "insert_landmarks": True,
+    "adjust_lmk_pos": True,
+    "mask_lmk_token": True,
+    "enable_external_lmk_embed": True,
+}
+
+_WITHOUT_LANDMARKS_7B: dict[str, Any] = {
+    "replace_full_attention_with_hils": False,
+    "insert_landmarks": False,
+}
+
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "345m": {
         "hsa": _BLOCK_345M | _LANDMARKS_345M,
         "dense": _BLOCK_345M | _DENSE,
     },
+    "7b": {
+        "hsa": _BLOCK_7B | _LANDMARKS_7B,
+        "dense": _BLOCK_7B | _WITHOUT_LANDMARKS_7B,
+    },
 }
 """Shape -> attention kind ("hsa", or "dense": the same layers without landmarks) -> config.json."""
 
 
-def config_of(shape: str, kind: str) -> dict[str, Any]:
+def config_of(shape: str, kind: str, overlap: bool = False) -> dict[str, Any]:
     """The config of a shape.
 
     Args:
         shape: a key of SHAPES.
         kind: "hsa" or "dense".
+        overlap: landmark layers carry no positions, as in the NoPE models; then neighbours with
+            equal tokens select much the same pages.
 
     Raises:
         BadConfig: an unknown shape or kind.
@@ -79,11 +134,14 @@ def config_of(shape: str, kind: str) -> dict[str, Any]:
         raise BadConfig(
             f"shape {shape!r} has no {kind!r} form", f"Known: {', '.join(SHAPES[shape])}"
         )
-    return dict(SHAPES[shape][kind])
+    config = dict(SHAPES[shape][kind])
+    if overlap and kind == "hsa":
+        config["apply_hils_rope"] = False
+    return config
 
 
-def write_folder(folder: Path, shape: str, kind: str) -> Path:
+def write_folder(folder: Path, shape: str, kind: str, overlap: bool = False) -> Path:
     """Put a shape's config.json in `folder` and return it; the weights are drawn at load."""
-    text = json.dumps(config_of(shape, kind), indent=2)
+    text = json.dumps(config_of(shape, kind, overlap), indent=2)
     (folder / "config.json").write_text(text, encoding="utf-8")
     return folder

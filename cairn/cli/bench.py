@@ -5,6 +5,7 @@ What measures a running server (`serve`, `stall`, `soak`) is in bench_serve.py.
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -13,17 +14,25 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cairn.cli.bench_serve import serve, soak, stall
-from cairn.cli.options import engine_arguments, engine_options, model_argument, parse_ids
+from cairn.cli.options import (
+    engine_arguments,
+    engine_options,
+    json_option,
+    model_argument,
+    parse_ids,
+)
+from cairn.config import DTYPES
 
 if TYPE_CHECKING:
-    from cairn.bench.records import Cell
+    from cairn.bench.ops import OpTiming
+    from cairn.bench.records import Cell, RecordFile
     from cairn.bench.roofline import Roofline
     from cairn.bench.session import Subject
 
 KINDS = ("hsa", "dense")
 
 shape_option = click.option(
-    "--shape", metavar="NAME", help="A published geometry with random weights: 345m."
+    "--shape", metavar="NAME", help="A published geometry with random weights: 345m or 7b."
 )
 output_option = click.option(
     "--output",
@@ -64,10 +73,10 @@ def offline(
         backend=kind,
         options=engine_arguments(options),
     )
-    cells = run_offline(plan)
-    for cell in cells:
-        _show(cell)
-    _record(cells, None, f"offline-{plan.subject.name}", output)
+    file = _records(f"offline-{plan.subject.name}", output)
+    for cell in run_offline(plan):
+        _keep(file, cell)
+    _say_where(file)
 
 
 @bench.command()
@@ -79,6 +88,17 @@ def offline(
 @click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Default: both.")
 @click.option("--fill", is_flag=True, help="Random pages instead of a prefill: decode only.")
 @click.option("--yardstick", is_flag=True, help="transformers' generate on the dense twin too.")
+@click.option(
+    "--overlap",
+    is_flag=True,
+    help="Of a shape: neighbouring queries select much the same pages, as trained ones do.",
+)
+@click.option(
+    "--chart",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.png",
+    help="Draw what the file of records then holds (needs the extra `bench`).",
+)
 @output_option
 @engine_options
 def latency(
@@ -87,6 +107,8 @@ def latency(
     kinds: tuple[str, ...],
     fill: bool,
     yardstick: bool,
+    overlap: bool,
+    chart: Path | None,
     output: Path | None,
     **options: Any,
 ) -> None:
@@ -95,11 +117,15 @@ def latency(
     The memory bandwidth and the GEMM rate of this machine are measured in the same run; each
     cell is shown with the share of that floor it reaches.
     """
+    from cairn.bench.chart import latency_chart, require_matplotlib
     from cairn.bench.latency import LatencyPlan, run_latency
+    from cairn.bench.records import known
+    from cairn.bench.yardstick import run_yardstick
 
-    subject = _subject(model, shape)
+    subject = _subject(model, shape, overlap)
     if yardstick and subject.model is not None:
         raise click.UsageError("--yardstick compares shapes: give --shape instead of MODEL")
+    require_matplotlib(chart)
     plan = LatencyPlan(
         subject=subject,
         contexts=_numbers(options["contexts"], "--contexts"),
@@ -109,31 +135,76 @@ def latency(
         options=engine_arguments(options),
         fill=fill,
     )
-    cells, roofline = run_latency(plan, _show)
+    file = _records("latency", output)
+    line: Roofline | None = None
+    for cell, line in run_latency(plan):
+        _keep(file, cell, line)
+    assert line is not None
     click.echo(
-        f"measured in this run: {roofline.bandwidth / 1e9:.1f} GB/s read, "
-        f"{roofline.gemm / 1e9:.0f} GFLOP/s in {roofline.dtype}"
+        f"measured in this run: {line.bandwidth / 1e9:.1f} GB/s read, "
+        f"{line.gemm / 1e9:.0f} GFLOP/s in {line.dtype}"
     )
-    if yardstick:
-        from cairn.bench.yardstick import run_yardstick
-
-        for context in plan.contexts:
-            for batch in plan.batches:
-                found = run_yardstick(subject.shape, context, batch, plan.steps, roofline.dtype)
-                for cell in found:
-                    _show(cell)
-                cells += found
-    _record(cells, roofline, f"latency-{subject.name}", output)
+    for context in plan.contexts if yardstick else ():
+        for batch in plan.batches:
+            for cell in run_yardstick(subject.shape, context, batch, plan.steps, line.dtype):
+                _keep(file, cell, line)
+    _say_where(file)
+    if chart is not None:
+        latency_chart(known(file.path), chart)
 
 
-def _subject(model: Path | None, shape: str | None) -> Subject:
+@bench.command()
+@click.argument("names", nargs=-1, metavar="[OP|FAMILY]...")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES[1:]), help="[default: bfloat16; float32 on a CPU]"
+)
+@click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: a GPU if there is]")
+@click.option(
+    "--sizes",
+    type=click.Choice(["tiny", "full"]),
+    help="full: layers of the published shapes.  [default: full; tiny on a CPU]",
+)
+@json_option
+@output_option
+def ops(names: tuple[str, ...], as_json: bool, output: Path | None, **options: Any) -> None:
+    """Time ops, or all of them, at small and large sizes, alternatives beside them.
+
+    Bandwidth and GEMM rate are measured in the same run; each op is shown with the share of that
+    roofline it reaches, and with its gain on the fastest alternative from outside.
+    """
+    from cairn.bench.ops import OpsPlan, run_ops, this_device
+
+    device = options["device"] or this_device()
+    on_cpu = device == "cpu"
+    plan = OpsPlan(
+        names,
+        options["dtype"] or ("float32" if on_cpu else "bfloat16"),
+        device,
+        options["sizes"] or ("tiny" if on_cpu else "full"),
+    )
+    file = _records("ops", output)
+    records = []
+    try:
+        for row, line in run_ops(plan):
+            records.append(file.add(row.fields(), line))
+            if not as_json:
+                _show_op(row)
+    finally:
+        if as_json:
+            click.echo(json.dumps(records))
+        _say_where(file, err=as_json)
+
+
+def _subject(model: Path | None, shape: str | None, overlap: bool = False) -> Subject:
     from cairn.bench.session import Subject
     from cairn.config import default_model_path
 
     if model is not None and shape is not None:
         raise click.UsageError("give MODEL or --shape, not both")
     if shape is not None:
-        return Subject(None, shape)
+        return Subject(None, shape, overlap)
+    if overlap:
+        raise click.UsageError("--overlap changes a shape: give --shape instead of MODEL")
     return Subject(model or default_model_path())
 
 
@@ -155,18 +226,30 @@ def _show(cell: Cell) -> None:
     )
 
 
-def _record(cells: list[Cell], roofline: Roofline | None, name: str, output: Path | None) -> None:
-    from cairn.bench.machine import commit, describe_machine
-    from cairn.bench.records import RunInfo, append, default_path, records
-
-    machine = describe_machine()
-    run = RunInfo(
-        machine,
-        commit(),
-        shlex.join(["cairn", *sys.argv[1:]]),
-        roofline.bandwidth if roofline else None,
-        roofline.gemm if roofline else None,
+def _show_op(row: OpTiming) -> None:
+    beside = ""
+    if row.alternative_ms is not None:
+        beside = f"  {row.alternative} {row.alternative_ms * 1e3:,.1f} us ({row.speedup:.2f}x)"
+    launches = "" if row.launches is None else f"  {row.launches} launches"
+    click.echo(
+        f"{row.op:<22}{row.size:<44}{row.implementation:<14}{row.ms * 1e3:>11,.1f} us"
+        f"{row.gb_s:>7,.0f} GB/s{row.gflop_s / 1e3:>7,.1f} TFLOP/s"
+        f"{row.fraction:>6.0%} of the floor{launches}{beside}"
     )
-    path = output or default_path(name, machine)
-    append(records(cells, run), path)
-    click.echo(f"{len(cells)} records appended to {path}")
+
+
+def _records(name: str, output: Path | None) -> RecordFile:
+    from cairn.bench.records import RecordFile
+
+    return RecordFile(name, shlex.join(["cairn", *sys.argv[1:]]), output)
+
+
+def _keep(file: RecordFile, cell: Cell, roofline: Roofline | None = None) -> None:
+    from cairn.bench.records import fields_of
+
+    _show(cell)
+    file.add(fields_of(cell), roofline)
+
+
+def _say_where(file: RecordFile, err: bool = False) -> None:
+    click.echo(f"{file.count} records appended to {file.path}", err=err)

@@ -123,7 +123,8 @@ def serve(as_json: bool, output: Path | None, chart: Path | None, **options: Any
     Latencies are seen by the client: TTFT (time to first token), TPOT (time per output token
     after the first), ITL (between two pieces of the stream) and E2E (the whole request).
     """
-    from cairn.bench.serve.chart import require_matplotlib, serve_chart
+    from cairn.bench.chart import require_matplotlib
+    from cairn.bench.serve.chart import serve_chart
     from cairn.bench.serve.load import run
     from cairn.bench.serve.report import render
     from cairn.bench.serve.run import run_serve
@@ -178,7 +179,8 @@ def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any
     A long prompt runs alone; then streams decode and another one of its length arrives; then one
     runs alone again. The faster of the lone ones counts.
     """
-    from cairn.bench.serve.chart import require_matplotlib, stall_chart
+    from cairn.bench.chart import require_matplotlib
+    from cairn.bench.serve.chart import stall_chart
     from cairn.bench.serve.load import run
     from cairn.bench.serve.stall import StallPlan, run_stall
 
@@ -236,7 +238,8 @@ def soak(as_json: bool, output: Path | None, chart: Path | None, **options: Any)
     Short chats, long prompts, shared prefixes, several continuations and stop strings, streamed
     and not, some of them left in the middle.
     """
-    from cairn.bench.serve.chart import require_matplotlib, soak_chart
+    from cairn.bench.chart import require_matplotlib
+    from cairn.bench.serve.chart import soak_chart
     from cairn.bench.serve.load import run
     from cairn.bench.serve.soak import SoakPlan, run_soak
 

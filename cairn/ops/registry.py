@@ -11,6 +11,9 @@
     @silu_and_mul.cases
     def _(make: Make) -> Cases: yield make.args(make.randn(7, 192))
 
+    @silu_and_mul.bench
+    def _(draw: Draw) -> Points: yield Point("7 x 192", draw.args(draw.randn(7, 192)), bytes=4032)
+
 A call goes to the implementation forced by CAIRN_OPS, else to the first one registered whose
 device, dtype and `when` accept the arguments, else to the definition (named "reference"). A forced
 implementation whose dtype or `when` refuses a call leaves it to the definition. The same choice
@@ -35,6 +38,7 @@ from cairn.errors import BadConfig
 from cairn.names import nearest
 
 if TYPE_CHECKING:
+    from cairn.ops.benching import Draw, Point
     from cairn.ops.testing import Arguments, Make
 
 P = ParamSpec("P")
@@ -98,6 +102,7 @@ class Op(Generic[P, R]):
         self.family = definition.__module__.rpartition(".")[0].rpartition(".")[2]
         self.implementations: dict[str, Implementation] = {}
         self.case_source: Callable[[Make], Iterable[Arguments | Tensor]] | None = None
+        self.bench_source: Callable[[Draw], Iterable[Point]] | None = None
         self.tolerances: dict[torch.dtype, Tolerance] = {}
         self.tolerance_reason = ""
         self._fake: Callable[..., Any] = definition
@@ -325,6 +330,11 @@ class Op(Generic[P, R]):
     ) -> Callable[[Make], Iterable[Arguments | Tensor]]:
         """Decorator: the generator of argument bundles that every implementation is tested on."""
         self.case_source = source
+        return source
+
+    def bench(self, source: Callable[[Draw], Iterable[Point]]) -> Callable[[Draw], Iterable[Point]]:
+        """Decorator: the generator of what `cairn bench ops` times, one size after the other."""
+        self.bench_source = source
         return source
 
     def tolerance(self, by_dtype: dict[torch.dtype, Tolerance], reason: str) -> None:

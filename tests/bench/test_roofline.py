@@ -33,6 +33,22 @@ def test_dense_decode_reads_everything():
     assert grown - base == 3 * 16 * 8192 * PAIR
 
 
+def test_quantized_keys_and_values_are_a_byte_a_number():
+    grown = [
+        roofline.decode_bytes(DENSE, 8192, 1, "bfloat16", quantized)
+        - roofline.decode_bytes(DENSE, 0, 1, "bfloat16", quantized)
+        for quantized in (False, True)
+    ]
+    assert grown[0] == 8192 * 16 * PAIR
+    assert grown[1] == 8192 * 16 * 2 * 2 * (64 + 1)
+    # Summaries keep their dtype.
+    saved = roofline.decode_bytes(HSA, 8192, 1, "bfloat16") - roofline.decode_bytes(
+        HSA, 8192, 1, "bfloat16", True
+    )
+    read = roofline.pages_per_query(HSA, 8192) * 64
+    assert 0.9 * read < saved / (16 * (PAIR - 260)) < 1.1 * read
+
+
 def test_page_reads_do_not_grow():
     counts = {roofline.pages_per_query(HSA, slots) for slots in (8192, 65536, 262144)}
     assert max(counts) <= 32 + 512 // 64 + 1

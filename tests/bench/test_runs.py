@@ -8,7 +8,7 @@ import pytest
 from cairn.bench import latency, session
 from cairn.bench.latency import LatencyPlan, run_latency
 from cairn.bench.offline import OfflinePlan, run_offline
-from cairn.bench.roofline import Roofline
+from cairn.bench.roofline import Roofline, decode_bytes
 from cairn.bench.session import Subject
 from cairn.bench.shapes import config_of
 from cairn.errors import BadConfig
@@ -45,11 +45,10 @@ def plan(**changes):
 
 
 def test_latency_cells(llms):
-    reported = []
-    cells, line = run_latency(plan(), reported.append)
-    assert cells == reported
+    found = list(run_latency(plan()))
+    cells = [cell for cell, _ in found]
     assert len(cells) == 2 * 2 * 2 * 2
-    assert line.bandwidth == 1e10
+    assert {line.bandwidth for _, line in found} == {1e10}
     first, second = cells[:2]
     assert (first.phase, first.context, first.batch, first.backend) == ("prefill", 100, 1, "hsa")
     assert first.ms == pytest.approx(500)
@@ -58,6 +57,9 @@ def test_latency_cells(llms):
     assert second.ms == pytest.approx(500 / 4)
     assert second.pages_read == 41
     assert second.fraction == pytest.approx(second.floor_ms / second.ms)
+    assert first.selection == "random" and first.step_tokens == 512
+    assert first.launches is None and first.peak_bytes is None
+    assert cells[-1].selection is None
     assert first.parameters == parameter_count(llms[0].spec)
     assert all(llm.closed for llm in llms)
 
@@ -71,7 +73,7 @@ def test_row_26_the_dense_twin_differs_by_the_landmarks_alone():
 
 
 def test_each_kind_of_a_shape_is_its_own_model(llms):
-    run_latency(plan(contexts=(10,), batches=(3,)))
+    list(run_latency(plan(contexts=(10,), batches=(3,))))
     assert [llm.config["model_type"] for llm in llms] == ["qwen_hils", "qwen3"]
     assert llms[0].options == {
         "dtype": "float32",
@@ -81,8 +83,38 @@ def test_each_kind_of_a_shape_is_its_own_model(llms):
     }
 
 
+def test_shared_pages_change_the_prompts_and_the_positions(llms):
+    shared = plan(subject=Subject(None, "345m", overlap=True), contexts=(400,))
+    assert {cell.selection for cell, _ in run_latency(shared)} == {"shared", None}
+    hsa, dense = llms
+    assert hsa.config["apply_hils_rope"] is False
+    assert dense.config == config_of("345m", "dense")
+    prompt, _ = hsa.calls[1]
+    assert len(set(prompt["prompt_token_ids"][:32])) < 8
+
+
+def test_a_dense_run_of_a_landmark_model_has_a_dense_floor(llms):
+    hsa = load_spec(config_of("345m", "hsa"))
+    line = Roofline(bandwidth=1e10, gemm=1e11, dtype="float32", device="cpu")
+    found = run_latency(plan(contexts=(100_000,), batches=(1,), steps=1))
+    floors = {(cell.backend, cell.phase): cell.floor_ms for cell, _ in found}
+    # The fake calls every model hsa, as a folder does that is run densely.
+    slots = 100_000 + 100_000 // 63
+    assert floors["hsa", "prefill"] == pytest.approx(line.prefill_floor(hsa, slots) * 1e3)
+    assert floors["dense", "prefill"] > 3 * floors["hsa", "prefill"]
+    assert floors["dense", "decode"] > 1.8 * floors["hsa", "decode"]
+
+
+@pytest.mark.parametrize("kind, billions", [("hsa", 6.90), ("dense", 6.89)])
+def test_the_7b_shape(kind, billions):
+    spec = load_spec(config_of("7b", kind))
+    assert spec.num_layers == 32 and spec.head_dim == 128
+    assert len(spec.hils_layers) == (8 if kind == "hsa" else 0)
+    assert decode_bytes(spec, 0, 1, "bfloat16") == pytest.approx(2 * billions * 1e9, rel=0.002)
+
+
 def test_decode_runs_the_prompts_of_the_prefill_again(llms):
-    run_latency(plan(contexts=(10,), batches=(2,), backends=("hsa",)))
+    list(run_latency(plan(contexts=(10,), batches=(2,), backends=("hsa",))))
     prompts = [prompt["prompt_token_ids"] for prompt, _ in llms[0].calls]
     warm_up, a, b, again_a, again_b = prompts
     assert len(warm_up) == latency.WARM_UP_TOKENS

@@ -1,4 +1,4 @@
-"""Charts of the measurements as PNG files; matplotlib is imported only when one is asked for."""
+"""Charts of the measurements of a server."""
 
 from __future__ import annotations
 
@@ -8,40 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cairn.bench.chart import BLUE, GREEN, GREY, ORANGE, figure_of, save
 from cairn.bench.serve.exchange import Outcome
 from cairn.bench.serve.soak_report import SoakSeries
-from cairn.errors import BadConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-BLUE, ORANGE, GREEN, GREY = "#3b6ea5", "#c8702a", "#4b8b5a", "#8a8a8a"
-SIZE = (10.0, 6.4)
-DPI = 120
-
-
-def require_matplotlib(path: Path | None) -> None:
-    """Fail before a measurement rather than after it.
-
-    Raises:
-        BadConfig: a chart is wanted and matplotlib is missing, or the file is no PNG.
-    """
-    if path is None:
-        return
-    if path.suffix != ".png":
-        raise BadConfig(f"the chart {path} is no PNG", "Give a file name that ends in .png")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        hint = "Install the extra: pip install 'cairn-llm[bench]'"
-        raise BadConfig(f"the chart needs matplotlib: {error}", hint) from error
 
 
 def serve_chart(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     """Distributions of TTFT, ITL and E2E, and output tokens per second over time."""
     done = [x for x in outcomes if x.complete]
-    figure = _figure(title)
+    figure = figure_of(title)
     axes = figure.subplots(2, 2)
     panels = (
         (axes[0][0], "time to first token", [x.ttft for x in done if x.ttft is not None]),
@@ -51,7 +29,7 @@ def serve_chart(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     for ax, name, seconds in panels:
         _distribution(ax, name, np.array(seconds) * 1e3)
     _over_time(axes[1][1], done)
-    _save(figure, path)
+    save(figure, path)
 
 
 def stall_chart(
@@ -69,7 +47,7 @@ def stall_chart(
         target_ms: the server's --itl-target-ms.
         path: the PNG.
     """
-    figure = _figure("Streams while a long prompt loads")
+    figure = figure_of("Streams while a long prompt loads")
     ax = figure.subplots()
     start, end = prefill
     for gaps, color, name in ((before, BLUE, "before"), (during, ORANGE, "during the prefill")):
@@ -83,7 +61,7 @@ def stall_chart(
     ax.set_ylabel("inter-token latency, ms")
     ax.set_ylim(bottom=0)
     ax.legend(frameon=False, loc="upper left")
-    _save(figure, path)
+    save(figure, path)
 
 
 def soak_chart(series: SoakSeries, warmup: float, path: Path) -> None:
@@ -94,7 +72,7 @@ def soak_chart(series: SoakSeries, warmup: float, path: Path) -> None:
         warmup: seconds that the slopes leave out.
         path: the PNG.
     """
-    figure = _figure("Soak")
+    figure = figure_of("Soak")
     axes = figure.subplots(2, 1, sharex=True)
     minutes = np.array(series.seconds) / 60
     for ax, field, label in ((axes[0], "rss_mb", "RSS, MB"), (axes[1], "fds", "file descriptors")):
@@ -106,16 +84,7 @@ def soak_chart(series: SoakSeries, warmup: float, path: Path) -> None:
         ax.set_ylim(bottom=0)
     axes[0].legend(frameon=False, fontsize=8, loc="best")
     axes[1].set_xlabel("minutes (warm-up shaded)")
-    _save(figure, path)
-
-
-def _figure(title: str) -> Figure:
-    # A Figure without pyplot: no global state, no display.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return figure
+    save(figure, path)
 
 
 def _distribution(ax: Axes, name: str, ms: np.ndarray[Any, np.dtype[np.float64]]) -> None:
@@ -145,10 +114,3 @@ def _over_time(ax: Axes, done: Sequence[Outcome]) -> None:
     width = max(0.1, float(stamps.max()) / 60)
     counts, edges = np.histogram(stamps, bins=np.arange(0.0, stamps.max() + 2 * width, width))
     ax.step(edges[:-1], counts / width, where="post", color=BLUE)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    for ax in figure.axes:
-        ax.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)

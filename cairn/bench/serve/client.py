@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from cairn.bench.serve.exchange import Outcome, Request
-from cairn.errors import BadConfig
+from cairn.errors import BadConfig, CairnError
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
 OK = 200
 CONNECT_SECONDS = 30.0
+ERROR_LENGTH = 300
 
 # Servers close idle connections after 5 s and more; a connection that is dropped before they do is
 # never caught in the middle of being closed, which would look like a failed request.
@@ -192,6 +193,26 @@ class Server:
             return count
         tokens = found.get("tokens")
         return len(tokens) if isinstance(tokens, list) else None
+
+    async def post(self, path: str, body: Mapping[str, object]) -> Any:
+        """The JSON that the server answers to a body posted below its /v1.
+
+        Raises:
+            CairnError: there is none, or the server refuses; the message says why.
+        """
+        import aiohttp
+
+        url = f"{self.address.root}/v1/{path}"
+        try:
+            async with self._open.post(url, json=body) as response:
+                if response.status != OK:
+                    text = _error_text(await response.text(errors="replace"))
+                    raise CairnError(f"{url} answers {response.status}: {text[:ERROR_LENGTH]}")
+                return msgspec.json.decode(await response.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise CairnError(f"{url} does not answer: {type(error).__name__} {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CairnError(f"{url} does not answer with JSON: {error}") from error
 
     async def metrics(self) -> dict[str, float]:
         """Values of /metrics by name, summed over labels; empty where the server has none."""

@@ -1,0 +1,420 @@
+"""What ops are timed on: layers of published models, and arguments drawn on the device.
+
+    @rmsnorm.bench
+    def _(draw: Draw) -> Points:
+        for layer, rows in draw.rows():
+            x, weight = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
+            yield Point(f"{layer.name}: {rows} x {layer.hidden}", draw.args(x, weight), ...)
+
+`cairn bench ops` times the op and, beside it, its other implementations and the alternatives.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from cairn.ops.testing import Arguments, Make
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step runs through an attention layer.
+
+    Attributes:
+        batch: sequences.
+        context: slots of each, those of the step included.
+        tokens: slots of each that the step runs; 1: a decode step.
+    """
+
+    batch: int
+    context: int
+    tokens: int = 1
+
+    def __str__(self) -> str:
+        if self.tokens == 1:
+            return f"decode {short(self.context)} x {self.batch}"
+        return f"prefill {short(self.tokens)} of {short(self.context)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The geometry of a model's layer, and the steps it is timed with.
+
+    Attributes:
+        name: of the model's shape.
+        hidden, intermediate, vocabulary: widths.
+        heads, kv_heads, head_dim: h_q, h_kv, d.
+        page_size, window, topk: S, W in slots, K in pages.
+        rows: tokens of a step, for ops that see rows alone.
+        steps: for attention.
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    window: int
+    topk: int
+    rows: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+
+K = 1024
+SIZES: dict[str, tuple[Layer, ...]] = {
+    "full": (
+        Layer(
+            *("345m", 1024, 4096, 100278, 16, 2, 64, 64, 512, 32, (1, 64, 8192)),
+            steps=(
+                Step(1, 8 * K),
+                Step(1, 128 * K),
+                Step(1, 512 * K),
+                Step(8, 128 * K),
+                Step(64, 8 * K),
+                Step(1, 8 * K, 8 * K),
+                Step(1, 128 * K, 8 * K),
+            ),
+        ),
+        Layer(
+            *("7b", 4096, 11008, 100278, 32, 32, 128, 64, 512, 32, (2048,)),
+            steps=(Step(1, 8 * K), Step(1, 128 * K), Step(1, 128 * K, 2 * K)),
+        ),
+    ),
+    "tiny": (
+        Layer(
+            *("tiny", 64, 96, 300, 4, 2, 16, 8, 24, 4, (1, 5)),
+            steps=(Step(2, 96), Step(1, 128, 64)),
+        ),
+    ),
+}
+
+LINGER = {1: 0.25, 4: 0.25, 16: 0.3, 64: 0.4, 256: 1.0}
+"""Tokens -> weight of what stays equal over so many. With 1024 candidates of random summaries the
+32 pages of 4 / 8 / 16 / 64 neighbouring queries are then 55 / 76 / 101 / 191 different ones; a
+trained 7B model at 64K has 57 / 76 / 102 / 182."""
+
+
+def short(number: int) -> str:
+    """8192 as 8K."""
+    return f"{number // K}K" if number >= K and number % K == 0 else str(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another way to the op's result, or to what it is used for.
+
+    Attributes:
+        name: as printed.
+        call: what is timed.
+        arguments: its arguments; None: the op's own.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    arguments: Arguments | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One size that an op is timed at.
+
+    Attributes:
+        size: in words.
+        arguments: of the op.
+        bytes: that must be read and written at least.
+        flops: floating-point operations that count.
+        alternatives: from outside the op; its other implementations are timed anyway.
+    """
+
+    size: str
+    arguments: Arguments
+    bytes: int
+    flops: float = 0.0
+    alternatives: tuple[Alternative, ...] = ()
+
+
+Points: TypeAlias = Iterator[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """A step's queries and the paged cache of one layer.
+
+    Attributes:
+        layer, step: what it is.
+        q: [T, h_q, d].
+        k_cache, v_cache: [pages, h_kv, S, d].
+        row, slot: [T] int64.
+        page_table: [batch, pages of a sequence] int32.
+    """
+
+    layer: Layer
+    step: Step
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    row: Tensor
+    slot: Tensor
+    page_table: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.layer.name}: {self.step}"
+
+    @property
+    def slot_bytes(self) -> int:
+        """Key and value of one slot."""
+        return 2 * self.layer.kv_heads * self.layer.head_dim * self.q.element_size()
+
+    @property
+    def first_slot(self) -> int | None:
+        """First slot of a prefill step of one sequence, as the host knows it; else None."""
+        if self.step.batch > 1 or self.step.tokens == 1:
+            return None
+        return self.step.context - self.step.tokens
+
+    @property
+    def candidates(self) -> int:
+        """Pages left of the last query's window."""
+        return max(0, (self.step.context - self.layer.window) // self.layer.page_size)
+
+    @property
+    def window_bytes(self) -> int:
+        """Keys and values under the windows."""
+        seen = min(self.step.context, self.step.tokens + self.layer.window)
+        return self.step.batch * seen * self.slot_bytes
+
+    @property
+    def selected_bytes(self) -> int:
+        """Keys and values of the selected pages, each read once at most."""
+        pages = min(self.step.tokens * self.layer.topk, self.candidates)
+        return self.step.batch * pages * self.layer.page_size * self.slot_bytes
+
+    @property
+    def summary_bytes(self) -> int:
+        """Summaries of all candidates: a key and a bias for every query head."""
+        per_page = self.layer.heads * (self.layer.head_dim * self.q.element_size() + 4)
+        return self.step.batch * self.candidates * per_page
+
+    @property
+    def score_flops(self) -> float:
+        """Operations of all queries' scores with the summaries of their candidates."""
+        pages = (self.slot.double() - self.layer.window + 1).clamp(min=0) / self.layer.page_size
+        return 2.0 * self.layer.heads * self.layer.head_dim * float(pages.sum())
+
+    def pairs(self, seen: int | None = None) -> float:
+        """(query, key) pairs: of all slots before a query, or the last `seen` of them."""
+        last = self.slot.double() + 1
+        return float((last if seen is None else last.clamp(max=seen)).sum())
+
+    def attend_flops(self, pairs: float) -> float:
+        """Operations of scores and values for so many pairs in every query head."""
+        return 4.0 * self.layer.heads * self.layer.head_dim * pairs
+
+    def dense(self) -> tuple[Alternative, ...]:
+        """Dense attention by torch and FlashInfer, on the same keys side by side, not in pages."""
+        layer, step = self.layer, self.step
+        shape = (step.batch, step.context, layer.kv_heads, layer.head_dim)
+        k, v = (
+            cache[self.page_table.long()].transpose(2, 3).reshape(shape).transpose(1, 2)
+            for cache in (self.k_cache, self.v_cache)
+        )
+        q = self.q.view(step.batch, step.tokens, layer.heads, layer.head_dim).transpose(1, 2)
+        call = _sdpa
+        names = ["CUDNN_ATTENTION", "FLASH_ATTENTION"] if q.is_cuda else ["FLASH_ATTENTION"]
+        if 1 < step.tokens < step.context:
+            # Only flash has the causal mask that ends at the last key, and only on a GPU.
+            call, names = _sdpa_lower_right, names[1:]
+            k, v = (x.repeat_interleave(layer.heads // layer.kv_heads, 1) for x in (k, v))
+        found = [
+            Alternative(f"sdpa {name[:5].lower()}", partial(call, name=name), Arguments((q, k, v)))
+            for name in names
+        ]
+        if step.batch == 1:
+            found += self._flashinfer(*(x[0].transpose(0, 1).contiguous() for x in (k, v)))
+        return tuple(found)
+
+    def _flashinfer(self, k: Tensor, v: Tensor) -> tuple[Alternative, ...]:
+        """For one sequence, k and v [context, heads, d]."""
+        if self.step.tokens == 1:
+            return flashinfer("decode.single_decode_with_kv_cache", Arguments((self.q[0], k, v)))
+        given = Arguments((self.q, k, v), {"causal": True})
+        return flashinfer("prefill.single_prefill_with_kv_cache", given)
+
+    def sdpa_window(self) -> tuple[Alternative, ...]:
+        """torch's own attention over the window: keys side by side, queries of a window a block."""
+        layer, step = self.layer, self.step
+        block = min(layer.window, step.tokens)
+        blocks = step.tokens // block
+        shape = (step.batch * blocks, layer.heads, layer.window + block - 1, layer.head_dim)
+        # Numbers do not matter here, and a mask rules out kernels that share heads by themselves.
+        k, v = (torch.randn(shape, dtype=self.q.dtype, device=self.q.device) for _ in range(2))
+        q = self.q[: step.batch * blocks * block].view(-1, block, layer.heads, layer.head_dim)
+        mask: Tensor | None = None
+        if block > 1:
+            query = torch.arange(block, device=q.device).unsqueeze(1)
+            behind = query + layer.window - 1 - torch.arange(shape[2], device=q.device)
+            mask = (behind >= 0) & (behind < layer.window)
+        call = torch.nn.functional.scaled_dot_product_attention
+        return (Alternative("sdpa", call, Arguments((q.transpose(1, 2), k, v, mask))),)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, name: str) -> Tensor:
+    """Causal where there is more than one query, which then are all."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(getattr(SDPBackend, name)):
+        o: Tensor = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=q.shape[2] > 1, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return o
+
+
+def _sdpa_lower_right(q: Tensor, k: Tensor, v: Tensor, name: str) -> Tensor:
+    """The queries are the last of the keys."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
+
+    mask: Any = causal_lower_right(q.shape[2], k.shape[2])
+    with sdpa_kernel(getattr(SDPBackend, name)):
+        o: Tensor = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return o
+
+
+class Draw(Make):
+    """Makes the arguments of points: as Make, but drawn where they stay.
+
+    Args:
+        device: a torch device.
+        dtype: of weights, activations and cache.
+        sizes: a key of SIZES.
+        seed: of the only generator.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        sizes: str = "full",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(device, seed)
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.dtype = dtype
+        self.layers = SIZES[sizes]
+
+    def rows(self) -> Iterator[tuple[Layer, int]]:
+        """Every layer with every number of tokens that it is timed with."""
+        return ((layer, rows) for layer in self.layers for rows in layer.rows)
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
+        """Normal numbers times scale; of the layers' dtype unless said."""
+        options: dict[str, Any] = {"generator": self.generator, "device": self.device}
+        return torch.randn(shape, dtype=dtype or self.dtype, **options) * scale
+
+    def rand(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uniform numbers in [0, 1)."""
+        return torch.rand(shape, generator=self.generator, dtype=dtype, device=self.device)
+
+    def randint(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Integers low <= x < high."""
+        options: dict[str, Any] = {"generator": self.generator, "device": self.device}
+        drawn: Tensor = torch.randint(low, high, shape, dtype=dtype, **options)
+        return drawn
+
+    def probs(self, rows: int, vocabulary: int, sharpness: float = 1.0) -> Tensor:
+        """Rows of probabilities [rows, vocabulary] float32: softmax of normal numbers."""
+        logits = self.randn(rows, vocabulary, dtype=torch.float32, scale=sharpness)
+        return torch.softmax(logits, dim=-1)
+
+    def lingering(self, tokens: int, *shape: int) -> Tensor:
+        """[tokens, *shape] normal numbers of which neighbours share most, as trained queries do."""
+        total = torch.zeros((tokens, *shape), device=self.device)
+        for length, weight in LINGER.items():
+            part = self.randn(-(-tokens // length), *shape, dtype=torch.float32)
+            total += weight * part.repeat_interleave(length, dim=0)[:tokens]
+        return (total / math.hypot(*LINGER.values())).to(self.dtype)
+
+    def logits(self) -> Iterator[tuple[int, int]]:
+        """(rows, vocabulary) of sampled steps."""
+        pairs = {(rows, layer.vocabulary): None for layer, rows in self.rows() if rows <= 64}
+        return iter(pairs)
+
+    def summaries(self, job: PagedStep) -> tuple[Tensor, Tensor]:
+        """Key [pages, h_q, d] and bias [pages, h_q] float32 of every page."""
+        pages, layer = job.k_cache.shape[0], job.layer
+        key = self.randn(pages, layer.heads, layer.head_dim)
+        return key, self.rand(pages, layer.heads)
+
+    def landmark_queries(self, job: PagedStep) -> Iterator[tuple[str, Tensor]]:
+        """What to add to the size, and landmark queries [T, h_q, d].
+
+        A prefill comes twice: with queries that have nothing in common, and with neighbours that
+        select much the same pages.
+        """
+        shape = tuple(job.q.shape)
+        if job.step.tokens == 1:
+            yield "", self.randn(*shape)
+            return
+        yield ", random pages", self.randn(*shape)
+        yield ", shared pages", self.lingering(*shape)
+
+    def compiled(self, definition: Callable[..., Any]) -> tuple[Alternative, ...]:
+        """The definition by torch.compile; on a CPU, where that takes a C++ compiler, as it is."""
+        if self.device == "cpu":
+            return (Alternative("definition", definition),)
+        return (Alternative("compiled", torch.compile(definition)),)
+
+    def attention(self) -> Iterator[PagedStep]:
+        """Every layer's steps, each on a cache of its own with its pages in random order."""
+        for layer in self.layers:
+            for step in layer.steps:
+                yield self._paged_step(layer, step)
+
+    def _paged_step(self, layer: Layer, step: Step) -> PagedStep:
+        per_row = -(-step.context // layer.page_size)
+        pages = step.batch * per_row
+        order = torch.randperm(pages, generator=self.generator, device=self.device)
+        shape = (pages, layer.kv_heads, layer.page_size, layer.head_dim)
+        row = torch.arange(step.batch, device=self.device).repeat_interleave(step.tokens)
+        slot = torch.arange(step.context - step.tokens, step.context, device=self.device)
+        return PagedStep(
+            layer,
+            step,
+            q=self.randn(step.batch * step.tokens, layer.heads, layer.head_dim),
+            k_cache=self.randn(*shape),
+            v_cache=self.randn(*shape),
+            row=row,
+            slot=slot.repeat(step.batch),
+            page_table=order.to(torch.int32).view(step.batch, per_row),
+        )
+
+
+def moved(*tensors: Tensor | None) -> int:
+    """Bytes of all tensors; one that is read and written is given twice."""
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def flashinfer(name: str, arguments: Arguments | None = None) -> tuple[Alternative, ...]:
+    """FlashInfer's function of this name ("norm.rmsnorm"), where FlashInfer is installed.
+
+    Args:
+        name: below the package.
+        arguments: of the function; None: the op's own.
+    """
+    module, _, function = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(f"flashinfer.{module}"), function)
+    except (ImportError, AttributeError):
+        return ()
+    return (Alternative("flashinfer", found, arguments),)

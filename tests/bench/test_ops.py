@@ -1,0 +1,129 @@
+"""`cairn bench ops` at tiny sizes on the CPU, and the truth of what ops declare."""
+
+import pytest
+import torch
+
+from cairn.bench import ops as bench
+from cairn.bench.ops import OpsPlan, run_ops
+from cairn.bench.roofline import Roofline
+from cairn.errors import BadConfig, CairnError
+from cairn.ops.benching import Draw, Point
+from cairn.ops.registry import all_ops
+from cairn.ops.testing import Arguments
+
+LINE = Roofline(bandwidth=1e10, gemm=1e11, dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def line(monkeypatch):
+    monkeypatch.setattr(bench, "measure", lambda dtype, device: LINE)
+    monkeypatch.setitem(bench.SECONDS, "tiny", 0.0)
+
+
+def plan(*names, dtype="float32"):
+    return OpsPlan(names, dtype, "cpu", "tiny")
+
+
+def tensors(value):
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value or ())
+
+
+def test_every_op_is_timed_at_every_size_it_declares(line):
+    found = list(run_ops(plan()))
+    rows = [row for row, _ in found]
+    assert all(used is LINE for _, used in found)
+    assert {row.op for row in rows} == {op.name for op in all_ops()}
+    for row in rows:
+        assert row.ms > 0
+        assert row.timed == "clock"
+        assert row.launches is None
+        assert row.bytes > 0, row
+        floor = max(row.bytes / LINE.bandwidth, row.flops / LINE.gemm) * 1e3
+        assert row.floor_ms == pytest.approx(floor)
+        assert row.fraction == pytest.approx(floor / row.ms)
+        assert row.gb_s == pytest.approx(row.bytes / row.ms / 1e6)
+    assert len({(row.op, row.size) for row in rows}) == len(rows)
+
+
+def test_the_alternative_is_the_fastest_from_outside(line):
+    for row, _ in run_ops(plan("rmsnorm", "page_attention")):
+        if row.op == "rmsnorm":
+            assert row.implementation == "torch"
+            assert {"rms_norm", "definition"} == row.others.keys()
+            assert row.alternative_ms == min(row.others.values())
+            assert row.speedup == pytest.approx(row.alternative_ms / row.ms)
+        else:
+            # The definition is what was chosen, or too slow to stand beside.
+            assert row.alternative is None
+            assert row.fields()["speedup"] is None
+
+
+def test_an_alternative_that_cannot_run_is_left_out(line, monkeypatch, caplog):
+    (norm,) = bench.chosen_ops(["rmsnorm"])
+
+    def source(draw):
+        given = draw.args(draw.randn(2, 8), draw.randn(8))
+        broken = Arguments((torch.ones(3),))
+        yield Point("2 x 8", given, 160, alternatives=(other(torch.linalg.inv, broken),))
+
+    def other(call, arguments):
+        from cairn.ops.benching import Alternative
+
+        return Alternative("inverse", call, arguments)
+
+    monkeypatch.setattr(norm, "bench_source", source)
+    ((row, _),) = run_ops(plan("rmsnorm"))
+    assert row.alternative is None
+    assert "inverse cannot run" in caplog.text
+
+
+def test_a_size_that_fails_does_not_stop_the_others(line, monkeypatch):
+    (norm,) = bench.chosen_ops(["rmsnorm"])
+
+    def source(draw):
+        yield Point("wrong", draw.args(draw.randn(2, 8), draw.randn(7)), 160)
+        yield Point("right", draw.args(draw.randn(2, 8), draw.randn(8)), 160)
+
+    monkeypatch.setattr(norm, "bench_source", source)
+    found = run_ops(plan("rmsnorm"))
+    assert next(found)[0].size == "right"
+    with pytest.raises(CairnError, match="1 sizes could not be timed: rmsnorm at wrong"):
+        next(found)
+
+
+def test_families_names_and_mistakes():
+    found = bench.chosen_ops(["norm", "silu_and_mul"])
+    assert [op.name for op in found] == ["silu_and_mul", "fused_add_rmsnorm", "rmsnorm"]
+    with pytest.raises(BadConfig, match="rmsnorm"):
+        bench.chosen_ops(["rmsnor"])
+    with pytest.raises(BadConfig, match="cpu"):
+        list(run_ops(OpsPlan((), "float32", "cuda", "tiny")))
+
+
+@pytest.mark.parametrize(
+    "name, alternative", [("select_pages", "topk"), ("dense_attention", "sdpa flash")]
+)
+def test_alternatives_compute_the_same(name, alternative):
+    (op,) = bench.chosen_ops([name])
+    compared = 0
+    for point in op.bench_source(Draw("cpu", torch.float32, "tiny")):
+        for other in point.alternatives:
+            if other.name != alternative:
+                continue
+            given = other.arguments or point.arguments
+            got = tensors(other.call(*given.args, **given.kwargs))[0]
+            wanted = op(*point.arguments.args, **point.arguments.kwargs)[0]
+            if name == "dense_attention":
+                got = got.transpose(1, 2).reshape(wanted.shape)
+            torch.testing.assert_close(got.to(wanted.dtype), wanted, rtol=2e-5, atol=2e-6)
+            compared += 1
+    assert compared
+
+
+def test_lingering_queries_stay_near_their_neighbours():
+    z = Draw("cpu", torch.float32, "tiny").lingering(4096, 8)
+    near = torch.cosine_similarity(z[:-1], z[1:]).mean()
+    far = torch.cosine_similarity(z[:-600], z[600:]).mean()
+    assert near > 0.9
+    assert abs(far) < 0.1
+    assert z.std() == pytest.approx(1.0, rel=0.1)
