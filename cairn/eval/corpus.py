@@ -1,0 +1,55 @@
+"""Stretches of a corpus in tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from cairn.engine.tokenizer import Tokenizer
+from cairn.errors import BadRequest
+from cairn.eval.haystack import library_texts, read_texts
+from cairn.llm import LLM
+
+
+def tokenizer_of(llm: LLM) -> Tokenizer:
+    """The model's tokenizer.
+
+    Raises:
+        BadRequest: it has none.
+    """
+    tokenizer = llm.engine.core.tokenizer
+    if tokenizer is None:
+        raise BadRequest("this model has no tokenizer", "This evaluation reads text")
+    return tokenizer
+
+
+def stretches(
+    texts: Sequence[Path], tokenizer: Tokenizer, length: int, samples: int
+) -> list[array[int]]:
+    """`samples` stretches of `length` tokens, spread evenly over the first tokens of a corpus.
+
+    As many tokens are read as stretches need that do not overlap; where there are fewer they do.
+    Texts follow each other without a separator, special tokens are left out.
+
+    Args:
+        texts: files and folders; none: the standard library's sources.
+        tokenizer: of the model.
+        length: tokens of each.
+        samples: how many.
+
+    Raises:
+        BadRequest: the corpus is shorter than one stretch, or a path that holds no text.
+    """
+    ids = array("q")
+    for text in read_texts(texts) if texts else library_texts():
+        ids.extend(tokenizer.encode(text, add_special_tokens=False))
+        if len(ids) >= length * samples:
+            break
+    if len(ids) < length:
+        raise BadRequest(
+            f"the text holds {len(ids)} tokens, fewer than {length}", "Give more of it with --text"
+        )
+    room = min(len(ids), length * samples) - length
+    starts = [room * i // max(1, samples - 1) for i in range(samples)]
+    return [ids[start : start + length] for start in starts]

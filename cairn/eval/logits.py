@@ -1,0 +1,90 @@
+"""Logits of the last positions of a prompt, by the engine's own steps.
+
+`prompt_logprobs` would give them too, with a Python object for every token of the prompt. Here the
+prompt runs in the same chunks through the same runner, and only what is asked for leaves it: a
+million tokens cost their prefill and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cairn.errors import BadRequest, OutOfMemory
+from cairn.llm import LLM
+from cairn.runner.runner import LOGITS_BYTES
+from cairn.runner.staging import send
+from cairn.runner.step import PageGrant, RowWork, StepPlan
+from cairn.types import SamplingParams
+
+ROW = 0
+"""Of the page table: free while no request runs."""
+
+Take = Callable[[int, Tensor], object]
+"""Takes the logits [n, V] float32 of rows i, i + 1, ... on the device, in order."""
+
+
+@torch.inference_mode()
+def read_tail(
+    llm: LLM,
+    ids: Sequence[int],
+    rows: int,
+    take: Take,
+    advance: Callable[[int], object] = lambda tokens: None,
+) -> None:
+    """Run a prompt and give the logits of its last positions.
+
+    Args:
+        llm: an engine with nothing to do.
+        ids: the prompt, user tokens.
+        rows: how many of its last positions; row i belongs to position len(ids) - rows + i.
+        take: called with every block of logits.
+        advance: called with the tokens of every step.
+
+    Raises:
+        BadRequest: no such prompt, or fewer tokens than rows.
+        OutOfMemory: the pages do not hold it.
+    """
+    engine = llm.engine
+    core, runner, slots = engine.core, engine.runner, engine.slots
+    core.check(ids, SamplingParams(max_tokens=1))
+    if not 0 < rows <= len(ids):
+        raise BadRequest(f"{rows} rows of a prompt of {len(ids)} tokens", "Ask for fewer")
+    first = len(ids) - rows
+    lease = core.cache.open((), 0)
+    try:
+        if not core.cache.grow(lease, int(slots.pages_for(len(ids)))):
+            raise OutOfMemory(
+                f"{core.cache.num_pages} pages do not hold {len(ids)} tokens",
+                "Raise --kv-cache-memory",
+            )
+        grants: tuple[PageGrant, ...] = (PageGrant(ROW, 0, tuple(lease.pages)),)
+        done = 0
+        while done < len(ids):
+            # As the scheduler cuts chunks: a landmark that closes one may be a slot more.
+            end = int(slots.tokens_in(slots.slots_for(done) + engine.config.chunked_prefill_size))
+            end = min(max(end, done + 1), len(ids))
+            work = RowWork(ROW, done, ids[done:end], sample=False)
+            layout = runner.rows.lay_out(StepPlan(0, (), (), grants, (work,)))
+            hidden = runner.model(runner.rows.batch(layout, runner.backends, runner.counters))
+            grants = ()
+            wanted = np.arange(max(first, done), end)
+            index = slots.slot_of(wanted) - slots.slots_for(done)
+            block = max(1, LOGITS_BYTES // (4 * llm.spec.vocab_size))
+            for at in range(0, len(index), block):
+                (chosen,) = send((index[at : at + block],), hidden.device)
+                take(int(wanted[at]) - first, runner.model.logits(hidden[chosen]))
+            advance(end - done)
+            done = end
+    finally:
+        core.cache.close(lease)
+
+
+def tail_logits(llm: LLM, ids: Sequence[int], rows: int) -> Tensor:
+    """What `read_tail` gives, [rows, V] float32 on the host."""
+    parts: list[Tensor] = []
+    read_tail(llm, ids, rows, lambda at, logits: parts.append(logits.float().cpu()))
+    return torch.cat(parts)

@@ -1,0 +1,53 @@
+"""What evaluations can be asked for by name. Loads nothing: the command line imports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TASKS = ("single", "multi", "tracking")
+"""Of needles."""
+
+FORMATS = ("auto", "lines", "english")
+"""How needles are written."""
+
+RULER_TASKS = (
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+)
+"""Of RULER: all but its two of questions about other people's documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to compute the same answers.
+
+    Attributes:
+        changes: keywords of LLM in place of those given.
+        warm: questions find their document in the prefix cache.
+    """
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    warm: bool = False
+
+
+VARIANTS = {
+    "base": Variant(),
+    "warm": Variant(warm=True),
+    "cold": Variant({"enable_prefix_caching": False}),
+    # A prime: chunks end anywhere in a page.
+    "odd-chunks": Variant({"chunked_prefill_size": 509}),
+    "no-graphs": Variant({"disable_cuda_graph": True}),
+    "fp8": Variant({"kv_cache_dtype": "fp8_e4m3"}),
+    "dense": Variant({"attention_backend": "dense"}),
+    "window": Variant({"attention_backend": "window"}),
+}
