@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_SECONDS ?= 600
 
-.PHONY: help setup run test test-gpu lint format clean
+.PHONY: help setup run test test-gpu sanitize-gpu lint format clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup: $(STAMP) ## create the virtual environment and install the package with its tools
 
@@ -25,11 +25,28 @@ run: $(STAMP) ## read a long document on this machine and answer questions about
 test: $(STAMP) ## the CPU suite: at most ten minutes, no GPU, nothing marked slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --timeout=300 --session-timeout=$(TEST_SECONDS) -m 'not slow and not gpu'
 
-# Uses the python3 at hand, not the virtual environment: a GPU machine brings its own torch and triton.
-# It needs pytest, hypothesis, click, rich, safetensors, transformers, msgspec and llguidance beside
-# them; the package is taken from this folder. The server's tests, which need more, have no GPU part.
+# These use the python3 at hand, not the virtual environment: a GPU machine brings its own torch and
+# triton. They need pytest, hypothesis, click, rich, safetensors, transformers, msgspec and llguidance
+# beside them; the package is taken from this folder. The server's tests, which need more, have no GPU
+# part. Compiling kernels takes most of the time and happens on the CPU: with pytest-xdist several
+# processes share the GPU.
+GPU_TESTS := tests/ops tests/runner tests/failures $(addprefix tests/engine/test_, \
+	goldens.py invariance.py selection.py overlap.py kv_cache_dtype.py) tests/bench/test_timing.py tests/train
+GPU_WORKERS ?= 12
+GPU_PARALLEL = $$(python3 -c 'import xdist' 2>/dev/null && echo --numprocesses=$(GPU_WORKERS) --dist=worksteal)
+
 test-gpu: ## the GPU suite, with the torch and triton that `python3` already has
-	python3 -m pytest -m gpu tests/ops tests/runner tests/engine/test_goldens.py
+	OMP_NUM_THREADS=1 python3 -m pytest $(GPU_PARALLEL) -m gpu $(GPU_TESTS)
+
+# Memory is not pooled, so that every overrun of a tensor is one of its allocation. Kernels are
+# compiled once into Triton's cache: run test-gpu first, what compute-sanitizer runs is slow enough.
+SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --error-exitcode=1 --print-limit=20
+SANITIZER ?= compute-sanitizer
+SANITIZED := -m gpu tests/ops/test_every_op.py -k
+
+sanitize-gpu: ## memory errors and races in the kernels, by CUDA's compute-sanitizer
+	$(SANITIZE) --tool=memcheck python3 -m pytest $(SANITIZED) agrees_with_definition
+	$(SANITIZE) --tool=racecheck python3 -m pytest $(SANITIZED) 'landmark_attention or select_pages'
 
 lint: $(STAMP) ## ruff, mypy and the import layers
 	$(BIN)/ruff check .

@@ -1,9 +1,10 @@
-"""Settings of every test."""
+"""Settings of every test, and the device it computes on."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -14,3 +15,20 @@ if not torch.cuda.is_available():
 # A busy machine may take long over one example; the suite has its own time limits.
 settings.register_profile("cairn", deadline=None)
 settings.load_profile("cairn")
+
+
+# Of the session's scope: fixtures of a module, and hypothesis, take no narrower one.
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """A test that takes this runs on the CPU, and in the GPU suite on the GPU."""
+    name: str = request.param
+    return name
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is marked gpu is skipped where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

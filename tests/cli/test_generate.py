@@ -118,7 +118,8 @@ ENGINE = (
     "--dtype bfloat16 --device cpu --attention-backend hsa --max-model-len 4096 "
     "--kv-cache-memory 4GiB --page-size 64 --max-num-seqs 3 --chunked-prefill-size 100 --seed 5 "
     "--no-prefix-caching --hsa-topk 8 --hsa-selection-strategy head --hsa-layers 0-3,7 "
-    "--hsa-window-size 256 --hsa-lmk-id -1 --load-format random"
+    "--hsa-window-size 256 --hsa-lmk-id -1 --load-format random --disable-cuda-graph "
+    "--kv-cache-dtype fp8_e4m3"
 )
 
 
@@ -142,7 +143,14 @@ def test_every_engine_option(run, llms):
         "hsa_window_size": 256,
         "hsa_lmk_id": -1,
         "load_format": "random",
+        "disable_cuda_graph": True,
+        "kv_cache_dtype": "fp8_e4m3",
     }
+
+
+def test_a_share_instead_of_fixed_pages(run, llms):
+    assert run("generate", "--prompt", "x", "--gpu-memory-utilization", "0.5")[0] == 0
+    assert llms[0].options == {"gpu_memory_utilization": 0.5}
 
 
 def test_a_target_instead_of_a_fixed_chunk(run, llms):

@@ -38,13 +38,10 @@ def smallest_of(arguments: Arguments) -> int:
     return min(tensor.numel() for tensor in tensors_of(arguments))
 
 
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 INTERPRETED_CASES = 2
 """The interpreter takes seconds for what a device does in microseconds: it sees small cases."""
-DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=GPU)]
+ALWAYS_FLOAT32 = ("page_weights", "rotary_cos_sin")
+"""Ops on what is float32 in every model: weights of attention states, and angles."""
 OPS = [pytest.param(op, id=op.name) for op in all_ops()]
 CHOICES = [
     pytest.param(op, name, id=f"{op.name}-{name}")
@@ -64,7 +61,6 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op, name", CHOICES)
 def test_implementation_agrees_with_definition(op: Op[..., Any], name: str, device: str) -> None:
     implementation = op._named(name)
@@ -76,8 +72,41 @@ def test_implementation_agrees_with_definition(op: Op[..., Any], name: str, devi
         check(op, name, arguments)
 
 
-@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("op", OPS)
+def test_cases_know_bfloat16_where_they_know_float32(op: Op[..., Any]) -> None:
+    known = {
+        value if isinstance(value, torch.dtype) else value.dtype
+        for case in cases_of(op)
+        for value in (*case.args, *case.kwargs.values())
+        if isinstance(value, Tensor | torch.dtype)
+    }
+    assert torch.bfloat16 in known or op.family == "sampling" or op.name in ALWAYS_FLOAT32
+
+
+def in_float16(arguments: Arguments) -> Arguments:
+    """The same call with float16 wherever it has bfloat16."""
+
+    def half(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
+            return value.to(torch.float16)
+        return torch.float16 if value is torch.bfloat16 else value
+
+    kwargs = {name: half(value) for name, value in arguments.kwargs.items()}
+    return Arguments(tuple(half(value) for value in arguments.args), kwargs)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("op, name", [p for p in CHOICES if of_gpu(*p.values)])
+def test_kernel_agrees_with_definition_in_float16(op: Op[..., Any], name: str) -> None:
+    halves = [in_float16(case) for case in cases_of(op, "cuda") if has_half(case)]
+    for arguments in runnable(op._named(name), halves, "cuda"):
+        check(op, name, arguments)
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize(
+    "op, name", [p for p in CHOICES if of_gpu(*p.values) and "cudnn" not in p.values]
+)
 def test_kernel_agrees_with_definition_when_interpreted(op: Op[..., Any], name: str) -> None:
     implementation = op._named(name)
     cases = [case for case in cases_of(op) if not has_half(case) and smallest_of(case)]
