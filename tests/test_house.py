@@ -67,6 +67,7 @@ def modules_loaded_by(code: str) -> set[str]:
         COMMAND.format(["serve", "--help"]),
         COMMAND.format(["generate", "--help"]),
         COMMAND.format(["bench", "latency", "--help"]),
+        COMMAND.format(["eval", "needle", "--help"]),
     ],
 )
 def test_loads_no_torch(code):

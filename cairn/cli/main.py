@@ -12,10 +12,12 @@ import click
 from cairn.cli.bench import bench
 from cairn.cli.demo import demo
 from cairn.cli.doctor import doctor
+from cairn.cli.eval import evaluate
 from cairn.cli.generate import generate
 from cairn.cli.inspect import inspect
 from cairn.cli.ops import ops
 from cairn.cli.serve import serve
+from cairn.cli.train import train
 from cairn.errors import BadConfig, BadModel, BadRequest, CairnError
 from cairn.obs import log
 from cairn.version import __version__
@@ -41,7 +43,7 @@ def cairn(log_level: str | None) -> None:
     log.configure(log_level)
 
 
-for _command in (serve, generate, demo, inspect, doctor, ops, bench):
+for _command in (serve, generate, demo, inspect, doctor, ops, bench, evaluate, train):
     cairn.add_command(_command)
 
 

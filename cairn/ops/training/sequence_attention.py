@@ -1,0 +1,205 @@
+"""Attention of whole sequences, for training: window, selected pages, or all that came before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.landmark.select_pages import select_pages
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+from cairn.ops.training import launch
+
+
+@op
+def sequence_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lmk_q: Tensor | None,
+    summary_key: Tensor | None,
+    summary_bias: Tensor | None,
+    page_size: int,
+    window: int,
+    topk: int = 0,
+    softmax1: bool = False,
+    aligned: bool = True,
+    mask_landmarks: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention over sequences whose slot s lies in page s // S; differentiable.
+
+    A query at slot s sees the slots s - window + 1 .. s, the first of them aligned down to a page
+    start if `aligned`. With topk > 0 it also reads the pages that select_pages chooses (strategy
+    hils): page j weighs exp(u_j), u_j = d ** -0.5 * lmk_q . summary_key_j + summary_bias_j, shared
+    out among its slots but the last by the softmax of their logits. One softmax goes over the
+    window's logits, the u of the selected pages and, with softmax1, a zero whose share is lost
+    (HiLS-Attention). The choice of pages has no gradient.
+
+    Args:
+        q: [B, L, h_q, d], L a multiple of S.
+        k, v: [B, L, h_kv, d].
+        lmk_q: [B, L, h_q, d], None iff topk is 0, as are the next two.
+        summary_key: [B, L / S, h_q, d].
+        summary_bias: [B, L / S, h_q] float32.
+        page_size: S, >= 2.
+        window: slots, >= 1; L or more: all that came before.
+        topk: pages that a KV head selects.
+        softmax1: see above.
+        aligned: the window starts at a page; needed for topk > 0.
+        mask_landmarks: the last slot of a page is no key; needed for topk > 0.
+    Returns:
+        o [B, L, h_q, d] in q's dtype; page_mass [B, L, h_q] float32, the share of the softmax that
+        the selected pages have.
+    Raises:
+        ValueError: for options that contradict each other.
+    """
+    launch.check(q, lmk_q, page_size, window, topk, aligned and mask_landmarks)
+    length, heads, dim = q.shape[1:]
+    groups = k.shape[2]
+    slot = torch.arange(length, device=q.device)
+    kind = torch.promote_types(q.dtype, torch.float32)
+    keys, values = (x.to(kind).repeat_interleave(heads // groups, 2) for x in (k, v))
+    logits = torch.einsum("bshd,bthd->bhst", q.to(kind), keys) * dim**-0.5
+    first = slot - (window - 1)
+    if aligned:
+        first = first // page_size * page_size
+    is_key = torch.ones_like(slot, dtype=torch.bool)
+    if mask_landmarks:
+        is_key = slot % page_size != page_size - 1
+    visible = (slot <= slot[:, None]) & (slot >= first[:, None]) & is_key
+    parts = [logits.masked_fill(~visible, -torch.inf)]
+    if topk:
+        assert lmk_q is not None and summary_key is not None and summary_bias is not None
+        lse = parts[0].detach().logsumexp(-1).transpose(1, 2)
+        summary, rule = (lmk_q, summary_key, summary_bias), (page_size, window, topk)
+        parts.append(_page_logits(logits, summary, lse, groups, rule))
+    if softmax1:
+        parts.append(torch.zeros_like(logits[..., :1]))
+    share = torch.cat(parts, -1).softmax(-1)
+    weights = share[..., :length]
+    page_mass = torch.zeros_like(q[..., 0], dtype=kind)
+    if topk:
+        from_pages = share[..., length : 2 * length]
+        weights = weights + from_pages
+        page_mass = from_pages.sum(-1).transpose(1, 2)
+    o = torch.einsum("bhst,bthd->bshd", weights, values)
+    return o.to(q.dtype).contiguous(), page_mass.contiguous()
+
+
+def _page_logits(
+    logits: Tensor,
+    summary: tuple[Tensor, Tensor, Tensor],
+    lse: Tensor,
+    groups: int,
+    rule: tuple[int, int, int],
+) -> Tensor:
+    """Logits of the keys in selected pages, -inf for all others: [B, h_q, L, L].
+
+    Args:
+        logits: of all keys [B, h_q, L, L].
+        summary: lmk_q, summary_key, summary_bias.
+        lse: of the window [B, L, h_q].
+        groups: h_kv.
+        rule: page size, window, topk.
+    """
+    z, key, bias = summary
+    (batch, heads, length, _), pages, size = logits.shape, key.shape[1], rule[0]
+    with torch.no_grad():
+        chosen, _ = launch.select(select_pages.reference, z, key, bias, lse, groups, rule)
+    place = torch.where(chosen < 0, pages, chosen).long()
+    taken = torch.zeros(batch, length, groups, pages + 1, dtype=torch.bool, device=z.device)
+    taken = taken.scatter_(3, place, True)[..., :pages].repeat_interleave(heads // groups, 2)
+    u = torch.einsum("bshd,bphd->bhsp", z.to(logits.dtype), key.to(logits.dtype))
+    u = u * z.shape[3] ** -0.5 + bias.transpose(1, 2).unsqueeze(2)
+    u = u.masked_fill(~taken.transpose(1, 2), -torch.inf)
+    last = torch.arange(length, device=z.device) % size == size - 1
+    inside = logits.masked_fill(last, -torch.inf).unflatten(-1, (pages, size))
+    result: Tensor = (u.unsqueeze(-1) + inside.log_softmax(-1)).flatten(-2)
+    return result
+
+
+@sequence_attention.fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lmk_q: Tensor | None,
+    summary_key: Tensor | None,
+    summary_bias: Tensor | None,
+    page_size: int,
+    window: int,
+    topk: int = 0,
+    softmax1: bool = False,
+    aligned: bool = True,
+    mask_landmarks: bool = True,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@sequence_attention.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda q, k, v, lmk_q, key, bias, page_size, *args, **kwargs: launch.accepts(q, page_size),
+)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lmk_q: Tensor | None,
+    summary_key: Tensor | None,
+    summary_bias: Tensor | None,
+    page_size: int,
+    window: int,
+    topk: int = 0,
+    softmax1: bool = False,
+    aligned: bool = True,
+    mask_landmarks: bool = True,
+) -> tuple[Tensor, Tensor]:
+    launch.check(q, lmk_q, page_size, window, topk, aligned and mask_landmarks)
+    rule = launch.Rule(page_size, window, topk, softmax1, aligned, mask_landmarks)
+    return launch.attend(q, k, v, lmk_q, summary_key, summary_bias, rule)
+
+
+sequence_attention.tolerance(
+    {torch.bfloat16: (1.6e-2, 2e-2)},
+    "probabilities are rounded to bfloat16 where they meet the values",
+)
+
+
+@sequence_attention.cases
+def _(make: Make) -> Cases:
+    for dtype, groups, group, length in (
+        (torch.float32, 2, 4, 96),
+        (torch.bfloat16, 2, 3, 64),
+    ):
+        heads, size = groups * group, 16
+        pages = length // size
+        q = make.randn(2, length, heads, 16, dtype=dtype)
+        k, v = (make.randn(2, length, groups, 16, dtype=dtype) for _ in range(2))
+        # Fourths: scores that rounding cannot bring into another order.
+        z, key = (make.randint(-8, 9, 2, n, heads, 16).to(dtype) / 4 for n in (length, pages))
+        bias = make.randint(0, 9, 2, pages, heads).float() / 4
+        yield make.args(q, k, v, z, key, bias, size, 20, 2, True)
+        yield make.args(q, k, v, z, key, bias, size, 17, pages, False)
+        yield make.args(q, k, v, None, None, None, size, 21, aligned=False, mask_landmarks=False)
+
+
+@sequence_attention.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        size, dim = layer.page_size, layer.head_dim
+        pages = min(rows, 8192 // size)
+        length = pages * size
+        q, z = (draw.randn(1, length, layer.heads, dim) for _ in range(2))
+        k, v = (draw.randn(1, length, layer.kv_heads, dim) for _ in range(2))
+        key = draw.randn(1, pages, layer.heads, dim)
+        bias = draw.randn(1, pages, layer.heads, dtype=torch.float32)
+        read = min(length, layer.window + layer.topk * size)
+        yield Point(
+            f"{layer.name}: {length} slots",
+            draw.args(q, k, v, z, key, bias, size, layer.window, layer.topk, True),
+            moved(q, q, z, k, v, key),
+            4.0 * q.numel() * read,
+        )

@@ -1,0 +1,1 @@
+"""Trains small HiLS models from scratch, and writes them as folders the engine serves."""

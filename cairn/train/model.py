@@ -1,0 +1,350 @@
+"""The model as training sees it: whole sequences, differentiable, parameters in published names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cairn import ops
+from cairn.errors import BadConfig
+from cairn.models.decoder import build_rotary
+from cairn.models.spec import HilsSpec, LayerSpec, ModelSpec
+from cairn.models.weight_map import weight_map
+from cairn.train.tasks import ANSWER
+
+PLAIN_PAGE = 64
+"""Page size of a model without pages: any divides the sequences alike."""
+
+
+class Norm(nn.Module):
+    """w * x / sqrt(mean(x^2) + eps) over the last dimension, statistics in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] -> the same shape and dtype."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale * self.weight).to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """A matrix kept in float32 and multiplied in the input's dtype."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return functional.linear(x, self.weight.to(x.dtype))
+
+
+def rotated(heads: Tensor, cos_sin: Tensor | None) -> Tensor:
+    """heads [T, h, d] rotated by cos_sin [T, d]; pairs are (c, c + d / 2)."""
+    if cos_sin is None:
+        return heads
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
+    a, b = heads.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(heads.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of one layer, with the modules that a checkpoint names."""
+
+    def __init__(self, spec: ModelSpec, layer: LayerSpec) -> None:
+        super().__init__()
+        hidden, dim = spec.hidden_size, spec.head_dim
+        self.q_proj = Linear(hidden, spec.num_heads * dim)
+        self.k_proj = Linear(hidden, spec.num_kv_heads * dim)
+        self.v_proj = Linear(hidden, spec.num_kv_heads * dim)
+        self.o_proj = Linear(spec.num_heads * dim, hidden)
+        self.q_norm, self.k_norm = Norm(dim, layer.qk_eps), Norm(dim, layer.qk_eps)
+        self.hils: HilsSpec | None = spec.hils if layer.kind == "hils" else None
+        if self.hils is not None:
+            rank = self.hils.lora_rank
+            self.lmk_q_proj = nn.Sequential(
+                Linear(hidden, rank), Linear(rank, spec.num_heads * dim)
+            )
+            self.lmk_q_norm = Norm(dim, layer.qk_eps)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        hidden, inter = spec.hidden_size, spec.intermediate_size
+        self.gate_proj, self.up_proj = Linear(hidden, inter), Linear(hidden, inter)
+        self.down_proj = Linear(inter, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> the same shape."""
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """One block, in the two halves between which its attention runs.
+
+    Args:
+        spec: the model.
+        layer: its entry for this layer.
+        page_size: S.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, page_size: int) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(spec.hidden_size, spec.eps)
+        self.self_attn = Attention(spec, layer)
+        self.post_attention_layernorm = Norm(spec.hidden_size, spec.eps)
+        self.mlp = MLP(spec)
+        self.dim, self.groups, self.page_size = spec.head_dim, spec.num_kv_heads, page_size
+
+    def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, ...]:
+        """x [T, hidden], whole pages -> q, k, v [T, h, d]; in a landmark layer also the landmark
+        query z [T, h_q, d] and the pages' summaries, key [T / S, h_q, d] and bias [T / S, h_q]."""
+        own = self.self_attn
+        x = self.input_layernorm(x)
+        raw = own.q_proj(x)
+        q, k, v = (y.unflatten(-1, (-1, self.dim)) for y in (raw, own.k_proj(x), own.v_proj(x)))
+        q, k = rotated(own.q_norm(q), cos_sin), rotated(own.k_norm(k), cos_sin)
+        if own.hils is None:
+            return q, k, v
+        # The raw query projection is added to the low-rank form, before any norm.
+        z = (own.lmk_q_proj(x) + raw).unflatten(-1, (-1, self.dim))
+        z = rotated(own.lmk_q_norm(z), cos_sin)
+        return q, k, v, z, *self._summaries(k, z)
+
+    def _summaries(self, k: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys of each page pooled by its landmark's query, and the pooling's entropy."""
+        keys = k.unflatten(0, (-1, self.page_size))[:, :-1]
+        query = z.unflatten(0, (-1, self.page_size))[:, -1].unflatten(1, (self.groups, -1))
+        logits = torch.einsum("ngmd,nsgd->ngms", query, keys).float() * self.dim**-0.5
+        logs = logits.log_softmax(-1)
+        p = logs.exp()
+        key = torch.einsum("ngms,nsgd->ngmd", p.to(k.dtype), keys)
+        return key.flatten(1, 2), -(p * logs).sum(-1).flatten(1, 2)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The residual stream after attention's output [T, h_q d] and the MLP."""
+        x = x + self.self_attn.o_proj(attended)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What a forward pass gives for the user's tokens.
+
+    Attributes:
+        hidden: [B, U, hidden], after the final norm.
+        page_mass: [B, U] float32, mean over landmark layers and heads of the share of attention
+            that selected pages have.
+    """
+
+    hidden: Tensor
+    page_mass: Tensor
+
+
+class Body(nn.Module):
+    """Embedding, layers and final norm, with the modules that a checkpoint names."""
+
+    def __init__(self, spec: ModelSpec, page_size: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(spec.embedding_rows, spec.hidden_size)
+        self.layers = nn.ModuleList(Layer(spec, layer, page_size) for layer in spec.layers)
+        self.norm = Norm(spec.hidden_size, spec.eps)
+
+
+class TrainedModel(nn.Module):
+    """A HiLS model, or its dense twin.
+
+    Args:
+        spec: what the model is.
+        seed: of the initial weights.
+
+    Raises:
+        BadConfig: a model of the family that is not trained here.
+    """
+
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        super().__init__()
+        _check(spec)
+        self.spec = spec
+        self.page_size = spec.chunk_size or PLAIN_PAGE
+        self.model = Body(spec, self.page_size)
+        if not spec.tied:
+            self.lm_head = Linear(spec.hidden_size, spec.head_rows)
+        self._rotaries = [
+            None if layer.rotary is None else build_rotary(layer.rotary) for layer in spec.layers
+        ]
+        self._angles: dict[tuple[int, int], list[Tensor | None]] = {}
+        self._project: Callable[..., tuple[Tensor, ...]] = Layer.project
+        self._finish: Callable[..., Tensor] = Layer.finish
+        self._initialise(seed)
+
+    def _initialise(self, seed: int) -> None:
+        """Matrices keep the variance of their input; what adds to the residual starts small."""
+        generator = torch.Generator().manual_seed(seed)
+        small = ("o_proj.weight", "down_proj.weight", "lmk_q_proj.1.weight")
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                if weight.dim() < 2:
+                    continue
+                scale = 0.02 if "embed" in name else weight.shape[1] ** -0.5
+                scale *= 0.1 if name.endswith(small) else 1.0
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+
+    def compile_halves(self) -> None:
+        """Fuse what lies between products (torch.compile); attention stays a call of its own."""
+        # Plain and landmark layers, and each number of slots in a step, are programs of their own.
+        torch._dynamo.config.recompile_limit = 64
+        self._project = torch.compile(Layer.project, dynamic=False)
+        self._finish = torch.compile(Layer.finish, dynamic=False)
+
+    def slots(self, ids: Tensor) -> Tensor:
+        """ids [B, U] with a landmark after every S - 1 of them: [B, L]; U is whole pages."""
+        if not self.spec.landmarks:
+            return ids
+        pages = ids.unflatten(1, (-1, self.page_size - 1))
+        landmark = torch.full_like(pages[..., :1], self.spec.landmark_id)
+        slots: Tensor = torch.cat([pages, landmark], -1).flatten(1)
+        return slots
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """x [B, L, ...] at the user's tokens: [B, U, ...]."""
+        if not self.spec.landmarks:
+            return x
+        pages: Tensor = x.unflatten(1, (-1, self.page_size))
+        return pages[:, :, :-1].flatten(1, 2)
+
+    def angles(self, batch: int, length: int) -> list[Tensor | None]:
+        """Every layer's [cos | sin] [batch * length, d]; computed once, so that no graph is
+        captured around the computation."""
+        device = self.model.norm.weight.device
+        if (batch, length) not in self._angles:
+            slot = torch.arange(length, device=device)
+            # A landmark has the position of the next user token.
+            position = slot - slot // self.page_size if self.spec.landmarks else slot
+            self._angles[batch, length] = [
+                None if rotary is None else rotary.cos_sin(position, torch.float32).repeat(batch, 1)
+                for rotary in self._rotaries
+            ]
+        return self._angles[batch, length]
+
+    def forward(self, ids: Tensor, topk: int, dtype: torch.dtype) -> Forward:
+        """Run whole sequences.
+
+        Args:
+            ids: [B, U], U whole pages less their landmarks.
+            topk: pages a query selects.
+            dtype: of the computation; parameters stay float32.
+        """
+        slots = self.slots(ids)
+        batch, length = slots.shape
+        x = functional.embedding(slots.flatten(), self.model.embed_tokens.weight).to(dtype)
+        masses = []
+        layers = zip(self.model.layers, self.spec.layers, self.angles(batch, length), strict=True)
+        for layer, spec, cos_sin in layers:
+            parts = self._project(layer, x, cos_sin)
+            attended, mass = self._attend(spec, batch, parts, topk)
+            if spec.kind == "hils":
+                masses.append(mass.mean(-1))
+            x = self._finish(layer, x, attended.flatten(0, 1).flatten(1))
+        hidden = self.tokens(self.model.norm(x).unflatten(0, (batch, length)))
+        mass = torch.stack(masses).mean(0) if masses else x.new_zeros(batch, length).float()
+        return Forward(hidden, self.tokens(mass))
+
+    def _attend(
+        self, spec: LayerSpec, batch: int, parts: tuple[Tensor, ...], topk: int
+    ) -> tuple[Tensor, Tensor]:
+        own: list[Tensor | None] = [part.unflatten(0, (batch, -1)) for part in parts]
+        own += [None] * (6 - len(own))
+        q, k, v, z, key, bias = own
+        assert q is not None and k is not None and v is not None
+        if spec.kind == "hils":
+            assert spec.window is not None and self.spec.hils is not None
+            softmax1 = self.spec.hils.softmax1
+            return ops.sequence_attention(
+                q, k, v, z, key, bias, self.page_size, spec.window, topk, softmax1
+            )
+        window = spec.window or q.shape[1]
+        return ops.sequence_attention(
+            *(q, k, v, None, None, None, self.page_size, window),
+            aligned=False,
+            mask_landmarks=spec.mask_landmarks and self.spec.landmarks,
+        )
+
+    @property
+    def table(self) -> Tensor:
+        """[V, hidden], the output head."""
+        weight = self.model.embed_tokens.weight if self.spec.tied else self.lm_head.weight
+        return weight[: self.spec.vocab_size]
+
+
+def losses(
+    hidden: Tensor, table: Tensor, page_mass: Tensor, targets: Tensor, classes: Tensor
+) -> Tensor:
+    """Means over the tokens that they concern: float32 [4].
+
+    Args:
+        hidden: [T, hidden]; table: [V, hidden]; page_mass: [T] float32.
+        targets: [T] int64, the next tokens; classes: [T], of the next tokens.
+    Returns:
+        Cross-entropy of text and of answers in nats, share of the answers' tokens that are right,
+        page mass where text is predicted.
+    """
+    logits = functional.linear(hidden, table.to(hidden.dtype)).float()
+    cross = functional.cross_entropy(logits, targets, reduction="none")
+    text, answer = (classes == 0).float(), (classes == ANSWER).float()
+    texts, answers = text.sum().clamp(min=1), answer.sum().clamp(min=1)
+    right = (logits.argmax(-1) == targets).float()
+    return torch.stack(
+        [
+            (cross * text).sum() / texts,
+            (cross * answer).sum() / answers,
+            (right * answer).sum() / answers,
+            (page_mass * text).sum() / texts,
+        ]
+    )
+
+
+def _check(spec: ModelSpec) -> None:
+    """Refuse what this module does not compute, by its names in config.json."""
+    hils = spec.hils
+    wrong = {
+        "model_type": spec.architecture != "qwen_hils",
+        "enable_external_lmk_embed": spec.external_landmark,
+        "attention_bias": any(layer.bias for layer in spec.layers),
+        "layerwise_qk_norm": any(layer.qk_norm != "head" for layer in spec.layers),
+        "use_hope": any(layer.rotary and layer.rotary.rounded for layer in spec.layers),
+        "insert_landmarks": hils is not None and not spec.landmarks,
+    }
+    if hils is not None:
+        wrong |= {
+            "enable_prior_query": hils.summary != "prior" or not hils.bias,
+            "shared_q_c": hils.shared_query,
+            "compressed_lmk_k": hils.group_query,
+            "enable_lmk_q_proj": hils.lmk_q != "lora" or hils.shared_lmk_q_norm,
+            "layerwise_lmkq_norm": hils.lmk_q_norm != "head",
+        }
+    found = [name for name, is_wrong in wrong.items() if is_wrong]
+    if found:
+        raise BadConfig(
+            f"config: {found[0]} has a value that is served but not trained here",
+            "Start from the config of a shipped recipe",
+        )
+
+
+def check_names(model: TrainedModel) -> None:
+    """Raise AssertionError unless the parameters are exactly the tensors of a checkpoint."""
+    wanted = {name: t.shape for name, t in weight_map(model.spec).items() if t.target is not None}
+    found = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    assert found == wanted, set(found.items()) ^ set(wanted.items())
