@@ -190,9 +190,12 @@ class Runner:
         if watched:
             batch.watch = torch.as_tensor(last[watched], device=batch.slot.device)
         hidden = self.model(batch)
-        index, row = send((last, np.array([w.row for w in works], dtype=np.int64)), hidden.device)
-        choice = self.sampler.sample(self.model.logits(hidden[index]), works)
-        self.rows.remember(row, choice.tokens)
+        choice = Choice(hidden.new_empty(0, dtype=torch.int64), {})
+        if works:
+            numbers = last, np.array([work.row for work in works], dtype=np.int64)
+            index, row = send(numbers, hidden.device)
+            choice = self.sampler.sample(self.model.logits(hidden[index]), works)
+            self.rows.remember(row, choice.tokens)
         reads = selections(batch.reads, len(watched)) if watched else []
         prompt = tuple(
             self._prompt_logprobs(hidden, work, int(layout.start[i]))

@@ -310,3 +310,13 @@ def test_after_shutdown_the_model_is_gone(token_folder):
     llm.shutdown()
     with pytest.raises(AttributeError):
         llm.generate({"prompt_token_ids": [5]})
+
+
+def test_chunks_that_choose_no_token_have_no_logits(token_folder, monkeypatch):
+    llm = LLM(token_folder, kv_cache_memory="1MiB", chunked_prefill_size=16)
+    model = llm.engine.runner.model
+    rows, logits = [], model.logits
+    monkeypatch.setattr(model, "logits", lambda h: rows.append(len(h)) or logits(h))
+    llm.generate([{"prompt_token_ids": ids(1, 100)}], SamplingParams(temperature=0, max_tokens=2))
+    assert llm.stats().steps > 3
+    assert rows == [1, 1]
