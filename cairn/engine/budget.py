@@ -13,7 +13,7 @@ observation counts by its relative error, so that a faster machine needs no othe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cairn.runner.step import RowWork
@@ -58,14 +58,6 @@ class Load:
             self.chunks += 1
             self.tokens += count
             self.context += count * work.first + count * (count - 1) // 2
-
-    @classmethod
-    def of(cls, works: Iterable[RowWork]) -> Load:
-        """The load of a step's work."""
-        load = cls()
-        for work in works:
-            load.add(work)
-        return load
 
 
 class StepTimes:

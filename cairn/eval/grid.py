@@ -139,6 +139,9 @@ def run_ruler(plan: RulerPlan, keep: Callable[[Record], object]) -> Iterator[Rec
     with plan.source.open() as subject:
         for length in plan.lengths:
             subject.check(length)
+        # A length that is too short for a task is refused before anything is asked.
+        for task in plan.tasks:
+            next(ruler.cases(task, min(plan.lengths), 1, plan.seed, subject.count))
         for length in plan.lengths:
             for task in plan.tasks:
                 made = list(ruler.cases(task, length, plan.samples, plan.seed, subject.count))

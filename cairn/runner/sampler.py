@@ -48,34 +48,31 @@ class _Table:
     """The numbers of all rows as arrays, so that a step takes those of its rows at once.
 
     Attributes:
-        draws: as in Draws; `number` is the step's and stays unused here.
+        temperature, top_k, top_p, min_p, seed: see Draws.
         plain_from: tokens from which on the logits of the row are taken as they come and nothing
             but the token is reported.
     """
 
     def __init__(self, num_rows: int) -> None:
-        self.draws = Draws(
-            np.zeros(num_rows, dtype=np.float32),
-            np.zeros(num_rows, dtype=np.int64),
-            np.zeros(num_rows, dtype=np.float32),
-            np.zeros(num_rows, dtype=np.float32),
-            np.zeros(num_rows, dtype=np.int64),
-            np.zeros(num_rows, dtype=np.int64),
-        )
+        self.temperature = np.zeros(num_rows, dtype=np.float32)
+        self.top_k = np.zeros(num_rows, dtype=np.int64)
+        self.top_p = np.zeros(num_rows, dtype=np.float32)
+        self.min_p = np.zeros(num_rows, dtype=np.float32)
+        self.seed = np.zeros(num_rows, dtype=np.int64)
         self.plain_from = np.zeros(num_rows, dtype=np.int64)
 
     def fill(self, opened: RowOpen, vocab_size: int) -> None:
         """Write the row's numbers."""
-        row, p, draws = opened.row, opened.params, self.draws
+        row, p = opened.row, opened.params
         adjusted = p.penalized or p.logit_bias or p.grammar is not None
         never = np.iinfo(np.int64).max
         self.plain_from[row] = never if adjusted or p.logprobs is not None else p.min_tokens
         # A greedy row among others keeps its largest logit alone.
         coldest, hottest = FLOAT32.tiny, FLOAT32.max
-        draws.temperature[row] = 0.0 if p.greedy else _within(p.temperature, coldest, hottest)
-        draws.top_k[row] = min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size
-        draws.top_p[row], draws.min_p[row] = p.top_p, p.min_p
-        draws.seed[row] = _signed(opened.seed)
+        self.temperature[row] = 0.0 if p.greedy else _within(p.temperature, coldest, hottest)
+        self.top_k[row] = min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size
+        self.top_p[row], self.min_p[row] = p.top_p, p.min_p
+        self.seed[row] = _signed(opened.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +132,13 @@ class Sampler:
     def draws(self, works: Sequence[RowWork]) -> Draws | None:
         """How the works draw; None: all take their most likely token."""
         row = np.array([work.row for work in works], dtype=np.int64)
-        every = self._table.draws
-        if not every.temperature[row].any():
+        table = self._table
+        if not table.temperature[row].any():
             return None
         number = np.array([work.output_index for work in works], dtype=np.int64)
         return Draws(
-            *(every.temperature[row], every.top_k[row], every.top_p[row], every.min_p[row]),
-            *(every.seed[row], number),
+            *(table.temperature[row], table.top_k[row], table.top_p[row], table.min_p[row]),
+            *(table.seed[row], number),
         )
 
     def sample(self, logits: Tensor, works: Sequence[RowWork]) -> Choice:

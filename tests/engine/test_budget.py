@@ -186,7 +186,9 @@ class Machine:
         core.executor, core.clock = self, lambda: self.now
 
     def launch(self, plan: StepPlan) -> Launched:
-        load = Load.of(plan.work)
+        load = Load()
+        for work in plan.work:
+            load.add(work)
         seconds = self.cost(load)
         self.free = max(self.now, self.free) + seconds
         self.steps.append((load, seconds))

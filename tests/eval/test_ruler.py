@@ -93,3 +93,11 @@ def test_a_server_is_scored(served):
     assert all(r["asked"] == 3 and 0 <= r["low"] <= r["score"] <= r["high"] for r in records)
     table = ruler_table(records)
     assert list(table.columns[1].cells) == ["75.0", "0.0", "37.5"]
+
+
+def test_a_length_too_short_for_a_task_is_refused_before_anything_is_asked(served):
+    kept = []
+    plan = RulerPlan(served, ("niah_multivalue", "cwe"), (1800, 300), samples=1)
+    with pytest.raises(BadRequest, match="300 tokens are too few for the task 'cwe'"):
+        list(run_ruler(plan, kept.append))
+    assert kept == []
