@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     metavar="NAME|FILE",
     default="embedded",
     show_default=True,
-    help="embedded (the model in the package), dense (its dense twin), or a recipe file.",
+    help="embedded (7.6 million parameters), dense (its dense twin), or a recipe file.",
 )
 @click.option(
     "--output",

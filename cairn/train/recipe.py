@@ -197,7 +197,7 @@ def dense_config() -> dict[str, Any]:
 
 
 def embedded() -> Recipe:
-    """The recipe of the model in the package."""
+    """A model of 7.6 million parameters, small enough to ship in a package."""
     return Recipe(
         config=embedded_config(),
         steps=9000,
@@ -214,7 +214,7 @@ def embedded() -> Recipe:
 
 
 def dense() -> Recipe:
-    """The dense twin of the embedded model, trained on the same data."""
+    """The dense twin of `embedded`, trained on the same data."""
     return replace(embedded(), config=dense_config(), page_weight=0.0)
 
 
