@@ -39,7 +39,7 @@ def test_a_small_engine_is_warmed_up_within_its_limits(options):
 def test_fifty_lengths_compile_nothing(dtype, monkeypatch):
     runtime = pytest.importorskip("triton").knobs.runtime
     options = {"device": "cuda", "dtype": dtype, "kv_cache_memory": "256MiB", "max_num_seqs": 4}
-    built = engine(CASE, max_model_len=5000, **options)
+    built = engine(CASE, max_model_len=4096, **options)
     compiled: list[str] = []
     monkeypatch.setattr(runtime, "jit_cache_hook", lambda **k: compiled.append(k["fn"].name))
     warm_up(built)

@@ -297,6 +297,56 @@ def _(
     return select_launch.select(job, few=False)
 
 
+def _group_on_gpu(
+    lmk_q: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    lse: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    window: int,
+    topk: int,
+    scale: float | None = None,
+    strategy: str = "hils",
+    num_kv_heads: int | None = None,
+) -> bool:
+    groups = min(lmk_q.shape[1], num_kv_heads or summary_key.shape[1])
+    return (
+        strategy == "group"
+        and summary_key.shape[1] == groups
+        and select_launch.accepts(lmk_q, summary_key, page_table, groups, topk)
+    )
+
+
+@select_pages.implementation("triton_group", devices=gpu.DEVICES, when=_group_on_gpu)
+def _(
+    lmk_q: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    lse: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    window: int,
+    topk: int,
+    scale: float | None = None,
+    strategy: str = "hils",
+    num_kv_heads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One head a group, its queries' sum: in float32, which only the kernels for few tokens take."""
+    groups = min(lmk_q.shape[1], num_kv_heads or summary_key.shape[1])
+    summed = lmk_q.float().unflatten(1, (groups, -1)).sum(dim=2)
+    scale = lmk_q.shape[2] ** -0.5 if scale is None else scale
+    job = _selection(
+        *(summed, summary_key, summary_bias, lse, row, slot, page_table, page_size, window, topk),
+        *(scale, "head", groups),
+    )
+    return select_launch.select(job, few=True)
+
+
 @select_pages.cases
 def _(make: Make) -> Cases:
     for dtype, size, groups, group in (
