@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 @click.option(
     "--data",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of text or code.  [default: Python's standard library]",
+    multiple=True,
+    help="Folder of text or code; repeatable.  [default: the sources of Python and of its "
+    "installed packages]",
 )
 @click.option("--seed", type=int, help="Of weights, data and facts, instead of the recipe's.")
 @click.option("--device", metavar="NAME", default="auto", show_default=True, help="cpu or cuda.")
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 def train(
     recipe: str,
     output: Path,
-    data: Path | None,
+    data: tuple[Path, ...],
     seed: int | None,
     device: str,
     max_minutes: float | None,

@@ -1,14 +1,15 @@
-"""Training batches: slices of a folder's text with facts hidden in them and questions for them.
+"""Training batches: slices of folders' text with facts hidden in them and questions for them.
 
 Batch number `step` follows from the seed and the step alone, so that a run can go on from anywhere.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -23,6 +24,8 @@ from cairn.train.tokens import Array, Vocabulary, make_vocabulary
 SUFFIXES = frozenset(
     ".c .cc .cfg .cpp .css .go .h .html .java .js .json .md .py .rs .rst .sh .toml .ts .txt".split()
 )
+PYTHON_SUFFIXES = frozenset((".md", ".py", ".rst", ".txt"))
+"""What is read of installed packages: Python and prose, not their headers and tables."""
 SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 HELD_OUT = 40
 """One file of so many is never trained on."""
@@ -36,7 +39,7 @@ _Line: TypeAlias = tuple[Array, Array]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The text of a folder as tokens.
+    """The text of folders as tokens.
 
     Attributes:
         train, held_out: [n] ids.
@@ -67,16 +70,16 @@ class Batch:
     topk: int
 
 
-def standard_library() -> Path:
-    """The folder that is read if none is given."""
-    return Path(sysconfig.get_path("stdlib"))
+def installed_sources() -> tuple[Path, ...]:
+    """The folders that are read if none is given: the standard library, the installed packages."""
+    return Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
 
 
-def read_files(folder: Path) -> Iterator[tuple[str, str]]:
+def read_files(folder: Path, suffixes: Set[str] = SUFFIXES) -> Iterator[tuple[str, str]]:
     """Name and text of every UTF-8 text file below a folder, in a fixed order."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if path.suffix not in SUFFIXES or SKIPPED.intersection(name.parts) or not path.is_file():
+        if path.suffix not in suffixes or SKIPPED.intersection(name.parts) or not path.is_file():
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -86,22 +89,25 @@ def read_files(folder: Path) -> Iterator[tuple[str, str]]:
             yield name.as_posix(), text.replace("\r", "") + "\n"
 
 
-def load_corpus(folder: Path, tokenizer: str | int, longest: int) -> tuple[Corpus, Vocabulary]:
-    """Read a folder and make the recipe's tokenizer for it.
+def load_corpus(
+    folders: Sequence[Path], tokenizer: str | int, longest: int
+) -> tuple[Corpus, Vocabulary]:
+    """Read folders and make the recipe's tokenizer for them.
 
     Args:
-        folder: of text or code.
+        folders: of text or code; none: `installed_sources`.
         tokenizer: as in Recipe.
         longest: tokens that the longest sequence takes from it.
 
     Raises:
         BadConfig: no such folder, or too little text in it.
     """
-    if not folder.is_dir():
-        raise BadConfig(f"{folder} is not a folder", "Give a folder of text or code")
+    for folder in folders:
+        if not folder.is_dir():
+            raise BadConfig(f"{folder} is not a folder", "Give a folder of text or code")
     parts: dict[bool, list[str]] = {False: [], True: []}
     files = characters = checksum = 0
-    for name, text in read_files(folder):
+    for name, text in _read(folders):
         files += 1
         characters += len(text)
         checksum = zlib.crc32(text.encode(), checksum)
@@ -115,11 +121,19 @@ def load_corpus(folder: Path, tokenizer: str | int, longest: int) -> tuple[Corpu
         train, held_out = whole[: max(0, cut)], whole[max(0, cut) :]
     if len(train) <= longest:
         raise BadConfig(
-            f"{folder} holds {len(train) + len(held_out)} tokens in {files} files, "
+            f"the data hold {len(train) + len(held_out)} tokens in {files} files, "
             f"and a sequence takes {longest}",
-            "Give a folder with more text",
+            "Give folders with more text",
         )
     return Corpus(train, held_out, files, characters, f"{checksum:08x}"), vocabulary
+
+
+def _read(folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    if folders:
+        return itertools.chain.from_iterable(read_files(folder) for folder in folders)
+    return itertools.chain.from_iterable(
+        read_files(folder, PYTHON_SUFFIXES) for folder in installed_sources()
+    )
 
 
 def _encoded(vocabulary: Vocabulary, texts: list[str]) -> Array:

@@ -167,7 +167,7 @@ def embedded_config() -> dict[str, Any]:
         "full_attn_interleave": 1,
         "hils_sliding_window": 256,
         "chunk_size": 64,
-        "hils_topk": 8,
+        "hils_topk": 16,
         "insert_landmarks": True,
         "adjust_lmk_pos": True,
         "enable_lmk_q_proj": True,
@@ -200,16 +200,19 @@ def embedded() -> Recipe:
     """A model of 7.6 million parameters, small enough to ship in a package."""
     return Recipe(
         config=embedded_config(),
-        steps=9000,
+        steps=11000,
         stages=(
             # Every page is selected at first: each of them then learns how it is found.
-            Stage(0.10, 1024, 32, (16,), 0.9),
-            Stage(0.20, 2048, 16, (8, 16), 0.7),
-            Stage(0.40, 4096, 8, (8, 16), 0.5),
-            Stage(0.15, 16384, 2, (8,), 0.5),
-            Stage(0.15, 32768, 1, (8,), 0.5),
+            Stage(0.08, 1024, 32, (16,), 0.9),
+            Stage(0.12, 2048, 16, (8, 16), 0.7),
+            Stage(0.34, 4096, 8, (8, 16), 0.5),
+            Stage(0.12, 16384, 2, (8,), 0.5),
+            # Among many pages early enough to learn from it: what to leave alone.
+            Stage(0.08, 65536, 1, (8,), 0.5),
+            Stage(0.14, 32768, 1, (8,), 0.5),
+            Stage(0.12, 65536, 1, (8,), 0.5),
         ),
-        page_weight=0.02,
+        page_weight=0.15,
     )
 
 

@@ -24,7 +24,7 @@ from cairn.train.checkpoint import (
     save_state,
     write_run,
 )
-from cairn.train.data import Batch, Batches, Corpus, load_corpus, standard_library
+from cairn.train.data import Batch, Batches, Corpus, load_corpus
 from cairn.train.model import PLAIN_PAGE, TrainedModel
 from cairn.train.recipe import Recipe
 from cairn.train.step import METRICS, TrainStep
@@ -45,14 +45,14 @@ class Run:
 
     Attributes:
         output: folder of the state and of the model.
-        data: folder of text or code; None: Python's standard library.
+        data: folders of text or code; none: the sources of Python and of its installed packages.
         device: "auto", "cpu" or "cuda".
         dtype: of the computation; None: bfloat16 on a GPU, float32 elsewhere.
         max_seconds: stop after so long, with a state to go on from; None: never.
     """
 
     output: Path
-    data: Path | None = None
+    data: tuple[Path, ...] = ()
     device: str = "auto"
     dtype: torch.dtype | None = None
     max_seconds: float | None = None
@@ -100,8 +100,7 @@ def train(recipe: Recipe, run: Run, report: Callable[[Line], None]) -> Outcome:
             )
     own = size - 1 if spec.landmarks else size
     longest = max(stage.length for stage in recipe.stages) // size * own + 1
-    data = standard_library() if run.data is None else run.data
-    corpus, vocabulary = load_corpus(data, recipe.tokenizer, longest)
+    corpus, vocabulary = load_corpus(run.data, recipe.tokenizer, longest)
     if vocabulary.size != spec.vocab_size:
         spec = load_spec({**recipe.config, "vocab_size": vocabulary.size})
     model = TrainedModel(spec, recipe.seed).to(device)

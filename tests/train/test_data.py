@@ -18,7 +18,7 @@ PAGE = (15, 16)
 
 @pytest.fixture
 def batches(library, recipe) -> Batches:
-    return Batches(recipe, *load_corpus(library, recipe.tokenizer, 300), PAGE)
+    return Batches(recipe, *load_corpus([library], recipe.tokenizer, 300), PAGE)
 
 
 def test_a_batch_follows_from_seed_and_step(batches, recipe):
@@ -62,7 +62,7 @@ def test_text_is_what_is_left_of_the_lines(batches):
 
 
 def test_held_out_files_are_not_trained_on(library, recipe):
-    corpus, _ = load_corpus(library, recipe.tokenizer, 300)
+    corpus, _ = load_corpus([library], recipe.tokenizer, 300)
     texts = [text.encode() for _, text in read_files(library)]
     held = [text for text in texts if text in bytes(corpus.held_out)]
     trained = [text for text in texts if text in bytes(corpus.train)]
@@ -74,7 +74,7 @@ def test_held_out_files_are_not_trained_on(library, recipe):
 def test_a_folder_without_enough_text_is_refused(tmp_path, recipe):
     (tmp_path / "a.txt").write_text("short\n")
     (tmp_path / "b.bin").write_bytes(b"\xff" * 10_000)
-    with pytest.raises(BadConfig, match="holds 7 tokens in 1 files"):
-        load_corpus(tmp_path, recipe.tokenizer, 300)
+    with pytest.raises(BadConfig, match="hold 7 tokens in 1 files"):
+        load_corpus([tmp_path], recipe.tokenizer, 300)
     with pytest.raises(BadConfig, match="not a folder"):
-        load_corpus(tmp_path / "none", recipe.tokenizer, 300)
+        load_corpus([tmp_path / "none"], recipe.tokenizer, 300)

@@ -23,7 +23,7 @@ from cairn.train.step import METRICS
 def go(library: Path, tmp_path: Path) -> Callable[..., tuple[Outcome, list[Line]]]:
     def call(recipe: Recipe, name: str = "out", **options) -> tuple[Outcome, list[Line]]:
         lines: list[Line] = []
-        run = Run(tmp_path / name, library, "cpu", **options)
+        run = Run(tmp_path / name, (library,), "cpu", **options)
         return train(recipe, run, lines.append), lines
 
     return call
@@ -64,7 +64,7 @@ def test_a_state_of_another_run_is_refused(go, recipe, tmp_path, library):
     for path in library.iterdir():
         (tmp_path / "more" / path.name).write_text(path.read_text() + "more\n")
     with pytest.raises(BadConfig, match="another data"):
-        train(recipe, Run(tmp_path / "out", tmp_path / "more", "cpu"), lambda line: None)
+        train(recipe, Run(tmp_path / "out", (tmp_path / "more",), "cpu"), lambda line: None)
     (tmp_path / "out" / STATE).write_bytes(b"rubbish")
     with pytest.raises(BadConfig, match="cannot be read"):
         go(recipe)
@@ -139,8 +139,8 @@ def test_the_shipped_command_in_small(library, tmp_path, capfd):
     assert "tokens/s" in shown.err
     assert "right" in shown.err
     record = json.loads((tmp_path / "training.json").read_text())
-    assert record["steps"] == record["recipe"]["steps"] == 20
-    assert record["history"][-1]["step"] == 20
+    assert record["steps"] == record["recipe"]["steps"] == 28
+    assert record["history"][-1]["step"] == 28
     with pytest.raises(SystemExit) as end:
         main(
             [

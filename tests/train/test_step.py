@@ -23,7 +23,7 @@ def training(recipe: Recipe, dtype: torch.dtype, device: str) -> TrainStep:
 
 @pytest.fixture
 def batches(library: Path, recipe: Recipe) -> Batches:
-    return Batches(recipe, *load_corpus(library, recipe.tokenizer, 300), (15, 16))
+    return Batches(recipe, *load_corpus([library], recipe.tokenizer, 300), (15, 16))
 
 
 @pytest.mark.gpu
