@@ -24,7 +24,7 @@ from cairn.config import default_model_path
 from cairn.demo.document import build_document, make_facts
 
 DATA = Path("tests/data")
-TRAINED = {"tiny-hils": default_model_path(), "tiny-hils-2m": DATA / "models" / "tiny-hils-2m"}
+TRAINED = {name: DATA / "models" / name for name in ("tiny-hils", "tiny-hils-2m")}
 SEEDS = (1, 2, 3)
 FACTS_OF_A_KIND = 4
 
@@ -91,7 +91,7 @@ def needle_records(options: dict[str, str], contexts: list[int]) -> Iterator[dic
             right += sum(r.outputs[0].text == f.answer for r, f in zip(results, facts, strict=True))
         yield {
             "measured": "needles",
-            "case": "tiny-hils",
+            "case": default_model_path().name,
             "weights": "trained",
             "context": context,
             "asked": asked,

@@ -24,7 +24,7 @@ KV_CACHE_DTYPES = ("auto", "bf16", "fp8_e4m3")
 
 def default_model_path() -> Path:
     """Folder of the model that ships with the package."""
-    return Path(str(files("cairn") / "data" / "tiny-hils"))
+    return Path(str(files("cairn") / "data" / "cairn-7m"))
 
 
 @checked_keywords

@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cairn.config import default_model_path
 from tests.engine.harness import CASES, Trace, difference, engine, greedy, lengths, run, vectors
 
 CASE_LENGTHS = [(case, n) for case in CASES for n in lengths(case)]
 TRAINED = Path(__file__).parents[1] / "data" / "models"
-FOLDERS = {"tiny-hils": default_model_path(), "tiny-hils-2m": TRAINED / "tiny-hils-2m"}
+FOLDERS = {name: TRAINED / name for name in ("tiny-hils", "tiny-hils-2m")}
 
 
 def golden_of(case: str, length: int) -> dict[str, torch.Tensor]:

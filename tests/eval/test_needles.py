@@ -76,7 +76,7 @@ def test_exactly_right(form, output, answer, right):
 
 def test_the_card_chooses_the_format(tmp_path):
     assert choose_format("auto", default_model_path(), None).name == "lines"
-    assert choose_format("auto", "models/tiny-hils", None).name == "lines"
+    assert choose_format("auto", "models/cairn-7m", None).name == "lines"
     assert choose_format("auto", "another", None).name == "english"
     assert choose_format("auto", tmp_path, None).name == "english"
     assert choose_format("lines", tmp_path, None).name == "lines"

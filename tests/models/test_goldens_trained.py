@@ -8,11 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cairn.config import default_model_path
 from cairn.models.registry import load_model, load_spec
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
-FOLDERS = {"tiny-hils": default_model_path(), "tiny-hils-2m": MODELS / "tiny-hils-2m"}
+FOLDERS = {name: MODELS / name for name in ("tiny-hils", "tiny-hils-2m")}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
