@@ -56,6 +56,10 @@ class BadConfig(CairnError, ValueError):
     """An engine option that is impossible for this model or machine."""
 
 
+class BadArgument(CairnError, ValueError):
+    """An argument of an op: a shape, dtype, device, layout or value that the op does not take."""
+
+
 class OutOfMemory(CairnError, MemoryError):
     """The memory plan does not fit; the hint names the one option to change."""
 

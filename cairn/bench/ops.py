@@ -141,14 +141,15 @@ def chosen_ops(names: Sequence[str]) -> list[Op[..., Any]]:
         BadConfig: an unknown name, or an op that declares no sizes.
     """
     every = all_ops()
-    known = {op.name for op in every} | {op.family for op in every}
+    known = {name for op in every for name in (op.family, op.name, *op.names)}
     for name in names:
         if name not in known:
             close = nearest(name, known)
             raise BadConfig(f"{name!r} is no op and no family", f"Did you mean {close!r}?")
-    chosen = [op for op in every if not names or op.name in names or op.family in names]
+    wanted = set(names)
+    chosen = [op for op in every if not wanted or wanted & {op.family, op.name, *op.names}]
     for op in chosen:
-        if op.bench_source is None and op.name in names:
+        if op.bench_source is None and wanted & {op.name, *op.names}:
             raise BadConfig(f"op {op.name} declares no sizes", "Add @bench to its file")
     without = [op.name for op in chosen if op.bench_source is None]
     if without:

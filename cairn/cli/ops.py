@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import click
 
@@ -12,15 +13,27 @@ from cairn.cli.options import json_option
 
 @click.command()
 @json_option
-def ops(as_json: bool) -> None:
+@click.option("--docs", type=click.Path(path_type=Path), help="Write a page a family to a folder.")
+@click.option(
+    "--measured",
+    type=click.Path(path_type=Path, exists=True),
+    help="Records of `cairn bench ops` for the pages.",
+)
+def ops(as_json: bool, docs: Path | None, measured: Path | None) -> None:
     """List every op, its implementations, and which one each device would run.
 
     CAIRN_OPS=reference runs the definitions alone; CAIRN_OPS=name=implementation forces one.
     """
     from cairn import ops as _every_op  # noqa: F401  (importing the package registers its ops)
-    from cairn.ops.registry import check_forced, table
+    from cairn.ops.listing import table
+    from cairn.ops.registry import check_forced
 
     check_forced()
+    if measured is not None and docs is None:
+        raise click.UsageError("--measured is for the pages: give --docs too")
+    if docs is not None:
+        _write_pages(docs, measured)
+        return
     rows = table()
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows]))
@@ -35,3 +48,17 @@ def ops(as_json: bool) -> None:
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         click.echo("".join(cells).rstrip())
+
+
+def _write_pages(folder: Path, measured: Path | None) -> None:
+    from cairn.ops.docs import pages
+
+    records = [] if measured is None else json.loads(measured.read_text(encoding="utf-8"))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = pages(records)
+    for old in set(folder.glob("*.md")) - {folder / name for name in texts}:
+        old.unlink()
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    click.echo(f"{len(texts)} pages in {folder}")

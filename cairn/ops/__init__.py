@@ -4,11 +4,30 @@
 the choice and lists the ops.
 """
 
+from cairn.ops.activation.gelu_and_mul import gelu_and_mul
+from cairn.ops.activation.gelu_quick import gelu_quick
+from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
 from cairn.ops.activation.silu_and_mul import silu_and_mul
+from cairn.ops.attention.cutlass_mla_decode import cutlass_mla_decode
+from cairn.ops.attention.cutlass_mla_get_workspace_size import cutlass_mla_get_workspace_size
 from cairn.ops.attention.dense_attention import dense_attention
-from cairn.ops.attention.merge_state_v2 import merge_state_v2
+from cairn.ops.attention.merge_states import merge_state, merge_state_v2
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.cache.write_kv import write_kv
+from cairn.ops.elementwise.concat_mla import concat_mla_absorb_q, concat_mla_k
+from cairn.ops.elementwise.copy_to_gpu_no_ce import copy_to_gpu_no_ce
+from cairn.ops.elementwise.fp8 import downcast_fp8, fp8_quantize
+from cairn.ops.elementwise.hadamard_transform import hadamard_transform
+from cairn.ops.elementwise.positions import (
+    clamp_position,
+    fixup_zero_kv_rows,
+    resolve_future_token_ids,
+)
+from cairn.ops.flash.flash_attn_varlen_func import flash_attn_varlen_func
+from cairn.ops.flash.flash_attn_with_kvcache import flash_attn_with_kvcache
+from cairn.ops.flash.get_scheduler_metadata import get_scheduler_metadata
+from cairn.ops.flash.is_fa3_supported import is_fa3_supported
+from cairn.ops.grammar.apply_token_bitmask_inplace_cuda import apply_token_bitmask_inplace_cuda
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.landmark_attention import landmark_attention
 from cairn.ops.landmark.mean_summary import mean_summary
@@ -21,9 +40,35 @@ from cairn.ops.linear.gated_linear import gated_linear
 from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.packed import packed_linear
+from cairn.ops.memory.set_kv_buffer_kernel import set_kv_buffer_kernel
+from cairn.ops.memory.weak_ref_tensor import weak_ref_tensor
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
+from cairn.ops.norm.fused_inplace_qknorm import fused_inplace_qknorm
+from cairn.ops.norm.fused_inplace_qknorm_across_heads import fused_inplace_qknorm_across_heads
+from cairn.ops.norm.gemma_fused_add_rmsnorm import gemma_fused_add_rmsnorm
+from cairn.ops.norm.gemma_rmsnorm import gemma_rmsnorm
 from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.norm.rmsnorm_hf import rmsnorm_hf
+from cairn.ops.quantization.per_token_quant_int8 import per_token_quant_int8
+from cairn.ops.quantization.scaled_fp4_experts_quant import scaled_fp4_experts_quant
+from cairn.ops.quantization.scaled_fp4_grouped_quant import (
+    scaled_fp4_grouped_quant,
+    silu_and_mul_scaled_fp4_grouped_quant,
+)
+from cairn.ops.quantization.scaled_fp4_quant import scaled_fp4_quant, suggest_nvfp4_global_scale
+from cairn.ops.quantization.sgl_per_tensor_quant_fp8 import sgl_per_tensor_quant_fp8
+from cairn.ops.quantization.sgl_per_token_group_quant_8bit import (
+    sgl_per_token_group_quant_8bit,
+    sgl_per_token_group_quant_fp8,
+    sgl_per_token_group_quant_int8,
+)
+from cairn.ops.quantization.sgl_per_token_quant_fp8 import sgl_per_token_quant_fp8
 from cairn.ops.registry import check_forced
+from cairn.ops.rotary.apply_rope_with_cos_sin_cache_inplace import (
+    FusedSetKVBufferArg,
+    apply_rope_with_cos_sin_cache_inplace,
+)
+from cairn.ops.rotary.fused_qk_norm_rope import fused_qk_norm_rope
 from cairn.ops.rotary.head_norm_rope import head_norm_rope
 from cairn.ops.rotary.heads_into_cache import heads_into_cache
 from cairn.ops.rotary.rotary_cos_sin import rotary_cos_sin
@@ -31,50 +76,161 @@ from cairn.ops.rotary.rotary_embedding import rotary_embedding
 from cairn.ops.rotary.split_norm_rope import split_norm_rope
 from cairn.ops.sampling.apply_logit_bias import apply_logit_bias
 from cairn.ops.sampling.apply_penalties import apply_penalties
-from cairn.ops.sampling.apply_token_bitmask import apply_token_bitmask
 from cairn.ops.sampling.argmax_tokens import argmax_tokens
 from cairn.ops.sampling.counter_uniform import counter_uniform
 from cairn.ops.sampling.draw_tokens import draw_tokens
 from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
-from cairn.ops.sampling.sampling_from_probs import sampling_from_probs
+from cairn.ops.sampling.samplers import (
+    min_p_sampling_from_probs,
+    sampling_from_probs,
+    top_k_top_p_sampling_from_probs,
+    top_p_sampling_from_probs,
+)
+from cairn.ops.sampling.top_k_mask_logits import top_k_mask_logits
 from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm_probs
+from cairn.ops.sampling.top_k_top_p_sampling_from_logits import top_k_top_p_sampling_from_logits
 from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm_probs
+from cairn.ops.sparse.convert_vertical_slash_indexes import (
+    convert_vertical_slash_indexes,
+    convert_vertical_slash_indexes_mergehead,
+)
+from cairn.ops.speculative.build_tree_kernel_efficient import build_tree_kernel_efficient
+from cairn.ops.speculative.reconstruct_indices_from_tree_mask import (
+    reconstruct_indices_from_tree_mask,
+)
+from cairn.ops.speculative.segment_packbits import segment_packbits
+from cairn.ops.speculative.tree_speculative_sampling_target_only import (
+    tree_speculative_sampling_target_only,
+)
+from cairn.ops.speculative.verify_tree_greedy import verify_tree_greedy
+from cairn.ops.topk.fast_topk import fast_topk
+from cairn.ops.topk.fast_topk_transform_fused import fast_topk_transform_fused
+from cairn.ops.topk.fast_topk_transform_ragged_fused import fast_topk_transform_ragged_fused
+from cairn.ops.topk.fast_topk_v2 import fast_topk_v2
 from cairn.ops.training.sequence_attention import sequence_attention
+from cairn.ops.transfer.all_layer import (
+    transfer_kv_all_layer,
+    transfer_kv_all_layer_lf_pf,
+    transfer_kv_all_layer_lf_ph,
+    transfer_kv_all_layer_mla,
+    transfer_kv_all_layer_mla_lf_pf,
+)
+from cairn.ops.transfer.direct import (
+    transfer_kv_all_layer_direct_lf_pf,
+    transfer_kv_direct,
+    transfer_kv_per_layer_direct_pf_lf,
+)
+from cairn.ops.transfer.per_layer import (
+    transfer_kv_per_layer,
+    transfer_kv_per_layer_mla,
+    transfer_kv_per_layer_mla_pf_lf,
+    transfer_kv_per_layer_pf_lf,
+    transfer_kv_per_layer_ph_lf,
+)
 
 __all__ = [
+    "FusedSetKVBufferArg",
     "apply_logit_bias",
     "apply_penalties",
-    "apply_token_bitmask",
+    "apply_rope_with_cos_sin_cache_inplace",
+    "apply_token_bitmask_inplace_cuda",
     "argmax_tokens",
     "blend_window",
+    "build_tree_kernel_efficient",
+    "clamp_position",
+    "concat_mla_absorb_q",
+    "concat_mla_k",
+    "convert_vertical_slash_indexes",
+    "convert_vertical_slash_indexes_mergehead",
+    "copy_to_gpu_no_ce",
     "counter_uniform",
+    "cutlass_mla_decode",
+    "cutlass_mla_get_workspace_size",
     "dense_attention",
+    "downcast_fp8",
     "draw_tokens",
+    "fast_topk",
+    "fast_topk_transform_fused",
+    "fast_topk_transform_ragged_fused",
+    "fast_topk_v2",
+    "fixup_zero_kv_rows",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "fp8_quantize",
     "fused_add_rmsnorm",
+    "fused_inplace_qknorm",
+    "fused_inplace_qknorm_across_heads",
+    "fused_qk_norm_rope",
     "gated_linear",
+    "gelu_and_mul",
+    "gelu_quick",
+    "gelu_tanh_and_mul",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
+    "get_scheduler_metadata",
+    "hadamard_transform",
     "head_norm_rope",
     "heads_into_cache",
+    "is_fa3_supported",
     "landmark_attention",
     "linear",
     "linear_add",
     "mean_summary",
+    "merge_state",
     "merge_state_v2",
     "min_p_renorm_probs",
+    "min_p_sampling_from_probs",
     "packed_linear",
     "page_attention",
     "page_weights",
+    "per_token_quant_int8",
     "prior_summary",
+    "reconstruct_indices_from_tree_mask",
+    "resolve_future_token_ids",
     "rmsnorm",
+    "rmsnorm_hf",
     "rotary_cos_sin",
     "rotary_embedding",
     "sampling_from_probs",
+    "scaled_fp4_experts_quant",
+    "scaled_fp4_grouped_quant",
+    "scaled_fp4_quant",
+    "segment_packbits",
     "select_pages",
     "sequence_attention",
+    "set_kv_buffer_kernel",
+    "sgl_per_tensor_quant_fp8",
+    "sgl_per_token_group_quant_8bit",
+    "sgl_per_token_group_quant_fp8",
+    "sgl_per_token_group_quant_int8",
+    "sgl_per_token_quant_fp8",
     "silu_and_mul",
+    "silu_and_mul_scaled_fp4_grouped_quant",
     "split_norm_rope",
     "store_prior_summary",
+    "suggest_nvfp4_global_scale",
+    "top_k_mask_logits",
     "top_k_renorm_probs",
+    "top_k_top_p_sampling_from_logits",
+    "top_k_top_p_sampling_from_probs",
     "top_p_renorm_probs",
+    "top_p_sampling_from_probs",
+    "transfer_kv_all_layer",
+    "transfer_kv_all_layer_direct_lf_pf",
+    "transfer_kv_all_layer_lf_pf",
+    "transfer_kv_all_layer_lf_ph",
+    "transfer_kv_all_layer_mla",
+    "transfer_kv_all_layer_mla_lf_pf",
+    "transfer_kv_direct",
+    "transfer_kv_per_layer",
+    "transfer_kv_per_layer_direct_pf_lf",
+    "transfer_kv_per_layer_mla",
+    "transfer_kv_per_layer_mla_pf_lf",
+    "transfer_kv_per_layer_pf_lf",
+    "transfer_kv_per_layer_ph_lf",
+    "tree_speculative_sampling_target_only",
+    "verify_tree_greedy",
+    "weak_ref_tensor",
     "window_attention",
     "write_kv",
 ]

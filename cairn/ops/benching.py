@@ -99,6 +99,9 @@ SIZES: dict[str, tuple[Layer, ...]] = {
     ),
 }
 
+LARGE: dict[str, tuple[tuple[int, int], ...]] = {"full": ((16384, 8192),), "tiny": ()}
+"""(rows, width) beyond what layers have: far more than the caches of a device hold."""
+
 LINGER = {1: 0.25, 4: 0.25, 16: 0.3, 64: 0.4, 256: 1.0}
 """Tokens -> weight of what stays equal over so many. With 1024 candidates of random summaries the
 32 pages of 4 / 8 / 16 / 64 neighbouring queries are then 55 / 76 / 101 / 191 different ones; a
@@ -312,10 +315,18 @@ class Draw(Make):
         self.generator = torch.Generator(device).manual_seed(seed)
         self.dtype = dtype
         self.layers = SIZES[sizes]
+        self.large = LARGE[sizes]
 
     def rows(self) -> Iterator[tuple[Layer, int]]:
         """Every layer with every number of tokens that it is timed with."""
         return ((layer, rows) for layer in self.layers for rows in layer.rows)
+
+    def matrices(self) -> Iterator[tuple[str, int, int]]:
+        """(size in words, rows, width) of activations: those of every layer, and large ones."""
+        for layer, rows in self.rows():
+            yield f"{layer.name}: {rows} x {layer.hidden}", rows, layer.hidden
+        for rows, width in self.large:
+            yield f"{rows} x {width}", rows, width
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         """Normal numbers times scale; of the layers' dtype unless said."""

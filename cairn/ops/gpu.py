@@ -52,6 +52,13 @@ def launches_early(device: torch.device) -> bool:
     return device.type == "cuda" and _capability(device.index) >= (9, 0)
 
 
+def knows_e4m3(device: torch.device) -> bool:
+    """Whether a device converts numbers to float8 e4m3 by itself."""
+    return (
+        device.type == "cuda" and torch.version.hip is None and _capability(device.index) >= (8, 9)
+    )
+
+
 def program_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program can have; interpreted ones know no bound."""
     return _shared_memory(device.index) if device.type == "cuda" else 1 << 62

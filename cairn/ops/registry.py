@@ -105,6 +105,8 @@ class Op(Generic[P, R]):
         self.bench_source: Callable[[Draw], Iterable[Point]] | None = None
         self.tolerances: dict[torch.dtype, Tolerance] = {}
         self.tolerance_reason = ""
+        self.fronts: dict[str, Callable[..., Any]] = {}
+        self._check: Callable[..., None] | None = None
         self._fake: Callable[..., Any] = definition
         self._chosen: dict[str, tuple[Implementation, ...]] = {}
         self.__doc__ = definition.__doc__
@@ -114,14 +116,23 @@ class Op(Generic[P, R]):
         self.__wrapped__ = definition
         self.__signature__ = signature = inspect.signature(definition)
         self._parameters = list(signature.parameters)
-        self._out = self._parameters.index("out") if "out" in self._parameters else None
+        # An `out` that the op declares to change is an argument like others.
+        made = "out" in self._parameters and "out" not in self.mutates
+        self._out = self._parameters.index("out") if made else None
         self._register(signature)
 
     def __repr__(self) -> str:
         return f"<op cairn::{self.name}>"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `cairn.ops` exports it as: its fronts, or itself."""
+        return tuple(self.fronts) or (self.name,)
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the chosen implementation; raises TypeError for arguments that do not fit."""
+        if self._check is not None:
+            self._check(*args, **kwargs)
         if _is_compiling() or _active_modes():
             return self._dispatch(args, kwargs)
         position = self._key
@@ -216,7 +227,9 @@ class Op(Generic[P, R]):
         if self.name in _ops:
             raise ValueError(f"op {self.name} is already defined in {_ops[self.name].__module__}")
         self._library: Any = torch.library.Library("cairn", "FRAGMENT")
-        parameters = [p for p in signature.parameters.values() if p.name != "out"]
+        parameters = list(signature.parameters.values())
+        if self._out is not None:
+            del parameters[self._out]
         plain = signature.replace(parameters=parameters)
         arguments = self._define(self.name, plain, self.mutates, self._run)
         names = [a.name for a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
@@ -253,6 +266,7 @@ class Op(Generic[P, R]):
         return list(parsed.arguments)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        args = self._without_out(args)
         key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
         return self._select(key, args, kwargs).function(*args, **kwargs)
 
@@ -264,7 +278,15 @@ class Op(Generic[P, R]):
         self._with_out(self._select(key, args, kwargs).function, args, kwargs)
 
     def _run_fake(self, *args: Any, **kwargs: Any) -> Any:
+        if self._fake is self.reference:
+            args = self._without_out(args)
         return self._fake(*args, **kwargs)
+
+    def _without_out(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Positional arguments of the registered form as those of the definition: `out` None."""
+        if self._out is None or len(args) <= self._out:
+            return tuple(args)
+        return (*args[: self._out], None, *args[self._out :])
 
     def _dispatch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> R:
         if self._out is None:
@@ -325,6 +347,20 @@ class Op(Generic[P, R]):
         self._fake = function
         return function
 
+    def front(self, function: F) -> F:
+        """Decorator: a public function over this op, for a signature that no schema can hold.
+
+        It checks, allocates and splits unions, then calls the op. An op with fronts is exported
+        through them alone.
+        """
+        self.fronts[function.__name__] = function
+        return function
+
+    def check(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Decorator: what looks at the arguments of a call first; raises BadArgument."""
+        self._check = function
+        return function
+
     def cases(
         self, source: Callable[[Make], Iterable[Arguments | Tensor]]
     ) -> Callable[[Make], Iterable[Arguments | Tensor]]:
@@ -374,51 +410,6 @@ _ops: dict[str, Op[..., Any]] = {}
 def all_ops() -> list[Op[..., Any]]:
     """Every op imported so far, by family, then name."""
     return sorted(_ops.values(), key=lambda o: (o.family, o.name))
-
-
-@dataclass(frozen=True)
-class ImplementationRow:
-    """An implementation as `cairn ops` prints it; `conditional`: dtype or shape may refuse it."""
-
-    name: str
-    devices: tuple[str, ...]
-    conditional: bool
-
-
-@dataclass(frozen=True)
-class OpRow:
-    """A line of `cairn ops`. `chosen`: device type -> names in the order they are tried in."""
-
-    family: str
-    op: str
-    implementations: tuple[ImplementationRow, ...]
-    chosen: dict[str, tuple[str, ...]]
-
-
-def table(devices: Sequence[str] = ("cpu", "cuda")) -> list[OpRow]:
-    """Ops, their implementations and the choice for each device type, CAIRN_OPS included.
-
-    A forced implementation that cannot run on a device leaves its tuple empty there.
-    """
-
-    def names(entry: Op[..., Any], device: str) -> tuple[str, ...]:
-        try:
-            return tuple(i.name for i in entry.candidates(device))
-        except BadConfig:
-            return ()
-
-    return [
-        OpRow(
-            entry.family,
-            entry.name,
-            tuple(
-                ImplementationRow(i.name, i.devices, i.conditional)
-                for i in entry.implementations.values()
-            ),
-            {device: names(entry, device) for device in devices},
-        )
-        for entry in all_ops()
-    ]
 
 
 def check_forced() -> None:

@@ -179,8 +179,18 @@ class Sampler:
             self._penalize(logits, rows, states)
         masks = {i: work.mask for i, work in enumerate(works) if work.mask is not None}
         if masks:
-            bitmask = send([np.stack(list(masks.values()))], self.device)[0]
-            ops.apply_token_bitmask(logits, bitmask, self._tensor(list(masks)))
+            self._mask(logits, masks)
+
+    def _mask(self, logits: Tensor, masks: dict[int, NDArray[np.int32]]) -> None:
+        """Forbid what the grammars of these rows forbid; only their masks travel."""
+        bitmask = send([np.stack(list(masks.values()))], self.device)[0]
+        first, end = min(masks), max(masks) + 1
+        if len(masks) == end - first:
+            ops.apply_token_bitmask_inplace_cuda(logits[first:end], bitmask)
+            return
+        rows = self._tensor(list(masks))
+        lines = bitmask.new_empty(logits.shape[0], bitmask.shape[1]).index_copy_(0, rows, bitmask)
+        ops.apply_token_bitmask_inplace_cuda(logits, lines, rows)
 
     def _penalize(self, logits: Tensor, rows: Sequence[int], states: Sequence[_RowState]) -> None:
         chosen = [states[i] for i in rows]

@@ -44,7 +44,8 @@ def test_ops_are_timed_and_recorded(run, tmp_path):
     assert code == 0
     assert "rmsnorm" in out and "of the floor" in out
     kept = json.loads(path.read_text())
-    assert {record["op"] for record in kept} == {"rmsnorm", "fused_add_rmsnorm"}
+    assert {"rmsnorm", "fused_add_rmsnorm"} <= {record["op"] for record in kept}
+    assert {record["family"] for record in kept} == {"norm"}
     needed = "op family size dtype implementation ms floor_ms fraction gb_s gflop_s alternative"
     assert set(f"{needed} alternative_ms speedup launches torch triton commit".split()) < set(
         kept[0]

@@ -26,7 +26,22 @@ def test_ops_json(run):
     code, out, _ = run("ops", "--json")
     rows = json.loads(out)
     assert code == 0
-    assert {"family", "op", "implementations", "chosen"} <= rows[0].keys()
+    assert {"family", "op", "names", "implementations", "chosen"} <= rows[0].keys()
+    of_op = {row["op"]: row for row in rows}
+    assert of_op["rmsnorm"]["names"] == ["rmsnorm"]
+    assert "top_p_sampling_from_probs" in of_op["draw_from_probs"]["names"]
+    kernel = {one["name"]: one["devices"] for one in of_op["rmsnorm"]["implementations"]}
+    assert kernel["torch"] == ["cpu"]
+
+
+def test_ops_docs_replaces_the_pages_of_a_folder(run, tmp_path):
+    (tmp_path / "gone.md").write_text("of a family that is no more")
+    (tmp_path / "chart.png").write_text("not a page")
+    code, out, _ = run("ops", "--docs", str(tmp_path))
+    assert code == 0 and "pages in" in out
+    found = {path.name for path in tmp_path.iterdir()}
+    assert {"README.md", "norm.md", "chart.png"} <= found
+    assert "gone.md" not in found
 
 
 def test_doctor(run, folder):

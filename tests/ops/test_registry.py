@@ -14,8 +14,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cairn.errors import BadConfig
-from cairn.ops.registry import Op, all_ops, check_forced, force, op, table
+from cairn.errors import BadArgument, BadConfig
+from cairn.ops.checks import expect, refuse
+from cairn.ops.listing import table
+from cairn.ops.registry import Op, all_ops, check_forced, force, op
 from cairn.ops.testing import Cases, Make, Paged, cases_of, check, compare, poisoned, runnable
 
 
@@ -135,7 +137,7 @@ def test_force_refuses_unknown_names(scale: Op[..., Tensor], choices: str, messa
 def test_variable_is_checked_when_the_library_is_imported() -> None:
     def importing(choices: str) -> subprocess.CompletedProcess[str]:
         script = f"import os; os.environ['CAIRN_OPS'] = {choices!r}; import cairn.ops as o; "
-        script += "import torch; print(o.top_k_renorm_probs.choice(torch.ones(1), torch.ones(1)))"
+        script += "import torch; print(o.rmsnorm.choice(torch.ones(1), torch.ones(1)))"
         return subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=False
         )
@@ -396,3 +398,90 @@ def test_comparison_tells_infinities_apart() -> None:
     compare(low, low.clone(), (0.1, 0.1), "same")
     with pytest.raises(AssertionError, match="what"):
         compare(low, high, (0.1, 0.1), "what")
+
+
+def test_a_check_runs_before_every_implementation(scale: Op[..., Tensor]) -> None:
+    calls = add(scale, "fast")
+
+    @scale.check
+    def _(input: Tensor, factor: float = 2.0, out: Tensor | None = None) -> None:
+        if input.dim() != 1:
+            refuse(scale.name, "input", "is not flat", "Flatten it")
+
+    assert scale(torch.ones(3)).tolist() == [2.0] * 3
+    before = len(calls)
+    with pytest.raises(BadArgument, match="toy_scale: argument `input` is not flat. Flatten it"):
+        scale(torch.ones(3, 1))
+    assert len(calls) == before
+
+
+def test_an_op_is_public_through_its_fronts(scale: Op[..., Tensor]) -> None:
+    @scale.front
+    def toy_double(input: Tensor | float) -> Tensor:
+        """Twice a tensor or a number."""
+        return scale(torch.as_tensor(input))
+
+    assert scale.fronts == {"toy_double": toy_double}
+    assert toy_double(3.0) == 6.0
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"shape": (4, None)}, "has shape [2, 3], not [4, any]"),
+        ({"shape": (2,)}, "has shape [2, 3], not [2]"),
+        ({"dtypes": (torch.int32, torch.int64)}, "is float32, not int32 or int64"),
+        ({"like": torch.ones(1, device="meta")}, "lies on cpu, other arguments on meta"),
+    ],
+)
+def test_what_is_expected_is_said(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BadArgument) as error:
+        expect("toy", "x", torch.ones(2, 3), **options)
+    assert str(error.value) == f"toy: argument `x` {problem}"
+
+
+def test_density_is_asked_of_the_last_dims() -> None:
+    x = torch.ones(4, 6, 8)[:, :3]
+    expect("toy", "x", x, (4, 3, None), (torch.float32,), x, dense=2)
+    expect("toy", "x", x[:0], dense=-1)
+    expect("toy", "x", x[..., :1], dense=1)
+    for wrong, dense in ((x, -1), (x[..., ::2], 1), (x.transpose(1, 2), 1), (x[..., :7], 2)):
+        with pytest.raises(BadArgument, match="must be contiguous"):
+            expect("toy", "x", wrong, dense=dense)
+
+
+def toy_shifted(x: Tensor, out: Tensor | None = None, by: float = 1.0) -> Tensor:
+    """x + by."""
+    return x + by
+
+
+def toy_clear(out: Tensor, lengths: Tensor) -> None:
+    """out[lengths == 0] = 0, in place."""
+    out[lengths == 0] = 0
+
+
+def test_what_stands_behind_out_reaches_the_registered_forms() -> None:
+    made = op(toy_shifted)
+    try:
+        x = torch.ones(3)
+        assert made.registered(x, 4.0).tolist() == [5.0] * 3
+        assert made.registered(x, by=4.0).tolist() == [5.0] * 3
+        out = torch.empty(3)
+        made.registered_out(x, 4.0, out=out)
+        assert out.tolist() == [5.0] * 3
+        with FakeTensorMode() as mode:
+            assert made(mode.from_tensor(x), None, 4.0).shape == (3,)
+    finally:
+        made.unregister()
+
+
+def test_an_out_that_an_op_changes_is_an_argument_like_others() -> None:
+    made = op(mutates=("out",))(toy_clear)
+    try:
+        assert made.registered_out is None
+        for call in (made, made.registered):
+            out = torch.ones(3)
+            assert call(out, torch.tensor([1, 0, 2])) is None
+            assert out.tolist() == [1.0, 0.0, 1.0]
+    finally:
+        made.unregister()

@@ -1,18 +1,40 @@
-"""Kernel of the gated activation."""
+"""Kernel of the activations."""
 
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
+from cairn.ops.linear.kernels import silu
 
 
 @triton.jit
-def silu_and_mul_kernel(x, out, x_stride, width, BLOCK: tl.constexpr):
-    """out[row] = silu(x[row, :width]) * x[row, width:]."""
+def activated(x, KIND: tl.constexpr):
+    """silu, exact gelu, gelu by tanh, or x * sigmoid(1.702 x), of float32 numbers."""
+    if KIND == "silu":
+        return silu(x)
+    if KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if KIND == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is the logistic function of 2z.
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return x / (1.0 + tl.exp(-1.702 * x))
+
+
+@triton.jit
+def activation_kernel(
+    x, out, expert_ids, x_stride, out_stride, width, step,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """out[row] = act(x[row, :width]), GATED: * x[row, width:].
+
+    expert_ids: None, or row r is written where expert_ids[r // step] is not -1.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    if expert_ids is not None:
+        inside = inside & (tl.load(expert_ids + row // step) != -1)
     at = x + row * x_stride + column
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
+    value = activated(tl.load(at, mask=inside, other=0.0).to(tl.float32), KIND)
+    if GATED:
+        value *= tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)

@@ -6,38 +6,60 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.activation.kernels import silu_and_mul_kernel
+from cairn.ops.activation import launch
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 
 @op
-def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
+def silu_and_mul(
+    input: Tensor,
+    out: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+) -> Tensor:
     """silu(input[..., :d]) * input[..., d:], in float32, rounded once.
 
     Args:
-        input: [..., 2d].
+        input: [..., 2d] float32, bfloat16 or float16; rows may be strided.
         out: [..., d] of input's dtype, written and returned when given.
+        expert_ids: [n] int32 or int64; row r is left as it is in `out` (0 without `out`) where
+            expert_ids[r // expert_step] is -1. None: every row is written.
+        expert_step: rows of one entry of expert_ids.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
-    gate, up = input.float().chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate).mul_(up).to(input.dtype)
+    return launch.gated(torch.nn.functional.silu, input, out, expert_ids, expert_step)
 
 
-@silu_and_mul.implementation(
-    "triton", devices=gpu.DEVICES, when=lambda input, out=None: input.stride(-1) == 1
-)
-def _(input: Tensor, out: Tensor | None = None) -> Tensor:
-    width = input.shape[-1] // 2
-    x = input.reshape(-1, 2 * width)
-    shape = (*input.shape[:-1], width)
-    result = torch.empty(shape, dtype=input.dtype, device=input.device)
-    block = min(1024, gpu.next_power_of_2(max(1, width)))
-    if x.shape[0]:
-        silu_and_mul_kernel[(x.shape[0], -(-width // block))](
-            x, result, x.stride(0), width, block, num_warps=4
-        )
-    return result
+@silu_and_mul.check
+def _(
+    input: Tensor,
+    out: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+) -> None:
+    launch.check("silu_and_mul", input, out, expert_ids, expert_step)
+
+
+def _rows(
+    input: Tensor,
+    out: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+) -> bool:
+    return input.stride(-1) == 1
+
+
+@silu_and_mul.implementation("triton", devices=gpu.DEVICES, when=_rows)
+def _(
+    input: Tensor,
+    out: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+) -> Tensor:
+    return launch.launch("silu", input, out, expert_ids, expert_step)
 
 
 @silu_and_mul.cases
@@ -47,6 +69,10 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(2, 3, 2 * 5, dtype=torch.float16))
     yield make.args(make.randn(0, 8))
     yield make.args(make.randn(4, 64, scale=30.0)[:, :40], out=make.empty(4, 20))
+    ids = make.tensor([3, -1, 0], dtype=torch.int32)
+    yield make.args(make.randn(5, 14), expert_ids=ids.abs(), expert_step=2)
+    yield make.args(make.randn(3, 10), out=make.randn(3, 5), expert_ids=ids)
+    yield make.args(make.randn(3, 10), out=make.randn(5, 3).T, expert_ids=ids)
 
 
 @silu_and_mul.bench

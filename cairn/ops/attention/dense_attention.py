@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.attention import launch, library, paging
 from cairn.ops.attention import tiles as tiling
-from cairn.ops.attention.merge_state_v2 import merge_state_v2
+from cairn.ops.attention.merge_states import merged
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -55,7 +55,7 @@ def dense_attention(
                 *(q[at], k_cache, v_cache, row[at], None, slot[at], page_table, page),
                 *(width, scale, mask_landmarks),
             )
-            o[at], lse[at] = merge_state_v2.reference(o[at], lse[at], *part)
+            o[at], lse[at] = merged(o[at], lse[at], *part)
     return o, lse
 
 
@@ -155,7 +155,7 @@ def _run_tiles(
         active = int((tiles.start > far - width).sum())
         lines = slice(0, active * heads)
         begin = tiles.start[:active] - far
-        o[lines], part[lines] = merge_state_v2.reference(
+        o[lines], part[lines] = merged(
             o[lines],
             part[lines],
             *_span(

@@ -350,3 +350,84 @@ def join_kernel(
     store_rows(at, value + part * (other_weight * share)[:, None], alive, DIM, DP)
     joined = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
     tl.store(lse + place, joined, mask=alive)
+
+
+@triton.jit(do_not_specialize=["lines"])
+def merge_states_kernel(
+    v_a, s_a, v_b, s_b, v, s, lines,
+    DIM: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, BASE2: tl.constexpr,
+):  # fmt: skip
+    """v [lines, DIM] and s [lines]: two states weighed by their log-sum-exp; infinite: empty."""
+    line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    alive = line < lines
+    unit: tl.constexpr = 1.0 if BASE2 else 1.4426950408889634
+    infinite = float("inf")
+    a = tl.load(s_a + line, mask=alive, other=-infinite) * unit
+    b = tl.load(s_b + line, mask=alive, other=-infinite) * unit
+    a = tl.where(a == infinite, -infinite, a)
+    b = tl.where(b == infinite, -infinite, b)
+    best = tl.maximum(a, b)
+    base = tl.where(best == -infinite, 0.0, best)
+    weight_a = tl.exp2(a - base)
+    weight_b = tl.exp2(b - base)
+    total = weight_a + weight_b
+    share = 1.0 / tl.where(total > 0, total, 1.0)
+    at = line.to(tl.int64) * DIM
+    first = load_rows(v_a + at, alive & (a > -infinite), DIM, DP).to(tl.float32)
+    second = load_rows(v_b + at, alive & (b > -infinite), DIM, DP).to(tl.float32)
+    value = first * (weight_a * share)[:, None] + second * (weight_b * share)[:, None]
+    store_rows(v + at, value, alive, DIM, DP)
+    joined = (base + tl.log2(tl.where(total > 0, total, 1.0))) / unit
+    tl.store(s + line, tl.where(total > 0, joined, -infinite), mask=alive)
+
+
+@triton.jit
+def latent_split_kernel(
+    q_nope, q_pe, cache, seq_lens, page_table, o, lse, scale,
+    nope_row, nope_head, pe_row, pe_head, page_stride, slot_stride, table_stride,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    LP: tl.constexpr, RP: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A row's query heads over one of the splits of its slots, which hold [LATENT | ROPE] numbers:
+    the key of every head, the first LATENT of them the value.
+
+    o: [B, HEADS, splits, LATENT]; lse: [B, HEADS, splits] float32.
+    """
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    row = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1) * LINES + tl.arange(0, LINES)
+    alive = head < HEADS
+    length = tl.load(seq_lens + row).to(tl.int32)
+    each = (tl.cdiv(length, KEYS) + splits - 1) // splits
+    begin = split * each * KEYS
+    end = tl.minimum(begin + each * KEYS, length)
+    latent = load_rows(q_nope + row * nope_row + head * nope_head, alive, LATENT, LP)
+    rope = load_rows(q_pe + row * pe_row + head * pe_head, alive, ROPE, RP)
+    best = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    acc = tl.zeros([LINES, LP], tl.float32)
+    factor = scale * 1.4426950408889634
+    table = page_table + row * table_stride
+    for start in range(begin, end, KEYS):
+        t = start + tl.arange(0, KEYS)
+        inside = t < end
+        page = tl.load(table + t // SIZE, mask=inside, other=0).to(tl.int64)
+        line = cache + page * page_stride + t % SIZE * slot_stride
+        value = load_rows(line, inside, LATENT, LP)
+        key = load_rows(line + LATENT, inside, ROPE, RP)
+        logits = tl.dot(latent, tl.trans(value), input_precision=PRECISION)
+        logits = tl.dot(rope, tl.trans(key), logits, input_precision=PRECISION) * factor
+        logits = tl.where(inside[None, :], logits, float("-inf"))
+        higher = tl.maximum(best, tl.max(logits, 1))
+        weight = tl.exp2(logits - higher[:, None])
+        decay = tl.exp2(best - higher)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
+        total = total * decay + tl.sum(weight, 1)
+        best = higher
+    result, logs = finish(best, total, acc)
+    place = (row * HEADS + head) * splits + split
+    store_rows(o + place * LATENT, result, alive, LATENT, LP)
+    tl.store(lse + place, logs, mask=alive)

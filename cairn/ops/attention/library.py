@@ -27,7 +27,7 @@ _JOINED = 4096
 
 
 @functools.cache
-def _known(index: int) -> bool:
+def known(index: int) -> bool:
     """Whether cuDNN's attention was measured to be the faster one on such a device."""
     capability = torch.cuda.get_device_capability(index)
     return capability == (9, 0) and bool(torch.backends.cudnn.is_available())
@@ -52,7 +52,7 @@ def accepts(
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
         and launch.accepts(q, k_cache, v_cache)
-        and _known(q.device.index)
+        and known(q.device.index)
     )
 
 

@@ -183,7 +183,7 @@ def _(
             for at in which.split(step) if which.numel() else ():
                 _run_tiles(
                     *(q, k_cache, v_cache, tiles.take(at), page_table, back),
-                    *(mask, scale, mask_landmarks, out, lse),
+                    *(mask, scale, out, lse),
                 )
     if rest.numel():
         out[rest], lse[rest] = window_attention.reference(
@@ -215,7 +215,6 @@ def _run_tiles(
     back: int,
     mask: Tensor,
     scale: float | None,
-    mask_landmarks: bool,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -228,14 +227,14 @@ def _run_tiles(
     logical = logical.clamp(min=0, max=page_table.shape[1] - 1)
     pages = page_table[tiles.row.unsqueeze(1), logical].long()
     key = start.unsqueeze(1) + torch.arange(length)
-    absent = (key < 0) | (key > tiles.last.unsqueeze(1))
+    # Slots that no token of the tile sees may hold anything: their pages may be another row's.
+    group = out.shape[1] // heads
+    tokens = (tiles.grid < q.shape[0]).float()
+    absent = (tokens @ (mask[::group] == 0).float() == 0) | (key < 0)
     k, v = (
         paging.gather_pages(cache, pages).masked_fill_(absent[:, None, :, None], 0)
         for cache in (k_cache, v_cache)
     )
-    if mask_landmarks:
-        k[:, :, page_size - 1 :: page_size] = 0
-        v[:, :, page_size - 1 :: page_size] = 0
     shape = (count * heads, 1, length, dim)
     seen = mask.view(1, 1, *mask.shape)
     if int(start.min()) < 0:
@@ -246,7 +245,6 @@ def _run_tiles(
         tiling.queries(q, index, heads), k.view(shape), v.view(shape), seen, scale
     )
     flat = index.reshape(-1)
-    group = out.shape[1] // heads
     out.view(-1, group * dim).index_copy_(0, flat, o.float().reshape(-1, group * dim))
     lse.view(-1, group).index_copy_(0, flat, part.reshape(-1, group))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
+from cairn.ops.quantization.kernels import e4m3_code
 
 
 @triton.jit
 def quantized(x):
     """The rows of x [M, N] as bytes, see `cairn.ops.cache.quantized`: numbers and exponents [M].
 
-    Rounding is by hand, and reading too: not every device that runs these kernels knows e4m3.
+    Reading is by hand, as rounding is: not every device that runs these kernels knows e4m3.
     """
     number = x.to(tl.float32)
     bits = tl.max(number.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
@@ -18,14 +19,7 @@ def quantized(x):
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     finite = bits < 0x7F800000
     exponent = tl.where(finite, exponent, 255)
-    scaled = (number * inverse[:, None]).to(tl.int32, bitcast=True)
-    sign = (scaled >> 24) & 0x80
-    scaled = scaled & 0x7FFFFFFF
-    # To the nearest of 3 bits behind the first, ties to even; the exponent's bias is 7, not 127.
-    normal = ((scaled + 0x7FFFF + ((scaled >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2 ** -6 steps are 2 ** -9: those of a float32 from 2 ** 14 on, whose last bits count.
-    small = (scaled.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
-    byte = sign | tl.where(scaled < 0x3C800000, small, normal)
+    byte = e4m3_code(number * inverse[:, None])
     return tl.where(finite[:, None], byte, 0).to(tl.uint8), exponent.to(tl.uint8)
 
 

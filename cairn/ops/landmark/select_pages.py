@@ -336,7 +336,7 @@ def _(
     strategy: str = "hils",
     num_kv_heads: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One head a group, its queries' sum: in float32, which only the kernels for few tokens take."""
+    """One head a group, the sum of its queries: float32, which the kernels for few tokens take."""
     groups = min(lmk_q.shape[1], num_kv_heads or summary_key.shape[1])
     summed = lmk_q.float().unflatten(1, (groups, -1)).sum(dim=2)
     scale = lmk_q.shape[2] ** -0.5 if scale is None else scale

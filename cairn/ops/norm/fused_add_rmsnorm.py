@@ -7,20 +7,30 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
-from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel
+from cairn.ops.norm.launch import check_sum, norm_sums, rows_of
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 
 @op(mutates=("input", "residual"))
-def fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+def fused_add_rmsnorm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
     """residual becomes s = input + residual; input becomes rmsnorm(s). Both in place.
 
     The sum is taken in float32 and the norm sees it before it is rounded to residual's dtype.
 
     Args:
-        input, residual: [..., H], same dtype.
+        input, residual: [..., H], same dtype, float32, bfloat16 or float16; rows may be strided.
         weight: [H], input's dtype or float32.
+        eps: added to the mean square.
+        enable_pdl: without effect.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     total = input.float() + residual.float()
     residual.copy_(total)
@@ -28,30 +38,43 @@ def fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: floa
     input.copy_(total * scale * weight.float())
 
 
-def _rows(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> bool:
-    """Rows of one stride with their numbers side by side, short enough for one program."""
-    return (
-        input.dim() == residual.dim() == 2
-        and input.stride(-1) == residual.stride(-1) == 1
-        and input.shape[-1] <= 1 << 15
-    )
+@fused_add_rmsnorm.check
+def _(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    check_sum("fused_add_rmsnorm", input, residual, weight)
+
+
+def _rows(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> bool:
+    return rows_of(input) is not None and rows_of(residual) is not None
 
 
 @fused_add_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=_rows)
-def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
-    rows, width = input.shape
-    block = gpu.next_power_of_2(width)
-    if rows:
-        fused_add_rmsnorm_kernel[(rows,)](
-            *(input, residual, weight, input.stride(0), residual.stride(0), width, eps, block),
-            num_warps=gpu.warps_for(block),
-        )
+def _(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    norm_sums(input, residual, weight, eps, shifted=False)
 
 
 @fused_add_rmsnorm.cases
 def _(make: Make) -> Cases:
     yield make.args(make.randn(7, 96), make.randn(7, 96), make.randn(96))
     yield make.args(make.randn(0, 16), make.randn(0, 16), make.randn(16))
+    yield make.args(make.randn(2, 3, 8), make.randn(2, 3, 8), make.randn(8))
     half = torch.bfloat16
     x, residual = make.randn(3, 65, dtype=half), make.randn(3, 65, dtype=half)
     yield make.args(x, residual, make.randn(65, dtype=half), eps=1e-5)
@@ -61,13 +84,12 @@ def _(make: Make) -> Cases:
 
 @fused_add_rmsnorm.bench
 def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x, residual = (draw.randn(rows, layer.hidden) for _ in range(2))
-        weight = draw.randn(layer.hidden)
+    for size, rows, width in draw.matrices():
+        x, residual = (draw.randn(rows, width) for _ in range(2))
+        weight = draw.randn(width)
         others = (
             *draw.compiled(fused_add_rmsnorm.reference),
             *flashinfer("norm.fused_add_rmsnorm"),
         )
-        size = f"{layer.name}: {rows} x {layer.hidden}"
         least = moved(x, x, residual, residual, weight)
         yield Point(size, draw.args(x, residual, weight), least, alternatives=others)

@@ -1,4 +1,4 @@
-"""Kernels of the norms: one program a row, statistics in float32."""
+"""Kernels of the norms: statistics in float32, one rounding."""
 
 from __future__ import annotations
 
@@ -6,22 +6,51 @@ from cairn.ops.gpu import tl, triton
 
 
 @triton.jit
-def rmsnorm_kernel(x, weight, out, x_stride, out_stride, width, eps, BLOCK: tl.constexpr):
-    """out[row] = x[row] * rsqrt(mean(x[row]^2) + eps) * weight."""
-    row = tl.program_id(0).to(tl.int64)
+def scaled(value, at, inside, width, eps, axis: tl.constexpr, SHIFTED: tl.constexpr):
+    """rsqrt(mean of squares along the axis + eps), and the weights at an address, float32."""
+    scale = tl.rsqrt(tl.sum(value * value, axis) / width + eps)
+    factor = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if SHIFTED:
+        factor += 1.0
+    return scale, factor
+
+
+@triton.jit
+def norm_row(
+    x, weight, out, width, eps,
+    BLOCK: tl.constexpr, SHIFTED: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """One row at an address: out = x * rsqrt(mean(x^2) + eps) * weight."""
     column = tl.arange(0, BLOCK)
     inside = column < width
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    result = (value * scale * factor).to(out.dtype.element_ty)
-    tl.store(out + row * out_stride + column, result, mask=inside)
+    value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    scale, factor = scaled(value, weight + column, inside, width, eps, 0, SHIFTED)
+    value *= scale
+    if ROUNDED:
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + column, (value * factor).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rmsnorm_kernel(
+    x, weight, out, x_stride, out_stride, width, eps,
+    BLOCK: tl.constexpr, SHIFTED: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """out[row] = x[row] * rsqrt(mean(x[row]^2) + eps) * weight.
+
+    SHIFTED: by 1 + weight; ROUNDED: to x's dtype before the weight too.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    norm_row(
+        x + row * x_stride, weight, out + row * out_stride, width, eps, BLOCK, SHIFTED, ROUNDED
+    )
 
 
 @triton.jit
 def fused_add_rmsnorm_kernel(
-    x, residual, weight, x_stride, residual_stride, width, eps, BLOCK: tl.constexpr
-):
+    x, residual, weight, x_stride, residual_stride, width, eps,
+    BLOCK: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
     """residual[row] += x[row]; x[row] = rmsnorm(the sum before it was rounded)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -30,7 +59,49 @@ def fused_add_rmsnorm_kernel(
     residual_at = residual + row * residual_stride + column
     total = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(total * total, 0) / width + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scale, factor = scaled(total, weight + column, inside, width, eps, 0, SHIFTED)
     tl.store(residual_at, total.to(residual.dtype.element_ty), mask=inside)
     tl.store(x_at, (total * scale * factor).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_heads(x, weight, head, heads, head_stride, width, eps, DIM: tl.constexpr):
+    """Some heads [N] of one token, in place: rmsnorm of each by the same weight [width]."""
+    column = tl.arange(0, DIM)
+    inside = (head < heads)[:, None] & (column < width)[None, :]
+    at = x + head[:, None] * head_stride + column[None, :]
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    scale, factor = scaled(value, weight + column, column < width, width, eps, 1, False)
+    tl.store(at, (value * scale[:, None] * factor[None, :]).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def qknorm_kernel(
+    q, k, q_weight, k_weight, q_stride, q_head_stride, k_stride, k_head_stride,
+    q_heads, k_heads, width, eps, HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token, in place: first those of q, then those of k."""
+    token = tl.program_id(0).to(tl.int64)
+    before = (q_heads + HEADS - 1) // HEADS
+    group = tl.program_id(1)
+    if group < before:
+        head = group * HEADS + tl.arange(0, HEADS)
+        norm_heads(q + token * q_stride, q_weight, head, q_heads, q_head_stride, width, eps, DIM)
+    else:
+        head = (group - before) * HEADS + tl.arange(0, HEADS)
+        norm_heads(k + token * k_stride, k_weight, head, k_heads, k_head_stride, width, eps, DIM)
+
+
+@triton.jit
+def qknorm_rows_kernel(
+    q, k, q_weight, k_weight, q_stride, k_stride, q_width, k_width, eps,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of q or of k, in place."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        q += row * q_stride
+        norm_row(q, q_weight, q, q_width, eps, Q_BLOCK, False, False)
+    else:
+        k += row * k_stride
+        norm_row(k, k_weight, k, k_width, eps, K_BLOCK, False, False)

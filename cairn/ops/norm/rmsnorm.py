@@ -7,53 +7,88 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
-from cairn.ops.norm.kernels import rmsnorm_kernel
+from cairn.ops.norm.launch import LONGEST, check_rows, norm_rows
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 
 @op
-def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None) -> Tensor:
+def rmsnorm(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> Tensor:
     """input * rsqrt(mean(input^2) + eps) * weight, in float32, rounded once.
 
     Args:
-        input: [..., H], any dtype, any strides.
+        input: [..., H] float32, bfloat16 or float16; rows may be strided.
         weight: [H], input's dtype or float32.
-        out: [..., H] written and returned when given; may be `input`.
+        eps: added to the mean square.
+        out: [..., H] of input's dtype, written and returned when given; may be `input`.
+        enable_pdl: without effect.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     x = input.float()
     scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
     return (x * scale * weight.float()).to(input.dtype)
 
 
+@rmsnorm.check
+def _(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> None:
+    check_rows("rmsnorm", input, weight, out)
+
+
 def _same_dtype(
-    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
 ) -> bool:
     return input.dtype == weight.dtype
 
 
 @rmsnorm.implementation("torch", devices=("cpu",), when=_same_dtype)
-def _(input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None) -> Tensor:
+def _(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> Tensor:
     """The same operations from C++: one call instead of seven, which few rows notice."""
     return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
 
 
-def _rows(input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None) -> bool:
+def _rows(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> bool:
     """Rows with their numbers side by side, short enough for one program."""
-    return input.stride(-1) == 1 and input.shape[-1] <= 1 << 15
+    return input.stride(-1) == 1 and input.shape[-1] <= LONGEST
 
 
 @rmsnorm.implementation("triton", devices=gpu.DEVICES, when=_rows)
-def _(input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None) -> Tensor:
-    width = input.shape[-1]
-    x = input.reshape(-1, width)
-    result = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    block = gpu.next_power_of_2(width)
-    if x.shape[0]:
-        rmsnorm_kernel[(x.shape[0],)](
-            x, weight, result, x.stride(0), width, width, eps, block, num_warps=gpu.warps_for(block)
-        )
-    return result
+def _(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> Tensor:
+    return norm_rows(input, weight, eps, out)
 
 
 @rmsnorm.cases
@@ -66,16 +101,16 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(5, 128, dtype=half)[:, :64], make.randn(64))
     yield make.args(make.randn(3, 64, dtype=torch.float16), make.randn(64, dtype=torch.float16))
     yield make.args(make.full((2, 8), 0.0), make.randn(8), out=make.empty(2, 8))
+    yield make.args(make.randn(63), make.randn(63), out=make.empty(63, 2)[:, 0])
 
 
 @rmsnorm.bench
 def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x, weight = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
+    for size, rows, width in draw.matrices():
+        x, weight = draw.randn(rows, width), draw.randn(width)
         others = (
             Alternative("rms_norm", lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)),
             *draw.compiled(rmsnorm.reference),
             *flashinfer("norm.rmsnorm"),
         )
-        size = f"{layer.name}: {rows} x {layer.hidden}"
         yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)

@@ -49,25 +49,133 @@ def head_norm_rope_kernel(
 
 
 @triton.jit
-def rotate_kernel(
-    x, positions, cos_sin, token_stride, head_stride, row_stride, heads,
-    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, NEOX: tl.constexpr,
-):  # fmt: skip
-    """Rotate the first 2 HALF numbers of HEADS heads of one token, in place."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+def turned(x, at, inside, cos, sin, HALF: tl.constexpr, HP: tl.constexpr, NEOX: tl.constexpr):
+    """Two numbers of every pair of heads whose first numbers are at x + at [N, 1], turned; and
+    where they are."""
     pair = tl.arange(0, HP)
-    inside = (head < heads)[:, None] & (pair < HALF)[None, :]
+    first_at = at + (pair if NEOX else 2 * pair)[None, :]
+    second_at = at + (pair + HALF if NEOX else 2 * pair + 1)[None, :]
+    first = tl.load(x + first_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + second_at, mask=inside, other=0.0).to(tl.float32)
+    kind = x.dtype.element_ty
+    turned_first = (first * cos - second * sin).to(kind)
+    return turned_first, (second * cos + first * sin).to(kind), first_at, second_at
+
+
+@triton.jit
+def rotate_kernel(
+    q, k, positions, cos_sin, k_buffer, v_buffer, value, location,
+    q_stride, q_head_stride, k_stride, k_head_stride, row_stride, buffer_stride,
+    buffer_head_stride, v_stride, value_stride, q_heads, k_heads, width, k_scale, v_scale,
+    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, REST: tl.constexpr,
+    RP: tl.constexpr, BLOCK: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """Rotate the first 2 HALF numbers of HEADS heads of one token, in place: first those of q, then
+    those of k, which may be None.
+
+    With a k_buffer, k / k_scale goes there too, its REST numbers behind the rotated ones as well
+    (RP: padded to a power of two), and further programs copy BLOCK of the `width` numbers of
+    value / v_scale to v_buffer.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    pair = tl.arange(0, HP)
     angle = cos_sin + tl.load(positions + token).to(tl.int64) * row_stride + pair
     cos = tl.load(angle, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(angle + HALF, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    base = x + token * token_stride + head[:, None] * head_stride
-    first_at = base + (pair if NEOX else 2 * pair)[None, :]
-    second_at = base + (pair + HALF if NEOX else 2 * pair + 1)[None, :]
-    first = tl.load(first_at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(second_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(first_at, (first * cos - second * sin).to(x.dtype.element_ty), mask=inside)
-    tl.store(second_at, (second * cos + first * sin).to(x.dtype.element_ty), mask=inside)
+    before = (q_heads + HEADS - 1) // HEADS
+    through = before + (k_heads + HEADS - 1) // HEADS
+    if group < before:
+        head = group * HEADS + tl.arange(0, HEADS)
+        inside = (head < q_heads)[:, None] & (pair < HALF)[None, :]
+        q += token * q_stride
+        at = head[:, None] * q_head_stride
+        first, second, first_at, second_at = turned(q, at, inside, cos, sin, HALF, HP, NEOX)
+        tl.store(q + first_at, first, mask=inside)
+        tl.store(q + second_at, second, mask=inside)
+    # The outer ones are decided when the kernel is compiled.
+    if k is not None:  # noqa: SIM102
+        if (group >= before) & (group < through):
+            head = (group - before) * HEADS + tl.arange(0, HEADS)
+            inside = (head < k_heads)[:, None] & (pair < HALF)[None, :]
+            k += token * k_stride
+            at = head[:, None] * k_head_stride
+            first, second, first_at, second_at = turned(k, at, inside, cos, sin, HALF, HP, NEOX)
+            tl.store(k + first_at, first, mask=inside)
+            tl.store(k + second_at, second, mask=inside)
+            if k_buffer is not None:
+                kind = k_buffer.dtype.element_ty
+                k_buffer += tl.load(location + token).to(tl.int64) * buffer_stride
+                shift = head[:, None] * (buffer_head_stride - k_head_stride)
+                first = tl.div_rn(first.to(tl.float32), k_scale).to(kind)
+                second = tl.div_rn(second.to(tl.float32), k_scale).to(kind)
+                tl.store(k_buffer + first_at + shift, first, mask=inside)
+                tl.store(k_buffer + second_at + shift, second, mask=inside)
+                if REST > 0:
+                    column = tl.arange(0, RP)
+                    inside = (head < k_heads)[:, None] & (column < REST)[None, :]
+                    at += 2 * HALF + column[None, :]
+                    rest = tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
+                    rest = tl.div_rn(rest, k_scale).to(kind)
+                    tl.store(k_buffer + at + shift, rest, mask=inside)
+    if v_buffer is not None:  # noqa: SIM102
+        if group >= through:
+            column = (group - through) * BLOCK + tl.arange(0, BLOCK)
+            inside = column < width
+            read = value + token * value_stride + column
+            number = tl.div_rn(tl.load(read, mask=inside, other=0.0).to(tl.float32), v_scale)
+            v_buffer += tl.load(location + token).to(tl.int64) * v_stride
+            tl.store(v_buffer + column, number.to(v_buffer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def qk_norm_rope_kernel(
+    qkv, positions, q_weight, k_weight, stride, q_heads, heads, dim, eps,
+    factor, low, high, attention_factor,
+    HALF: tl.constexpr, HP: tl.constexpr, RP: tl.constexpr, HEADS: tl.constexpr,
+    NEOX: tl.constexpr, SCALED: tl.constexpr, LOG2_BASE: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token of qkv, in place: rmsnorm, then the first 2 HALF numbers rotated.
+
+    RP: the numbers behind those, padded to a power of two; 0: none. SCALED: frequencies by YaRN.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, HP)
+    own = head < heads
+    inside = own[:, None] & (pair < HALF)[None, :]
+    base = qkv + token * stride + head[:, None] * dim
+    first_in = pair if NEOX else 2 * pair
+    second_in = pair + HALF if NEOX else 2 * pair + 1
+    first = tl.load(base + first_in[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(base + second_in[None, :], mask=inside, other=0.0).to(tl.float32)
+    total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    weight = tl.where(head < q_heads, q_weight, k_weight)[:, None]
+    if RP > 0:
+        column = 2 * HALF + tl.arange(0, RP)
+        behind = own[:, None] & (column < dim)[None, :]
+        rest = tl.load(base + column[None, :], mask=behind, other=0.0).to(tl.float32)
+        total += tl.sum(rest * rest, 1)
+    scale = tl.rsqrt(total / dim + eps)[:, None]
+    if RP > 0:
+        factors = tl.load(weight + column[None, :], mask=behind, other=0.0).to(tl.float32)
+        rest *= scale * factors
+        tl.store(base + column[None, :], rest.to(qkv.dtype.element_ty), mask=behind)
+    first *= scale * tl.load(weight + first_in[None, :], mask=inside, other=0.0).to(tl.float32)
+    second *= scale * tl.load(weight + second_in[None, :], mask=inside, other=0.0).to(tl.float32)
+    # In float64, rounded: an error of the frequency is multiplied by the position.
+    exponent = pair.to(tl.float64) * (-LOG2_BASE / HALF)
+    frequency = tl.exp2(exponent).to(tl.float32)
+    if SCALED:
+        ramp = (pair.to(tl.float32) - low) / (high - low)
+        ramp = tl.minimum(tl.maximum(ramp, 0.0), 1.0)
+        frequency = tl.div_rn(frequency, factor) * ramp + frequency * (1.0 - ramp)
+    angle = tl.load(positions + token).to(tl.float32) * frequency
+    cos = (tl.cos(angle) * attention_factor)[None, :]
+    sin = (tl.sin(angle) * attention_factor)[None, :]
+    kind = qkv.dtype.element_ty
+    tl.store(base + first_in[None, :], (first * cos - second * sin).to(kind), mask=inside)
+    tl.store(base + second_in[None, :], (second * cos + first * sin).to(kind), mask=inside)
 
 
 @triton.jit

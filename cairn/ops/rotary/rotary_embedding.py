@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
-from cairn.ops.rotary.kernels import rotate_kernel
+from cairn.ops.rotary import launch
 from cairn.ops.testing import Cases, Make
 
 
@@ -26,47 +26,32 @@ def rotary_embedding(
     Products and sums are in float32 whatever the dtypes; the result is rounded once.
 
     Args:
-        positions: [T] or [B, S] integers, rows of cos_sin_cache.
-        query: [..., n * head_size] or [..., n, head_size], leading shape as positions; rows may be
-            strided.
-        key: as query, with its own n; or None.
+        positions: [T] or [B, S] int32 or int64, rows of cos_sin_cache.
+        query: [..., n * head_size] or [..., n, head_size] float32, bfloat16 or float16, leading
+            shape as positions; tokens and heads may be strided.
+        key: as query, of its dtype, with its own n; or None.
         cos_sin_cache: [max, rd] = [cos | sin], rd / 2 of each; query's dtype or float32.
         is_neox: number i is paired with i + rd / 2; otherwise 2i with 2i + 1.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     cos_sin = cos_sin_cache.index_select(0, positions.flatten()).float()
     cos, sin = cos_sin.chunk(2, dim=-1)
-    _rotate(query, cos, sin, head_size, is_neox)
+    launch.rotate(query, cos, sin, head_size, is_neox)
     if key is not None:
-        _rotate(key, cos, sin, head_size, is_neox)
+        launch.rotate(key, cos, sin, head_size, is_neox)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox: bool) -> None:
-    """x [..., n, head_size] or [..., n * head_size]; cos, sin [T, rd / 2] float32."""
-    tokens, half = cos.shape
-    flat = x.shape[:-1].numel() == tokens
-    heads = torch.unflatten(x, -1, (x.shape[-1] // head_size, head_size)) if flat else x
-    shape = (*heads.shape[:-2], 1, half)
-    cos, sin = cos.view(shape), sin.view(shape)
-    if is_neox:
-        first, second = heads[..., :half], heads[..., half : 2 * half]
-    else:
-        first, second = heads[..., 0 : 2 * half : 2], heads[..., 1 : 2 * half : 2]
-    a, b = first.float(), second.float()
-    rotated = a * cos - b * sin
-    second.copy_(b * cos + a * sin)
-    first.copy_(rotated)
-
-
-def _heads(x: Tensor, tokens: int, head_size: int) -> Tensor | None:
-    """x as [T, n, head_size] without a copy, or None where its strides do not allow it."""
-    flat = x.shape[:-1].numel() == tokens
-    heads = torch.unflatten(x, -1, (x.shape[-1] // head_size, head_size)) if flat else x
-    if heads.stride(-1) != 1:
-        return None
-    try:
-        return heads.view(tokens, *heads.shape[-2:])
-    except RuntimeError:
-        return None
+@rotary_embedding.check
+def _(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+) -> None:
+    launch.check("rotary_embedding", positions, query, key, head_size, cos_sin_cache)
 
 
 def _plain(
@@ -77,14 +62,7 @@ def _plain(
     cos_sin_cache: Tensor,
     is_neox: bool = True,
 ) -> bool:
-    """Heads that can be addressed by a stride of tokens and one of heads."""
-    return (
-        positions.is_contiguous()
-        and cos_sin_cache.stride(-1) == 1
-        and all(
-            x is None or _heads(x, positions.numel(), head_size) is not None for x in (query, key)
-        )
-    )
+    return launch.accepts(positions, query, key, head_size, cos_sin_cache)
 
 
 @rotary_embedding.implementation("triton", devices=gpu.DEVICES, when=_plain)
@@ -96,18 +74,7 @@ def _(
     cos_sin_cache: Tensor,
     is_neox: bool = True,
 ) -> None:
-    tokens, half = positions.numel(), cos_sin_cache.shape[-1] // 2
-    for x in (query, key):
-        heads = None if x is None or not tokens else _heads(x, tokens, head_size)
-        if heads is None:
-            continue
-        count = heads.shape[1]
-        at_once = min(16, gpu.next_power_of_2(count))
-        rotate_kernel[(tokens, -(-count // at_once))](
-            *(heads, positions, cos_sin_cache, heads.stride(0), heads.stride(1)),
-            *(cos_sin_cache.stride(0), count, half, gpu.next_power_of_2(half), at_once, is_neox),
-            num_warps=4,
-        )
+    launch.launch(positions, query, key, head_size, cos_sin_cache, is_neox)
 
 
 @rotary_embedding.cases

@@ -25,7 +25,11 @@ def argmax_tokens(logits: Tensor) -> Tensor:
     return token.masked_fill(best.isnan() | (best == -torch.inf), -1)
 
 
-@argmax_tokens.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
+def _accepts(logits: Tensor) -> bool:
+    return launch.accepts(logits) and logits.shape[0] <= launch.MOST_ROWS
+
+
+@argmax_tokens.implementation("triton", devices=gpu.DEVICES, when=_accepts)
 def _(logits: Tensor) -> Tensor:
     return launch.argmax(logits)
 

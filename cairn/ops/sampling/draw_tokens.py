@@ -11,10 +11,7 @@ from cairn.ops.registry import op
 from cairn.ops.sampling import launch
 from cairn.ops.sampling.argmax_tokens import argmax_tokens
 from cairn.ops.sampling.counter_uniform import counter_uniform
-from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
-from cairn.ops.sampling.sampling_from_probs import sampling_from_probs
-from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm_probs
-from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm_probs
+from cairn.ops.sampling.draw_from_probs import draw_from_probs
 from cairn.ops.testing import Cases, Make
 
 
@@ -45,10 +42,7 @@ def draw_tokens(
     greedy = temperature == 0
     scaled = logits - logits.amax(dim=-1, keepdim=True)
     probs = torch.softmax(scaled / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
-    probs = top_k_renorm_probs(probs, top_k)
-    probs = top_p_renorm_probs(probs, top_p)
-    probs = min_p_renorm_probs(probs, min_p)
-    drawn = sampling_from_probs(probs, counter_uniform(seed, index))
+    drawn = draw_from_probs.reference(probs, counter_uniform(seed, index), top_k, top_p, min_p)
     return torch.where(greedy, argmax_tokens(logits), drawn)
 
 

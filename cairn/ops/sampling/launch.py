@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,10 +25,14 @@ MOST_VOCABULARY = 1 << 19
 WIDTH = 32
 """Listed weights of every chunk that a program holds while it searches. A chunk's are as many of
 these as 10 bits count."""
+MOST_ROWS = (1 << 16) - 1
+"""Rows of one launch."""
 WORKSPACE_BYTES = 256 << 20
 """Lists are held for so many rows at a time."""
 PROGRAMS = 1056
 """Programs that fill a large device when they list: each finds the bound of its row first."""
+MASK_BLOCK = 4096
+"""Logits that a program looks at at once."""
 EARLY_ROWS = 64
 """At most this many rows launch each kernel before the one in front is done."""
 
@@ -39,6 +44,8 @@ class Filters:
     top_k: Tensor | None = None
     top_p: Tensor | None = None
     min_p: Tensor | None = None
+    joint: bool = False
+    """Whether top-p looks at what all tokens have, not at what the top k have among themselves."""
 
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """In the kernels' order."""
@@ -51,7 +58,14 @@ class Filters:
 
     def part(self, at: slice) -> Filters:
         """The same for some of the rows."""
-        return Filters(*(None if t is None else t[at] for t in self.tensors()))
+        top_k, top_p, min_p = (None if t is None else t[at] for t in self.tensors())
+        return Filters(top_k, top_p, min_p, self.joint)
+
+    def share(self, softmax: bool) -> int:
+        """SHARE of `kernels.limit`: probabilities are taken as they are, not by their sum."""
+        if softmax:
+            return 1 if self.joint else 2
+        return 0 if self.joint or self.top_k is None else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,7 @@ class Source:
     """Rows to filter and to draw from.
 
     Attributes:
-        values: [n, V] float32, rows of any stride.
+        values: [n, V] float32, logits in half precision too, rows of any stride.
         temperature: [n] float32, then the values are logits; None: they are probabilities.
     """
 
@@ -89,7 +103,7 @@ class Source:
     @property
     def most_rows(self) -> int:
         """As many rows as lists are held for at a time."""
-        return max(1, WORKSPACE_BYTES // (4 * self.chunk * self.chunks))
+        return min(MOST_ROWS, max(1, WORKSPACE_BYTES // (4 * self.chunk * self.chunks)))
 
     def part(self, at: slice) -> Source:
         """The same for some of the rows."""
@@ -118,11 +132,13 @@ class Listed(NamedTuple):
     weights: Tensor
 
 
-def accepts(values: Tensor, *parameters: Tensor) -> bool:
+def accepts(
+    values: Tensor, *parameters: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)
+) -> bool:
     """Rows, and numbers one for each, that the kernels take."""
     return (
         values.dim() == 2
-        and values.dtype == torch.float32
+        and values.dtype in dtypes
         and values.stride(1) == 1
         and 0 < values.shape[1] <= MOST_VOCABULARY
         and all(p.shape == values.shape[:1] and p.is_contiguous() for p in parameters)
@@ -153,7 +169,7 @@ def draw(
     """
     rows = len(source.values)
     out = torch.empty(rows, dtype=dtype, device=source.values.device)
-    step = rows if filters.none else source.most_rows
+    step = MOST_ROWS if filters.none else source.most_rows
     if rows <= step:
         _draw(source, filters, seed, index, out)
         return out
@@ -161,6 +177,25 @@ def draw(
         at = slice(begin, begin + step)
         seeds = None if seed is None else seed[at]
         _draw(source.part(at), filters.part(at), seeds, index[at], out[at])
+    return out
+
+
+def draw_from(source: Source, rows: Tensor, uniform: Tensor) -> Tensor:
+    """One token [n] int32 of each of `rows` [n] of unfiltered probabilities, in two launches."""
+    out = torch.empty(rows.shape, dtype=torch.int32, device=rows.device)
+    _draw(source, Filters(), None, uniform, out, rows)
+    return out
+
+
+def mask_logits(logits: Tensor, top_k: Tensor) -> Tensor:
+    """`mask_kernel` on logits [n, V], in one launch."""
+    rows, width = logits.shape
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if rows:
+        block = min(MASK_BLOCK, gpu.next_power_of_2(width))
+        kernels.mask_kernel[(rows,)](
+            *(logits, top_k, out, logits.stride(0), width, block), num_warps=max(1, block // 256)
+        )
     return out
 
 
@@ -195,7 +230,7 @@ def _survey(source: Source, top_k: Tensor | None = None, *, masses: bool) -> Sur
 
 
 def _collect(source: Source, filters: Filters, found: Survey) -> Listed:
-    chunks, chunk = source.chunks, source.chunk
+    chunks, chunk, softmax = source.chunks, source.chunk, source.temperature is not None
     listed = Listed(
         source.empty(),
         source.empty(chunks, dtype=torch.int32),
@@ -208,7 +243,7 @@ def _collect(source: Source, filters: Filters, found: Survey) -> Listed:
         *(found.peaks, found.masses, found.tops),
         *listed,
         *(*source.sizes, CHUNKS, chunk, LINE),
-        *(source.temperature is not None, source.early),
+        *(softmax, filters.share(softmax), source.early),
         num_warps=_warps(source),
         **early_option(source.early),
     )
@@ -216,20 +251,25 @@ def _collect(source: Source, filters: Filters, found: Survey) -> Listed:
 
 
 def _draw(
-    source: Source, filters: Filters, seed: Tensor | None, index: Tensor, out: Tensor
+    source: Source,
+    filters: Filters,
+    seed: Tensor | None,
+    index: Tensor,
+    out: Tensor,
+    rows: Tensor | None = None,
 ) -> None:
-    if not len(source.values):
+    if not len(out):
         return
+    softmax = source.temperature is not None
     found = _survey(source, filters.top_k, masses=True)
     lists: Listed | tuple[None, ...] = (None,) * 3
     if not filters.none:
         lists = _collect(source, filters, found)
     numbers = (None, None, index) if seed is None else (seed, index, None)
-    draw_kernels.draw_kernel[(len(source.values),)](
-        *(source.values, source.temperature, *filters.tensors(), *numbers),
+    draw_kernels.draw_kernel[(len(out),)](
+        *(source.values, source.temperature, *filters.tensors(), *numbers, rows),
         *(found.peaks, found.firsts, found.masses, *lists, out, *source.sizes),
-        *(CHUNKS, source.chunk, WIDTH, source.temperature is not None),
-        source.early,
+        *(CHUNKS, source.chunk, WIDTH, softmax, filters.share(softmax), source.early),
         num_warps=8,
         **early_option(source.early),
     )
@@ -246,7 +286,7 @@ def _filter(source: Source, filters: Filters, out: Tensor) -> None:
     kernels.limit_kernel[(rows,)](
         *(*filters.tensors(), found.peaks, found.masses),
         *(*listed, thresholds, takens, totals),
-        *(width, chunks, CHUNKS, chunk, WIDTH),
+        *(width, chunks, CHUNKS, chunk, WIDTH, filters.share(softmax=False)),
         num_warps=8,
     )
     kernels.renormalise_kernel[(chunks, rows)](

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
-from cairn.ops.sampling import launch
+from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
 from cairn.ops.testing import Cases, Make
 
@@ -24,6 +25,13 @@ def min_p_renorm_probs(probs: Tensor, min_p: Tensor) -> Tensor:
     """
     threshold = probs.amax(dim=-1, keepdim=True) * min_p[:, None]
     return renormalised(probs, probs >= threshold)
+
+
+@min_p_renorm_probs.check
+def _(probs: Tensor, min_p: Tensor) -> None:
+    name = "min_p_renorm_probs"
+    arguments.check_rows(name, "probs", probs, (torch.float32,))
+    arguments.check_parameter(name, "min_p", min_p, probs, (torch.float32,))
 
 
 @min_p_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)

@@ -7,21 +7,22 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.checks import INDICES
 from cairn.ops.registry import op
-from cairn.ops.sampling import launch
+from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
 from cairn.ops.testing import Cases, Make
 
+NAME = "top_k_renorm_probs"
+
 
 @op
-def top_k_renorm_probs(probs: Tensor, top_k: Tensor) -> Tensor:
-    """Keep the k most probable tokens of each row and divide by their sum.
-
-    Tokens as probable as the k-th are all kept.
+def top_k_renorm(probs: Tensor, top_k: Tensor) -> Tensor:
+    """top_k_renorm_probs with a tensor of k.
 
     Args:
         probs: [B, V] float32.
-        top_k: [B] integers; k < 1 or k >= V keeps all.
+        top_k: [B] int32 or int64; k < 1 or k >= V keeps all.
     Returns:
         [B, V] float32.
     """
@@ -31,7 +32,31 @@ def top_k_renorm_probs(probs: Tensor, top_k: Tensor) -> Tensor:
     return renormalised(probs, probs >= ordered.gather(-1, k[:, None] - 1))
 
 
-@top_k_renorm_probs.implementation("head", devices=("cpu",))
+@top_k_renorm.check
+def _(probs: Tensor, top_k: Tensor) -> None:
+    arguments.check_rows(NAME, "probs", probs, (torch.float32,))
+    arguments.check_parameter(NAME, "top_k", top_k, probs, INDICES)
+
+
+@top_k_renorm.front
+def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
+    """Keep the k most probable tokens of each row and divide by their sum.
+
+    Tokens as probable as the k-th are all kept.
+
+    Args:
+        probs: [B, V] float32.
+        top_k: a number, or [B] int32 or int64; k < 1 or k >= V keeps all.
+    Returns:
+        [B, V] float32.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    arguments.check_rows(NAME, "probs", probs, (torch.float32,))
+    return top_k_renorm(probs, arguments.counts(NAME, "top_k", top_k, probs))
+
+
+@top_k_renorm.implementation("head", devices=("cpu",))
 def _(probs: Tensor, top_k: Tensor) -> Tensor:
     """Order no more of each row than the largest k of the batch asks for."""
     limited = (top_k >= 1) & (top_k < probs.shape[-1])
@@ -41,12 +66,12 @@ def _(probs: Tensor, top_k: Tensor) -> Tensor:
     return renormalised(probs, (probs >= threshold) | ~limited[:, None])
 
 
-@top_k_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
+@top_k_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
 def _(probs: Tensor, top_k: Tensor) -> Tensor:
     return launch.filter_probs(probs, launch.Filters(top_k=top_k))
 
 
-@top_k_renorm_probs.cases
+@top_k_renorm.cases
 def _(make: Make) -> Cases:
     integers = torch.int64
     yield make.args(make.probs(6, 301), make.tensor([1, 2, 50, 301, 1000, 0], dtype=integers))
@@ -57,13 +82,13 @@ def _(make: Make) -> Cases:
     yield make.args(make.probs(0, 9), make.tensor([], dtype=integers))
 
 
-@top_k_renorm_probs.bench
+@top_k_renorm.bench
 def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         probs = draw.probs(rows, vocabulary, 3.0)
         top_k = draw.randint(1, 51, rows, dtype=torch.int32)
         others = (
-            *draw.compiled(top_k_renorm_probs.reference),
+            *draw.compiled(top_k_renorm.reference),
             *flashinfer("sampling.top_k_renorm_probs"),
         )
         size = f"{rows} x {vocabulary}"

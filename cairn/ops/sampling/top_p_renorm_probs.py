@@ -8,20 +8,18 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.registry import op
-from cairn.ops.sampling import launch
+from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
 from cairn.ops.testing import Cases, Make
 
+NAME = "top_p_renorm_probs"
 FIRST_HEAD = 256
 HEAD_GROWTH = 16
 
 
 @op
-def top_p_renorm_probs(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the most probable tokens of each row until their mass reaches p; divide by their sum.
-
-    In descending order (equal probabilities: the lower token first) a token is kept while the mass
-    before it, summed in float64, is below p. The first is always kept.
+def top_p_renorm(probs: Tensor, top_p: Tensor) -> Tensor:
+    """top_p_renorm_probs with a tensor of p.
 
     Args:
         probs: [B, V] float32, rows that sum to 1.
@@ -37,7 +35,32 @@ def top_p_renorm_probs(probs: Tensor, top_p: Tensor) -> Tensor:
     return renormalised(probs, torch.zeros_like(kept).scatter(-1, order, kept))
 
 
-@top_p_renorm_probs.implementation("head", devices=("cpu",))
+@top_p_renorm.check
+def _(probs: Tensor, top_p: Tensor) -> None:
+    arguments.check_rows(NAME, "probs", probs, (torch.float32,))
+    arguments.check_parameter(NAME, "top_p", top_p, probs, (torch.float32,))
+
+
+@top_p_renorm.front
+def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float) -> Tensor:
+    """Keep the most probable tokens of each row until their mass reaches p; divide by their sum.
+
+    In descending order (equal probabilities: the lower token first) a token is kept while the mass
+    before it, summed in float64, is below p. The first is always kept.
+
+    Args:
+        probs: [B, V] float32, rows that sum to 1.
+        top_p: a number, or [B] floats; p >= 1 keeps all.
+    Returns:
+        [B, V] float32.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    arguments.check_rows(NAME, "probs", probs, (torch.float32,))
+    return top_p_renorm(probs, arguments.shares(NAME, "top_p", top_p, probs))
+
+
+@top_p_renorm.implementation("head", devices=("cpu",))
 def _(probs: Tensor, top_p: Tensor) -> Tensor:
     """Order only as much of each row as reaches p; the same sums, so the same tokens, exactly."""
     last, count = _last_kept(probs, top_p)
@@ -73,12 +96,12 @@ def _last_kept(probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     return last, count
 
 
-@top_p_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
+@top_p_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
 def _(probs: Tensor, top_p: Tensor) -> Tensor:
     return launch.filter_probs(probs, launch.Filters(top_p=top_p))
 
 
-@top_p_renorm_probs.cases
+@top_p_renorm.cases
 def _(make: Make) -> Cases:
     yield make.args(make.probs(6, 301), make.tensor([0.9, 0.5, 1e-6, 1.0, 0.0, 2.0]))
     yield make.args(make.probs(3, 9001, sharpness=4.0), make.tensor([0.9, 0.99, 0.2]))
@@ -92,12 +115,12 @@ def _(make: Make) -> Cases:
     yield make.args(make.probs(0, 9), make.tensor([]))
 
 
-@top_p_renorm_probs.bench
+@top_p_renorm.bench
 def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         probs, top_p = draw.probs(rows, vocabulary, 3.0), draw.rand(rows) * 0.2 + 0.8
         others = (
-            *draw.compiled(top_p_renorm_probs.reference),
+            *draw.compiled(top_p_renorm.reference),
             *flashinfer("sampling.top_p_renorm_probs"),
         )
         size = f"{rows} x {vocabulary}"

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from cairn.ops.attention.dense_attention import dense_attention
-from cairn.ops.attention.merge_state_v2 import merge_state_v2
 from cairn.ops.attention.window_attention import window_attention
 from tests.ops.attention.geometry import (
     STEPS,
@@ -142,6 +141,26 @@ def test_one_token_equals_the_step(aligned, mask):
                 torch.testing.assert_close(got[0], wanted[token], rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_pages_behind_the_window_may_hold_anything(implementation, step):
+    """Layers with pages of their own give them back as soon as no window touches them."""
+    for seed in range(50, 54):
+        case, window = draw(seed, step), (9, 40)[seed % 2]
+        run = window_attention.using(implementation)
+        options = {"aligned": seed % 3 == 0, "mask_landmarks": seed % 2 == 0}
+        given = (*case.where, window)
+        wanted = run(case.q, case.k_cache, case.v_cache, *given, **options)
+        assert bool(wanted[0].isfinite().all())
+        for row, pages in enumerate(case.pages):
+            first = int(case.slot[case.row == row].min())
+            for page in pages[: max(0, (first - window + 1) // case.size)]:
+                case.k_cache[page] = case.v_cache[page] = torch.nan
+        got = run(case.q, case.k_cache, case.v_cache, *given, **options)
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 def test_landmark_with_a_window_of_one_sees_nothing():
     case = draw(2, "prefill")
     o, lse = window_attention(
@@ -160,27 +179,3 @@ def test_strided_caches():
         wanted = op.using("reference")(case.q, case.k_cache, case.v_cache, *case.where, *extra)
         got = op(case.q, k, v, *case.where, *extra)
         torch.testing.assert_close(got[0], wanted[0])
-
-
-def test_merge_is_attention_over_both_parts():
-    g = torch.Generator().manual_seed(0)
-    for left in (0, 1, 9):
-        k = torch.randn(9, 8, generator=g, dtype=torch.float64) * 4
-        v = torch.randn(9, 8, generator=g, dtype=torch.float64)
-        q = torch.randn(8, generator=g, dtype=torch.float64)
-        parts = [
-            softmax_attention(q, list(k[at]), list(v[at]), 1.0)
-            for at in (slice(0, left), slice(left, 9))
-        ]
-        (v_a, s_a), (v_b, s_b) = ((o.float()[None, None], s.float()[None, None]) for o, s in parts)
-        got, lse = merge_state_v2(v_a, s_a, v_b, s_b)
-        wanted, total = softmax_attention(q, list(k), list(v), 1.0)
-        torch.testing.assert_close(got[0, 0].double(), wanted, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(lse[0, 0].double(), total, rtol=1e-5, atol=1e-6)
-
-
-def test_merge_of_nothing_is_nothing():
-    nan, none = torch.full((1, 2, 4), torch.nan), torch.full((1, 2), -torch.inf)
-    v, s = merge_state_v2(nan, none, nan, -none)
-    assert bool((v == 0).all())
-    assert bool((s == -torch.inf).all())

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.ops import argmax_tokens, counter_uniform, draw_tokens, top_p_renorm_probs
+from cairn.ops import argmax_tokens, counter_uniform, draw_tokens
 from cairn.ops.sampling import launch
+from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
 from tests.ops.sampling.variants import interpreted, runnable_on
 
 INF, NAN = math.inf, math.nan
@@ -194,7 +195,7 @@ def test_rows_are_listed_a_few_at_a_time(device: str, monkeypatch: pytest.Monkey
     logits = (torch.randn(3, 600) * 3).to(device)
     args = parameters([SETTINGS[i] for i in (4, 8, 2)], torch.arange(3), device)
     probs = torch.softmax(logits, dim=-1)
-    for op, own in ((draw_tokens, (logits, *args)), (top_p_renorm_probs, (probs, args[2]))):
+    for op, own in ((draw_tokens, (logits, *args)), (top_p_renorm, (probs, args[2]))):
         for name in runnable_on(op, device)[1:]:
             expected = op.using(name)(*own)
             with monkeypatch.context() as patch:

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cairn.ops import gpu, min_p_renorm_probs, top_k_renorm_probs, top_p_renorm_probs
+from cairn.ops import gpu, min_p_renorm_probs
+from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm
+from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
 from tests.ops.sampling.variants import interpreted, runnable_on
 
 BIG = 20_000
@@ -83,8 +85,8 @@ def assert_small_rows(
     k = torch.tensor(data.draw(st.lists(st.integers(-1, 6), min_size=count, max_size=count)))
     p = data.draw(st.lists(st.integers(0, 33), min_size=count, max_size=count))
     p_tensor = torch.tensor(p, dtype=torch.float32) / 32
-    assert_filtered(top_k_renorm_probs, probs, k, keep_top_k, name, device)
-    assert_filtered(top_p_renorm_probs, probs, p_tensor, keep_top_p, name, device)
+    assert_filtered(top_k_renorm, probs, k, keep_top_k, name, device)
+    assert_filtered(top_p_renorm, probs, p_tensor, keep_top_p, name, device)
     assert_filtered(min_p_renorm_probs, probs, p_tensor.clamp_max(1), keep_min_p, name, device)
 
 
@@ -110,9 +112,9 @@ def test_large_vocabulary(sharpness: float, device: str) -> None:
     torch.manual_seed(int(sharpness))
     probs = torch.softmax(torch.randn(4, BIG) * sharpness, dim=-1)
     p = torch.tensor([0.9, 0.1, 0.999, 1.0])
-    assert_filtered(top_p_renorm_probs, probs, p, keep_top_p, "", device)
+    assert_filtered(top_p_renorm, probs, p, keep_top_p, "", device)
     k = torch.tensor([1, 50, 5000, BIG], dtype=torch.int32)
-    assert_filtered(top_k_renorm_probs, probs, k, keep_top_k, "", device)
+    assert_filtered(top_k_renorm, probs, k, keep_top_k, "", device)
     least = torch.tensor([0.0, 0.1, 0.9, 1.0])
     assert_filtered(min_p_renorm_probs, probs, least, keep_min_p, "", device)
 
@@ -124,8 +126,8 @@ def test_long_lists_when_interpreted() -> None:
     half = torch.randn(2, 700)
     probs = torch.softmax(torch.cat([half, half], dim=1), dim=-1)
     p, k = torch.tensor([0.6, 0.9]), torch.tensor([30, 701])
-    assert_filtered(top_p_renorm_probs, probs, p, keep_top_p, "triton", "cpu")
-    assert_filtered(top_k_renorm_probs, probs, k, keep_top_k, "triton", "cpu")
+    assert_filtered(top_p_renorm, probs, p, keep_top_p, "triton", "cpu")
+    assert_filtered(top_k_renorm, probs, k, keep_top_k, "triton", "cpu")
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
@@ -136,7 +138,7 @@ def test_neighbouring_floats_when_interpreted() -> None:
     probs = torch.where(torch.arange(251) % 5 < 2, low, high)
     for share in (0.3, 0.9):
         p = torch.tensor([share * float(probs.double().sum())])
-        assert_filtered(top_p_renorm_probs, probs, p, keep_top_p, "triton", "cpu")
+        assert_filtered(top_p_renorm, probs, p, keep_top_p, "triton", "cpu")
 
 
 def test_rows_do_not_disturb_each_other(device: str) -> None:
@@ -144,7 +146,7 @@ def test_rows_do_not_disturb_each_other(device: str) -> None:
     probs = probs.to(device)
     p = torch.tensor([0.5, 1.0, 0.9, 0.99, 0.0], device=device)
     k = torch.tensor([1, 0, 7, 2999, 300], device=device)
-    for op, parameter in ((top_p_renorm_probs, p), (top_k_renorm_probs, k)):
+    for op, parameter in ((top_p_renorm, p), (top_k_renorm, k)):
         whole = op(probs, parameter)
         for row in range(5):
             alone = op(probs[row : row + 1], parameter[row : row + 1])
@@ -158,9 +160,9 @@ def test_one_token_with_all_mass_and_rows_without_any(device: str) -> None:
         torch.ones(2, dtype=torch.int64, device=device),
     )
     for op, parameter in (
-        (top_p_renorm_probs, half),
+        (top_p_renorm, half),
         (min_p_renorm_probs, half),
-        (top_k_renorm_probs, one),
+        (top_k_renorm, one),
     ):
         for name in runnable_on(op, device):
             assert torch.equal(op.using(name)(probs, parameter), probs), name

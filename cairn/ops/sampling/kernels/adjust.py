@@ -6,20 +6,6 @@ from cairn.ops.gpu import tl, triton
 
 
 @triton.jit
-def bitmask_kernel(logits, bitmask, rows, stride, mask_stride, width, BLOCK: tl.constexpr):
-    """logits[row, token] = -inf where bit token of the mask's line is 0; rows may be None."""
-    line = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < width
-    word = tl.load(bitmask + line * mask_stride + token // 32, mask=inside, other=-1)
-    row = line
-    if rows is not None:
-        row = tl.load(rows + line)
-    forbidden = inside & (((word >> (token % 32)) & 1) == 0)
-    tl.store(logits + row * stride + token, float("-inf"), mask=forbidden)
-
-
-@triton.jit
 def penalties_kernel(
     logits, prompt_mask, output_counts, presence, frequency, repetition,
     stride, mask_stride, count_stride, width, BLOCK: tl.constexpr,

@@ -76,25 +76,28 @@ def first_beyond(mass, target, place):
 
 @triton.jit
 def draw_kernel(
-    x, temperature, top_k, top_p, min_p, seed, index, uniform,
+    x, temperature, top_k, top_p, min_p, seed, index, uniform, rows,
     peaks, firsts, masses, floors, counts, weights, out, stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-    SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
+    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [n]: the first token whose running kept weight exceeds a uniform number times the sum.
 
-    uniform [n] float32, or None and seed, index [n] int64. Without filters there are no lists.
-    -1 where a row's sum is no number > 0.
+    uniform [n] float32, or None and seed, index [n] int64. Without filters there are no lists;
+    only then can `rows` [n] say which row each is of. -1 where a row's sum is no number > 0.
     """
     await_previous(EARLY)
-    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
+    row = number
+    if rows is not None:
+        row = tl.load(rows + number).to(tl.int64)
     # All that a row needs is loaded at once.
     heat = temperature_of(temperature, row)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
     if uniform is not None:
-        part = tl.load(uniform + row)
+        part = tl.load(uniform + number)
     else:
-        part = uniform_of(tl.load(seed + row), tl.load(index + row))
+        part = uniform_of(tl.load(seed + number), tl.load(index + number))
     peak, chunk_peak, scale, mass, finite = summary_of(
         peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX
     )
@@ -114,7 +117,7 @@ def draw_kernel(
                 threshold, mass, taken = limit(
                     weights, head, chunk_count, weight_of(peak, peak, heat, SOFTMAX),
                     tl.load(floors + row), count, share, least, tl.sum(mass, 0),
-                    SOFTMAX, CHUNK,
+                    SHARE, CHUNK,
                 )  # fmt: skip
         total = tl.sum(mass, 0)
         if finite & (total > 0.0) & (total < float("inf")):
@@ -129,9 +132,10 @@ def draw_kernel(
             j = tl.arange(0, CHUNK)
             inside = chunk * CHUNK + j < width
             at = x + row * stride + chunk * CHUNK + j
-            weight = weight_of(tl.load(at, mask=inside, other=0.0), peak, heat, SOFTMAX)
+            value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            weight = weight_of(value, peak, heat, SOFTMAX)
             weight = tl.where(inside, weight, 0.0)
             kept = among_kept(bits_of(weight), threshold, tl.sum(tl.where(here, taken, 0), 0))
             kept = tl.where(kept, weight, 0.0).to(tl.float64)
             token = chunk * CHUNK + first_beyond(kept, target, j)
-    tl.store(out + row, token.to(out.dtype.element_ty))
+    tl.store(out + number, token.to(out.dtype.element_ty))

@@ -32,6 +32,14 @@ def bits_of(weight):
 
 
 @triton.jit
+def ordered(value):
+    """Any float as int32 of the same order; NaN is above all."""
+    wide = value.to(tl.float32) + 0.0
+    bits = wide.to(tl.int32, bitcast=True)
+    return tl.where(wide != wide, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
 def temperature_of(temperature, row):
     """The row's temperature; 1 where there are none."""
     heat = 1.0
@@ -73,10 +81,9 @@ def survey_kernel(
     row = tl.program_id(1).to(tl.int64)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = place < width
-    value = tl.load(x + row * stride + place, mask=inside, other=float("-inf"))
+    value = tl.load(x + row * stride + place, mask=inside, other=float("-inf")).to(tl.float32)
     # One integer finds the largest value, NaN above all, and of equal ones the first.
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
-    key = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    key = ordered(value)
     best = tl.max((key.to(tl.int64) << 32) | (0x7FFFFFFF - place), 0)
     key = (best >> 32).to(tl.int32)
     peak = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -134,7 +141,7 @@ def reached_by(key, wanted):
 def floor_of(
     tops, row, peak, heat, mass, count, share, least, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
-    SOFTMAX: tl.constexpr,
+    SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """A weight that all weights which the row's filters keep reach, and few others."""
     floor = weight_of(peak, peak, heat, SOFTMAX) * least
@@ -154,7 +161,7 @@ def floor_of(
         # others reach what is wanted; half of that, and less still, leaves room to round.
         total = tl.sum(mass, 0)
         wanted = share.to(tl.float64)
-        if SOFTMAX:
+        if SHARE > 0:
             wanted *= total
         spare = (total * (1.0 - 1e-5) - wanted) * 0.5 / width
         floor = tl.maximum(floor, tl.maximum(spare, 0.0).to(tl.float32))
@@ -166,7 +173,7 @@ def collect_kernel(
     x, temperature, top_k, top_p, min_p, peaks, masses, tops, floors, counts, weights,
     stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
-    SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
+    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Lists the weights > 0 of a filtered row from `floor_of` on.
 
@@ -183,7 +190,7 @@ def collect_kernel(
         if finite:
             floor = floor_of(
                 tops, row, peak, heat, mass, count, share, least, width, chunks,
-                CHUNKS, CHUNK, LINE, SOFTMAX,
+                CHUNKS, CHUNK, LINE, SOFTMAX, SHARE,
             )  # fmt: skip
             if program == 0:
                 tl.store(floors + row, floor)
@@ -191,6 +198,7 @@ def collect_kernel(
                 place = chunk * CHUNK + tl.arange(0, CHUNK)
                 inside = place < width
                 value = tl.load(x + row * stride + place, mask=inside, other=float("-inf"))
+                value = value.to(tl.float32)
                 weight = weight_of(value, peak, heat, SOFTMAX)
                 listed = (weight >= floor) & (weight > 0.0)
                 order = tl.cumsum(listed.to(tl.int32), 0)
@@ -358,7 +366,7 @@ def shares_of(tile, threshold):
 @triton.jit
 def limit(
     weights, head, count, top, floor, k, share, least, total,
-    SOFTMAX: tl.constexpr, CHUNK: tl.constexpr,
+    SHARE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """What a row's filters keep.
 
@@ -366,8 +374,8 @@ def limit(
         weights, head, count: the row's list, which is changed, as in `search`.
         top: the row's largest weight; floor: the bound of the list.
         k, share, least: as of `filters_of`.
-        total: float64, the row's sum. With SOFTMAX share is one of it, or of the top k's;
-            probabilities are taken as they are.
+        total: float64, the row's sum.
+        SHARE: 0: share is a sum of weights; 1: a part of total; 2: a part of the top k's sum.
     Returns:
         The least weight that is kept, as bits; per chunk the sum of what is kept, float64, and how
         many of the weights equal to the least, the first ones.
@@ -388,7 +396,9 @@ def limit(
             weights, head, count, longest, low, bound, end, True, CHUNK
         )
         wanted = share.to(tl.float64)
-        if SOFTMAX:
+        if SHARE == 1:
+            wanted *= total
+        if SHARE == 2:
             wanted *= tl.where(k > 0, below, total)
         # The largest is kept whatever the share.
         wanted = tl.maximum(wanted, 1e-300)
@@ -427,7 +437,7 @@ def among_kept(key, threshold, taken):
 def limit_kernel(
     top_k, top_p, min_p, peaks, masses, floors, counts, weights,
     thresholds, takens, totals, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """What `renormalise_kernel` keeps of probabilities: thresholds [n] int32 as bits, takens
     [n, chunks] int32, how many equal to it, and totals [n] float64, their sum."""
@@ -444,7 +454,7 @@ def limit_kernel(
         head = load_head(weights, chunk_count, chunks, CHUNK, WIDTH)
         threshold, mass, taken = limit(
             weights, head, chunk_count, peak, tl.load(floors + row), count, share, least,
-            tl.sum(mass, 0), False, CHUNK,
+            tl.sum(mass, 0), SHARE, CHUNK,
         )  # fmt: skip
     tl.store(thresholds + row, threshold)
     tl.store(takens + row * chunks + c, taken, mask=own)
@@ -465,3 +475,51 @@ def renormalise_kernel(
     kept = among_kept(bits_of(weight), tl.load(thresholds + row), taken)
     total = tl.maximum(tl.load(totals + row).to(tl.float32), 1.1754943508222875e-38)
     tl.store(out + row * width + place, tl.where(kept, weight, 0.0) / total, mask=inside)
+
+
+@triton.jit
+def mask_kernel(logits, top_k, out, stride, width, BLOCK: tl.constexpr):
+    """out [n, width] = the top_k[row] largest logits of a row and their equals; the others -inf.
+
+    One program a row narrows [low, high) by counting what reaches three numbers at a time, on
+    integers of the floats' order.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    out += row * width
+    k = tl.load(top_k + row).to(tl.int64)
+    limited = (k >= 1) & (k < width)
+    low = tl.full([], -(1 << 31), tl.int64)
+    high = tl.full([], 1 << 31, tl.int64)
+    at_low = tl.full([], width, tl.int64)
+    while limited & (high - low > 1) & (at_low != k):
+        step = tl.maximum((high - low) >> 2, 1)
+        one = low + step
+        two = one + step
+        three = two + step
+        counts = tl.zeros([BLOCK], tl.int32)
+        more = tl.zeros([BLOCK], tl.int32)
+        most = tl.zeros([BLOCK], tl.int32)
+        for begin in range(0, width, BLOCK):
+            place = begin + tl.arange(0, BLOCK)
+            inside = place < width
+            key = ordered(tl.load(logits + place, mask=inside, other=0.0)).to(tl.int64)
+            counts += (inside & (key >= one)).to(tl.int32)
+            more += (inside & (key >= two)).to(tl.int32)
+            most += (inside & (key >= three)).to(tl.int32)
+        n_one = tl.sum(counts, 0).to(tl.int64)
+        n_two = tl.sum(more, 0).to(tl.int64)
+        n_three = tl.sum(most, 0).to(tl.int64)
+        by_one, by_two, by_three = n_one >= k, n_two >= k, n_three >= k
+        high = tl.where(by_one, tl.where(by_two, tl.where(by_three, high, three), two), one)
+        low = tl.where(by_three, three, tl.where(by_two, two, tl.where(by_one, one, low)))
+        at_low = tl.where(
+            by_three, n_three, tl.where(by_two, n_two, tl.where(by_one, n_one, at_low))
+        )
+    for begin in range(0, width, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        inside = place < width
+        value = tl.load(logits + place, mask=inside, other=0.0)
+        # NaN reaches nothing, and where the k-th largest is NaN nothing is kept.
+        kept = (ordered(value) >= low) & (value == value) & (low <= 0x7F800000)
+        tl.store(out + place, tl.where(kept | (limited == 0), value, float("-inf")), mask=inside)

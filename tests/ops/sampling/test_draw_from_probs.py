@@ -1,4 +1,4 @@
-"""sampling_from_probs against a scalar loop and against the law it draws from."""
+"""draw_from_probs against a scalar loop and against the law it draws from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from cairn.ops import counter_uniform, sampling_from_probs, top_k_renorm_probs
+from cairn.ops import counter_uniform, top_k_renorm_probs
+from cairn.ops.sampling.draw_from_probs import draw_from_probs
 from tests.ops.sampling.variants import interpreted, runnable_on
 
 
@@ -26,9 +27,9 @@ def test_against_scalars(device: str) -> None:
     probs[:, 0] += 1 / 64
     uniform = torch.randint(0, 16, (400,)).float() / 16
     expected = [oracle(r, u) for r, u in zip(probs.tolist(), uniform.tolist(), strict=True)]
-    for name in runnable_on(sampling_from_probs, device):
+    for name in runnable_on(draw_from_probs, device):
         rows = slice(20 if interpreted(name, device) else None)
-        got = sampling_from_probs.using(name)(probs[rows].to(device), uniform[rows].to(device))
+        got = draw_from_probs.using(name)(probs[rows].to(device), uniform[rows].to(device))
         assert got.dtype == torch.int32
         assert got.tolist() == expected[rows], name
 
@@ -40,9 +41,9 @@ def test_boundaries_between_chunks(device: str) -> None:
     probs[0, places] = 1 / 8
     uniform = (torch.arange(12) / 12).float() + 1e-6
     expected = [places[i // 2] for i in range(12)]
-    for name in runnable_on(sampling_from_probs, device):
+    for name in runnable_on(draw_from_probs, device):
         rows = probs.expand(12, -1).contiguous().to(device)
-        got = sampling_from_probs.using(name)(rows, uniform.to(device))
+        got = draw_from_probs.using(name)(rows, uniform.to(device))
         assert got.tolist() == expected, name
 
 
@@ -52,7 +53,7 @@ def test_law_of_the_draw() -> None:
     law = torch.softmax(torch.randn(1, 40), dim=-1)
     law = top_k_renorm_probs(law, torch.tensor([30]))
     uniform = counter_uniform(torch.full((draws,), 99), torch.arange(draws))
-    tokens = sampling_from_probs(law.expand(draws, -1).contiguous(), uniform)
+    tokens = draw_from_probs(law.expand(draws, -1).contiguous(), uniform)
     counts = torch.bincount(tokens, minlength=40).double()
     expected = law[0].double() * draws
     assert counts[expected == 0].sum() == 0
@@ -65,7 +66,7 @@ def test_law_of_the_draw() -> None:
 def test_tokens_without_mass_are_never_drawn() -> None:
     probs = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]])
     uniform = torch.tensor([0.0, 0.29, 0.3, 0.31, 0.999, 1 - 2.0**-24])
-    got = sampling_from_probs(probs.expand(6, -1), uniform).tolist()
+    got = draw_from_probs(probs.expand(6, -1), uniform).tolist()
     assert set(got) == {1, 3}
     assert got[0] == 1
     assert got[-1] == 3
@@ -76,13 +77,13 @@ def test_small_tokens_after_a_large_one_keep_their_share() -> None:
     probs = torch.full((1, 1025), 2.0**-26)
     probs[0, 0] = 1.0
     for uniform in (1 - 2.0**-24, 1 - 2.0**-23, 1 - 3 * 2.0**-24):
-        got = sampling_from_probs(probs, torch.tensor([uniform]))
+        got = draw_from_probs(probs, torch.tensor([uniform]))
         assert got.tolist() == [oracle(probs[0].tolist(), uniform)]
 
 
 def test_rows_without_a_law_give_minus_one(device: str) -> None:
     nan, inf = float("nan"), float("inf")
     probs = torch.tensor([[0.0, 0.0], [nan, 1.0], [1.0, nan], [inf, 1.0], [0.0, 1.0]])
-    for name in runnable_on(sampling_from_probs, device):
-        got = sampling_from_probs.using(name)(probs.to(device), torch.full((5,), 0.5).to(device))
+    for name in runnable_on(draw_from_probs, device):
+        got = draw_from_probs.using(name)(probs.to(device), torch.full((5,), 0.5).to(device))
         assert got.tolist() == [-1, -1, -1, -1, 1], name

@@ -1,0 +1,55 @@
+"""The activation of CLIP's feed-forward layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.activation import launch
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def gelu_quick(input: Tensor, out: Tensor | None = None) -> Tensor:
+    """input * sigmoid(1.702 input), in float32, rounded once.
+
+    Args:
+        input: [..., d] float32, bfloat16 or float16; rows may be strided.
+        out: [..., d] of input's dtype, written and returned when given; may be `input`.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    x = input.float()
+    return (x * torch.sigmoid(1.702 * x)).to(input.dtype)
+
+
+@gelu_quick.check
+def _(input: Tensor, out: Tensor | None = None) -> None:
+    launch.check("gelu_quick", input, out, gates=1)
+
+
+@gelu_quick.implementation(
+    "triton", devices=gpu.DEVICES, when=lambda input, out=None: input.stride(-1) == 1
+)
+def _(input: Tensor, out: Tensor | None = None) -> Tensor:
+    return launch.launch("gelu_quick", input, out, gates=1)
+
+
+@gelu_quick.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.randn(7, 96))
+    yield make.args(make.randn(1, 4097, dtype=torch.bfloat16))
+    yield make.args(make.randn(2, 3, 5, dtype=torch.float16))
+    yield make.args(make.randn(0, 8))
+    yield make.args(make.randn(4, 64, scale=30.0)[:, :40], out=make.empty(4, 40))
+
+
+@gelu_quick.bench
+def _(draw: Draw) -> Points:
+    for size, rows, width in draw.matrices():
+        x = draw.randn(rows, width)
+        others = draw.compiled(gelu_quick.reference)
+        yield Point(size, draw.args(x), moved(x, x), alternatives=others)

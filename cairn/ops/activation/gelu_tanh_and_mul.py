@@ -1,0 +1,94 @@
+"""The gate of a GEGLU feed-forward layer, with gelu's approximation by tanh."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.activation import launch
+from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def gelu_tanh_and_mul(
+    input: Tensor,
+    out: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+) -> Tensor:
+    """gelu(input[..., :d]) * input[..., d:], in float32, rounded once.
+
+    gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 (Hendrycks and Gimpel 2016,
+    section 2).
+
+    Args:
+        input: [..., 2d] float32, bfloat16 or float16; rows may be strided.
+        out: [..., d] of input's dtype, written and returned when given.
+        expert_ids: [n] int32 or int64; row r is left as it is in `out` (0 without `out`) where
+            expert_ids[r // expert_step] is -1. None: every row is written.
+        expert_step: rows of one entry of expert_ids.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    return launch.gated(_gelu_tanh, input, out, expert_ids, expert_step)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@gelu_tanh_and_mul.check
+def _(
+    input: Tensor,
+    out: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+) -> None:
+    launch.check("gelu_tanh_and_mul", input, out, expert_ids, expert_step)
+
+
+def _rows(
+    input: Tensor,
+    out: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+) -> bool:
+    return input.stride(-1) == 1
+
+
+@gelu_tanh_and_mul.implementation("triton", devices=gpu.DEVICES, when=_rows)
+def _(
+    input: Tensor,
+    out: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+) -> Tensor:
+    return launch.launch("gelu_tanh", input, out, expert_ids, expert_step)
+
+
+@gelu_tanh_and_mul.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.randn(7, 2 * 96))
+    yield make.args(make.randn(1, 2 * 4097, dtype=torch.bfloat16))
+    yield make.args(make.randn(2, 3, 2 * 5, dtype=torch.float16))
+    yield make.args(make.randn(0, 8))
+    yield make.args(make.randn(4, 64, scale=30.0)[:, :40], out=make.empty(4, 20))
+    ids = make.tensor([3, -1, 0], dtype=torch.int32)
+    yield make.args(make.randn(5, 14), expert_ids=ids.abs(), expert_step=2)
+    yield make.args(make.randn(3, 10), out=make.randn(3, 5), expert_ids=ids)
+    yield make.args(make.randn(3, 10), out=make.randn(5, 3).T, expert_ids=ids)
+
+
+@gelu_tanh_and_mul.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x = draw.randn(rows, 2 * layer.intermediate)
+        others = (
+            *draw.compiled(gelu_tanh_and_mul.reference),
+            *flashinfer("activation.gelu_tanh_and_mul"),
+        )
+        size = f"{layer.name}: {rows} x {layer.intermediate}"
+        yield Point(size, draw.args(x), moved(x) * 3 // 2, alternatives=others)

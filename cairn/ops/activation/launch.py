@@ -1,0 +1,84 @@
+"""What the activations share: definitions around a formula, looks at arguments, the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.activation.kernels import activation_kernel
+from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+
+
+def gated(
+    act: Callable[[Tensor], Tensor],
+    input: Tensor,
+    out: Tensor | None,
+    expert_ids: Tensor | None,
+    expert_step: int,
+) -> Tensor:
+    """act(input[..., :d]) * input[..., d:], of all rows or of those that have an expert."""
+    gate, up = input.float().chunk(2, dim=-1)
+    result = (act(gate) * up).to(input.dtype)
+    if expert_ids is None:
+        return result
+    written = (expert_ids != -1).repeat_interleave(expert_step)[: result[..., 0].numel()]
+    before = torch.zeros_like(result) if out is None else out
+    return torch.where(written.view(result.shape[:-1]).unsqueeze(-1), result, before)
+
+
+def check(
+    op: str,
+    input: Tensor,
+    out: Tensor | None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+    *,
+    gates: int = 2,
+) -> None:
+    """Raise BadArgument unless the arguments fit; `gates`: widths of the result in a row."""
+    expect(op, "input", input, dtypes=FLOATS)
+    if input.dim() == 0 or input.shape[-1] % gates:
+        wanted = "[..., 2d]" if gates == 2 else "[..., d]"
+        refuse(op, "input", f"has shape {list(input.shape)}, not {wanted}")
+    shape = (*input.shape[:-1], input.shape[-1] // gates)
+    if out is not None:
+        expect(op, "out", out, shape, (input.dtype,), like=input)
+    if expert_ids is not None:
+        if expert_step < 1:
+            refuse(op, "expert_step", f"is {expert_step}, not 1 or more")
+        rows = input.shape[:-1].numel()
+        expect(op, "expert_ids", expert_ids, (None,), INDICES, like=input, dense=1)
+        if expert_ids.numel() * expert_step < rows:
+            given = f"{expert_ids.numel()} entries for {expert_step} rows each"
+            refuse(op, "expert_ids", f"has {given}, but there are {rows} rows")
+
+
+def launch(
+    kind: str,
+    input: Tensor,
+    out: Tensor | None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+    *,
+    gates: int = 2,
+) -> Tensor:
+    """`activation_kernel` over input [..., gates * d] with its numbers side by side."""
+    width = input.shape[-1] // gates
+    x = input.reshape(input.shape[:-1].numel(), gates * width)
+    result = out
+    if result is None or not result.is_contiguous():
+        fresh = torch.empty if expert_ids is None else torch.zeros
+        result = fresh((*input.shape[:-1], width), dtype=input.dtype, device=input.device)
+        if out is not None and expert_ids is not None:
+            result.copy_(out)
+    block = min(1024, gpu.next_power_of_2(max(1, width)))
+    if x.numel():
+        activation_kernel[(x.shape[0], -(-width // block))](
+            *(x, result, expert_ids, x.stride(0), width, width, expert_step),
+            *(block, kind, gates == 2),
+            num_warps=4,
+        )
+    return result

@@ -1,0 +1,219 @@
+"""Decode attention over a cache of latents (multi-head latent attention, DeepSeek-V2, 2.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.attention import launch
+from cairn.ops.attention.kernels import latent_split_kernel
+from cairn.ops.benching import Alternative, Draw, Point, Points
+from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.registry import op
+from cairn.ops.testing import Arguments, Cases, Make
+
+MOST_HEADS = 128
+LATENT, ROPE = 512, 64
+"""Widths of DeepSeek's cache, for benchmarks; the op takes any."""
+
+
+@op
+def cutlass_mla_decode(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c_and_k_pe_cache: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    workspace: Tensor | None,
+    sm_scale: float,
+    num_kv_splits: int = 1,
+) -> Tensor:
+    """One query token a sequence; every head reads the same keys, whose head is the value.
+
+    out = softmax([q_nope | q_pe] . row * sm_scale) row[:latent] over the first seq_lens[b] rows of
+    a sequence, in float32. A sequence of length 0 gives zeros.
+
+    Args:
+        q_nope: [B, H, latent] float32, bfloat16 or float16, H <= 128; last dim contiguous.
+        q_pe: [B, H, rope], the same.
+        kv_c_and_k_pe_cache: [pages, P, latent + rope], the same; any P.
+        seq_lens: [B] int32 or int64.
+        page_table: [B, n] int32, n * P >= every length.
+        workspace: no effect.
+        sm_scale: of the dot products.
+        num_kv_splits: no effect; splits follow from the shapes.
+    Returns:
+        [B, H, latent], q_nope's dtype.
+    Raises:
+        BadArgument: shapes, dtypes, devices or strides that do not fit.
+    """
+    out = torch.zeros(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
+    size, latent = kv_c_and_k_pe_cache.shape[1], q_nope.shape[2]
+    for row, length in enumerate(seq_lens.tolist()):
+        if length:
+            pages = page_table[row, : -(-length // size)].long()
+            keys = kv_c_and_k_pe_cache[pages].flatten(0, 1)[:length].float()
+            query = torch.cat((q_nope[row], q_pe[row]), dim=-1).float()
+            weights = torch.softmax(query @ keys.T * sm_scale, dim=-1)
+            out[row] = weights @ keys[:, :latent]
+    return out
+
+
+@cutlass_mla_decode.fake
+def _(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c_and_k_pe_cache: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    workspace: Tensor | None,
+    sm_scale: float,
+    num_kv_splits: int = 1,
+) -> Tensor:
+    return torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
+
+
+@cutlass_mla_decode.check
+def _(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c_and_k_pe_cache: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    workspace: Tensor | None,
+    sm_scale: float,
+    num_kv_splits: int = 1,
+) -> None:
+    name, cache = "cutlass_mla_decode", kv_c_and_k_pe_cache
+    expect(name, "q_nope", q_nope, (None, None, None), FLOATS, dense=1)
+    batch, heads, latent = q_nope.shape
+    if heads > MOST_HEADS:
+        refuse(name, "q_nope", f"has {heads} heads, not at most {MOST_HEADS}")
+    same = (q_nope.dtype,)
+    expect(name, "q_pe", q_pe, (batch, heads, None), same, q_nope, dense=1)
+    width = latent + q_pe.shape[2]
+    expect(name, "kv_c_and_k_pe_cache", cache, (None, None, width), same, q_nope, dense=1)
+    expect(name, "seq_lens", seq_lens, (batch,), INDICES, q_nope, dense=-1)
+    expect(name, "page_table", page_table, (batch, None), (torch.int32,), q_nope, dense=1)
+
+
+@cutlass_mla_decode.implementation("triton", devices=gpu.DEVICES)
+def _(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c_and_k_pe_cache: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    workspace: Tensor | None,
+    sm_scale: float,
+    num_kv_splits: int = 1,
+) -> Tensor:
+    cache = kv_c_and_k_pe_cache
+    batch, heads, latent = q_nope.shape
+    out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
+    if out.numel() == 0:
+        return out
+    single = q_nope.dtype == torch.float32
+    lines = 16 if single else min(64, max(16, gpu.next_power_of_2(heads)))
+    keys = 16 if single else 32
+    columns = -(-heads // lines)
+    blocks = -(-page_table.shape[1] * cache.shape[1] // keys)
+    wanted = -(-_PROGRAMS // (columns * batch))
+    splits = max(1, min(blocks // _LEAST_BLOCKS, wanted, launch.MOST_SPLITS))
+    part_o = out
+    if splits > 1:
+        part_o = out.new_empty((batch, heads, splits, latent), dtype=torch.float32)
+    part_lse = out.new_empty((batch, heads, splits), dtype=torch.float32)
+    padded = (max(16, gpu.next_power_of_2(width)) for width in (latent, q_pe.shape[2]))
+    latent_split_kernel[(splits, columns, batch)](
+        *(q_nope, q_pe, cache, seq_lens, page_table, part_o, part_lse, sm_scale),
+        *(*q_nope.stride()[:2], *q_pe.stride()[:2], *cache.stride()[:2], page_table.stride(0)),
+        *(heads, cache.shape[1], latent, q_pe.shape[2], *padded, lines, keys),
+        "ieee" if single else "tf32",
+        num_warps=8 if lines == 64 else 4,
+        num_stages=2,
+    )
+    if splits > 1:
+        launch.merge(part_o, part_lse, out, None)
+    return out
+
+
+_PROGRAMS = 264
+"""Programs that fill a large device twice: each holds most of a multiprocessor's memory."""
+_LEAST_BLOCKS = 4
+"""Blocks of keys for which a split of their own pays."""
+
+
+def _drawn(
+    make: Make,
+    lengths: list[int],
+    heads: int,
+    size: int,
+    widths: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> Arguments:
+    """A poisoned cache with its pages in random order; queries cut out of a wider buffer."""
+    latent, rope = widths
+    batch, most = len(lengths), max(-(-n // size) for n in lengths) + 1
+    table = make.rand(batch * most).argsort().view(batch, most).int()
+    slot = make.arange(most * size).view(most, size)
+    cache = make.empty(batch * most, size, latent + rope, dtype=dtype)
+    for row, length in enumerate(lengths):
+        drawn = make.randn(most, size, latent + rope, dtype=dtype)
+        hidden = (slot >= length).unsqueeze(-1)
+        cache[table[row].long()] = torch.where(hidden, cache[table[row].long()], drawn)
+    q = make.randn(batch, heads, latent + rope + 8, dtype=dtype)
+    queries = (q[..., :latent], q[..., latent : latent + rope])
+    spare = make.full((1,), 0, torch.uint8)
+    return make.args(*queries, cache, make.tensor(lengths, torch.int32), table, spare, 0.2)
+
+
+@cutlass_mla_decode.cases
+def _(make: Make) -> Cases:
+    yield _drawn(make, [70, 0, 1, 33], 3, 8, (32, 16))
+    yield _drawn(make, [200], 20, 1, (24, 8))
+    nobody = _drawn(make, [9], 3, 8, (32, 16)).args
+    yield make.args(
+        *(make.randn(0, 3, 32), make.randn(0, 3, 16), nobody[2]),
+        *(x[:0] for x in nobody[3:5]),
+        *nobody[5:],
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        yield _drawn(make, [7, 0, 300], 16, 64, (LATENT, ROPE), dtype)
+    yield _drawn(make, [1000, 63, 100], 128, 16, (LATENT, ROPE), torch.bfloat16)
+
+
+cutlass_mla_decode.tolerance(
+    {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-2)},
+    "a sum over 576 products in another order, of which a softmax is taken",
+)
+
+
+@cutlass_mla_decode.bench
+def _(draw: Draw) -> Points:
+    tiny = all(layer.name == "tiny" for layer in draw.layers)
+    heads, size = (4, 16) if tiny else (128, 64)
+    for batch, length in ((2, 100),) if tiny else ((1, 8192), (32, 4096), (8, 131072)):
+        pages = -(-length // size)
+        table = draw.rand(batch * pages).argsort().view(batch, pages).int()
+        cache = draw.randn(batch * pages, size, LATENT + ROPE)
+        q = draw.randn(batch, heads, LATENT + ROPE)
+        lengths = draw.full((batch,), length, torch.int32)
+        queries = (q[..., :LATENT], q[..., LATENT:])
+        rows, keys = batch * length, cache.view(batch, 1, pages * size, -1)[:, :, :length]
+        yield Point(
+            f"{batch} x {length} x {heads} heads",
+            draw.args(*queries, cache, lengths, table, None, 0.1),
+            rows * cache.shape[2] * cache.element_size(),
+            2.0 * rows * heads * (2 * LATENT + ROPE),
+            (Alternative("sdpa", _sdpa, draw.args(q, keys)),),
+        )
+
+
+def _sdpa(q: Tensor, keys: Tensor) -> Tensor:
+    """The same over rows that lie in order, without paging: [B, 1, length, latent + rope]."""
+    shared = torch.nn.functional.scaled_dot_product_attention(
+        q.unsqueeze(1), keys, keys[..., :LATENT], scale=0.1
+    )
+    return shared.squeeze(1)

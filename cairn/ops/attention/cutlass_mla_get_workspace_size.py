@@ -1,0 +1,23 @@
+"""Scratch memory of `cutlass_mla_decode`, asked for on the host."""
+
+from __future__ import annotations
+
+from cairn.ops.checks import refuse
+
+
+def cutlass_mla_get_workspace_size(
+    max_seq_len: int, num_batches: int, sm_count: int = 0, num_kv_splits: int = 1
+) -> int:
+    """Bytes of workspace that `cutlass_mla_decode` takes: 1, as it takes its scratch from torch.
+
+    Args:
+        max_seq_len, num_batches: of the calls to come, >= 0.
+        sm_count: multiprocessors, 0: the device's. No effect.
+        num_kv_splits: no effect.
+    Raises:
+        BadArgument: a negative length or count.
+    """
+    for name, number in (("max_seq_len", max_seq_len), ("num_batches", num_batches)):
+        if number < 0:
+            refuse("cutlass_mla_get_workspace_size", name, f"is {number}, not at least 0")
+    return 1

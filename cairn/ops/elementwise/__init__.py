@@ -1,0 +1,1 @@
+"""Small steps between the large ones: joins, casts, positions, the Hadamard transform."""

@@ -1,0 +1,170 @@
+"""The two parts of latent attention's heads, without and with a position, side by side."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.elementwise.kernels import concat_kernel
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+AT_ONCE = 4096
+"""Numbers of a program."""
+HEADS, NOPE, ROPE, LATENT = 128, 128, 64, 512
+"""DeepSeek-V3's: query heads, numbers without and with a position, numbers of the latent."""
+
+
+@op(mutates=("k",))
+def concat_mla_k(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
+    """k[t, h] = [k_nope[t, h] | k_rope[t, 0]] for every head, in place.
+
+    Args:
+        k: [T, H, dn + dr] float32, bfloat16 or float16, changed; tokens and heads may be strided.
+        k_nope: [T, H, dn], k's dtype, may be strided.
+        k_rope: [T, 1, dr], k's dtype, may be strided.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    k.copy_(torch.cat((k_nope, k_rope.expand(-1, k.shape[1], -1)), dim=-1))
+
+
+@concat_mla_k.check
+def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
+    name = "concat_mla_k"
+    expect(name, "k", k, (None, None, None), FLOATS)
+    expect(name, "k_nope", k_nope, (*k.shape[:2], None), (k.dtype,), like=k)
+    expect(name, "k_rope", k_rope, (k.shape[0], 1, None), (k.dtype,), like=k)
+    if k_nope.shape[2] + k_rope.shape[2] != k.shape[2]:
+        parts = f"{k_nope.shape[2]} + {k_rope.shape[2]}"
+        refuse(name, "k", f"has {k.shape[2]} numbers a head, not {parts}")
+
+
+def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
+    """Rows of [T, H, d] side by side; a second with one head serves all."""
+    tokens, heads, _ = out.shape
+    widths = first.shape[2], second.shape[2]
+    blocks = [gpu.next_power_of_2(max(1, width)) for width in widths]
+    most = max(1, AT_ONCE // (2 * max(blocks)))
+    at_once = min(gpu.next_power_of_2(max(1, heads)), most)
+    shared = second.shape[1] == 1
+    if out.numel():
+        concat_kernel[(tokens, -(-heads // at_once))](
+            *(first, second, out, heads, *first.stride()[:2]),
+            *(second.stride(0), 0 if shared else second.stride(1), *out.stride()[:2]),
+            *(*widths, *blocks, at_once),
+            num_warps=4,
+        )
+
+
+@concat_mla_k.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda k, k_nope, k_rope: k.stride(2) == k_nope.stride(2) == k_rope.stride(2) == 1,
+)
+def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
+    _launch(k_nope, k_rope, k)
+
+
+@concat_mla_k.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        nope, rope = make.randn(5, 3, 16, dtype=dtype), make.randn(5, 1, 8, dtype=dtype)
+        yield make.args(make.empty(5, 3, 24, dtype=dtype), nope, rope)
+        joint = make.randn(7, 9, 40, dtype=dtype)
+        latent = make.randn(7, 13, dtype=dtype)
+        k = make.empty(7, 9, 32, dtype=dtype)[..., :28]
+        yield make.args(k, joint[..., :23], latent[:, None, 8:])
+    yield make.args(make.empty(0, 3, 12), make.randn(0, 3, 8), make.randn(0, 1, 4))
+
+
+def _cat(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> Tensor:
+    return torch.cat((k_nope, k_rope.expand(-1, k.shape[1], -1)), dim=-1, out=k)
+
+
+@concat_mla_k.bench
+def _(draw: Draw) -> Points:
+    for _, rows in draw.rows():
+        k = draw.randn(rows, HEADS, NOPE + ROPE)
+        parts = draw.randn(rows, HEADS, NOPE), draw.randn(rows, 1, ROPE)
+        others = (Alternative("cat", _cat), *draw.compiled(concat_mla_k.reference))
+        size = f"{rows} x {HEADS} x ({NOPE} + {ROPE})"
+        yield Point(size, draw.args(k, *parts), moved(k, *parts), alternatives=others)
+
+
+@op
+def concat_mla_absorb_q(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """[a | b] along the last dim.
+
+    Args:
+        a: [..., d1] float32, bfloat16 or float16, may be strided.
+        b: [..., d2], a's dtype and leading shape.
+        out: [..., d1 + d2] of a's dtype, written and returned when given.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    return torch.cat((a, b), dim=-1)
+
+
+@concat_mla_absorb_q.check
+def _(a: Tensor, b: Tensor, out: Tensor | None = None) -> None:
+    name = "concat_mla_absorb_q"
+    expect(name, "a", a, dtypes=FLOATS)
+    if a.dim() == 0:
+        refuse(name, "a", "has no dims")
+    expect(name, "b", b, (*a.shape[:-1], None), (a.dtype,), like=a)
+    if out is not None:
+        shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
+        expect(name, "out", out, shape, (a.dtype,), like=a)
+
+
+def _as_heads(x: Tensor) -> Tensor | None:
+    """x [..., d] as [T, H, d] in the same memory, or None."""
+    if x.stride(-1) != 1 or x.numel() == 0:
+        return None
+    if x.dim() == 3:
+        return x
+    try:
+        return x.view(-1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1])
+    except RuntimeError:
+        return None
+
+
+def _in_rows(a: Tensor, b: Tensor, out: Tensor | None = None) -> bool:
+    return _as_heads(a) is not None and _as_heads(b) is not None
+
+
+@concat_mla_absorb_q.implementation("triton", devices=gpu.DEVICES, when=_in_rows)
+def _(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    result, into = out, None if out is None else _as_heads(out)
+    if result is None or into is None:
+        shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
+        result = torch.empty(shape, dtype=a.dtype, device=a.device)
+        into = _as_heads(result)
+    first, second = _as_heads(a), _as_heads(b)
+    assert first is not None and second is not None and into is not None
+    _launch(first, second, into)
+    return result
+
+
+@concat_mla_absorb_q.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(5, 3, 16, dtype=dtype), make.randn(5, 3, 8, dtype=dtype))
+        a, b = make.randn(7, 40, dtype=dtype)[:, :33], make.randn(7, 5, dtype=dtype)
+        yield make.args(a, b, out=make.empty(7, 38, dtype=dtype))
+        joint = make.randn(2, 3, 4, 9, dtype=dtype)
+        yield make.args(joint[..., :2], joint[..., 2:])
+    yield make.args(make.randn(0, 3, 8), make.randn(0, 3, 4))
+
+
+@concat_mla_absorb_q.bench
+def _(draw: Draw) -> Points:
+    for _, rows in draw.rows():
+        a, b = draw.randn(rows, HEADS, LATENT), draw.randn(rows, HEADS, ROPE)
+        others = (Alternative("cat", lambda a, b: torch.cat((a, b), dim=-1)),)
+        size = f"{rows} x {HEADS} x ({LATENT} + {ROPE})"
+        yield Point(size, draw.args(a, b), moved(a, a, b, b), alternatives=others)

@@ -1,0 +1,229 @@
+"""Numbers as float8: a scale, a cut at the largest number, one rounding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.elementwise.kernels import downcast_kernel, fp8_kernel
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = (E4M3, E5M2)
+BLOCK = 2048
+
+
+def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x float32 cut off at the dtype's largest number, to nearest with ties to even; NaN stays."""
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype)
+
+
+@op
+def fp8_quantize(
+    x: Tensor,
+    scale_inv: float = 1.0,
+    out: Tensor | None = None,
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn,
+    enable_pdl: bool | None = None,
+) -> Tensor:
+    """x * scale_inv as float8: the product in float32, cut off at the largest number, rounded once.
+
+    Args:
+        x: [..., d] float32, bfloat16 or float16, may be strided.
+        scale_inv: one over the scale that the result is to be multiplied by.
+        out: x's shape, of fp8_dtype, written and returned when given.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        enable_pdl: without effect.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    return to_fp8(x.float() * scale_inv, fp8_dtype)
+
+
+@fp8_quantize.check
+def _(
+    x: Tensor,
+    scale_inv: float = 1.0,
+    out: Tensor | None = None,
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn,
+    enable_pdl: bool | None = None,
+) -> None:
+    expect("fp8_quantize", "x", x, dtypes=FLOATS)
+    if fp8_dtype not in KINDS:
+        refuse("fp8_quantize", "fp8_dtype", f"is {fp8_dtype}, not float8_e4m3fn or float8_e5m2")
+    if out is not None:
+        expect("fp8_quantize", "out", out, x.shape, (fp8_dtype,), like=x)
+
+
+@fp8_quantize.implementation("triton", devices=gpu.DEVICES)
+def _(
+    x: Tensor,
+    scale_inv: float = 1.0,
+    out: Tensor | None = None,
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn,
+    enable_pdl: bool | None = None,
+) -> Tensor:
+    result = out
+    if result is None or not result.is_contiguous():
+        result = torch.empty(x.shape, dtype=fp8_dtype, device=x.device)
+    if x.numel():
+        # What lies in one piece is one row.
+        rows = x.view(1, -1) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        width = rows.shape[1]
+        blocks = -(-width // BLOCK)
+        fp8_kernel[(rows.shape[0] * blocks,)](
+            *(rows, result.view(torch.uint8), float(scale_inv), rows.stride(0), width, width),
+            *(blocks, BLOCK, fp8_dtype == E4M3),
+            num_warps=4,
+        )
+    return result
+
+
+@fp8_quantize.cases
+def _(make: Make) -> Cases:
+    inf = float("inf")
+    edges = [0.0, -0.0, 448.0, 464.0, 1e9, -inf, 2.0**-9, 2.0**-10, 2.9e-3, 57344.0, 61440.0, 1e-7]
+    for kind in KINDS:
+        for dtype in FLOATS:
+            yield make.args(make.randn(7, 33, dtype=dtype, scale=50.0), 0.7, fp8_dtype=kind)
+        yield make.args(make.tensor(edges), fp8_dtype=kind)
+        wide = make.randn(5, 3000, dtype=torch.bfloat16)[:, 5:2900]
+        yield make.args(wide, 100.0, out=make.empty(5, 2895, dtype=kind), fp8_dtype=kind)
+        yield make.args(make.randn(3, 4, 6)[:, ::2], fp8_dtype=kind)
+        yield make.args(make.randn(0, 4), fp8_dtype=kind)
+
+
+@fp8_quantize.bench
+def _(draw: Draw) -> Points:
+    for size, rows, width in draw.matrices():
+        x = draw.randn(rows, width)
+        others = draw.compiled(fp8_quantize.reference)
+        yield Point(size, draw.args(x, 0.5), moved(x) + x.numel(), alternatives=others)
+
+
+@op(mutates=("k_out", "v_out"))
+def downcast_fp8(
+    k: Tensor,
+    v: Tensor,
+    k_out: Tensor,
+    v_out: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    loc: Tensor,
+    mult: int = 1,
+    offset: int = 0,
+) -> None:
+    """Row loc * mult + offset of k_out becomes k * (1 / k_scale) as float8 e4m3; the same of v.
+
+    The reciprocal and the product are in float32; what is larger than 448 becomes 448.
+
+    Args:
+        k, v: [T, H, d] float32, bfloat16 or float16, same dtype; tokens may be strided.
+        k_out, v_out: [slots, H, d] float8_e4m3fn, or its bytes as uint8, changed.
+        k_scale, v_scale: [1] float32; None: 1.
+        loc: [T] int32 or int64.
+        mult, offset: from a location to a row.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    rows = loc.long() * mult + offset
+    for x, out, scale in ((k, k_out, k_scale), (v, v_out, v_scale)):
+        factor = 1.0 if scale is None else 1.0 / scale
+        out.view(torch.uint8)[rows] = to_fp8(x.float() * factor, E4M3).view(torch.uint8)
+
+
+@downcast_fp8.check
+def _(
+    k: Tensor,
+    v: Tensor,
+    k_out: Tensor,
+    v_out: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    loc: Tensor,
+    mult: int = 1,
+    offset: int = 0,
+) -> None:
+    name = "downcast_fp8"
+    expect(name, "k", k, (None, None, None), FLOATS)
+    expect(name, "v", v, k.shape, (k.dtype,), like=k)
+    for argument, out in (("k_out", k_out), ("v_out", v_out)):
+        expect(name, argument, out, (None, *k.shape[1:]), (torch.uint8, E4M3), like=k)
+    for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            expect(name, argument, scale, (1,), (torch.float32,), like=k)
+    expect(name, "loc", loc, k.shape[:1], INDICES, like=k)
+
+
+def _dense(
+    k: Tensor,
+    v: Tensor,
+    k_out: Tensor,
+    v_out: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    loc: Tensor,
+    mult: int = 1,
+    offset: int = 0,
+) -> bool:
+    return loc.is_contiguous() and all(x[:1].is_contiguous() for x in (k, v, k_out, v_out))
+
+
+@downcast_fp8.implementation("triton", devices=gpu.DEVICES, when=_dense)
+def _(
+    k: Tensor,
+    v: Tensor,
+    k_out: Tensor,
+    v_out: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    loc: Tensor,
+    mult: int = 1,
+    offset: int = 0,
+) -> None:
+    tokens, width = k.shape[0], k.shape[1:].numel()
+    block = min(BLOCK, gpu.next_power_of_2(max(1, width)))
+    k_bytes, v_bytes = k_out.view(torch.uint8), v_out.view(torch.uint8)
+    if tokens and width:
+        downcast_kernel[(tokens, -(-width // block))](
+            *(k, v, k_bytes, v_bytes, k_scale, v_scale, loc, mult, offset),
+            *(k.stride(0), v.stride(0), k_out.stride(0), v_out.stride(0), width, block),
+            num_warps=gpu.warps_for(block),
+        )
+
+
+@downcast_fp8.cases
+def _(make: Make) -> Cases:
+    spot = make.tensor([4, 0, 9, 2, 7], torch.int64)
+    scale, other = make.tensor([0.3]), make.tensor([7.0])
+    for dtype in FLOATS:
+        k, v = (make.randn(5, 2, 24, dtype=dtype, scale=100.0) for _ in range(2))
+        outs = [make.randint(0, 255, 20, 2, 24, dtype=torch.uint8) for _ in range(2)]
+        yield make.args(k, v, *outs, scale, other, spot)
+        wide = make.randn(5, 6, 7, dtype=dtype)
+        outs = [make.randn(20, 3, 7).to(E4M3) for _ in range(2)]
+        yield make.args(wide[:, :3], wide[:, 3:], *outs, None, scale, spot.int(), 2, 1)
+    outs = [make.randint(0, 255, 20, 2, 8, dtype=torch.uint8) for _ in range(2)]
+    yield make.args(make.randn(0, 2, 8), make.randn(0, 2, 8), *outs, None, None, spot[:0])
+
+
+@downcast_fp8.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        heads, dim = layer.kv_heads, layer.head_dim
+        k, v = (draw.randn(rows, heads, dim) for _ in range(2))
+        slots = rows + 64
+        outs = [draw.randint(0, 255, slots, heads, dim, dtype=torch.uint8) for _ in range(2)]
+        scale, spot = draw.full((1,), 0.5), draw.rand(slots).argsort()[:rows]
+        yield Point(
+            f"{layer.name}: {rows} x {heads} x {dim}",
+            draw.args(k, v, *outs, scale, scale, spot),
+            moved(k, v, spot) + 2 * k.numel(),
+            alternatives=draw.compiled(downcast_fp8.reference),
+        )

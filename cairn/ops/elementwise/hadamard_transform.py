@@ -1,0 +1,115 @@
+"""The Walsh-Hadamard transform of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.elementwise.kernels import hadamard_kernel, hadamard_rows_kernel
+from cairn.ops.registry import op
+from cairn.ops.testing import Arguments, Cases, Make
+
+LEAST, NARROW, LONGEST = 16, 128, 1 << 14
+"""Sizes of a matrix product, and of what one program transforms."""
+ROWS = 64
+MEMORY = 192 << 10
+"""Bytes of shared memory that the longest row takes."""
+
+
+@op
+def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
+    """x padded with zeros to a power of two n, times H_n * scale, cut back; rounded once.
+
+    H_n[i, j] = (-1)^(number of bits that i and j have in common): Sylvester's order.
+
+    Args:
+        x: [..., d] float32, bfloat16 or float16, d > 0; rows may be strided.
+        scale: of the result; n^-0.5 makes it a rotation.
+    Raises:
+        BadArgument: for another shape or dtype.
+    """
+    width = x.shape[-1]
+    size = gpu.next_power_of_2(width)
+    y = torch.nn.functional.pad(x.float(), (0, size - width))
+    step = 1
+    while step < size:
+        first, second = y.unflatten(-1, (-1, 2, step)).unbind(-2)
+        y = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        step *= 2
+    return (y[..., :width] * scale).to(x.dtype)
+
+
+@hadamard_transform.check
+def _(x: Tensor, scale: float = 1.0) -> None:
+    expect("hadamard_transform", "x", x, dtypes=FLOATS)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        refuse("hadamard_transform", "x", f"has shape {list(x.shape)}, not [..., d] with d > 0")
+
+
+def _short(x: Tensor, scale: float = 1.0) -> bool:
+    if x.stride(-1) != 1 or x.shape[-1] > LONGEST:
+        return False
+    return x.shape[-1] <= LONGEST // 2 or gpu.program_memory(x.device) >= MEMORY
+
+
+@hadamard_transform.implementation("triton", devices=gpu.DEVICES, when=_short)
+def _(x: Tensor, scale: float = 1.0) -> Tensor:
+    """By matrix products: H_ab of a row is H_a X H_b of the row as [a, b]."""
+    width = x.shape[-1]
+    source = x.reshape(-1, width)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, size = source.shape[0], max(LEAST, gpu.next_power_of_2(width))
+    if not rows:
+        return out
+    if size <= NARROW:
+        hadamard_rows_kernel[(-(-rows // ROWS),)](
+            *(source, out, rows, source.stride(0), width, width, scale, ROWS, size), num_warps=4
+        )
+        return out
+    hadamard_kernel[(rows,)](
+        *(source, out, source.stride(0), width, width, scale),
+        *(max(LEAST, size // NARROW), NARROW),
+        num_warps=4 if size <= 4096 else 8,
+    )
+    return out
+
+
+hadamard_transform.tolerance(
+    {
+        torch.float32: (1e-4, 2e-4),
+        torch.float16: (5e-3, 5e-3),
+        torch.bfloat16: (1.6e-2, 2e-2),
+    },
+    "sums of up to 2^14 numbers, in another order",
+)
+
+
+@hadamard_transform.cases
+def _(make: Make) -> Cases:
+    for dtype in FLOATS:
+        for width in (1, 7, 64, 100):
+            yield make.args(make.randn(5, width, dtype=dtype), width**-0.5)
+        yield make.args(make.randn(2, 3, 256, dtype=dtype), scale=1 / 16)
+        yield make.args(make.randn(2, 1100, dtype=dtype)[:, :1000], 1 / 32)
+    yield make.args(make.randn(3, 8), 1.0)
+    yield make.args(make.randn(2, 8192), 2.0**-6.5)
+    yield make.args(make.randn(0, 8))
+
+
+@hadamard_transform.bench
+def _(draw: Draw) -> Points:
+    sizes = [(rows, width) for _, rows, width in draw.matrices()]
+    sizes += [(rows * layer.heads, layer.head_dim) for layer, rows in draw.rows()]
+    for rows, width in sizes:
+        x = draw.randn(rows, width)
+        matrix = hadamard_transform.reference(torch.eye(width, device=x.device), width**-0.5)
+        given = Arguments((x, matrix.to(x.dtype)))
+        yield Point(
+            f"{rows} x {width}",
+            draw.args(x, width**-0.5),
+            moved(x, x),
+            alternatives=(Alternative("matmul", torch.matmul, given),),
+        )

@@ -1,0 +1,191 @@
+"""Kernels that join, cast and mend rows."""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import tl, triton
+
+
+@triton.jit
+def concat_kernel(
+    first, second, out, heads,
+    first_stride, first_head_stride, second_stride, second_head_stride, out_stride, out_head_stride,
+    FIRST: tl.constexpr, SECOND: tl.constexpr,
+    FP: tl.constexpr, SP: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """out[token, head] = [first [FIRST] | second [SECOND]] of HEADS heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    column = tl.arange(0, FP)[None, :]
+    inside = (head < heads) & (column < FIRST)
+    number = tl.load(
+        first + token * first_stride + head * first_head_stride + column, mask=inside, other=0.0
+    )
+    to = out + token * out_stride + head * out_head_stride
+    tl.store(to + column, number, mask=inside)
+    column = tl.arange(0, SP)[None, :]
+    inside = (head < heads) & (column < SECOND)
+    number = tl.load(
+        second + token * second_stride + head * second_head_stride + column, mask=inside, other=0.0
+    )
+    tl.store(to + FIRST + column, number, mask=inside)
+
+
+@triton.jit
+def e4m3(x):
+    """float32 as the byte of float8 e4m3, cut off at 448, to nearest with ties to even; NaN stays.
+
+    By hand: not every device that runs these kernels knows e4m3.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    cut = tl.minimum(bits, 0x43E00000)
+    # To the nearest of 3 bits behind the first; the exponent's bias is 7, not 127.
+    normal = ((cut + 0x7FFFF + ((cut >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2 ** -6 steps are 2 ** -9: those of a float32 from 2 ** 14 on, whose last bits count.
+    small = (cut.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    byte = tl.where(cut < 0x3C800000, small, normal)
+    return (sign | tl.where(bits > 0x7F800000, 0x7F, byte)).to(tl.uint8)
+
+
+@triton.jit
+def e5m2(x):
+    """float32 as the byte of float8 e5m2, cut off at 57344; else as `e4m3`."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    cut = tl.minimum(bits, 0x47600000)
+    normal = ((cut + 0xFFFFF + ((cut >> 21) & 1)) >> 21) - (112 << 2)
+    # Below 2 ** -14 steps are 2 ** -16: those of a float32 from 2 ** 7 on.
+    small = (cut.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) & 0x7
+    byte = tl.where(cut < 0x38800000, small, normal)
+    return (sign | tl.where(bits > 0x7F800000, 0x7F, byte)).to(tl.uint8)
+
+
+@triton.jit
+def fp8_kernel(
+    x, out, scale_inv, x_stride, out_stride, width, blocks,
+    BLOCK: tl.constexpr, E4M3: tl.constexpr,
+):  # fmt: skip
+    """out[row] = the bytes of x[row] * scale_inv; a row has `blocks` programs."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks
+    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    number = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    number *= scale_inv
+    tl.store(out + row * out_stride + column, e4m3(number) if E4M3 else e5m2(number), mask=inside)
+
+
+@triton.jit
+def downcast_kernel(
+    k, v, k_out, v_out, k_scale, v_scale, location, mult, offset,
+    k_stride, v_stride, k_out_stride, v_out_stride, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row location[token] * mult + offset of k_out = the bytes of k[token] / k_scale; so for v."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    row = tl.load(location + token).to(tl.int64) * mult + offset
+    key = tl.load(k + token * k_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if k_scale is not None:
+        key *= tl.div_rn(1.0, tl.load(k_scale))
+    tl.store(k_out + row * k_out_stride + column, e4m3(key), mask=inside)
+    value = tl.load(v + token * v_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if v_scale is not None:
+        value *= tl.div_rn(1.0, tl.load(v_scale))
+    tl.store(v_out + row * v_out_stride + column, e4m3(value), mask=inside)
+
+
+@triton.jit
+def clamp_kernel(lengths, out, count, BLOCK: tl.constexpr):
+    """out [count] = lengths - 1, at least 0."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    length = tl.load(lengths + i, mask=inside, other=0)
+    tl.store(out + i, tl.maximum(length - 1, 0), mask=inside)
+
+
+@triton.jit
+def resolve_kernel(ids, future, count, BLOCK: tl.constexpr):
+    """ids [count] < 0 become future[-id]."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    token = tl.load(ids + i, mask=inside, other=0)
+    waiting = inside & (token < 0)
+    known = tl.load(future + tl.where(waiting, -token, 0), mask=waiting, other=0)
+    tl.store(ids + i, known.to(ids.dtype.element_ty), mask=waiting)
+
+
+@triton.jit
+def zero_rows_kernel(
+    out, lse, kv_lens, first, out_stride, lse_stride, width, heads,
+    BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Token program_id(0) of request program_id(1): out [width] 0 and lse [heads] -inf, if it has
+    no keys."""
+    request = tl.program_id(1)
+    if tl.load(kv_lens + request) == 0:
+        token = tl.load(first + request).to(tl.int64) + tl.program_id(0)
+        if token < tl.load(first + request + 1):
+            for begin in range(0, width, BLOCK):
+                column = begin + tl.arange(0, BLOCK)
+                tl.store(out + token * out_stride + column, 0.0, mask=column < width)
+            head = tl.arange(0, HEADS)
+            tl.store(lse + token * lse_stride + head, float("-inf"), mask=head < heads)
+
+
+@triton.jit
+def hadamard_signs(N: tl.constexpr):
+    """[N, N] float32: (-1) ** (bits that row and column have in common), N <= 256."""
+    i = tl.arange(0, N)
+    both = i[:, None] & i[None, :]
+    both = both ^ (both >> 4)
+    both = both ^ (both >> 2)
+    both = both ^ (both >> 1)
+    return (1 - 2 * (both & 1)).to(tl.float32)
+
+
+@triton.jit
+def halves(number):
+    """float32 as a sum of two numbers that a tensor core multiplies by 1 and -1 without loss."""
+    high = (number.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return high, tl.where(tl.abs(high) < float("inf"), number - high, 0.0)
+
+
+@triton.jit
+def hadamard_rows_kernel(
+    x, out, rows, x_stride, out_stride, width, scale, ROWS: tl.constexpr, N: tl.constexpr
+):
+    """out[row] = x[row] H_N * scale of ROWS rows, those shorter than N padded with zeros."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, N)[None, :]
+    inside = (row < rows) & (column < width)
+    number = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    signs = hadamard_signs(N)
+    high, low = halves(number)
+    result = tl.dot(high, signs, input_precision="tf32")
+    # Half precision is its own upper half.
+    if x.dtype.element_ty == tl.float32:
+        result = tl.dot(low, signs, acc=result, input_precision="tf32")
+    result *= scale
+    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def hadamard_kernel(x, out, x_stride, out_stride, width, scale, A: tl.constexpr, B: tl.constexpr):
+    """out[row] = x[row] H_AB * scale of one row, taken as [A, B]: H_A X H_B."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, A)[:, None] * B + tl.arange(0, B)[None, :]
+    inside = place < width
+    number = tl.load(x + row * x_stride + place, mask=inside, other=0.0).to(tl.float32)
+    signs = hadamard_signs(B)
+    high, low = halves(number)
+    number = tl.dot(high, signs, input_precision="tf32")
+    if x.dtype.element_ty == tl.float32:
+        number = tl.dot(low, signs, acc=number, input_precision="tf32")
+    signs = hadamard_signs(A)
+    high, low = halves(number)
+    number = tl.dot(signs, high, input_precision="tf32")
+    number = tl.dot(signs, low, acc=number, input_precision="tf32") * scale
+    tl.store(out + row * out_stride + place, number.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,202 @@
+"""What a scheduler does to the integers of a step, and to the rows that attended to nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.elementwise.kernels import clamp_kernel, resolve_kernel, zero_rows_kernel
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+BLOCK = 512
+
+
+@op
+def clamp_position(seq_lens: Tensor) -> Tensor:
+    """max(seq_lens - 1, 0): the position of each sequence's last token.
+
+    Args:
+        seq_lens: [...] int32 or int64.
+    Returns:
+        The same shape and dtype, contiguous.
+    Raises:
+        BadArgument: for another dtype.
+    """
+    return (seq_lens - 1).clamp_min(0).contiguous()
+
+
+@clamp_position.check
+def _(seq_lens: Tensor) -> None:
+    expect("clamp_position", "seq_lens", seq_lens, dtypes=INDICES)
+
+
+@clamp_position.implementation(
+    "triton", devices=gpu.DEVICES, when=lambda seq_lens: seq_lens.is_contiguous()
+)
+def _(seq_lens: Tensor) -> Tensor:
+    out = torch.empty(seq_lens.shape, dtype=seq_lens.dtype, device=seq_lens.device)
+    count = seq_lens.numel()
+    if count:
+        clamp_kernel[(-(-count // BLOCK),)](seq_lens, out, count, BLOCK, num_warps=4)
+    return out
+
+
+@clamp_position.cases
+def _(make: Make) -> Cases:
+    for dtype in INDICES:
+        yield make.args(make.tensor([0, 1, 7, -3, 1 << 30, 0, 2], dtype))
+        yield make.args(make.randint(0, 1 << 20, 1000, dtype=dtype))
+        yield make.args(make.arange(0, dtype))
+    yield make.args(make.randint(0, 99, 5, 4)[:, 1])
+
+
+@clamp_position.bench
+def _(draw: Draw) -> Points:
+    for _, count in draw.rows():
+        lengths = draw.randint(0, 1 << 17, count)
+        others = (Alternative("clamp", lambda lengths: (lengths - 1).clamp_(min=0)),)
+        yield Point(str(count), draw.args(lengths), moved(lengths, lengths), alternatives=others)
+
+
+@op(mutates=("input_ids",))
+def resolve_future_token_ids(input_ids: Tensor, future_map: Tensor) -> None:
+    """input_ids < 0 become future_map[-input_ids], in place: tokens that were not known when the
+    step was planned.
+
+    Args:
+        input_ids: [T] int32 or int64, changed; at least 1 - n.
+        future_map: [n] of the same dtype.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    if future_map.numel():
+        known = future_map[(-input_ids).clamp_min(0).long()]
+        input_ids.copy_(torch.where(input_ids < 0, known, input_ids))
+
+
+@resolve_future_token_ids.check
+def _(input_ids: Tensor, future_map: Tensor) -> None:
+    name = "resolve_future_token_ids"
+    expect(name, "input_ids", input_ids, (None,), INDICES)
+    expect(name, "future_map", future_map, (None,), (input_ids.dtype,), like=input_ids)
+
+
+@resolve_future_token_ids.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda input_ids, future_map: input_ids.is_contiguous() and future_map.is_contiguous(),
+)
+def _(input_ids: Tensor, future_map: Tensor) -> None:
+    count = input_ids.numel()
+    if count and future_map.numel():
+        resolve_kernel[(-(-count // BLOCK),)](input_ids, future_map, count, BLOCK, num_warps=4)
+
+
+@resolve_future_token_ids.cases
+def _(make: Make) -> Cases:
+    for dtype in INDICES:
+        future = make.randint(0, 50000, 20, dtype=dtype)
+        yield make.args(make.tensor([5, -1, 0, -19, 700, -7, -1], dtype), future)
+        yield make.args(make.randint(-19, 1000, 1000, dtype=dtype), future)
+        yield make.args(make.arange(0, dtype), future)
+    yield make.args(make.randint(-4, 9, 6, 2)[:, 0], make.randint(0, 9, 5))
+
+
+@resolve_future_token_ids.bench
+def _(draw: Draw) -> Points:
+    for _, count in draw.rows():
+        ids, future = draw.randint(-count, count, count), draw.randint(0, 50000, count + 1)
+        others = (
+            Alternative("where", resolve_future_token_ids.reference),
+            *draw.compiled(resolve_future_token_ids.reference),
+        )
+        least = moved(ids, ids, future)
+        yield Point(str(count), draw.args(ids, future), least, alternatives=others)
+
+
+@op(mutates=("out", "lse"))
+def fixup_zero_kv_rows(
+    out: Tensor, lse: Tensor, kv_lens: Tensor, cum_seq_lens: Tensor, max_seq_len: int
+) -> None:
+    """Tokens of requests that have no keys: out becomes 0 and lse -inf, whatever stood there.
+
+    Args:
+        out: [T, H, d] float32, bfloat16 or float16, changed; tokens may be strided.
+        lse: [T, H] float32, changed.
+        kv_lens: [B] int32 or int64, keys of each request.
+        cum_seq_lens: [B + 1] int32 or int64, first token of each request, and the end.
+        max_seq_len: tokens of the longest request.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    token = torch.arange(out.shape[0], device=out.device)
+    request = torch.searchsorted(cum_seq_lens[1:].contiguous().long(), token, right=True)
+    padded = torch.nn.functional.pad(kv_lens, (0, 1), value=1)
+    empty = (padded[request] == 0) & (token >= cum_seq_lens[0])
+    out.masked_fill_(empty[:, None, None], 0)
+    lse.masked_fill_(empty[:, None], -torch.inf)
+
+
+@fixup_zero_kv_rows.check
+def _(out: Tensor, lse: Tensor, kv_lens: Tensor, cum_seq_lens: Tensor, max_seq_len: int) -> None:
+    name = "fixup_zero_kv_rows"
+    expect(name, "out", out, (None, None, None), FLOATS)
+    expect(name, "lse", lse, out.shape[:2], (torch.float32,), like=out)
+    expect(name, "kv_lens", kv_lens, (None,), INDICES, like=out)
+    expect(name, "cum_seq_lens", cum_seq_lens, (len(kv_lens) + 1,), INDICES, like=out)
+    if max_seq_len < 0:
+        refuse(name, "max_seq_len", f"is {max_seq_len}")
+
+
+def _dense(
+    out: Tensor, lse: Tensor, kv_lens: Tensor, cum_seq_lens: Tensor, max_seq_len: int
+) -> bool:
+    rows = out[:1].is_contiguous() and lse.stride(1) == 1
+    return rows and kv_lens.is_contiguous() and cum_seq_lens.is_contiguous()
+
+
+@fixup_zero_kv_rows.implementation("triton", devices=gpu.DEVICES, when=_dense)
+def _(out: Tensor, lse: Tensor, kv_lens: Tensor, cum_seq_lens: Tensor, max_seq_len: int) -> None:
+    requests, heads = kv_lens.numel(), out.shape[1]
+    if out.numel() and requests and max_seq_len:
+        zero_rows_kernel[(max_seq_len, requests)](
+            *(out, lse, kv_lens, cum_seq_lens, out.stride(0), lse.stride(0)),
+            *(heads * out.shape[2], heads, 1024, gpu.next_power_of_2(heads)),
+            num_warps=4,
+        )
+
+
+@fixup_zero_kv_rows.cases
+def _(make: Make) -> Cases:
+    for dtype in FLOATS:
+        out = make.randn(9, 3, 24, dtype=dtype)
+        out[2] = float("nan")
+        lens = make.tensor([4, 0, 0, 7, 0], torch.int32)
+        begin = make.tensor([0, 2, 3, 3, 6, 8], torch.int32)
+        yield make.args(out, make.randn(9, 3), lens, begin, 3)
+    wide = make.randn(5, 1200)[:, :1100].unflatten(1, (11, 100))
+    lens, begin = make.tensor([0, 1], torch.int64), make.tensor([0, 3, 5], torch.int64)
+    yield make.args(wide, make.randn(11, 5).T, lens, begin, 3)
+    yield make.args(wide, make.randn(5, 11), lens, begin, 3)
+    yield make.args(make.randn(0, 2, 4), make.randn(0, 2), lens[:0], begin[:1] * 0, 0)
+
+
+@fixup_zero_kv_rows.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        heads, dim, count = layer.heads, layer.head_dim, min(rows, 8)
+        length = rows // count
+        out, lse = draw.randn(rows, heads, dim), draw.randn(rows, heads, dtype=torch.float32)
+        lens = (draw.arange(count) % 2).int()
+        begin = (draw.arange(count + 1) * length).int()
+        written = moved(out, lse) * int((lens == 0).sum()) // count
+        yield Point(
+            f"{layer.name}: {rows} x {heads} x {dim}, half of {count}",
+            draw.args(out, lse, lens, begin, length),
+            written,
+            alternatives=draw.compiled(fixup_zero_kv_rows.reference),
+        )

@@ -1,0 +1,1 @@
+"""FlashAttention's front ends: whole, ragged and paged keys, windows, chunks, sinks."""

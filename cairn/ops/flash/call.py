@@ -1,0 +1,147 @@
+"""What the front ends share: one call of `flash_attention`, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.flash.flash_attention import flash_attention
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+WIDEST_KEY, WIDEST_VALUE = 256, 512
+_INT32 = (torch.int32,)
+
+
+@dataclass(slots=True)
+class Call:
+    """The tensors of a call under their public names; as in `flash_attention`.
+
+    Attributes:
+        name: of the public function, for messages.
+        names: public names of k, v, seqused_k and leftpad.
+    """
+
+    name: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None = None
+    batch_idx: Tensor | None = None
+    leftpad: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    qv: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    sinks: Tensor | None = None
+    names: tuple[str, str, str, str] = ("k", "v", "seqused_k", "leftpad")
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        if self.cu_seqlens_q is not None:
+            return self.cu_seqlens_q.numel() - 1
+        return self.q.shape[0]
+
+    def check(self) -> None:
+        """Raise BadArgument unless all shapes, dtypes, devices and strides fit."""
+        name, q, k = self.name, self.q, self.k
+        ragged = self.cu_seqlens_q is not None
+        expect(name, "q", q, (None,) * (3 if ragged else 4), (*FLOATS, *FP8), dense=1)
+        lead = (None,) * (1 if self.cu_seqlens_k is not None else 2)
+        expect(name, self.names[0], k, (*lead, None, q.shape[-1]), (q.dtype,), q, dense=1)
+        kv_heads = k.shape[-2]
+        if kv_heads == 0 or q.shape[-2] % kv_heads:
+            refuse(name, "q", f"has {q.shape[-2]} heads, not a multiple of {kv_heads}")
+        expect(name, self.names[1], self.v, (*k.shape[:-1], None), (q.dtype,), q, dense=1)
+        for what, width, most in (
+            ("q", q.shape[-1], WIDEST_KEY),
+            (self.names[1], self.v.shape[-1], WIDEST_VALUE),
+        ):
+            if not 1 <= width <= most:
+                refuse(name, what, f"has heads of {width} numbers, not 1 to {most}")
+        self._check_lengths()
+        if self.qv is not None:
+            shape = (*q.shape[:-1], self.v.shape[-1])
+            expect(name, "qv", self.qv, shape, (q.dtype,), q, dense=1)
+        for what, tensor in (
+            ("q_descale", self.q_descale),
+            ("k_descale", self.k_descale),
+            ("v_descale", self.v_descale),
+        ):
+            if tensor is not None:
+                expect(name, what, tensor, (self.batch, kv_heads), (torch.float32,), q)
+        if self.sinks is not None:
+            expect(name, "sinks", self.sinks, (q.shape[-2],), FLOATS, q, dense=-1)
+
+    def _check_lengths(self) -> None:
+        batch, name = self.batch, self.name
+        if self.page_table is not None:
+            shape = (batch, None)
+            expect(name, "page_table", self.page_table, shape, _INT32, self.q, dense=1)
+        elif self.cu_seqlens_k is None and self.batch_idx is None and len(self.k) != batch:
+            refuse(name, self.names[0], f"has {len(self.k)} sequences, q has {batch}")
+        for what, tensor, size in (
+            ("cu_seqlens_q", self.cu_seqlens_q, batch + 1),
+            ("cu_seqlens_k", self.cu_seqlens_k, batch + 1),
+            ("seqused_q", self.seqused_q, batch),
+            (self.names[2], self.seqused_k, batch),
+            (self.names[3], self.leftpad, batch),
+            ("cache_batch_idx", self.batch_idx, batch),
+        ):
+            if tensor is not None:
+                expect(name, what, tensor, (size,), _INT32, self.q, dense=-1)
+
+    def run(
+        self,
+        scale: float | None,
+        causal: bool,
+        window: tuple[int, int],
+        chunk: int | None,
+        softcap: float,
+        max_seqlen_q: int | None,
+        out: Tensor | None,
+        with_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """out, or (out, lse); arguments as in the public functions. Call `check` before."""
+        q, width = self.q, self.v.shape[-1]
+        shape, dtype = (*q.shape[:-1], width), torch.bfloat16 if q.dtype in FP8 else q.dtype
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=q.device)
+        expect(self.name, "out", out, shape, (dtype,), q, dense=1)
+        lines = (q.shape[-2], *q.shape[:-2][-1:])
+        lse = torch.empty((*q.shape[:-3], *lines), dtype=torch.float32, device=q.device)
+        left, right = self._window(causal, window)
+        if scale is None:
+            scale = (q.shape[-1] + (0 if self.qv is None else width)) ** -0.5
+        longest = q.shape[-3]
+        if max_seqlen_q is not None and self.cu_seqlens_q is not None:
+            longest = min(longest, max(0, max_seqlen_q))
+        flash_attention(
+            *(q, self.k, self.v, out, lse, self.page_table, self.batch_idx, self.leftpad),
+            *(self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k),
+            *(self.qv, self.q_descale, self.k_descale, self.v_descale, self.sinks),
+            float(scale),
+            *(left, right, chunk or 0),
+            float(softcap),
+            longest,
+        )
+        return (out, lse) if with_lse else out
+
+    def _window(self, causal: bool, window: tuple[int, int]) -> tuple[int, int]:
+        if len(window) != 2 or min(window) < -1:
+            refuse(self.name, "window_size", f"is {window}, not two numbers from -1 on")
+        return window[0], 0 if causal else window[1]
+
+
+def refuse_modifiers(name: str, score_mod: object, aux_tensors: object) -> None:
+    """Raise BadArgument if a score modifier is given: there is no way to compile one."""
+    for what, given in (("score_mod", score_mod), ("aux_tensors", aux_tensors)):
+        if given is not None:
+            refuse(name, what, "is not supported", "Pass None")

@@ -1,0 +1,21 @@
+"""A plan that FlashAttention makes beforehand; these kernels need none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Tensor:
+    """An empty int32 tensor, for `scheduler_metadata` of `flash_attn_with_kvcache`.
+
+    Args:
+        args, kwargs: what FlashAttention's function takes; no effect beyond the device, which is
+            that of the first tensor among them.
+    """
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    first = next(given, None)
+    device = torch.device("cpu") if first is None else first.device
+    return torch.empty(0, dtype=torch.int32, device=device)

@@ -1,0 +1,364 @@
+"""The kernel behind FlashAttention's front ends: one for prefill and decode, and one that joins.
+
+Lines of a tile are (query, head) pairs of one sequence and KV head: line m is query m // HP, head
+m % HP of a block of the group. Keys are numbered from the first that is there. Whatever the masks,
+a line sees one run of keys, first .. last. Outputs of ragged queries lie as those of one sequence.
+"""
+
+from __future__ import annotations
+
+from cairn.ops.attention.kernels import load_columns, load_rows, store_rows
+from cairn.ops.gpu import tl, triton
+
+
+@triton.jit
+def queries_of(row, even, cu_q, used_q):
+    """(lines ahead of a sequence's, those it has, those that are there, where it lies if even)."""
+    ahead = 0
+    count = even
+    own = row
+    if cu_q is not None:
+        ahead = tl.load(cu_q + row)
+        count = tl.load(cu_q + row + 1) - ahead
+        own = row * 0
+    used = count
+    if used_q is not None:
+        used = tl.load(used_q + row)
+    return ahead, count, used, own
+
+
+@triton.jit
+def keys_of(row, capacity, cu_k, used_k, leftpad):
+    """(slots ahead of a sequence's first key, keys that are there)."""
+    offset = 0
+    length = capacity
+    if cu_k is not None:
+        offset = tl.load(cu_k + row)
+        length = tl.load(cu_k + row + 1) - offset
+    if used_k is not None:
+        length = tl.load(used_k + row)
+    if leftpad is not None:
+        pad = tl.load(leftpad + row)
+        offset += pad
+        length = tl.maximum(length - pad, 0)
+    return offset, length
+
+
+@triton.jit
+def seen_of(query, used, length, left, right, chunk):
+    """(first, last) [M] of the keys that queries see; last < first: none."""
+    place = query + length - used
+    first = tl.where(left >= 0, tl.maximum(place - left, 0), 0)
+    last = tl.where(right >= 0, tl.minimum(place + right, length - 1), length - 1)
+    size = tl.maximum(chunk, 1)
+    block = place // size * size
+    first = tl.where(chunk > 0, tl.maximum(first, block), first)
+    last = tl.where(chunk > 0, tl.minimum(last, block + size - 1), last)
+    outside = (query >= used) | ((chunk > 0) & (place < 0))
+    return first, tl.where(outside, -1, last)
+
+
+@triton.jit
+def blocks_of(first, last, alive, split, splits, KEYS: tl.constexpr):
+    """(begin, middle, after, end, low, high) of a split: it reads keys begin .. end - 1, those from
+    middle to after are seen by every line, none outside low .. high by any."""
+    mine = alive & (last >= first)
+    high = tl.max(tl.where(mine, last, -1), 0)
+    low = tl.minimum(tl.min(tl.where(mine, first, 2147483647), 0), high + 1)
+    start = low // KEYS * KEYS
+    each = (tl.cdiv(high + 1 - start, KEYS) + splits - 1) // splits * KEYS
+    begin = start + split * each
+    end = tl.minimum(begin + each, high + 1)
+    middle = tl.cdiv(tl.max(tl.where(alive, first, 0), 0), KEYS) * KEYS
+    middle = tl.minimum(tl.maximum(middle, begin), tl.maximum(end, begin))
+    after = (tl.min(tl.where(alive, last, 2147483647), 0) + 1) // KEYS * KEYS
+    return begin, middle, tl.maximum(tl.minimum(after, end), middle), end, low, high
+
+
+@triton.jit
+def lines_at(
+    start, offset, inside, table, page_stride, slot_stride,
+    SIZE: tl.constexpr, PAGING: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """[KEYS] int64, where keys start .. lie behind the head's first.
+
+    Args:
+        offset: slots before key 0.
+        PAGING: 0: none; 1: any; 2: a block lies in one page, and offset is 0.
+    """
+    n = tl.arange(0, KEYS)
+    if PAGING == 0:
+        line = (start + offset + n).to(tl.int64) * slot_stride
+    elif PAGING == 2:
+        page = tl.load(table + start // SIZE).to(tl.int64)
+        line = page * page_stride + (start % SIZE + n).to(tl.int64) * slot_stride
+    else:
+        slot = start + offset + n
+        pages = tl.load(table + slot // SIZE, mask=inside, other=0).to(tl.int64)
+        line = pages * page_stride + (slot % SIZE).to(tl.int64) * slot_stride
+    return line
+
+
+@triton.jit
+def worth_of(descale, pair):
+    """What the numbers of a sequence's KV head are worth."""
+    worth = 1.0
+    if descale is not None:
+        worth = tl.load(descale + pair)
+    return worth
+
+
+@triton.jit
+def attend_keys(
+    query, extra, best, total, acc, k_head, v_head, table, offset, begin, end, low, high,
+    first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+    DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, PAGING: tl.constexpr,
+    DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the blocks of keys begin .. end - 1.
+
+    Args:
+        query: [M, DP]; extra: [M, VP], the product with values joins the score, or None.
+        best, total: [M] running maximum (base 2) and sum; acc: [M, VP].
+        low, high: no line sees keys outside.
+        factor: of the products; times log2(e) where no cap is given.
+        EDGE: some keys are not seen by every line.
+    """
+    for start in range(begin, end, KEYS):
+        t = start + tl.arange(0, KEYS)
+        inside = (t >= low) & (t <= high) if EDGE else t >= 0
+        line = lines_at(start, offset, inside, table, k_page, k_slot, SIZE, PAGING, KEYS)
+        key = load_columns(k_head + line, inside, DIM, DP).to(query.dtype)
+        line = lines_at(start, offset, inside, table, v_page, v_slot, SIZE, PAGING, KEYS)
+        value = load_rows(v_head + line, inside, WIDE, VP).to(query.dtype)
+        logits = tl.dot(query, key, input_precision=PRECISION)
+        if extra is not None:
+            logits = tl.dot(extra, tl.trans(value), logits, input_precision=PRECISION)
+        logits = logits * factor
+        if CAPPED:
+            # tanh, of which only exp2 is at hand.
+            bent = 1.0 - 2.0 / (tl.exp2(logits * (2.8853900817779268 / cap)) + 1.0)
+            logits = bent * (cap * 1.4426950408889634)
+        if EDGE:
+            visible = (t[None, :] >= first[:, None]) & (t[None, :] <= last[:, None])
+            logits = tl.where(visible, logits, float("-inf"))
+        higher = tl.maximum(best, tl.max(logits, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher) if EDGE else higher
+        weight = tl.exp2(logits - base[:, None])
+        decay = tl.exp2(best - base)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
+        total = total * decay + tl.sum(weight, 1)
+        best = higher
+    return best, total, acc
+
+
+@triton.jit
+def attend_blocks(
+    query, extra, k_head, v_head, table, offset, split, splits, alive, first, last, factor, cap,
+    k_page, k_slot, v_page, v_slot,
+    DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, PAGING: tl.constexpr,
+    DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(best, total, acc) of all keys of a split: blocks with an edge, whole ones, and again."""
+    begin, middle, after, end, low, high = blocks_of(first, last, alive, split, splits, KEYS)
+    best = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([query.shape[0]], tl.float32)
+    acc = tl.zeros([query.shape[0], VP], tl.float32)
+    best, total, acc = attend_keys(
+        query, extra, best, total, acc, k_head, v_head, table, offset, begin, middle, low, high,
+        first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+        DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, True, CAPPED, PRECISION,
+    )  # fmt: skip
+    best, total, acc = attend_keys(
+        query, extra, best, total, acc, k_head, v_head, table, offset, middle, after, low, high,
+        first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+        DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, False, CAPPED, PRECISION,
+    )  # fmt: skip
+    best, total, acc = attend_keys(
+        query, extra, best, total, acc, k_head, v_head, table, offset, after, end, low, high,
+        first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+        DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, True, CAPPED, PRECISION,
+    )  # fmt: skip
+    return best, total, acc
+
+
+@triton.jit(
+    do_not_specialize=["left", "right", "chunk", "batch", "tiles", "even", "capacity", "splits"]
+)
+def flash_kernel(
+    q, k, v, qv, o, lse, part_lse, sinks, page_table, batch_idx, leftpad,
+    cu_q, cu_k, used_q, used_k, q_descale, k_descale, v_descale,
+    scale, cap, left, right, chunk, batch, tiles, even, capacity, splits,
+    q_batch, q_token, q_head, qv_batch, qv_token, qv_head, k_page, k_slot, k_head,
+    v_page, v_slot, v_head, o_batch, o_token, o_head, lse_batch, lse_head, table_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, PAGING: tl.constexpr, TOKENS: tl.constexpr, HP: tl.constexpr,
+    DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries of one sequence, a KV head (or a block of its group), a split of the keys.
+
+    Args:
+        o, lse: with one split the results; else o is [lines, HEADS, splits, WIDE] float32, part_lse
+            [lines, HEADS, splits], and lse is not written.
+        even: queries of every sequence; those of all together where they are ragged.
+        capacity: keys of a sequence of which nothing else is known.
+        DTYPE: of the products.
+    """
+    group: tl.constexpr = HEADS // KV_HEADS
+    parts: tl.constexpr = (group + HP - 1) // HP
+    row, split = (tl.program_id(0) % batch).to(tl.int64), tl.program_id(2)
+    # Late tiles see the most keys: they start first.
+    tile = tiles - 1 - tl.program_id(0) // batch
+    kv = (tl.program_id(1) // parts).to(tl.int64)
+    ahead, count, used, own = queries_of(row, even, cu_q, used_q)
+    if tile * TOKENS >= count:
+        return
+    offset, length = keys_of(row, capacity, cu_k, used_k, leftpad)
+    m = tl.arange(0, TOKENS * HP)
+    query = tile * TOKENS + m // HP
+    member = tl.program_id(1) % parts * HP + m % HP
+    alive = (query < count) & (member < group)
+    head = kv * group + member
+    first, last = seen_of(query, used, length, left, right, chunk)
+    line = (ahead + query).to(tl.int64)
+    place = q + own * q_batch + line * q_token + head * q_head
+    asked = load_rows(place, alive, DIM, DP).to(DTYPE)
+    extra = None
+    if qv is not None:
+        place = qv + own * qv_batch + line * qv_token + head * qv_head
+        extra = load_rows(place, alive, WIDE, VP).to(DTYPE)
+    pair = row * KV_HEADS + kv
+    factor = worth_of(q_descale, pair) * worth_of(k_descale, pair) * scale
+    if not CAPPED:
+        factor *= 1.4426950408889634
+    k_at, v_at, table = k + kv * k_head, v + kv * v_head, page_table
+    if PAGING != 0:
+        table = page_table + row * table_stride
+    elif cu_k is None:
+        own_keys = row
+        if batch_idx is not None:
+            own_keys = tl.load(batch_idx + row).to(tl.int64)
+        k_at += own_keys * k_page
+        v_at += own_keys * v_page
+    best, total, acc = attend_blocks(
+        asked, extra, k_at, v_at, table, offset, split, splits, alive, first, last, factor, cap,
+        k_page, k_slot, v_page, v_slot,
+        DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, CAPPED, PRECISION,
+    )  # fmt: skip
+    seen = total > 0
+    logs = (best + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453
+    acc = acc * worth_of(v_descale, pair)
+    if part_lse is not None:
+        result = acc / tl.where(seen, total, 1.0)[:, None]
+        part = ((own * even + line) * HEADS + head) * splits + split
+        store_rows(o + part * WIDE, result, alive, WIDE, VP)
+        tl.store(part_lse + part, tl.where(seen, logs, float("-inf")), mask=alive)
+    else:
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=alive, other=0.0).to(tl.float32)
+            total += tl.exp2(sink * 1.4426950408889634 - tl.where(seen, best, 0.0))
+        result = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
+        place = o + own * o_batch + line * o_token + head * o_head
+        store_rows(place, result, alive, WIDE, VP)
+        at = lse + own * lse_batch + head * lse_head + line
+        tl.store(at, tl.where(seen, logs, float("inf")), mask=alive)
+
+
+@triton.jit(do_not_specialize=["longest", "even", "splits"])
+def join_splits_kernel(
+    part_o, part_lse, o, lse, sinks, cu_q, longest, even, splits,
+    o_batch, o_token, o_head, lse_batch, lse_head,
+    HEADS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of one (query, head), a block of its numbers; as `flash_kernel` stores."""
+    row = (tl.program_id(0) // longest).to(tl.int64)
+    query = tl.program_id(0) % longest
+    head = tl.program_id(1)
+    ahead, count, _, own = queries_of(row, even, cu_q, None)
+    if query >= count:
+        return
+    line = (ahead + query).to(tl.int64)
+    s = tl.arange(0, SPLITS)
+    d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    part = ((own * even + line) * HEADS + head) * splits
+    logs = tl.load(part_lse + part + s, mask=s < splits, other=float("-inf"))
+    best = tl.max(logs, 0)
+    base = tl.where(best == float("-inf"), 0.0, best)
+    weight = tl.exp(logs - base)
+    total = tl.sum(weight, 0)
+    seen = total > 0
+    whole = total
+    if sinks is not None:
+        whole += tl.exp(tl.load(sinks + head).to(tl.float32) - base)
+    at = part_o + (part + s[:, None]) * WIDE + d[None, :]
+    value = tl.load(at, mask=(s < splits)[:, None] & (d < WIDE)[None, :], other=0.0)
+    merged = tl.sum(value * weight[:, None], 0) / tl.where(seen, whole, 1.0)
+    place = o + own * o_batch + line * o_token + head * o_head + d
+    tl.store(place, tl.where(seen, merged, 0.0).to(o.dtype.element_ty), mask=d < WIDE)
+    logged = tl.where(seen, base + tl.log(tl.where(seen, total, 1.0)), float("inf"))
+    tl.store(lse + own * lse_batch + head * lse_head + line, logged, mask=tl.program_id(2) == 0)
+
+
+@triton.jit
+def copy_heads(
+    source, source_head, target, target_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Copy [HEADS, DIM] numbers."""
+    h = tl.arange(0, HP).to(tl.int64)
+    value = load_rows(source + h * source_head, h < HEADS, DIM, DP)
+    store_rows(target + h * target_head, value, h < HEADS, DIM, DP)
+
+
+@triton.jit(do_not_specialize=["count", "batch"])
+def append_kernel(
+    k, v, k_cache, v_cache, seqlens, cu_seqlens, page_table, batch_idx, count, batch,
+    k_row, k_token, k_head, v_row, v_token, v_head,
+    to_page, to_slot, to_head, into_page, into_slot, into_head, table_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """A new key and value to their place.
+
+    Args:
+        count: new tokens of every sequence, of which `batch` is the number; ROWS: that, padded,
+            where they are ragged.
+        to_, into_: strides of k_cache and v_cache.
+    """
+    line = tl.program_id(0)
+    if cu_seqlens is not None:
+        n = tl.arange(0, ROWS)
+        ends = tl.load(cu_seqlens + 1 + n, mask=n < batch, other=2147483647)
+        row = tl.sum((ends <= line).to(tl.int32), 0)
+        begin = tl.load(cu_seqlens + tl.minimum(row, batch - 1))
+        if (row >= batch) | (line < begin):
+            return
+        own = 0
+        place = line - begin
+        token = line.to(tl.int64)
+    else:
+        row = line // count
+        own = row.to(tl.int64)
+        place = line % count
+        token = place.to(tl.int64)
+    slot = tl.load(seqlens + row) + place
+    if page_table is not None:
+        page = tl.load(page_table + row.to(tl.int64) * table_stride + slot // SIZE).to(tl.int64)
+        slot = slot % SIZE
+    elif batch_idx is not None:
+        page = tl.load(batch_idx + row).to(tl.int64)
+    else:
+        page = row.to(tl.int64)
+    slot = slot.to(tl.int64)
+    copy_heads(
+        k + own * k_row + token * k_token, k_head,
+        k_cache + page * to_page + slot * to_slot, to_head, HEADS, DIM, HP, DP,
+    )  # fmt: skip
+    copy_heads(
+        v + own * v_row + token * v_token, v_head,
+        v_cache + page * into_page + slot * into_slot, into_head, HEADS, WIDE, HP, VP,
+    )  # fmt: skip

@@ -1,0 +1,175 @@
+"""How flash attention is launched: by its shapes, never by what lengths hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.flash.kernels import flash_kernel, join_splits_kernel
+from cairn.ops.flash.strides import strides
+
+PROGRAMS = 264
+"""Programs that fill a large device twice; fewer are split over their keys."""
+DECODE_PROGRAMS = 528
+"""The same for programs of few lines, of which several fit a multiprocessor."""
+MOST_SPLITS = 128
+_JOINED = 128
+_SHARED = 200 << 10
+"""Bytes of a program's memory that the tiles of a launch may take."""
+_SPARE = 8 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The arguments of `flash_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    page_table: Tensor | None
+    batch_idx: Tensor | None
+    leftpad: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    qv: Tensor | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    sinks: Tensor | None
+    scale: float
+    left: int
+    right: int
+    chunk: int
+    softcap: float
+    max_seqlen_q: int
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q.shape[-2] // self.k.shape[-2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the products: 8-bit numbers are exact in bfloat16."""
+        return self.o.dtype if self.q.dtype.itemsize == 1 else self.q.dtype
+
+    @property
+    def capacity(self) -> int:
+        """Most keys of a sequence."""
+        if self.page_table is not None:
+            return self.page_table.shape[1] * self.k.shape[1]
+        return self.k.shape[-3]
+
+    @property
+    def longest(self) -> int:
+        """Most keys that a sequence's queries see."""
+        most = self.capacity
+        if self.left >= 0 and self.right >= 0:
+            most = min(most, self.left + self.right + self.max_seqlen_q)
+        return min(most, self.chunk + self.max_seqlen_q) if self.chunk else most
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What a program holds: queries, heads of a group, padded widths, keys."""
+
+    tokens: int
+    heads: int
+    key_width: int
+    value_width: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles_of(task: Task) -> Tiles:
+    """Tiles that fit a multiprocessor, as many lines as there are."""
+    widths = [max(16, gpu.next_power_of_2(x.shape[-1])) for x in (task.k, task.v)]
+    width, size = max(widths), task.dtype.itemsize
+    lines = 128 if width <= 128 else 64
+    if size == 4:
+        lines = 32 if width <= 128 else 16
+    group = gpu.next_power_of_2(task.group)
+    heads = min(group, lines)
+    tokens = max(1, min(lines // heads, gpu.next_power_of_2(max(1, task.max_seqlen_q))))
+    tokens = max(tokens, 16 // heads)
+    keys, stages = 64 if width <= 128 else 32, 3 if width <= 128 else 2
+    if size == 4:
+        keys, stages = 32 if width <= 128 else 16, 2
+    elif tokens * heads == 16 and width <= 128:
+        stages = 5
+    held = tokens * heads * (widths[0] + (0 if task.qv is None else widths[1])) * size
+    memory = min(_SHARED, gpu.program_memory(task.q.device) - _SPARE)
+    while held + stages * keys * sum(widths) * size > memory and stages * keys > 16:
+        stages, keys = (stages - 1, keys) if stages > 1 else (1, keys // 2)
+    warps = 8 if (tokens * heads > 64 and width > 64) or width > (256 if size == 2 else 64) else 4
+    return Tiles(tokens, heads, widths[0], widths[1], keys, warps, stages)
+
+
+def attend(task: Task) -> None:
+    """Write o and lse of a task."""
+    if task.q.numel() == 0 or task.batch == 0 or task.max_seqlen_q == 0:
+        return
+    tiles = tiles_of(task)
+    q, k, v, o = task.q, task.k, task.v, task.o
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    columns = kv_heads * -(-task.group // tiles.heads)
+    count = -(-task.max_seqlen_q // tiles.tokens)
+    programs = DECODE_PROGRAMS if tiles.tokens * tiles.heads == 16 else PROGRAMS
+    wanted = -(-programs // (count * columns * task.batch))
+    blocks = -(-task.longest // tiles.keys)
+    splits = max(1, min(wanted, blocks // 2, MOST_SPLITS))
+    part_o, part_lse, lines = o, None, q.shape[:-2].numel()
+    if splits > 1:
+        part_o = o.new_empty((lines, heads, splits, v.shape[-1]), dtype=torch.float32)
+        part_lse = o.new_empty((lines, heads, splits), dtype=torch.float32)
+    paging = _paging(task, tiles.keys)
+    dtypes = {torch.float32: gpu.tl.float32, torch.float16: gpu.tl.float16}
+    flash_kernel[(count * task.batch, columns, splits)](
+        *(q, k, v, task.qv, part_o, task.lse, part_lse, task.sinks),
+        *(task.page_table, task.batch_idx, task.leftpad, task.cu_seqlens_q, task.cu_seqlens_k),
+        *(task.seqused_q, task.seqused_k, task.q_descale, task.k_descale, task.v_descale),
+        *(task.scale, task.softcap, task.left, task.right, task.chunk),
+        *(task.batch, count, q.shape[-3], task.capacity, splits),
+        *(*strides(q), *strides(task.qv), *strides(k), *strides(v), *strides(o)),
+        *_lse_strides(task),
+        0 if task.page_table is None else task.page_table.stride(0),
+        *(heads, kv_heads, q.shape[-1], v.shape[-1], k.shape[1] if paging else 1, paging),
+        *(tiles.tokens, tiles.heads, tiles.key_width, tiles.value_width, tiles.keys),
+        *(task.softcap > 0, dtypes.get(task.dtype, gpu.tl.bfloat16)),
+        "ieee" if task.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    if part_lse is not None:
+        block = min(_JOINED, tiles.value_width)
+        join_splits_kernel[(task.batch * task.max_seqlen_q, heads, tiles.value_width // block)](
+            *(part_o, part_lse, o, task.lse, task.sinks, task.cu_seqlens_q),
+            *(task.max_seqlen_q, q.shape[-3], splits, *strides(o), *_lse_strides(task)),
+            *(heads, v.shape[-1], block, max(2, gpu.next_power_of_2(splits))),
+            num_warps=4 if splits > 16 else 2,
+        )
+
+
+def _paging(task: Task, keys: int) -> int:
+    """As the kernel's PAGING."""
+    if task.page_table is None:
+        return 0
+    return 2 if task.leftpad is None and task.k.shape[1] % keys == 0 else 1
+
+
+def _lse_strides(task: Task) -> tuple[int, int]:
+    *ahead, head, _ = task.lse.stride()
+    return (ahead[0] if ahead else 0, head)

@@ -1,0 +1,109 @@
+"""Masks of grammars: forbid tokens by single bits (the layout of XGrammar's masks)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.grammar.kernels import bitmask_kernel
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+BITS = 32
+BLOCK = 2048
+
+
+@op(mutates=("logits",))
+def apply_token_bitmask_inplace_cuda(
+    logits: Tensor, bitmask: Tensor, indices: Tensor | None = None
+) -> None:
+    """logits[row, token] = -inf in place where the token's bit is 0, on any device.
+
+    Token t is allowed by bit t % 32 of word t // 32. Tokens beyond the words and bits beyond the
+    tokens are left alone.
+
+    Args:
+        logits: [V] or [B, V] float32, bfloat16 or float16.
+        bitmask: [W] or [B, W] int32, W usually ceil(V / 32).
+        indices: [n] int32 or int64, the rows (of both) that are masked, none twice; None: all.
+    Raises:
+        BadArgument: for a shape, dtype or device that does not fit.
+    """
+    logits, bitmask = (x.unsqueeze(0) if x.dim() == 1 else x for x in (logits, bitmask))
+    rows = None if indices is None else indices.long()
+    part, words = (logits, bitmask) if rows is None else (logits[rows], bitmask[rows])
+    shifts = torch.arange(BITS, dtype=torch.int32, device=bitmask.device)
+    forbidden = ((words[..., None] >> shifts) & 1).flatten(1) == 0
+    width = min(logits.shape[1], forbidden.shape[1])
+    part[:, :width].masked_fill_(forbidden[:, :width], -torch.inf)
+    if rows is not None:
+        logits[rows] = part
+
+
+@apply_token_bitmask_inplace_cuda.check
+def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
+    name = "apply_token_bitmask_inplace_cuda"
+    expect(name, "logits", logits, dtypes=FLOATS)
+    expect(name, "bitmask", bitmask, dtypes=(torch.int32,), like=logits)
+    for argument, value in (("logits", logits), ("bitmask", bitmask)):
+        if value.dim() not in (1, 2):
+            refuse(name, argument, f"has shape {list(value.shape)}, not [any] or [any, any]")
+    rows, lines = (x.shape[0] if x.dim() == 2 else 1 for x in (logits, bitmask))
+    if rows != lines:
+        refuse(name, "bitmask", f"has {lines} rows, logits {rows}")
+    if indices is not None:
+        expect(name, "indices", indices, (None,), INDICES, like=logits)
+
+
+def _lines(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> bool:
+    near = logits.stride(-1) == 1 and bitmask.stride(-1) == 1
+    return near and (indices is None or indices.is_contiguous())
+
+
+@apply_token_bitmask_inplace_cuda.implementation("triton", devices=gpu.DEVICES, when=_lines)
+def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
+    width = min(logits.shape[-1], BITS * bitmask.shape[-1])
+    rows = logits.shape[0] if logits.dim() == 2 else 1
+    if indices is not None:
+        rows = indices.shape[0]
+    if rows and width:
+        # One row is row 0, whatever its stride.
+        strides = (logits.stride(0), bitmask.stride(0)) if logits.dim() == bitmask.dim() else (0, 0)
+        bitmask_kernel[(rows, -(-width // BLOCK))](
+            *(logits, bitmask, indices, *strides, width, BLOCK), num_warps=gpu.warps_for(BLOCK)
+        )
+
+
+@apply_token_bitmask_inplace_cuda.cases
+def _(make: Make) -> Cases:
+    low, high = -(1 << 31), (1 << 31) - 1
+    words = torch.int32
+    yield make.args(make.randn(3, 70), make.randint(low, high, 3, 3, dtype=words))
+    yield make.args(make.randn(2, 96), make.tensor([[0, -1, low], [1, 0, high]], dtype=words))
+    yield make.args(make.randn(2, 96), make.randint(low, high, 2, 2, dtype=words))
+    yield make.args(make.randn(2, 33), make.randint(low, high, 2, 5, dtype=words))
+    yield make.args(make.randn(63), make.randint(low, high, 2, dtype=words))
+    yield make.args(make.randn(63), make.randint(low, high, 1, 2, dtype=words))
+    yield make.args(make.randn(3, 200)[:, :97], make.randint(low, high, 3, 8, dtype=words)[:, :4])
+    rows = make.tensor([4, 0], dtype=torch.int64)
+    bits = make.randint(low, high, 5, 10, dtype=words)
+    yield make.args(make.randn(5, 301, dtype=torch.bfloat16), bits, rows)
+    yield make.args(make.randn(5, 301, dtype=torch.float16), bits, rows.int())
+    yield make.args(make.randn(5, 40), bits[:, :2], rows[:0])
+    yield make.args(make.randn(0, 40), bits[:0, :2])
+
+
+@apply_token_bitmask_inplace_cuda.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        logits = draw.randn(rows, vocabulary, dtype=torch.float32)
+        words = draw.randint(-(1 << 31), 1 << 31, rows, -(-vocabulary // BITS), dtype=torch.int32)
+        yield Point(
+            f"{rows} x {vocabulary}",
+            draw.args(logits, words),
+            moved(logits, logits, words),
+            alternatives=draw.compiled(apply_token_bitmask_inplace_cuda.reference),
+        )

@@ -1,0 +1,134 @@
+"""Root mean square normalisation of the heads of queries and keys, in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.norm.kernels import qknorm_kernel
+from cairn.ops.norm.launch import check_weight
+from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+NAME = "fused_inplace_qknorm"
+
+
+@op(mutates=("q", "k"))
+def fused_inplace_qknorm(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    head_dim: int = 0,
+) -> None:
+    """rmsnorm of every head of q by q_weight and of k by k_weight, in place.
+
+    Args:
+        q: [T, nq, d] or [T, nq * d] float32, bfloat16 or float16; tokens and heads may be strided.
+        k: [T, nk, d] or [T, nk * d] of q's dtype.
+        q_weight, k_weight: [d], q's dtype or float32.
+        eps: added to the mean square.
+        head_dim: d; 0: the last dim of q.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    dim = head_dim or q.shape[-1]
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        heads = _heads(x, dim)
+        heads.copy_(rmsnorm.reference(heads, weight, eps))
+
+
+def _heads(x: Tensor, dim: int) -> Tensor:
+    """x as [T, n, d], in the same memory."""
+    return x.unflatten(-1, (-1, dim)) if x.dim() == 2 else x
+
+
+@fused_inplace_qknorm.check
+def _(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    head_dim: int = 0,
+) -> None:
+    dim = head_dim or (q.shape[-1] if q.dim() else 0)
+    if dim < 1:
+        refuse(NAME, "head_dim", f"is {dim}")
+    for name, x in (("q", q), ("k", k)):
+        expect(NAME, name, x, dtypes=FLOATS if x is q else (q.dtype,), like=q)
+        flat = x.dim() == 2 and x.shape[-1] % dim == 0
+        if x.shape[:1] != q.shape[:1] or not (flat or (x.dim() == 3 and x.shape[-1] == dim)):
+            refuse(NAME, name, f"has shape {list(x.shape)}, not [T, n, {dim}] or [T, n * {dim}]")
+    check_weight(NAME, "q_weight", q_weight, _heads(q, dim))
+    check_weight(NAME, "k_weight", k_weight, _heads(k, dim))
+
+
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    head_dim: int = 0,
+) -> bool:
+    return q.stride(-1) == k.stride(-1) == 1
+
+
+@fused_inplace_qknorm.implementation("triton", devices=gpu.DEVICES, when=_dense)
+def _(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    head_dim: int = 0,
+) -> None:
+    dim = head_dim or q.shape[-1]
+    q, k = _heads(q, dim), _heads(k, dim)
+    tokens, q_heads, k_heads = q.shape[0], q.shape[1], k.shape[1]
+    block = gpu.next_power_of_2(dim)
+    # At most 16 numbers a thread.
+    most = max(1, 2048 // block)
+    at_once = min(most, gpu.next_power_of_2(max(q_heads, k_heads)))
+    if tokens and q_heads + k_heads:
+        qknorm_kernel[(tokens, -(-q_heads // at_once) + -(-k_heads // at_once))](
+            *(q, k, q_weight, k_weight, *q.stride()[:2], *k.stride()[:2]),
+            *(q_heads, k_heads, dim, eps, at_once, block),
+            num_warps=4,
+        )
+
+
+@fused_inplace_qknorm.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        q_weight, k_weight = make.randn(16, dtype=dtype), make.randn(16, dtype=dtype)
+        q, k = make.randn(5, 4, 16, dtype=dtype), make.randn(5, 2, 16, dtype=dtype)
+        yield make.args(q, k, q_weight, k_weight)
+        joint = make.randn(3, 112, dtype=dtype)
+        yield make.args(joint[:, :48], joint[:, 48:80], q_weight, k_weight, 1e-5, head_dim=16)
+        q, k = make.randn(1, 33, 24, dtype=dtype), make.randn(1, 1, 24, dtype=dtype)
+        yield make.args(q, k, make.randn(24), make.randn(24))
+    yield make.args(make.randn(0, 4, 16), make.randn(0, 2, 16), make.randn(16), make.randn(16))
+
+
+@fused_inplace_qknorm.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
+        q, k = draw.randn(rows, heads, dim), draw.randn(rows, kv_heads, dim)
+        yield Point(
+            f"{layer.name}: {rows} x {heads} + {kv_heads} x {dim}",
+            draw.args(q, k, draw.randn(dim), draw.randn(dim)),
+            moved(q, q, k, k),
+            alternatives=draw.compiled(fused_inplace_qknorm.reference),
+        )

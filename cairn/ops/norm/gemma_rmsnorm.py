@@ -1,0 +1,93 @@
+"""Root mean square normalisation as Gemma and Qwen3.5 store its weight: less 1."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.norm.launch import LONGEST, check_rows, norm_rows
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def gemma_rmsnorm(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> Tensor:
+    """input * rsqrt(mean(input^2) + eps) * (1 + weight), in float32, rounded once.
+
+    Args:
+        input: [..., H] float32, bfloat16 or float16; rows may be strided.
+        weight: [H], input's dtype or float32.
+        eps: added to the mean square.
+        out: [..., H] of input's dtype, written and returned when given; may be `input`.
+        enable_pdl: without effect.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    x = input.float()
+    scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    return (x * scale * (1 + weight.float())).to(input.dtype)
+
+
+@gemma_rmsnorm.check
+def _(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> None:
+    check_rows("gemma_rmsnorm", input, weight, out)
+
+
+def _rows(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> bool:
+    """Rows with their numbers side by side, short enough for one program."""
+    return input.stride(-1) == 1 and input.shape[-1] <= LONGEST
+
+
+@gemma_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=_rows)
+def _(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> Tensor:
+    return norm_rows(input, weight, eps, out, shifted=True)
+
+
+@gemma_rmsnorm.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.randn(7, 96), make.randn(96))
+    yield make.args(make.randn(1, 4097), make.randn(4097), 1e-5)
+    yield make.args(make.randn(0, 16), make.randn(16))
+    half = torch.bfloat16
+    yield make.args(make.randn(2, 3, 65, dtype=half), make.randn(65, dtype=half), eps=1e-5)
+    yield make.args(make.randn(5, 128, dtype=half)[:, :64], make.randn(64))
+    yield make.args(make.randn(3, 64, dtype=torch.float16), make.randn(64, dtype=torch.float16))
+    yield make.args(make.full((2, 8), 0.0), make.randn(8), out=make.empty(2, 8))
+    yield make.args(make.randn(63), make.randn(63), out=make.empty(63, 2)[:, 0])
+
+
+@gemma_rmsnorm.bench
+def _(draw: Draw) -> Points:
+    for size, rows, width in draw.matrices():
+        x, weight = draw.randn(rows, width), draw.randn(width)
+        others = (
+            *draw.compiled(gemma_rmsnorm.reference),
+            *flashinfer("norm.gemma_rmsnorm"),
+        )
+        yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)

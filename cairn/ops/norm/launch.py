@@ -1,0 +1,86 @@
+"""What the norms share: the looks at their arguments, and how kernels of rows are launched."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel, rmsnorm_kernel
+
+LONGEST = 1 << 15
+"""Numbers of the longest row that one program takes."""
+
+
+def check_rows(op: str, input: Tensor, weight: Tensor, out: Tensor | None = None) -> None:
+    """Raise BadArgument unless input [..., H], weight [H] and out fit."""
+    expect(op, "input", input, dtypes=FLOATS)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        refuse(op, "input", f"has shape {list(input.shape)}, not [..., H] with H > 0")
+    check_weight(op, "weight", weight, input)
+    if out is not None:
+        expect(op, "out", out, input.shape, (input.dtype,), like=input)
+
+
+def check_weight(op: str, name: str, weight: Tensor, input: Tensor) -> None:
+    """Raise BadArgument unless weight [H] fits input [..., H]."""
+    dtypes = (input.dtype, torch.float32)
+    expect(op, name, weight, input.shape[-1:], dtypes, like=input, dense=1)
+
+
+def check_sum(op: str, input: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """Raise BadArgument unless input and residual [..., H] can be added, and weight [H] fits."""
+    check_rows(op, input, weight)
+    expect(op, "residual", residual, input.shape, (input.dtype,), like=input)
+
+
+def rows_of(x: Tensor) -> Tensor | None:
+    """x [..., H] as [rows, H] in the same memory, the numbers of a row side by side; or None."""
+    if x.stride(-1) != 1 or x.shape[-1] > LONGEST:
+        return None
+    if x.dim() == 2:
+        return x
+    try:
+        return x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return None
+
+
+def norm_rows(
+    input: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None,
+    *,
+    shifted: bool = False,
+    rounded: bool = False,
+) -> Tensor:
+    """`rmsnorm_kernel` over input [..., H], into `out` where it lies in rows."""
+    width = input.shape[-1]
+    x = input.reshape(-1, width)
+    into = None if out is None else rows_of(out)
+    result = out
+    if into is None or result is None:
+        result = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        into = result.view(-1, width)
+    block = gpu.next_power_of_2(width)
+    if x.shape[0]:
+        rmsnorm_kernel[(x.shape[0],)](
+            *(x, weight, into, x.stride(0), into.stride(0), width, eps, block, shifted, rounded),
+            num_warps=gpu.warps_for(block),
+        )
+    return result
+
+
+def norm_sums(input: Tensor, residual: Tensor, weight: Tensor, eps: float, shifted: bool) -> None:
+    """`fused_add_rmsnorm_kernel` over what `rows_of` takes."""
+    x, other = rows_of(input), rows_of(residual)
+    assert x is not None and other is not None
+    rows, width = x.shape
+    block = gpu.next_power_of_2(width)
+    if rows:
+        fused_add_rmsnorm_kernel[(rows,)](
+            *(x, other, weight, x.stride(0), other.stride(0), width, eps, block, shifted),
+            num_warps=gpu.warps_for(block),
+        )

@@ -1,0 +1,1 @@
+"""Numbers in 8 and 4 bits with their scales."""

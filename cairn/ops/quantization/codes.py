@@ -1,0 +1,42 @@
+"""Numbers as codes of 8 bits: what the definitions of this folder share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+INT8_MAX = 127.0
+NOT_FINITE = 255
+"""Exponent of a scale that is no number."""
+
+
+def scale_for(amax: Tensor, largest: float) -> Tensor:
+    """amax / largest, rounded once: by a plain number, a GPU would multiply with its reciprocal."""
+    return amax / torch.full_like(amax, largest)
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """1 / scale, at most the largest float32; 0 for 0."""
+    found = (1.0 / scale).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(scale == 0, 0.0, found)
+
+
+def divided(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale; 0 where the scale is 0."""
+    return torch.where(scale == 0, 0.0, x / scale)
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """float32 as e4m3: clamped to +-448, to the nearest, ties to even. NaN stays."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def powers_of_two(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The least powers of two that are not below positive scales, as float32 (NaN for what is not
+    finite), and their exponents + 127 as uint8."""
+    exponent = ((scale.view(torch.int32) + 0x7FFFFF) >> 23) & 255
+    bits = torch.where(exponent == 0, 1 << 22, exponent << 23)
+    power = bits.view(torch.float32).masked_fill(exponent == NOT_FINITE, torch.nan)
+    return power, exponent.to(torch.uint8)

@@ -1,0 +1,85 @@
+"""How the kernels of groups are launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.quantization.kernels import groups_kernel
+
+TILES = (1024, 4096)
+"""Numbers of a program, unless a group has more: where there are few, and from MANY on."""
+MANY = 1 << 21
+NUMBERS_A_WARP = 512
+WIDEST = 1 << 15
+"""Most numbers of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a number becomes a code.
+
+    Attributes:
+        low, high: of the codes; the largest magnitude of a group becomes `high`.
+        rounding: "e4m3"; or to int8 "nearest" or "truncate".
+        eps: magnitude that a group has at least.
+        inverse: multiply by 1 / scale, do not divide.
+        power: scales are powers of two.
+        gated: rows are [gate | up], the numbers silu(gate) * up.
+    """
+
+    low: float
+    high: float
+    rounding: str
+    eps: float = 0.0
+    inverse: bool = False
+    power: bool = False
+    gated: bool = False
+
+
+def accepts(input: Tensor, output_q: Tensor, group: int, masked_m: Tensor | None = None) -> bool:
+    """Rows that the kernel takes."""
+    near = input.stride(-1) == 1 and output_q.is_contiguous()
+    mask = masked_m is None or masked_m.is_contiguous()
+    return near and mask and input.dim() in (2, 3) and 0 < group <= WIDEST
+
+
+def quantize(
+    input: Tensor,
+    output_q: Tensor,
+    output_s: Tensor,
+    group: int,
+    rule: Rule,
+    masked_m: Tensor | None = None,
+) -> None:
+    """Write the codes and scales of every group.
+
+    Args:
+        input: [T, K] or [E, T, K], 2K if gated.
+        output_q: the same, contiguous, of 8 bits.
+        output_s: [.., T, K / group] float32, or int32 [.., T, ceil(K / group / 4)] for exponents;
+            any strides.
+        group: numbers of a group.
+        masked_m: [E] int32, rows in use; None: all.
+    """
+    rows, width = output_q.shape[-2:]
+    per_row = width // group
+    packed = output_s.dtype == torch.int32
+    columns = -(-per_row // 4) * 4 if packed else per_row
+    total = output_q.shape[0] * columns * (rows if output_q.dim() == 3 else 1)
+    if not total:
+        return
+    block = gpu.next_power_of_2(group)
+    lines = max(1, TILES[total * block >= MANY] // block)
+    groups_kernel[(-(-total // lines),)](
+        *(input, output_q.view(torch.uint8), output_s, masked_m),
+        *(total, per_row, columns, rows, group),
+        *(input.stride(0) if input.dim() == 3 else 0, input.stride(-2)),
+        *(output_s.stride(0) if output_s.dim() == 3 else 0, *output_s.stride()[-2:]),
+        *(rule.eps, rule.low, rule.high, lines, block, rule.rounding, rule.inverse),
+        *(rule.gated, rule.power, packed, gpu.knows_e4m3(input.device)),
+        num_warps=max(1, min(16, lines * block // NUMBERS_A_WARP)),
+    )

@@ -1,0 +1,81 @@
+"""Rows in int8, each with its scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.quantization import launch
+from cairn.ops.quantization.codes import INT8_MAX, inverse, scale_for
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+RULE = launch.Rule(-INT8_MAX, INT8_MAX, "nearest", inverse=True)
+
+
+@op
+def per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """s = max |row| / 127 and q = row * (1 / s) to the nearest, ties to even.
+
+    A row of zeros has the scale 0 and codes of 0; where a row is not finite, NaN has the code 0.
+
+    Args:
+        x: [..., K] float32, bfloat16 or float16.
+    Returns:
+        q [..., K] int8 and s [..., 1] float32.
+    Raises:
+        BadArgument: for another dtype, or rows of no numbers.
+    """
+    numbers = x.float()
+    scale = scale_for(numbers.abs().amax(dim=-1, keepdim=True), INT8_MAX)
+    scaled = (numbers * inverse(scale)).clamp(-INT8_MAX, INT8_MAX)
+    return scaled.nan_to_num(0.0).round().to(torch.int8), scale
+
+
+@per_token_quant_int8.check
+def _(x: Tensor) -> None:
+    expect("per_token_quant_int8", "x", x, dtypes=FLOATS)
+    if not x.dim() or not x.shape[-1]:
+        refuse("per_token_quant_int8", "x", f"has shape {list(x.shape)}: rows of no numbers")
+
+
+@per_token_quant_int8.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda x: x.stride(-1) == 1 and x.shape[-1] <= launch.WIDEST,
+)
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1]
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    rows = x if x.dim() == 2 else x.reshape(-1, width)
+    launch.quantize(rows, codes.view(-1, width), scale.view(-1, 1), width, RULE)
+    return codes, scale
+
+
+@per_token_quant_int8.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = make.randn(5, 1000, dtype=dtype, scale=3.0)
+        x[3] = 0.0
+        yield make.args(x)
+        yield make.args(make.randn(2, 3, 63, dtype=dtype))
+    # Halves, which are rounded to even.
+    yield make.args((make.arange(255) - 127).float().repeat(2, 1) * make.tensor([[1.0], [0.5]]))
+    yield make.args(make.randn(4, 128, dtype=torch.bfloat16)[:, :64])
+    yield make.args(make.randn(0, 7))
+
+
+@per_token_quant_int8.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x = draw.randn(rows, layer.hidden)
+        yield Point(
+            f"{layer.name}: {rows} x {layer.hidden}",
+            draw.args(x),
+            moved(x) + x.numel() + 4 * rows,
+            alternatives=draw.compiled(per_token_quant_int8.reference),
+        )

@@ -1,0 +1,118 @@
+"""Rows sorted by expert in NVFP4."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import INDICES, expect, refuse
+from cairn.ops.quantization import nvfp4
+from cairn.ops.quantization.codes import E4M3
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def scaled_fp4_experts_quant(
+    input_tensor: Tensor,
+    input_global_scale: Tensor,
+    expert_offsets: Tensor,
+    blockscale_offsets: Tensor,
+    topk: int,
+    expert_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Codes and block scales of rows, of which expert e has expert_offsets[e : e + 2].
+
+    Args:
+        input_tensor: [n, K] float32, bfloat16 or float16, K a multiple of 16.
+        input_global_scale: [E] float32, of the experts.
+        expert_offsets: [E + 1] int32, ascending from 0. Rows behind the last are 0.
+        blockscale_offsets: [E + 1] int32: the scales of expert e start in row
+            blockscale_offsets[e], a multiple of 128 not above M'.
+        topk: experts of a token: with an expert_map there are n * topk rows.
+        expert_map: [n * topk] int32 or int64, the row of input_tensor that each row is taken from.
+    Returns:
+        codes [rows, K / 2] uint8, and scales [M', S'] float8_e4m3fn in tiles, zero in between; M'
+        is rows + 128 * E rounded up to a multiple of 128, S' is K / 16 to one of 4.
+    Raises:
+        BadArgument: for a shape, dtype or device that does not fit.
+    """
+    x = input_tensor if expert_map is None else input_tensor[expert_map.long()]
+    rows, experts = x.shape[0], input_global_scale.shape[0]
+    row = torch.arange(rows, device=x.device, dtype=expert_offsets.dtype)
+    expert = torch.searchsorted(expert_offsets, row, right=True) - 1
+    owned = ((expert >= 0) & (expert < experts)).unsqueeze(1)
+    expert = expert.clamp(0, max(experts - 1, 0))
+    codes, scales = nvfp4.quantize(torch.where(owned, x, 0), input_global_scale[expert, None])
+    height, _ = nvfp4.padded(rows + nvfp4.TILE_ROWS * experts, scales.shape[1])
+    # One row more takes what belongs to no expert.
+    laid = torch.zeros(height + 1, scales.shape[1], dtype=torch.uint8, device=x.device)
+    place = blockscale_offsets.long()[expert] + row - expert_offsets.long()[expert]
+    place = torch.where(owned[:, 0], place, height).unsqueeze(1).expand_as(scales)
+    laid.scatter_(0, place, scales.view(torch.uint8))
+    return codes, nvfp4.tiled(laid[:-1].view(E4M3))
+
+
+@scaled_fp4_experts_quant.fake
+def _(
+    input_tensor: Tensor,
+    input_global_scale: Tensor,
+    expert_offsets: Tensor,
+    blockscale_offsets: Tensor,
+    topk: int,
+    expert_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    rows = input_tensor.shape[0] if expert_map is None else expert_map.shape[0]
+    experts = input_global_scale.shape[0]
+    return nvfp4.blank(input_tensor, rows, rows + nvfp4.TILE_ROWS * experts)
+
+
+@scaled_fp4_experts_quant.check
+def _(
+    input_tensor: Tensor,
+    input_global_scale: Tensor,
+    expert_offsets: Tensor,
+    blockscale_offsets: Tensor,
+    topk: int,
+    expert_map: Tensor | None = None,
+) -> None:
+    name, x = "scaled_fp4_experts_quant", input_tensor
+    nvfp4.expect_input(name, "input_tensor", x, 2)
+    expect(name, "input_global_scale", input_global_scale, (None,), (torch.float32,), like=x)
+    experts = input_global_scale.shape[0]
+    if not experts:
+        refuse(name, "input_global_scale", "names no expert")
+    bounds = (experts + 1,)
+    expect(name, "expert_offsets", expert_offsets, bounds, (torch.int32,), like=x)
+    expect(name, "blockscale_offsets", blockscale_offsets, bounds, (torch.int32,), like=x)
+    if topk < 1:
+        refuse(name, "topk", f"is {topk}")
+    if expert_map is not None:
+        expect(name, "expert_map", expert_map, (x.shape[0] * topk,), INDICES, like=x)
+
+
+@scaled_fp4_experts_quant.cases
+def _(make: Make) -> Cases:
+    offsets = make.tensor([0, 3, 3, 133], dtype=torch.int32)
+    starts = make.tensor([0, 128, 128, 384], dtype=torch.int32)
+    scales = make.tensor([1.0, 20.0, 300.0])
+    for dtype in (torch.bfloat16, torch.float32):
+        yield make.args(make.randn(136, 80, dtype=dtype), scales, offsets, starts, 1)
+    order = make.randint(0, 68, 136, dtype=torch.int32)
+    yield make.args(make.randn(68, 16), scales, offsets, starts, 2, order)
+    yield make.args(make.randn(0, 16), scales, offsets * 0, starts * 0, 8)
+
+
+@scaled_fp4_experts_quant.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x, scale = draw.randn(8 * rows, layer.hidden), draw.rand(8) + 1.0
+        offsets = torch.arange(9, dtype=torch.int32, device=draw.device) * rows
+        starts = torch.arange(9, dtype=torch.int32, device=draw.device) * (-(-rows // 128) * 128)
+        yield Point(
+            f"{layer.name}: 8 x {rows} x {layer.hidden}",
+            draw.args(x, scale, offsets, starts, 1),
+            moved(x) + x.numel() * 9 // 16,
+            alternatives=draw.compiled(scaled_fp4_experts_quant.reference),
+        )

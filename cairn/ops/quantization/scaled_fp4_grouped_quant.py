@@ -1,0 +1,134 @@
+"""Padded groups of rows in NVFP4: the rows of every expert, each expert with its global scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import expect
+from cairn.ops.quantization import nvfp4
+from cairn.ops.registry import Op, op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def scaled_fp4_grouped_quant(
+    input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Codes and block scales of the first mask[l] rows of every group; 0 for the others.
+
+    Args:
+        input_tensor: [L, M, K] float32, bfloat16 or float16, K a multiple of 16.
+        input_global_scale: [L] float32.
+        mask: [L] int32.
+    Returns:
+        codes (M, K / 2, L) uint8, a view of storage [L, M, K / 2]; scales (32, 4, M' / 128, 4,
+        S' / 4, L) float8_e4m3fn, a view of storage [L, M' / 128, S' / 4, 32, 4, 4], tiles as in
+        `cairn.ops.quantization.nvfp4`.
+    Raises:
+        BadArgument: for a shape, dtype or device that does not fit.
+    """
+    return _grouped(input_tensor, input_global_scale, mask)
+
+
+@op
+def silu_and_mul_scaled_fp4_grouped_quant(
+    input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`scaled_fp4_grouped_quant` of silu(gate) * up, rounded to the input's dtype before.
+
+    Args:
+        input_tensor: [L, M, 2K], gate and up side by side.
+        input_global_scale, mask: as there.
+    Returns:
+        As there.
+    Raises:
+        BadArgument: for a shape, dtype or device that does not fit.
+    """
+    gate, up = input_tensor.float().chunk(2, dim=-1)
+    x = (torch.nn.functional.silu(gate) * up).to(input_tensor.dtype)
+    return _grouped(x, input_global_scale, mask)
+
+
+def _grouped(x: Tensor, global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    used = torch.arange(x.shape[1], device=x.device) < mask[:, None]
+    x = torch.where(used.unsqueeze(-1), x, 0)
+    codes, scales = nvfp4.quantize(x, global_scale.view(-1, 1, 1))
+    return _views(codes, nvfp4.tiled(scales))
+
+
+def _views(codes: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """What is returned of codes [L, M, K / 2] and scales [L, M', S']."""
+    groups, rows, columns = stored.shape
+    tiles = stored.view(groups, rows // 128, columns // 4, 32, 4, 4)
+    return codes.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)
+
+
+def _expect(name: str, x: Tensor, global_scale: Tensor, mask: Tensor, factor: int) -> None:
+    nvfp4.expect_input(name, "input_tensor", x, 3, factor)
+    groups = x.shape[:1]
+    expect(name, "input_global_scale", global_scale, groups, (torch.float32,), like=x)
+    expect(name, "mask", mask, groups, (torch.int32,), like=x)
+
+
+@scaled_fp4_grouped_quant.fake
+def _(x: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    groups, rows, _ = x.shape
+    return _views(*nvfp4.blank(x, rows, rows, groups))
+
+
+@silu_and_mul_scaled_fp4_grouped_quant.fake
+def _(x: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    groups, rows, _ = x.shape
+    return _views(*nvfp4.blank(x.chunk(2, dim=-1)[0], rows, rows, groups))
+
+
+@scaled_fp4_grouped_quant.check
+def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> None:
+    _expect("scaled_fp4_grouped_quant", input_tensor, input_global_scale, mask, 1)
+
+
+@silu_and_mul_scaled_fp4_grouped_quant.check
+def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> None:
+    _expect("silu_and_mul_scaled_fp4_grouped_quant", input_tensor, input_global_scale, mask, 2)
+
+
+@scaled_fp4_grouped_quant.cases
+def _(make: Make) -> Cases:
+    mask = make.tensor([5, 0, 3], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = make.randn(3, 5, 64, dtype=dtype)
+        yield make.args(x, make.tensor([1.0, 50.0, 300.0]), mask)
+    yield make.args(make.randn(1, 0, 16), make.tensor([1.0]), mask[1:2])
+
+
+@silu_and_mul_scaled_fp4_grouped_quant.cases
+def _(make: Make) -> Cases:
+    mask = make.tensor([2, 130], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = make.randn(2, 130, 2 * 32, dtype=dtype)
+        yield make.args(x, make.tensor([1.0, 50.0]), mask)
+
+
+def _points(draw: Draw, entry: Op[..., tuple[Tensor, Tensor]], factor: int) -> Points:
+    """Groups of which half the rows are in use."""
+    for layer, rows in draw.rows():
+        x = draw.randn(4, rows, factor * layer.hidden)
+        scale, mask = draw.rand(4) + 1.0, torch.full((4,), rows // 2, device=draw.device)
+        yield Point(
+            f"{layer.name}: 4 x {rows} x {layer.hidden}",
+            draw.args(x, scale, mask.to(torch.int32)),
+            moved(x) // 2 + x.numel() // factor * 9 // 16,
+            alternatives=draw.compiled(entry.reference),
+        )
+
+
+@scaled_fp4_grouped_quant.bench
+def _(draw: Draw) -> Points:
+    return _points(draw, scaled_fp4_grouped_quant, 1)
+
+
+@silu_and_mul_scaled_fp4_grouped_quant.bench
+def _(draw: Draw) -> Points:
+    return _points(draw, silu_and_mul_scaled_fp4_grouped_quant, 2)

@@ -1,0 +1,110 @@
+"""A matrix in NVFP4."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.quantization import nvfp4
+from cairn.ops.quantization.codes import E4M3_MAX
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def scaled_fp4_quant(input: Tensor, input_global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and block scales of input in the format of `cairn.ops.quantization.nvfp4`.
+
+    Args:
+        input: [..., K] float32, bfloat16 or float16, K a multiple of 16; M rows in all.
+        input_global_scale: [1] float32, g, normally `suggest_nvfp4_global_scale(input)`.
+    Returns:
+        codes [M, K / 2] uint8, and scales [M', S'] float8_e4m3fn in tiles: M' and S' are M and
+        K / 16 rounded up to multiples of 128 and 4, zero in what that adds.
+    Raises:
+        BadArgument: for a shape, dtype or device that does not fit.
+    """
+    rows = input.reshape(-1, input.shape[-1])
+    codes, scales = nvfp4.quantize(rows, input_global_scale.reshape(()))
+    return codes, nvfp4.tiled(scales)
+
+
+@scaled_fp4_quant.fake
+def _(input: Tensor, input_global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    rows = input.numel() // input.shape[-1]
+    return nvfp4.blank(input, rows, rows)
+
+
+@scaled_fp4_quant.check
+def _(input: Tensor, input_global_scale: Tensor) -> None:
+    nvfp4.expect_input("scaled_fp4_quant", "input", input, None)
+    _expect_one("scaled_fp4_quant", input_global_scale, input)
+
+
+def _expect_one(name: str, scale: Tensor, input: Tensor) -> None:
+    expect(name, "input_global_scale", scale, dtypes=(torch.float32,), like=input)
+    if scale.numel() != 1:
+        refuse(name, "input_global_scale", f"has shape {list(scale.shape)}, not [1]")
+
+
+@scaled_fp4_quant.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.bfloat16, torch.float32):
+        yield make.args(make.randn(7, 48, dtype=dtype, scale=3.0), make.tensor([100.0]))
+    yield make.args(make.randn(2, 65, 16, dtype=torch.float16), make.tensor([7.0]))
+    yield make.args(make.full((2, 32), 0.0), make.tensor([1.0]))
+    yield make.args(make.randn(0, 64), make.tensor([1.0]))
+
+
+@op
+def suggest_nvfp4_global_scale(x: Tensor) -> Tensor:
+    """448 * 6 / max |x| as [1] float32: the block with the largest number has the scale 448.
+
+    1 where x is zero or empty.
+
+    Args:
+        x: any shape, float32, bfloat16 or float16.
+    Raises:
+        BadArgument: for another dtype.
+    """
+    amax = x.float().abs().amax() if x.numel() else x.new_zeros((), dtype=torch.float32)
+    return torch.where(amax == 0, 1.0, E4M3_MAX * nvfp4.LARGEST / amax).reshape(1)
+
+
+@suggest_nvfp4_global_scale.check
+def _(x: Tensor) -> None:
+    expect("suggest_nvfp4_global_scale", "x", x, dtypes=FLOATS)
+
+
+@suggest_nvfp4_global_scale.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(3, 100, dtype=dtype))
+    yield make.args(make.full((4,), 0.0))
+    yield make.args(make.randn(0))
+
+
+@scaled_fp4_quant.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x = draw.randn(rows, layer.hidden)
+        yield Point(
+            f"{layer.name}: {rows} x {layer.hidden}",
+            draw.args(x, suggest_nvfp4_global_scale(x)),
+            moved(x) + x.numel() * 9 // 16,
+            alternatives=draw.compiled(scaled_fp4_quant.reference),
+        )
+
+
+@suggest_nvfp4_global_scale.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x = draw.randn(rows, layer.hidden)
+        yield Point(
+            f"{layer.name}: {rows} x {layer.hidden}",
+            draw.args(x),
+            moved(x),
+            alternatives=draw.compiled(suggest_nvfp4_global_scale.reference),
+        )

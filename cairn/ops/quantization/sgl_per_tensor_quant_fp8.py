@@ -1,0 +1,107 @@
+"""A tensor in float8 e4m3 with one scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.quantization import launch
+from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, inverse, scale_for
+from cairn.ops.quantization.kernels import amax_kernel, tensor_kernel
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+BLOCK = 4096
+MOST_PARTS = 512
+ONE_PROGRAM = 1 << 14
+"""Numbers of a tensor that is quantized in one launch, as a single group."""
+RULE = launch.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", inverse=True)
+
+
+@op(mutates=("output_q", "output_s"))
+def sgl_per_tensor_quant_fp8(
+    input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool
+) -> None:
+    """output_q = e4m3(clamp(input * (1 / s), -448, 448)).
+
+    Args:
+        input: any shape, float32, bfloat16 or float16.
+        output_q: of input's shape, float8_e4m3fn, written.
+        output_s: [1] float32; is_static: s, read; else written: s = max |input| / 448, 0 for
+            zeros (then all codes are 0). It need not be cleared before.
+        is_static: see output_s.
+    Raises:
+        BadArgument: for a shape, dtype or device that does not fit.
+    """
+    x = input.float()
+    if not is_static:
+        amax = x.abs().amax() if x.numel() else x.new_zeros(())
+        output_s.copy_(scale_for(amax, E4M3_MAX))
+    output_q.copy_(e4m3(x * inverse(output_s.reshape(()))))
+
+
+@sgl_per_tensor_quant_fp8.check
+def _(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> None:
+    name = "sgl_per_tensor_quant_fp8"
+    expect(name, "input", input, dtypes=FLOATS)
+    expect(name, "output_q", output_q, input.shape, (E4M3,), like=input)
+    expect(name, "output_s", output_s, dtypes=(torch.float32,), like=input)
+    if output_s.numel() != 1:
+        refuse(name, "output_s", f"has shape {list(output_s.shape)}, not [1]")
+
+
+def _flat(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> bool:
+    return input.is_contiguous() and output_q.is_contiguous()
+
+
+@sgl_per_tensor_quant_fp8.implementation("triton", devices=gpu.DEVICES, when=_flat)
+def _(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> None:
+    count = input.numel()
+    if 0 < count <= ONE_PROGRAM and not is_static:
+        one = (1, count)
+        launch.quantize(input.view(one), output_q.view(one), output_s.view(1, 1), count, RULE)
+        return
+    blocks = -(-count // BLOCK)
+    parts: Tensor | None = None
+    number_of_parts = min(max(blocks, 1), MOST_PARTS)
+    if not is_static:
+        parts = torch.empty(number_of_parts, dtype=torch.int32, device=input.device)
+        amax_kernel[(number_of_parts,)](input, parts, count, BLOCK, num_warps=8)
+    elif not count:
+        return
+    tensor_kernel[(max(blocks, 1),)](
+        *(input, output_q.view(torch.uint8), output_s, parts, count, number_of_parts, E4M3_MAX),
+        *(gpu.next_power_of_2(number_of_parts), BLOCK, gpu.knows_e4m3(input.device)),
+        num_warps=8,
+    )
+
+
+@sgl_per_tensor_quant_fp8.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((7, 63), (3, 7, 1000)):
+            x = make.randn(*shape, dtype=dtype, scale=30.0)
+            codes = make.empty(*shape, dtype=E4M3)
+            yield make.args(x, codes, make.empty(1), False)
+            yield make.args(x, codes, make.tensor([0.07]), True)
+    yield make.args(make.full((9,), 0.0), make.empty(9, dtype=E4M3), make.empty(1), False)
+    yield make.args(make.randn(0, 4), make.empty(0, 4, dtype=E4M3), make.empty(1), False)
+    yield make.args(make.randn(5, 8)[:, ::2], make.empty(5, 4, dtype=E4M3), make.empty(1), False)
+
+
+@sgl_per_tensor_quant_fp8.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x = draw.randn(rows, layer.hidden)
+        codes, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(1, dtype=torch.float32)
+        size = f"{layer.name}: {rows} x {layer.hidden}"
+        for static, read in ((True, moved(x)), (False, 2 * moved(x))):
+            yield Point(
+                f"{size}, {'static' if static else 'dynamic'}",
+                draw.args(x, codes, scale.fill_(0.1), static),
+                read + moved(codes),
+                alternatives=draw.compiled(sgl_per_tensor_quant_fp8.reference),
+            )

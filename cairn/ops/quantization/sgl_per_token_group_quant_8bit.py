@@ -1,0 +1,220 @@
+"""Rows in groups of e4m3 or int8, each group with its scale (DeepSeek-V3 report, section 3.3.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.quantization import launch
+from cairn.ops.quantization.codes import E4M3, divided, inverse, powers_of_two, scale_for
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+BYTES = torch.uint8
+
+
+@op(mutates=("output_q", "output_s"))
+def sgl_per_token_group_quant_8bit(
+    input: Tensor,
+    output_q: Tensor,
+    output_s: Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    fp8_min: float | None = None,
+    fp8_max: float | None = None,
+    scale_ue8m0: bool = False,
+    fuse_silu_and_mul: bool = False,
+    masked_m: Tensor | None = None,
+    enable_v2: bool | None = None,
+) -> None:
+    """Codes and scales of every group of G = group_size numbers of a row.
+
+    s = max(|x|, eps) / fp8_max; the codes are clamp(x * (1 / s), fp8_min, fp8_max) to the nearest
+    (e4m3), or clamp(x / s, fp8_min, fp8_max) towards zero (int8). The functions for fp8 and for
+    int8 are this one.
+
+    Args:
+        input: [..., K] float32, bfloat16 or float16; with fuse_silu_and_mul [..., 2K], and x is
+            silu(input[..., :K]) * input[..., K:], rounded to input's dtype after each step.
+        output_q: [..., K] float8_e4m3fn or int8, written.
+        output_s: written. [..., K / G] float32 of any strides (row-major, or column-major with
+            rows padded for TMA). With scale_ue8m0 also int32 [..., ceil(K / G / 4)]: the
+            exponents + 127 of four groups in a word, the first in the lowest byte, 0 behind the
+            last group.
+        group_size: G, divides K.
+        eps: least magnitude of a group.
+        fp8_min, fp8_max: range of the codes; None: of output_q's dtype.
+        scale_ue8m0: s is the least power of two that is not below it.
+        fuse_silu_and_mul: see input.
+        masked_m: [E] int32: of input [E, T, ...] only the first masked_m[e] rows are written.
+        enable_v2: of no effect.
+    Raises:
+        BadArgument: for a shape, dtype, layout or device that does not fit.
+    """
+    x = input
+    if fuse_silu_and_mul:
+        gate, up = input.chunk(2, dim=-1)
+        silu = torch.nn.functional.silu(gate.float()).to(input.dtype)
+        x = (silu.float() * up.float()).to(input.dtype)
+    low, high = _range(output_q, fp8_min, fp8_max)
+    groups = x.float().unflatten(-1, (-1, group_size))
+    scale = scale_for(groups.abs().amax(dim=-1).clamp(min=eps), high)
+    exponent = scale
+    if scale_ue8m0:
+        scale, exponent = powers_of_two(scale)
+    if output_q.dtype == torch.int8:
+        # Conversion drops what is behind the point, and knows no NaN.
+        number = divided(groups, scale.unsqueeze(-1)).clamp(low, high).nan_to_num(0.0)
+    else:
+        number = (groups * inverse(scale).unsqueeze(-1)).clamp(low, high)
+    codes = number.flatten(-2).to(output_q.dtype)
+    if output_s.dtype == torch.int32:
+        spare = -exponent.shape[-1] % 4
+        scale = torch.nn.functional.pad(exponent, (0, spare)).view(torch.int32)
+    if masked_m is None:
+        output_q.copy_(codes)
+        output_s.copy_(scale)
+        return
+    used = torch.arange(input.shape[1], device=input.device) < masked_m[:, None]
+    output_q.view(BYTES)[used] = codes.view(BYTES)[used]
+    output_s[used] = scale[used]
+
+
+def _range(output_q: Tensor, low: float | None, high: float | None) -> tuple[float, float]:
+    """Least and largest code."""
+    info: torch.finfo | torch.iinfo
+    info = torch.iinfo(torch.int8) if output_q.dtype == torch.int8 else torch.finfo(E4M3)
+    return float(info.min if low is None else low), float(info.max if high is None else high)
+
+
+@sgl_per_token_group_quant_8bit.check
+def _(
+    input: Tensor,
+    output_q: Tensor,
+    output_s: Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    fp8_min: float | None = None,
+    fp8_max: float | None = None,
+    scale_ue8m0: bool = False,
+    fuse_silu_and_mul: bool = False,
+    masked_m: Tensor | None = None,
+    enable_v2: bool | None = None,
+) -> None:
+    name = "sgl_per_token_group_quant_8bit"
+    expect(name, "input", input, dtypes=FLOATS)
+    if input.dim() < 2:
+        refuse(name, "input", f"has shape {list(input.shape)}, not at least two dims")
+    width, odd = divmod(input.shape[-1], 2 if fuse_silu_and_mul else 1)
+    if odd or not width:
+        refuse(name, "input", f"has rows of {input.shape[-1]} numbers")
+    if group_size < 1 or width % group_size:
+        refuse(name, "group_size", f"is {group_size}: it must divide {width}")
+    rows, groups = input.shape[:-1], width // group_size
+    expect(name, "output_q", output_q, (*rows, width), (E4M3, torch.int8), like=input)
+    expect(name, "output_s", output_s, dtypes=(torch.float32, torch.int32), like=input)
+    packed = output_s.dtype == torch.int32
+    if packed and not scale_ue8m0:
+        refuse(name, "output_s", "is int32: exponents need scale_ue8m0")
+    expect(name, "output_s", output_s, (*rows, -(-groups // 4) if packed else groups))
+    low, high = _range(output_q, fp8_min, fp8_max)
+    if high <= 0 or low > 0:
+        refuse(name, "fp8_max", f"is {high}, fp8_min {low}: 0 must lie between them")
+    if masked_m is not None:
+        expect(name, "input", input, (None, None, None))
+        expect(name, "masked_m", masked_m, input.shape[:1], (torch.int32,), like=input)
+
+
+def _groups(
+    input: Tensor,
+    output_q: Tensor,
+    output_s: Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    fp8_min: float | None = None,
+    fp8_max: float | None = None,
+    scale_ue8m0: bool = False,
+    fuse_silu_and_mul: bool = False,
+    masked_m: Tensor | None = None,
+    enable_v2: bool | None = None,
+) -> bool:
+    return launch.accepts(input, output_q, group_size, masked_m)
+
+
+@sgl_per_token_group_quant_8bit.implementation("triton", devices=gpu.DEVICES, when=_groups)
+def _(
+    input: Tensor,
+    output_q: Tensor,
+    output_s: Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    fp8_min: float | None = None,
+    fp8_max: float | None = None,
+    scale_ue8m0: bool = False,
+    fuse_silu_and_mul: bool = False,
+    masked_m: Tensor | None = None,
+    enable_v2: bool | None = None,
+) -> None:
+    low, high = _range(output_q, fp8_min, fp8_max)
+    eighths = output_q.dtype == E4M3
+    rounding = "e4m3" if eighths else "truncate"
+    rule = launch.Rule(low, high, rounding, eps, eighths, scale_ue8m0, fuse_silu_and_mul)
+    launch.quantize(input, output_q, output_s, group_size, rule, masked_m)
+
+
+sgl_per_token_group_quant_fp8 = sgl_per_token_group_quant_8bit
+sgl_per_token_group_quant_int8 = sgl_per_token_group_quant_8bit
+
+
+def column_major(make: Make, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """[rows, columns] with rows side by side, a multiple of 4 of them in memory."""
+    return make.empty(columns, -(-rows // 4) * 4, dtype=dtype).t()[:rows]
+
+
+@sgl_per_token_group_quant_8bit.cases
+def _(make: Make) -> Cases:
+    words = torch.int32
+    for dtype, codes in (
+        (torch.float32, E4M3),
+        (torch.bfloat16, E4M3),
+        (torch.float32, torch.int8),
+        (torch.float16, torch.int8),
+    ):
+        x = make.randn(7, 6 * 32, dtype=dtype, scale=5.0)
+        x[2, 32:64] = 0.0
+        into = make.empty(7, 6 * 32, dtype=codes)
+        yield make.args(x, into, make.empty(7, 6), 32)
+        yield make.args(x, into, column_major(make, 7, 4, torch.float32), 48, 1e-4, -100.0, 100.0)
+        yield make.args(x, into, column_major(make, 7, 2, words), 32, scale_ue8m0=True)
+    wide = make.randn(3, 2 * 256, dtype=torch.bfloat16)
+    power = {"scale_ue8m0": True}
+    yield make.args(wide[:, :256], make.empty(3, 256, dtype=E4M3), make.empty(3, 2), 128, **power)
+    experts = make.randn(3, 5, 2 * 96)
+    used = make.tensor([5, 0, 2], dtype=words)
+    own = {"masked_m": used, "fuse_silu_and_mul": True}
+    zeros = torch.zeros_like(experts[..., :96], dtype=E4M3)
+    yield make.args(experts, zeros, make.full((3, 5, 3), 0.0), 32, **own)
+    exponents = make.full((3, 1, 8), 0.0, dtype=words).transpose(1, 2)[:, :5]
+    yield make.args(experts, zeros, exponents, 32, **own, scale_ue8m0=True)
+    gate = make.randn(5, 2 * 63)
+    fused = {"fuse_silu_and_mul": True}
+    yield make.args(gate, make.empty(5, 63, dtype=E4M3), make.empty(5, 3), 21, **fused)
+    yield make.args(make.randn(0, 64), make.empty(0, 64, dtype=E4M3), make.empty(0, 1), 64)
+
+
+@sgl_per_token_group_quant_8bit.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        group = 128 if layer.hidden % 128 == 0 else 32
+        x = draw.randn(rows, layer.hidden)
+        codes = torch.empty_like(x, dtype=E4M3)
+        scale = x.new_empty(rows, layer.hidden // group, dtype=torch.float32)
+        yield Point(
+            f"{layer.name}: {rows} x {layer.hidden}, groups of {group}",
+            draw.args(x, codes, scale, group),
+            moved(x, codes, scale),
+            alternatives=draw.compiled(sgl_per_token_group_quant_8bit.reference),
+        )

@@ -1,0 +1,83 @@
+"""Rows in float8 e4m3, each with its scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.quantization import launch
+from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, inverse, scale_for
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+RULE = launch.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", inverse=True)
+
+
+@op(mutates=("output_q", "output_s"))
+def sgl_per_token_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:
+    """output_s[t] = max |input[t]| / 448; output_q[t] = e4m3(clamp(input[t] * (1 / output_s[t]))).
+
+    A row of zeros has the scale 0 and codes of 0.
+
+    Args:
+        input: [T, K] float32, bfloat16 or float16, rows of any stride.
+        output_q: [T, K] float8_e4m3fn, written.
+        output_s: [T] or [T, 1] float32, written.
+    Raises:
+        BadArgument: for a shape, dtype or device that does not fit.
+    """
+    x = input.float()
+    scale = scale_for(x.abs().amax(dim=1, keepdim=True), E4M3_MAX)
+    output_s.copy_(scale.view(output_s.shape))
+    output_q.copy_(e4m3(x * inverse(scale)))
+
+
+@sgl_per_token_quant_fp8.check
+def _(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:
+    name = "sgl_per_token_quant_fp8"
+    expect(name, "input", input, (None, None), FLOATS)
+    if not input.shape[1]:
+        refuse(name, "input", "has rows of no numbers")
+    expect(name, "output_q", output_q, input.shape, (E4M3,), like=input)
+    expect(name, "output_s", output_s, dtypes=(torch.float32,), like=input)
+    tokens = input.shape[0]
+    if tuple(output_s.shape) not in ((tokens,), (tokens, 1)):
+        refuse(name, "output_s", f"has shape {list(output_s.shape)}, not [{tokens}]")
+
+
+def _rows(input: Tensor, output_q: Tensor, output_s: Tensor) -> bool:
+    return launch.accepts(input, output_q, input.shape[1])
+
+
+@sgl_per_token_quant_fp8.implementation("triton", devices=gpu.DEVICES, when=_rows)
+def _(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:
+    scales = output_s if output_s.dim() == 2 else output_s.unsqueeze(1)
+    launch.quantize(input, output_q, scales, input.shape[1], RULE)
+
+
+@sgl_per_token_quant_fp8.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows, width in ((7, 63), (5, 1000), (1, 4100)):
+            x = make.randn(rows, width, dtype=dtype, scale=3.0)
+            x[0] = 0.0
+            yield make.args(x, make.empty(rows, width, dtype=E4M3), make.empty(rows, 1))
+    x = make.randn(6, 200, dtype=torch.bfloat16)[:, :100]
+    yield make.args(x, make.empty(6, 100, dtype=E4M3), make.empty(6))
+    yield make.args(make.randn(0, 16), make.empty(0, 16, dtype=E4M3), make.empty(0))
+
+
+@sgl_per_token_quant_fp8.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x = draw.randn(rows, layer.hidden)
+        codes, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(rows, 1, dtype=torch.float32)
+        yield Point(
+            f"{layer.name}: {rows} x {layer.hidden}",
+            draw.args(x, codes, scale),
+            moved(x, codes, scale),
+            alternatives=draw.compiled(sgl_per_token_quant_fp8.reference),
+        )

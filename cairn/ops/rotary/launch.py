@@ -1,0 +1,143 @@
+"""What the rotary ops share: heads and angles, looks at arguments, the launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.rotary.kernels import rotate_kernel
+
+COPY_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Where rotated keys and values go, as in `rotary_set_kv`; buffers and values [rows, width]."""
+
+    value: Tensor
+    k_buffer: Tensor
+    v_buffer: Tensor
+    location: Tensor
+    k_scale: float
+    v_scale: float
+
+
+def check(
+    op: str,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+) -> None:
+    """Raise BadArgument unless the arguments of a rotation fit."""
+    expect(op, "positions", positions, dtypes=INDICES, like=query)
+    expect(op, "query", query, dtypes=FLOATS)
+    if head_size < 2:
+        refuse(op, "head_size", f"is {head_size}")
+    for name, x in (("query", query), ("key", key)):
+        if x is None:
+            continue
+        expect(op, name, x, dtypes=(query.dtype,), like=query)
+        if not _is_flat(x, positions.numel(), head_size) and (
+            x.shape[:-2].numel() != positions.numel() or x.shape[-1:] != (head_size,)
+        ):
+            before = ", ".join(str(size) for size in positions.shape)
+            wanted = f"[{before}, n * {head_size}] or [{before}, n, {head_size}]"
+            refuse(op, name, f"has shape {list(x.shape)}, not {wanted}")
+    dtypes = tuple({query.dtype: 0, FLOATS[0]: 0})
+    expect(op, "cos_sin_cache", cos_sin_cache, (None, None), dtypes, like=query)
+    width = cos_sin_cache.shape[1]
+    if width % 2 or width > head_size:
+        refuse(op, "cos_sin_cache", f"has {width} columns, not an even number up to {head_size}")
+
+
+def _is_flat(x: Tensor, tokens: int, head_size: int) -> bool:
+    return x.shape[:-1].numel() == tokens and x.shape[-1] % head_size == 0
+
+
+def heads_of(x: Tensor, tokens: int, head_size: int) -> Tensor:
+    """x [..., n, head_size] or [..., n * head_size] of so many tokens as [..., n, head_size], in
+    the same memory."""
+    flat = _is_flat(x, tokens, head_size)
+    return x.unflatten(-1, (x.shape[-1] // head_size, head_size)) if flat else x
+
+
+def strided(x: Tensor, tokens: int, head_size: int) -> Tensor | None:
+    """x as [T, n, head_size] without a copy, or None where its strides do not allow it."""
+    heads = heads_of(x, tokens, head_size)
+    if heads.stride(-1) != 1:
+        return None
+    try:
+        return heads.view(tokens, *heads.shape[-2:])
+    except RuntimeError:
+        return None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox: bool) -> None:
+    """Rotate x in place; cos, sin [T, rd / 2] float32."""
+    tokens, half = cos.shape
+    heads = heads_of(x, tokens, head_size)
+    shape = (*heads.shape[:-2], 1, half)
+    cos, sin = cos.view(shape), sin.view(shape)
+    if is_neox:
+        first, second = heads[..., :half], heads[..., half : 2 * half]
+    else:
+        first, second = heads[..., 0 : 2 * half : 2], heads[..., 1 : 2 * half : 2]
+    a, b = first.float(), second.float()
+    rotated = a * cos - b * sin
+    second.copy_(b * cos + a * sin)
+    first.copy_(rotated)
+
+
+def accepts(
+    positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor
+) -> bool:
+    """Heads that can be addressed by a stride of tokens and one of heads."""
+    tokens = positions.numel()
+    return (
+        positions.is_contiguous()
+        and cos_sin_cache.stride(-1) == 1
+        and strided(query, tokens, head_size) is not None
+        and (key is None or strided(key, tokens, head_size) is not None)
+    )
+
+
+def launch(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    store: Store | None = None,
+) -> None:
+    """`rotate_kernel` over what `accepts` takes: one launch."""
+    tokens, half = positions.numel(), cos_sin_cache.shape[-1] // 2
+    q = strided(query, tokens, head_size)
+    k = None if key is None else strided(key, tokens, head_size)
+    assert q is not None and not (key is not None and k is None)
+    heads, k_heads = q.shape[1], 0 if k is None else k.shape[1]
+    at_once = min(16, gpu.next_power_of_2(max(1, heads, k_heads)))
+    groups = -(-heads // at_once) + -(-k_heads // at_once)
+    buffers: tuple[Tensor | None, ...] = (None,) * 4
+    strides, width, scales = (0,) * 4, 0, (1.0, 1.0)
+    if store is not None:
+        k_buffer, value = store.k_buffer, store.value
+        buffers = (k_buffer, store.v_buffer, value, store.location)
+        strides = (k_buffer.stride(0), head_size, store.v_buffer.stride(0), value.stride(0))
+        width, scales = value.shape[1], (store.k_scale, store.v_scale)
+        groups += -(-width // COPY_BLOCK)
+    rest = head_size - 2 * half if store is not None else 0
+    if tokens and groups:
+        rotate_kernel[(tokens, groups)](
+            *(q, k, positions, cos_sin_cache, *buffers, *q.stride()[:2]),
+            *(q.stride()[:2] if k is None else k.stride()[:2]),
+            *(cos_sin_cache.stride(0), *strides, heads, k_heads, width, *scales),
+            *(half, gpu.next_power_of_2(half), at_once, rest, gpu.next_power_of_2(max(1, rest))),
+            *(COPY_BLOCK, is_neox),
+            num_warps=4,
+        )

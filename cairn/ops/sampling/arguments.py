@@ -1,0 +1,67 @@
+"""What the samplers and filters share: the looks at their arguments, and parameters as tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.checks import INDICES, expect, refuse
+
+
+def check_rows(op: str, name: str, rows: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise BadArgument unless rows are [B, V] with V > 0."""
+    expect(op, name, rows, (None, None), dtypes)
+    if rows.shape[1] == 0:
+        refuse(op, name, f"has shape {list(rows.shape)}, not [B, V] with V > 0")
+
+
+def check_parameter(
+    op: str, name: str, parameter: Tensor | None, rows: Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Raise BadArgument unless a parameter is [B], one number for each of `rows` [B, V]."""
+    if parameter is not None:
+        expect(op, name, parameter, rows.shape[:1], dtypes, like=rows)
+
+
+def counts(op: str, name: str, value: Tensor | int, rows: Tensor) -> Tensor:
+    """A number, or one for each of `rows` [B, V], as integers [B]."""
+    if isinstance(value, Tensor):
+        check_parameter(op, name, value, rows, INDICES)
+        return value.contiguous()
+    return torch.full(rows.shape[:1], int(value), dtype=torch.int32, device=rows.device)
+
+
+def shares(op: str, name: str, value: Tensor | float, rows: Tensor) -> Tensor:
+    """A number, or one for each of `rows` [B, V], as float32 [B]."""
+    if isinstance(value, Tensor):
+        floats = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+        check_parameter(op, name, value, rows, floats)
+        return value.float().contiguous()
+    return torch.full(rows.shape[:1], float(value), dtype=torch.float32, device=rows.device)
+
+
+def drawn_uniforms(
+    op: str, rows: Tensor, indices: Tensor | None, generator: torch.Generator | None
+) -> Tensor:
+    """A uniform number in [0, 1) for every output: of each of `indices`, or of `rows` [B, V]."""
+    if generator is not None and generator.device.type != rows.device.type:
+        problem = f"is for {generator.device.type}, probabilities lie on {rows.device}"
+        refuse(op, "generator", problem)
+    if indices is not None:
+        expect(op, "indices", indices, (None,), INDICES, like=rows)
+    count = rows.shape[0] if indices is None else indices.shape[0]
+    return torch.rand(count, generator=generator, device=rows.device)
+
+
+def check_order(op: str, order: str) -> bool:
+    """Whether "joint" is meant and not "top_k_first"; raises BadArgument for other words."""
+    if order not in ("top_k_first", "joint"):
+        hint = "It is 'top_k_first' or 'joint'"
+        refuse(op, "filter_apply_order", f"is {order!r}", hint)
+    return order == "joint"
+
+
+def refuse_nan(op: str, name: str, rows: Tensor) -> None:
+    """Raise BadArgument if there is a NaN; waits for the device."""
+    if bool(rows.isnan().any()):
+        refuse(op, name, "holds NaN")

@@ -1,0 +1,159 @@
+"""Draw tokens of rows of probabilities, filtered or as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.checks import INDICES, expect
+from cairn.ops.registry import op
+from cairn.ops.sampling import arguments, launch
+from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
+from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm
+from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
+from cairn.ops.testing import Arguments, Cases, Make
+
+
+@op
+def draw_from_probs(
+    probs: Tensor,
+    uniform: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    indices: Tensor | None = None,
+    joint: bool = False,
+) -> Tensor:
+    """The first token, in vocabulary order, whose running kept mass exceeds uniform * (kept mass).
+
+    Sums are in float64. A token without mass is never drawn; a row whose mass is zero, infinite or
+    NaN gives -1.
+
+    Args:
+        probs: [B, V] float32 >= 0, not necessarily normalised.
+        uniform: [N] float32 in [0, 1).
+        top_k, top_p, min_p: [B], as in top_k_renorm_probs, top_p_renorm_probs and
+            min_p_renorm_probs, one after the other; None: no such filter.
+        indices: [N] int32 or int64, the row of each output; None: all, in order (N = B).
+        joint: top-p looks at the probabilities before top-k, not after it.
+    Returns:
+        [N] int32.
+    """
+    filtered = _filtered(probs, top_k, top_p, min_p, joint)
+    rows = filtered if indices is None else filtered[indices.long()]
+    running = rows.double().cumsum(dim=-1)
+    mass = running[:, -1:]
+    token = torch.searchsorted(running, uniform.double()[:, None] * mass, right=True)
+    drawable = (mass > 0) & mass.isfinite()
+    return torch.where(drawable, token, -1).squeeze(-1).to(torch.int32)
+
+
+def _filtered(
+    probs: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None, joint: bool
+) -> Tensor:
+    if joint and top_p is not None:
+        probs, top_p = top_p_renorm(probs, top_p), None
+    if top_k is not None:
+        probs = top_k_renorm(probs, top_k)
+    if top_p is not None:
+        probs = top_p_renorm(probs, top_p)
+    return probs if min_p is None else min_p_renorm_probs(probs, min_p)
+
+
+@draw_from_probs.check
+def _(
+    probs: Tensor,
+    uniform: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    indices: Tensor | None = None,
+    joint: bool = False,
+) -> None:
+    name = "draw_from_probs"
+    arguments.check_rows(name, "probs", probs, (torch.float32,))
+    arguments.check_parameter(name, "top_k", top_k, probs, INDICES)
+    arguments.check_parameter(name, "top_p", top_p, probs, (torch.float32,))
+    arguments.check_parameter(name, "min_p", min_p, probs, (torch.float32,))
+    count = probs.shape[:1] if indices is None else indices.shape
+    if indices is not None:
+        expect(name, "indices", indices, (None,), INDICES, like=probs)
+    expect(name, "uniform", uniform, count, (torch.float32,), like=probs)
+
+
+def _accepts(
+    probs: Tensor,
+    uniform: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    indices: Tensor | None = None,
+    joint: bool = False,
+) -> bool:
+    given = [p for p in (top_k, top_p, min_p) if p is not None]
+    if indices is None:
+        return launch.accepts(probs, uniform, *given)
+    near = uniform.is_contiguous() and indices.is_contiguous()
+    near = near and len(probs) <= launch.MOST_ROWS
+    return near and launch.accepts(probs, *given)
+
+
+@draw_from_probs.implementation("triton", devices=gpu.DEVICES, when=_accepts)
+def _(
+    probs: Tensor,
+    uniform: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    indices: Tensor | None = None,
+    joint: bool = False,
+) -> Tensor:
+    """Thresholds are searched for among the weights that can matter; nothing is sorted."""
+    filters = launch.Filters(top_k, top_p, min_p, joint)
+    if indices is None:
+        return launch.draw(launch.Source(probs), filters, None, uniform, torch.int32)
+    kept = probs if filters.none else launch.filter_probs(probs, filters)
+    return launch.draw_from(launch.Source(kept), indices, uniform)
+
+
+@draw_from_probs.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.probs(64, 301), make.rand(64))
+    yield make.args(make.probs(4, 5000, sharpness=6.0), make.rand(4))
+    holes = make.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).repeat(5, 1)
+    yield make.args(holes, make.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2.0**-24]))
+    nothing = make.tensor([[0.0, 0.0], [float("nan"), 1.0], [1.0, float("inf")], [0.0, 3.0]])
+    yield make.args(nothing, make.rand(4))
+    yield make.args(make.probs(0, 9), make.rand(0))
+    probs, uniform = make.probs(5, 700, sharpness=3.0), make.rand(5)
+    k = make.tensor([1, 7, 0, 40, 700], torch.int32)
+    p = make.tensor([0.9, 0.8, 0.3, 1.0, 0.95])
+    for joint in (False, True):
+        yield make.args(probs, uniform, k, p, joint=joint)
+    yield make.args(probs, uniform, min_p=p * 0.2)
+    rows = make.tensor([3, 0, 0, 4, 1, 1, 2, 3], torch.int32)
+    yield make.args(probs, make.rand(8), k, p, None, rows)
+    yield make.args(probs, make.rand(8), indices=rows.long())
+    yield make.args(probs, make.rand(0), None, p, None, rows[:0])
+
+
+@draw_from_probs.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        probs, uniform = draw.probs(rows, vocabulary, 3.0), draw.rand(rows)
+        others = (
+            Alternative("multinomial", lambda probs, *_: torch.multinomial(probs, 1)),
+            *flashinfer("sampling.sampling_from_probs", Arguments((probs,))),
+        )
+        size = f"{rows} x {vocabulary}"
+        yield Point(size, draw.args(probs, uniform), moved(probs), alternatives=others)
+        k, p = draw.full((rows,), 50, torch.int32), draw.full((rows,), 0.95)
+        given = Arguments((probs, 50, 0.95))
+        others = (
+            Alternative("definition", draw_from_probs.reference),
+            *flashinfer("sampling.top_k_top_p_sampling_from_probs", given),
+        )
+        size += ", top 50 and 0.95"
+        yield Point(size, draw.args(probs, uniform, k, p), moved(probs), alternatives=others)

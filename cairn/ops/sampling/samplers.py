@@ -1,0 +1,145 @@
+"""The samplers of probabilities, by the names and signatures that FlashInfer gave them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.sampling import arguments
+from cairn.ops.sampling.draw_from_probs import draw_from_probs
+
+FLOAT32 = (torch.float32,)
+
+
+@draw_from_probs.front
+def sampling_from_probs(
+    probs: Tensor,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+) -> Tensor:
+    """One token of every row, by its probabilities.
+
+    A uniform number u is drawn for each output; its token is the first, in vocabulary order, whose
+    running mass exceeds u times the mass of the row.
+
+    Args:
+        probs: [B, V] float32 >= 0, not necessarily normalised.
+        indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
+        deterministic: without effect, draws always are.
+        generator: where the uniform numbers come from; None: the device's own.
+        check_nan: refuse probabilities with NaN; waits for the device.
+    Returns:
+        [N] int32; -1 for a row whose mass is zero, infinite or NaN.
+    Raises:
+        BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
+    """
+    name = "sampling_from_probs"
+    _look(name, probs, check_nan)
+    uniform = arguments.drawn_uniforms(name, probs, indices, generator)
+    return draw_from_probs(probs, uniform, indices=indices)
+
+
+@draw_from_probs.front
+def top_p_sampling_from_probs(
+    probs: Tensor,
+    top_p: Tensor | float,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+) -> Tensor:
+    """One token of every row after the filter of top_p_renorm_probs; see sampling_from_probs.
+
+    Args:
+        probs: [B, V] float32, rows that sum to 1.
+        top_p: a number, or [B] floats.
+        indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
+        deterministic: without effect, draws always are.
+        generator: where the uniform numbers come from; None: the device's own.
+        check_nan: refuse probabilities with NaN; waits for the device.
+    Returns:
+        [N] int32; -1 for a row whose mass is zero, infinite or NaN.
+    Raises:
+        BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
+    """
+    name = "top_p_sampling_from_probs"
+    _look(name, probs, check_nan)
+    p = arguments.shares(name, "top_p", top_p, probs)
+    uniform = arguments.drawn_uniforms(name, probs, indices, generator)
+    return draw_from_probs(probs, uniform, top_p=p, indices=indices)
+
+
+@draw_from_probs.front
+def min_p_sampling_from_probs(
+    probs: Tensor,
+    min_p: Tensor | float,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+) -> Tensor:
+    """One token of every row among those of at least min_p times the largest probability; see
+    sampling_from_probs.
+
+    Args:
+        probs: [B, V] float32 >= 0.
+        min_p: a number, or [B] floats, in [0, 1].
+        indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
+        deterministic: without effect, draws always are.
+        generator: where the uniform numbers come from; None: the device's own.
+        check_nan: refuse probabilities with NaN; waits for the device.
+    Returns:
+        [N] int32; -1 for a row whose mass is zero, infinite or NaN.
+    Raises:
+        BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
+    """
+    name = "min_p_sampling_from_probs"
+    _look(name, probs, check_nan)
+    p = arguments.shares(name, "min_p", min_p, probs)
+    uniform = arguments.drawn_uniforms(name, probs, indices, generator)
+    return draw_from_probs(probs, uniform, min_p=p, indices=indices)
+
+
+@draw_from_probs.front
+def top_k_top_p_sampling_from_probs(
+    probs: Tensor,
+    top_k: Tensor | int,
+    top_p: Tensor | float,
+    indices: Tensor | None = None,
+    filter_apply_order: str = "top_k_first",
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+) -> Tensor:
+    """One token of every row after top-k and top-p; see sampling_from_probs.
+
+    Args:
+        probs: [B, V] float32, rows that sum to 1.
+        top_k: a number, or [B] int32 or int64, as in top_k_renorm_probs.
+        top_p: a number, or [B] floats, as in top_p_renorm_probs.
+        filter_apply_order: "top_k_first": top-p of what top-k left, divided by its sum; "joint":
+            both of the original probabilities.
+        indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
+        deterministic: without effect, draws always are.
+        generator: where the uniform numbers come from; None: the device's own.
+        check_nan: refuse probabilities with NaN; waits for the device.
+    Returns:
+        [N] int32; -1 for a row whose mass is zero, infinite or NaN.
+    Raises:
+        BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
+    """
+    name = "top_k_top_p_sampling_from_probs"
+    joint = arguments.check_order(name, filter_apply_order)
+    _look(name, probs, check_nan)
+    k = arguments.counts(name, "top_k", top_k, probs)
+    p = arguments.shares(name, "top_p", top_p, probs)
+    uniform = arguments.drawn_uniforms(name, probs, indices, generator)
+    return draw_from_probs(probs, uniform, k, p, None, indices, joint)
+
+
+def _look(name: str, probs: Tensor, check_nan: bool) -> None:
+    arguments.check_rows(name, "probs", probs, FLOAT32)
+    if check_nan:
+        arguments.refuse_nan(name, "probs", probs)

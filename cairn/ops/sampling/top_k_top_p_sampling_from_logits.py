@@ -1,0 +1,148 @@
+"""Draw tokens of rows of logits by their softmax, filtered."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.checks import FLOATS, INDICES, expect
+from cairn.ops.registry import op
+from cairn.ops.sampling import arguments, launch
+from cairn.ops.sampling.draw_from_probs import draw_from_probs
+from cairn.ops.testing import Arguments, Cases, Make
+
+NAME = "top_k_top_p_sampling_from_logits"
+
+
+@op
+def draw_from_logits(
+    logits: Tensor,
+    uniform: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    joint: bool = False,
+) -> Tensor:
+    """draw_from_probs of softmax(logits), in float32.
+
+    Args:
+        logits: [B, V] float32, bfloat16 or float16.
+        uniform: [B] float32 in [0, 1).
+        top_k, top_p, joint: as in draw_from_probs.
+    Returns:
+        [B] int32; -1 for a row that holds NaN or +inf, or nothing but -inf.
+    """
+    probs = torch.softmax(logits.float(), dim=-1)
+    return draw_from_probs(probs, uniform, top_k, top_p, joint=joint)
+
+
+@draw_from_logits.check
+def _(
+    logits: Tensor,
+    uniform: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    joint: bool = False,
+) -> None:
+    arguments.check_rows(NAME, "logits", logits, FLOATS)
+    arguments.check_parameter(NAME, "top_k", top_k, logits, INDICES)
+    arguments.check_parameter(NAME, "top_p", top_p, logits, (torch.float32,))
+    expect(NAME, "uniform", uniform, logits.shape[:1], (torch.float32,), like=logits)
+
+
+@draw_from_logits.front
+def top_k_top_p_sampling_from_logits(
+    logits: Tensor,
+    top_k: Tensor | int,
+    top_p: Tensor | float,
+    indices: Tensor | None = None,
+    filter_apply_order: str = "top_k_first",
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+) -> Tensor:
+    """One token of every row of softmax(logits) after top-k and top-p; see sampling_from_probs.
+
+    Args:
+        logits: [B, V] float32, bfloat16 or float16; the softmax is in float32.
+        top_k: a number, or [B] int32 or int64, as in top_k_mask_logits.
+        top_p: a number, or [B] floats, as in top_p_renorm_probs.
+        filter_apply_order: "top_k_first": the softmax of what top-k left, then top-p; "joint": the
+            softmax of all, then both.
+        indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
+        deterministic: without effect, draws always are.
+        generator: where the uniform numbers come from; None: the device's own.
+        check_nan: refuse logits with NaN; waits for the device.
+    Returns:
+        [N] int32; -1 for a row that holds NaN or +inf, or nothing but -inf.
+    Raises:
+        BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
+    """
+    joint = arguments.check_order(NAME, filter_apply_order)
+    arguments.check_rows(NAME, "logits", logits, FLOATS)
+    if check_nan:
+        arguments.refuse_nan(NAME, "logits", logits)
+    k = arguments.counts(NAME, "top_k", top_k, logits)
+    p = arguments.shares(NAME, "top_p", top_p, logits)
+    uniform = arguments.drawn_uniforms(NAME, logits, indices, generator)
+    if indices is None:
+        return draw_from_logits(logits, uniform, k, p, joint)
+    probs = torch.softmax(logits.float(), dim=-1)
+    return draw_from_probs(probs, uniform, k, p, None, indices, joint)
+
+
+def _accepts(
+    logits: Tensor,
+    uniform: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    joint: bool = False,
+) -> bool:
+    given = [p for p in (top_k, top_p) if p is not None]
+    return launch.accepts(logits, uniform, *given, dtypes=FLOATS)
+
+
+@draw_from_logits.implementation("triton", devices=gpu.DEVICES, when=_accepts)
+def _(
+    logits: Tensor,
+    uniform: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    joint: bool = False,
+) -> Tensor:
+    """As draw_tokens does, at temperature 1."""
+    source = launch.Source(logits, torch.ones_like(uniform))
+    filters = launch.Filters(top_k, top_p, joint=joint)
+    return launch.draw(source, filters, None, uniform, torch.int32)
+
+
+@draw_from_logits.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.randn(6, 301, scale=3.0), make.rand(6))
+    logits, uniform = make.randn(5, 700, scale=3.0), make.rand(5)
+    k = make.tensor([1, 7, 0, 40, 700], torch.int32)
+    p = make.tensor([0.9, 0.8, 0.3, 1.0, 0.95])
+    for joint in (False, True):
+        yield make.args(logits, uniform, k, p, joint)
+    for dtype in (torch.bfloat16, torch.float16):
+        yield make.args(logits.to(dtype), uniform, k.long(), p)
+    inf, nan = float("inf"), float("nan")
+    odd = make.tensor([[nan, 1.0, 2.0], [-inf, -inf, -inf], [inf, 0.0, 1.0], [-inf, 0.0, -inf]])
+    yield make.args(odd, make.rand(4), k[:4], p[:4])
+    yield make.args(make.randn(0, 9), make.rand(0), k[:0], p[:0])
+
+
+@draw_from_logits.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        logits = draw.randn(rows, vocabulary, dtype=torch.float32, scale=3.0)
+        k, p = draw.full((rows,), 50, torch.int32), draw.full((rows,), 0.95)
+        given = Arguments((logits, 50, 0.95))
+        others = (
+            Alternative("definition", draw_from_logits.reference),
+            *flashinfer("sampling.top_k_top_p_sampling_from_logits", given),
+        )
+        size = f"{rows} x {vocabulary}, top 50 and 0.95"
+        arguments_ = draw.args(logits, draw.rand(rows), k, p)
+        yield Point(size, arguments_, moved(logits), alternatives=others)

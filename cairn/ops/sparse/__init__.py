@@ -1,0 +1,1 @@
+"""Attention over blocks and single columns of keys."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: trees of drafted tokens, built, verified and packed."""

@@ -1,0 +1,227 @@
+"""A tree of drafted tokens, from what the draft model expanded and what was kept of it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import expect, refuse
+from cairn.ops.registry import op
+from cairn.ops.speculative.kernels import build_kernel
+from cairn.ops.speculative.trees import WIDEST, expect_room, expect_tree, links
+from cairn.ops.testing import Arguments, Cases, Make
+
+FULL_MASK, DRAFT_MASK, PACKED_MASK = 0, 1, 2
+_CHANGED = ("tree_mask", "positions", "retrive_index", "retrive_next_token", "retrive_next_sibling")
+
+
+@op(mutates=_CHANGED)
+def build_tree_kernel_efficient(
+    parent_list: Tensor,
+    selected_index: Tensor,
+    verified_seq_len: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    """Link the nodes of every request's tree, and write their positions and attention mask.
+
+    Node 0 is the last verified token; node i >= 1 is the drafted token selected_index[i - 1].
+    With t = selected_index[i - 1] // topk its parent is node 0 for t = 0, else the node whose
+    drafted number is parent_list[t]; a node whose parent is not there is left without links, and
+    its ancestors end where the chain does.
+
+    Args:
+        parent_list: [B, topk * (depth - 1) + 1] int64, drafted number of every expansion; or
+            [B, 0], for depth 1.
+        selected_index: [B, n - 1] int64, numbers in the flat list of all drafted tokens.
+        verified_seq_len: [B] int64 or int32, tokens before node 0.
+        tree_mask: written. Mode 0: bool, flat; n rows of verified_seq_len + n for each request,
+            end to end; the first verified_seq_len of a row are not touched. Mode 1: bool [B * n *
+            n], the last n columns alone. Mode 2: those n bits, lowest first, in 1, 2 or 4 bytes
+            (n <= 8, 16, 32). Row i has node i, its ancestors and node 0. What is behind the last
+            row is not touched.
+        positions: [B * n] int64, written: verified_seq_len + number of ancestors.
+        retrive_index: [B, n] int64, written: b * n + i.
+        retrive_next_token, retrive_next_sibling: [B, n] int64, written: the first child of a node,
+            and the next child of its parent, in ascending order; -1: none.
+        topk: tokens that each expansion drafts.
+        depth: levels below node 0.
+        draft_token_num: n.
+        tree_mask_mode: 0, 1 or 2.
+    Raises:
+        BadArgument: shapes, dtypes or devices that do not fit, a mode that does not exist.
+    """
+    nodes = draft_token_num
+    parent = _parents(parent_list, selected_index, topk)
+    index = torch.arange(nodes, device=parent.device)
+    reach = (parent.unsqueeze(2) == index) | (index == index.unsqueeze(1))
+    reach[:, :, :1] = True
+    for _ in range(math.ceil(math.log2(max(nodes, 2)))):
+        reach = torch.bmm(reach.float(), reach.float()) > 0
+    lengths = verified_seq_len.long()
+    positions.copy_((lengths.unsqueeze(1) + reach.sum(-1) - 1).flatten())
+    retrive_index.copy_(torch.arange(retrive_index.numel(), device=parent.device).view(-1, nodes))
+    next_token, next_sibling = links(parent)
+    retrive_next_token.copy_(next_token)
+    retrive_next_sibling.copy_(next_sibling)
+    if tree_mask_mode == PACKED_MASK:
+        byte, bit = index // 8, index % 8
+        room = tree_mask.view(-1).view(torch.uint8)[: len(parent) * nodes * _bytes(nodes)]
+        packed = room.view(-1, nodes, _bytes(nodes))
+        packed.zero_().index_add_(2, byte, (reach * (1 << bit)).to(torch.uint8))
+    elif tree_mask_mode == DRAFT_MASK:
+        tree_mask.view(-1)[: reach.numel()] = reach.flatten()
+    else:
+        width = (lengths + nodes).view(-1, 1, 1)
+        begin = (width * nodes).cumsum(0) - width * nodes
+        columns = begin + index.view(-1, 1) * width + width - nodes + index
+        tree_mask.view(-1)[columns.flatten()] = reach.flatten()
+
+
+def _parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
+    """[B, n] int64: number of every node's parent, -1 for node 0 and for those without."""
+    if parent_list.shape[1] == 0:
+        parent_list = parent_list.new_zeros(parent_list.shape[0], 1)
+    expansion = selected_index // topk
+    known = (expansion >= 0) & (expansion < parent_list.shape[1])
+    drafted = parent_list.gather(1, torch.where(known, expansion, 0))
+    same = selected_index.unsqueeze(1) == drafted.unsqueeze(2)
+    nodes = torch.arange(1, selected_index.shape[1] + 1, device=same.device)
+    found = torch.where(same, nodes, nodes.numel() + 1).amin(-1) if nodes.numel() else expansion
+    parent = torch.where(known & (found <= nodes.numel()), found, -1)
+    return torch.nn.functional.pad(torch.where(expansion == 0, 0, parent), (1, 0), value=-1)
+
+
+def _bytes(nodes: int) -> int:
+    """Of a packed row."""
+    return 1 if nodes <= 8 else 2 if nodes <= 16 else 4
+
+
+@build_tree_kernel_efficient.check
+def _(
+    parent_list: Tensor,
+    selected_index: Tensor,
+    verified_seq_len: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    name, n, long = "build_tree_kernel_efficient", draft_token_num, (torch.int64,)
+    for what, number in (("topk", topk), ("depth", depth), ("draft_token_num", n)):
+        if number < 1:
+            refuse(name, what, f"is {number}, not at least 1")
+    if tree_mask_mode not in (FULL_MASK, DRAFT_MASK, PACKED_MASK):
+        refuse(name, "tree_mask_mode", f"is {tree_mask_mode}, not 0, 1 or 2")
+    if tree_mask_mode == PACKED_MASK and n > 32:
+        refuse(name, "draft_token_num", f"is {n}: a packed mask has at most 32 bits")
+    batch = selected_index.shape[0]
+    expect(name, "selected_index", selected_index, (None, n - 1), long, dense=-1)
+    width = 0 if depth == 1 and parent_list.shape[1:] == (0,) else topk * (depth - 1) + 1
+    expect(name, "parent_list", parent_list, (batch, width), long, selected_index, dense=-1)
+    lengths = (torch.int64, torch.int32)
+    expect(name, "verified_seq_len", verified_seq_len, (batch,), lengths, selected_index, dense=-1)
+    expect(name, "positions", positions, (batch * n,), long, selected_index, dense=-1)
+    expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, (batch, n))
+    expect(name, "retrive_index", retrive_index, like=selected_index)
+    expect(name, "tree_mask", tree_mask, like=selected_index, dense=-1)
+    if tree_mask_mode == PACKED_MASK:
+        expect_room(name, "tree_mask", tree_mask.nbytes, batch * n * _bytes(n))
+    else:
+        # How long a full mask must be is known to the device alone.
+        expect(name, "tree_mask", tree_mask, dtypes=(torch.bool,))
+        expect_room(name, "tree_mask", tree_mask.numel(), batch * n * n)
+
+
+@build_tree_kernel_efficient.implementation("triton", devices=gpu.DEVICES)
+def _(
+    parent_list: Tensor,
+    selected_index: Tensor,
+    verified_seq_len: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    nodes = draft_token_num
+    tree = (retrive_index, retrive_next_token, retrive_next_sibling)
+    if nodes > WIDEST:
+        build_tree_kernel_efficient.reference(
+            *(parent_list, selected_index, verified_seq_len, tree_mask, positions, *tree),
+            *(topk, depth, nodes, tree_mask_mode),
+        )
+    elif retrive_index.numel():
+        build_kernel[(retrive_index.shape[0],)](
+            *(parent_list, selected_index, verified_seq_len, tree_mask.view(torch.uint8)),
+            *(positions, *tree),
+            *(topk, parent_list.shape[1], nodes, tree_mask_mode),
+            *(_bytes(nodes), max(16, gpu.next_power_of_2(nodes))),
+            num_warps=1 if nodes <= 16 else 4,
+        )
+
+
+def _drafted(
+    make: Make, lengths: list[int], topk: int, depth: int, nodes: int, mode: int
+) -> Arguments:
+    """Arguments for trees drawn at random, parents among the nodes or not."""
+    batch, total = len(lengths), topk + topk * topk * (depth - 1)
+    nodes = min(nodes, total + 1)
+    drawn = [make.rand(total).argsort()[: nodes - 1].sort().values for _ in lengths]
+    selected = torch.stack(drawn) if drawn else make.randint(0, 1, 0, nodes - 1)
+    parents = make.randint(0, total, batch, topk * (depth - 1) + 1)
+    if nodes > 1:
+        among = selected.gather(1, make.randint(0, nodes - 1, *parents.shape))
+        parents = torch.where(make.rand(*parents.shape) < 0.8, among, parents)
+    size = {FULL_MASK: sum(n + nodes for n in lengths), DRAFT_MASK: batch * nodes}
+    if mode == PACKED_MASK:
+        mask = make.full((batch * nodes * _bytes(nodes),), 255, torch.uint8)
+    else:
+        mask = make.full((size[mode] * nodes,), 1, torch.bool)
+    tree = (make.full((batch, nodes), -1, torch.int64) for _ in range(3))
+    return make.args(
+        *(parents, selected, make.tensor(lengths, torch.int64), mask),
+        *(make.empty(batch * nodes, dtype=torch.int64), *tree, topk, depth, nodes, mode),
+    )
+
+
+@build_tree_kernel_efficient.cases
+def _(make: Make) -> Cases:
+    for mode in (FULL_MASK, DRAFT_MASK, PACKED_MASK):
+        yield _drafted(make, [5], 2, 2, 4, mode)
+        yield _drafted(make, [7, 1, 100], 4, 3, 13, mode)
+        yield _drafted(make, [0, 63], 8, 4, 32, mode)
+        yield _drafted(make, [9, 3], 1, 1, 2, mode)
+        yield _drafted(make, [9, 3], 3, 1, 1, mode)
+        yield _drafted(make, [], 2, 3, 7, mode)
+    yield _drafted(make, [11, 2], 10, 5, 64, DRAFT_MASK)
+    yield _drafted(make, [1], 10, 8, 100, FULL_MASK)
+
+
+@build_tree_kernel_efficient.bench
+def _(draw: Draw) -> Points:
+    for batch, _ in draw.logits():
+        given = _drafted(draw, [1000] * batch, 4, 5, 32, DRAFT_MASK)
+        tensors = [value for value in given.args if isinstance(value, Tensor)]
+        others = draw.compiled(build_tree_kernel_efficient.reference)
+        yield Point(f"{batch} x 32 nodes", given, moved(*tensors), alternatives=others)

@@ -1,0 +1,97 @@
+"""Flags of several segments as bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import INDICES, expect, refuse
+from cairn.ops.registry import op
+from cairn.ops.speculative.kernels import packbits_kernel
+from cairn.ops.testing import Arguments, Cases, Make
+
+_BLOCK = 512
+_MOST_COLUMNS = 64
+
+
+@op(mutates=("y",))
+def segment_packbits(
+    x: Tensor, input_indptr: Tensor, output_indptr: Tensor, y: Tensor, batch_size: int
+) -> None:
+    """Pack every segment of x into bytes, the first flag in the lowest bit.
+
+    Segment b is x[input_indptr[b] : input_indptr[b + 1]]; its bytes begin at output_indptr[b], and
+    the last one is padded with 0. Bytes between segments are not touched.
+
+    Args:
+        x: [N] bool.
+        input_indptr, output_indptr: [batch_size + 1] or longer, int32 or int64.
+        y: uint8, flat, written.
+        batch_size: segments.
+    Raises:
+        BadArgument: shapes, dtypes or devices that do not fit.
+    """
+    begin = input_indptr[: batch_size + 1].long()
+    place = torch.arange(x.numel(), device=x.device)
+    place = place[(place >= begin[0]) & (place < begin[-1])]
+    segment = torch.searchsorted(begin, place, right=True) - 1
+    inside = place - begin[segment]
+    byte = output_indptr.long()[segment] + inside // 8
+    y[byte] = 0
+    y.index_add_(0, byte, (x[place].int() << (inside % 8).int()).to(torch.uint8))
+
+
+@segment_packbits.check
+def _(x: Tensor, input_indptr: Tensor, output_indptr: Tensor, y: Tensor, batch_size: int) -> None:
+    name = "segment_packbits"
+    expect(name, "x", x, (None,), (torch.bool,), dense=-1)
+    expect(name, "y", y, (None,), (torch.uint8,), x, dense=-1)
+    if batch_size < 0:
+        refuse(name, "batch_size", f"is {batch_size}, not at least 0")
+    for what, tensor in (("input_indptr", input_indptr), ("output_indptr", output_indptr)):
+        expect(name, what, tensor, (None,), INDICES, x, dense=-1)
+        if tensor.numel() <= batch_size:
+            refuse(name, what, f"has {tensor.numel()} elements, not at least {batch_size + 1}")
+
+
+@segment_packbits.implementation("triton", devices=gpu.DEVICES)
+def _(x: Tensor, input_indptr: Tensor, output_indptr: Tensor, y: Tensor, batch_size: int) -> None:
+    if batch_size and x.numel():
+        columns = min(_MOST_COLUMNS, -(-x.numel() // (8 * _BLOCK * batch_size)))
+        packbits_kernel[(batch_size, columns)](
+            *(x.view(torch.uint8), input_indptr, output_indptr, y, _BLOCK), num_warps=4
+        )
+
+
+def _drawn(make: Make, lengths: list[int], slack: int = 0) -> Arguments:
+    """Segments of these lengths, with unused bytes between them."""
+    begin, out = [0], [0]
+    for length in lengths:
+        begin.append(begin[-1] + length)
+        out.append(out[-1] + -(-length // 8) + slack)
+    flags = make.rand(begin[-1]) < 0.5
+    indptr = (make.tensor(x, torch.int32) for x in (begin, out))
+    return make.args(flags, *indptr, make.full((out[-1],), 170, torch.uint8), len(lengths))
+
+
+@segment_packbits.cases
+def _(make: Make) -> Cases:
+    yield _drawn(make, [1])
+    yield _drawn(make, [7, 8, 9, 0, 63, 1], 2)
+    yield _drawn(make, [0, 0, 5, 1000, 0])
+    yield _drawn(make, [10000, 3, 9000])
+    yield _drawn(make, [])
+    yield _drawn(make, [0])
+
+
+@segment_packbits.bench
+def _(draw: Draw) -> Points:
+    for batch, vocabulary in draw.logits():
+        length = 16 * vocabulary
+        given = _drawn(draw, [length] * batch)
+        # The definition numbers every flag.
+        others = draw.compiled(segment_packbits.reference) if batch == 1 else ()
+        size = f"{batch} x {length}"
+        yield Point(size, given, moved(given.args[0], given.args[3]), alternatives=others)

@@ -1,0 +1,218 @@
+"""Which drafted tokens a sampling target accepts, and the token behind them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import expect
+from cairn.ops.registry import op
+from cairn.ops.speculative.kernels import (
+    final_mass_kernel,
+    final_token_kernel,
+    sampled_path_kernel,
+)
+from cairn.ops.speculative.trees import expect_outcome, expect_tree, random_tree
+from cairn.ops.testing import Arguments, Cases, Make
+
+LEAST_THRESHOLD = 1e-9
+"""What the running mass is divided by at least."""
+_BLOCK = 2048
+_CHANGED = ("predicts", "accept_index", "accept_token_num", "draft_probs")
+
+
+@op(mutates=_CHANGED)
+def tree_speculative_sampling_target_only(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> None:
+    """Walk every tree from node 0 by coins, then draw one token more; the law is the target's.
+
+    At a node with coin u, running mass 0: for each child in turn, with the token x and
+    p = target_probs[node, x], add p to the mass; accept the child when u <= mass / threshold_acc or
+    p >= threshold_single, and go on from it with its own coin and mass 0; else note
+    draft_probs[node, x] = p and try its sibling. The walk ends where no child is accepted, or with
+    S - 1 accepted. The last token is drawn from target_probs[node], less draft_probs[node] (never
+    below 0) unless S - 1 were accepted: the first whose running mass, summed in float64, exceeds
+    the final coin times all of it. Where nothing has mass it is V - 1.
+
+    Args:
+        predicts: [B * n] or longer, int32, written at the nodes of the path: the token that follows
+            each.
+        accept_index: [B, S] int32, written from the left: numbers of the path's nodes.
+        accept_token_num: [B] int32, written: drafted tokens accepted.
+        candidates: [B, n] int64 or int32, token of every node.
+        retrive_index, retrive_next_token, retrive_next_sibling: [B, n] int64, the trees.
+        uniform_samples: [B, n] float32 in [0, 1), coin of every node.
+        uniform_samples_for_final_sampling: [B] float32 in [0, 1).
+        target_probs: [B, n, V] float32.
+        draft_probs: [B, n, V] float32, changed as above; zeros for a law that is exactly the
+            target's.
+        threshold_single, threshold_acc: 1: exact. Less accepts more. threshold_acc is 1e-9 at
+            least.
+        deterministic: no effect; the same arguments always give the same tokens.
+    Raises:
+        BadArgument: shapes, dtypes or devices that do not fit.
+    """
+    trees = [x.tolist() for x in (candidates, retrive_index, retrive_next_token)]
+    sibling_of = retrive_next_sibling.tolist()
+    longest = accept_index.shape[1]
+    # Every number below is a float32 of its own: sums and quotients round as a kernel's do.
+    threshold = target_probs.new_tensor(max(threshold_acc, LEAST_THRESHOLD))
+    for row, (tokens, index, next_token) in enumerate(zip(*trees, strict=True)):
+        path, node, child = [index[0]], 0, next_token[0]
+        coin, mass = uniform_samples[row, 0], uniform_samples.new_zeros(())
+        while child >= 0 and len(path) < longest:
+            token = tokens[child]
+            chance = target_probs[row, node, token]
+            mass = mass + chance
+            if coin <= mass / threshold or chance >= threshold_single:
+                predicts[path[-1]] = token
+                path.append(index[child])
+                coin, mass = uniform_samples[row, child], torch.zeros_like(mass)
+                node, child = child, next_token[child]
+            else:
+                draft_probs[row, node, token] = chance
+                child = sibling_of[row][child]
+        for place, number in enumerate(path):
+            accept_index[row, place] = number
+        accept_token_num[row] = len(path) - 1
+        law = target_probs[row, node]
+        if len(path) < longest:
+            law = (law - draft_probs[row, node]).clamp(min=0)
+        predicts[path[-1]] = _final(law, uniform_samples_for_final_sampling[row])
+
+
+def _final(law: Tensor, coin: Tensor) -> int:
+    """The first token of law [V] whose running mass exceeds coin * all of it."""
+    able = law > 0
+    if not bool(able.any()):
+        return law.numel() - 1
+    running = law.double().cumsum(0)
+    beyond = able & (running > coin.double() * running[-1])
+    return int((beyond if bool(beyond.any()) else able).nonzero()[0 if bool(beyond.any()) else -1])
+
+
+@tree_speculative_sampling_target_only.check
+def _(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> None:
+    name = "tree_speculative_sampling_target_only"
+    expect_outcome(name, predicts, accept_index, accept_token_num, candidates)
+    expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, candidates.shape)
+    expect(name, "retrive_index", retrive_index, like=candidates)
+    batch, nodes = candidates.shape
+    vocabulary = target_probs.shape[-1]
+    final = uniform_samples_for_final_sampling
+    for what, tensor, shape in (
+        ("uniform_samples", uniform_samples, (batch, nodes)),
+        ("uniform_samples_for_final_sampling", final, (batch,)),
+        ("target_probs", target_probs, (batch, nodes, vocabulary)),
+        ("draft_probs", draft_probs, (batch, nodes, vocabulary)),
+    ):
+        expect(name, what, tensor, shape, (torch.float32,), candidates, dense=-1)
+
+
+@tree_speculative_sampling_target_only.implementation("triton", devices=gpu.DEVICES)
+def _(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> None:
+    batch, nodes = candidates.shape
+    if batch == 0:
+        return
+    longest, vocabulary = accept_index.shape[1], target_probs.shape[2]
+    chunks = -(-vocabulary // _BLOCK)
+    place = torch.empty((2, batch), dtype=torch.int64, device=candidates.device)
+    masses = torch.empty((batch, chunks), dtype=torch.float64, device=candidates.device)
+    probs = (target_probs, draft_probs)
+    sampled_path_kernel[(batch,)](
+        *(predicts, accept_index, accept_token_num, candidates, retrive_index),
+        *(retrive_next_token, retrive_next_sibling, uniform_samples, *probs, place),
+        *(float(threshold_single), max(threshold_acc, LEAST_THRESHOLD)),
+        *(nodes, longest, vocabulary),
+        num_warps=1,
+    )
+    final_mass_kernel[(batch, chunks)](
+        *(accept_token_num, *probs, place, masses, longest, vocabulary, chunks, _BLOCK),
+        num_warps=8,
+    )
+    final_token_kernel[(batch,)](
+        *(predicts, accept_token_num, *probs, place, masses, uniform_samples_for_final_sampling),
+        *(longest, vocabulary, chunks, _BLOCK, max(2, gpu.next_power_of_2(chunks))),
+        num_warps=8,
+    )
+
+
+def _drawn(make: Make, batch: int, nodes: int, accepted: int, tokens: int) -> Arguments:
+    """Random trees of tokens that the target often takes."""
+    law = make.probs(batch * nodes, tokens, 2.0).view(batch, nodes, tokens)
+    return make.args(
+        make.full((batch * nodes,), -7, torch.int32),
+        make.full((batch, accepted), -1, torch.int32),
+        make.empty(batch, dtype=torch.int32),
+        *(make.randint(0, min(tokens, 40), batch, nodes), *random_tree(make, batch, nodes)),
+        *(make.rand(batch, nodes), make.rand(batch), law, make.full(law.shape, 0.0)),
+    )
+
+
+@tree_speculative_sampling_target_only.cases
+def _(make: Make) -> Cases:
+    yield _drawn(make, 1, 1, 1, 9)
+    yield _drawn(make, 4, 7, 4, 5)
+    yield _drawn(make, 6, 16, 5, 301)
+    given = _drawn(make, 3, 9, 3, 5000).args
+    yield make.args(*given, threshold_single=0.01, threshold_acc=0.3)
+    yield make.args(*given, threshold_acc=0.0)
+    given = _drawn(make, 3, 9, 5, 7).args
+    yield make.args(*given[:-1], given[-2] * 0.9, deterministic=False)
+    yield make.args(*given[:-1], given[-2].clone())
+    yield _drawn(make, 0, 5, 2, 9)
+
+
+@tree_speculative_sampling_target_only.bench
+def _(draw: Draw) -> Points:
+    for rows, vocabulary in draw.logits():
+        batch = min(rows, 8)
+        given = _drawn(draw, batch, 16, 4, vocabulary)
+        law = given.args[-1][:, 0]
+        yield Point(f"{batch} x 16 nodes x {vocabulary}", given, 2 * moved(law))

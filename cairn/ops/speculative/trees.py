@@ -1,0 +1,82 @@
+"""Trees of drafted tokens: n nodes a request, node 0 the last verified token.
+
+A tree is held by three int64 tensors [B, n]: `retrive_index` (number of a node among all nodes of
+the batch), `retrive_next_token` (its first child) and `retrive_next_sibling` (the next child of the
+same parent); -1 stands for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cairn.ops.checks import INDICES, expect, refuse
+from cairn.ops.testing import Make
+
+WIDEST = 128
+"""Most nodes of a tree that the kernels hold, as a square of them."""
+
+
+def links(parent: Tensor) -> tuple[Tensor, Tensor]:
+    """First children and next siblings, in ascending order.
+
+    Args:
+        parent: [B, n] int64; -1: none.
+    Returns:
+        (next_token, next_sibling) [B, n] int64, -1 for none.
+    """
+    nodes = torch.arange(parent.shape[1], device=parent.device)
+    child = parent.unsqueeze(1) == nodes.unsqueeze(1)
+    later = nodes > nodes.unsqueeze(1)
+    sibling = later & (parent.unsqueeze(1) == parent.unsqueeze(2)) & (parent >= 0).unsqueeze(2)
+    return first(child), first(sibling)
+
+
+def first(hits: Tensor) -> Tensor:
+    """Lowest index along the last dim where hits is True; -1 where it never is."""
+    return torch.where(hits.any(-1), hits.int().argmax(-1), -1)
+
+
+def expect_tree(
+    op: str, index: Tensor, next_token: Tensor, next_sibling: Tensor, size: Sequence[int]
+) -> None:
+    """Raise BadArgument unless the three tensors of a tree are contiguous int64 [B, n]."""
+    named = (
+        ("retrive_index", index),
+        ("retrive_next_token", next_token),
+        ("retrive_next_sibling", next_sibling),
+    )
+    for name, tensor in named:
+        expect(op, name, tensor, size, (torch.int64,), index, dense=-1)
+
+
+def expect_room(op: str, name: str, elements: int, needed: int) -> None:
+    """Raise BadArgument unless a flat argument has room; buffers of graphs may have more."""
+    if elements < needed:
+        refuse(op, name, f"has {elements} elements, not at least {needed}")
+
+
+def expect_outcome(
+    op: str, predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor
+) -> None:
+    """Raise BadArgument unless what a verification writes is contiguous int32, as the ops say."""
+    size = candidates.shape
+    expect(op, "candidates", candidates, (None, None), INDICES, dense=-1)
+    for name, tensor, shape in (
+        ("predicts", predicts, (None,)),
+        ("accept_index", accept_index, (size[0], None)),
+        ("accept_token_num", accept_token_num, (size[0],)),
+    ):
+        expect(op, name, tensor, shape, (torch.int32,), candidates, dense=-1)
+    expect_room(op, "predicts", predicts.numel(), size.numel())
+
+
+def random_tree(make: Make, batch: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """retrive_index, retrive_next_token, retrive_next_sibling of random trees, for cases."""
+    parent = [[-1] + [int(make.randint(0, i, 1)) for i in range(1, nodes)] for _ in range(batch)]
+    grown = torch.tensor(parent, dtype=torch.int64).view(batch, nodes)
+    index = torch.arange(batch * nodes).view(batch, nodes)
+    tree = (index, *links(grown))
+    return tree[0].to(make.device), tree[1].to(make.device), tree[2].to(make.device)

@@ -1,0 +1,129 @@
+"""Which drafted tokens a greedy target agrees with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import INDICES, expect
+from cairn.ops.registry import op
+from cairn.ops.speculative.kernels import greedy_kernel
+from cairn.ops.speculative.trees import expect_outcome, expect_tree, random_tree
+from cairn.ops.testing import Arguments, Cases, Make
+
+
+@op(mutates=("predicts", "accept_index", "accept_token_num"))
+def verify_tree_greedy(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+) -> None:
+    """Walk every tree from node 0, always to the first child that holds the target's prediction.
+
+    The walk ends where no child does, or with S - 1 drafted tokens accepted.
+
+    Args:
+        predicts: [B * n] or longer, int32, written at every visited node: what the target predicts
+            behind it.
+        accept_index: [B, S] int32, written from the left: numbers of the visited nodes. What is
+            behind them is not touched.
+        accept_token_num: [B] int32, written: drafted tokens accepted.
+        candidates: [B, n] int64 or int32, token of every node.
+        retrive_index, retrive_next_token, retrive_next_sibling: [B, n] int64, the trees.
+        target_predict: [B, n] int64 or int32, what the target predicts behind every node.
+    Raises:
+        BadArgument: shapes, dtypes or devices that do not fit.
+    """
+    rows = zip(
+        *(x.tolist() for x in (retrive_index, retrive_next_token, retrive_next_sibling)),
+        candidates.tolist(),
+        strict=True,
+    )
+    wanted = target_predict.flatten().tolist()
+    for row, (index, next_token, next_sibling, tokens) in enumerate(rows):
+        path, child = [index[0]], next_token[0]
+        while child >= 0 and len(path) < accept_index.shape[1]:
+            if tokens[child] == wanted[path[-1]]:
+                path.append(index[child])
+                child = next_token[child]
+            else:
+                child = next_sibling[child]
+        for place, node in enumerate(path):
+            predicts[node] = wanted[node]
+            accept_index[row, place] = node
+        accept_token_num[row] = len(path) - 1
+
+
+@verify_tree_greedy.check
+def _(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+) -> None:
+    name = "verify_tree_greedy"
+    expect_outcome(name, predicts, accept_index, accept_token_num, candidates)
+    expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, candidates.shape)
+    expect(name, "retrive_index", retrive_index, like=candidates)
+    shape = candidates.shape
+    expect(name, "target_predict", target_predict, shape, INDICES, candidates, dense=-1)
+
+
+@verify_tree_greedy.implementation("triton", devices=gpu.DEVICES)
+def _(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+) -> None:
+    batch, nodes = candidates.shape
+    if batch:
+        greedy_kernel[(batch,)](
+            *(predicts, accept_index, accept_token_num, candidates, retrive_index),
+            *(retrive_next_token, retrive_next_sibling, target_predict),
+            *(nodes, accept_index.shape[1]),
+            num_warps=1,
+        )
+
+
+def _drawn(make: Make, batch: int, nodes: int, accepted: int, tokens: int) -> Arguments:
+    """Random trees over so few tokens that paths grow long."""
+    candidates, target = (make.randint(0, tokens, batch, nodes) for _ in range(2))
+    return make.args(
+        make.full((batch * nodes,), -7, torch.int32),
+        make.full((batch, accepted), -1, torch.int32),
+        make.empty(batch, dtype=torch.int32),
+        *(candidates, *random_tree(make, batch, nodes), target),
+    )
+
+
+@verify_tree_greedy.cases
+def _(make: Make) -> Cases:
+    yield _drawn(make, 1, 1, 1, 3)
+    yield _drawn(make, 3, 7, 4, 2)
+    yield _drawn(make, 8, 63, 9, 2)
+    yield _drawn(make, 2, 100, 3, 1)
+    yield _drawn(make, 5, 16, 1, 2)
+    yield _drawn(make, 0, 5, 2, 2)
+
+
+@verify_tree_greedy.bench
+def _(draw: Draw) -> Points:
+    for batch, _ in draw.logits():
+        given = _drawn(draw, batch, 32, 6, 2)
+        yield Point(f"{batch} x 32 nodes", given, moved(*given.args))

@@ -1,0 +1,1 @@
+"""The largest numbers of a row, as positions or places in a cache."""

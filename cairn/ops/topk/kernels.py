@@ -1,0 +1,117 @@
+"""Kernel of the selections: it narrows chunks of a row down to their best, then those to the best.
+
+No list has a size that scores could overflow, nothing is atomic: the result is exact and the same
+on every run.
+"""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import tl, triton
+from cairn.ops.landmark.kernels.select import largest
+
+
+@triton.jit
+def request_of(bounds, row, requests, BP: tl.constexpr):
+    """q with bounds[q] <= row < bounds[q + 1]; -1 if there is none."""
+    at = tl.arange(0, BP)
+    begin = tl.load(bounds + at, mask=at <= requests, other=2147483647)
+    request = tl.sum((begin <= row).to(tl.int32), 0) - 1
+    return tl.where(request < requests, request, -1)
+
+
+@triton.jit
+def cell_of(
+    place, inside, row, table, bounds, offset, table_stride, requests, page_size, BP: tl.constexpr
+):
+    """What stands for the positions place [N] of a row: see the ops."""
+    cell = place
+    if table is not None:
+        request = request_of(bounds, row, requests, BP)
+        owned = inside & (request >= 0)
+        at = table + tl.maximum(request, 0).to(tl.int64) * table_stride + place // page_size
+        page = tl.load(at, mask=owned, other=0)
+        cell = tl.where(owned, page * page_size + place % page_size, -1)
+    if offset is not None:
+        cell = place + tl.load(offset + row)
+    return tl.where(inside, cell, -1)
+
+
+@triton.jit
+def narrow_kernel(
+    score, places, counts, lengths, starts, next_score, next_places, next_counts,
+    stride, width, lines, topk, N: tl.constexpr,
+):  # fmt: skip
+    """The topk best of N scores of a row, in order of position, for the next level.
+
+    Args:
+        score: of the first level [B, width]; then [B, width / lines, lines], of which counts
+            [B, width / lines] are filled in every line, their positions in places.
+        places, counts: None on the first level.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    length = tl.load(lengths + row)
+    if length > topk:
+        start = 0
+        if starts is not None:
+            start = tl.load(starts + row)
+        at = chunk * N + tl.arange(0, N)
+        place, value, inside = candidates(
+            score, places, counts, row, start, length, at, stride, width, lines
+        )
+        total = tl.sum(inside.to(tl.int32), 0)
+        taken, order, found = largest(value, inside, total, topk, N)
+        line = row * tl.num_programs(1) + chunk
+        tl.store(next_counts + line, found)
+        tl.store(next_score + line * topk + order, value, mask=taken)
+        tl.store(next_places + line * topk + order, place, mask=taken)
+
+
+@triton.jit
+def candidates(score, places, counts, row, start, length, at, stride, width, lines):
+    """Positions, scores and whether there is one, of a row's candidates at [N]."""
+    if places is None:
+        column = at.to(tl.int64) + start
+        inside = (at < length) & (column >= 0) & (column < width)
+        place = at
+        value = tl.load(score + row * stride + column, mask=inside, other=0.0)
+    else:
+        number = tl.load(counts + row * (width // lines) + at // lines, mask=at < width, other=0)
+        inside = (at < width) & (at % lines < number)
+        place = tl.load(places + row * width + at, mask=inside, other=0)
+        value = tl.load(score + row * width + at, mask=inside, other=0.0)
+    return place, tl.where(value == value, value, float("-inf")), inside
+
+
+@triton.jit
+def choose_kernel(
+    score, places, counts, lengths, starts, table, bounds, offset, out,
+    stride, width, lines, topk, table_stride, requests, page_size,
+    N: tl.constexpr, KP: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """The topk best of a row's last N candidates, as what stands for their positions."""
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + row)
+    column = tl.arange(0, KP)
+    into = out + row * topk
+    if length <= topk:
+        whole = cell_of(
+            column, column < length, row, table, bounds, offset,
+            table_stride, requests, page_size, BP,
+        )  # fmt: skip
+        tl.store(into + column, whole, mask=column < topk)
+    else:
+        start = 0
+        if starts is not None:
+            start = tl.load(starts + row)
+        at = tl.arange(0, N)
+        place, value, inside = candidates(
+            score, places, counts, row, start, length, at, stride, width, lines
+        )
+        total = tl.sum(inside.to(tl.int32), 0)
+        taken, order, found = largest(value, inside, total, topk, N)
+        cell = cell_of(
+            place, taken, row, table, bounds, offset, table_stride, requests, page_size, BP
+        )
+        tl.store(into + order, cell, mask=taken)
+        tl.store(into + column, -1, mask=(column >= found) & (column < topk))

@@ -1,0 +1,77 @@
+"""Which positions of a row are taken: the definition that the ops of this folder share.
+
+A row's candidates are the positions start .. start + length - 1 of its scores, counted from start.
+A larger score is preferred, among equal ones the lower position. NaN counts as -inf, -0 as 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cairn.ops.checks import expect, refuse
+
+MOST = 4096
+"""Largest topk."""
+NONE = -1
+
+
+class Rows(NamedTuple):
+    """Scores, and where the candidates of each row lie.
+
+    Attributes:
+        score: [B, L] float32.
+        lengths: [B] int32.
+        starts: [B] int32, or None for 0.
+        topk: how many are taken.
+    """
+
+    score: Tensor
+    lengths: Tensor
+    starts: Tensor | None
+    topk: int
+
+
+def check(name: str, rows: Rows) -> None:
+    """Raise BadArgument unless the op of this name takes these rows."""
+    expect(name, "score", rows.score, (None, None), (torch.float32,))
+    batch = rows.score.shape[:1]
+    expect(name, "lengths", rows.lengths, batch, (torch.int32,), like=rows.score)
+    if not 1 <= rows.topk <= MOST:
+        refuse(name, "topk", f"is {rows.topk}, not 1 to {MOST}")
+    if rows.starts is not None:
+        expect(name, "row_starts", rows.starts, batch, (torch.int32,), like=rows.score)
+
+
+def blank(score: Tensor, topk: int) -> Tensor:
+    """The shape of the result alone."""
+    return score.new_empty((score.shape[0], topk), dtype=torch.int32)
+
+
+def select(rows: Rows) -> Tensor:
+    """[B, topk] int32 positions, ascending, padded with -1. Of a row with no more candidates than
+    topk the scores do not matter."""
+    score, lengths, starts, topk = rows
+    width = score.shape[1]
+    start = torch.zeros_like(lengths) if starts is None else starts
+    order = torch.arange(topk, device=score.device)
+    whole = torch.where(order < lengths[:, None], order, NONE).to(torch.int32)
+    if width == 0:
+        return whole
+    column = torch.arange(width, device=score.device)
+    inside = (column >= start[:, None]) & (column < (start + lengths)[:, None])
+    key = _ordered(score).masked_fill_(~inside, torch.iinfo(torch.int64).min)
+    taken = key.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+    place = torch.where(inside.gather(1, taken), taken - start[:, None], width)
+    place = torch.nn.functional.pad(place, (0, topk - place.shape[1]), value=width)
+    place = place.sort(dim=1).values
+    chosen = torch.where(place < width, place, NONE).to(torch.int32)
+    return torch.where((lengths > topk)[:, None], chosen, whole)
+
+
+def _ordered(score: Tensor) -> Tensor:
+    """int64 of the order in which scores are preferred."""
+    bits = (score.nan_to_num(-torch.inf, torch.inf, -torch.inf) + 0.0).view(torch.int32).long()
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -1,0 +1,1 @@
+"""Pages of keys and values on their way between devices, hosts and layouts."""

@@ -1,0 +1,98 @@
+"""What the public transfers have in common: they name two sides, and copy from one to the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cairn.ops.checks import expect, refuse
+from cairn.ops.transfer.copy_slots import TABLE, WORD, copy_slots
+from cairn.ops.transfer.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a copy.
+
+    Attributes:
+        buffers: the keys', and the values' if there are any, by the names of the arguments.
+        layout: of all of them.
+        tables: the buffers are tables of addresses, one of each layer.
+    """
+
+    buffers: dict[str, Tensor]
+    layout: Layout
+    tables: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What is copied: `count` layers from the first one on, `size` bytes a token in each."""
+
+    size: int
+    count: int = 1
+    first: int = 0
+
+
+def copy(
+    name: str, src: Side, dst: Side, src_indices: Tensor, dst_indices: Tensor, items: Items
+) -> None:
+    """Check the arguments of the function of this name, then copy. Raises BadArgument."""
+    expect(name, "src_indices", src_indices, (None,), (torch.int64,), dense=-1)
+    tokens = src_indices.shape
+    expect(name, "dst_indices", dst_indices, tokens, (torch.int64,), src_indices, dense=-1)
+    if items.size < WORD or items.size % WORD:
+        refuse(name, "item_size", f"is {items.size} bytes, not a multiple of {WORD}")
+    if items.first < 0:
+        refuse(name, "layer_id", f"is {items.first}")
+    if items.count < 1:
+        refuse(name, "num_layers", f"is {items.count}")
+    for what, side in (("src", src), ("dst", dst)):
+        _expect_layout(name, what, side.layout, items.size)
+        for argument, buffer in side.buffers.items():
+            if side.tables:
+                _expect_table(name, argument, buffer, items, src_indices)
+            else:
+                _expect_buffer(name, argument, buffer, side.layout, items)
+    (src_k, *src_v), (dst_k, *dst_v) = src.buffers.values(), dst.buffers.values()
+    values = (src_v[0], dst_v[0]) if src_v and dst_v else (None, None)
+    run: Any = _untraced if src.tables or dst.tables else copy_slots
+    run(
+        *(src_indices, dst_indices, src_k, dst_k, *values),
+        *(items.size, items.count, items.first, list(src.layout), list(dst.layout)),
+    )
+
+
+def _copy(*args: Any) -> None:
+    copy_slots(*args)
+
+
+# Memory behind an address is nothing that torch.compile could see: here it breaks the graph.
+_untraced: Any = torch.compiler.disable(_copy)
+
+
+def _expect_layout(name: str, side: str, layout: Layout, item: int) -> None:
+    if layout.dim < item or layout.dim % item:
+        refuse(name, f"{side}_layout_dim", f"is {layout.dim}, not a multiple of item_size {item}")
+    if layout.page_size < 1:
+        refuse(name, "page_size", f"is {layout.page_size}")
+    if layout.heads < 1 or item % layout.heads:
+        refuse(name, "head_num", f"is {layout.heads}: it must divide item_size {item}")
+
+
+def _expect_table(name: str, argument: str, table: Tensor, items: Items, indices: Tensor) -> None:
+    expect(name, argument, table, (None,), (TABLE,), like=indices, dense=-1)
+    if table.shape[0] < items.count:
+        refuse(name, argument, f"has {table.shape[0]} addresses, not {items.count}")
+
+
+def _expect_buffer(name: str, argument: str, buffer: Tensor, layout: Layout, items: Items) -> None:
+    expect(name, argument, buffer, dense=-1)
+    page, layers = layout.page_size * layout.dim, layout.layers(items.size)
+    if buffer.nbytes % page:
+        refuse(name, argument, f"has {buffer.nbytes} bytes, not a multiple of {page}")
+    if layers > 1 and items.first + items.count > layers:
+        refuse(name, argument, f"holds {layers} layers, not {items.first + items.count}")

@@ -1,0 +1,58 @@
+"""The gelus against math.erf and math.tanh, and rows that belong to no expert."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cairn.ops import gelu_and_mul, gelu_quick, gelu_tanh_and_mul, silu_and_mul
+
+
+def erf_form(x: float) -> float:
+    return 0.5 * x * (1 + math.erf(x / math.sqrt(2)))
+
+
+def tanh_form(x: float) -> float:
+    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def assert_rows(got: torch.Tensor, expected: list[list[float]], dtype: torch.dtype) -> None:
+    assert got.dtype == dtype
+    half_unit = torch.finfo(dtype).eps / 2
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(got.double(), wanted, rtol=half_unit * 1.01 + 2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 7, 63, 100])
+@pytest.mark.parametrize("op, form", [(gelu_and_mul, erf_form), (gelu_tanh_and_mul, tanh_form)])
+def test_gated(op: Any, form: Callable[[float], float], width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(width)
+    x = (3 * torch.randn(5, 2 * width)).to(dtype)
+    expected = [
+        [form(g) * u for g, u in zip(row[:width], row[width:], strict=True)] for row in x.tolist()
+    ]
+    assert_rows(op(x), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quick(dtype: torch.dtype) -> None:
+    x = (3 * torch.randn(5, 63)).to(dtype)
+    expected = [[v / (1 + math.exp(-1.702 * v)) for v in row] for row in x.tolist()]
+    assert_rows(gelu_quick(x), expected, dtype)
+    assert gelu_quick(x, out=x) is x
+    assert_rows(x, expected, dtype)
+
+
+@pytest.mark.parametrize("op", [silu_and_mul, gelu_and_mul, gelu_tanh_and_mul])
+def test_rows_of_no_expert_are_left_alone(op: Any) -> None:
+    x, out = torch.randn(5, 14), torch.full((5, 7), 9.0)
+    whole = op(x)
+    ids = torch.tensor([3, -1, 0], dtype=torch.int32)
+    assert op(x, out, expert_ids=ids, expert_step=2) is out
+    assert torch.equal(out[[0, 1, 4]], whole[[0, 1, 4]])
+    assert bool((out[2:4] == 9.0).all())

@@ -1,0 +1,85 @@
+"""apply_rope_with_cos_sin_cache_inplace against complex numbers and a loop over slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cairn.errors import BadArgument
+from cairn.ops import (
+    FusedSetKVBufferArg,
+    apply_rope_with_cos_sin_cache_inplace,
+    rotary_cos_sin,
+    rotary_embedding,
+)
+from tests.ops.rotary.test_rotary_embedding import oracle
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("rotary", [8, 4])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_and_cache(is_neox: bool, rotary: int, flat: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    table = rotary_cos_sin(torch.arange(40), torch.rand(rotary // 2))
+    positions = torch.randint(0, 40, (7,), dtype=torch.int32)
+    slots = torch.tensor([8, 0, 3, 11, 5, 2, 7])
+    query, key = torch.randn(7, 3, 8).to(dtype), torch.randn(7, 2, 8).to(dtype)
+    value = torch.randn(7, 2, 8).to(dtype)
+    expected = [oracle(x.double(), table[positions].double(), is_neox) for x in (query, key)]
+    k_buffer, v_buffer = torch.randn(12, 2, 8).to(dtype), torch.randn(12, 2, 8).to(dtype)
+    before = k_buffer.clone(), v_buffer.clone()
+    given = [query, key, value, k_buffer, v_buffer]
+    query, key, value, k_buffer, v_buffer = (x.flatten(1) if flat else x for x in given)
+    store = FusedSetKVBufferArg(
+        value=value, k_buffer=k_buffer, v_buffer=v_buffer, cache_loc=slots, v_scale=0.5
+    )
+    apply_rope_with_cos_sin_cache_inplace(
+        positions, query, key, 8, table, is_neox, fused_set_kv_buffer_arg=store
+    )
+    half_unit = torch.finfo(dtype).eps / 2
+    for got, wanted in zip((query, key), expected, strict=True):
+        wanted = wanted.view(got.shape)
+        torch.testing.assert_close(got.double(), wanted, rtol=half_unit * 1.01, atol=1e-6)
+    for row in range(12):
+        if row in slots.tolist():
+            token = slots.tolist().index(row)
+            assert torch.equal(k_buffer[row], key[token])
+            assert torch.equal(v_buffer[row], (value[token].float() / 0.5).to(dtype))
+        else:
+            assert torch.equal(k_buffer[row].flatten(), before[0][row].flatten())
+            assert torch.equal(v_buffer[row].flatten(), before[1][row].flatten())
+
+
+def test_without_a_cache_it_is_the_rotation() -> None:
+    table, positions = torch.randn(10, 8), torch.randint(0, 10, (5,))
+    query, key = torch.randn(5, 16), torch.randn(5, 8)
+    other = query.clone(), key.clone()
+    apply_rope_with_cos_sin_cache_inplace(positions, query, key, 8, table)
+    rotary_embedding(positions, *other, 8, table)
+    assert torch.equal(query, other[0]) and torch.equal(key, other[1])
+
+
+def test_float8_cache_is_cut_off() -> None:
+    eight = torch.float8_e4m3fn
+    table = torch.cat((torch.ones(3, 4), torch.zeros(3, 4)), dim=1)
+    key = torch.tensor([[1e5] * 8, [-1e5] * 8, [1.0] * 8])
+    buffers = [torch.zeros(3, 8, dtype=eight) for _ in range(2)]
+    store = FusedSetKVBufferArg(key.clone(), *buffers, cache_loc=torch.arange(3))
+    apply_rope_with_cos_sin_cache_inplace(torch.arange(3), key.clone(), key, 8, table, True, store)
+    for buffer in buffers:
+        assert buffer.float()[:, 0].tolist() == [448.0, -448.0, 1.0]
+
+
+def test_what_does_not_fit_is_named() -> None:
+    table, positions = torch.randn(10, 8), torch.arange(5)
+    query, key = torch.randn(5, 16), torch.randn(5, 8)
+    with pytest.raises(BadArgument, match="`cos_sin_cache` is float64"):
+        apply_rope_with_cos_sin_cache_inplace(positions, query, key, 8, table.double())
+    rows = torch.zeros(4, 8)
+    with pytest.raises(BadArgument, match="has no cache_loc"):
+        store = FusedSetKVBufferArg(key, rows, rows)
+        apply_rope_with_cos_sin_cache_inplace(positions, query, key, 8, table, True, store)
+    with pytest.raises(BadArgument, match="`k_buffer` has shape \\[4, 7\\]"):
+        store = FusedSetKVBufferArg(key, rows[:, :7], rows, cache_loc=positions)
+        apply_rope_with_cos_sin_cache_inplace(positions, query, key, 8, table, True, store)

@@ -1,0 +1,57 @@
+"""reconstruct_indices_from_tree_mask against trees whose children are known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from cairn.errors import BadArgument
+from cairn.ops import reconstruct_indices_from_tree_mask
+from tests.ops.sampling.variants import runnable_on
+from tests.ops.speculative.forest import Forest
+
+VARIANTS = runnable_on(reconstruct_indices_from_tree_mask, "cpu")
+
+
+def outputs(batch: int, nodes: int) -> list[torch.Tensor]:
+    shapes = ((batch * nodes,), *((batch, nodes),) * 3)
+    return [torch.full(shape, 99, dtype=torch.int64) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("nodes", [1, 4, 33])
+def test_a_forest_comes_back(nodes: int, name: str) -> None:
+    forest = Forest.grow(3, nodes, random.Random(nodes))
+    mask = torch.zeros(3, nodes, nodes, dtype=torch.bool)
+    depth = torch.zeros(3, nodes, dtype=torch.int64)
+    for b, tree in enumerate(forest.children):
+        for node in range(nodes):
+            mask[b, node, node] = True
+            for child in tree[node]:
+                mask[b, child] |= mask[b, node]
+                depth[b, child] = depth[b, node] + 1
+    lengths = torch.tensor([0, 17, 4000])
+    written = outputs(3, nodes)
+    reconstruct_indices_from_tree_mask.using(name)(mask.flatten(), lengths, *written, 3, nodes)
+    assert torch.equal(written[0].view(3, nodes), depth + lengths[:, None])
+    for got, wanted in zip(written[1:], forest.tensors(), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    mask, lengths = torch.ones(18, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    good = [mask, lengths, *outputs(2, 3), 2, 3]
+    reconstruct_indices_from_tree_mask(*good)
+    for position, wrong, named in (
+        (0, mask[:17], "tree_mask"),
+        (0, mask.byte(), "tree_mask"),
+        (1, lengths[:1], "verified_seq_len"),
+        (2, good[2].int(), "positions"),
+        (4, good[4].T, "retrive_next_token"),
+        (7, 0, "draft_token_num"),
+    ):
+        given = [*good[:position], wrong, *good[position + 1 :]]
+        with pytest.raises(BadArgument, match=f"`{named}`"):
+            reconstruct_indices_from_tree_mask(*given)

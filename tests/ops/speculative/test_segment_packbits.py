@@ -1,0 +1,53 @@
+"""segment_packbits against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cairn.errors import BadArgument
+from cairn.ops import segment_packbits
+from tests.ops.sampling.variants import runnable_on
+
+VARIANTS = runnable_on(segment_packbits, "cpu")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lengths", [[1, 7, 8, 9], [0, 100, 0, 63], [1000], []])
+def test_bits_of_numpy(lengths: list[int], index: torch.dtype, name: str) -> None:
+    g = torch.Generator().manual_seed(sum(lengths))
+    flags = torch.rand(sum(lengths), generator=g) < 0.5
+    begin = [0, *np.cumsum(lengths).tolist()]
+    out = [3 * b + -(-start // 8) + b for b, start in enumerate(begin)]
+    y = torch.full((out[-1] + 9,), 77, dtype=torch.uint8)
+    expected = y.numpy().copy()
+    for b, length in enumerate(lengths):
+        bits = np.packbits(flags.numpy()[begin[b] : begin[b] + length], bitorder="little")
+        expected[out[b] : out[b] + len(bits)] = bits
+    indptr = (torch.tensor(x, dtype=index) for x in (begin, out))
+    segment_packbits.using(name)(flags, *indptr, y, len(lengths))
+    assert y.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "position, wrong, named",
+    [
+        (0, torch.zeros(9, dtype=torch.uint8), "x"),
+        (0, torch.zeros(18, dtype=torch.bool)[::2], "x"),
+        (1, torch.tensor([0, 9.0]), "input_indptr"),
+        (2, torch.tensor([0]), "output_indptr"),
+        (3, torch.zeros(2, dtype=torch.int8), "y"),
+        (4, -1, "batch_size"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(position: int, wrong: object, named: str) -> None:
+    given: list[object] = [
+        *(torch.ones(9, dtype=torch.bool), torch.tensor([0, 9]), torch.tensor([0, 2])),
+        *(torch.zeros(2, dtype=torch.uint8), 1),
+    ]
+    segment_packbits(*given)
+    given[position] = wrong
+    with pytest.raises(BadArgument, match=f"`{named}`"):
+        segment_packbits(*given)

@@ -1,0 +1,80 @@
+"""verify_tree_greedy against the longest path of a tree of words, and the peer's own example."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from cairn.errors import BadArgument
+from cairn.ops import verify_tree_greedy
+from tests.ops.sampling.variants import runnable_on
+from tests.ops.speculative.forest import Forest
+
+VARIANTS = runnable_on(verify_tree_greedy, "cpu")
+
+
+def verify(forest: Forest, tokens, target, longest: int, name: str):
+    batch, nodes = len(forest.children), len(forest.children[0])
+    predicts = torch.full((batch * nodes,), -5, dtype=torch.int32)
+    accept_index = torch.full((batch, longest), -1, dtype=torch.int32)
+    accepted = torch.empty(batch, dtype=torch.int32)
+    verify_tree_greedy.using(name)(
+        *(predicts, accept_index, accepted, torch.tensor(tokens), *forest.tensors()),
+        torch.tensor(target),
+    )
+    return predicts.tolist(), accept_index.tolist(), accepted.tolist()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_path_of_the_target(seed: int, name: str) -> None:
+    rng = random.Random(seed)
+    batch, nodes, longest = 4, (3, 12, 31)[seed], (2, 9, 4)[seed]
+    forest = Forest.grow(batch, nodes, rng)
+    tokens = [[rng.randrange(3) for _ in range(nodes)] for _ in range(batch)]
+    target = [[rng.randrange(3) for _ in range(nodes)] for _ in range(batch)]
+    predicts, accept_index, accepted = verify(forest, tokens, target, longest, name)
+    for b in range(batch):
+        node, path = 0, [0]
+        while len(path) < longest:
+            fitting = [c for c in forest.children[b][node] if tokens[b][c] == target[b][node]]
+            if not fitting:
+                break
+            node = fitting[0]
+            path.append(node)
+        assert accepted[b] == len(path) - 1
+        flat = [b * nodes + n for n in path]
+        assert accept_index[b] == flat + [-1] * (longest - len(path))
+        for n in range(nodes):
+            expected = target[b][n] if n in path else -5
+            assert predicts[b * nodes + n] == expected
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_requests_by_hand(name: str) -> None:
+    forest = Forest([[[1, 2], [3], [], [4], []], [[1], [2], [3], [4], []]])
+    tokens = [[7, 1, 2, 3, 9], [7, 1, 2, 3, 4]]
+    target = [[1, 3, 0, 5, 6], [1, 2, 0, 4, 9]]
+    predicts, accept_index, accepted = verify(forest, tokens, target, 4, name)
+    assert accepted == [2, 2]
+    assert accept_index == [[0, 1, 3, -1], [5, 6, 7, -1]]
+    assert predicts == [1, 3, -5, 5, -5, 1, 2, 0, -5, -5]
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    forest = Forest.grow(2, 5, random.Random(0))
+    predicts, accept_index = torch.zeros(10, dtype=torch.int32), torch.zeros(2, 3).int()
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    accepted = torch.zeros(2, dtype=torch.int32)
+    tree = forest.tensors()
+    for given, named in (
+        ((predicts[:9], accept_index, accepted, tokens, *tree, tokens), "predicts"),
+        ((predicts, accept_index.long(), accepted, tokens, *tree, tokens), "accept_index"),
+        ((predicts, accept_index, accepted, tokens, *tree, tokens.T), "target_predict"),
+        ((predicts, accept_index, accepted, tokens[0], *tree, tokens), "candidates"),
+        ((predicts, accept_index, accepted, tokens, tree[0].int(), *tree[1:], tokens), "retrive"),
+    ):
+        with pytest.raises(BadArgument, match=f"`{named}"):
+            verify_tree_greedy(*given)

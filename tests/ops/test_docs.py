@@ -1,0 +1,85 @@
+"""The pages of docs/ops: current, and whole."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import cairn.ops
+from cairn.ops import gpu
+from cairn.ops.docs import entries, pages
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "ops"
+RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*-h100-ops.json"))[-1:]
+REMAKE = "made anew by: cairn ops --docs docs/ops" + "".join(
+    f" --measured {path.relative_to(ROOT)}" for path in RECORDS
+)
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    return pages([record for path in RECORDS for record in json.loads(path.read_text("utf-8"))])
+
+
+@pytest.mark.skipif(not gpu.AVAILABLE, reason="without Triton the pages would list no kernel")
+def test_pages_are_current(made: dict[str, str]) -> None:
+    assert {path.name for path in FOLDER.glob("*.md")} == made.keys(), REMAKE
+    old = [name for name, text in made.items() if (FOLDER / name).read_text("utf-8") != text]
+    assert not old, REMAKE
+
+
+def test_every_public_name_has_a_section(made: dict[str, str]) -> None:
+    assert {entry.name for entry in entries()} == set(cairn.ops.__all__)
+    for entry in entries():
+        assert f"\n## {entry.name}\n" in made[f"{entry.family}.md"]
+        assert f"({entry.family}.md#{entry.name.lower()})" in made["README.md"]
+
+
+def test_a_section_says_what_the_op_is(made: dict[str, str]) -> None:
+    section = made["norm.md"].split("## rmsnorm\n")[1].split("\n## ")[0]
+    assert "rmsnorm(\n    input: Tensor,\n    weight: Tensor,\n    eps: float = 1e-06," in section
+    assert (
+        "\ninput \\* rsqrt(mean(input^2) + eps) \\* weight, in float32, rounded once.\n" in section
+    )
+    assert "\n- `weight`: [H], input's dtype or float32.\n" in section
+    assert "\n**Raises**\n\n- `BadArgument`: " in section
+    assert "\n| triton | cuda | float32, bfloat16, float16 | some layouts |\n" in section
+    assert "\n| reference | cpu, cuda | float32, bfloat16, float16 | all |\n" in section
+
+
+def test_a_front_names_what_it_runs(made: dict[str, str]) -> None:
+    section = made["sampling.md"].split("## top_p_sampling_from_probs\n")[1].split("\n## ")[0]
+    assert "Runs `torch.ops.cairn.draw_from_probs`." in section
+    assert "generator: torch.Generator | None = None" in section
+
+
+def test_measurements_stand_beside_the_op() -> None:
+    record = {
+        "op": "rmsnorm",
+        "size": "7 x 9",
+        "implementation": "triton",
+        "dtype": "bfloat16",
+        "devices": ["cpu", "cuda:0 H100"],
+        "ms": 0.5,
+        "gb_s": 20.0,
+        "fraction": 0.25,
+        "alternative": "rms_norm",
+        "alternative_ms": 1.0,
+    }
+    records = [{**record, "ms": 9.0}, record, {**record, "size": "1 x 9", "alternative": None}]
+    section = pages(records)["norm.md"].split("## rmsnorm\n")[1].split("\n## ")[0]
+    assert "Measured on cuda:0 H100, bfloat16:" in section
+    assert "| 7 x 9 | triton | 500.0 | 20 | 25% | rms_norm 1000.0 µs |\n| 1 x 9 | triton" in section
+    assert "9000" not in section
+
+
+def test_tables_are_whole(made: dict[str, str]) -> None:
+    for text in made.values():
+        for line in text.splitlines():
+            if line.startswith("|"):
+                assert line.endswith("|")
+                assert len(re.findall(r"(?<!\\)\|", line)) in (4, 5, 7)
