@@ -119,6 +119,8 @@ class Batch:
         max_slot: largest slot of the step, known on the host.
         first_slot: where the step is one stretch of one row: its first slot, known on the host.
         backends: layer index -> (backend, layer).
+        window_place: page table and locations of window layers that have pages of their own; None:
+            all layers share the pages. Only entries under a window are anything.
         counters: what landmark layers read; None: nobody counts.
         watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
         reads: what the watched queries read, one entry a landmark layer.
@@ -135,6 +137,7 @@ class Batch:
     max_slot: int
     backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]]
     first_slot: int | None = None
+    window_place: tuple[Tensor, Tensor] | None = None
     counters: Counters | None = None
     watch: Tensor | None = None
     reads: list[LayerReads] = field(default_factory=list)
@@ -165,7 +168,7 @@ class Batch:
         and values itself; None: it has to give them to `attend`."""
         backend, description = self.backends[layer]
         caches = backend.target(description)
-        return None if caches is None else (*caches, self.location)
+        return None if caches is None else (*caches, backend.place(self)[1])
 
     def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """A value that all layers of this step share, computed by the first that asks."""
@@ -200,6 +203,10 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Write the step's keys and values, then attend. Shapes as in `Batch.attend`."""
 
+    def place(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Page table and locations of this backend's layers."""
+        return batch.page_table, batch.location
+
     def target(self, layer: AttentionLayer) -> tuple[Tensor, Tensor] | None:
         """The layer's two caches, where `run` needs no more of keys and values than those hold, and
         these hold them as they are."""
@@ -213,5 +220,5 @@ class AttentionBackend(ABC):
         """Store k, v [T, h_kv, d], if given, at the step's locations; returns the two caches."""
         k_cache, v_cache = self.pools.k[layer.index], self.pools.v[layer.index]
         if k is not None and v is not None:
-            ops.write_kv(k, v, k_cache, v_cache, batch.location)
+            ops.write_kv(k, v, k_cache, v_cache, self.place(batch)[1])
         return k_cache, v_cache

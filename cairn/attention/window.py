@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from cairn import ops
 from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
+from cairn.cache.pools import CacheSpec
 
 
 class WindowBackend(AttentionBackend):
@@ -18,6 +20,15 @@ class WindowBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = "window"
+
+    @classmethod
+    def needs(cls, layer: AttentionLayer) -> CacheSpec:
+        """Keys and values, under the window alone."""
+        return replace(super().needs(layer), window=_width(layer))
+
+    def place(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Those of the layers that have pages of their own, if there are such."""
+        return batch.window_place or super().place(batch)
 
     def run(
         self,
@@ -31,18 +42,24 @@ class WindowBackend(AttentionBackend):
     ) -> Tensor:
         """Attend over the window of each query; shapes as in `Batch.attend`."""
         k_cache, v_cache = self.write(k, v, layer, batch)
-        window = layer.landmark.window if layer.landmark else layer.window
-        if window is None:
-            raise ValueError(f"layer {layer.index} has no window")
+        page_table, _ = self.place(batch)
         o, _ = ops.window_attention(
             q,
             k_cache,
             v_cache,
             batch.row,
             batch.slot,
-            batch.page_table,
-            window,
+            page_table,
+            _width(layer),
             aligned=layer.landmark is not None,
             mask_landmarks=layer.mask_landmarks,
         )
         return o.to(q.dtype)
+
+
+def _width(layer: AttentionLayer) -> int:
+    """Slots of the layer's window."""
+    window = layer.landmark.window if layer.landmark else layer.window
+    if window is None:
+        raise ValueError(f"layer {layer.index} has no window")
+    return window

@@ -28,21 +28,27 @@ def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 0) -> None:
         OutOfMemory: the pool does not hold all prompts.
     """
     cache, pools = llm.engine.core.cache, llm.engine.runner.pools
+    # As steps would: window layers with pages of their own hold those of one step.
+    block = max(1, llm.engine_config.chunked_prefill_size // cache.slots.page_size)
     for prompt in prompts:
         ids = prompt["prompt_token_ids"]
         tokens = ids[: max(0, len(ids) - left)]
         pages = int(cache.slots.complete_pages(len(tokens)))
         lease = cache.open(tokens, 0)
         try:
-            if not cache.grow(lease, pages):
-                raise OutOfMemory(
-                    f"the pool's {cache.num_pages} pages do not hold all prompts of this cell",
-                    "Raise --kv-cache-memory",
-                )
-            for tensor in pools.tensors():
-                index = torch.tensor(lease.pages, dtype=torch.int64, device=tensor.device)
-                tensor[index] = _random_pages(len(index), tensor)
-            cache.commit(lease, tokens, pages * cache.slots.tokens_per_page)
+            for first in range(0, pages, block):
+                last = min(first + block, pages)
+                if not cache.grow(lease, last):
+                    raise OutOfMemory(
+                        f"the pool's {cache.num_pages} pages do not hold all prompts of this cell",
+                        "Raise --kv-cache-memory",
+                    )
+                for own, held in ((False, lease.pages), (True, lease.window)):
+                    for tensor in pools.tensors(own):
+                        new = held[first - last :]
+                        index = torch.tensor(new, dtype=torch.int64, device=tensor.device)
+                        tensor[index] = _random_pages(len(index), tensor)
+                cache.commit(lease, tokens, last * cache.slots.tokens_per_page)
         finally:
             cache.close(lease)
 

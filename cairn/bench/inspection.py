@@ -14,7 +14,14 @@ from cairn.attention.base import AttentionLayer
 from cairn.attention.registry import cache_specs
 from cairn.cache.landmarks import SlotMap
 from cairn.config import EngineConfig, EngineOptions, format_layers, resolve
-from cairn.engine.build import attention_layers, model_facts, page_format, this_machine
+from cairn.engine.build import (
+    attention_layers,
+    bytes_of_pages,
+    model_facts,
+    page_format,
+    this_machine,
+)
+from cairn.engine.memory import pages_in
 from cairn.models.registry import load_spec
 from cairn.models.spec import ModelSpec, describe
 from cairn.models.weight_map import parameter_count
@@ -90,19 +97,22 @@ def _memory(
     dtype = getattr(torch, config.dtype)
     specs = cache_specs(layers)
     form = page_format(config)
-    page = form.bytes_per_page(specs)
+    page_bytes = bytes_of_pages(form, specs)
+    page = page_bytes.shared
     slots = SlotMap(config.page_size, spec.landmarks)
     parameters = parameter_count(spec)
     weights = parameters * dtype.itemsize
     free = this_machine(config.device).free_memory
-    fits = max(0, free - weights) // page * slots.tokens_per_page
+    fits = pages_in(free - weights, page_bytes, config) * slots.tokens_per_page
     numbers = sum(2 * math.prod(form.key_shape(s)) for s in specs)
-    summary = page - numbers * form.key_dtype.itemsize
+    summary = page + page_bytes.window - numbers * form.key_dtype.itemsize
+    own = {"bytes_per_window_page": page_bytes.window} if page_bytes.window else {}
     return {
         "parameters": parameters,
         "weights_bytes": weights,
         "bytes_per_token": round(page / slots.tokens_per_page, 1),
         "bytes_per_page": page,
+        **own,
         "summary_bytes_per_page": summary,
         "tokens_per_page": slots.tokens_per_page,
         "free_bytes": free,

@@ -8,7 +8,32 @@ from dataclasses import dataclass
 
 from cairn.cache.paged import Lease, PageCache
 from cairn.cache.radix import Node, RadixTree
+from cairn.cache.window import WindowPages
 from cairn.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class WindowReport:
+    """What the check counted in the window layers' pool.
+
+    Attributes:
+        num_pages: the pool.
+        free: pages that hold nothing.
+        kept: pages that no lease holds, beside cached pages.
+        held: pages that leases hold.
+        leaked: page ids that nobody claims.
+    """
+
+    num_pages: int
+    free: int
+    kept: int
+    held: int
+    leaked: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_pages} window pages: {self.free} free, {self.kept} kept, {self.held} held"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +47,7 @@ class Report:
         leases, nodes: open leases, and nodes of the prefix tree besides its root.
         leaked: page ids that nobody claims.
         contested: page ids claimed more than once.
+        window: counts of the window layers' pool, None where it has none.
         problems: one line for every broken rule, empty when all is well.
     """
 
@@ -34,6 +60,7 @@ class Report:
     nodes: int
     leaked: tuple[int, ...]
     contested: tuple[int, ...]
+    window: WindowReport | None
     problems: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -42,7 +69,8 @@ class Report:
             f"({self.evictable} evictable, {self.nodes} nodes), "
             f"{self.owned} owned by {self.leases} leases"
         )
-        return "; ".join((counts, *self.problems))
+        others = () if self.window is None else (str(self.window),)
+        return "; ".join((counts, *others, *self.problems))
 
 
 def check(cache: PageCache, leases: Iterable[Lease]) -> Report:
@@ -90,6 +118,10 @@ def examine(cache: PageCache, leases: Iterable[Lease]) -> Report:
     for name, pages in (("leaked", leaked), ("contested", contested), ("unknown", unknown)):
         if pages:
             problems.append(f"{name} pages {list(pages)}")
+    window = None
+    if cache.window is not None:
+        window, broken = _examine_window(cache.window, leases, set(cached))
+        problems += broken
     return Report(
         num_pages=cache.num_pages,
         free=len(free),
@@ -100,8 +132,43 @@ def examine(cache: PageCache, leases: Iterable[Lease]) -> Report:
         nodes=len(nodes),
         leaked=leaked,
         contested=contested,
+        window=window,
         problems=tuple(problems),
     )
+
+
+def _examine_window(
+    window: WindowPages, leases: list[Lease], cached: set[int]
+) -> tuple[WindowReport, list[str]]:
+    """Each page of the window layers is free, held or kept, and lies beside one cached page."""
+    users = Counter(page for lease in leases for page in lease.window)
+    free, kept = set(window.allocator.free_pages), window.kept()
+    everything = range(window.num_pages)
+    problems = []
+    if any(window.users[page] != users[page] for page in everything) or users.keys() - everything:
+        problems.append("window pages have other users than the leases say")
+    claims = Counter((*window.allocator.free_pages, *kept, *users))
+    leaked = tuple(page for page in everything if not claims[page])
+    contested = [page for page, count in claims.items() if count > 1]
+    for name, pages in (("leaked", leaked), ("contested", contested)):
+        if pages:
+            problems.append(f"{name} window pages {list(pages)}")
+    if any(window.allocator.is_free(page) != (page in free) for page in everything):
+        problems.append("window pages are wrongly marked free, or wrongly not")
+    beside = list(window.beside.values())
+    if len(set(beside)) != len(beside) or set(beside) & free:
+        problems.append("window pages beside cached pages are free or shared")
+    if window.beside.keys() - cached:
+        problems.append("window pages lie beside pages that are not cached")
+    if not set(kept) <= set(beside):
+        problems.append("window pages are kept beside nothing")
+    for lease in leases:
+        if lease.committed and lease.window_first > max(0, lease.committed - window.reach):
+            problems.append("a lease lacks window pages before its end")
+        for page, mine in zip(lease.pages[lease.window_first :], lease.window, strict=True):
+            if page in cached and page in window.beside and window.beside[page] != mine:
+                problems.append(f"a lease holds another window page than is beside page {page}")
+    return WindowReport(len(everything), len(free), len(kept), len(users), leaked), problems
 
 
 def _nodes(root: Node) -> list[Node]:

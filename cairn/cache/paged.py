@@ -1,10 +1,17 @@
-"""The life of a page: free, owned by a lease, cached in the prefix tree, evicted, free again."""
+"""The life of a page: free, owned by a lease, cached in the prefix tree, evicted, free again.
+
+Where some layers see a window alone (`cairn.cache.window`), a lease holds pages of theirs beside
+the last ones of its pages.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from cairn.cache.allocator import PageAllocator
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.radix import Node, RadixTree, Tokens, page_keys
+from cairn.cache.window import WindowPages
 from cairn.errors import InvariantError
 
 
@@ -19,10 +26,22 @@ class Lease:
         duplicates: committed pages that the lease still owns, because the tree had an equal page
             already.
         node: where the committed prefix ends in the tree; locked while the lease is open.
+        window: pages of the window layers for the last logical pages; empty without such a pool.
+        missed: pages of the cached prefix that would have been found, had the window before its end
+            been there.
         closed: the lease has been given back.
     """
 
-    __slots__ = ("cached_pages", "closed", "committed", "duplicates", "node", "pages")
+    __slots__ = (
+        "cached_pages",
+        "closed",
+        "committed",
+        "duplicates",
+        "missed",
+        "node",
+        "pages",
+        "window",
+    )
 
     def __init__(self, node: Node, pages: list[int]) -> None:
         self.pages = pages
@@ -30,12 +49,19 @@ class Lease:
         self.committed = len(pages)
         self.duplicates: list[int] = []
         self.node = node
+        self.window: list[int] = []
+        self.missed = 0
         self.closed = False
 
     @property
     def owned(self) -> list[int]:
         """Pages that belong to this lease alone."""
         return self.duplicates + self.pages[self.committed :]
+
+    @property
+    def window_first(self) -> int:
+        """The first logical page that still has a page of the window layers."""
+        return len(self.pages) - len(self.window)
 
 
 class PageCache:
@@ -49,14 +75,22 @@ class PageCache:
         num_pages: pages in the pool.
         slots: how tokens fill pages.
         prefix_caching: False: nothing is kept or found, a page lives as long as its lease.
+        window: the pages of window layers, if those have a pool of their own.
 
     Attributes:
         prefix_queries, prefix_hits: user tokens looked up by `open`, and those of them found.
         evicted_pages: cached pages dropped to make room.
     """
 
-    def __init__(self, num_pages: int, slots: SlotMap, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        slots: SlotMap,
+        prefix_caching: bool = True,
+        window: WindowPages | None = None,
+    ) -> None:
         self.slots = slots
+        self.window = window
         self.prefix_caching = prefix_caching
         self.allocator = PageAllocator(num_pages)
         self.tree = RadixTree(slots.tokens_per_page)
@@ -91,11 +125,20 @@ class PageCache:
 
     @property
     def available(self) -> int:
-        """Pages that `grow` could hand out now: free or evictable."""
-        return self.num_free + self.num_evictable
+        """Pages that `grow` could hand out now: free or evictable, in every pool."""
+        pages = self.num_free + self.num_evictable
+        return pages if self.window is None else min(pages, self.window.available)
+
+    @property
+    def spare(self) -> int:
+        """Pages of all pools that are free or evictable: it grows when any comes back."""
+        pages = self.num_free + self.num_evictable
+        return pages if self.window is None else pages + self.window.available
 
     def open(self, tokens: Tokens, max_pages: int) -> Lease:
         """Start a lease on the longest cached prefix of complete pages of `tokens`, and lock it.
+
+        With window layers it is the longest one that has everything under the window at its end.
 
         Args:
             tokens: user token ids of the sequence.
@@ -105,10 +148,37 @@ class PageCache:
         """
         if not self.prefix_caching:
             return Lease(*self.tree.acquire((), 0))
+        found: list[int] = []
+        if self.window is not None:
+            found = self.tree.match(tokens, max_pages)
+            max_pages = self.window.resumable(found)
         node, pages = self.tree.acquire(tokens, max_pages)
         self.prefix_queries += len(tokens)
         self.prefix_hits += len(pages) * self.slots.tokens_per_page
-        return Lease(node, pages)
+        lease = Lease(node, pages)
+        if self.window is not None:
+            lease.missed = len(found)
+            lease.window = self.window.hold(pages[max(0, len(pages) - self.window.reach) :])
+        return lease
+
+    def fits(self, growth: Iterable[tuple[Lease, int]], at_once: int) -> bool:
+        """Whether leases could grow by so many pages each, as far as is known now: pages that their
+        windows pass on the way come back.
+
+        Args:
+            growth: the leases, and by how many pages each will grow.
+            at_once: pages that they grow by, all together, before windows pass any of them.
+        """
+        growth = list(growth)
+        pages = sum(count for _, count in growth)
+        if pages > self.num_free + self.num_evictable:
+            return False
+        if self.window is None:
+            return True
+        # Those under the window, the one that the next slot is in, and one that it has just left.
+        most = self.window.reach + 2
+        stay = sum(min(count, max(0, most - len(lease.window))) for lease, count in growth)
+        return stay + min(at_once, pages - stay) <= self.window.available
 
     def grow(self, lease: Lease, total_pages: int) -> bool:
         """Make the lease at least `total_pages` pages long, evicting what must go; all or nothing.
@@ -125,13 +195,16 @@ class PageCache:
             return False
         short = missing - self.num_free
         if short > 0:
-            self.allocator.free(self.tree.evict(short))
+            self._drop(self.tree.evict(short))
             self.evicted_pages += short
         lease.pages += self.allocator.take(missing)
+        if self.window is not None:
+            lease.window += self.window.take(missing)
         return True
 
     def commit(self, lease: Lease, tokens: Tokens, length: int | None = None) -> None:
-        """Enter the complete pages of the lease's computed tokens into the prefix tree.
+        """Enter the complete pages of the lease's computed tokens into the prefix tree, and give
+        back the window layers' pages that no later query's window touches.
 
         Costs what is new since the last commit, however long the sequence is.
 
@@ -152,12 +225,35 @@ class PageCache:
                 f"commit of {last} pages on a lease with {first} committed "
                 f"and {len(lease.pages)} held"
             )
-        if not self.prefix_caching:
+        if self.prefix_caching:
+            keys = page_keys(tokens, first, last, self.slots.tokens_per_page)
+            mine = lease.pages[first:last]
+            lease.node, held = self.tree.extend(lease.node, keys, mine)
+            lease.duplicates += [own for own, kept in zip(mine, held, strict=True) if own != kept]
+            lease.committed = last
+            if self.window is not None:
+                begin = lease.window_first
+                self.window.attach(held, lease.window[first - begin : last - begin])
+        self.pass_windows(lease, last)
+
+    def pass_windows(self, lease: Lease, pages: int) -> None:
+        """Give back the window layers' pages that no window touches once so many of the lease's
+        pages are computed; `commit` does it. No query of a step yet to come may look at them, and
+        those of steps in flight must start behind these pages too."""
+        if self.window is None:
             return
-        keys = page_keys(tokens, first, last, self.slots.tokens_per_page)
-        lease.node, duplicates = self.tree.extend(lease.node, keys, lease.pages[first:last])
-        lease.duplicates += duplicates
-        lease.committed = last
+        first = lease.window_first
+        count = pages - self.window.reach - first
+        if count <= 0:
+            return
+        gone = lease.window[:count]
+        del lease.window[:count]
+        # Where a prefix ends that could not be resumed, the next request can.
+        begin = min(max(0, lease.missed - self.window.reach - first), count)
+        end = min(max(begin, lease.missed - first), count)
+        self.window.release(gone[:begin], wanted=False)
+        self.window.release(gone[begin:end], wanted=True)
+        self.window.release(gone[end:], wanted=False)
 
     def close(self, lease: Lease) -> None:
         """Give the lease back: its own pages become free, its committed prefix stays cached.
@@ -168,14 +264,22 @@ class PageCache:
         lease.closed = True
         self.tree.release(lease.node)
         self.allocator.free(lease.owned)
+        if self.window is not None:
+            self.window.release(lease.window, wanted=True)
         lease.node = self.tree.root
-        lease.pages, lease.duplicates, lease.committed = [], [], 0
+        lease.pages, lease.window, lease.duplicates, lease.committed = [], [], [], 0
 
     def reset(self) -> int:
         """Forget every cached page that no open lease needs; returns their number."""
         dropped = self.tree.evict(self.num_evictable)
-        self.allocator.free(dropped)
+        self._drop(dropped)
         return len(dropped)
+
+    def _drop(self, pages: list[int]) -> None:
+        """Free pages that the tree gave up."""
+        self.allocator.free(pages)
+        if self.window is not None:
+            self.window.drop(pages)
 
 
 def _require_open(lease: Lease) -> None:

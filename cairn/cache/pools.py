@@ -1,4 +1,8 @@
-"""The device memory of the pages: keys, values and summaries of every layer, by physical page."""
+"""The device memory of the pages: keys, values and summaries of every layer, by physical page.
+
+In a model in which only some layers see a window of the context alone, these have pages of their
+own (`cairn.cache.window`).
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ class CacheSpec:
         own_key: the summary is the landmark's own key, `k[:, :, -1]`. It is stored once more where
             keys are quantized and summaries are not.
         bias: a float32 bias per page and query head is stored.
+        window: slots that queries look at, their own included; None: any of their sequence.
     """
 
     num_kv_heads: int
@@ -35,10 +40,24 @@ class CacheSpec:
     summary_heads: int = 0
     own_key: bool = False
     bias: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.bias and self.num_heads < 1:
             raise ValueError("a summary bias needs num_heads, the number of query heads")
+
+
+def windowed(specs: Sequence[CacheSpec]) -> list[bool]:
+    """Which layers have pages of their own: those with a window, beside any without."""
+    mixed = any(spec.window is None for spec in specs)
+    return [mixed and spec.window is not None for spec in specs]
+
+
+def window_reach(specs: Sequence[CacheSpec], page_size: int) -> int | None:
+    """Pages before its own that a query of the layers with pages of their own touches at most; None
+    where no layer has any."""
+    widths = [s.window for s, own in zip(specs, windowed(specs), strict=True) if own and s.window]
+    return -((1 - max(widths)) // page_size) if widths else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +87,13 @@ class PageFormat:
         """Heads of the summary key that are stored."""
         return spec.num_kv_heads if spec.own_key and self.quantized else spec.summary_heads
 
+    def bytes_by_pool(self, specs: Sequence[CacheSpec]) -> tuple[int, int]:
+        """Bytes of a page over all layers that share theirs, and over those with their own."""
+        own = windowed(specs)
+        shared = [spec for spec, apart in zip(specs, own, strict=True) if not apart]
+        apart = [spec for spec, apart in zip(specs, own, strict=True) if apart]
+        return self.bytes_per_page(shared), self.bytes_per_page(apart)
+
     def bytes_per_page(self, specs: Sequence[CacheSpec]) -> int:
         """Bytes that one page takes over all layers."""
         total = 0
@@ -89,9 +115,11 @@ class CachePools:
         num_pages: physical pages.
         form: how they are stored.
         spare: one page more that belongs to nobody, for what padding writes.
+        window_pages: physical pages of the layers that have pages of their own.
 
     Attributes:
         spare_page: its number, None without one.
+        own: by layer, whether it has pages of its own.
         k, v: per layer [pages, h_kv, S, d], or quantized.
         summary_key: per layer [pages, h_R, d], None where nothing is stored.
         summary_bias: per layer [pages, h_q] float32, None where nothing is stored.
@@ -107,19 +135,26 @@ class CachePools:
         form: PageFormat,
         device: torch.device | str,
         spare: bool = False,
+        window_pages: int = 0,
     ) -> None:
         self.specs = tuple(specs)
         self.num_pages = num_pages
+        self.window_pages = window_pages
         self.form = form
         self.spare_page = num_pages if spare else None
-        self.nbytes = (num_pages + spare) * form.bytes_per_page(specs)
+        self.own = windowed(specs)
+        if any(self.own) != (window_pages > 0):
+            raise ValueError(f"{sum(self.own)} layers have pages of their own, of {window_pages}")
+        shared, own = form.bytes_by_pool(specs)
+        self.nbytes = (num_pages + spare) * shared + (window_pages + spare) * own
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
         self.summary_key: list[Tensor | None] = []
         self.summary_bias: list[Tensor | None] = []
         try:
-            for spec in self.specs:
-                self._add(spec, torch.device(device))
+            for spec, own in zip(self.specs, self.own, strict=True):
+                pages = (window_pages if own else num_pages) + spare
+                self._add(spec, pages, torch.device(device))
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
@@ -128,8 +163,7 @@ class CachePools:
                 "Lower the number of pages",
             ) from error
 
-    def _add(self, spec: CacheSpec, device: torch.device) -> None:
-        pages = self.num_pages + (self.spare_page is not None)
+    def _add(self, spec: CacheSpec, pages: int, device: torch.device) -> None:
         shape = (pages, *self.form.key_shape(spec))
         for caches in (self.k, self.v):
             caches.append(torch.empty(shape, dtype=self.form.key_dtype, device=device))
@@ -147,13 +181,16 @@ class CachePools:
         self.summary_key.append(key)
         self.summary_bias.append(bias)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the pools."""
-        yield from self.k
-        yield from self.v
-        for optional in (*self.summary_key, *self.summary_bias):
-            if optional is not None:
-                yield optional
+    def tensors(self, own: bool | None = None) -> Iterator[Tensor]:
+        """Every tensor of the pools.
+
+        Args:
+            own: only those of layers that have pages of their own, or only those of others.
+        """
+        for caches in (self.k, self.v, self.summary_key, self.summary_bias):
+            for tensor, layer_own in zip(caches, self.own, strict=True):
+                if tensor is not None and own in (None, layer_own):
+                    yield tensor
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -123,22 +123,15 @@ class RadixTree:
 
         Returns the node where it ends (the root for no page) and its physical pages.
         """
-        limit = max(0, min(len(tokens) // self.tokens_per_page, max_pages))
-        keys = PageKeys(tokens, limit, self.tokens_per_page)
-        node = self.root
-        pages: list[int] = []
-        while len(pages) < limit:
-            child = node.children.get(keys[len(pages)])
-            if child is None:
-                break
-            node = self._split(child, _shared(child.keys, keys, len(pages)))
-            pages += node.pages
-            if node is not child:
-                # Nothing can follow, and reading another key may raise, with the split not locked.
-                break
+        node, length, pages = self._find(tokens, max_pages)
+        node = self._split(node, length)
         self._lock(node, None)
         node.leases += 1
         return node, pages
+
+    def match(self, tokens: Tokens, max_pages: int) -> list[int]:
+        """The pages that `acquire` would find, without locking them."""
+        return self._find(tokens, max_pages)[2]
 
     def extend(self, node: Node, keys: list[bytes], pages: list[int]) -> tuple[Node, list[int]]:
         """Move a lease that ends at `node` down by the given pages, adding what the tree lacks.
@@ -148,15 +141,15 @@ class RadixTree:
             keys: keys of the next pages of the lease.
             pages: their physical ids, one per key.
 
-        Returns the node where the lease ends now and the pages that the tree did not take, because
-        it holds equal ones already. Pages after those are still added below the equal ones: keys
-        and values of a page depend on the tokens up to its end only, so which copy stands above it
-        does not matter.
+        Returns the node where the lease ends now and the tree's pages for the keys: the given ones
+        where it took them, its own where it holds equal ones already. Pages after those are still
+        added below the equal ones: keys and values of a page depend on the tokens up to its end
+        only, so which copy stands above it does not matter.
         """
         if not keys:
             return node, []
         start, done = node, 0
-        duplicates: list[int] = []
+        held: list[int] = []
         while done < len(keys):
             child = node.children.get(keys[done])
             if child is None:
@@ -164,17 +157,16 @@ class RadixTree:
                 node.children[keys[done]] = child
                 self.num_cached += len(child.pages)
                 self.num_evictable += len(child.pages)
-                done = len(keys)
             else:
                 child = self._split(child, _shared(child.keys, keys, done))
-                duplicates += pages[done : done + len(child.pages)]
-                done += len(child.pages)
+            held += child.pages
+            done += len(child.pages)
             node = child
         self._lock(node, start)
         node.leases += 1
         start.leases -= 1
         self._merge(start)
-        return node, duplicates
+        return node, held
 
     def release(self, node: Node) -> None:
         """Unlock a lease that ends at `node` and mark its prefix as the most recently used.
@@ -219,6 +211,20 @@ class RadixTree:
     def queued(self) -> set[Node]:
         """The leaves that `evict` would find, for the invariant check."""
         return {entry[2] for entry in self._heap if _current(entry)}
+
+    def _find(self, tokens: Tokens, max_pages: int) -> tuple[Node, int, list[int]]:
+        """The edge in which the longest cached prefix ends, how far into it, and its pages."""
+        limit = max(0, min(len(tokens) // self.tokens_per_page, max_pages))
+        keys = PageKeys(tokens, limit, self.tokens_per_page)
+        node, length = self.root, 0
+        pages: list[int] = []
+        while len(pages) < limit and length == len(node.pages):
+            child = node.children.get(keys[len(pages)])
+            if child is None:
+                break
+            node, length = child, _shared(child.keys, keys, len(pages))
+            pages += node.pages[:length]
+        return node, length, pages
 
     def _lock(self, node: Node, until: Node | None) -> None:
         """Count one more lease at `node` and at every ancestor below `until`."""

@@ -15,7 +15,8 @@ from cairn.attention.base import AttentionLayer, LandmarkRule
 from cairn.attention.registry import cache_specs
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
-from cairn.cache.pools import CachePools, PageFormat
+from cairn.cache.pools import CachePools, CacheSpec, PageFormat, window_reach
+from cairn.cache.window import WindowPages
 from cairn.config import (
     Choice,
     EngineConfig,
@@ -27,7 +28,15 @@ from cairn.config import (
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
 from cairn.engine.host_memory import bound_kernel_caches, keep_freed_memory
-from cairn.engine.memory import Lines, MemoryPlan, Usage, gib, plan_memory, room_for_pages
+from cairn.engine.memory import (
+    Lines,
+    MemoryPlan,
+    PageBytes,
+    Usage,
+    gib,
+    plan_memory,
+    room_for_pages,
+)
 from cairn.engine.scheduler import Limits
 from cairn.engine.tokenizer import load_tokenizer
 from cairn.errors import BadConfig
@@ -87,7 +96,8 @@ def build(
     layers = attention_layers(spec, config)
     dtype = getattr(torch, config.dtype)
     form = page_format(config)
-    page_bytes = form.bytes_per_page(cache_specs(layers))
+    specs = cache_specs(layers)
+    page_bytes = bytes_of_pages(form, specs)
     device = torch.device(config.device)
     slots = SlotMap(config.page_size, spec.landmarks)
 
@@ -110,6 +120,7 @@ def build(
         max_pages=slots.pages_for(memory.max_model_len),
         vocab_size=spec.vocab_size,
         slots=slots,
+        windowed=page_bytes.window > 0,
     )
     with_graphs = on_gpu and not config.disable_cuda_graph
     if on_gpu:
@@ -124,7 +135,7 @@ def build(
     table = memory.table(module.weight_bytes, usage)
     announce(memory.choices, ())
     log.info("memory: %s", ", ".join(f"{what} {gib(count)}" for what, count in table))
-    pools = CachePools(cache_specs(layers), memory.num_pages, form, device, spare=with_graphs)
+    pools = CachePools(specs, memory.num_pages, form, device, with_graphs, memory.window_pages)
     if not on_gpu:
         keep_freed_memory()
     runner = Runner(module, layers, pools, shape, device)
@@ -135,13 +146,24 @@ def build(
     core = EngineCore(
         core_shape(spec, config, layers, memory.max_model_len),
         Limits(config.max_num_seqs, config.chunked_prefill_size, target),
-        PageCache(memory.num_pages, slots, config.enable_prefix_caching),
+        page_cache(memory, slots, config.enable_prefix_caching, page_bytes.reach),
         slots,
         InProcessExecutor(runner),
         tokenizer,
         overlap=on_gpu and not config.disable_overlap_schedule,
     )
     return Built(core, runner, spec, config, memory, slots, table)
+
+
+def bytes_of_pages(form: PageFormat, specs: list[CacheSpec]) -> PageBytes:
+    """What a page takes of the layers' memory."""
+    return PageBytes(*form.bytes_by_pool(specs), window_reach(specs, form.page_size) or 0)
+
+
+def page_cache(memory: MemoryPlan, slots: SlotMap, prefix_caching: bool, reach: int) -> PageCache:
+    """The ledger of the planned pages; window layers' own reach back `reach` pages."""
+    window = WindowPages(memory.window_pages, reach) if memory.window_pages else None
+    return PageCache(memory.num_pages, slots, prefix_caching, window)
 
 
 def page_format(config: EngineConfig) -> PageFormat:

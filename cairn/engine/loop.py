@@ -310,7 +310,7 @@ class EngineLoop:
     def _audit(self) -> None:
         """Account for every page while nothing runs."""
         report = self._examine()
-        self._leaked = len(report.leaked)
+        self._leaked = len(report.leaked) + (len(report.window.leaked) if report.window else 0)
         self._audited = True
         for problem in report.problems:
             log.error("the ledger of pages is wrong: %s", problem)
@@ -330,6 +330,9 @@ class EngineLoop:
             pages_total=cache.num_pages,
             pages_free=cache.num_free,
             pages_cached=cache.num_evictable,
+            window_pages_total=cache.window.num_pages if cache.window else 0,
+            window_pages_free=cache.window.num_free if cache.window else 0,
+            window_pages_cached=cache.window.num_kept if cache.window else 0,
             pages_leaked=self._leaked,
             prefix_queries=scheduler.looked_up_prompt_tokens,
             prefix_hits=scheduler.cached_prompt_tokens,

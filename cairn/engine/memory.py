@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from cairn.config import GIB, Choice, EngineConfig, EngineOptions, ModelFacts
@@ -11,6 +12,10 @@ from cairn.errors import BadConfig, OutOfMemory
 PAGES_FLAG = "kv_cache_memory (--kv-cache-memory)"
 SHARE_FLAG = "gpu_memory_utilization (--gpu-memory-utilization)"
 Lines = tuple[tuple[str, int], ...]
+
+WINDOW_SHARE = 8
+"""One page in so many of a cached prefix keeps that of the window layers too, where these have a
+pool of their own: what a window needs at the ends of prefixes of 5000 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +76,29 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
+class PageBytes:
+    """What a page takes.
+
+    Attributes:
+        shared: keys, values and summaries of all layers but those with pages of their own.
+        window: of those, which keep the pages under their window alone; 0: there are none.
+        reach: pages before its own that a query of theirs touches.
+    """
+
+    shared: int
+    window: int = 0
+    reach: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """How many pages there are and how long a sequence may be.
 
     Attributes:
         num_pages: pages of the pool.
-        bytes_per_page: keys, values and summaries of all layers.
+        bytes_per_page: keys, values and summaries of all layers that share the pages.
+        window_pages: pages of the window layers' own pool, 0 without one.
+        bytes_per_window_page: keys and values of those layers.
         max_model_len: longest sequence in user tokens, prompt and output together.
         flag: the option that changes how many pages there are, as a command line has it.
         choices: the automatic values with their reasons.
@@ -84,6 +106,8 @@ class MemoryPlan:
 
     num_pages: int
     bytes_per_page: int
+    window_pages: int
+    bytes_per_window_page: int
     max_model_len: int
     flag: str
     choices: tuple[Choice, ...]
@@ -96,15 +120,17 @@ class MemoryPlan:
             usage: what a GPU holds beside the pages; None on the CPU.
         """
         pages = self.num_pages * self.bytes_per_page
+        own = self.window_pages * self.bytes_per_window_page
+        held = (("pages", pages), *([("window pages", own)] if own else ()))
         if usage is None:
-            return (("weights", weights), ("pages", pages))
+            return (("weights", weights), *held)
         lines = (
             ("weights", usage.weights),
             ("activations", usage.activations),
             ("graphs", usage.graphs),
-            ("pages", pages),
+            *held,
             ("other uses", usage.others),
-            ("free", usage.total - usage.taken - pages),
+            ("free", usage.total - usage.taken - pages - own),
         )
         return tuple((what, count) for what, count in lines if count or what == "free")
 
@@ -152,10 +178,14 @@ def plan_memory(
     options: EngineOptions,
     config: EngineConfig,
     model: ModelFacts,
-    bytes_per_page: int,
+    page_bytes: PageBytes,
     room: Room,
 ) -> MemoryPlan:
     """Pages that the room holds, never more than all rows at full length can use.
+
+    Args:
+        page_bytes: what a page takes.
+        room: what pages may take together.
 
     Raises:
         BadConfig: `max_model_len` is longer than the model was made for.
@@ -167,14 +197,16 @@ def plan_memory(
     longest = asked or model.max_model_len
     tokens_per_page = config.page_size - 1 if model.landmarks else config.page_size
     useful = config.max_num_seqs * -(-longest // tokens_per_page)
-    num_pages = min(max(0, room.bytes) // bytes_per_page, useful)
+    least = -(-(asked or 1) // tokens_per_page)
+    pools = _Pools.of(page_bytes, config)
+    num_pages, window_pages = pools.divide(max(0, room.bytes), least, useful)
     capacity = num_pages * tokens_per_page
-    if capacity < (asked or 1):
-        need = -(-(asked or 1) // tokens_per_page) * bytes_per_page
+    if num_pages < least:
+        need = pools.need(least)
         what = "one page" if asked is None else f"one sequence of max_model_len {asked}"
         raise OutOfMemory(
             f"{what} needs {need} bytes of pages, but {room}",
-            _remedy(room, need, bytes_per_page, config),
+            _remedy(room, need, pools.need(1), config),
         )
     if room.flag == SHARE_FLAG:
         reason = f"that is what weights and steps leave of {config.gpu_memory_utilization} of it"
@@ -187,7 +219,55 @@ def plan_memory(
     elif asked is None:
         choices.append(Choice("max_model_len", longest, "the model was made for it"))
     flag = "--kv-cache-memory SIZE" if room.flag == PAGES_FLAG else "--gpu-memory-utilization SHARE"
-    return MemoryPlan(num_pages, bytes_per_page, longest, flag, tuple(choices))
+    counts = (num_pages, page_bytes.shared, window_pages, page_bytes.window)
+    return MemoryPlan(*counts, longest, flag, tuple(choices))
+
+
+def pages_in(room: int, page_bytes: PageBytes, config: EngineConfig) -> int:
+    """Pages that so many bytes hold, with as many of window layers as those need."""
+    return _Pools.of(page_bytes, config).divide(max(0, room), 1, max(0, room))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """How memory is divided between pages and window layers' own pages.
+
+    Attributes:
+        page_bytes: what a page of each takes.
+        step: window pages that one sequence holds at most: those of the largest step and those
+            under the window before it.
+    """
+
+    page_bytes: PageBytes
+    step: int
+
+    @classmethod
+    def of(cls, page_bytes: PageBytes, config: EngineConfig) -> _Pools:
+        """For the steps of this engine."""
+        chunk = config.chunked_prefill_size // config.page_size
+        return cls(page_bytes, page_bytes.reach + chunk + 2)
+
+    def need(self, pages: int) -> int:
+        """Bytes with which a sequence of so many pages runs."""
+        return self._bytes(pages, min(pages, self.step))
+
+    def divide(self, room: int, least: int, useful: int) -> tuple[int, int]:
+        """(pages, window pages) that fit into `room` bytes: at most `useful` pages, or at least
+        `least` at the cost of kept window pages, or fewer where those do not fit at all."""
+        counts = range(1, useful + 1)
+        pages = bisect_right(counts, room, key=lambda n: self._bytes(n, self._wanted(n)))
+        if pages < least:
+            pages = least if self.need(least) <= room else 0
+        if not self.page_bytes.window:
+            return pages, 0
+        left = room - pages * self.page_bytes.shared
+        return pages, min(pages, left // self.page_bytes.window)
+
+    def _wanted(self, pages: int) -> int:
+        return min(pages, self.step + pages // WINDOW_SHARE)
+
+    def _bytes(self, pages: int, window_pages: int) -> int:
+        return pages * self.page_bytes.shared + window_pages * self.page_bytes.window
 
 
 def _remedy(room: Room, need: int, least: int, config: EngineConfig) -> str:

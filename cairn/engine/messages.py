@@ -196,6 +196,8 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
         running, waiting: continuations in each state.
         pages_total, pages_free, pages_cached: of the pool; cached pages can be evicted.
         pages_leaked: pages that are neither free, cached nor owned; counted when idle.
+        window_pages_total, window_pages_free, window_pages_cached: the same of the window layers'
+            own pool, all 0 in a model without one.
         prefix_queries, prefix_hits: prompt tokens looked up in and taken from the prefix cache.
         prompt_tokens, generated_tokens: of all requests.
         preemptions: requests whose pages were taken back for a while.
@@ -211,6 +213,9 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     pages_free: int = 0
     pages_cached: int = 0
     pages_leaked: int = 0
+    window_pages_total: int = 0
+    window_pages_free: int = 0
+    window_pages_cached: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0

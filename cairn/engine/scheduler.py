@@ -14,7 +14,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from cairn.cache.landmarks import SlotMap
-from cairn.cache.paged import PageCache
+from cairn.cache.paged import Lease, PageCache
 from cairn.engine.budget import Load, StepTimes
 from cairn.engine.request import Request, State, common_prefix
 from cairn.runner.step import PageGrant, RowOpen, RowWork, StepPlan, StepResult
@@ -304,7 +304,8 @@ class Scheduler:
         assert lease is not None
         if len(lease.pages) > request.granted:
             pages = tuple(lease.pages[request.granted :])
-            draft.grants.append(PageGrant(request.row, request.granted, pages))
+            own = tuple(lease.window[-len(pages) :])
+            draft.grants.append(PageGrant(request.row, request.granted, pages, own))
             request.granted = len(lease.pages)
 
     def _admit(self, draft: _Draft) -> None:
@@ -347,27 +348,29 @@ class Scheduler:
 
     def _open(self, request: Request) -> bool:
         """Lease the cached prefix if the rest of the known tokens fits beside the running rows."""
-        available = self.cache.available
-        if self.running and available <= request.refused_at:
+        spare = self.cache.spare
+        if self.running and spare <= request.refused_at:
             return False
         reusable = int(self.slots.slot_of(len(request.tokens) - 1)) // self.slots.page_size
         lease = self.cache.open(request.tokens, reusable if request.caches_prefix else 0)
         needed = int(self.slots.pages_for(len(request.tokens) + 1)) - len(lease.pages)
-        if self.running and needed > self.cache.available - self._promised():
-            self.cache.close(lease)
-            request.refused_at = available
-            return False
+        if self.running:
+            step_pages = self.limits.step_slots // self.slots.page_size + 1
+            if not self.cache.fits([(lease, needed), *self._promised()], step_pages):
+                self.cache.close(lease)
+                request.refused_at = spare
+                return False
         request.lease = lease
         request.capacity = len(lease.pages) * self.slots.tokens_per_page
         return True
 
-    def _promised(self) -> int:
+    def _promised(self) -> list[tuple[Lease, int]]:
         """Pages that running rows will want soon: the rest of their known tokens, one more each."""
-        return sum(
-            int(self.slots.pages_for(len(r.tokens))) - len(r.lease.pages) + 1
+        return [
+            (r.lease, int(self.slots.pages_for(len(r.tokens))) - len(r.lease.pages) + 1)
             for r in self.running
             if r.lease is not None
-        )
+        ]
 
     def _start(self, request: Request, draft: _Draft) -> bool:
         """Give an admitted request its row and its first chunk; False: it had to wait again."""

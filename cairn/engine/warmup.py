@@ -34,14 +34,15 @@ def warm_up(built: Built) -> None:
     """
     began = time.perf_counter()
     size, tokens_in = built.config.page_size, built.slots.tokens_in
-    most = min(int(tokens_in(built.memory.num_pages * size)), built.memory.max_model_len)
+    pages = min(built.memory.num_pages, built.memory.window_pages or built.memory.num_pages)
+    most = min(int(tokens_in(pages * size)), built.memory.max_model_len)
     longest = min(most - 1, int(tokens_in(built.config.chunked_prefill_size)))
     on_gpu = built.config.device != "cpu"
     lengths: Iterable[int] = GPU_TOKENS if on_gpu else (int(tokens_in(PAGES * size)) - 1,)
     for length in sorted({max(1, min(n, longest)) for n in lengths}):
         _run_one(built, length)
     if built.runner.graphs is not None:
-        rows = min(built.config.max_num_seqs, built.memory.num_pages)
+        rows = min(built.config.max_num_seqs, pages)
         for count in sorted({min(bucket, rows) for bucket in built.runner.graphs.buckets}):
             _run_rows(built, count)
     if on_gpu:
@@ -54,7 +55,7 @@ def _run_one(built: Built, length: int) -> None:
     """Prefill and decode a prompt of `length` tokens in row 0."""
     pages = int(built.slots.pages_for(length + 1))
     prompt = [i % built.spec.vocab_size for i in range(length)]
-    grant = PageGrant(row=0, first=0, pages=tuple(range(pages)))
+    grant = _granted(built, 0, tuple(range(pages)))
     prefill = RowWork(row=0, first=0, tokens=prompt, sample=True)
     decode = RowWork(row=0, first=length, tokens=None, sample=True, output_index=1)
     launch = built.core.executor.launch
@@ -71,7 +72,7 @@ def _run_one(built: Built, length: int) -> None:
 def _run_rows(built: Built, count: int) -> None:
     """Prefill one token in each of `count` rows, each in a page of its own, then decode them."""
     rows = range(count)
-    grants = tuple(PageGrant(row=row, first=0, pages=(row,)) for row in rows)
+    grants = tuple(_granted(built, row, (row,)) for row in rows)
     prefill = tuple(RowWork(row=row, first=0, tokens=[0], sample=True) for row in rows)
     decode = tuple(
         RowWork(row=row, first=1, tokens=None, sample=True, output_index=1) for row in rows
@@ -80,6 +81,11 @@ def _run_rows(built: Built, count: int) -> None:
     launch(StepPlan(-3, (), tuple(map(_opened, rows)), grants, prefill)).result()
     launch(StepPlan(-2, (), (), (), decode)).result()
     launch(StepPlan(-1, tuple(rows), (), (), ())).result()
+
+
+def _granted(built: Built, row: int, pages: tuple[int, ...]) -> PageGrant:
+    """The row's first pages: the same numbers in all pools."""
+    return PageGrant(row, 0, pages, pages if built.memory.window_pages else ())
 
 
 def _opened(row: int) -> RowOpen:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cairn.cache.paged import Lease, PageCache
 from cairn.errors import BadRequest, OutOfMemory
 from cairn.llm import LLM
 from cairn.runner.runner import LOGITS_BYTES
@@ -56,21 +57,16 @@ def read_tail(
     first = len(ids) - rows
     lease = core.cache.open((), 0)
     try:
-        if not core.cache.grow(lease, int(slots.pages_for(len(ids)))):
-            raise OutOfMemory(
-                f"{core.cache.num_pages} pages do not hold {len(ids)} tokens",
-                "Raise --kv-cache-memory",
-            )
-        grants: tuple[PageGrant, ...] = (PageGrant(ROW, 0, tuple(lease.pages)),)
         done = 0
         while done < len(ids):
             # As the scheduler cuts chunks: a landmark that closes one may be a slot more.
             end = int(slots.tokens_in(slots.slots_for(done) + engine.config.chunked_prefill_size))
             end = min(max(end, done + 1), len(ids))
+            grant = _grown(core.cache, lease, int(slots.pages_for(end)))
             work = RowWork(ROW, done, ids[done:end], sample=False)
-            layout = runner.rows.lay_out(StepPlan(0, (), (), grants, (work,)))
+            layout = runner.rows.lay_out(StepPlan(0, (), (), (grant,), (work,)))
             hidden = runner.model(runner.rows.batch(layout, runner.backends, runner.counters))
-            grants = ()
+            core.cache.pass_windows(lease, int(slots.complete_pages(end)))
             wanted = np.arange(max(first, done), end)
             index = slots.slot_of(wanted) - slots.slots_for(done)
             block = max(1, LOGITS_BYTES // (4 * llm.spec.vocab_size))
@@ -81,6 +77,17 @@ def read_tail(
             done = end
     finally:
         core.cache.close(lease)
+
+
+def _grown(cache: PageCache, lease: Lease, pages: int) -> PageGrant:
+    """Make the lease so many pages long; what a row is granted for it."""
+    before = len(lease.pages)
+    if not cache.grow(lease, pages):
+        raise OutOfMemory(
+            f"{cache.num_pages} pages do not hold the prompt", "Raise --kv-cache-memory"
+        )
+    new = tuple(lease.pages[before:])
+    return PageGrant(ROW, before, new, tuple(lease.window[-len(new) :] if new else ()))
 
 
 def tail_logits(llm: LLM, ids: Sequence[int], rows: int) -> Tensor:

@@ -36,6 +36,15 @@ GAUGES = {
         "pages_cached",
         "Pages that only the prefix cache holds; they can be evicted.",
     ),
+    "window_pages_total": (
+        "window_pages_total",
+        "Pages of the pool of layers that see a window alone; 0: they share all pages.",
+    ),
+    "window_pages_free": ("window_pages_free", "Those of them that hold nothing."),
+    "window_pages_cached": (
+        "window_pages_cached",
+        "Those of them that only the prefix cache holds; they can be evicted.",
+    ),
     "leaked_pages": ("pages_leaked", "Pages that nobody owns; anything but 0 is a bug."),
     "step_age_seconds": ("step_age", "Seconds since the engine's step in flight began."),
 }

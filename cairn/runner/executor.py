@@ -10,7 +10,7 @@ from typing import Protocol
 from cairn.cache.landmarks import SlotMap
 from cairn.errors import InvariantError
 from cairn.runner.runner import Runner
-from cairn.runner.step import Launched, Ready, StepPlan, StepResult
+from cairn.runner.step import Launched, Ready, RowWork, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -41,6 +41,7 @@ class InProcessExecutor:
 class _FakeRow:
     request_id: str
     pages: dict[int, int] = field(default_factory=dict)
+    window: dict[int, int] = field(default_factory=dict)
     tokens: int = 0
 
 
@@ -54,6 +55,8 @@ class FakeExecutor:
         slots: slot and landmark arithmetic.
         next_token: (request id, output index) -> the token that is "sampled".
         step_seconds: how long a step pretends to take.
+        reach: pages before its own that a query of layers with pages of their own touches; None:
+            there are no such layers.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class FakeExecutor:
         slots: SlotMap,
         next_token: Callable[[str, int], int],
         step_seconds: float = 0.0,
+        reach: int | None = None,
     ) -> None:
         self.slots = slots
+        self.reach = reach
         self.next_token = next_token
         self.step_seconds = step_seconds
         self._rows: dict[int, _FakeRow] = {}
@@ -84,9 +89,14 @@ class FakeExecutor:
             for i, page in enumerate(grant.pages):
                 self._require(grant.first + i not in pages, f"row {grant.row} is granted twice")
                 pages[grant.first + i] = page
+            last = grant.first + len(grant.pages)
+            self._rows[grant.row].window |= zip(
+                range(last - len(grant.window), last), grant.window, strict=True
+            )
         if self.step_seconds:
             time.sleep(self.step_seconds)
         writers: dict[int, int] = {}
+        window_writers: dict[int, int] = {}
         tokens = []
         for work in plan.work:
             row = self._rows.get(work.row)
@@ -95,26 +105,39 @@ class FakeExecutor:
             self._require(
                 work.first == row.tokens or row.tokens == 0, f"row {work.row} skips tokens"
             )
-            self._check_pages(row, work.row, work.first, work.num_tokens, writers)
+            self._check_pages(row.pages, work, writers, None)
+            if self.reach is not None:
+                self._check_pages(row.window, work, window_writers, self.reach)
             row.tokens = work.first + work.num_tokens
             if work.sample:
                 tokens.append(self.next_token(row.request_id, work.output_index))
+        for work in plan.work if self.reach is not None else ():
+            begin, window = self._first_page(work), self._rows[work.row].window
+            for logical in range(max(0, begin - (self.reach or 0)), begin):
+                other = window_writers.get(window[logical])
+                self._require(other is None, f"row {other} writes under the window of {work.row}")
         return Ready(StepResult(plan.step_id, tokens))
 
     def shutdown(self) -> None:
         """Forget every row."""
         self._rows.clear()
 
+    def _first_page(self, work: RowWork) -> int:
+        """The logical page of the first slot that the work runs."""
+        return int(self.slots.slots_for(work.first)) // self.slots.page_size
+
     def _check_pages(
-        self, row: _FakeRow, number: int, first: int, count: int, writers: dict[int, int]
+        self, pages: dict[int, int], work: RowWork, writers: dict[int, int], reach: int | None
     ) -> None:
-        begin = int(self.slots.slots_for(first)) // self.slots.page_size
-        end = int(self.slots.pages_for(first + count))
+        """The work's row has the pages that it reads, and nobody else writes those it writes."""
+        begin, number = self._first_page(work), work.row
+        end = int(self.slots.pages_for(work.first + work.num_tokens))
+        low = 0 if reach is None else max(0, begin - reach)
         self._require(
-            all(page in row.pages for page in range(end)), f"row {number} lacks a granted page"
+            all(page in pages for page in range(low, end)), f"row {number} lacks a granted page"
         )
         for logical in range(begin, end):
-            writer = writers.setdefault(row.pages[logical], number)
+            writer = writers.setdefault(pages[logical], number)
             self._require(writer == number, f"rows {writer} and {number} write one page")
 
     def _require(self, condition: bool, message: str) -> None:

@@ -34,9 +34,9 @@ NO_SLOT = -1
 """The slot of padding: it sees nothing."""
 NO_PAGE = -1
 """The page that padding completes."""
-LAST, SAMPLED_ROW, FIRST_DRAW = 7, 8, 9
-"""Lines of a graph's memory; those before them are the batch's."""
-LINES = FIRST_DRAW + len(Draws._fields)
+BATCH_LINES = 7
+"""Lines of a graph's memory that are the batch's; where layers have pages of their own, a line of
+their locations follows. Then come the last slots, their rows and the draws."""
 FLOATS = ("temperature", "top_p", "min_p")
 
 
@@ -85,6 +85,8 @@ class Place:
         last_token: [rows + 1] int64, see Rows; its address stays.
         page_size: S.
         spare_page: a page of nobody: padding writes there.
+        window_table: of layers with pages of their own; None without such layers.
+        window_spare_page: of theirs.
     """
 
     backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]]
@@ -92,6 +94,8 @@ class Place:
     last_token: Tensor
     page_size: int
     spare_page: int
+    window_table: Tensor | None = None
+    window_spare_page: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +130,15 @@ class DecodeGraphs:
         device = place.page_table.device
         # Lines of a multiple of 16 bytes: kernels are compiled once for all of them.
         self._width = -(-self.buckets[-1] // 16) * 16
-        self._device = torch.zeros((LINES, self._width), dtype=torch.int64, device=device)
-        padding = np.zeros((LINES, self._width), dtype=np.int64)
-        values = (0, 0, 0, NO_SLOT, place.spare_page * place.page_size, 0, NO_PAGE)
-        padding[:FIRST_DRAW] = np.array([*values, 0, len(place.last_token) - 1])[:, None]
+        values = [0, 0, 0, NO_SLOT, place.spare_page * place.page_size, 0, NO_PAGE]
+        if place.window_table is not None:
+            values.append(place.window_spare_page * place.page_size)
+        self._last = len(values)
+        values += [0, len(place.last_token) - 1]
+        lines = len(values) + len(Draws._fields)
+        self._device = torch.zeros((lines, self._width), dtype=torch.int64, device=device)
+        padding = np.zeros((lines, self._width), dtype=np.int64)
+        padding[: len(values)] = np.array(values)[:, None]
         # Padding draws its largest logit: temperature 0.
         self._padding = padding
         self._captured: dict[tuple[int, Ending], _Captured] = {}
@@ -163,6 +172,7 @@ class DecodeGraphs:
         parts: list[NDArray[np.generic]] = [
             *(layout.ids, layout.position, layout.row, layout.slot, layout.location),
             *(layout.completed, layout.completed_pages),
+            *(() if layout.window_location is None else (layout.window_location,)),
             *(sampling.last, sampling.row),
             *(sampling.draws or ()),
         ]
@@ -179,6 +189,7 @@ class DecodeGraphs:
         place, lines = self.place, self._device
         closing = self._closing(bucket)
         row = lines[2, :bucket]
+        own = place.window_table
         return Batch(
             input_ids=filled(lines[0, :bucket], row, place.last_token),
             positions=lines[1, :bucket],
@@ -190,6 +201,7 @@ class DecodeGraphs:
             completed_pages=lines[6, :closing],
             max_slot=place.page_table.shape[1] * place.page_size - 1,
             backends=place.backends,
+            window_place=None if own is None else (own, lines[BATCH_LINES, :bucket]),
         )
 
     def _capture(self, bucket: int, ending: Ending) -> _Captured:
@@ -215,7 +227,7 @@ class DecodeGraphs:
     def _run(self, bucket: int, ending: Ending) -> Tensor:
         hidden = self.model(self._batch(bucket))
         lines = self._device[:, :bucket]
-        logits = self.model.logits(hidden[lines[LAST]])
+        logits = self.model.logits(hidden[lines[self._last]])
         if ending is Ending.LOGITS:
             return logits
         if ending is Ending.GREEDY:
@@ -223,8 +235,8 @@ class DecodeGraphs:
         else:
             draws = [
                 line.view(torch.float32)[:bucket] if name in FLOATS else line[:bucket]
-                for name, line in zip(Draws._fields, self._device[FIRST_DRAW:], strict=True)
+                for name, line in zip(Draws._fields, self._device[self._last + 2 :], strict=True)
             ]
             tokens = ops.draw_tokens(logits, *draws)
-        self.place.last_token[lines[SAMPLED_ROW]] = tokens
+        self.place.last_token[lines[self._last + 1]] = tokens
         return tokens

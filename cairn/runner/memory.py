@@ -76,7 +76,8 @@ def measure(
         BadModel: the logits are not numbers.
     """
     try:
-        pools = CachePools(cache_specs(layers), PAGES, form, device, spare=steps.graphs)
+        own = PAGES if shape.windowed else 0
+        pools = CachePools(cache_specs(layers), PAGES, form, device, steps.graphs, own)
         for tensor in pools.tensors():
             # Whatever is read there must be a number, or a token id would not be one.
             tensor.zero_()
@@ -160,7 +161,8 @@ def _plan(
     opened = (
         RowOpen(work.row, "profile", params, seed=0, history=(0,), num_prompt=1) for work in works
     )
-    grants = (PageGrant(work.row, 0, pages) for work in works)
+    own = pages if shape.windowed else ()
+    grants = (PageGrant(work.row, 0, pages, own) for work in works)
     return StepPlan(-1, (), tuple(opened), tuple(grants), tuple(works))
 
 

@@ -28,6 +28,8 @@ class Layout:
     Attributes:
         ids: [T], token ids or LAST_TOKEN.
         position, row, slot, location: [T], see Batch.
+        window_location: [T], where keys and values of layers with pages of their own go; None
+            without such layers.
         completed, completed_pages: [N], see Batch.
         start: [works], index in the batch of each work's first slot.
         last: [works], that of its last user token; a landmark may follow it.
@@ -38,6 +40,7 @@ class Layout:
     row: Ints
     slot: Ints
     location: Ints
+    window_location: Ints | None
     completed: Ints
     completed_pages: Ints
     start: Ints
@@ -54,6 +57,7 @@ class Rows:
         slots: the arithmetic of slots and landmarks.
         landmark_id: token id that fills landmark slots.
         device: where batches live.
+        windowed: some layers have pages of their own, and so a page table.
 
     Attributes:
         last_token: [num_rows + 1] int64 on the device; the one behind the rows belongs to padding.
@@ -66,13 +70,18 @@ class Rows:
         slots: SlotMap,
         landmark_id: int,
         device: torch.device,
+        windowed: bool = False,
     ) -> None:
         self.slots = slots
         self.landmark_id = landmark_id
         self.device = device
-        self._host_table = np.zeros((num_rows, max_pages), dtype=np.int32)
-        # On the CPU the device's table is the host's: one memory.
-        self._table = torch.from_numpy(self._host_table).to(device)
+        # The rows again, where some layers have a table of their own.
+        self._host_tables = np.zeros((num_rows << windowed, max_pages), dtype=np.int32)
+        # On the CPU the device's tables are the host's: one memory.
+        self._tables = torch.from_numpy(self._host_tables).to(device)
+        self._num_rows = num_rows
+        self._table = self._tables[:num_rows]
+        self._window_table = self._tables[num_rows:] if windowed else None
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
     def remember(self, rows: Tensor, tokens: Tensor) -> None:
@@ -83,6 +92,11 @@ class Rows:
     def page_table(self) -> Tensor:
         """[num_rows, max_pages] int32 on the device; its address stays."""
         return self._table
+
+    @property
+    def window_table(self) -> Tensor | None:
+        """The same for layers with pages of their own: what lies behind windows is stale."""
+        return self._window_table
 
     def lay_out(self, plan: StepPlan) -> Layout:
         """Apply the plan's grants and lay out its work."""
@@ -100,7 +114,11 @@ class Rows:
         slot = np.arange(len(row)) + np.repeat(first_slot - start, num_slots)
         closing = slot % size == size - 1
         ids = self._token_ids(plan, slot, start, first_token, num_slots)
-        page = self._host_table[row, slot // size].astype(np.int64)
+        page = self._host_tables[row, slot // size].astype(np.int64)
+        window_location = None
+        if self._window_table is not None:
+            own = self._host_tables[row + self._num_rows, slot // size].astype(np.int64)
+            window_location = own * size + slot % size
         completed = np.flatnonzero(closing)
         return Layout(
             ids=ids,
@@ -108,6 +126,7 @@ class Rows:
             row=row,
             slot=slot,
             location=page * size + slot % size,
+            window_location=window_location,
             completed=completed,
             completed_pages=page[completed],
             start=start,
@@ -123,7 +142,10 @@ class Rows:
         """The layout as tensors on the device."""
         numbers = (layout.ids, layout.position, layout.row, layout.slot, layout.location)
         completed = (layout.completed, layout.completed_pages)
-        ids, position, row, slot, location, *pages = send(numbers + completed, self.device)
+        own = () if layout.window_location is None else (layout.window_location,)
+        window_table = self._window_table
+        sent = send(numbers + completed + own, self.device)
+        ids, position, row, slot, location, *pages = sent
         if (layout.ids == LAST_TOKEN).any():
             ids = filled(ids, row, self.last_token)
         return Batch(
@@ -135,6 +157,7 @@ class Rows:
             page_table=self._table,
             completed=pages[0],
             completed_pages=pages[1],
+            window_place=None if window_table is None else (window_table, pages[2]),
             max_slot=int(layout.slot.max()),
             first_slot=int(layout.slot[0]) if len(layout.start) == 1 else None,
             backends=backends,
@@ -165,15 +188,20 @@ class Rows:
     def _grant(self, plan: StepPlan) -> None:
         if not plan.grants:
             return
-        count = [len(grant.pages) for grant in plan.grants]
-        row = np.repeat([grant.row for grant in plan.grants], count)
-        begin = np.array([grant.first for grant in plan.grants]) - (np.cumsum(count) - count)
+        runs = [(grant.row, grant.first, grant.pages) for grant in plan.grants]
+        if self._window_table is not None:
+            for grant in plan.grants:
+                first = grant.first + len(grant.pages) - len(grant.window)
+                runs.append((grant.row + self._num_rows, first, grant.window))
+        count = [len(run[2]) for run in runs]
+        row = np.repeat([run[0] for run in runs], count)
+        begin = np.array([run[1] for run in runs]) - (np.cumsum(count) - count)
         logical = np.arange(len(row)) + np.repeat(begin, count)
-        pages = np.concatenate([grant.pages for grant in plan.grants])
-        self._host_table[row, logical] = pages
+        pages = np.concatenate([run[2] for run in runs])
+        self._host_tables[row, logical] = pages
         if self.device.type != "cpu":
             at_row, at_page, values = send((row, logical, pages), self.device)
-            self._table[at_row, at_page] = values.int()
+            self._tables[at_row, at_page] = values.int()
 
 
 def filled(ids: Tensor, row: Tensor, last_token: Tensor) -> Tensor:

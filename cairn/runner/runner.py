@@ -60,12 +60,14 @@ class RunnerShape:
         max_pages: pages of the longest sequence.
         vocab_size: user vocabulary; the landmark id is the first one after it.
         slots: slot and landmark arithmetic.
+        windowed: some layers have pages of their own.
     """
 
     num_rows: int
     max_pages: int
     vocab_size: int
     slots: SlotMap
+    windowed: bool = False
 
 
 @dataclass(slots=True)
@@ -142,7 +144,8 @@ class Runner:
         self.pools = pools
         self.shape = shape
         self.backends = assign(layers, pools)
-        self.rows = Rows(shape.num_rows, shape.max_pages, shape.slots, shape.vocab_size, device)
+        sizes = (shape.num_rows, shape.max_pages, shape.slots, shape.vocab_size)
+        self.rows = Rows(*sizes, device, shape.windowed)
         self.sampler = Sampler(shape.vocab_size, shape.num_rows, device)
         self.counters = Counters()
         self.reads = PageReads(tuple(layer for layer in layers if layer.backend == "hsa"))
@@ -156,7 +159,8 @@ class Runner:
         if pools.spare_page is not None:
             size = shape.slots.page_size
             table, last_token = self.rows.page_table, self.rows.last_token
-            place = Place(self.backends, table, last_token, size, pools.spare_page)
+            own = self.rows.window_table, pools.window_pages
+            place = Place(self.backends, table, last_token, size, pools.spare_page, *own)
             self.graphs = DecodeGraphs(model, place, shape.num_rows)
 
     @torch.inference_mode()

@@ -42,11 +42,17 @@ class RowOpen:
 
 @dataclass(frozen=True, slots=True)
 class PageGrant:
-    """Physical pages added to a row: logical pages `first`, `first + 1`, ..."""
+    """Physical pages added to a row: logical pages `first`, `first + 1`, ...
+
+    Attributes:
+        window: for the last of these logical pages, those of the layers that have pages of their
+            own; empty in a model without such layers.
+    """
 
     row: int
     first: int
     pages: tuple[int, ...]
+    window: tuple[int, ...] = ()
 
 
 class RowWork(NamedTuple):

@@ -24,8 +24,8 @@ def add(tree: RadixTree, text: str, first_page: int) -> Node:
     node, pages = tree.acquire(tokens_of(text), 1000)
     keys = page_keys(tokens_of(text), len(pages), len(text), SIZE)
     ids = list(range(first_page + len(pages), first_page + len(text)))
-    node, duplicates = tree.extend(node, keys, ids)
-    assert duplicates == []
+    node, held = tree.extend(node, keys, ids)
+    assert held == ids
     return node
 
 
@@ -118,6 +118,16 @@ def test_no_more_pages_than_asked_for() -> None:
     assert look(tree, "abcdef", -1) == []
 
 
+def test_matching_changes_nothing() -> None:
+    tree = RadixTree(SIZE)
+    put(tree, "abcdef", 0)
+    for text, found in (("abcx", [0, 1, 2]), ("abcdefgh", [0, 1, 2, 3, 4, 5]), ("x", [])):
+        assert tree.match(tokens_of(text), 1000) == found
+    assert tree.match(tokens_of("abcdef"), 4) == [0, 1, 2, 3]
+    assert edges(tree) == 1
+    assert tree.num_evictable == 6
+
+
 def test_an_incomplete_page_is_not_matched() -> None:
     tree = RadixTree(SIZE)
     put(tree, "abc", 0)
@@ -146,12 +156,12 @@ def test_two_leases_growing_alike_keep_few_edges() -> None:
     text = "abcdefghij"
     for page in range(10):
         keys = page_keys(tokens_of(text), page, page + 1, SIZE)
-        first, refused = tree.extend(first, keys, [page])
-        assert refused == []
+        first, held = tree.extend(first, keys, [page])
+        assert held == [page]
         if page % 2:
             last_two = page_keys(tokens_of(text), page - 1, page + 1, SIZE)
-            second, refused = tree.extend(second, last_two, [page + 99, page + 100])
-            assert refused == [page + 99, page + 100]
+            second, held = tree.extend(second, last_two, [page + 99, page + 100])
+            assert held == [page - 1, page]
         assert edges(tree) <= 2
     assert first is second
     tree.release(first)
@@ -164,8 +174,8 @@ def test_deeper_pages_go_below_an_equal_prefix() -> None:
     tree = RadixTree(SIZE)
     late, _ = tree.acquire(tokens_of("abcd"), 1000)
     put(tree, "ab", 0)
-    late, refused = tree.extend(late, page_keys(tokens_of("abcd"), 0, 4, SIZE), [50, 51, 52, 53])
-    assert refused == [50, 51]
+    late, held = tree.extend(late, page_keys(tokens_of("abcd"), 0, 4, SIZE), [50, 51, 52, 53])
+    assert held == [0, 1, 52, 53]
     assert look(tree, "abcd") == [0, 1, 52, 53]
     tree.release(late)
 

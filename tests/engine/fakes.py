@@ -6,6 +6,7 @@ import zlib
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
+from cairn.cache.window import WindowPages
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
 from cairn.engine.scheduler import Limits
@@ -30,16 +31,19 @@ def fake_core(
     max_model_len: int | None = None,
     eos_ids: tuple[int, ...] = (),
     overlap: bool = False,
+    window_pages: int = 0,
+    reach: int = 2,
 ) -> EngineCore:
-    """An engine over a fake executor."""
+    """An engine over a fake executor; with window pages some layers have pages of their own."""
     slots = SlotMap(page_size, landmarks)
     longest = max_model_len or slots.tokens_in(pages * page_size)
+    window = WindowPages(window_pages, reach) if window_pages else None
     return EngineCore(
         CoreShape(VOCAB, longest, eos_ids, seed=0),
         Limits(rows, step_slots),
-        PageCache(pages, slots, prefix_caching),
+        PageCache(pages, slots, prefix_caching, window),
         slots,
-        FakeExecutor(slots, next_token),
+        FakeExecutor(slots, next_token, reach=reach if window else None),
         overlap=overlap,
     )
 
@@ -47,6 +51,8 @@ def fake_core(
 def all_pages_back(core: EngineCore) -> bool:
     """Every page is free or cached without a user."""
     cache = core.cache
+    if cache.window is not None and cache.window.available != cache.window.num_pages:
+        return False
     return cache.num_free + cache.num_evictable == cache.num_pages
 
 

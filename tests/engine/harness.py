@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from cairn.cache.paged import PageCache
+from cairn.cache.allocator import PageAllocator
+from cairn.cache.paged import Lease, PageCache
 from cairn.cache.pools import BYTES
 from cairn.config import EngineOptions
 from cairn.engine.build import Built, build
@@ -35,22 +36,39 @@ def engine(case: str, **options) -> Built:
     return built
 
 
-_POISONED: WeakKeyDictionary[PageCache, set[int]] = WeakKeyDictionary()
+_POISONED: WeakKeyDictionary[PageAllocator, set[int]] = WeakKeyDictionary()
 
 
 def poison(built: Built) -> None:
     """Fill every page that nobody owns with NaN (what is poisoned already stays so)."""
     cache, pools = built.core.cache, built.runner.pools
-    free = set(cache.allocator.free_pages)
-    fresh = sorted(free - _POISONED.get(cache, set()))
-    _POISONED[cache] = free
-    if pools.spare_page is not None:
+    _poison(cache.allocator, pools.tensors(own=False), pools.spare_page is not None)
+    if cache.window is not None:
+        _poison(cache.window.allocator, pools.tensors(own=True), pools.spare_page is not None)
+
+
+def _poison(allocator: PageAllocator, tensors: Iterable[torch.Tensor], spare: bool) -> None:
+    free = set(allocator.free_pages)
+    fresh = sorted(free - _POISONED.get(allocator, set()))
+    _POISONED[allocator] = free
+    if spare:
         # What the padding of a graph has written there is never read.
-        fresh.append(pools.spare_page)
+        fresh.append(allocator.num_pages)
     if fresh:
         pages = torch.tensor(fresh)
-        for tensor in pools.tensors():
+        for tensor in tensors:
             tensor[pages] = NOT_FINITE if tensor.dtype == BYTES else float("nan")
+
+
+def occupy(cache: PageCache, keep: int) -> Lease:
+    """A lease that leaves others `keep` pages of every pool."""
+    lease = cache.open([1], 0)
+    while len(lease.pages) < cache.num_pages - keep:
+        assert cache.grow(lease, len(lease.pages) + 1)
+        cache.pass_windows(lease, len(lease.pages))
+    if cache.window is not None:
+        lease.window[:0] = cache.window.take(cache.window.available - keep)
+    return lease
 
 
 def vectors(case: str) -> dict[str, torch.Tensor]:

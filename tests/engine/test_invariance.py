@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.engine.build import Built
-from tests.engine.harness import CASES, Trace, difference, engine, greedy, poison, run
+from tests.engine.harness import CASES, Trace, difference, engine, greedy, occupy, poison, run
 
 ROUNDING = 2e-4
 """Float32 noise on log-probabilities whose scale is about 10."""
@@ -121,9 +121,7 @@ def test_retracted_and_resumed_against_undisturbed(case, device):
     tight = engine(case, device=device, max_model_len=12 * size)
     # Half of the pages are taken away: four sequences of ten pages cannot run side by side.
     cache = tight.core.cache
-    keep = 22
-    hostage = cache.open([1], 0)
-    assert cache.grow(hostage, cache.num_pages - keep)
+    hostage = occupy(cache, keep=22)
     got = run(tight, prompts, greedy(7 * size), poisoned=True)
     assert tight.core.scheduler.preemptions > 0
     cache.close(hostage)
@@ -149,22 +147,28 @@ class Writes:
 
     def __init__(self, built: Built) -> None:
         self.inner, self.slots = built.core.executor, built.slots
-        self.pages: dict[int, list[int]] = {}
-        self.places: set[tuple[int, int]] = set()
+        self.pages: dict[tuple[bool, int], list[int]] = {}
+        self.places: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
 
     def launch(self, plan):
         size = self.slots.page_size
         for opened in plan.opened:
-            self.pages[opened.row] = []
+            self.pages[False, opened.row], self.pages[True, opened.row] = [], []
         for grant in plan.grants:
-            assert len(self.pages[grant.row]) == grant.first
-            self.pages[grant.row] += grant.pages
+            pages, own = self.pages[False, grant.row], self.pages[True, grant.row]
+            assert len(pages) == grant.first
+            pages += grant.pages
+            own += [-1] * (len(grant.pages) - len(grant.window)) + list(grant.window)
         self.places = {
-            (self.pages[work.row][slot // size], slot % size)
-            for work in plan.work
-            for slot in range(
-                self.slots.slots_for(work.first), self.slots.slots_for(work.first + work.num_tokens)
-            )
+            own: {
+                (self.pages[own, work.row][slot // size], slot % size)
+                for work in plan.work
+                for slot in range(
+                    self.slots.slots_for(work.first),
+                    self.slots.slots_for(work.first + work.num_tokens),
+                )
+            }
+            for own in (False, True)
         }
         return self.inner.launch(plan)
 
@@ -176,24 +180,26 @@ def test_a_step_writes_the_slots_it_runs_and_no_others(case, device):
     core, pools, size = built.core, built.runner.pools, built.config.page_size
     shared = text(30, 4 * size)
     run(built, [shared], greedy(1))
-    hostage = core.cache.open([1], 0)
-    assert core.cache.grow(hostage, core.cache.num_pages - 20)
+    occupy(core.cache, keep=20)
     core.executor = writes = Writes(built)
     for i in range(7):
         core.add(f"w{i}", shared[: 3 * size] + text(31 + i, 1 + i * 5), greedy(3 * size + i))
     while core.has_work:
         poison(built)
-        before = [tensor.clone() for tensor in pools.tensors()]
-        writes.places = set()
+        tensors = [(own, tensor) for own in (False, True) for tensor in pools.tensors(own)]
+        before = [tensor.clone() for _, tensor in tensors]
+        writes.places = {False: set(), True: set()}
         core.step()
-        for old, new in zip(before, pools.tensors(), strict=True):
-            changed = (old.view(torch.int32) != new.view(torch.int32))[: pools.num_pages]
+        for old, (own, new) in zip(before, tensors, strict=True):
+            places = writes.places[own]
+            count = pools.window_pages if own else pools.num_pages
+            changed = (old.view(torch.int32) != new.view(torch.int32))[:count]
             if new.dim() == 4:
                 found = changed.any(dim=3).any(dim=1).nonzero().tolist()
-                assert {(page, slot) for page, slot in found} <= writes.places
-                written = [new[page, :, slot] for page, slot in writes.places]
+                assert {(page, slot) for page, slot in found} <= places
+                written = [new[page, :, slot] for page, slot in places]
             else:
-                complete = {page for page, slot in writes.places if slot == size - 1}
+                complete = {page for page, slot in places if slot == size - 1}
                 assert set(changed.flatten(1).any(dim=1).nonzero()[:, 0].tolist()) <= complete
                 written = [new[page] for page in complete]
             assert not any(part.isnan().any() for part in written)

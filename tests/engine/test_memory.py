@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cairn.attention.registry import cache_specs
+from cairn.bench.shapes import config_of
 from cairn.config import GIB, EngineOptions, Machine, ModelFacts, resolve
-from cairn.engine.memory import MemoryPlan, Usage, plan_memory, room_for_pages
+from cairn.engine.build import attention_layers, bytes_of_pages, model_facts, page_format
+from cairn.engine.memory import MemoryPlan, PageBytes, Usage, plan_memory, room_for_pages
 from cairn.errors import BadConfig, OutOfMemory
+from cairn.models.registry import load_spec
+from cairn.models.weight_map import parameter_count
 
 LANDMARKS = ModelFacts(
     page_size=64,
@@ -29,10 +34,14 @@ SERVER = Machine(has_cuda=True, native_bf16=True, free_memory=80 * GIB)
 USAGE = Usage(total=1000_000, others=50_000, weights=300_000, activations=100_000, graphs=20_000)
 
 
-def plan(bytes_per_page=1000, model=LANDMARKS, usage=None, **options) -> MemoryPlan:
+ALIKE = PageBytes(1000)
+MIXED = PageBytes(250, window=750, reach=8)
+
+
+def plan(page_bytes=ALIKE, model=LANDMARKS, usage=None, **options) -> MemoryPlan:
     given = EngineOptions(**options)
     config = resolve(given, model, LAPTOP if usage is None else SERVER)
-    return plan_memory(given, config, model, bytes_per_page, room_for_pages(config, usage))
+    return plan_memory(given, config, model, page_bytes, room_for_pages(config, usage))
 
 
 def reasons(found: MemoryPlan) -> dict[str, str]:
@@ -142,3 +151,74 @@ def test_what_does_not_fit_names_one_option(usage, options, remedy):
     assert sum(f"--{name}" in str(caught.value) for name in (
         "kv-cache-memory", "gpu-memory-utilization", "dtype", "chunked-prefill-size",
         "max-model-len")) <= 1  # fmt: skip
+
+
+@given(
+    memory=st.integers(1000, 10**7),
+    length=st.none() | st.integers(1, 100_000),
+    rows=st.integers(1, 9),
+    chunk=st.integers(1, 5000),
+)
+def test_window_layers_own_pages_are_planned_too(memory, length, rows, chunk):
+    """Both pools fit; one sequence can always run the largest step and keep its window."""
+    options = {"kv_cache_memory": memory, "max_model_len": length, "max_num_seqs": rows}
+    options["chunked_prefill_size"] = chunk
+    step = MIXED.reach + chunk // 64 + 2
+    try:
+        found = plan(MIXED, **options)
+    except OutOfMemory as error:
+        need = int(re.search("at least ([0-9]+)", str(error))[1])
+        assert need > memory
+        assert plan(MIXED, **options | {"kv_cache_memory": need}).num_pages * 63 >= (length or 1)
+        return
+    assert found.num_pages * 250 + found.window_pages * 750 <= memory
+    assert sum(dict(found.table(0, None)).values()) <= memory
+    assert min(step, found.num_pages) <= found.window_pages <= found.num_pages
+    assert found.num_pages * 63 >= found.max_model_len == (length or found.max_model_len)
+    assert found.num_pages <= rows * -(-found.max_model_len // 63)
+    # As many tokens as if all layers kept all pages, at least; all where there is room for all.
+    alike = plan(**options | {"max_model_len": None})
+    assert found.num_pages >= min(alike.num_pages, found.num_pages if length else 10**9)
+    if found.num_pages == rows * -(-found.max_model_len // 63):
+        assert found.window_pages == min(found.num_pages, (memory - found.num_pages * 250) // 750)
+
+
+def test_a_model_with_window_layers_holds_more():
+    """Three of four layers look back 512 slots: the same memory holds 2.5 times the tokens."""
+    options = {"kv_cache_memory": 2_000_000, "max_num_seqs": 4, "chunked_prefill_size": 4096}
+    alike, mixed = plan(**options), plan(MIXED, **options)
+    assert (alike.num_pages, mixed.num_pages) == (2000, 5657)
+    assert mixed.window_pages == 74 + 5657 // 8
+    assert mixed.table(7, None)[1:] == (("pages", 1_414_250), ("window pages", 585_750))
+    assert alike.max_model_len < mixed.max_model_len == 131072
+
+
+def test_a_long_sequence_costs_kept_window_pages_first():
+    options = {"max_model_len": 63 * 2000, "max_num_seqs": 1, "chunked_prefill_size": 4096}
+    least = 2000 * 250 + 74 * 750
+    found = plan(MIXED, kv_cache_memory=least, **options)
+    assert (found.num_pages, found.window_pages) == (2000, 74)
+    with pytest.raises(OutOfMemory, match=f"at least {least}"):
+        plan(MIXED, kv_cache_memory=least - 1, **options)
+    assert plan(MIXED, kv_cache_memory=10**7, **options).window_pages == 2000
+
+
+def test_7b_at_128k_tokens_fits_a_card_of_80_gb():
+    """32 layers of 32 heads of 128 in bfloat16, 8 of them with landmarks: 67 GB of pages before
+    window layers had their own."""
+    spec = load_spec(config_of("7b", "hsa"))
+    facts = model_facts(spec)
+    options = EngineOptions(max_model_len=131072 + 33, max_num_seqs=1)
+    config = resolve(options, facts, SERVER)
+    sizes = bytes_of_pages(page_format(config), cache_specs(attention_layers(spec, config)))
+    assert sizes == PageBytes(8 * ((1 << 20) + 8320), 24 << 20, reach=8)
+    usage = Usage(79 * GIB, GIB, 2 * parameter_count(spec), activations=8 * GIB, graphs=GIB)
+    found = plan_memory(options, config, facts, sizes, room_for_pages(config, usage))
+    table = dict(found.table(usage.weights, usage))
+    assert found.num_pages * 63 >= 131072 + 33
+    assert 16 * GIB < table["pages"] < 17 * GIB
+    step = config.chunked_prefill_size // 64 + 10
+    assert step <= found.window_pages
+    whole = PageBytes(sizes.shared + sizes.window)
+    with pytest.raises(OutOfMemory, match="one sequence of max_model_len 131105"):
+        plan_memory(options, config, facts, whole, room_for_pages(config, usage))

@@ -107,9 +107,10 @@ def alone(core: EngineCore, one: Continuation) -> tuple[list[int], object]:
     step_slots=st.sampled_from([1, 7, 64, 1000]),
     prefix_caching=st.booleans(),
     eos_ids=st.sampled_from([(), (3,), (0, 3, 7)]),
+    window=st.sampled_from([None, 0, 1, 3]),
 )
 def test_random_schedules(
-    seed, page_size, landmarks, pages, rows, step_slots, prefix_caching, eos_ids
+    seed, page_size, landmarks, pages, rows, step_slots, prefix_caching, eos_ids, window
 ):
     """Arrivals, ends and aborts at any moment, with pages short: each gets its own tokens, once."""
     rng = random.Random(seed)
@@ -123,6 +124,9 @@ def test_random_schedules(
         eos_ids=eos_ids,
         max_model_len=min(60, pages * (page_size - landmarks) - 1),
         overlap=True,
+        # As few as one sequence needs for its largest step.
+        window_pages=0 if window is None else window + min(step_slots, 60) // page_size * 2 + 2,
+        reach=window or 0,
     )
     late = Late(core)
     longest = core.shape.max_model_len

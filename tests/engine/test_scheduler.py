@@ -38,9 +38,10 @@ def check_ledger(core: EngineCore) -> None:
     rows=st.sampled_from([1, 2, 5, 16]),
     step_slots=st.sampled_from([1, 2, 7, 64, 1000]),
     prefix_caching=st.booleans(),
+    window=st.sampled_from([None, 0, 2]),
 )
 def test_every_request_ends_with_its_own_tokens(
-    seed, page_size, landmarks, pages, rows, step_slots, prefix_caching
+    seed, page_size, landmarks, pages, rows, step_slots, prefix_caching, window
 ):
     rng = random.Random(seed)
     core = fake_core(
@@ -50,6 +51,9 @@ def test_every_request_ends_with_its_own_tokens(
         rows=rows,
         step_slots=step_slots,
         prefix_caching=prefix_caching,
+        # As few as one sequence needs for its largest step.
+        window_pages=0 if window is None else min(window + step_slots // page_size + 2, pages),
+        reach=window or 0,
     )
     longest = core.shape.max_model_len
     live = []
@@ -180,6 +184,40 @@ class _AbortsWhileRunning:
     def launch(self, plan: StepPlan) -> Launched:
         self.during(plan)
         return self.inner.launch(plan)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_window_pages_in_use_do_not_grow_with_the_context(overlap):
+    """Prefill and decode hold those of a step and of the window before it; with overlap those of
+    the step in flight too."""
+    held = {}
+    for length in (100, 3000):
+        core = fake_core(
+            pages=1200, step_slots=64, overlap=overlap, window_pages=200, prefix_caching=False
+        )
+        add(core, "a", [1] * length, max_tokens=50)
+        most = 0
+        while core.has_work:
+            core.step()
+            most = max(most, 200 - core.cache.window.num_free)
+        held[length] = most
+    assert held[100] == held[3000] <= 2 + (1 + overlap) * 64 // 4 + 2
+
+
+def test_rows_wait_for_window_pages_rather_than_take_each_others():
+    """Eight long prompts need three window pages each while they decode, and a step's at once."""
+    core = fake_core(pages=2000, rows=8, step_slots=32, window_pages=20, max_model_len=900)
+    live = [add(core, f"r{k}", [k] * 400, max_tokens=60) for k in range(8)]
+    most = 0
+    while core.has_work:
+        core.step()
+        check_ledger(core)
+        most = max(most, len(core.scheduler.running))
+    assert 2 <= most < 8
+    assert core.scheduler.preemptions == 0
+    for one in live:
+        assert one.stream.output.token_ids == expected(one)
+    assert all_pages_back(core)
 
 
 def test_abort_in_flight_releases_pages_only_when_the_step_retires():

@@ -12,7 +12,7 @@ import pytest
 from cairn import LLM, SamplingParams
 from cairn.engine.build import Built
 from cairn.runner.graphs import buckets_up_to
-from tests.engine.harness import Trace, engine, run
+from tests.engine.harness import Trace, engine, occupy, run
 
 MOST_ROWS = 64
 BUCKETS = [bucket for bucket in buckets_up_to(MOST_ROWS + 8) if bucket <= MOST_ROWS]
@@ -93,8 +93,7 @@ def test_after_retraction(pair):
     rng, size = random.Random(1), eager.config.page_size
     cache, scheduler = with_graphs.core.cache, with_graphs.core.scheduler
     before = scheduler.preemptions
-    hostage = cache.open([1], 0)
-    assert cache.grow(hostage, cache.num_pages - 40)
+    hostage = occupy(cache, keep=40)
     prompts = [text(rng, 3 * size) for _ in range(6)]
     params = SamplingParams(temperature=0, max_tokens=7 * size, ignore_eos=True)
     got = run(with_graphs, prompts, params)

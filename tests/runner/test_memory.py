@@ -82,7 +82,9 @@ def test_a_runner_takes_them(case):
     built = engine(case)
     layers = attention_layers(built.spec, built.config)
     device = torch.device("cpu")
-    pools = CachePools(cache_specs(layers), PAGES, page_format(built.config), device)
+    own = PAGES if built.runner.shape.windowed else 0
+    form = page_format(built.config)
+    pools = CachePools(cache_specs(layers), PAGES, form, device, window_pages=own)
     for tensor in pools.tensors():
         tensor.zero_()
     runner = Runner(built.runner.model, layers, pools, built.runner.shape, device)

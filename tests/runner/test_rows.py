@@ -145,3 +145,23 @@ def test_a_page_granted_anew_replaces_the_old_one():
     for page in (3, 8):
         plan = StepPlan(0, (), (), (PageGrant(0, 0, (page,)),), work)
         assert batch_of(rows, plan).location.tolist() == [4 * page, 4 * page + 1]
+
+
+def test_window_layers_write_to_pages_of_their_own():
+    """A prefix of five pages is resumed: the window layers have its last two, and the new ones."""
+    rows = Rows(3, 40, SlotMap(4, True), LANDMARK, torch.device("cpu"), windowed=True)
+    first = PageGrant(1, 0, (9, 8, 7, 6, 5, 4), window=(20, 21, 22))
+    batch = batch_of(rows, StepPlan(0, (), (), (first,), (RowWork(1, 15, [5, 6], False),)))
+    table, location = batch.window_place
+    assert batch.location.tolist() == [16, 17]
+    assert location.tolist() == [4 * 22, 4 * 22 + 1]
+    assert table[1, 3:6].tolist() == [20, 21, 22]
+    assert batch.page_table[1, :6].tolist() == [9, 8, 7, 6, 5, 4]
+    both = (PageGrant(1, 6, (3,), (23,)), PageGrant(0, 0, (2,), (24,)))
+    work = (RowWork(1, 17, [7, 8], False), RowWork(0, 0, [9], False))
+    batch = batch_of(rows, StepPlan(1, (), (), both, work))
+    assert batch.location.tolist() == [18, 19, 12, 8]
+    assert batch.window_place[1].tolist() == [4 * 22 + 2, 4 * 22 + 3, 4 * 23, 4 * 24]
+    assert table[1, 6] == 23 and table[0, 0] == 24
+    shared = batch_of(make_rows(4, True), StepPlan(2, (), (), both[1:], work[1:]))
+    assert shared.window_place is None

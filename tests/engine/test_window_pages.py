@@ -1,0 +1,177 @@
+"""Models in which some layers see a window alone: their pages behind it are given back, and nothing
+of that shows in any logit. What is free is NaN, so that reading it would show.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cairn.cache.invariants import check
+from cairn.engine.build import Built
+from cairn.engine.scheduler import Limits
+from tests.engine.harness import Trace, difference, engine, greedy, occupy, poison, run, trace
+
+ROUNDING = 2e-4
+"""Float32 noise on log-probabilities whose scale is about 10."""
+
+CASES = ["olmo_mha_interleave4", "qwen_nope_interleave2", "qwen_num_swa_layers2"]
+
+
+def text(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(200) for _ in range(length)]
+
+
+def assert_same(a: Trace, b: Trace) -> None:
+    assert a.tokens == b.tokens
+    assert difference(a.logprobs, b.logprobs) < ROUNDING
+
+
+def serve(built: Built, prompts, counts, budgets, waits, overlap) -> list[Trace]:
+    """Prompts that come one after the other, in steps of changing size."""
+    core, rows = built.core, built.config.max_num_seqs
+    core.overlap = overlap
+    live, step = [], 0
+    while len(live) < len(prompts) or core.has_work:
+        if len(live) < len(prompts) and step >= sum(waits[: len(live)]):
+            n = len(live)
+            live.append(core.add(f"r{core._arrivals}", prompts[n], greedy(counts[n])))
+        core.scheduler.limits = Limits(rows, budgets[step % len(budgets)])
+        if core.has_work:
+            core.step()
+        poison(built)
+        step += 1
+    return [trace(one, built.spec.vocab_size) for one in live]
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    case=st.sampled_from(CASES),
+    seed=st.integers(0, 2**16),
+    budgets=st.lists(st.integers(5, 90), min_size=1, max_size=4),
+    spare=st.integers(0, 8),
+    caching=st.booleans(),
+    overlap=st.booleans(),
+)
+def test_random_schedules_with_few_window_pages(case, seed, budgets, spare, caching, overlap):
+    """Shared beginnings, retractions for want of either kind of page, prefixes resumed early."""
+    built = engine(case, max_num_seqs=4, enable_prefix_caching=caching)
+    cache, rng, size = built.core.cache, random.Random(seed), built.config.page_size
+    hostage = occupy(cache, keep=cache.window.reach + 90 // size + 3 + spare)
+    shared = text(seed, 5 * size)
+    prompts = [shared[: rng.choice((0, size, 5 * size))] for _ in range(4)]
+    prompts = [start + text(seed + i, rng.randint(1, 60)) for i, start in enumerate(prompts)]
+    prompts += prompts[:1]
+    counts = [rng.randint(1, 20) for _ in prompts]
+    waits = [rng.randint(0, 4) for _ in prompts]
+    got = serve(built, prompts, counts, budgets, waits, overlap)
+    check(cache, [hostage])
+    plain = engine(case, enable_prefix_caching=False)
+    for prompt, count, one in zip(prompts, counts, got, strict=True):
+        assert_same(run(plain, [prompt], greedy(count))[0], one)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_behind_the_window_is_given_back(case, device):
+    """Prefill and decode of a long context hold as few window pages as those of a short one."""
+    built = engine(case, device=device, enable_prefix_caching=False)
+    cache, size = built.core.cache, built.config.page_size
+    window = cache.window
+    held = []
+    for length in (300, 1500):
+        built.core.add(f"n{length}", text(1, length), greedy(3 * size))
+        built.core.scheduler.limits = Limits(1, 64)
+        most = pages = 0
+        while built.core.has_work:
+            built.core.step()
+            poison(built)
+            most = max(most, window.num_pages - window.num_free)
+            pages = max(pages, cache.num_owned)
+        # What the last step has taken is back when it is over.
+        assert pages >= built.slots.pages_for(length + 3 * size - 1) - 1
+        held.append(most)
+    in_flight = 1 + built.core.overlap
+    # A page more or less, as the chunks happen to lie in pages.
+    assert abs(held[0] - held[1]) <= 1
+    assert max(held) <= window.reach + in_flight * 64 // size + 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_prefix_resumed_after_its_window_was_given_up(case, device):
+    """Warm against cold, with the window before the end of the prefix there, and gone."""
+    built = engine(case, device=device)
+    cache = built.core.cache
+    first = text(5, 400)
+    longer = first + text(6, 50)
+    cold = run(engine(case, device=device), [longer], greedy(40))[0]
+    run(built, [first], greedy(1))
+    warm = run(built, [longer], greedy(40))[0]
+    assert warm.cached >= 400 - 2 * built.config.page_size
+    assert_same(cold, warm)
+    # All window pages that nobody holds: what is cached has none any more.
+    cache.window.release(cache.window.take(cache.window.available), wanted=False)
+    poison(built)
+    again = run(built, [longer], greedy(40))[0]
+    assert again.cached == 0
+    assert_same(cold, again)
+    assert run(built, [longer], greedy(40))[0].cached > 400
+    check(cache, [])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_retracted_for_want_of_window_pages(case, device):
+    """Four rows begin with a page each; pages for two windows are not enough for all in the end."""
+    size = engine(case).config.page_size
+    prompts = [text(20 + i, size // 2) for i in range(4)]
+    built = engine(case, device=device, chunked_prefill_size=2 * size)
+    window = built.core.cache.window
+    window.take(window.available - 2 * (window.reach + 2))
+    got = run(built, prompts, greedy(5 * size))
+    assert built.core.scheduler.preemptions > 0
+    for prompt, one in zip(prompts, got, strict=True):
+        assert_same(run(engine(case, device=device), [prompt], greedy(5 * size))[0], one)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_layers_pools(case):
+    """Window layers have the window pages; what each layer stores is as large as was planned."""
+    built = engine(case)
+    pools, memory = built.runner.pools, built.memory
+    for layer, own, k in zip(built.spec.layers, pools.own, pools.k, strict=True):
+        assert own == (layer.kind == "window")
+        assert len(k) == (memory.window_pages if own else memory.num_pages)
+    size = sum(tensor.nbytes for tensor in pools.tensors())
+    table = dict(built.table)
+    assert size == pools.nbytes == table["pages"] + table["window pages"] <= 8 << 20
+
+
+@pytest.mark.parametrize("case", ["qwen_gqa4_prior_lora_inrange", "qwen_c64"])
+def test_layers_of_one_kind_share_their_pages(case):
+    built = engine(case)
+    assert built.core.cache.window is None
+    assert (built.memory.window_pages, built.runner.rows.window_table) == (0, None)
+    assert "window pages" not in dict(built.table)
+    built = engine(case, attention_backend="window")
+    assert built.core.cache.window is None
+
+
+def test_landmark_layers_forced_to_their_window_are_window_layers():
+    """One of two landmark layers sees its window alone: aligned to pages, and given back alike."""
+    case = "qwen_gqa4_prior_lora_inrange"
+    prompt = text(3, 300)
+    built = engine(case, hsa_layers="1", enable_prefix_caching=False)
+    assert built.runner.pools.own == [True, False]
+    whole = run(built, [prompt], greedy(20))[0]
+    parts = run(
+        engine(case, hsa_layers="1", enable_prefix_caching=False),
+        [prompt],
+        greedy(20),
+        budgets=[37],
+    )[0]
+    assert_same(whole, parts)
+    assert torch.isfinite(torch.tensor(whole.logprobs)).all()
