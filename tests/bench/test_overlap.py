@@ -38,9 +38,9 @@ def test_nothing_seen_is_none():
 
 
 def test_the_embedded_model_is_seen():
-    llm = LLM(max_model_len=1300, dtype="float32")
+    llm = LLM(max_model_len=2500, dtype="float32")
     with SelectionWatch() as watch:
-        llm.generate({"prompt_token_ids": [7, 8, 9] * 400}, SamplingParams(max_tokens=1))
+        llm.generate({"prompt_token_ids": [7, 8, 9] * 800}, SamplingParams(max_tokens=1))
     topk = llm.spec.hils.topk
     llm.shutdown()
     assert topk <= watch.union < NEIGHBOURS * topk

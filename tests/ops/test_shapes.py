@@ -227,7 +227,9 @@ def kernels_of(op: Op) -> list[Implementation]:
 
 
 def test_every_op_over_pages_has_shapes_here():
-    paged = {op for op in all_ops() if "k_cache" in op._parameters}
+    """The engine's; families that are for users of the library have shapes of their own."""
+    own = ("flash", "memory")
+    paged = {op for op in all_ops() if "k_cache" in op._parameters and op.family not in own}
     assert paged <= set(CASES)
 
 
