@@ -7,9 +7,9 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.activation import launch
+from cairn.ops.activation.cases import gated_cases
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -50,16 +50,7 @@ def _(
     launch.check("gelu_tanh_and_mul", input, out, expert_ids, expert_step)
 
 
-def _rows(
-    input: Tensor,
-    out: Tensor | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> bool:
-    return input.stride(-1) == 1
-
-
-@gelu_tanh_and_mul.implementation("triton", devices=gpu.DEVICES, when=_rows)
+@gelu_tanh_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows)
 def _(
     input: Tensor,
     out: Tensor | None = None,
@@ -69,17 +60,7 @@ def _(
     return launch.launch("gelu_tanh", input, out, expert_ids, expert_step)
 
 
-@gelu_tanh_and_mul.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randn(7, 2 * 96))
-    yield make.args(make.randn(1, 2 * 4097, dtype=torch.bfloat16))
-    yield make.args(make.randn(2, 3, 2 * 5, dtype=torch.float16))
-    yield make.args(make.randn(0, 8))
-    yield make.args(make.randn(4, 64, scale=30.0)[:, :40], out=make.empty(4, 20))
-    ids = make.tensor([3, -1, 0], dtype=torch.int32)
-    yield make.args(make.randn(5, 14), expert_ids=ids.abs(), expert_step=2)
-    yield make.args(make.randn(3, 10), out=make.randn(3, 5), expert_ids=ids)
-    yield make.args(make.randn(3, 10), out=make.randn(5, 3).T, expert_ids=ids)
+gelu_tanh_and_mul.cases(gated_cases)
 
 
 @gelu_tanh_and_mul.bench

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,11 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.activation.kernels import activation_kernel
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+
+
+def in_rows(input: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """The numbers of a row lie side by side."""
+    return input.stride(-1) == 1
 
 
 def gated(

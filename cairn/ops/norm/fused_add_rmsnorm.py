@@ -7,9 +7,9 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
-from cairn.ops.norm.launch import check_sum, norm_sums, rows_of
+from cairn.ops.norm.cases import sum_cases
+from cairn.ops.norm.launch import both_in_rows, check_sum, norm_sums
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op(mutates=("input", "residual"))
@@ -49,17 +49,7 @@ def _(
     check_sum("fused_add_rmsnorm", input, residual, weight)
 
 
-def _rows(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    enable_pdl: bool | None = None,
-) -> bool:
-    return rows_of(input) is not None and rows_of(residual) is not None
-
-
-@fused_add_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=_rows)
+@fused_add_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=both_in_rows)
 def _(
     input: Tensor,
     residual: Tensor,
@@ -70,16 +60,7 @@ def _(
     norm_sums(input, residual, weight, eps, shifted=False)
 
 
-@fused_add_rmsnorm.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randn(7, 96), make.randn(7, 96), make.randn(96))
-    yield make.args(make.randn(0, 16), make.randn(0, 16), make.randn(16))
-    yield make.args(make.randn(2, 3, 8), make.randn(2, 3, 8), make.randn(8))
-    half = torch.bfloat16
-    x, residual = make.randn(3, 65, dtype=half), make.randn(3, 65, dtype=half)
-    yield make.args(x, residual, make.randn(65, dtype=half), eps=1e-5)
-    x, residual = make.randn(4, 128, dtype=half)[:, :64], make.randn(4, 64, dtype=half)
-    yield make.args(x, residual, make.randn(64))
+fused_add_rmsnorm.cases(sum_cases)
 
 
 @fused_add_rmsnorm.bench

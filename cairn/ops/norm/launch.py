@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,16 @@ def rows_of(x: Tensor) -> Tensor | None:
         return x.view(-1, x.shape[-1])
     except RuntimeError:
         return None
+
+
+def in_rows(input: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Rows with their numbers side by side, short enough for one program."""
+    return input.stride(-1) == 1 and input.shape[-1] <= LONGEST
+
+
+def both_in_rows(input: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """The same of both, in memory that is a matrix of rows: what is changed is not copied."""
+    return rows_of(input) is not None and rows_of(residual) is not None
 
 
 def norm_rows(

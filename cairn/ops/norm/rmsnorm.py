@@ -7,9 +7,9 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
-from cairn.ops.norm.launch import LONGEST, check_rows, norm_rows
+from cairn.ops.norm.cases import norm_cases
+from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -69,18 +69,7 @@ def _(
     return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
 
 
-def _rows(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> bool:
-    """Rows with their numbers side by side, short enough for one program."""
-    return input.stride(-1) == 1 and input.shape[-1] <= LONGEST
-
-
-@rmsnorm.implementation("triton", devices=gpu.DEVICES, when=_rows)
+@rmsnorm.implementation("triton", devices=gpu.DEVICES, when=in_rows)
 def _(
     input: Tensor,
     weight: Tensor,
@@ -91,17 +80,7 @@ def _(
     return norm_rows(input, weight, eps, out)
 
 
-@rmsnorm.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randn(7, 96), make.randn(96))
-    yield make.args(make.randn(1, 4097), make.randn(4097), 1e-5)
-    yield make.args(make.randn(0, 16), make.randn(16))
-    half = torch.bfloat16
-    yield make.args(make.randn(2, 3, 65, dtype=half), make.randn(65, dtype=half), eps=1e-5)
-    yield make.args(make.randn(5, 128, dtype=half)[:, :64], make.randn(64))
-    yield make.args(make.randn(3, 64, dtype=torch.float16), make.randn(64, dtype=torch.float16))
-    yield make.args(make.full((2, 8), 0.0), make.randn(8), out=make.empty(2, 8))
-    yield make.args(make.randn(63), make.randn(63), out=make.empty(63, 2)[:, 0])
+rmsnorm.cases(norm_cases)
 
 
 @rmsnorm.bench

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.norm.launch import LONGEST, check_rows, norm_rows
+from cairn.ops.norm.cases import norm_cases
+from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -50,18 +50,7 @@ def _(
     check_rows("rmsnorm_hf", input, weight, out)
 
 
-def _rows(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> bool:
-    """Rows with their numbers side by side, short enough for one program."""
-    return input.stride(-1) == 1 and input.shape[-1] <= LONGEST
-
-
-@rmsnorm_hf.implementation("triton", devices=gpu.DEVICES, when=_rows)
+@rmsnorm_hf.implementation("triton", devices=gpu.DEVICES, when=in_rows)
 def _(
     input: Tensor,
     weight: Tensor,
@@ -72,17 +61,7 @@ def _(
     return norm_rows(input, weight, eps, out, rounded=True)
 
 
-@rmsnorm_hf.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randn(7, 96), make.randn(96))
-    yield make.args(make.randn(1, 4097), make.randn(4097), 1e-5)
-    yield make.args(make.randn(0, 16), make.randn(16))
-    half = torch.bfloat16
-    yield make.args(make.randn(2, 3, 65, dtype=half), make.randn(65, dtype=half), eps=1e-5)
-    yield make.args(make.randn(5, 128, dtype=half)[:, :64], make.randn(64))
-    yield make.args(make.randn(3, 64, dtype=torch.float16), make.randn(64, dtype=torch.float16))
-    yield make.args(make.full((2, 8), 0.0), make.randn(8), out=make.empty(2, 8))
-    yield make.args(make.randn(63), make.randn(63), out=make.empty(63, 2)[:, 0])
+rmsnorm_hf.cases(norm_cases)
 
 
 @rmsnorm_hf.bench
