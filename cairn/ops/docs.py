@@ -212,7 +212,8 @@ def tested(op: Op[..., Any], implementation: Implementation) -> list[torch.dtype
     if implementation.dtypes is not None:
         found &= set(implementation.dtypes)
     known = [dtype for dtype in DTYPES if dtype in found]
-    return known + sorted(found - {None, *known}, key=str)  # type: ignore[arg-type]
+    others = {dtype for dtype in found if dtype is not None}.difference(known)
+    return known + sorted(others, key=str)
 
 
 def _first_dtype(values: list[Any]) -> torch.dtype | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -158,7 +158,7 @@ def stray(cache: PageCache, lease: Lease) -> None:
         (stray, "not cached"),
     ],
 )
-def test_damage_is_found(damage, words: str) -> None:  # type: ignore[no-untyped-def]
+def test_damage_is_found(damage: Callable[[PageCache, Lease], None], words: str) -> None:
     cache = cache_of(30, 12)
     tokens = list(range(24))
     lease = cache.open(tokens, 0)
