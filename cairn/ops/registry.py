@@ -47,6 +47,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Tolerance = tuple[float, float]
 
 REFERENCE = "reference"
+HANDED_ON = ["args", "kwargs"]
+"""Parameters of an implementation that does not look at its arguments."""
 VARIABLE = "CAIRN_OPS"
 _is_compiling = torch.compiler.is_compiling
 _active_modes = torch._C._len_torch_dispatch_stack
@@ -59,7 +61,7 @@ class Implementation:
 
     Attributes:
         name: unique within the op.
-        function: same parameters as the definition.
+        function: same parameters as the definition, or HANDED_ON.
         devices: device types it runs on.
         dtypes: dtypes accepted for the first floating-point tensor argument; None: any.
         when: called with the op's arguments; False refuses them (by shape). None: always.
@@ -311,6 +313,8 @@ class Op(Generic[P, R]):
     ) -> Callable[[F], F]:
         """Decorator: register a faster way. Earlier registrations are preferred.
 
+        One that hands the whole call on to something else may take (*args, **kwargs).
+
         Args:
             name: unique within the op, not "reference".
             devices: device types it runs on.
@@ -324,7 +328,7 @@ class Op(Generic[P, R]):
             if name == REFERENCE or name in self.implementations:
                 raise ValueError(f"op {self.name} already has an implementation {name!r}")
             parameters = list(inspect.signature(function).parameters)
-            if parameters != self._parameters:
+            if parameters not in (self._parameters, HANDED_ON):
                 raise ValueError(
                     f"{self.name}, implementation {name!r}: parameters {parameters} differ from "
                     f"the definition's {self._parameters}"

@@ -219,6 +219,15 @@ def test_stated_fake_replaces_the_definition() -> None:
     made.unregister()
 
 
+def test_an_implementation_may_hand_the_whole_call_on(scale: Op[..., Tensor]) -> None:
+    @scale.implementation("handed")
+    def _(*args: Any, **kwargs: Any) -> Tensor:
+        return 10 * scale.reference(*args, **kwargs)
+
+    x = torch.ones(3)
+    assert torch.equal(scale(x), 10 * scale.reference(x))
+
+
 def test_wrong_declarations_are_refused(scale: Op[..., Tensor]) -> None:
     with pytest.raises(ValueError, match="already defined"):
         op(toy_scale)

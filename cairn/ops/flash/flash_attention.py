@@ -178,41 +178,15 @@ def _whole(*args: Any, **kwargs: Any) -> bool:
     devices=("cpu",),
     when=_plain,
 )
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    page_table: Tensor | None,
-    batch_idx: Tensor | None,
-    leftpad: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    qv: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    chunk: int,
-    softcap: float,
-    max_seqlen_q: int,
-) -> None:
-    task = launch.Task(
-        *(q, k, v, o, lse, page_table, batch_idx, leftpad, cu_seqlens_q, cu_seqlens_k),
-        *(seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, sinks),
-        scale,
-        *(left, right, chunk),
-        softcap,
-        max_seqlen_q,
+def _(*args: Any, **kwargs: Any) -> None:
+    task = launch.Task(*args, **kwargs)
+    q, o, lse = task.q, task.o, task.lse
+    keys = Keys(
+        *(task.k, task.v, task.page_table, task.batch_idx, task.leftpad),
+        *(task.cu_seqlens_k, task.seqused_k),
     )
-    keys = Keys(k, v, page_table, batch_idx, leftpad, cu_seqlens_k, seqused_k)
-    for row, (at, count, many) in enumerate(_spans(q, cu_seqlens_q, seqused_q)):
+    spans = _spans(q, task.cu_seqlens_q, task.seqused_q)
+    for row, (at, count, many) in enumerate(spans):
         source, sink = (q, o) if q.dim() == 3 else (q[row], o[row])
         logs = lse if q.dim() == 3 else lse[row]
         there, beyond = slice(at, at + many), slice(at + many, at + count)
@@ -225,79 +199,13 @@ def _(
     devices=gpu.DEVICES,
     when=_whole,
 )
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    page_table: Tensor | None,
-    batch_idx: Tensor | None,
-    leftpad: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    qv: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    chunk: int,
-    softcap: float,
-    max_seqlen_q: int,
-) -> None:
-    library.attend_whole(
-        launch.Task(
-            *(q, k, v, o, lse, page_table, batch_idx, leftpad, cu_seqlens_q, cu_seqlens_k),
-            *(seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, sinks),
-            scale,
-            *(left, right, chunk),
-            softcap,
-            max_seqlen_q,
-        )
-    )
+def _(*args: Any, **kwargs: Any) -> None:
+    library.attend_whole(launch.Task(*args, **kwargs))
 
 
 @flash_attention.implementation("triton", devices=gpu.DEVICES)
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    page_table: Tensor | None,
-    batch_idx: Tensor | None,
-    leftpad: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    qv: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    chunk: int,
-    softcap: float,
-    max_seqlen_q: int,
-) -> None:
-    launch.attend(
-        launch.Task(
-            *(q, k, v, o, lse, page_table, batch_idx, leftpad, cu_seqlens_q, cu_seqlens_k),
-            *(seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, sinks),
-            scale,
-            *(left, right, chunk),
-            softcap,
-            max_seqlen_q,
-        )
-    )
+def _(*args: Any, **kwargs: Any) -> None:
+    launch.attend(launch.Task(*args, **kwargs))
 
 
 def drawn(make: Make, dtype: torch.dtype, **options: Any) -> Arguments:

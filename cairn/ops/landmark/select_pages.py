@@ -252,49 +252,13 @@ def _on_gpu(
 
 
 @select_pages.implementation("triton_few", devices=gpu.DEVICES, when=_few_on_gpu)
-def _(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    job = _selection(
-        *(lmk_q, summary_key, summary_bias, lse, row, slot, page_table, page_size, window, topk),
-        *(scale, strategy, num_kv_heads),
-    )
-    return select_launch.select(job, few=True)
+def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return select_launch.select(_selection(*args, **kwargs), few=True)
 
 
 @select_pages.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu)
-def _(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    job = _selection(
-        *(lmk_q, summary_key, summary_bias, lse, row, slot, page_table, page_size, window, topk),
-        *(scale, strategy, num_kv_heads),
-    )
-    return select_launch.select(job, few=False)
+def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return select_launch.select(_selection(*args, **kwargs), few=False)
 
 
 def _group_on_gpu(
