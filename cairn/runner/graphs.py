@@ -9,22 +9,24 @@ memory.
 
 from __future__ import annotations
 
+import bisect
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn import ops
 from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
-from cairn.runner.rows import Ints, Layout, filled
+from cairn.runner.rows import NO_CELLS, Layout, filled, write_cells
 from cairn.runner.sampler import Draws
+from cairn.runner.staging import Lines
+from cairn.runner.step import Ints
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +36,10 @@ NO_SLOT = -1
 """The slot of padding: it sees nothing."""
 NO_PAGE = -1
 """The page that padding completes."""
-BATCH_LINES = 7
-"""Lines of a graph's memory that are the batch's; where layers have pages of their own, a line of
-their locations follows. Then come the last slots, their rows and the draws."""
+BATCH_LINES = 9
+"""Lines of a graph's memory that are the batch's, and cells of the page tables with their pages;
+where layers have pages of their own, a line of their locations follows. Then come the last slots,
+their rows and the draws."""
 FLOATS = ("temperature", "top_p", "min_p")
 
 
@@ -58,8 +61,7 @@ class Ending(Enum):
     DRAW = "drawn tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(NamedTuple):
     """Which slots of a step choose a token, and how.
 
     Attributes:
@@ -81,7 +83,8 @@ class Place:
 
     Attributes:
         backends: layer index -> (backend, layer).
-        page_table: [rows, max_pages] int32; its address stays.
+        tables: all page tables, see Rows; their address stays.
+        page_table: [rows, max_pages] int32, that of most layers, a part of them.
         last_token: [rows + 1] int64, see Rows; its address stays.
         page_size: S.
         spare_page: a page of nobody: padding writes there.
@@ -90,6 +93,7 @@ class Place:
     """
 
     backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]]
+    tables: Tensor
     page_table: Tensor
     last_token: Tensor
     page_size: int
@@ -118,29 +122,29 @@ class DecodeGraphs:
     Args:
         model: runs the steps.
         place: where.
-        max_rows: requests that run at once; a step of more slots than rows and their landmarks
-            has no graph.
+        max_rows: requests that run at once; each takes a slot in a step, and one more where its
+            landmark follows.
     """
 
     def __init__(self, model: GraphModel, place: Place, max_rows: int) -> None:
         self.model = model
         self.place = place
-        # A landmark comes once in a page: more of them than this at once run without a graph.
-        self.buckets = buckets_up_to(max_rows + max(1, max_rows // 8))
+        self.buckets = buckets_up_to(2 * max_rows)
         device = place.page_table.device
         # Lines of a multiple of 16 bytes: kernels are compiled once for all of them.
         self._width = -(-self.buckets[-1] // 16) * 16
         values = [0, 0, 0, NO_SLOT, place.spare_page * place.page_size, 0, NO_PAGE]
+        values += [place.tables.numel() - 1, 0]
         if place.window_table is not None:
             values.append(place.window_spare_page * place.page_size)
         self._last = len(values)
         values += [0, len(place.last_token) - 1]
         lines = len(values) + len(Draws._fields)
-        self._device = torch.zeros((lines, self._width), dtype=torch.int64, device=device)
         padding = np.zeros((lines, self._width), dtype=np.int64)
         padding[: len(values)] = np.array(values)[:, None]
         # Padding draws its largest logit: temperature 0.
-        self._padding = padding
+        self._lines = Lines(padding, device)
+        self._device = self._lines.device
         self._captured: dict[tuple[int, Ending], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -152,9 +156,10 @@ class DecodeGraphs:
             tokens [n] int64, which `last_token` then holds as well. The next step overwrites it.
         """
         slots = len(layout.slot)
-        bucket = next((b for b in self.buckets if b >= slots), None)
-        if bucket is None or len(layout.completed) > self._closing(bucket):
+        at = bisect.bisect_left(self.buckets, slots)
+        if at == len(self.buckets) or len(layout.completed) > self._closing(self.buckets[at]):
             return None
+        bucket = self.buckets[at]
         self._fill(layout, sampling, bucket)
         key = bucket, sampling.ending
         captured = self._captured.get(key)
@@ -164,25 +169,24 @@ class DecodeGraphs:
         return captured.output[: len(sampling.last)]
 
     def _closing(self, bucket: int) -> int:
-        """Pages that a step of this bucket may complete."""
-        return max(1, bucket // 2) if bucket <= 8 else bucket // 8 + 3
+        """Pages that a step of this bucket may complete: each takes two of its slots."""
+        return max(1, bucket // 2)
 
     def _fill(self, layout: Layout, sampling: Sampling, bucket: int) -> None:
         """Copy the step's numbers, and padding behind them, to where the graphs read."""
-        parts: list[NDArray[np.generic]] = [
-            *(layout.ids, layout.position, layout.row, layout.slot, layout.location),
-            *(layout.completed, layout.completed_pages),
-            *(() if layout.window_location is None else (layout.window_location,)),
-            *(sampling.last, sampling.row),
-            *(sampling.draws or ()),
-        ]
-        # From PyTorch's pool of pinned memory: it is not given out again before the copy is over.
-        host = torch.empty((len(parts), self._width), dtype=torch.int64, pin_memory=True)
-        lines: NDArray[np.int64] = host.numpy()
-        lines[:, :bucket] = self._padding[: len(parts), :bucket]
-        for line, values in zip(lines, parts, strict=True):
-            line.view(values.dtype)[: len(values)] = values
-        self._device[: len(parts)].copy_(host, non_blocking=True)
+        cells, granted = layout.cells, layout.granted
+        if len(cells) > bucket:
+            write_cells(self.place.tables, cells, granted)
+            cells, granted = NO_CELLS
+        own = () if layout.window_location is None else (layout.window_location,)
+        self._lines.send(
+            (
+                *(layout.ids, layout.position, layout.row, layout.slot, layout.location),
+                *(layout.completed, layout.completed_pages, cells, granted, *own),
+                *(sampling.last, sampling.row, *(sampling.draws or ())),
+            ),
+            bucket,
+        )
 
     def _batch(self, bucket: int) -> Batch:
         """The step as the model reads it: views of the memory that stays."""
@@ -204,6 +208,7 @@ class DecodeGraphs:
             window_place=None if own is None else (own, lines[BATCH_LINES, :bucket]),
         )
 
+    @torch.inference_mode()
     def _capture(self, bucket: int, ending: Ending) -> _Captured:
         began = time.perf_counter()
         kept = self.place.last_token.clone()
@@ -225,8 +230,10 @@ class DecodeGraphs:
         return _Captured(graph, output)
 
     def _run(self, bucket: int, ending: Ending) -> Tensor:
-        hidden = self.model(self._batch(bucket))
         lines = self._device[:, :bucket]
+        granted = lines[8].view(torch.int32)[:bucket]
+        self.place.tables.view(-1).index_copy_(0, lines[7], granted)
+        hidden = self.model(self._batch(bucket))
         logits = self.model.logits(hidden[lines[self._last]])
         if ending is Ending.LOGITS:
             return logits

@@ -87,6 +87,18 @@ def test_every_bucket_at_several_lengths(pair, bucket):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, MOST_ROWS])
+def test_rows_that_all_close_a_page_at_once(pair, rows):
+    with_graphs, eager = pair
+    size = eager.config.page_size
+    rng = random.Random(rows)
+    prompts = [text(rng, 5 * (size - 1) - 3) for _ in range(rows)]
+    params = SamplingParams(temperature=0, max_tokens=size, ignore_eos=True)
+    assert_same(run(with_graphs, prompts, params), run(eager, prompts, params))
+    assert any(key[0] == 2 * rows for key in with_graphs.runner.graphs._captured)
+
+
+@pytest.mark.gpu
 def test_after_retraction(pair):
     """Rows lose their pages, wait, and go on elsewhere, in graphs that have seen other pages."""
     with_graphs, eager = pair
