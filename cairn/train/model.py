@@ -275,9 +275,10 @@ class TrainedModel(nn.Module):
             return ops.sequence_attention(
                 q, k, v, z, key, bias, self.page_size, spec.window, topk, softmax1
             )
-        window = spec.window or q.shape[1]
+        if spec.window is None and not (spec.mask_landmarks and self.spec.landmarks):
+            return _causal(q, k, v), q.new_zeros(q.shape[:3], dtype=torch.float32)
         return ops.sequence_attention(
-            *(q, k, v, None, None, None, self.page_size, window),
+            *(q, k, v, None, None, None, self.page_size, spec.window or q.shape[1]),
             aligned=False,
             mask_landmarks=spec.mask_landmarks and self.spec.landmarks,
         )
@@ -287,6 +288,13 @@ class TrainedModel(nn.Module):
         """[V, hidden], the output head."""
         weight = self.model.embed_tokens.weight if self.spec.tied else self.lm_head.weight
         return weight[: self.spec.vocab_size]
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention to all that came before, by PyTorch: q [B, L, h_q, d], k and v [B, L, h_kv, d]."""
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    attended = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    return attended.transpose(1, 2)
 
 
 def losses(

@@ -161,11 +161,11 @@ def embedded_config() -> dict[str, Any]:
         "rope_context_length": 1024,
         "rope_period_multiplier": 2.0,
         "use_sliding_window": True,
-        "sliding_window": 256,
+        "sliding_window": 512,
         "mask_lmk_token": True,
         "num_swa_layers": 2,
         "full_attn_interleave": 1,
-        "hils_sliding_window": 256,
+        "hils_sliding_window": 512,
         "chunk_size": 64,
         "hils_topk": 16,
         "insert_landmarks": True,
@@ -209,16 +209,28 @@ def embedded() -> Recipe:
             Stage(0.12, 16384, 2, (8,), 0.5),
             # Among many pages early enough to learn from it: what to leave alone.
             Stage(0.08, 65536, 1, (8,), 0.5),
-            Stage(0.14, 32768, 1, (8,), 0.5),
-            Stage(0.12, 65536, 1, (8,), 0.5),
+            Stage(0.12, 32768, 1, (8,), 0.5),
+            Stage(0.09, 65536, 1, (8,), 0.5),
+            Stage(0.05, 131072, 1, (8,), 0.5),
         ),
-        page_weight=0.15,
+        page_weight=0.2,
     )
 
 
 def dense() -> Recipe:
-    """The dense twin of `embedded`, trained on the same data."""
-    return replace(embedded(), config=dense_config(), page_weight=0.0)
+    """The dense twin of `embedded`: as many steps on the same text and tasks.
+
+    Fewer of its steps have the greatest lengths, where every slot attends to all before it.
+    """
+    stages = (
+        Stage(0.08, 1024, 32, (1,), 0.9),
+        Stage(0.12, 2048, 16, (1,), 0.7),
+        Stage(0.34, 4096, 8, (1,), 0.5),
+        Stage(0.31, 16384, 2, (1,), 0.5),
+        Stage(0.10, 32768, 1, (1,), 0.5),
+        Stage(0.05, 65536, 1, (1,), 0.5),
+    )
+    return replace(embedded(), config=dense_config(), stages=stages, page_weight=0.0)
 
 
 RECIPES = {"embedded": embedded, "dense": dense}
