@@ -10,7 +10,7 @@ from typing import Any
 
 from cairn.config import EngineConfig, EngineOptions, default_model_path
 from cairn.engine.build import Built, build
-from cairn.engine.core import Continuation
+from cairn.engine.core import Continuation, HostTimes
 from cairn.errors import BadModel, BadRequest
 from cairn.models.spec import ModelSpec
 from cairn.names import refuse_unknown
@@ -41,6 +41,7 @@ class Stats:
         pages_read: pages that they read (selected and window), averaged over KV heads.
         pages_held: pages that dense attention would have read in their place.
         preemptions: requests whose pages were taken back for a while.
+        steady: what steps that only decode cost the host.
     """
 
     steps: int
@@ -57,6 +58,7 @@ class Stats:
     pages_read: int
     pages_held: int
     preemptions: int
+    steady: HostTimes
 
 
 class LLM:
@@ -197,10 +199,11 @@ class LLM:
         kv_heads = self._built.spec.num_kv_heads
         known = {f.name for f in fields(Stats)}
         totals = {f.name: getattr(core, f.name) for f in fields(core) if f.name in known}
+        totals["steady"] = replace(core.steady)
         return Stats(
             **totals,
-            queries=runner.counters.queries,
-            pages_read=runner.counters.selected // kv_heads + runner.reads.window,
+            queries=runner.reads.queries,
+            pages_read=runner.reads.selected // kv_heads + runner.reads.window,
             pages_held=runner.reads.held,
             cached_prompt_tokens=self._core.scheduler.cached_prompt_tokens,
             preemptions=self._core.scheduler.preemptions,
@@ -330,9 +333,10 @@ def _checked_ids(ids: Any) -> list[int]:
     found = ids.tolist() if hasattr(ids, "tolist") else ids
     if not isinstance(found, Sequence) or isinstance(found, str | bytes):
         raise BadRequest(f"prompt_token_ids must be a list of integers, not {type(ids).__name__}")
-    for token in found:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise BadRequest(f"prompt_token_ids must hold integers, not {token!r}")
+    if set(map(type, found)) - {int}:
+        for token in found:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise BadRequest(f"prompt_token_ids must hold integers, not {token!r}")
     return list(found)
 
 

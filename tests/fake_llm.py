@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from cairn.bench.shapes import config_of
+from cairn.engine.core import HostTimes
 from cairn.models.registry import load_spec
 from cairn.types import CompletionOutput, RequestOutput, TokenLogprobs
 
@@ -84,7 +85,9 @@ class FakeLLM:
 
     def stats(self):
         seconds = {"prefill_seconds": self.seconds, "decode_seconds": self.seconds}
-        return SimpleNamespace(**self.counts, **seconds, host_seconds=0.001 * self.counts["steps"])
+        steps = self.counts["steps"]
+        steady = HostTimes(steps, *(part * 1e-6 * steps for part in (10, 20, 30, 40)))
+        return SimpleNamespace(**self.counts, **seconds, steady=steady)
 
     def shutdown(self):
         self.closed = True

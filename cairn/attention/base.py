@@ -64,28 +64,6 @@ class AttentionLayer:
     landmark: LandmarkRule | None = None
 
 
-@dataclass(slots=True)
-class Counters:
-    """What landmark layers really read, summed over queries and layers.
-
-    Attributes:
-        queries: queries that attended.
-        counted: pages selected by all KV heads together, as far as steps counted them; a tensor
-            while it accumulates on the device.
-        replayed: those of steps that cannot count.
-    """
-
-    queries: int = 0
-    counted: Tensor | int = 0
-    replayed: int = 0
-
-    @property
-    def selected(self) -> int:
-        """Pages selected by all KV heads together; waits for steps that count."""
-        self.counted = int(self.counted)
-        return self.counted + self.replayed
-
-
 @dataclass(frozen=True, slots=True)
 class LayerReads:
     """What the W watched queries of a step read in one landmark layer.
@@ -117,11 +95,11 @@ class Batch:
         completed: [N] int64, index in the batch of every slot that is the last of its page.
         completed_pages: [N] int64, the physical pages those slots complete; negative: padding.
         max_slot: largest slot of the step, known on the host.
-        first_slot: where the step is one stretch of one row: its first slot, known on the host.
+        stretches: row, first slot and number of slots of each row that runs, one after the other,
+            known on the host; None: the host does not say.
         backends: layer index -> (backend, layer).
         window_place: page table and locations of window layers that have pages of their own; None:
             all layers share the pages. Only entries under a window are anything.
-        counters: what landmark layers read; None: nobody counts.
         watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
         reads: what the watched queries read, one entry a landmark layer.
     """
@@ -136,9 +114,8 @@ class Batch:
     completed_pages: Tensor
     max_slot: int
     backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]]
-    first_slot: int | None = None
+    stretches: list[int] | None = None
     window_place: tuple[Tensor, Tensor] | None = None
-    counters: Counters | None = None
     watch: Tensor | None = None
     reads: list[LayerReads] = field(default_factory=list)
     _memo: dict[Hashable, Any] = field(default_factory=dict)

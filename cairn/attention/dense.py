@@ -35,6 +35,6 @@ class DenseBackend(AttentionBackend):
             batch.slot,
             batch.page_table,
             mask_landmarks=layer.mask_landmarks,
-            first_slot=batch.first_slot,
+            stretches=batch.stretches,
         )
-        return o.to(q.dtype)
+        return o

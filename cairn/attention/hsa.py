@@ -70,9 +70,9 @@ class HsaBackend(AttentionBackend):
         if rule is None or lmk_q is None:
             raise ValueError(f"layer {layer.index} has no landmark rule or no landmark query")
         k_cache, v_cache = self.write(k, v, layer, batch)
-        # Where each landmark's own z pools its page, a few of them do it on the way.
+        # Where each landmark's own z pools its page, a few of them do it on the way: no launch.
         own = summary_query is None and rule.summary == "prior" and not rule.group_query
-        few = own and q.shape[0] <= min(FEW_TOKENS, rule.window)
+        few = q.is_cuda and own and q.shape[0] <= min(FEW_TOKENS, rule.window)
         if batch.completed.numel() and not few:
             if summary_query is None and (rule.bias or rule.summary == "prior"):
                 summary_query = lmk_q[batch.completed]
@@ -97,9 +97,6 @@ class HsaBackend(AttentionBackend):
             strategy=rule.strategy,
             store_summaries=few,
         )
-        if batch.counters is not None:
-            batch.counters.queries += q.shape[0]
-            batch.counters.counted = batch.counters.counted + (indices >= 0).sum()
         if batch.watch is not None:
             at = batch.watch
             weights, window_weight = shared_weights(scores[at], lse[at], rule.softmax1)

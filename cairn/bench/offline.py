@@ -54,7 +54,8 @@ def run_offline(plan: OfflinePlan) -> list[Cell]:
                 ms=seconds * 1e3,
                 floor_ms=None,
                 tokens_per_s=tokens / seconds,
-                host_ms=phase.host_seconds / max(1, phase.steps) * 1e3,
+                host_us=sum(phase.host_us.values()) if phase.host_us else None,
+                host_us_by_stage=phase.host_us,
                 parameters=parameter_count(llm.spec),
             )
         ]

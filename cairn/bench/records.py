@@ -32,7 +32,9 @@ class Cell:
         floor_ms: what the roofline measured in the same run allows; None where it says nothing.
         tokens_per_s: user tokens of all sequences per second.
         pages_read: pages a query read per landmark layer, mean; None for other layers or phases.
-        host_ms: milliseconds per step outside the model; None where not known.
+        host_us: microseconds of the host in a step that only decodes, mean: all but the wait for
+            the device; None where no such step ran.
+        host_us_by_stage: what they went into, see `cairn.engine.core.HostTimes`.
         parameters: of the model that ran, so that nobody compares models of different size.
         selection: of landmark layers: "random" (weights and prompts), "shared" (random weights,
             neighbours select much the same pages), "trained"; None for other layers.
@@ -54,7 +56,8 @@ class Cell:
     floor_ms: float | None
     tokens_per_s: float
     pages_read: float | None = None
-    host_ms: float | None = None
+    host_us: float | None = None
+    host_us_by_stage: dict[str, float] | None = None
     parameters: int | None = None
     selection: str | None = None
     union16: float | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.bench.shapes import write_folder
+from cairn.engine.core import HostTimes
 from cairn.errors import CairnError
 from cairn.llm import LLM
 from cairn.types import SamplingParams
@@ -64,7 +65,8 @@ class Phase:
         steps: steps that ran.
         prefill_tokens, decode_tokens: user tokens that ran.
         generated_tokens: tokens that were sampled.
-        prefill_seconds, decode_seconds, host_seconds: as the engine counts them.
+        prefill_seconds, decode_seconds: as the engine counts them.
+        steady: what steps that only decode cost the host.
         queries: queries of landmark layers.
         pages_read, pages_held: pages that they read, pages that dense attention would have read.
     """
@@ -75,10 +77,19 @@ class Phase:
     generated_tokens: int
     prefill_seconds: float
     decode_seconds: float
-    host_seconds: float
+    steady: HostTimes
     queries: int
     pages_read: int
     pages_held: int
+
+    @property
+    def host_us(self) -> dict[str, float] | None:
+        """Microseconds of the host in a step that only decodes, mean, by what they went into; None
+        where no such step ran."""
+        if not self.steady.steps:
+            return None
+        stages = ("plan", "launch", "results", "other")
+        return {name: getattr(self.steady, name) / self.steady.steps * 1e6 for name in stages}
 
 
 COUNTERS = tuple(field.name for field in fields(Phase))

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from cairn.errors import BadRequest, InvariantError
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
-"""User token ids: a list, an `array.array` or a numpy array; int32 needs no conversion."""
+"""User token ids: a list, an `array.array` or a numpy array; 32 bits need no conversion."""
 
 
 def page_keys(tokens: Tokens, first: int, last: int, tokens_per_page: int) -> list[bytes]:
@@ -41,6 +41,8 @@ def page_keys(tokens: Tokens, first: int, last: int, tokens_per_page: int) -> li
             if run.dtype != np.int32 and bool((narrow != run).any()):
                 raise OverflowError("token id")
             data = narrow.tobytes()
+        elif isinstance(run, array) and run.typecode == "i":
+            data = run.tobytes()
         else:
             data = array("i", run).tobytes()
     except OverflowError:

@@ -13,6 +13,7 @@ observation counts by its relative error, so that a faster machine needs no othe
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ DAMPING = 1e-3
 """Trust in a cost as it is, against one observation's news of it."""
 OUTLIER = 2.0
 """A step that takes more than this many times what was expected counts for less."""
+UNLEARNED = 64
+"""Steps that only decode whose times are kept until they are asked for; older ones would count for
+next to nothing then."""
 SHORTEST = 1e-9
 """No step takes less seconds: a clock that says so has stood still."""
 GROWTH = 2
@@ -71,10 +75,18 @@ class StepTimes:
         self._decode = _Costs(3)
         self._prefill = _Costs(3)
         self._longest = 0
+        self._unlearned: deque[tuple[Load, float]] = deque(maxlen=UNLEARNED)
 
     def observe(self, load: Load, seconds: float) -> None:
         """Learn that a step of this load took `seconds`."""
-        self._longest = max(self._longest, load.tokens)
+        if load.chunks:
+            self._longest = max(self._longest, load.tokens)
+            self._learn(load, seconds)
+        else:
+            # Learned when somebody asks: most steps only decode, and then nobody does.
+            self._unlearned.append((load, seconds))
+
+    def _learn(self, load: Load, seconds: float) -> None:
         if seconds < SHORTEST:
             return
         decode = self.decode_seconds(load)
@@ -88,6 +100,8 @@ class StepTimes:
 
     def decode_seconds(self, load: Load) -> float:
         """What the step is expected to take without its prefill; 0 when nothing is known."""
+        while self._unlearned:
+            self._learn(*self._unlearned.popleft())
         return self._decode.of(_decode(load))
 
     def prefill_seconds(self, load: Load) -> float:

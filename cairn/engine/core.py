@@ -4,7 +4,8 @@
       a grammar is compiled first, in a thread         (engine/grammar.py: GrammarLoader.submit)
 2. `EngineCore.step` asks for a plan                   (engine/scheduler.py: Scheduler.schedule)
 3. the executor runs the plan                          (runner/runner.py: Runner.launch)
-      the plan becomes one ragged batch                (runner/rows.py: Rows.build)
+      where all rows decode, a graph does the rest     (runner/graphs.py: DecodeGraphs.run)
+      else the plan becomes one ragged batch           (runner/rows.py: Rows.lay_out)
       the model attends through its backend            (attention/hsa.py: HsaBackend.run)
       the last rows are sampled                        (runner/sampler.py: Sampler.sample)
 4. the result is taken in                              (engine/scheduler.py: Scheduler.retire)
@@ -22,7 +23,8 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
@@ -46,6 +48,38 @@ COMPILE_WAIT = 0.02
 
 
 @dataclass(slots=True)
+class HostTimes:
+    """Seconds of the host in steps that only decode while others do the same: from one result to
+    the next, less the wait for the model (where the model runs on the host: less its run).
+
+    Attributes:
+        steps: how many such steps.
+        plan: choosing what runs.
+        launch: laying it out and giving it to the device.
+        results: tokens taken in, text and stop conditions.
+        other: everything else, what the caller of the engine does with the tokens included.
+    """
+
+    steps: int = 0
+    plan: float = 0.0
+    launch: float = 0.0
+    results: float = 0.0
+    other: float = 0.0
+
+    def add(self, plan: float, launch: float, results: float, other: float) -> None:
+        """Count one more step."""
+        self.steps += 1
+        self.plan += plan
+        self.launch += launch
+        self.results += results
+        self.other += other
+
+    def __sub__(self, before: HostTimes) -> HostTimes:
+        values = (getattr(self, f.name) - getattr(before, f.name) for f in fields(self))
+        return HostTimes(*values)
+
+
+@dataclass(slots=True)
 class CoreStats:
     """Totals since the engine started. Seconds are wall clock.
 
@@ -53,7 +87,7 @@ class CoreStats:
     `model_seconds` went into running the model or waiting for it, `host_seconds` into all else.
     `decode_stall_seconds` is what steps took beyond what the rows that decoded in them are expected
     to take alone: how long these waited for the prefill of others, counted once a step however many
-    they were.
+    they were. `steady` is what decoding costs the host.
     """
 
     steps: int = 0
@@ -66,6 +100,7 @@ class CoreStats:
     model_seconds: float = 0.0
     host_seconds: float = 0.0
     decode_stall_seconds: float = 0.0
+    steady: HostTimes = field(default_factory=HostTimes)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,14 +129,14 @@ class Continuation:
         return self.stream.output.finish_reason is not None
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step that was launched: its plan, when, and how many seconds that took."""
+class _Flight(NamedTuple):
+    """A step that was launched: its plan, and when it was begun, planned and launched."""
 
     plan: StepPlan
     launched: Launched
     began: float
-    seconds: float
+    planned: float
+    ended: float
 
 
 class EngineCore:
@@ -189,7 +224,7 @@ class EngineCore:
             stop_ids=admission.stop_ids(params, self.shape),
             max_output=max_output,
             order=(priority, self._arrivals),
-            tokens=array("q", prompt),
+            tokens=array("i", prompt),
         )
         self._arrivals += 1
         stream = OutputStream(
@@ -253,6 +288,7 @@ class EngineCore:
                 if self._compiling and may_wait:
                     wait([state for _, state in self._compiling], COMPILE_WAIT, FIRST_COMPLETED)
             return None
+        planned = self.clock()
         for opened in plan.opened:
             moments = self._live[opened.request_id].moments
             moments.started = began if moments.started is None else moments.started
@@ -261,7 +297,7 @@ class EngineCore:
         except BaseException as error:
             self._fail(plan, error)
             raise
-        return _Flight(plan, launched, began, self.clock() - began)
+        return _Flight(plan, launched, began, planned, self.clock())
 
     def _land(self, flight: _Flight) -> list[Continuation]:
         """Wait for a step and take its result in."""
@@ -271,14 +307,22 @@ class EngineCore:
         except BaseException as error:
             self._fail(flight.plan, error)
             raise
+        arrived = self.clock()
         load = self.scheduler.load_of(flight.plan)
         changed = self._retire(flight.plan, result)
         ended = self.clock()
         # A step launched while the one before ran took what it added to it.
         seconds = ended - max(flight.began, self._landed)
         self._landed = ended
-        host = flight.seconds + ended - began - result.model_seconds
+        plan, results = flight.planned - flight.began, ended - arrived
+        launch = flight.ended - flight.planned + arrived - began - result.model_seconds
+        host = plan + launch + results
         self._account(load, result, seconds, host)
+        following = self._flight
+        alike = not self.overlap if following is None else not following.plan.work
+        if alike and not flight.plan.work:
+            other = seconds - result.model_seconds - host
+            self.stats.steady.add(plan, launch, results, other)
         return changed
 
     def _fail(self, plan: StepPlan, error: BaseException) -> None:
@@ -317,10 +361,19 @@ class EngineCore:
             self._take_prompt_logprobs(plan, result)
         now = self.clock()
         changed = []
-        for request, index in self.scheduler.retire(plan, result):
+        only_tokens = not (result.logprobs or result.selection)
+        for index, request in self.scheduler.retire(plan, result):
             continuation = self._live[request.id]
             changed.append(continuation)
-            reason = self._take_token(continuation, result, index, now)
+            moments, token = continuation.moments, result.tokens[index]
+            if token >= 0:
+                moments.last_token = now
+                if moments.first_token is None:
+                    moments.first_token = now
+            if only_tokens and token >= 0 and request.grammar is None:
+                reason = continuation.stream.push(token)
+            else:
+                reason = self._take_token(continuation, result, index)
             if reason is not None:
                 continuation.moments.ended = now
                 del self._live[request.id]
@@ -328,9 +381,10 @@ class EngineCore:
         return changed
 
     def _take_token(
-        self, continuation: Continuation, result: StepResult, index: int, now: float
+        self, continuation: Continuation, result: StepResult, index: int
     ) -> FinishReason | None:
-        """Give a token to the grammar and to the stream; the reason, when the output has ended."""
+        """Give a token, with what is reported of it, to the grammar and to the stream; the reason,
+        when the output has ended."""
         stream, grammar = continuation.stream, continuation.request.grammar
         token = result.tokens[index]
         if token < 0:
@@ -340,7 +394,6 @@ class EngineCore:
                 continuation.error += ", or min_tokens forbids all that the grammar allows"
             log.error("request %s: %s", continuation.request.id, continuation.error)
             return stream.finish(FinishReason.ERROR)
-        continuation.moments.token(now)
         if grammar is not None:
             grammar.accept(token)
         complete = grammar is not None and grammar.done
@@ -352,7 +405,7 @@ class EngineCore:
         return reason
 
     def _take_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
-        requests = self.scheduler.requests_of(plan)
+        requests = self.scheduler.requests_of(plan)[len(plan.decode.row) :]
         rows = {w.row: request for w, request in zip(plan.work, requests, strict=True)}
         for part in result.prompt_logprobs:
             request = rows[part.row]

@@ -267,17 +267,26 @@ class ByteDetokenizer:
         self._begins = all(spelling.spell(token) is None for token in reversed(prompt))
         self._strip = rules.strip[1] if self._begins else 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")(rules.errors)
+        # No character waits for its last byte.
+        self._settled = True
         self._replacers = [_Replacer(*pair) for pair in CLEAN_UPS] if clean_up else []
 
     def push(self, *tokens: int) -> str:
         """See `Detokenizer`."""
         spell = self._spelling.spell
+        if len(tokens) == 1 and not self._begins:
+            # What a step brings: mostly a few letters that need no look at their neighbours.
+            part = spell(tokens[0])
+            if part is None:
+                return ""
+            text = part.decode() if self._settled and part.isascii() else self._decode(part)
+            return self._settle(text) if self._strip or self._replacers else text
         parts = [part for token in tokens if (part := spell(token)) is not None]
         if self._begins and parts:
             first = next(token for token in tokens if spell(token) is not None)
             parts[0] = self._spelling.spell_first(first) or b""
             self._begins = False
-        return self._settle(self._utf8.decode(b"".join(parts)))
+        return self._settle(self._decode(b"".join(parts)))
 
     def flush(self) -> str:
         """See `Detokenizer`."""
@@ -287,6 +296,11 @@ class ByteDetokenizer:
             for later in self._replacers[i + 1 :]:
                 rest = later.push(rest)
             text += rest
+        return text
+
+    def _decode(self, part: bytes) -> str:
+        text = self._utf8.decode(part)
+        self._settled = not self._utf8.getstate()[0]
         return text
 
     def _settle(self, text: str) -> str:

@@ -227,6 +227,9 @@ class EngineLoop:
         stream = continuation.stream
         output = stream.output
         part.sent = len(output.token_ids)
+        if part.told and output.finish_reason is None and not stream.reports:
+            # Most deltas by far: a step has one for every row.
+            return Delta(part.id, part.index, stream.take(), tuple(output.token_ids[sent:]))
         first = not part.told and part.index == 0
         part.told = True
         if output.finish_reason is not None:
@@ -337,8 +340,8 @@ class EngineLoop:
             prefix_queries=scheduler.looked_up_prompt_tokens,
             prefix_hits=scheduler.cached_prompt_tokens,
             preemptions=scheduler.preemptions,
-            landmark_queries=runner.counters.queries,
-            pages_selected=runner.counters.selected / self._built.spec.num_kv_heads,
+            landmark_queries=runner.reads.queries,
+            pages_selected=runner.reads.selected / self._built.spec.num_kv_heads,
         )
 
 

@@ -25,6 +25,9 @@ class OutputStream:
         max_output: tokens that may be generated.
         tokenizer: None: no text.
         prompt: prompt tokens; the text goes on behind them.
+
+    Attributes:
+        reports: something is reported of every token.
     """
 
     def __init__(
@@ -40,6 +43,8 @@ class OutputStream:
         self.params = params
         self.eos_ids = frozenset(eos_ids)
         self.max_output = max_output
+        self._end_ids = self.eos_ids.union(params.stop_token_ids)
+        self.reports = params.logprobs is not None or params.selection
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(prompt) if tokenizer is not None else None
         self._stops = [StopString(stop) for stop in params.stop]
@@ -53,31 +58,38 @@ class OutputStream:
     def push(
         self,
         token: int,
-        logprobs: Alternatives | None,
+        logprobs: Alternatives | None = None,
         selection: tuple[LayerSelection, ...] = (),
         complete: bool = False,
     ) -> FinishReason | None:
         """Take one sampled token; returns the reason when it was the last. `complete`: it is,
         since its grammar lets nothing follow."""
-        output, params = self.output, self.params
+        ids = self.output.token_ids
+        ids.append(token)
+        if self.reports:
+            self._report(logprobs, selection)
+        may_stop = len(ids) >= self.params.min_tokens
+        if may_stop and token in self._end_ids:
+            self.output.stop_reason = None if token in self.eos_ids else token
+            return self.finish(FinishReason.STOP)
+        if self._detokenizer is not None:
+            piece = self._detokenizer.push(token)
+            if piece and self._append(piece, may_stop):
+                return self.finish(FinishReason.STOP)
+        if complete:
+            return self.finish(FinishReason.STOP)
+        if len(ids) >= self.max_output:
+            return self.finish(FinishReason.LENGTH)
+        return None
+
+    def _report(self, logprobs: Alternatives | None, selection: tuple[LayerSelection, ...]) -> None:
+        """Keep what was asked for about a token."""
+        output = self.output
         if output.selection is not None:
             output.selection.append(selection)
-        output.token_ids.append(token)
         if logprobs is not None and output.logprobs is not None:
             output.logprobs.append(token_logprobs(logprobs, self._tokenizer))
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.chosen
-        may_stop = len(output.token_ids) >= params.min_tokens
-        if may_stop and (token in self.eos_ids or token in params.stop_token_ids):
-            output.stop_reason = None if token in self.eos_ids else token
-            return self.finish(FinishReason.STOP)
-        piece = self._detokenizer.push(token) if self._detokenizer is not None else ""
-        if self._append(piece, may_stop):
-            return self.finish(FinishReason.STOP)
-        if complete:
-            return self.finish(FinishReason.STOP)
-        if len(output.token_ids) >= self.max_output:
-            return self.finish(FinishReason.LENGTH)
-        return None
 
     def finish(self, reason: FinishReason) -> FinishReason:
         """End the output: what waited for another token is shown now."""
@@ -91,13 +103,14 @@ class OutputStream:
 
     def take(self) -> str:
         """New text that no stop string can take back any more."""
-        text = self.output.text
+        text, begin = self.output.text, self._shown
         end = len(text)
-        if self.output.finish_reason is None:
-            end -= max((stop.matched for stop in self._stops), default=0)
-        piece = text[self._shown : end]
-        self._shown = max(self._shown, end)
-        return piece
+        if self._stops and self.output.finish_reason is None:
+            end -= max(stop.matched for stop in self._stops)
+        if end <= begin:
+            return ""
+        self._shown = end
+        return text[begin:end]
 
     def _append(self, piece: str, may_stop: bool) -> bool:
         """Add a piece of text, up to the first stop string that ends in it (the longest of those

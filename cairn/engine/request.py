@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cairn.cache.paged import Lease
 from cairn.engine.grammar import GrammarState
 from cairn.engine.messages import Timing
+from cairn.runner.step import Ints
 from cairn.types import SamplingParams
 
 
@@ -41,12 +42,6 @@ class Moments:
     last_token: float | None = None
     ended: float | None = None
 
-    def token(self, now: float) -> None:
-        """A token was chosen."""
-        if self.first_token is None:
-            self.first_token = now
-        self.last_token = now
-
     @property
     def timing(self) -> Timing | None:
         """Where the time went; None while it goes on. What was not reached takes none."""
@@ -56,6 +51,33 @@ class Moments:
         first = self.ended if self.first_token is None else self.first_token
         last = first if self.last_token is None else self.last_token
         return Timing(started - self.arrived, first - started, last - first)
+
+
+class RowCounts:
+    """How far the running requests are, in user tokens, by row: rows that decode move all at once.
+
+    Attributes:
+        computed: tokens whose keys and values (and landmarks) are in the cache.
+        planned: those, and the tokens that steps in flight compute.
+        capacity: tokens that the row's pages hold.
+        prompt: tokens of the prompt.
+        last: `planned` once steps in flight choose the last token that the request may have.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.computed = np.zeros(num_rows, dtype=np.int64)
+        self.planned = np.zeros(num_rows, dtype=np.int64)
+        self.capacity = np.zeros(num_rows, dtype=np.int64)
+        self.prompt = np.zeros(num_rows, dtype=np.int64)
+        self.last = np.zeros(num_rows, dtype=np.int64)
+
+    def start(self, request: Request, computed: int) -> None:
+        """The request takes its row; its pages hold so many tokens, all computed."""
+        row = request.row
+        request.counts = self
+        self.computed[row] = self.planned[row] = self.capacity[row] = computed
+        self.prompt[row] = request.num_prompt
+        self.last[row] = request.num_prompt + request.max_output - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -70,14 +92,11 @@ class Request:
         stop_ids: ids that end the output.
         max_output: tokens that may be generated.
         order: (priority, arrival); the smaller goes first.
-        tokens: prompt and output, append only.
-        computed: user tokens whose keys and values (and landmarks) are in the cache.
-        planned: those, and the tokens that steps in flight compute.
-        choosing: tokens that steps in flight choose; they follow `tokens`, yet unknown.
+        tokens: prompt and output as 32-bit numbers, append only.
         cached: prompt tokens taken from the prefix cache when it first ran.
         row: row of the page table while running.
+        counts: how far that row is.
         lease: pages while running.
-        capacity: user tokens that these pages hold.
         granted: pages of the lease that the runner knows.
         opened: the runner was told of the row.
         decoding: all that is left to run is the token that was chosen last, since the row was
@@ -98,13 +117,10 @@ class Request:
     order: tuple[int, int]
     tokens: array[int]
     state: State = State.WAITING
-    computed: int = 0
-    planned: int = 0
-    choosing: int = 0
     cached: int | None = None
     row: int = -1
+    counts: RowCounts | None = field(default=None, repr=False)
     lease: Lease | None = None
-    capacity: int = 0
     granted: int = 0
     opened: bool = False
     decoding: bool = False
@@ -114,7 +130,22 @@ class Request:
     refused_at: int = -1
     retractions: int = 0
     grammar: GrammarState | None = None
-    _view: NDArray[np.int64] | None = field(default=None, repr=False)
+    _view: NDArray[np.int32] | None = field(default=None, repr=False)
+
+    @property
+    def computed(self) -> int:
+        """User tokens whose keys and values (and landmarks) are in the cache."""
+        return 0 if self.counts is None else int(self.counts.computed[self.row])
+
+    @property
+    def planned(self) -> int:
+        """Those, and the tokens that steps in flight compute."""
+        return 0 if self.counts is None else int(self.counts.planned[self.row])
+
+    @property
+    def choosing(self) -> int:
+        """Tokens that steps in flight choose; they follow `tokens`, yet unknown."""
+        return self.planned + 1 - len(self.tokens) if self.decoding else 0
 
     @property
     def num_output(self) -> int:
@@ -136,14 +167,43 @@ class Request:
         """Whether it may take computed pages; prompt log-probabilities need every position run."""
         return self.params.prompt_logprobs is None
 
-    def prompt_view(self) -> NDArray[np.int64]:
+    def prompt_view(self) -> NDArray[np.int32]:
         """The prompt as an array, made once."""
         if self._view is None:
-            self._view = np.array(self.tokens[: self.num_prompt], dtype=np.int64)
+            # A copy: while arrays look at it, `tokens` could not grow.
+            self._view = np.array(self.tokens[: self.num_prompt], dtype=np.int32)
         return self._view
 
 
-def common_prefix(a: Sequence[int] | NDArray[np.int64], b: NDArray[np.int64]) -> int:
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """The running requests, in order, by what they run next.
+
+    Attributes:
+        decoding: the token that was chosen last.
+        rows: their rows.
+        prefilling: known tokens.
+        constrained: of all, those with a grammar.
+    """
+
+    decoding: list[Request]
+    rows: Ints
+    prefilling: list[Request]
+    constrained: list[Request]
+
+    @classmethod
+    def of(cls, running: Sequence[Request]) -> Phases:
+        """Sort them; those that are to be released, or have all their tokens, run nothing."""
+        decoding = [r for r in running if r.decoding and not (r.doomed or r.complete)]
+        return cls(
+            decoding,
+            np.array([r.row for r in decoding], dtype=np.int64),
+            [r for r in running if not (r.decoding or r.doomed)],
+            [r for r in running if r.grammar is not None],
+        )
+
+
+def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     """Number of leading tokens that two prompts share."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(np.asarray(a[:length]) != b[:length])

@@ -11,13 +11,24 @@ from __future__ import annotations
 import bisect
 import heapq
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import Lease, PageCache
 from cairn.engine.budget import Load, StepTimes
-from cairn.engine.request import Request, State, common_prefix
-from cairn.runner.step import PageGrant, RowOpen, RowWork, StepPlan, StepResult
+from cairn.engine.request import Phases, Request, RowCounts, State, common_prefix
+from cairn.runner.step import (
+    NO_ROWS,
+    DecodeWork,
+    PageGrant,
+    RowOpen,
+    RowWork,
+    StepPlan,
+    StepResult,
+)
 
 WHOLE_PAGES = 4
 """From this many pages on a chunk cut to fit a step ends with a page: attention runs faster on
@@ -48,6 +59,7 @@ class _Draft:
     load: Load = field(default_factory=Load)
     opened: list[RowOpen] = field(default_factory=list)
     grants: list[PageGrant] = field(default_factory=list)
+    decode: DecodeWork = NO_ROWS
     work: list[RowWork] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
 
@@ -74,11 +86,13 @@ class Scheduler:
         self.looked_up_prompt_tokens = 0
         # Slots of the token that fills a page.
         self._closing_slots = 2 if slots.landmarks else 1
+        self._counts = RowCounts(limits.max_rows)
         self._free_rows = list(range(limits.max_rows))
         self._closed: list[int] = []
         self._in_flight: dict[int, _Draft] = {}
         self._step_id = 0
         self._finished_waiting = 0
+        self._known_phases: Phases | None = None
 
     def add(self, request: Request) -> None:
         """Queue a request. It must fit the pool alone: the caller checked."""
@@ -95,6 +109,7 @@ class Scheduler:
             return
         if any(request in flight.requests for flight in self._in_flight.values()):
             request.doomed = True
+            self._known_phases = None
             return
         waited = request.state is State.WAITING
         self._release(request)
@@ -109,7 +124,7 @@ class Scheduler:
         have to be taken back: rows in flight keep theirs, and it is not for others to give.
         """
         available, per_page = self.cache.available, self.slots.tokens_per_page
-        if any(r.grammar is not None and r.choosing and not r.doomed for r in self.running):
+        if any(r.choosing and not r.doomed for r in self._phases().constrained):
             return False
         if len(self.running) + self.limits.step_slots // per_page < available:
             return True
@@ -117,7 +132,8 @@ class Scheduler:
         for request in self.running:
             if not (request.doomed or request.complete):
                 reach = request.planned + min(request.pending, self.limits.step_slots)
-                needed += max(0, -((request.capacity - reach) // per_page))
+                capacity = int(self._counts.capacity[request.row])
+                needed += max(0, -((capacity - reach) // per_page))
         return needed <= available
 
     def schedule(self) -> StepPlan | None:
@@ -127,17 +143,15 @@ class Scheduler:
         that are being chosen then count as known, and rows go on from them.
         """
         draft = _Draft(self.limits.step_slots)
-        decoding = [r for r in self.running if r.decoding and not (r.doomed or r.complete)]
-        prefilling = [r for r in self.running if not (r.decoding or r.doomed)]
-        # Making room for one may take the pages of another one that comes later.
-        for request in decoding:
-            if request.state is State.RUNNING:
-                self._schedule_decode(request, draft)
-        for request in prefilling:
+        phases = self._phases()
+        if phases.decoding:
+            self._schedule_decode(phases, draft)
+        for request in phases.prefilling:
+            # Making room for one may have taken the pages of another one that comes later.
             if request.state is State.RUNNING:
                 self._schedule_prefill(request, draft)
         self._admit(draft)
-        if not draft.work:
+        if not draft.requests:
             return None
         plan = StepPlan(
             self._step_id,
@@ -145,35 +159,39 @@ class Scheduler:
             tuple(draft.opened),
             tuple(draft.grants),
             tuple(draft.work),
+            draft.decode,
         )
         self._closed.clear()
         self._in_flight[plan.step_id] = draft
         self._step_id += 1
         return plan
 
-    def retire(self, plan: StepPlan, result: StepResult) -> list[tuple[Request, int]]:
-        """Take a step's result in. Returns the requests that got a token, with its index in the
+    def retire(self, plan: StepPlan, result: StepResult) -> list[tuple[int, Request]]:
+        """Take a step's result in. Returns the requests that got a token, behind its index in the
         result.
 
         Requests that were finished while the step ran are released here and not among them.
         """
         requests = self._in_flight.pop(plan.step_id).requests
-        index, per_page = 0, self.slots.tokens_per_page
-        produced = []
-        for request, work in zip(requests, plan.work, strict=True):
-            before = request.computed
-            request.computed = before + work.num_tokens
-            if request.computed // per_page > before // per_page:
-                self._commit(request)
+        rows, decoding = plan.decode.row, len(plan.decode.row)
+        computed = plan.decode.first + 1
+        self._counts.computed[rows] = computed
+        for i in (computed % self.slots.tokens_per_page == 0).nonzero()[0].tolist():
+            self._commit(requests[i])
+        sampled = requests[:decoding]
+        for request, work in zip(requests[decoding:], plan.work, strict=True):
+            self._counts.computed[request.row] = work.first + work.num_tokens
+            self._commit(request)
             if work.sample:
-                request.choosing -= 1
-                if not request.doomed:
-                    request.tokens.append(result.tokens[index])
-                    produced.append((request, index))
-                index += 1
-            if request.doomed:
-                request.doomed = False
-                self.finish(request)
+                sampled.append(request)
+        produced = [one for one in enumerate(sampled) if not one[1].doomed]
+        for index, request in produced:
+            request.tokens.append(result.tokens[index])
+        if len(produced) < len(sampled) or plan.work:
+            for request in requests:
+                if request.doomed:
+                    request.doomed = False
+                    self.finish(request)
         return produced
 
     def requests_of(self, plan: StepPlan) -> list[Request]:
@@ -192,24 +210,51 @@ class Scheduler:
             self.finish(request)
         return requests
 
-    def _schedule_decode(self, request: Request, draft: _Draft) -> None:
-        """Put the token chosen last into the draft; written out, since most steps are nothing else
-        and their planning must cost less than they do."""
-        begin = request.planned
+    def _phases(self) -> Phases:
+        """The running requests by what they run next; worked out again once that has changed."""
+        if self._known_phases is None:
+            self._known_phases = Phases.of(self.running)
+        return self._known_phases
+
+    def _schedule_decode(self, phases: Phases, draft: _Draft) -> None:
+        """Put the tokens chosen last into the draft, those of all rows at once: most steps are
+        nothing else, and their planning must cost less than they do."""
+        counts, requests, rows = self._counts, phases.decoding, phases.rows
+        begin = counts.planned[rows]
+        short = (begin >= counts.capacity[rows]).nonzero()[0].tolist()
+        if short:
+            left_out = self._extend([requests[i] for i in short], draft)
+            if left_out or phases is not self._known_phases:
+                requests = [r for r in requests if r.state is State.RUNNING and r not in left_out]
+                rows = np.array([r.row for r in requests], dtype=np.int64)
+                begin = counts.planned[rows]
         end = begin + 1
-        if end > request.capacity and not self._make_room(request, end, draft):
-            return
-        self._announce(request, draft)
-        mask = None if request.grammar is None else request.grammar.mask()
-        draft.work.append(
-            RowWork(request.row, begin, None, True, end - request.num_prompt, (), mask)
-        )
-        draft.requests.append(request)
-        draft.load.rows += 1
-        draft.load.rows_context += begin
-        draft.budget -= 1 if end % self.slots.tokens_per_page else self._closing_slots
-        request.planned = end
-        request.choosing += 1
+        counts.planned[rows] = end
+        if np.count_nonzero(end >= counts.last[rows]):
+            self._known_phases = None
+        masks = {}
+        if phases.constrained:
+            masks = {i: r.grammar.mask() for i, r in enumerate(requests) if r.grammar is not None}
+        draft.decode = DecodeWork(rows, begin, end - counts.prompt[rows], masks)
+        draft.requests = requests.copy()
+        draft.load.rows = len(requests)
+        draft.load.rows_context = int(begin.sum())
+        draft.budget -= len(requests)
+        if self.slots.landmarks:
+            draft.budget -= int(np.count_nonzero(end % self.slots.tokens_per_page == 0))
+
+    def _extend(self, requests: Sequence[Request], draft: _Draft) -> list[Request]:
+        """Make room for one token more in each; returns those that stay without."""
+        left_out = []
+        for request in requests:
+            # Making room for one may have taken the pages of another one that comes later.
+            if request.state is not State.RUNNING:
+                continue
+            if self._make_room(request, request.planned + 1, draft):
+                self._announce(request, draft)
+            else:
+                left_out.append(request)
+        return left_out
 
     def _schedule_prefill(self, request: Request, draft: _Draft) -> None:
         room = self._room(request.planned, draft)
@@ -259,7 +304,8 @@ class Scheduler:
         """Make the request's lease `pages` long if the cache can."""
         assert request.lease is not None
         grown = self.cache.grow(request.lease, pages)
-        request.capacity = len(request.lease.pages) * self.slots.tokens_per_page
+        capacity = len(request.lease.pages) * self.slots.tokens_per_page
+        self._counts.capacity[request.row] = capacity
         return grown
 
     def _victim(self, draft: _Draft) -> Request | None:
@@ -290,10 +336,10 @@ class Scheduler:
         draft.load.add(work)
         draft.requests.append(request)
         draft.budget -= int(self.slots.slots_for(end)) - int(self.slots.slots_for(begin))
-        request.planned = end
+        self._counts.planned[request.row] = end
         if samples:
-            request.choosing += 1
             request.decoding = True
+            self._known_phases = None
 
     def _announce(self, request: Request, draft: _Draft) -> None:
         """Tell the runner of the row and of pages that it does not know yet."""
@@ -361,7 +407,6 @@ class Scheduler:
                 request.refused_at = spare
                 return False
         request.lease = lease
-        request.capacity = len(lease.pages) * self.slots.tokens_per_page
         return True
 
     def _promised(self) -> list[tuple[Lease, int]]:
@@ -377,18 +422,18 @@ class Scheduler:
         assert request.lease is not None
         request.state = State.RUNNING
         request.row = self._free_rows.pop()
-        request.computed = request.lease.cached_pages * self.slots.tokens_per_page
-        request.planned = request.computed
+        computed = request.lease.cached_pages * self.slots.tokens_per_page
+        self._counts.start(request, computed)
         request.granted = 0
         request.opened = False
-        request.decoding = False
         request.refused_at = -1
         if request.cached is None:
-            request.cached = request.computed
-            self.cached_prompt_tokens += request.computed
+            request.cached = computed
+            self.cached_prompt_tokens += computed
             if self.cache.prefix_caching and request.caches_prefix:
                 self.looked_up_prompt_tokens += request.num_prompt
         bisect.insort(self.running, request, key=_order)
+        self._known_phases = None
         self._schedule_prefill(request, draft)
         return request.state is State.RUNNING
 
@@ -402,7 +447,6 @@ class Scheduler:
         """Take the pages back; the request waits again, in its old place, with all its tokens."""
         self._release(request)
         request.state = State.WAITING
-        request.computed = request.planned = 0
         request.held_by = None
         request.retractions += 1
         self.preemptions += 1
@@ -424,10 +468,11 @@ class Scheduler:
         self.cache.close(request.lease)
         request.lease = None
         self.running.remove(request)
+        self._known_phases = None
         self._free_rows.append(request.row)
         if request.opened:
             self._closed.append(request.row)
-        request.row = -1
+        request.row, request.counts, request.decoding = -1, None, False
 
 
 def _order(request: Request) -> tuple[int, int]:

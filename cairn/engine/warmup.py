@@ -11,11 +11,9 @@ import logging
 import time
 from collections.abc import Iterable
 
-from cairn.attention.base import Counters
 from cairn.engine.build import Built
 from cairn.errors import BadModel
-from cairn.runner.runner import PageReads
-from cairn.runner.step import PageGrant, RowOpen, RowWork, StepPlan
+from cairn.runner.step import DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
 from cairn.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -47,8 +45,7 @@ def warm_up(built: Built) -> None:
             _run_rows(built, count)
     if on_gpu:
         log.info("ran every kernel once in %.1f s", time.perf_counter() - began)
-    built.runner.counters = Counters()
-    built.runner.reads = PageReads(built.runner.reads.layers)
+    built.runner.forget_reads()
 
 
 def _run_one(built: Built, length: int) -> None:
@@ -57,10 +54,10 @@ def _run_one(built: Built, length: int) -> None:
     prompt = [i % built.spec.vocab_size for i in range(length)]
     grant = _granted(built, 0, tuple(range(pages)))
     prefill = RowWork(row=0, first=0, tokens=prompt, sample=True)
-    decode = RowWork(row=0, first=length, tokens=None, sample=True, output_index=1)
+    decode = DecodeWork.of([0], [length], [1])
     launch = built.core.executor.launch
     first = launch(StepPlan(-3, (), (_opened(0),), (grant,), (prefill,))).result()
-    launch(StepPlan(-2, (), (), (), (decode,))).result()
+    launch(StepPlan(-2, (), (), (), (), decode)).result()
     launch(StepPlan(-1, (0,), (), (), ())).result()
     if first.tokens[0] < 0:
         raise BadModel(
@@ -74,12 +71,10 @@ def _run_rows(built: Built, count: int) -> None:
     rows = range(count)
     grants = tuple(_granted(built, row, (row,)) for row in rows)
     prefill = tuple(RowWork(row=row, first=0, tokens=[0], sample=True) for row in rows)
-    decode = tuple(
-        RowWork(row=row, first=1, tokens=None, sample=True, output_index=1) for row in rows
-    )
+    decode = DecodeWork.of(rows, [1] * count, [1] * count)
     launch = built.core.executor.launch
     launch(StepPlan(-3, (), tuple(map(_opened, rows)), grants, prefill)).result()
-    launch(StepPlan(-2, (), (), (), decode)).result()
+    launch(StepPlan(-2, (), (), (), (), decode)).result()
     launch(StepPlan(-1, tuple(rows), (), (), ())).result()
 
 

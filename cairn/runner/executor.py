@@ -98,7 +98,8 @@ class FakeExecutor:
         writers: dict[int, int] = {}
         window_writers: dict[int, int] = {}
         tokens = []
-        for work in plan.work:
+        works = plan.row_by_row()
+        for work in works:
             row = self._rows.get(work.row)
             if row is None:
                 raise InvariantError(f"step {plan.step_id}: row {work.row} runs but is not open")
@@ -111,7 +112,7 @@ class FakeExecutor:
             row.tokens = work.first + work.num_tokens
             if work.sample:
                 tokens.append(self.next_token(row.request_id, work.output_index))
-        for work in plan.work if self.reach is not None else ():
+        for work in works if self.reach is not None else ():
             begin, window = self._first_page(work), self._rows[work.row].window
             for logical in range(max(0, begin - (self.reach or 0)), begin):
                 other = window_writers.get(window[logical])

@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: one launch for the whole model and the sampler.
 
-A step of few slots is padded to the next bucket; its numbers are copied into memory that stays, and
-the bucket's graph is replayed. A graph reads lengths, rows and pages from that memory and from the
-page table when it runs, never what they were when it was captured; the tokens that it chooses stay
-on the device for the next step. Buckets are captured when they are first needed; they share their
-memory.
+A step of few slots is padded to the next bucket; its rows and their lengths are copied into memory
+that stays, and the bucket's graph is replayed. A graph works slots and locations out from that
+memory and the page table when it runs, never from what they were when it was captured; the tokens
+that it chooses stay on the device for the next step. Buckets are captured when they are first
+needed; they share their memory.
 """
 
 from __future__ import annotations
@@ -23,23 +23,19 @@ from torch import Tensor
 
 from cairn import ops
 from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
-from cairn.runner.rows import NO_CELLS, Layout, filled, write_cells
+from cairn.cache.landmarks import SlotMap
+from cairn.runner.rows import NO_GRANTS, Grants, write_cells
 from cairn.runner.sampler import Draws
 from cairn.runner.staging import Lines
-from cairn.runner.step import Ints
+from cairn.runner.step import DecodeWork
 
 log = logging.getLogger(__name__)
 
 WARM_UPS = 2
 """Runs before the capture: kernels are compiled and workspaces taken outside of it."""
-NO_SLOT = -1
-"""The slot of padding: it sees nothing."""
-NO_PAGE = -1
-"""The page that padding completes."""
-BATCH_LINES = 9
-"""Lines of a graph's memory that are the batch's, and cells of the page tables with their pages;
-where layers have pages of their own, a line of their locations follows. Then come the last slots,
-their rows and the draws."""
+ROW_LINES = 4
+"""Lines of a graph's memory that say what runs: the rows, the tokens of each that have run, and
+cells of the page tables with the pages that these hold now. The draws follow."""
 FLOATS = ("temperature", "top_p", "min_p")
 
 
@@ -62,17 +58,13 @@ class Ending(Enum):
 
 
 class Sampling(NamedTuple):
-    """Which slots of a step choose a token, and how.
+    """How the rows of a step choose their tokens.
 
     Attributes:
-        last: [n], their indices in the batch.
-        row: [n], their rows.
         ending: what the graph does with their logits.
         draws: for Ending.DRAW.
     """
 
-    last: Ints
-    row: Ints
     ending: Ending
     draws: Draws | None
 
@@ -86,7 +78,8 @@ class Place:
         tables: all page tables, see Rows; their address stays.
         page_table: [rows, max_pages] int32, that of most layers, a part of them.
         last_token: [rows + 1] int64, see Rows; its address stays.
-        page_size: S.
+        slots: slot and landmark arithmetic.
+        landmark_id: token id that fills landmark slots.
         spare_page: a page of nobody: padding writes there.
         window_table: of layers with pages of their own; None without such layers.
         window_spare_page: of theirs.
@@ -96,7 +89,8 @@ class Place:
     tables: Tensor
     page_table: Tensor
     last_token: Tensor
-    page_size: int
+    slots: SlotMap
+    landmark_id: int
     spare_page: int
     window_table: Tensor | None = None
     window_spare_page: int = 0
@@ -133,80 +127,81 @@ class DecodeGraphs:
         device = place.page_table.device
         # Lines of a multiple of 16 bytes: kernels are compiled once for all of them.
         self._width = -(-self.buckets[-1] // 16) * 16
-        values = [0, 0, 0, NO_SLOT, place.spare_page * place.page_size, 0, NO_PAGE]
-        values += [place.tables.numel() - 1, 0]
-        if place.window_table is not None:
-            values.append(place.window_spare_page * place.page_size)
-        self._last = len(values)
-        values += [0, len(place.last_token) - 1]
-        lines = len(values) + len(Draws._fields)
-        padding = np.zeros((lines, self._width), dtype=np.int64)
-        padding[: len(values)] = np.array(values)[:, None]
         # Padding draws its largest logit: temperature 0.
+        padding = np.zeros((ROW_LINES + len(Draws._fields), self._width), dtype=np.int64)
+        padding[0] = len(place.last_token) - 1
+        padding[2] = place.tables.numel() - 1
         self._lines = Lines(padding, device)
         self._device = self._lines.device
         self._captured: dict[tuple[int, Ending], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, layout: Layout, sampling: Sampling) -> Tensor | None:
+    def run(self, decode: DecodeWork, grants: Grants, sampling: Sampling) -> Tensor | None:
         """Run a step; None where no graph fits it.
 
         Returns:
-            The logits [n, V] float32 of the slots that choose a token, or with another ending the
-            tokens [n] int64, which `last_token` then holds as well. The next step overwrites it.
+            The logits [n, V] float32 of the rows' tokens, or with another ending the tokens [n]
+            int64 that they choose, which `last_token` then holds as well. The next step overwrites
+            it.
         """
-        slots = len(layout.slot)
-        at = bisect.bisect_left(self.buckets, slots)
-        if at == len(self.buckets) or len(layout.completed) > self._closing(self.buckets[at]):
+        slots, rows = self.place.slots, len(decode.row)
+        ends = decode.first % slots.tokens_per_page == slots.tokens_per_page - 1
+        closed = np.count_nonzero(ends)
+        at = bisect.bisect_left(self.buckets, rows + closed if slots.landmarks else rows)
+        if at == len(self.buckets) or closed > self._closing(self.buckets[at]):
             return None
         bucket = self.buckets[at]
-        self._fill(layout, sampling, bucket)
+        self._fill(decode, grants, sampling, bucket)
         key = bucket, sampling.ending
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
         captured.graph.replay()
-        return captured.output[: len(sampling.last)]
+        return captured.output[:rows]
 
     def _closing(self, bucket: int) -> int:
         """Pages that a step of this bucket may complete: each takes two of its slots."""
         return max(1, bucket // 2)
 
-    def _fill(self, layout: Layout, sampling: Sampling, bucket: int) -> None:
+    def _fill(self, decode: DecodeWork, grants: Grants, sampling: Sampling, bucket: int) -> None:
         """Copy the step's numbers, and padding behind them, to where the graphs read."""
-        cells, granted = layout.cells, layout.granted
-        if len(cells) > bucket:
-            write_cells(self.place.tables, cells, granted)
-            cells, granted = NO_CELLS
-        own = () if layout.window_location is None else (layout.window_location,)
-        self._lines.send(
-            (
-                *(layout.ids, layout.position, layout.row, layout.slot, layout.location),
-                *(layout.completed, layout.completed_pages, cells, granted, *own),
-                *(sampling.last, sampling.row, *(sampling.draws or ())),
-            ),
-            bucket,
-        )
+        if len(grants.cells) > bucket:
+            write_cells(self.place.tables, grants)
+            grants = NO_GRANTS
+        self._lines.send((decode.row, decode.first, *grants, *(sampling.draws or ())))
 
-    def _batch(self, bucket: int) -> Batch:
-        """The step as the model reads it: views of the memory that stays."""
-        place, lines = self.place, self._device
+    def _batch(self, bucket: int) -> tuple[Batch, Tensor]:
+        """The step as the model reads it, from the memory that stays; and where its tokens lie."""
+        place, size = self.place, self.place.slots.page_size
         closing = self._closing(bucket)
-        row = lines[2, :bucket]
         own = place.window_table
-        return Batch(
-            input_ids=filled(lines[0, :bucket], row, place.last_token),
+        # Lines of a multiple of 16 bytes: kernels are compiled once for all of them.
+        width = -(-bucket // 16) * 16
+        lines = ops.decode_slots(
+            self._device[0, :width],
+            self._device[1, :width],
+            place.last_token,
+            place.page_table,
+            own,
+            size,
+            place.landmark_id if place.slots.landmarks else None,
+            place.spare_page * size,
+            place.window_spare_page * size,
+        )
+        batch = Batch(
+            input_ids=lines[0, :bucket],
             positions=lines[1, :bucket],
-            row=row,
+            row=lines[2, :bucket],
             slot=lines[3, :bucket],
             location=lines[4, :bucket],
             page_table=place.page_table,
             completed=lines[5, :closing],
             completed_pages=lines[6, :closing],
-            max_slot=place.page_table.shape[1] * place.page_size - 1,
+            max_slot=place.page_table.shape[1] * size - 1,
             backends=place.backends,
-            window_place=None if own is None else (own, lines[BATCH_LINES, :bucket]),
+            window_place=None if own is None else (own, lines[7, :bucket]),
         )
+        return batch, lines[8, :bucket]
 
     @torch.inference_mode()
     def _capture(self, bucket: int, ending: Ending) -> _Captured:
@@ -231,10 +226,11 @@ class DecodeGraphs:
 
     def _run(self, bucket: int, ending: Ending) -> Tensor:
         lines = self._device[:, :bucket]
-        granted = lines[8].view(torch.int32)[:bucket]
-        self.place.tables.view(-1).index_copy_(0, lines[7], granted)
-        hidden = self.model(self._batch(bucket))
-        logits = self.model.logits(hidden[lines[self._last]])
+        granted = lines[3].view(torch.int32)[:bucket]
+        self.place.tables.view(-1).index_copy_(0, lines[2], granted)
+        batch, last = self._batch(bucket)
+        hidden = self.model(batch)
+        logits = self.model.logits(hidden[last])
         if ending is Ending.LOGITS:
             return logits
         if ending is Ending.GREEDY:
@@ -242,8 +238,8 @@ class DecodeGraphs:
         else:
             draws = [
                 line.view(torch.float32)[:bucket] if name in FLOATS else line[:bucket]
-                for name, line in zip(Draws._fields, self._device[self._last + 2 :], strict=True)
+                for name, line in zip(Draws._fields, self._device[ROW_LINES:], strict=True)
             ]
             tokens = ops.draw_tokens(logits, *draws)
-        self.place.last_token[lines[self._last + 1]] = tokens
+        self.place.last_token[lines[0]] = tokens
         return tokens

@@ -8,6 +8,7 @@ page table, and both are those of the engine to come.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,7 @@ from cairn.cache.pools import CachePools, PageFormat
 from cairn.errors import BadModel, OutOfMemory
 from cairn.runner.graphs import Ending
 from cairn.runner.runner import Runner, RunnerShape, StepModel
-from cairn.runner.step import PageGrant, RowOpen, RowWork, StepPlan
+from cairn.runner.step import NO_ROWS, DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
 from cairn.types import SamplingParams
 
 PAGES = 8
@@ -146,24 +147,29 @@ def decode_step(
     slots, longest = shape.slots, min(longest, CONTEXT)
     end = max(1, longest // slots.tokens_per_page * slots.tokens_per_page)
     closing = shape.num_rows if eager else max(1, shape.num_rows // 8)
-    works = []
-    for row in range(shape.num_rows if rows is None else rows):
-        last = end - 1 if rows is None and row < closing else max(0, end - 2)
-        works.append(RowWork(row, last, [0] if eager else None, sample=True, output_index=1))
-    return _plan(shape, works, longest, EVERYTHING if eager else DRAWN)
+    numbers = range(shape.num_rows if rows is None else rows)
+    last = [end - 1 if rows is None and row < closing else max(0, end - 2) for row in numbers]
+    if eager:
+        works = [RowWork(row, last[row], [0], sample=True, output_index=1) for row in numbers]
+        return _plan(shape, works, longest, EVERYTHING)
+    decode = DecodeWork.of(numbers, last, [1] * len(numbers))
+    return _plan(shape, (), longest, DRAWN, decode)
 
 
 def _plan(
-    shape: RunnerShape, works: list[RowWork], longest: int, params: SamplingParams
+    shape: RunnerShape,
+    works: Sequence[RowWork],
+    longest: int,
+    params: SamplingParams,
+    decode: DecodeWork = NO_ROWS,
 ) -> StepPlan:
     """The works, in rows that are sampled by `params`."""
     pages = tuple(i % PAGES for i in range(shape.slots.pages_for(longest)))
-    opened = (
-        RowOpen(work.row, "profile", params, seed=0, history=(0,), num_prompt=1) for work in works
-    )
+    rows = [*decode.row.tolist(), *(work.row for work in works)]
+    opened = (RowOpen(row, "profile", params, seed=0, history=(0,), num_prompt=1) for row in rows)
     own = pages if shape.windowed else ()
-    grants = (PageGrant(work.row, 0, pages, own) for work in works)
-    return StepPlan(-1, (), tuple(opened), tuple(grants), tuple(works))
+    grants = (PageGrant(row, 0, pages, own) for row in rows)
+    return StepPlan(-1, (), tuple(opened), tuple(grants), tuple(works), decode)
 
 
 def _run(runner: Runner, plan: StepPlan) -> None:

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, Counters
+from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
 from cairn.cache.landmarks import SlotMap
 from cairn.runner.staging import send
-from cairn.runner.step import StepPlan
-
-Ints = NDArray[np.int64]
+from cairn.runner.step import Ints, StepPlan
 
 LAST_TOKEN = -1
 """Stands for the token that was sampled last in the slot's row; only the device may know it yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Grants(NamedTuple):
+    """What a step changes in the page tables.
+
+    Attributes:
+        cells: [G], cells counted through all rows.
+        pages: [G] int32, what they hold now.
+    """
+
+    cells: Ints
+    pages: NDArray[np.int32]
+
+
+NO_GRANTS = Grants(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32))
+
+
+class Layout(NamedTuple):
     """A step's numbers on the host: what a Batch holds as tensors.
 
     Attributes:
@@ -31,6 +43,7 @@ class Layout:
         window_location: [T], where keys and values of layers with pages of their own go; None
             without such layers.
         completed, completed_pages: [N], see Batch.
+        grants: what the plan changes in the page tables.
         start: [works], index in the batch of each work's first slot.
         last: [works], that of its last user token; a landmark may follow it.
     """
@@ -43,8 +56,15 @@ class Layout:
     window_location: Ints | None
     completed: Ints
     completed_pages: Ints
+    grants: Grants
     start: Ints
     last: Ints
+
+    def stretches(self) -> list[int]:
+        """Row, first slot and number of slots of each work, one after the other."""
+        count = np.diff(self.start, append=len(self.slot))
+        stretches = (self.row[self.start], self.slot[self.start], count)
+        return [int(n) for n in np.stack(stretches, axis=1).ravel()]
 
 
 class Rows:
@@ -75,18 +95,23 @@ class Rows:
         self.slots = slots
         self.landmark_id = landmark_id
         self.device = device
-        # The rows again, where some layers have a table of their own.
-        self._host_tables = np.zeros((num_rows << windowed, max_pages), dtype=np.int32)
+        # The rows again, where some layers have a table of their own; and a row of nobody.
+        self._host_tables = np.zeros(((num_rows << windowed) + 1, max_pages), dtype=np.int32)
         # On the CPU the device's tables are the host's: one memory.
         self._tables = torch.from_numpy(self._host_tables).to(device)
         self._num_rows = num_rows
         self._table = self._tables[:num_rows]
-        self._window_table = self._tables[num_rows:] if windowed else None
+        self._window_table = self._tables[num_rows:-1] if windowed else None
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
     def remember(self, rows: Tensor, tokens: Tensor) -> None:
         """Keep the tokens [n] sampled for `rows` [n]: a work without tokens runs its row's."""
         self.last_token[rows] = tokens
+
+    @property
+    def tables(self) -> Tensor:
+        """All page tables on the device [rows, max_pages] int32; the last row belongs to nobody."""
+        return self._tables
 
     @property
     def page_table(self) -> Tensor:
@@ -99,47 +124,54 @@ class Rows:
         return self._window_table
 
     def lay_out(self, plan: StepPlan) -> Layout:
-        """Apply the plan's grants and lay out its work."""
-        self._grant(plan)
+        """Apply the plan's grants to the host's tables, and lay out its work."""
+        grants = self.grant(plan)
         size, slots = self.slots.page_size, self.slots
-        work_row = np.array([w.row for w in plan.work], dtype=np.int64)
-        first_token = np.array([w.first for w in plan.work], dtype=np.int64)
-        count = np.array([w.num_tokens for w in plan.work], dtype=np.int64)
-        end_token = first_token + count
+        work_row, first_token, _, _ = plan.decode
+        end_token = first_token + 1
+        if plan.work:
+            work_row = np.concatenate((work_row, [w.row for w in plan.work]))
+            first_token = np.concatenate((first_token, [w.first for w in plan.work]))
+            count = [w.num_tokens for w in plan.work]
+            end_token = np.concatenate((end_token, first_token[len(end_token) :] + count))
         first_slot = slots.slots_for(first_token)
         num_slots = slots.slots_for(end_token) - first_slot
-        start = np.cumsum(num_slots) - num_slots
+        start = num_slots.cumsum() - num_slots
 
-        row = np.repeat(work_row, num_slots)
-        slot = np.arange(len(row)) + np.repeat(first_slot - start, num_slots)
-        closing = slot % size == size - 1
-        ids = self._token_ids(plan, slot, start, first_token, num_slots)
-        page = self._host_tables[row, slot // size].astype(np.int64)
+        row = work_row.repeat(num_slots)
+        slot = (first_slot - start).repeat(num_slots) + np.arange(len(row))
+        logical = slot // size
+        in_page = slot - logical * size
+        closing = in_page == size - 1
+        page = self._host_tables[row, logical].astype(np.int64)
         window_location = None
         if self._window_table is not None:
-            own = self._host_tables[row + self._num_rows, slot // size].astype(np.int64)
-            window_location = own * size + slot % size
-        completed = np.flatnonzero(closing)
+            own = self._host_tables[row + self._num_rows, logical].astype(np.int64)
+            window_location = own * size + in_page
+        completed = closing.nonzero()[0]
         return Layout(
-            ids=ids,
+            ids=self._token_ids(plan, closing),
             position=np.asarray(slots.position_of(slot)),
             row=row,
             slot=slot,
-            location=page * size + slot % size,
+            location=page * size + in_page,
             window_location=window_location,
             completed=completed,
             completed_pages=page[completed],
+            grants=grants,
             start=start,
-            last=start + slots.slot_of(end_token - 1) - first_slot,
+            # A token that decodes is its work's first slot.
+            last=start + slots.slot_of(end_token - 1) - first_slot if plan.work else start,
         )
 
     def batch(
         self,
         layout: Layout,
         backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]],
-        counters: Counters,
     ) -> Batch:
-        """The layout as tensors on the device."""
+        """The layout as tensors on the device, and its pages in the tables there."""
+        if self.device.type != "cpu":
+            write_cells(self._tables, layout.grants)
         numbers = (layout.ids, layout.position, layout.row, layout.slot, layout.location)
         completed = (layout.completed, layout.completed_pages)
         own = () if layout.window_location is None else (layout.window_location,)
@@ -159,49 +191,48 @@ class Rows:
             completed_pages=pages[1],
             window_place=None if window_table is None else (window_table, pages[2]),
             max_slot=int(layout.slot.max()),
-            first_slot=int(layout.slot[0]) if len(layout.start) == 1 else None,
+            stretches=layout.stretches(),
             backends=backends,
-            counters=counters,
         )
 
-    def _token_ids(
-        self, plan: StepPlan, slot: Ints, start: Ints, first_token: Ints, num_slots: Ints
-    ) -> Ints:
-        """Ids of every slot: user tokens in order, the landmark id where the arithmetic says."""
-        ids = np.full(len(slot), self.landmark_id, dtype=np.int64)
-        if self.slots.landmarks:
-            user = np.flatnonzero(slot % self.slots.page_size != self.slots.page_size - 1)
-        else:
-            user = np.arange(len(slot))
-        if all(work.tokens is None for work in plan.work):
-            ids[user] = LAST_TOKEN
-            return ids
-        last = np.array([LAST_TOKEN], dtype=np.int64)
+    def _token_ids(self, plan: StepPlan, closing: NDArray[np.bool_]) -> Ints:
+        """Ids of every slot: user tokens in order, the landmark id at the ends of pages."""
+        if not plan.work:
+            ends = self.landmark_id if self.slots.landmarks else LAST_TOKEN
+            return np.where(closing, ends, LAST_TOKEN)
+        user = np.flatnonzero(~closing) if self.slots.landmarks else np.arange(len(closing))
+        ids = np.full(len(closing), self.landmark_id, dtype=np.int64)
+        last = np.full(len(plan.decode.row), LAST_TOKEN)
         ids[user] = np.concatenate(
-            [
-                last if work.tokens is None else np.asarray(work.tokens, dtype=np.int64)
-                for work in plan.work
-            ]
+            [last, *(np.asarray(work.tokens, dtype=np.int64) for work in plan.work)]
         )
         return ids
 
-    def _grant(self, plan: StepPlan) -> None:
+    def grant(self, plan: StepPlan) -> Grants:
+        """Write the plan's grants to the host's tables."""
         if not plan.grants:
-            return
-        runs = [(grant.row, grant.first, grant.pages) for grant in plan.grants]
-        if self._window_table is not None:
-            for grant in plan.grants:
-                first = grant.first + len(grant.pages) - len(grant.window)
-                runs.append((grant.row + self._num_rows, first, grant.window))
-        count = [len(run[2]) for run in runs]
-        row = np.repeat([run[0] for run in runs], count)
-        begin = np.array([run[1] for run in runs]) - (np.cumsum(count) - count)
-        logical = np.arange(len(row)) + np.repeat(begin, count)
-        pages = np.concatenate([run[2] for run in runs])
-        self._host_tables[row, logical] = pages
-        if self.device.type != "cpu":
-            at_row, at_page, values = send((row, logical, pages), self.device)
-            self._tables[at_row, at_page] = values.int()
+            return NO_GRANTS
+        width = self._host_tables.shape[1]
+        at: list[int] = []
+        pages: list[int] = []
+        for grant in plan.grants:
+            begin = grant.row * width + grant.first
+            end = begin + len(grant.pages)
+            at += range(begin, end)
+            pages += grant.pages
+            if self._window_table is not None:
+                end += self._num_rows * width
+                at += range(end - len(grant.window), end)
+                pages += grant.window
+        grants = Grants(np.array(at, dtype=np.int64), np.array(pages, dtype=np.int32))
+        self._host_tables.reshape(-1)[grants.cells] = grants.pages
+        return grants
+
+
+def write_cells(tables: Tensor, grants: Grants) -> None:
+    """Apply a step's grants to a device's tables [rows, max_pages] int32."""
+    if len(grants.cells):
+        tables.view(-1).index_copy_(0, *send(grants, tables.device))
 
 
 def filled(ids: Tensor, row: Tensor, last_token: Tensor) -> Tensor:

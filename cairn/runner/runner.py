@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.attention.base import AttentionLayer, Batch, Counters
+from cairn.attention.base import AttentionLayer, Batch
 from cairn.attention.registry import assign
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
+from cairn.ops.landmark.select_task import candidate_pages
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Sampling
-from cairn.runner.rows import Ints, Layout, Rows
-from cairn.runner.sampler import Choice, Sampler, alternatives
+from cairn.runner.rows import Layout, Rows
+from cairn.runner.sampler import Choice, Picks, Sampler, alternatives
 from cairn.runner.selection import selections
 from cairn.runner.staging import Arriving, send
 from cairn.runner.step import (
+    Ints,
     Launched,
     PromptLogprobs,
     Ready,
@@ -37,6 +40,7 @@ from cairn.types import LayerSelection
 
 log = logging.getLogger(__name__)
 
+STEPS_COUNTED_AT_ONCE = 64
 LOGITS_BYTES = 64 << 20
 """Prompt log-probabilities are taken in blocks of at most this many bytes of logits."""
 
@@ -70,37 +74,89 @@ class RunnerShape:
     windowed: bool = False
 
 
-@dataclass(slots=True)
 class PageReads:
-    """Pages that windows touch and that rows hold, summed over queries and landmark layers.
+    """What the queries of landmark layers read, and what dense attention would have read in their
+    place. It follows from their slots: each selects as many pages as it has candidates, up to topk.
 
-    Attributes:
+    Counted when somebody asks, and in between for many steps at once.
+
+    Args:
         layers: the landmark layers.
-        window: pages under the windows.
-        held: pages that dense attention would read.
+        slots: slot and landmark arithmetic.
     """
 
-    layers: tuple[AttentionLayer, ...]
-    window: int = 0
-    held: int = 0
+    def __init__(self, layers: Sequence[AttentionLayer], slots: SlotMap) -> None:
+        self._slots = slots
+        # What layers select by -> how many do, and their KV heads.
+        self._rules: dict[tuple[int, int, str], tuple[int, int]] = {}
+        for layer in layers:
+            if (rule := layer.landmark) is not None:
+                key = rule.window, rule.topk, rule.strategy
+                count, heads = self._rules.get(key, (0, 0))
+                self._rules[key] = count + 1, heads + layer.num_kv_heads
+        self._queries = self._window = self._held = self._selected = 0
+        self._steps: list[Ints] = []
+        self._decoding: list[Ints] = []
 
-    def add(self, slot: Ints, page_size: int) -> None:
-        """Count the queries at `slot` [T]."""
-        page = slot // page_size
-        held = int(page.sum()) + len(page)
-        for width in {layer.landmark.window for layer in self.layers if layer.landmark}:
-            layers = sum(1 for la in self.layers if la.landmark and la.landmark.window == width)
-            outside = np.maximum((slot - width + 1) // page_size, 0)
-            self.window += layers * (held - int(outside.sum()))
-            self.held += layers * held
+    def add(self, slot: Ints) -> None:
+        """Count the queries at `slot` [T] of a step."""
+        self._steps.append(slot)
+        if len(self._steps) == STEPS_COUNTED_AT_ONCE:
+            self._count()
+
+    def add_decoding(self, first: Ints) -> None:
+        """Count those of rows that decode after `first` [n] tokens, and of landmarks behind."""
+        self._decoding.append(first)
+        if len(self._decoding) == STEPS_COUNTED_AT_ONCE:
+            self._count()
+
+    @property
+    def queries(self) -> int:
+        """Queries, summed over layers."""
+        self._count()
+        return self._queries
+
+    @property
+    def window(self) -> int:
+        """Pages under their windows, summed over queries and layers."""
+        self._count()
+        return self._window
+
+    @property
+    def held(self) -> int:
+        """Pages that dense attention would read, likewise."""
+        self._count()
+        return self._held
+
+    @property
+    def selected(self) -> int:
+        """Pages that all their KV heads together selected, likewise."""
+        self._count()
+        return self._selected
+
+    def _count(self) -> None:
+        steps, size = self._steps, self._slots.page_size
+        if self._decoding:
+            token = self._slots.slot_of(np.concatenate(self._decoding))
+            steps += [token, (token + 1)[self._slots.is_landmark(token + 1)]]
+        if not steps:
+            return
+        slot = torch.from_numpy(np.concatenate(steps))
+        self._steps, self._decoding = [], []
+        held = int((slot // size + 1).sum())
+        for (window, topk, strategy), (layers, heads) in self._rules.items():
+            candidates = candidate_pages(slot, size, window, strategy)
+            self._queries += layers * len(slot)
+            self._held += layers * held
+            self._window += layers * (held - int(candidates.sum()))
+            self._selected += heads * int(candidates.clamp(max=topk).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
+class _Chosen(NamedTuple):
     """What a step chose: the tokens, and what the queries of some works read."""
 
     choice: Choice
-    selection: Mapping[int, tuple[LayerSelection, ...]] = field(default_factory=dict)
+    selection: Mapping[int, tuple[LayerSelection, ...]] = MappingProxyType({})
     prompt: tuple[PromptLogprobs, ...] = ()
 
 
@@ -147,99 +203,84 @@ class Runner:
         sizes = (shape.num_rows, shape.max_pages, shape.slots, shape.vocab_size)
         self.rows = Rows(*sizes, device, shape.windowed)
         self.sampler = Sampler(shape.vocab_size, shape.num_rows, device)
-        self.counters = Counters()
-        self.reads = PageReads(tuple(layer for layer in layers if layer.backend == "hsa"))
-        # (window, topk) -> KV heads of all layers that select so.
-        self._kv_heads: dict[tuple[int, int], int] = {}
-        for layer in self.reads.layers:
-            if (rule := layer.landmark) is not None:
-                key = rule.window, rule.topk
-                self._kv_heads[key] = self._kv_heads.get(key, 0) + layer.num_kv_heads
+        self._landmark_layers = [layer for layer in layers if layer.backend == "hsa"]
+        self.forget_reads()
         self.graphs: DecodeGraphs | None = None
         if pools.spare_page is not None:
-            size = shape.slots.page_size
             table, last_token = self.rows.page_table, self.rows.last_token
             own = self.rows.window_table, pools.window_pages
-            place = Place(self.backends, table, last_token, size, pools.spare_page, *own)
+            where = self.rows.tables, table, last_token, shape.slots, shape.vocab_size
+            place = Place(self.backends, *where, pools.spare_page, *own)
             self.graphs = DecodeGraphs(model, place, shape.num_rows)
 
-    @torch.inference_mode()
+    def forget_reads(self) -> None:
+        """Count what landmark layers read from now on."""
+        self.reads = PageReads(self._landmark_layers, self.shape.slots)
+
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step. The plan's pages must be granted and its rows open."""
         for row in plan.closed:
             self.sampler.close(row)
         for opened in plan.opened:
             self.sampler.open(opened)
-        if not plan.work:
+        if not (plan.work or len(plan.decode.row)):
             return Ready(StepResult(plan.step_id, ()))
-        layout = self.rows.lay_out(plan)
         if log.isEnabledFor(logging.DEBUG):
-            rows = [work.row for work in plan.work]
-            log.debug("step %d: rows %s, %d slots", plan.step_id, rows, len(layout.slot))
-        works = [work for work in plan.work if work.sample]
-        last = layout.last[[work.sample for work in plan.work]]
-        self.reads.add(layout.slot, self.shape.slots.page_size)
-        chosen = self._replayed(plan, layout, works, last)
-        seconds = 0.0
-        if chosen is None:
-            began = time.perf_counter()
-            chosen = self._run(plan, layout, works, last)
-            seconds = time.perf_counter() - began
-        return LaunchedStep(plan, chosen, seconds)
+            rows = [work.row for work in plan.row_by_row()]
+            log.debug("step %d: rows %s", plan.step_id, rows)
+        picks = Picks.of(plan)
+        chosen = None if plan.work else self._replayed(plan, picks)
+        if chosen is not None:
+            self.reads.add_decoding(plan.decode.first)
+            return LaunchedStep(plan, chosen, 0.0)
+        layout = self.rows.lay_out(plan)
+        self.reads.add(layout.slot)
+        began = time.perf_counter()
+        chosen = self._run(plan, layout, picks)
+        return LaunchedStep(plan, chosen, time.perf_counter() - began)
 
-    def _run(self, plan: StepPlan, layout: Layout, works: list[RowWork], last: Ints) -> _Chosen:
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan, layout: Layout, picks: Picks) -> _Chosen:
         """Run a step of any kind, operation by operation."""
-        batch = self.rows.batch(layout, self.backends, self.counters)
-        watched = [i for i, w in enumerate(works) if self.sampler.params(w.row).selection]
+        last = layout.last
+        if plan.work:
+            last = last[[True] * len(plan.decode.row) + [work.sample for work in plan.work]]
+        batch = self.rows.batch(layout, self.backends)
+        watched = self.sampler.watched(picks)
         if watched:
             batch.watch = torch.as_tensor(last[watched], device=batch.slot.device)
         hidden = self.model(batch)
         choice = Choice(hidden.new_empty(0, dtype=torch.int64), {})
-        if works:
-            numbers = last, np.array([work.row for work in works], dtype=np.int64)
-            index, row = send(numbers, hidden.device)
-            choice = self.sampler.sample(self.model.logits(hidden[index]), works)
+        if len(last):
+            index, row = send((last, picks.row), hidden.device)
+            choice = self.sampler.sample(self.model.logits(hidden[index]), picks)
             self.rows.remember(row, choice.tokens)
         reads = selections(batch.reads, len(watched)) if watched else []
         prompt = tuple(
             self._prompt_logprobs(hidden, work, int(layout.start[i]))
-            for i, work in enumerate(plan.work)
+            for i, work in enumerate(plan.work, len(plan.decode.row))
             if len(work.prompt_targets)
         )
         return _Chosen(choice, dict(zip(watched, reads, strict=True)), prompt)
 
-    def _replayed(
-        self, plan: StepPlan, layout: Layout, works: list[RowWork], last: Ints
-    ) -> _Chosen | None:
-        """Run a plain decode step by its graph; None where it needs more than that."""
-        if self.graphs is None:
+    def _replayed(self, plan: StepPlan, picks: Picks) -> _Chosen | None:
+        """Run a step that only decodes by its graph; None where it needs more than that."""
+        if self.graphs is None or self.sampler.watched(picks):
             return None
-        for work in plan.work:
-            if work.tokens is not None or self.sampler.params(work.row).selection:
-                return None
-        row = np.array([work.row for work in works], dtype=np.int64)
-        sampling = Sampling(last, row, Ending.LOGITS, None)
-        if self.sampler.plain(works):
-            draws = self.sampler.draws(works)
-            sampling = Sampling(last, row, Ending.DRAW if draws else Ending.GREEDY, draws)
-        output = self.graphs.run(layout, sampling)
+        sampling = Sampling(Ending.LOGITS, None)
+        if self.sampler.plain(picks):
+            draws = self.sampler.draws(picks)
+            sampling = Sampling(Ending.DRAW if draws else Ending.GREEDY, draws)
+        output = self.graphs.run(plan.decode, self.rows.grant(plan), sampling)
         if output is None:
             return None
-        self._count_replayed(layout.slot)
         if sampling.ending is not Ending.LOGITS:
             return _Chosen(Choice(output, {}))
-        choice = self.sampler.sample(output, works)
-        (index,) = send((row,), output.device)
-        self.rows.remember(index, choice.tokens)
+        with torch.inference_mode():
+            choice = self.sampler.sample(output, picks)
+            (index,) = send((picks.row,), output.device)
+            self.rows.remember(index, choice.tokens)
         return _Chosen(choice)
-
-    def _count_replayed(self, slot: Ints) -> None:
-        """A graph counts nothing: every query selects as many candidates as it has, up to topk."""
-        size = self.shape.slots.page_size
-        for (window, topk), heads in self._kv_heads.items():
-            candidates = np.maximum(slot - window + 1, 0) // size
-            self.counters.replayed += int(np.minimum(candidates, topk).sum()) * heads
-        self.counters.queries += len(slot) * len(self.reads.layers)
 
     def _prompt_logprobs(self, hidden: Tensor, work: RowWork, start: int) -> PromptLogprobs:
         """Log-probabilities of the work's targets, a block of logits at a time."""

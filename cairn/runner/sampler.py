@@ -3,7 +3,7 @@ gets the same tokens in a batch, alone, and after a retraction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cairn import ops
 from cairn.runner.staging import send
-from cairn.runner.step import Alternatives, RowOpen, RowWork
+from cairn.runner.step import Alternatives, Ints, RowOpen, StepPlan
 from cairn.types import SamplingParams
 
 INT64_MASK = (1 << 64) - 1
@@ -30,6 +30,32 @@ class _RowState:
     opened: RowOpen
     prompt_mask: Tensor | None = None
     output_counts: Tensor | None = None
+
+
+class Picks(NamedTuple):
+    """The rows of a step that choose a token.
+
+    Attributes:
+        row: [n], the rows.
+        number: [n], tokens that each has generated so far; names the draw.
+        masks: index in these -> tokens that may be chosen, see RowWork; the others may choose all.
+    """
+
+    row: Ints
+    number: Ints
+    masks: Mapping[int, NDArray[np.int32]]
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Picks:
+        """Those of a plan, in its order."""
+        row, _, number, masks = plan.decode
+        works = [work for work in plan.work if work.sample]
+        if works:
+            given = {i: w.mask for i, w in enumerate(works, len(row)) if w.mask is not None}
+            masks = {**masks, **given}
+            row = np.concatenate((row, [work.row for work in works]))
+            number = np.concatenate((number, [work.output_index for work in works]))
+        return cls(row, number, masks)
 
 
 class Draws(NamedTuple):
@@ -51,6 +77,7 @@ class _Table:
         temperature, top_k, top_p, min_p, seed: see Draws.
         plain_from: tokens from which on the logits of the row are taken as they come and nothing
             but the token is reported.
+        watched: what the row's queries read is reported.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -60,6 +87,7 @@ class _Table:
         self.min_p = np.zeros(num_rows, dtype=np.float32)
         self.seed = np.zeros(num_rows, dtype=np.int64)
         self.plain_from = np.zeros(num_rows, dtype=np.int64)
+        self.watched = np.zeros(num_rows, dtype=np.bool_)
 
     def fill(self, opened: RowOpen, vocab_size: int) -> None:
         """Write the row's numbers."""
@@ -67,6 +95,7 @@ class _Table:
         adjusted = p.penalized or p.logit_bias or p.grammar is not None
         never = np.iinfo(np.int64).max
         self.plain_from[row] = never if adjusted or p.logprobs is not None else p.min_tokens
+        self.watched[row] = p.selection
         # A greedy row among others keeps its largest logit alone.
         coldest, hottest = FLOAT32.tiny, FLOAT32.max
         self.temperature[row] = 0.0 if p.greedy else _within(p.temperature, coldest, hottest)
@@ -75,13 +104,28 @@ class _Table:
         self.seed[row] = _signed(opened.seed)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class _Lookup(NamedTuple):
+    """What the table says of some rows; steps have the same ones again and again.
+
+    Attributes:
+        row: [n], the rows; a step with the same array has the same rows.
+        watched: indices of those that want to know what they read.
+        plain_from: see _Table, None where all are 0.
+        draws: how they draw, but for `number`; None where all take their most likely token.
+    """
+
+    row: Ints
+    watched: list[int]
+    plain_from: Ints | None
+    draws: Draws | None
+
+
+class Choice(NamedTuple):
     """The tokens of a step.
 
     Attributes:
         tokens: [n] int64 on the device, -1 where the logits allow none.
-        logprobs: index of a work -> what it reports.
+        logprobs: index of a token -> what is reported of it.
     """
 
     tokens: Tensor
@@ -102,10 +146,12 @@ class Sampler:
         self.device = device
         self._table = _Table(num_rows)
         self._rows: dict[int, _RowState] = {}
+        self._known: _Lookup | None = None
 
     def open(self, opened: RowOpen) -> None:
         """A request takes a row: whatever an earlier one left there is forgotten."""
         state = _RowState(opened)
+        self._known = None
         self._table.fill(opened, self.vocab_size)
         if opened.params.penalized:
             history = torch.as_tensor(list(opened.history), dtype=torch.int64, device=self.device)
@@ -124,51 +170,60 @@ class Sampler:
         """The sampling parameters of the row's request."""
         return self._rows[row].opened.params
 
-    def plain(self, works: Sequence[RowWork]) -> bool:
+    def watched(self, picks: Picks) -> list[int]:
+        """Indices of those that want to know what they read."""
+        return self._look_up(picks.row).watched
+
+    def plain(self, picks: Picks) -> bool:
         """Whether the tokens follow from the logits and `draws` alone."""
-        number = np.array([work.output_index for work in works])
-        return bool((number >= self._table.plain_from[[work.row for work in works]]).all())
+        plain_from = self._look_up(picks.row).plain_from
+        return plain_from is None or bool((picks.number >= plain_from).all())
 
-    def draws(self, works: Sequence[RowWork]) -> Draws | None:
-        """How the works draw; None: all take their most likely token."""
-        row = np.array([work.row for work in works], dtype=np.int64)
-        table = self._table
-        if not table.temperature[row].any():
-            return None
-        number = np.array([work.output_index for work in works], dtype=np.int64)
-        return Draws(
-            *(table.temperature[row], table.top_k[row], table.top_p[row], table.min_p[row]),
-            *(table.seed[row], number),
-        )
+    def draws(self, picks: Picks) -> Draws | None:
+        """How the rows draw; None: all take their most likely token."""
+        draws = self._look_up(picks.row).draws
+        return None if draws is None else draws._replace(number=picks.number)
 
-    def sample(self, logits: Tensor, works: Sequence[RowWork]) -> Choice:
-        """Choose one token for each work.
+    def _look_up(self, row: Ints) -> _Lookup:
+        known, table = self._known, self._table
+        if known is None or known.row is not row:
+            plain_from, temperature = table.plain_from[row], table.temperature[row]
+            watched: list[int] = table.watched[row].nonzero()[0].tolist()
+            top = table.top_k[row], table.top_p[row], table.min_p[row]
+            known = self._known = _Lookup(
+                row,
+                watched,
+                plain_from if plain_from.any() else None,
+                Draws(temperature, *top, table.seed[row], row) if temperature.any() else None,
+            )
+        return known
+
+    def sample(self, logits: Tensor, picks: Picks) -> Choice:
+        """Choose one token for each row that picks one.
 
         Args:
-            logits: [n, V] float32, one row for each work; changed in place.
+            logits: [n, V] float32, one line for each of them; changed in place.
         """
-        states = [self._rows[work.row] for work in works]
+        states = [self._rows[row] for row in picks.row.tolist()]
         reported = self._raw_logprobs(logits, states)
-        self._adjust(logits, works, states)
-        tokens = choose(logits, self.draws(works))
+        self._adjust(logits, picks, states)
+        tokens = choose(logits, self.draws(picks))
         for i, state in enumerate(states):
             if state.output_counts is not None:
                 chosen = tokens[i : i + 1].clamp(min=0)
                 state.output_counts.index_add_(0, chosen, torch.ones_like(chosen).int())
         return Choice(tokens, self._report(reported, states, tokens))
 
-    def _adjust(
-        self, logits: Tensor, works: Sequence[RowWork], states: Sequence[_RowState]
-    ) -> None:
+    def _adjust(self, logits: Tensor, picks: Picks, states: Sequence[_RowState]) -> None:
         """Bias, penalties, and what stop ids and grammars forbid, in place."""
         where: list[tuple[int, int]] = []
         bias: list[float] = []
-        for i, (work, state) in enumerate(zip(works, states, strict=True)):
+        for i, (number, state) in enumerate(zip(picks.number.tolist(), states, strict=True)):
             params = state.opened.params
             for token, value in params.logit_bias.items():
                 where.append((i, token))
                 bias.append(value)
-            if work.output_index < params.min_tokens:
+            if number < params.min_tokens:
                 for token in state.opened.stop_ids:
                     where.append((i, token))
                     bias.append(-torch.inf)
@@ -177,11 +232,10 @@ class Sampler:
         rows = [i for i, state in enumerate(states) if state.output_counts is not None]
         if rows:
             self._penalize(logits, rows, states)
-        masks = {i: work.mask for i, work in enumerate(works) if work.mask is not None}
-        if masks:
-            self._mask(logits, masks)
+        if picks.masks:
+            self._mask(logits, picks.masks)
 
-    def _mask(self, logits: Tensor, masks: dict[int, NDArray[np.int32]]) -> None:
+    def _mask(self, logits: Tensor, masks: Mapping[int, NDArray[np.int32]]) -> None:
         """Forbid what the grammars of these rows forbid; only their masks travel."""
         bitmask = send([np.stack(list(masks.values()))], self.device)[0]
         first, end = min(masks), max(masks) + 1

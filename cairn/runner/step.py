@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,13 +56,16 @@ class PageGrant:
     window: tuple[int, ...] = ()
 
 
+Ints = NDArray[np.int64]
+
+
 class RowWork(NamedTuple):
     """User tokens of one row that run in this step; the landmark after them rides along.
 
     Attributes:
         row: the row's number.
         first: user tokens of the row that have run before.
-        tokens: the ids to run; None: the one token that was sampled last.
+        tokens: the ids to run; None: the one token that was sampled last (a row of `DecodeWork`).
         sample: choose the token that follows the last one.
         output_index: number of tokens generated so far; names the draw.
         prompt_targets: for each of `tokens` the prompt token that follows it, when prompt
@@ -84,20 +88,55 @@ class RowWork(NamedTuple):
         return 1 if self.tokens is None else len(self.tokens)
 
 
+class DecodeWork(NamedTuple):
+    """Rows that run the one token that was sampled last in each, and choose the next. They stand
+    side by side, since most steps are nothing else and one by one they would cost more than all
+    else that the host does.
+
+    Attributes:
+        row: [n], the rows' numbers.
+        first: [n], user tokens of each that have run before.
+        output_index: [n], numbers of tokens generated so far; name the draws.
+        masks: index in these -> tokens that may be chosen, see RowWork; the others may choose all.
+    """
+
+    row: Ints
+    first: Ints
+    output_index: Ints
+    masks: Mapping[int, NDArray[np.int32]] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, rows: Sequence[int], first: Sequence[int], output_index: Sequence[int]) -> Self:
+        """Written by hand."""
+        row, begin, number = (np.array(p, dtype=np.int64) for p in (rows, first, output_index))
+        return cls(row, begin, number)
+
+
+NO_ROWS = DecodeWork.of((), (), ())
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. Rows are closed first, then opened, then granted pages, then run."""
+    """One forward pass. Rows are closed first, then opened, then granted pages, then run: those
+    that decode, then those of `work`, whose tokens are given."""
 
     step_id: int
     closed: tuple[int, ...]
     opened: tuple[RowOpen, ...]
     grants: tuple[PageGrant, ...]
     work: tuple[RowWork, ...]
+    decode: DecodeWork = NO_ROWS
 
-    @property
-    def num_tokens(self) -> int:
-        """User tokens that run."""
-        return sum(work.num_tokens for work in self.work)
+    def row_by_row(self) -> list[RowWork]:
+        """Everything that runs, in order."""
+        columns = (self.decode.row, self.decode.first, self.decode.output_index)
+        decoding = [
+            RowWork(row, first, None, True, index, (), self.decode.masks.get(i))
+            for i, (row, first, index) in enumerate(
+                zip(*(column.tolist() for column in columns), strict=True)
+            )
+        ]
+        return [*decoding, *self.work]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +169,8 @@ class StepResult:
 
     Attributes:
         step_id: the plan's number.
-        tokens: one for each work with `sample`, in the plan's order; -1 where the logits allow
-            none.
+        tokens: one for each row that decodes and each work with `sample`, in the plan's order; -1
+            where the logits allow none.
         logprobs: index in `tokens` -> what is reported of it, for the works that asked for it.
         selection: index in `tokens` -> what its query read in each landmark layer, likewise.
         prompt_logprobs: for the works that asked for it.

@@ -56,6 +56,8 @@ def test_latency_cells(llms):
     assert second.phase == "decode"
     assert second.ms == pytest.approx(500 / 4)
     assert second.pages_read == 41
+    assert second.host_us == pytest.approx(100)
+    assert second.host_us_by_stage["results"] == pytest.approx(30)
     assert second.fraction == pytest.approx(second.floor_ms / second.ms)
     assert first.selection == "random" and first.step_tokens == 512
     assert first.launches is None and first.peak_bytes is None

@@ -187,7 +187,7 @@ class Machine:
 
     def launch(self, plan: StepPlan) -> Launched:
         load = Load()
-        for work in plan.work:
+        for work in plan.row_by_row():
             load.add(work)
         seconds = self.cost(load)
         self.free = max(self.now, self.free) + seconds

@@ -162,7 +162,7 @@ class Writes:
         self.places = {
             own: {
                 (self.pages[own, work.row][slot // size], slot % size)
-                for work in plan.work
+                for work in plan.row_by_row()
                 for slot in range(
                     self.slots.slots_for(work.first),
                     self.slots.slots_for(work.first + work.num_tokens),

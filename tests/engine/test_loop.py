@@ -62,7 +62,7 @@ class Running:
         self._outbox.bind("inproc://loop")
         inbox = self._context.socket(zmq.PULL)
         inbox.connect("inproc://loop")
-        runner = SimpleNamespace(counters=SimpleNamespace(queries=0, selected=0))
+        runner = SimpleNamespace(reads=SimpleNamespace(queries=0, selected=0))
         built = SimpleNamespace(core=self.core, runner=runner, spec=SimpleNamespace(num_kv_heads=1))
         self.loop = EngineLoop(built, inbox, self._take, self.vitals)
         self.thread = threading.Thread(target=self._run)

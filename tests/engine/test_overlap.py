@@ -64,7 +64,7 @@ class Late:
 class LateStep:
     def __init__(self, owner: Late, number: int, plan: StepPlan, value: StepResult) -> None:
         self.owner, self.number, self.value = owner, number, value
-        self.sampled = [(owner.names[w.row], w.output_index) for w in plan.work if w.sample]
+        self.sampled = [(owner.names[w.row], w.output_index) for w in plan.row_by_row() if w.sample]
 
     def result(self) -> StepResult:
         assert self.owner.pending.popleft() is self

@@ -17,7 +17,7 @@ def test_an_engine_answers_as_one_that_was_not_warmed_up():
     prompts = [list(range(5, 5 + length)) for length in (3, 30)]
     cold, warm = engine(CASE), engine(CASE)
     warm_up(warm)
-    assert warm.runner.counters.queries == 0
+    assert warm.runner.reads.queries == 0
     assert (warm.runner.reads.window, warm.runner.reads.held) == (0, 0)
     assert warm.core.cache.allocator.num_free == cold.core.cache.allocator.num_free
     expected, got = (run(built, prompts, greedy(4)) for built in (cold, warm))

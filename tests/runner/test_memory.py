@@ -27,7 +27,8 @@ def shape(rows: int, longest: int, *, landmarks: bool = True) -> RunnerShape:
 
 def slots_of(shape: RunnerShape, plan) -> int:
     count = shape.slots.slots_for
-    return sum(count(work.first + work.num_tokens) - count(work.first) for work in plan.work)
+    works = plan.row_by_row()
+    return sum(count(work.first + work.num_tokens) - count(work.first) for work in works)
 
 
 @pytest.mark.parametrize("landmarks", [True, False])
@@ -73,8 +74,8 @@ def test_a_decode_step_runs_every_row(rows, longest):
     assert slots_of(where, whole) == rows + closes * max(1, rows // 8)
     assert slots_of(where, small) == 1
     for plan, tokens in ((eager, [0]), (whole, None), (small, None)):
-        assert all(work.tokens == tokens for work in plan.work)
-        assert all(0 <= work.first < longest for work in plan.work)
+        assert all(work.tokens == tokens for work in plan.row_by_row())
+        assert all(0 <= work.first < longest for work in plan.row_by_row())
 
 
 @pytest.mark.parametrize("case", ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"])
@@ -96,7 +97,7 @@ def test_a_runner_takes_them(case):
         decode_step(runner.shape, longest, eager=False),
     ):
         result = runner.launch(plan).result()
-        assert len(result.tokens) == len(plan.work)
+        assert len(result.tokens) == len(plan.row_by_row())
         assert all(token >= 0 for token in result.tokens)
         assert all(len(reported.ids) for reported in result.logprobs.values())
 

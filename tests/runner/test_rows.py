@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.attention.base import Counters
 from cairn.cache.landmarks import SlotMap
 from cairn.runner.rows import Rows
-from cairn.runner.step import PageGrant, RowWork, StepPlan
+from cairn.runner.step import DecodeWork, PageGrant, RowWork, StepPlan
 
 LANDMARK = 999
 
@@ -48,8 +47,9 @@ def test_every_step_runs_the_next_slots_of_each_row(seed, size, landmarks, num_r
     mine: list[list[int]] = [pages[40 * r : 40 * r + 40] for r in range(num_rows)]
     granted, done = [0] * num_rows, [0] * num_rows
     for step in range(12):
-        works, grants, expected = [], [], []
-        for r in rng.sample(range(num_rows), rng.randint(1, num_rows)):
+        works, decode, grants, expected = [], [], [], []
+        chosen = rng.sample(range(num_rows), rng.randint(1, num_rows))
+        for r in sorted(chosen, key=lambda r: done[r] < len(tokens[r])):
             left = len(tokens[r]) - done[r]
             if left:
                 part = tokens[r][done[r] : done[r] + rng.randint(1, left)]
@@ -58,7 +58,7 @@ def test_every_step_runs_the_next_slots_of_each_row(seed, size, landmarks, num_r
                 part = [rng.randrange(900)]
                 tokens[r] += part
                 remember(rows, r, part[0])
-                works.append(RowWork(r, done[r], None, sample=True))
+                decode.append((r, done[r]))
             before = len(laid_out(tokens[r][: done[r]], size, landmarks))
             done[r] += len(part)
             after = laid_out(tokens[r][: done[r]], size, landmarks)
@@ -67,9 +67,14 @@ def test_every_step_runs_the_next_slots_of_each_row(seed, size, landmarks, num_r
                 grants.append(PageGrant(r, granted[r], tuple(mine[r][granted[r] : need])))
                 granted[r] = need
             expected += [(r, s, *after[s]) for s in range(before, len(after))]
-        plan = StepPlan(step, (), (), tuple(grants), tuple(works))
+        plan = StepPlan(step, (), (), tuple(grants), tuple(works), decoding(*decode))
         layout = rows.lay_out(plan)
-        check_batch(layout, rows.batch(layout, {}, Counters()), expected, mine, size)
+        check_batch(layout, rows.batch(layout, {}), expected, mine, size)
+
+
+def decoding(*rows: tuple[int, int]) -> DecodeWork:
+    """(row, tokens that have run) of each."""
+    return DecodeWork.of([row for row, _ in rows], [done for _, done in rows], [0] * len(rows))
 
 
 def remember(rows: Rows, row: int, token: int) -> None:
@@ -77,7 +82,7 @@ def remember(rows: Rows, row: int, token: int) -> None:
 
 
 def batch_of(rows, plan):
-    return rows.batch(rows.lay_out(plan), {}, Counters())
+    return rows.batch(rows.lay_out(plan), {})
 
 
 def check_batch(layout, batch, expected, pages, size) -> None:
@@ -95,7 +100,9 @@ def check_batch(layout, batch, expected, pages, size) -> None:
     assert batch.max_slot == max(slot)
     starts = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
     assert layout.start.tolist() == starts
-    assert batch.first_slot == (slot[0] if len(starts) == 1 else None)
+    ends = [*starts[1:], len(row)]
+    stretches = [(row[i], slot[i], end - i) for i, end in zip(starts, ends, strict=True)]
+    assert batch.stretches == [number for stretch in stretches for number in stretch]
     for r in set(row):
         last = max(s for q, s in zip(row, slot, strict=True) if q == r) // size
         assert batch.page_table[r, : last + 1].tolist() == pages[r][: last + 1]
@@ -128,12 +135,12 @@ def test_the_token_that_fills_a_page_brings_its_landmark():
     grants = (PageGrant(1, 0, (6, 9)),)
     rows.lay_out(StepPlan(0, (), (), grants, (RowWork(1, 0, [1, 2], sample=True),)))
     remember(rows, 1, 30)
-    plan = StepPlan(1, (), (), (), (RowWork(1, 2, None, sample=True),))
+    plan = StepPlan(1, (), (), (), (), decoding((1, 2)))
     batch = batch_of(rows, plan)
     assert batch.input_ids.tolist() == [30, LANDMARK]
     assert batch.slot.tolist() == [2, 3]
     remember(rows, 1, 31)
-    plan = StepPlan(2, (), (), (), (RowWork(1, 3, None, sample=True),))
+    plan = StepPlan(2, (), (), (), (), decoding((1, 3)))
     batch = batch_of(rows, plan)
     assert (batch.input_ids.tolist(), batch.slot.tolist()) == ([31], [4])
     assert batch.positions.tolist() == [3]

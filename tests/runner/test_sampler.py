@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.runner.sampler import Sampler, alternatives
-from cairn.runner.step import RowOpen, RowWork
+from cairn.runner.sampler import Picks, Sampler, alternatives
+from cairn.runner.step import RowOpen, RowWork, StepPlan
 from cairn.types import SamplingParams
 
 VOCAB = 50
@@ -18,7 +18,11 @@ def opened(row: int, seed: int = 0, stop_ids=(), history=(), num_prompt=0, **par
 
 
 def work(row: int, index: int = 0) -> RowWork:
-    return RowWork(row, 0, None, sample=True, output_index=index)
+    return RowWork(row, 0, [0], sample=True, output_index=index)
+
+
+def picks(*works: RowWork) -> Picks:
+    return Picks.of(StepPlan(0, (), (), (), works))
 
 
 def sampler(*rows: RowOpen) -> Sampler:
@@ -33,11 +37,11 @@ def logits(n: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def drawn(found: Sampler, values: torch.Tensor, *works: RowWork) -> list[int]:
-    return found.sample(values.clone(), works).tokens.tolist()
+    return found.sample(values.clone(), picks(*works)).tokens.tolist()
 
 
 def test_nothing_to_sample():
-    assert sampler().sample(torch.empty(0, VOCAB), ()).tokens.tolist() == []
+    assert sampler().sample(torch.empty(0, VOCAB), picks()).tokens.tolist() == []
 
 
 def test_results_stand_in_the_order_of_the_works():
@@ -164,7 +168,7 @@ def test_logprobs_belong_to_the_rows_that_want_them():
     )
     values = logits(3)
     raw = torch.log_softmax(values, -1)
-    choice = found.sample(values.clone(), [work(0), work(1), work(2)])
+    choice = found.sample(values.clone(), picks(work(0), work(1), work(2)))
     assert set(choice.logprobs) == {1, 2}
     biased, whole = choice.logprobs[1], choice.logprobs[2]
     assert choice.tokens[1] == 5
@@ -208,7 +212,7 @@ def test_where_mask_and_min_tokens_leave_nothing_no_token_is_chosen(temperature)
 def test_reported_log_probabilities_know_no_mask():
     found = sampler(opened(0, logprobs=2), opened(1, logprobs=2))
     values = logits(1).repeat(2, 1)
-    choice = found.sample(values.clone(), [work(0), masked(1, [11])])
+    choice = found.sample(values.clone(), picks(work(0), masked(1, [11])))
     free, bound = choice.logprobs[0], choice.logprobs[1]
     expected = torch.log_softmax(values[1], dim=-1)
     assert choice.tokens[1] == 11

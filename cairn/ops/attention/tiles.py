@@ -108,6 +108,23 @@ def flash(
     return o, lse
 
 
+def attend_lines(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lines: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of one token q [1, h_q, d] over the lines [h_kv, n] of its caches, n > 0.
+
+    Returns:
+        (o [1, h_q, d] in q's dtype, lse [1, h_q] float32).
+    """
+    heads, dim = lines.shape[0], q.shape[2]
+    k, v = (
+        cache.view(-1, dim).index_select(0, lines.reshape(-1)).view(1, heads, -1, dim)
+        for cache in (k_cache, v_cache)
+    )
+    o, lse = flash(q.reshape(1, heads, -1, dim), k, v, None, scale)
+    return o.reshape(q.shape), lse.reshape(q.shape[:2])
+
+
 def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask of -inf where hidden and 0 elsewhere."""
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)

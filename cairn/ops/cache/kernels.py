@@ -64,3 +64,82 @@ def write_kv_kernel(
             tl.store(v_cache + behind, value_exponent, mask=head < HEADS)
         tl.store(k_cache + write, key, mask=inside)
         tl.store(v_cache + write, value, mask=inside)
+
+
+@triton.jit
+def _put_slots(at, most, token, position, row, slot, location, own, mask):
+    """Store what is known of slots, a line each."""
+    tl.store(at, token, mask=mask)
+    tl.store(at + most, position, mask=mask)
+    tl.store(at + 2 * most, row, mask=mask)
+    tl.store(at + 3 * most, slot, mask=mask)
+    tl.store(at + 4 * most, location, mask=mask)
+    tl.store(at + 7 * most, own, mask=mask)
+
+
+@triton.jit
+def decode_slots_kernel(
+    row_ptr,
+    first_ptr,
+    last_token_ptr,
+    table_ptr,
+    window_table_ptr,
+    out_ptr,
+    num_rows,
+    most,
+    line,
+    window_line,
+    spare,
+    window_spare,
+    landmark_id,
+    SIZE: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: each of its numbers is a row, then a slot of padding."""
+    i = tl.arange(0, BLOCK)
+    inside = i < most
+    row = tl.load(row_ptr + i, mask=inside, other=0)
+    live = inside & (row < num_rows)
+    row = tl.where(live, row, 0)
+    first = tl.load(first_ptr + i, mask=live, other=0)
+    token = tl.load(last_token_ptr + row, mask=live, other=0)
+    slot = first
+    if PER_PAGE < SIZE:
+        slot = first + first // PER_PAGE
+    logical = slot // SIZE
+    place = slot - logical * SIZE
+    fills = live & (place == PER_PAGE - 1)
+    count = live.to(tl.int32)
+    if PER_PAGE < SIZE:
+        count += fills.to(tl.int32)
+    start = tl.cumsum(count, 0) - count
+    ended = tl.cumsum(fills.to(tl.int32), 0)
+    page = tl.load(table_ptr + row * line + logical, mask=live, other=0).to(tl.int64)
+    location = page * SIZE + place
+    position = slot
+    if PER_PAGE < SIZE:
+        position = slot - logical
+    nothing = tl.zeros([BLOCK], tl.int64)
+    own = nothing + window_spare
+    if WINDOWED:
+        own_page = tl.load(window_table_ptr + row * window_line + logical, mask=live, other=0)
+        own = own_page.to(tl.int64) * SIZE + place
+    at, end = out_ptr + start, start
+    _put_slots(at, most, token, position, row, slot, location, own, live)
+    if PER_PAGE < SIZE:
+        end = start + 1
+        if WINDOWED:
+            own += 1
+        token = nothing + landmark_id
+        _put_slots(at + 1, most, token, position + 1, row, slot + 1, location + 1, own, fills)
+    tl.store(out_ptr + 5 * most + ended - 1, end.to(tl.int64), mask=fills)
+    tl.store(out_ptr + 6 * most + ended - 1, page, mask=fills)
+    tl.store(out_ptr + 8 * most + i, tl.where(live, start, 0).to(tl.int64), mask=inside)
+    rest, pad = inside & (i >= tl.sum(count, 0)), out_ptr + i
+    own = nothing + window_spare
+    _put_slots(pad, most, nothing, nothing, nothing, nothing - 1, nothing + spare, own, rest)
+    none = inside & (i >= tl.sum(fills.to(tl.int32), 0))
+    tl.store(pad + 5 * most, nothing, mask=none)
+    tl.store(pad + 6 * most, nothing - 1, mask=none)

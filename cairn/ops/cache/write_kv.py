@@ -111,5 +111,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {heads} x {dim}",
             draw.args(k, v, *caches, spot),
             moved(k, k, v, v, spot),
-            alternatives=(Alternative("index_put", _index_put),),
+            alternatives=(Alternative("index_put", _index_put), *draw.by_torch(write_kv.reference)),
         )

@@ -1,0 +1,163 @@
+"""What a decode graph reads; the CPU plays the GPU, and a graph is its function run again."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from cairn.attention.base import Batch
+from cairn.cache.landmarks import SlotMap
+from cairn.runner import graphs
+from cairn.runner.graphs import DecodeGraphs, Ending, Place, Sampling
+from cairn.runner.rows import NO_GRANTS, Rows, write_cells
+from cairn.runner.sampler import Draws
+from cairn.runner.step import DecodeWork, PageGrant, RowWork, StepPlan
+
+VOCAB, LANDMARK, MAX_PAGES = 23, 23, 40
+
+
+class Model:
+    """Its logits are largest where slot and row say."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        self.batch = batch
+        return (batch.slot * 7 + batch.row)[:, None]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(hidden[:, 0] % VOCAB, VOCAB).float()
+
+
+def chosen(slot: int, row: int) -> int:
+    return (slot * 7 + row) % VOCAB
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    make = torch.zeros
+
+    def zeros(*shape, pin_memory=False, **options):
+        return make(*shape, **options)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    idle = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: idle)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+    def capture(self: DecodeGraphs, bucket: int, ending: Ending) -> graphs._Captured:
+        kept = self.place.last_token.clone()
+        output = self._run(bucket, ending)
+        self.place.last_token.copy_(kept)
+        again = SimpleNamespace(replay=lambda: output.copy_(self._run(bucket, ending)))
+        return graphs._Captured(again, output)
+
+    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("landmarks", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 20])
+def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
+    """Rows that come and go, grants of one page and of many: the graph finds what was laid out, in
+    its own tables too, and padding that reaches nobody."""
+    rng, size = random.Random(num_rows), 4
+    slots = SlotMap(size, landmarks)
+    rows = Rows(num_rows, MAX_PAGES, slots, LANDMARK, torch.device("cpu"), windowed)
+    tables, spare = torch.zeros_like(rows.tables), num_rows * MAX_PAGES
+    last_token = torch.zeros(num_rows + 1, dtype=torch.int64)
+    model = Model()
+    own = tables[num_rows:-1] if windowed else None
+    where = tables, tables[:num_rows], last_token, slots, LANDMARK
+    place = Place({}, *where, spare, own, spare + 1)
+    decoder = DecodeGraphs(model, place, num_rows)
+    done, granted = [0] * num_rows, [0] * num_rows
+    told = np.zeros(num_rows, dtype=np.int64)
+    for step in range(60):
+        running = sorted(rng.sample(range(num_rows), rng.randint(1, num_rows)))
+        grants = []
+        for r in running:
+            if done[r] + 2 >= MAX_PAGES * (size - 1) or rng.random() < 0.05:
+                # Another request takes the row, far into its sequence.
+                done[r], granted[r] = rng.randrange(20 * (size - 1)), 0
+            need = int(slots.pages_for(done[r] + 1))
+            if need > granted[r]:
+                pages = tuple(rng.randrange(spare) for _ in range(need - granted[r]))
+                behind = tuple(page + 1 for page in pages[-2:]) if windowed else ()
+                grants.append(PageGrant(r, granted[r], pages, behind))
+                granted[r] = need
+        first = [done[r] for r in running]
+        decode = DecodeWork.of(running, first, [0] * len(running))
+        plan = StepPlan(step, (), (), tuple(grants), (), decode)
+        layout = rows.lay_out(plan)
+        ending = rng.choice([Ending.GREEDY, Ending.LOGITS])
+        output = decoder.run(decode, rows.grant(plan), Sampling(ending, None))
+        for r in running:
+            done[r] += 1
+        if output is None:
+            # Where no landmark follows, more tokens than that may end their pages at once.
+            assert not landmarks and 2 * len(layout.completed) > len(layout.slot)
+            write_cells(tables, layout.grants)
+            continue
+        if ending is Ending.GREEDY:
+            tokens = [chosen(slots.slot_of(n), r) for n, r in zip(first, running, strict=True)]
+            assert output.tolist() == tokens
+            told_before = told.copy()
+            told[running] = tokens
+            assert last_token[:num_rows].tolist() == told.tolist()
+        else:
+            told_before = told
+        check_batch(model.batch, layout, told_before, spare)
+        assert torch.equal(tables[:-1], rows.tables[:-1])
+
+
+def check_batch(batch, layout, told, spare) -> None:
+    count, closed = len(layout.slot), len(layout.completed)
+    ids = np.where(layout.ids < 0, told[layout.row], layout.ids)
+    assert batch.input_ids[:count].tolist() == ids.tolist()
+    for tensor, array in (
+        (batch.positions, layout.position),
+        (batch.row, layout.row),
+        (batch.slot, layout.slot),
+        (batch.location, layout.location),
+    ):
+        assert tensor[:count].tolist() == array.tolist()
+    assert batch.completed[:closed].tolist() == layout.completed.tolist()
+    assert batch.completed_pages[:closed].tolist() == layout.completed_pages.tolist()
+    assert set(batch.slot[count:].tolist()) <= {-1}
+    assert set(batch.completed_pages[closed:].tolist()) <= {-1}
+    assert set(batch.location[count:].tolist()) <= {spare * 4}
+    if batch.window_place is not None:
+        location = batch.window_place[1]
+        assert location[:count].tolist() == layout.window_location.tolist()
+        assert set(location[count:].tolist()) <= {(spare + 1) * 4}
+
+
+def test_a_drawing_graph_gets_its_numbers(no_gpu, monkeypatch):
+    slots = SlotMap(4, True)
+    rows = Rows(3, MAX_PAGES, slots, LANDMARK, torch.device("cpu"))
+    tables, last_token = torch.zeros_like(rows.tables), torch.zeros(4, dtype=torch.int64)
+    place = Place({}, tables, tables[:3], last_token, slots, LANDMARK, 99)
+    seen = []
+
+    def draw(logits, *draws):
+        seen.append([line.clone() for line in draws])
+        return logits.argmax(-1)
+
+    monkeypatch.setattr(graphs.ops, "draw_tokens", draw)
+    decoder = DecodeGraphs(Model(), place, 3)
+    rows.lay_out(StepPlan(0, (), (), (PageGrant(1, 0, (5,)),), (RowWork(1, 0, [4], True),)))
+    decode = DecodeWork.of([1], [1], [1])
+    draws = Draws(
+        *(np.array([v], dtype=np.float32) for v in (0.5,)),
+        *(np.array([7]), np.array([0.25], dtype=np.float32), np.array([0.125], dtype=np.float32)),
+        *(np.array([-5]), np.array([1])),
+    )
+    decoder.run(decode, NO_GRANTS, Sampling(Ending.DRAW, draws))
+    assert [line[0].item() for line in seen[-1]] == [0.5, 7, 0.25, 0.125, -5, 1]
+    assert seen[-1][0].dtype == torch.float32
