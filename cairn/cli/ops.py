@@ -48,6 +48,10 @@ def ops(as_json: bool, docs: Path | None, measured: Path | None) -> None:
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         click.echo("".join(cells).rstrip())
+    for row in rows:
+        for implementation in row.implementations:
+            if implementation.missing:
+                click.echo(f"no {implementation.name} for {row.op} here: {implementation.missing}")
 
 
 def _write_pages(folder: Path, measured: Path | None) -> None:

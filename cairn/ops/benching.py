@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -53,7 +53,7 @@ class Layer:
         hidden, intermediate, vocabulary: widths.
         heads, kv_heads, head_dim: h_q, h_kv, d.
         page_size, window, topk: S, W in slots, K in pages.
-        rows: tokens of a step, for ops that see rows alone.
+        rows: tokens of a step, for ops that see rows alone; the most move 64 MB and more.
         steps: for attention.
     """
 
@@ -72,14 +72,15 @@ class Layer:
 
 
 K = 1024
+COMPILED = "compiled"
+"""Name of a definition that torch.compile takes: it costs seconds before it runs."""
 SIZES: dict[str, tuple[Layer, ...]] = {
     "full": (
         Layer(
-            *("345m", 1024, 4096, 100278, 16, 2, 64, 64, 512, 32, (1, 64, 8192)),
+            *("345m", 1024, 4096, 100278, 16, 2, 64, 64, 512, 32, (1,)),
             steps=(
                 Step(1, 8 * K),
                 Step(1, 128 * K),
-                Step(1, 512 * K),
                 Step(8, 128 * K),
                 Step(64, 8 * K),
                 Step(1, 8 * K, 8 * K),
@@ -87,8 +88,8 @@ SIZES: dict[str, tuple[Layer, ...]] = {
             ),
         ),
         Layer(
-            *("7b", 4096, 11008, 100278, 32, 32, 128, 64, 512, 32, (2048,)),
-            steps=(Step(1, 8 * K), Step(1, 128 * K), Step(1, 128 * K, 2 * K)),
+            *("7b", 4096, 11008, 100278, 32, 32, 128, 64, 512, 32, (16384,)),
+            steps=(Step(1, 128 * K), Step(1, 128 * K, 2 * K)),
         ),
     ),
     "tiny": (
@@ -99,8 +100,8 @@ SIZES: dict[str, tuple[Layer, ...]] = {
     ),
 }
 
-LARGE: dict[str, tuple[tuple[int, int], ...]] = {"full": ((16384, 8192),), "tiny": ()}
-"""(rows, width) beyond what layers have: far more than the caches of a device hold."""
+SAMPLED = {"full": (1, 256), "tiny": (1, 5)}
+"""Rows of sampled steps; the most are 100 MB of float32."""
 
 LINGER = {1: 0.25, 4: 0.25, 16: 0.3, 64: 0.4, 256: 1.0}
 """Tokens -> weight of what stays equal over so many. With 1024 candidates of random summaries the
@@ -180,11 +181,10 @@ class PagedStep:
         return 2 * self.layer.kv_heads * self.layer.head_dim * self.q.element_size()
 
     @property
-    def first_slot(self) -> int | None:
-        """First slot of a prefill step of one sequence, as the host knows it; else None."""
-        if self.step.batch > 1 or self.step.tokens == 1:
-            return None
-        return self.step.context - self.step.tokens
+    def stretches(self) -> list[int]:
+        """Row, first slot and number of every sequence's tokens, as the host knows them."""
+        tokens, first = self.step.tokens, self.step.context - self.step.tokens
+        return [n for row in range(self.step.batch) for n in (row, first, tokens)]
 
     @property
     def candidates(self) -> int:
@@ -248,11 +248,13 @@ class PagedStep:
         return tuple(found)
 
     def _flashinfer(self, k: Tensor, v: Tensor) -> tuple[Alternative, ...]:
-        """For one sequence, k and v [context, heads, d]."""
+        """For one sequence, k and v [context, heads, d]; ops have its kernels for pages."""
         if self.step.tokens == 1:
-            return flashinfer("decode.single_decode_with_kv_cache", Arguments((self.q[0], k, v)))
-        given = Arguments((self.q, k, v), {"causal": True})
-        return flashinfer("prefill.single_prefill_with_kv_cache", given)
+            name, given = "decode.single_decode_with_kv_cache", Arguments((self.q[0], k, v))
+        else:
+            name = "prefill.single_prefill_with_kv_cache"
+            given = Arguments((self.q, k, v), {"causal": True})
+        return tuple(replace(one, name="flashinfer single") for one in flashinfer(name, given))
 
     def sdpa_window(self) -> tuple[Alternative, ...]:
         """torch's own attention over the window: keys side by side, queries of a window a block."""
@@ -314,19 +316,18 @@ class Draw(Make):
         super().__init__(device, seed)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.dtype = dtype
+        self.sizes = sizes
         self.layers = SIZES[sizes]
-        self.large = LARGE[sizes]
+        self.sampled = SAMPLED[sizes]
 
     def rows(self) -> Iterator[tuple[Layer, int]]:
         """Every layer with every number of tokens that it is timed with."""
         return ((layer, rows) for layer in self.layers for rows in layer.rows)
 
     def matrices(self) -> Iterator[tuple[str, int, int]]:
-        """(size in words, rows, width) of activations: those of every layer, and large ones."""
+        """(size in words, rows, width) of every layer's activations."""
         for layer, rows in self.rows():
             yield f"{layer.name}: {rows} x {layer.hidden}", rows, layer.hidden
-        for rows, width in self.large:
-            yield f"{rows} x {width}", rows, width
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         """Normal numbers times scale; of the layers' dtype unless said."""
@@ -358,8 +359,7 @@ class Draw(Make):
 
     def logits(self) -> Iterator[tuple[int, int]]:
         """(rows, vocabulary) of sampled steps."""
-        pairs = {(rows, layer.vocabulary): None for layer, rows in self.rows() if rows <= 64}
-        return iter(pairs)
+        return ((rows, self.layers[0].vocabulary) for rows in self.sampled)
 
     def summaries(self, job: PagedStep) -> tuple[Tensor, Tensor]:
         """Key [pages, h_q, d] and bias [pages, h_q] float32 of every page."""
@@ -380,11 +380,12 @@ class Draw(Make):
         yield ", random pages", self.randn(*shape)
         yield ", shared pages", self.lingering(*shape)
 
-    def compiled(self, definition: Callable[..., Any]) -> tuple[Alternative, ...]:
-        """The definition by torch.compile; on a CPU, where that takes a C++ compiler, as it is."""
+    def by_torch(self, definition: Callable[..., Any]) -> tuple[Alternative, ...]:
+        """The definition, and compiled unless on a CPU, where that takes a C++ compiler."""
+        plain = Alternative("definition", definition)
         if self.device == "cpu":
-            return (Alternative("definition", definition),)
-        return (Alternative("compiled", torch.compile(definition)),)
+            return (plain,)
+        return plain, Alternative(COMPILED, torch.compile(definition, dynamic=False))
 
     def attention(self) -> Iterator[PagedStep]:
         """Every layer's steps, each on a cache of its own with its pages in random order."""

@@ -12,11 +12,13 @@ from cairn.ops.registry import Op, all_ops
 
 @dataclass(frozen=True)
 class ImplementationRow:
-    """An implementation as `cairn ops` prints it; `conditional`: dtype or shape may refuse it."""
+    """An implementation as `cairn ops` prints it; `conditional`: dtype or shape may refuse it;
+    `missing`: why it cannot run on this machine."""
 
     name: str
     devices: tuple[str, ...]
     conditional: bool
+    missing: str
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def table(devices: Sequence[str] = ("cpu", "cuda")) -> list[OpRow]:
             entry.name,
             entry.names,
             tuple(
-                ImplementationRow(i.name, i.devices, i.conditional)
+                ImplementationRow(i.name, i.devices, i.conditional, i.missing)
                 for i in entry.implementations.values()
             ),
             {device: names(entry, device) for device in devices},

@@ -65,6 +65,7 @@ class Implementation:
         devices: device types it runs on.
         dtypes: dtypes accepted for the first floating-point tensor argument; None: any.
         when: called with the op's arguments; False refuses them (by shape). None: always.
+        missing: why it cannot run on this machine, whatever the arguments; empty: it can.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Implementation:
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] | None = None
     when: Callable[..., bool] | None = None
+    missing: str = ""
 
     @property
     def conditional(self) -> bool:
@@ -80,6 +82,8 @@ class Implementation:
 
     def accepts(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether dtype and `when` accept the arguments (the device is the caller's business)."""
+        if self.missing:
+            return False
         if self.dtypes is not None:
             given = [*args, *kwargs.values()]
             floating = (v for v in given if isinstance(v, Tensor) and v.is_floating_point())
@@ -169,6 +173,8 @@ class Op(Generic[P, R]):
         forced = _forced.get(self.name, _forced.get("*"))
         if forced is not None:
             implementation = self._named(forced)
+            if implementation.missing:
+                raise BadConfig(f"{VARIABLE} forces {self.name}={forced}: {implementation.missing}")
             if device not in implementation.devices and forced != REFERENCE:
                 runs_on = ", ".join(implementation.devices)
                 raise BadConfig(
@@ -177,7 +183,8 @@ class Op(Generic[P, R]):
             if not implementation.conditional:
                 return (implementation,)
             return (implementation, self._named(REFERENCE))
-        fitting = [i for i in self.implementations.values() if device in i.devices]
+        present = [i for i in self.implementations.values() if not i.missing]
+        fitting = [i for i in present if device in i.devices]
         for position, implementation in enumerate(fitting):
             if not implementation.conditional:
                 return tuple(fitting[: position + 1])
@@ -310,6 +317,7 @@ class Op(Generic[P, R]):
         devices: Sequence[str] = ("cpu", "cuda"),
         dtypes: Sequence[torch.dtype] | None = None,
         when: Callable[..., bool] | None = None,
+        missing: str = "",
     ) -> Callable[[F], F]:
         """Decorator: register a faster way. Earlier registrations are preferred.
 
@@ -320,6 +328,7 @@ class Op(Generic[P, R]):
             devices: device types it runs on.
             dtypes: accepted dtypes of the first floating-point tensor argument; None: any.
             when: called with the op's arguments; False passes them on to the next candidate.
+            missing: why it cannot run on this machine, for `cairn ops`; empty: it can.
         Raises:
             ValueError: for a name already taken, or parameters that differ from the definition's.
         """
@@ -335,7 +344,7 @@ class Op(Generic[P, R]):
                 )
             accepted = None if dtypes is None else tuple(dtypes)
             self.implementations[name] = Implementation(
-                name, function, tuple(devices), accepted, when
+                name, function, tuple(devices), accepted, when, missing
             )
             self._chosen.clear()
             return function

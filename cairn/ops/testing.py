@@ -89,6 +89,12 @@ class Paged:
         page = self.page_table.long()[row, slot // self.page_size]
         return row, slot, page * self.page_size + slot % self.page_size
 
+    def stretches(self, counts: Sequence[int]) -> list[int]:
+        """Row, first slot and number of the queries of every row that has any."""
+        rows = enumerate(zip(self.lengths, counts, strict=True))
+        found = [(row, length - count, count) for row, (length, count) in rows if count]
+        return [number for stretch in found for number in stretch]
+
 
 class Make:
     """Builds the arguments of cases: seeded, so a case is the same on every run and device.

@@ -43,6 +43,8 @@ OPCHECKED_CASES = 3
 """It traces a case several times."""
 FLOAT32_FAMILIES = ("sampling", "speculative", "topk")
 """Families on probabilities and scores."""
+LIBRARIES = {"cudnn", "flashinfer", "sdpa"}
+"""Implementations that are not ours: nothing interprets their kernels."""
 ALWAYS_FLOAT32 = ("page_weights", "rotary_cos_sin")
 """Ops on what is float32 in every model: weights of attention states, and angles."""
 OPS = [pytest.param(op, id=op.name) for op in all_ops()]
@@ -71,8 +73,8 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("op, name", CHOICES)
 def test_implementation_agrees_with_definition(op: Op[..., Any], name: str, device: str) -> None:
     implementation = op._named(name)
-    if device not in implementation.devices:
-        pytest.skip(f"runs on {', '.join(implementation.devices)}")
+    if implementation.missing or device not in implementation.devices:
+        pytest.skip(implementation.missing or f"runs on {', '.join(implementation.devices)}")
     accepted = runnable(implementation, cases_of(op, device), device)
     assert accepted, f"no case of {op.name} reaches {name}: it is never tested"
     for arguments in accepted:
@@ -113,7 +115,8 @@ def test_kernel_agrees_with_definition_in_float16(op: Op[..., Any], name: str) -
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize(
-    "op, name", [p for p in CHOICES if of_gpu(*p.values) and "cudnn" not in p.values]
+    "op, name",
+    [p for p in CHOICES if of_gpu(*p.values) and not LIBRARIES.intersection(p.values)],
 )
 def test_kernel_agrees_with_definition_when_interpreted(op: Op[..., Any], name: str) -> None:
     implementation = op._named(name)
@@ -122,6 +125,18 @@ def test_kernel_agrees_with_definition_when_interpreted(op: Op[..., Any], name: 
     assert accepted, f"no case of {op.name} reaches {name}: it is never tested"
     for arguments in sorted(accepted, key=size_of)[:INTERPRETED_CASES]:
         check(op, name, arguments)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_choice_is_the_same_for_arguments_by_name(op: Op[..., Any]) -> None:
+    parameters = list(op.__signature__.parameters)
+    for case in cases_of(op):
+        named = case.named(parameters)
+        for implementation in op.implementations.values():
+            accepted = implementation.accepts(case.args, case.kwargs)
+            assert implementation.accepts((), named) == accepted, implementation.name
+        if op._check is not None:
+            op._check(**named)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -243,15 +243,19 @@ def test_wrong_declarations_are_refused(scale: Op[..., Tensor]) -> None:
 
 
 def test_table(scale: Op[..., Tensor]) -> None:
+    add(scale, "absent", missing="no library")
     add(scale, "triton", devices=("cuda",))
     add(scale, "small", devices=("cpu",), when=lambda *a, **k: True)
     row = next(row for row in table() if row.op == "toy_scale")
-    assert [i.name for i in row.implementations] == ["triton", "small"]
-    assert [i.conditional for i in row.implementations] == [False, True]
+    assert [i.name for i in row.implementations] == ["absent", "triton", "small"]
+    assert [i.conditional for i in row.implementations] == [False, False, True]
+    assert [i.missing for i in row.implementations] == ["no library", "", ""]
     assert row.chosen == {"cpu": ("small", "reference"), "cuda": ("triton",)}
     with force("toy_scale=triton"):
         row = next(row for row in table() if row.op == "toy_scale")
     assert row.chosen == {"cpu": (), "cuda": ("triton",)}
+    with force("toy_scale=absent"), pytest.raises(BadConfig, match="=absent: no library"):
+        scale(torch.ones(3))
     assert scale in all_ops()
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention import launch, library, paging
+from cairn.ops.attention import flashinfer, launch, library, paging, sdpa
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
 from cairn.ops.benching import Draw, Point, Points, moved
@@ -24,7 +24,7 @@ def dense_attention(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
-    first_slot: int | None = None,
+    stretches: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every token over slots 0 .. slot of its row, block of keys by block of keys.
 
@@ -36,14 +36,15 @@ def dense_attention(
         page_table: [rows, max_pages] int32, logical to physical page.
         scale: of the dot products; None: d ** -0.5.
         mask_landmarks: the last slot of every page is no key.
-        first_slot: what the host knows: the tokens are the slots of one row from this one on. None:
-            nothing.
+        stretches: what the host knows of the tokens: row, first slot and number of those that are
+            consecutive slots of a row, from the first token to the last. None: nothing.
     Returns:
-        (o [T, h_q, d], lse [T, h_q]) float32; a token without a visible key has o = 0, lse = -inf.
+        (o [T, h_q, d] in q's dtype, lse [T, h_q] float32); a token without a visible key has o = 0
+        and lse = -inf.
     """
     _, heads, size, dim = k_cache.shape
     o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     bytes_per_page = 4 * heads * size * dim
     pages = 1 + int(slot.max()) // size if slot.numel() else 0
     width = max(1, min(pages, paging.BLOCK_BYTES // bytes_per_page))
@@ -56,7 +57,7 @@ def dense_attention(
                 *(width, scale, mask_landmarks),
             )
             o[at], lse[at] = merged(o[at], lse[at], *part)
-    return o, lse
+    return o.to(q.dtype), lse
 
 
 @dense_attention.fake
@@ -69,9 +70,9 @@ def _(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
-    first_slot: int | None = None,
+    stretches: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _accepts(
@@ -83,7 +84,7 @@ def _accepts(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
-    first_slot: int | None = None,
+    stretches: list[int] | None = None,
 ) -> bool:
     return tiling.worthwhile(q, k_cache, row)
 
@@ -98,7 +99,7 @@ def _(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
-    first_slot: int | None = None,
+    stretches: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, query_heads, dim = q.shape
     _, heads, page_size, _ = k_cache.shape
@@ -117,10 +118,11 @@ def _(
     for at in order.split(max(1, 2048 // size)) if order.numel() else ():
         _run_tiles(q, k_cache, v_cache, tiles.take(at), page_table, scale, mask_landmarks, out, lse)
     if rest.numel():
-        out[rest], lse[rest] = dense_attention.reference(
+        part, lse[rest] = dense_attention.reference(
             q[rest], k_cache, v_cache, row[rest], slot[rest], page_table, scale, mask_landmarks
         )
-    return out[:tokens], lse[:tokens]
+        out[rest] = part.float()
+    return out[:tokens].to(q.dtype), lse[:tokens]
 
 
 def _run_tiles(
@@ -203,8 +205,44 @@ def _span(
 
 dense_attention.tolerance(
     {torch.bfloat16: (1.6e-2, 1e-2)},
-    "the flash kernel rounds probabilities and o to bfloat16, the definition stays in float32",
+    "the flash kernel rounds probabilities and o of every block, the definition o alone",
 )
+
+
+def _by_flashinfer(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> bool:
+    return flashinfer.accepts(q, k_cache, v_cache, page_table, stretches, mask_landmarks)
+
+
+@dense_attention.implementation(
+    "flashinfer",
+    devices=("cuda",),
+    dtypes=flashinfer.DTYPES,
+    when=_by_flashinfer,
+    missing=flashinfer.MISSING,
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
+    return flashinfer.attend(task, stretches or ())
 
 
 def _by_library(
@@ -216,9 +254,14 @@ def _by_library(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
-    first_slot: int | None = None,
+    stretches: list[int] | None = None,
 ) -> bool:
-    return library.accepts(q, k_cache, v_cache, first_slot, mask_landmarks)
+    return library.accepts(q, k_cache, v_cache, _begin(stretches), mask_landmarks)
+
+
+def _begin(stretches: list[int] | None) -> int | None:
+    """First slot of a step that is one stretch."""
+    return stretches[1] if stretches is not None and len(stretches) == 3 else None
 
 
 @dense_attention.implementation("cudnn", devices=gpu.DEVICES, when=_by_library)
@@ -231,11 +274,13 @@ def _(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
-    first_slot: int | None = None,
+    stretches: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
-    assert first_slot is not None
-    return library.attend(task, first_slot)
+    begin = _begin(stretches)
+    assert begin is not None
+    o, lse = library.attend(task, begin)
+    return o.to(q.dtype), lse
 
 
 @dense_attention.implementation(
@@ -254,10 +299,11 @@ def _(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
-    first_slot: int | None = None,
+    stretches: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     given = (q, k_cache, v_cache, row, slot, page_table)
-    return launch.attend_splits(launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks))
+    task = launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks)
+    return launch.attend_splits(task, q.dtype)
 
 
 @dense_attention.implementation(
@@ -274,10 +320,41 @@ def _(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
-    first_slot: int | None = None,
+    stretches: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     given = (q, k_cache, v_cache, row, slot, page_table)
-    return launch.attend_tiles(launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks))
+    task = launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks)
+    return launch.attend_tiles(task, q.dtype)
+
+
+def _by_torch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> bool:
+    return sdpa.accepts(q, stretches, mask_landmarks)
+
+
+@dense_attention.implementation("sdpa", devices=("cuda",), when=_by_torch)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
+    return sdpa.attend(task, stretches or ())
 
 
 @dense_attention.cases
@@ -302,13 +379,21 @@ def _(make: Make) -> Cases:
                 bytes_of = paged.quantized()
                 small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
                 yield make.args(*small, mask_landmarks=True)
+    # What a library may take: a decode step and a mixed one; on a GPU also chunks that fill it, the
+    # last with a past that fills a call of cuDNN's and something left over on both sides.
+    steps: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+        ((9, 300, 64), (1, 1, 1)),
+        ((70, 200), (1, 150)),
+    ]
     if make.device != "cpu":
-        # A chunk whose past fills a call of the library, with something left over on both sides.
-        paged = make.paged((14_000, 9), 2, 64, 32, dtype=torch.bfloat16)
-        row, slot, _ = paged.queries((5_000, 0))
-        q = make.randn(5_000, 4, 32, dtype=torch.bfloat16)
+        steps += [((3_000, 9, 700), (2_400, 1, 500)), ((14_000, 9), (5_000, 0))]
+    for filled, running in steps:
+        paged = make.paged(filled, 2, 64, 64, dtype=torch.bfloat16)
+        row, slot, _ = paged.queries(running)
+        q = make.randn(sum(running), 8, 64, dtype=torch.bfloat16)
         yield make.args(
-            *(q, paged.k_cache, paged.v_cache, row, slot, paged.page_table), first_slot=9_000
+            *(q, paged.k_cache, paged.v_cache, row, slot, paged.page_table),
+            stretches=paged.stretches(running),
         )
 
 
@@ -318,7 +403,7 @@ def _(draw: Draw) -> Points:
         where = (job.row, job.slot, job.page_table)
         yield Point(
             str(job),
-            draw.args(job.q, job.k_cache, job.v_cache, *where, first_slot=job.first_slot),
+            draw.args(job.q, job.k_cache, job.v_cache, *where, stretches=job.stretches),
             job.step.batch * job.step.context * job.slot_bytes + moved(job.q, job.q),
             job.attend_flops(job.pairs()),
             job.dense(),

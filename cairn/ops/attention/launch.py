@@ -81,11 +81,11 @@ class Task:
         most = self.page_table.shape[1] * size
         return min(self.window + size, most) if self.window else most
 
-    def empty(self, *splits: int) -> tuple[Tensor, Tensor]:
-        """o [T, h_q, *splits, d] and lse [T, h_q, *splits], not yet written."""
+    def empty(self, *splits: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """o [T, h_q, *splits, d] of a dtype and lse [T, h_q, *splits] float32, not yet written."""
         tokens, heads, dim = self.q.shape
         shape = (tokens, heads, *splits)
-        o = torch.empty((*shape, dim), dtype=torch.float32, device=self.q.device)
+        o = torch.empty((*shape, dim), dtype=dtype, device=self.q.device)
         return o, torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
     def inputs(self) -> tuple[Tensor, ...]:
@@ -108,9 +108,9 @@ class Task:
         return (self.aligned, self.mask_landmarks, precision)
 
 
-def attend_tiles(task: Task) -> tuple[Tensor, Tensor]:
-    """Tiles of consecutive tokens: for prefill."""
-    o, lse = task.empty()
+def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Tiles of consecutive tokens: for prefill. o [T, h_q, d] of a dtype, lse [T, h_q] float32."""
+    o, lse = task.empty(dtype=dtype)
     run_tiles(task, o, lse)
     return o, lse
 
@@ -148,9 +148,9 @@ def run_splits(task: Task, splits: int, part_o: Tensor, part_lse: Tensor) -> Non
     )
 
 
-def attend_splits(task: Task) -> tuple[Tensor, Tensor]:
-    """A program for each token, KV head and split of the keys: for decode."""
-    o, lse = task.empty()
+def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """A program for each token, KV head and split of the keys: for decode. Results as above."""
+    o, lse = task.empty(dtype=dtype)
     if task.q.shape[0] == 0:
         return o, lse
     splits = splits_of(task)

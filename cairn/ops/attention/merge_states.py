@@ -160,5 +160,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.heads} x {layer.head_dim}",
             draw.args(v_a, s_a, v_b, s_b, v, s),
             moved(v_a, v_a, v_b, s_a, s_a, s_b),
-            alternatives=draw.compiled(merge_states.reference),
+            alternatives=draw.by_torch(merge_states.reference),
         )

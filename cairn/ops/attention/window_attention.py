@@ -106,27 +106,18 @@ def _(
     aligned: bool = False,
     mask_landmarks: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _, heads, size, dim = k_cache.shape
     last = int(slot)
     first = last - window + 1
-    first = max(0, first // size * size if aligned else first)
-    visible = torch.arange(first, last + 1)
-    if mask_landmarks:
-        visible = visible[visible % size != size - 1]
-    if visible.numel() == 0:
+    if aligned:
+        first = first // k_cache.shape[2] * k_cache.shape[2]
+    lines = paging.lines(k_cache, page_table[int(row)], max(0, first), last, mask_landmarks)
+    if lines.numel() == 0:
         return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(
             q.shape[:2], -torch.inf, dtype=torch.float32
         )
     # Visible keys alone are gathered: there is nothing to mask.
-    pages = page_table[int(row)].index_select(0, visible // size)
-    line = pages * (heads * size) + visible % size
-    lines = (line + torch.arange(0, heads * size, size).unsqueeze(1)).view(-1)
-    k, v = (
-        cache.view(-1, dim).index_select(0, lines).view(1, heads, -1, dim)
-        for cache in (k_cache, v_cache)
-    )
-    o, lse = tiling.flash(q.view(1, heads, -1, dim), k, v, None, scale)
-    return o.reshape(q.shape).float(), lse.reshape(q.shape[:2])
+    o, lse = tiling.attend_lines(q, k_cache, v_cache, lines, scale)
+    return o.float(), lse
 
 
 def _accepts(
