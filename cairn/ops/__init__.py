@@ -13,6 +13,7 @@ from cairn.ops.attention.cutlass_mla_get_workspace_size import cutlass_mla_get_w
 from cairn.ops.attention.dense_attention import dense_attention
 from cairn.ops.attention.merge_states import merge_state, merge_state_v2
 from cairn.ops.attention.window_attention import window_attention
+from cairn.ops.cache.decode_slots import decode_slots
 from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.elementwise.concat_mla import concat_mla_absorb_q, concat_mla_k
 from cairn.ops.elementwise.copy_to_gpu_no_ce import copy_to_gpu_no_ce
@@ -40,6 +41,7 @@ from cairn.ops.linear.gated_linear import gated_linear
 from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.packed import packed_linear
+from cairn.ops.linear.packed_gated_linear import packed_gated_linear
 from cairn.ops.memory.set_kv_buffer_kernel import set_kv_buffer_kernel
 from cairn.ops.memory.weak_ref_tensor import weak_ref_tensor
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
@@ -87,13 +89,14 @@ from cairn.ops.sampling.samplers import (
     top_p_sampling_from_probs,
 )
 from cairn.ops.sampling.top_k_mask_logits import top_k_mask_logits
-from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm_probs
+from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm_prob, top_k_renorm_probs
 from cairn.ops.sampling.top_k_top_p_sampling_from_logits import top_k_top_p_sampling_from_logits
-from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm_probs
+from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm_prob, top_p_renorm_probs
 from cairn.ops.sparse.convert_vertical_slash_indexes import (
     convert_vertical_slash_indexes,
     convert_vertical_slash_indexes_mergehead,
 )
+from cairn.ops.sparse.sparse_attn_func import sparse_attn_func, sparse_attn_varlen_func
 from cairn.ops.speculative.build_tree_kernel_efficient import build_tree_kernel_efficient
 from cairn.ops.speculative.reconstruct_indices_from_tree_mask import (
     reconstruct_indices_from_tree_mask,
@@ -146,6 +149,7 @@ __all__ = [
     "counter_uniform",
     "cutlass_mla_decode",
     "cutlass_mla_get_workspace_size",
+    "decode_slots",
     "dense_attention",
     "downcast_fp8",
     "draw_tokens",
@@ -180,6 +184,7 @@ __all__ = [
     "merge_state_v2",
     "min_p_renorm_probs",
     "min_p_sampling_from_probs",
+    "packed_gated_linear",
     "packed_linear",
     "page_attention",
     "page_weights",
@@ -206,13 +211,17 @@ __all__ = [
     "sgl_per_token_quant_fp8",
     "silu_and_mul",
     "silu_and_mul_scaled_fp4_grouped_quant",
+    "sparse_attn_func",
+    "sparse_attn_varlen_func",
     "split_norm_rope",
     "store_prior_summary",
     "suggest_nvfp4_global_scale",
     "top_k_mask_logits",
+    "top_k_renorm_prob",
     "top_k_renorm_probs",
     "top_k_top_p_sampling_from_logits",
     "top_k_top_p_sampling_from_probs",
+    "top_p_renorm_prob",
     "top_p_renorm_probs",
     "top_p_sampling_from_probs",
     "transfer_kv_all_layer",

@@ -18,7 +18,7 @@ SCRATCH = ("workspace",)
 """Arguments without effect."""
 ORDERED_BY_TORCH = ("fast_topk",)
 """Takes every dtype that torch orders."""
-COPIES = ("copy_to_gpu_no_ce",)
+COPIES = ("put_integers",)
 """Goes from one device to another."""
 CHECKED = [pytest.param(op, id=op.name) for op in all_ops() if op._check is not None]
 

@@ -51,5 +51,5 @@ def _(make: Make) -> Cases:
 def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x = draw.randn(rows, width)
-        others = draw.compiled(gelu_quick.reference)
+        others = draw.by_torch(gelu_quick.reference)
         yield Point(size, draw.args(x), moved(x, x), alternatives=others)

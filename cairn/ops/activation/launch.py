@@ -12,6 +12,9 @@ from cairn.ops import gpu
 from cairn.ops.activation.kernels import activation_kernel
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 
+BLOCK, WARPS = 1024, 4
+"""Numbers and warps of a program."""
+
 
 def in_rows(input: Tensor, *args: Any, **kwargs: Any) -> bool:
     """The numbers of a row lie side by side."""
@@ -80,11 +83,11 @@ def launch(
         result = fresh((*input.shape[:-1], width), dtype=input.dtype, device=input.device)
         if out is not None and expert_ids is not None:
             result.copy_(out)
-    block = min(1024, gpu.next_power_of_2(max(1, width)))
+    block = min(BLOCK, gpu.next_power_of_2(max(1, width)))
     if x.numel():
         activation_kernel[(x.shape[0], -(-width // block))](
             *(x, result, expert_ids, x.stride(0), width, width, expert_step),
             *(block, kind, gates == 2),
-            num_warps=4,
+            num_warps=WARPS,
         )
     return result

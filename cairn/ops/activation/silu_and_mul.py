@@ -18,6 +18,7 @@ def silu_and_mul(
     out: Tensor | None = None,
     expert_ids: Tensor | None = None,
     expert_step: int = 1,
+    enable_pdl: bool | None = None,
 ) -> Tensor:
     """silu(input[..., :d]) * input[..., d:], in float32, rounded once.
 
@@ -27,6 +28,7 @@ def silu_and_mul(
         expert_ids: [n] int32 or int64; row r is left as it is in `out` (0 without `out`) where
             expert_ids[r // expert_step] is -1. None: every row is written.
         expert_step: rows of one entry of expert_ids.
+        enable_pdl: without effect.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
@@ -39,6 +41,7 @@ def _(
     out: Tensor | None = None,
     expert_ids: Tensor | None = None,
     expert_step: int = 1,
+    enable_pdl: bool | None = None,
 ) -> None:
     launch.check("silu_and_mul", input, out, expert_ids, expert_step)
 
@@ -49,6 +52,7 @@ def _(
     out: Tensor | None = None,
     expert_ids: Tensor | None = None,
     expert_step: int = 1,
+    enable_pdl: bool | None = None,
 ) -> Tensor:
     return launch.launch("silu", input, out, expert_ids, expert_step)
 
@@ -61,7 +65,7 @@ def _(draw: Draw) -> Points:
     for layer, rows in draw.rows():
         x = draw.randn(rows, 2 * layer.intermediate)
         others = (
-            *draw.compiled(silu_and_mul.reference),
+            *draw.by_torch(silu_and_mul.reference),
             *flashinfer("activation.silu_and_mul"),
         )
         size = f"{layer.name}: {rows} x {layer.intermediate}"

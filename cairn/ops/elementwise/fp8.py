@@ -14,7 +14,8 @@ from cairn.ops.testing import Cases, Make
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = (E4M3, E5M2)
-BLOCK = 2048
+BLOCK, WARPS = 2048, 4
+"""Numbers and warps of a program."""
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,8 +80,8 @@ def _(
         blocks = -(-width // BLOCK)
         fp8_kernel[(rows.shape[0] * blocks,)](
             *(rows, result.view(torch.uint8), float(scale_inv), rows.stride(0), width, width),
-            *(blocks, BLOCK, fp8_dtype == E4M3),
-            num_warps=4,
+            *(blocks, BLOCK, fp8_dtype == E4M3, gpu.knows_e4m3(x.device)),
+            num_warps=WARPS,
         )
     return result
 
@@ -103,7 +104,7 @@ def _(make: Make) -> Cases:
 def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x = draw.randn(rows, width)
-        others = draw.compiled(fp8_quantize.reference)
+        others = draw.by_torch(fp8_quantize.reference)
         yield Point(size, draw.args(x, 0.5), moved(x) + x.numel(), alternatives=others)
 
 
@@ -126,7 +127,7 @@ def downcast_fp8(
     Args:
         k, v: [T, H, d] float32, bfloat16 or float16, same dtype; tokens may be strided.
         k_out, v_out: [slots, H, d] float8_e4m3fn, or its bytes as uint8, changed.
-        k_scale, v_scale: [1] float32; None: 1.
+        k_scale, v_scale: one float32; None: 1.
         loc: [T] int32 or int64.
         mult, offset: from a location to a row.
     Raises:
@@ -157,7 +158,7 @@ def _(
         expect(name, argument, out, (None, *k.shape[1:]), (torch.uint8, E4M3), like=k)
     for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
-            expect(name, argument, scale, (1,), (torch.float32,), like=k)
+            expect(name, argument, scale, (1,) * scale.dim(), (torch.float32,), like=k)
     expect(name, "loc", loc, k.shape[:1], INDICES, like=k)
 
 
@@ -225,5 +226,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {heads} x {dim}",
             draw.args(k, v, *outs, scale, scale, spot),
             moved(k, v, spot) + 2 * k.numel(),
-            alternatives=draw.compiled(downcast_fp8.reference),
+            alternatives=draw.by_torch(downcast_fp8.reference),
         )

@@ -14,7 +14,8 @@ from cairn.ops.testing import Arguments, Cases, Make
 
 LEAST, NARROW, LONGEST = 16, 128, 1 << 14
 """Sizes of a matrix product, and of what one program transforms."""
-ROWS = 64
+ROWS, WARPS, PROGRAMS = 64, 4, 132 * 4
+"""Rows, warps and number of programs that go from rows to rows with one matrix of signs."""
 MEMORY = 192 << 10
 """Bytes of shared memory that the longest row takes."""
 
@@ -65,14 +66,14 @@ def _(x: Tensor, scale: float = 1.0) -> Tensor:
     if not rows:
         return out
     if size <= NARROW:
-        hadamard_rows_kernel[(-(-rows // ROWS),)](
-            *(source, out, rows, source.stride(0), width, width, scale, ROWS, size), num_warps=4
+        hadamard_rows_kernel[(min(PROGRAMS, -(-rows // ROWS)),)](
+            *(source, out, rows, source.stride(0), width, width, scale, ROWS, size), num_warps=WARPS
         )
         return out
-    hadamard_kernel[(rows,)](
-        *(source, out, source.stride(0), width, width, scale),
+    hadamard_kernel[(min(PROGRAMS, rows),)](
+        *(source, out, rows, source.stride(0), width, width, scale),
         *(max(LEAST, size // NARROW), NARROW),
-        num_warps=4 if size <= 4096 else 8,
+        num_warps=WARPS if size <= 4096 else 2 * WARPS,
     )
     return out
 

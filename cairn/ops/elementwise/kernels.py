@@ -65,16 +65,25 @@ def e5m2(x):
 @triton.jit
 def fp8_kernel(
     x, out, scale_inv, x_stride, out_stride, width, blocks,
-    BLOCK: tl.constexpr, E4M3: tl.constexpr,
+    BLOCK: tl.constexpr, E4M3: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = the bytes of x[row] * scale_inv; a row has `blocks` programs."""
+    """out[row] = the bytes of x[row] * scale_inv; a row has `blocks` programs. HARDWARE: the device
+    knows both formats."""
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks
     column = program % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     number = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     number *= scale_inv
-    tl.store(out + row * out_stride + column, e4m3(number) if E4M3 else e5m2(number), mask=inside)
+    if HARDWARE:
+        most: tl.constexpr = 448.0 if E4M3 else 57344.0
+        number = tl.where(number < -most, -most, number)
+        number = tl.where(number > most, most, number)
+        kind: tl.constexpr = tl.float8e4nv if E4M3 else tl.float8e5
+        code = number.to(kind).to(tl.uint8, bitcast=True)
+    else:
+        code = e4m3(number) if E4M3 else e5m2(number)
+    tl.store(out + row * out_stride + column, code, mask=inside)
 
 
 @triton.jit
@@ -147,45 +156,68 @@ def hadamard_signs(N: tl.constexpr):
 
 
 @triton.jit
-def halves(number):
-    """float32 as a sum of two numbers that a tensor core multiplies by 1 and -1 without loss."""
-    high = (number.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    return high, tl.where(tl.abs(high) < float("inf"), number - high, 0.0)
+def halves(number, HALF: tl.constexpr):
+    """float32 as a sum of two numbers that a tensor core multiplies by 1 and -1 without loss.
+
+    HALF: in bfloat16, of whose 16 bits half precision needs 11.
+    """
+    keep: tl.constexpr = -65536 if HALF else -8192
+    high = (number.to(tl.int32, bitcast=True) & keep).to(tl.float32, bitcast=True)
+    low = tl.where(tl.abs(high) < float("inf"), number - high, 0.0)
+    kind: tl.constexpr = tl.bfloat16 if HALF else tl.float32
+    return high.to(kind), low.to(kind)
+
+
+@triton.jit
+def by_signs(number, signs):
+    """number [M, N] times signs [N, N]; numbers of half precision are multiplied as they are."""
+    if number.dtype == tl.float32:
+        high, low = halves(number, False)
+        product = tl.dot(high, signs, input_precision="tf32")
+        product = tl.dot(low, signs, product, input_precision="tf32")
+    else:
+        product = tl.dot(number, signs.to(number.dtype))
+    return product
 
 
 @triton.jit
 def hadamard_rows_kernel(
     x, out, rows, x_stride, out_stride, width, scale, ROWS: tl.constexpr, N: tl.constexpr
 ):
-    """out[row] = x[row] H_N * scale of ROWS rows, those shorter than N padded with zeros."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, N)[None, :]
-    inside = (row < rows) & (column < width)
-    number = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    """out[row] = x[row] H_N * scale, ROWS at a time, those shorter than N padded with zeros."""
     signs = hadamard_signs(N)
-    high, low = halves(number)
-    result = tl.dot(high, signs, input_precision="tf32")
-    # Half precision is its own upper half.
-    if x.dtype.element_ty == tl.float32:
-        result = tl.dot(low, signs, acc=result, input_precision="tf32")
-    result *= scale
-    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
+    column = tl.arange(0, N)[None, :]
+    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        inside = (row < rows) & (column < width)
+        number = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+        result = (by_signs(number, signs) * scale).to(out.dtype.element_ty)
+        tl.store(out + row * out_stride + column, result, mask=inside)
 
 
 @triton.jit
-def hadamard_kernel(x, out, x_stride, out_stride, width, scale, A: tl.constexpr, B: tl.constexpr):
-    """out[row] = x[row] H_AB * scale of one row, taken as [A, B]: H_A X H_B."""
-    row = tl.program_id(0).to(tl.int64)
+def hadamard_kernel(
+    x, out, rows, x_stride, out_stride, width, scale, A: tl.constexpr, B: tl.constexpr
+):
+    """out[row] = x[row] H_AB * scale, a row at a time, taken as [A, B]: H_A X H_B."""
+    half: tl.constexpr = x.dtype.element_ty != tl.float32
     place = tl.arange(0, A)[:, None] * B + tl.arange(0, B)[None, :]
+    right = hadamard_signs(B)
+    left = hadamard_signs(A)
+    if half:
+        left = left.to(tl.bfloat16)
     inside = place < width
-    number = tl.load(x + row * x_stride + place, mask=inside, other=0.0).to(tl.float32)
-    signs = hadamard_signs(B)
-    high, low = halves(number)
-    number = tl.dot(high, signs, input_precision="tf32")
-    if x.dtype.element_ty == tl.float32:
-        number = tl.dot(low, signs, acc=number, input_precision="tf32")
-    signs = hadamard_signs(A)
-    high, low = halves(number)
-    number = tl.dot(signs, high, input_precision="tf32")
-    number = tl.dot(signs, low, acc=number, input_precision="tf32") * scale
-    tl.store(out + row * out_stride + place, number.to(out.dtype.element_ty), mask=inside)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        at = tl.zeros([], tl.int64) + row
+        number = tl.load(x + at * x_stride + place, mask=inside, other=0.0)
+        high, low = halves(by_signs(number, right), half)
+        result = tl.dot(left, high, input_precision="tf32")
+        result = tl.dot(left, low, result, input_precision="tf32") * scale
+        tl.store(out + at * out_stride + place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def put_integers_kernel(values, out, count, COUNT: tl.constexpr):
+    """out[i] = bits 4 .. 35 of values[i], i < count <= COUNT."""
+    for i in tl.static_range(COUNT):
+        tl.store(out + i, (values[i] >> 4).to(tl.int32), mask=count > i)

@@ -112,7 +112,7 @@ def _(draw: Draw) -> Points:
         ids, future = draw.randint(-count, count, count), draw.randint(0, 50000, count + 1)
         others = (
             Alternative("where", resolve_future_token_ids.reference),
-            *draw.compiled(resolve_future_token_ids.reference),
+            *draw.by_torch(resolve_future_token_ids.reference),
         )
         least = moved(ids, ids, future)
         yield Point(str(count), draw.args(ids, future), least, alternatives=others)
@@ -198,5 +198,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {heads} x {dim}, half of {count}",
             draw.args(out, lse, lens, begin, length),
             written,
-            alternatives=draw.compiled(fixup_zero_kv_rows.reference),
+            alternatives=draw.by_torch(fixup_zero_kv_rows.reference),
         )

@@ -12,6 +12,9 @@ from cairn.ops.flash.strides import strides
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
+MOST_WARPS = 4
+"""Of a program: a token's key and value."""
+
 
 @op(mutates=("k_cache", "v_cache"))
 def append_kv(
@@ -85,7 +88,7 @@ def _(
         *(*strides(k_cache), *strides(v_cache)),
         0 if page_table is None else page_table.stride(0),
         *(heads, dim, wide, k_cache.shape[1], *padded),
-        num_warps=gpu.warps_for(heads * (dim + wide)),
+        num_warps=min(MOST_WARPS, gpu.warps_for(heads * (dim + wide))),
     )
 
 
@@ -121,5 +124,5 @@ def _(draw: Draw) -> Points:
         lengths = draw.full((rows,), size, torch.int32)
         given = draw.args(k, v, *caches, lengths, None, table, None)
         size_of = f"{layer.name}: {rows} x {heads} x {dim}"
-        others = draw.compiled(append_kv.reference)
+        others = draw.by_torch(append_kv.reference)
         yield Point(size_of, given, moved(k, k, v, v), alternatives=others)

@@ -123,10 +123,15 @@ class Call:
         longest = q.shape[-3]
         if max_seqlen_q is not None and self.cu_seqlens_q is not None:
             longest = min(longest, max(0, max_seqlen_q))
+        # One scale of all sequences and heads comes expanded.
+        of_q, of_k, of_v = (
+            x if x is None else x.contiguous()
+            for x in (self.q_descale, self.k_descale, self.v_descale)
+        )
         flash_attention(
             *(q, self.k, self.v, out, lse, self.page_table, self.batch_idx, self.leftpad),
             *(self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k),
-            *(self.qv, self.q_descale, self.k_descale, self.v_descale, self.sinks),
+            *(self.qv, of_q, of_k, of_v, self.sinks),
             float(scale),
             *(left, right, chunk or 0),
             float(softcap),

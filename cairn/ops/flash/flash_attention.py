@@ -97,7 +97,7 @@ def flash_attention(
             hidden = _hidden(place, len(key), left, right, chunk)
             # What nobody sees may hold anything.
             seen = value.masked_fill(hidden.all(0).view(-1, 1, 1), 0)
-            part, log = _weigh(scores.masked_fill_(hidden, -torch.inf), seen, sinks)
+            part, log = weigh(scores.masked_fill_(hidden, -torch.inf), seen, sinks)
             sink[lines] = (part * factors[2]).transpose(0, 1).to(o.dtype)
             logs[:, lines] = log
 
@@ -154,7 +154,7 @@ def _hidden(place: Tensor, keys: int, left: int, right: int, chunk: int) -> Tens
     return hidden
 
 
-def _weigh(scores: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def weigh(scores: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax of scores [H, Q, K] over value [K, H, dv]: ([H, Q, dv], lse [H, Q])."""
     lse = torch.logsumexp(scores, dim=-1)
     denominator = lse

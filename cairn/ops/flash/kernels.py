@@ -162,21 +162,25 @@ def attend_blocks(
     DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(best, total, acc) of all keys of a split: blocks with an edge, whole ones, and again."""
+    """(best, total, acc) of all keys of a split: edges, whole blocks, edges again."""
     begin, middle, after, end, low, high = blocks_of(first, last, alive, split, splits, KEYS)
     best = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
     acc = tl.zeros([query.shape[0], VP], tl.float32)
-    best, total, acc = attend_keys(
-        query, extra, best, total, acc, k_head, v_head, table, offset, begin, middle, low, high,
-        first, last, factor, cap, k_page, k_slot, v_page, v_slot,
-        DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, True, CAPPED, PRECISION,
-    )  # fmt: skip
-    best, total, acc = attend_keys(
-        query, extra, best, total, acc, k_head, v_head, table, offset, middle, after, low, high,
-        first, last, factor, cap, k_page, k_slot, v_page, v_slot,
-        DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, False, CAPPED, PRECISION,
-    )  # fmt: skip
+    if query.shape[0] == 16:
+        # Few lines: masks cost little, and one loop keeps its loads in flight from end to end.
+        after = begin
+    else:
+        best, total, acc = attend_keys(
+            query, extra, best, total, acc, k_head, v_head, table, offset, begin, middle, low, high,
+            first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+            DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, True, CAPPED, PRECISION,
+        )  # fmt: skip
+        best, total, acc = attend_keys(
+            query, extra, best, total, acc, k_head, v_head, table, offset, middle, after, low, high,
+            first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+            DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, False, CAPPED, PRECISION,
+        )  # fmt: skip
     best, total, acc = attend_keys(
         query, extra, best, total, acc, k_head, v_head, table, offset, after, end, low, high,
         first, last, factor, cap, k_page, k_slot, v_page, v_slot,

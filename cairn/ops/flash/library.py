@@ -39,7 +39,7 @@ def attend_sequence(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     many, heads, dim = q.shape
     kv_heads = k.shape[1]
     o = torch.zeros_like(q)
-    lse = torch.full((heads, many), torch.inf)
+    lse = torch.full((heads, many), torch.inf, dtype=torch.float32)
     first, last = _seen(many, len(k), task)
     # Only queries in front see nothing.
     for at in range(int((last < first).sum()), many, _QUERIES):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,24 +15,17 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 BITS = 32
-BLOCK = 2048
+WORDS, WARPS = 64, 4
+"""Words and warps of a program."""
 
 
 @op(mutates=("logits",))
-def apply_token_bitmask_inplace_cuda(
-    logits: Tensor, bitmask: Tensor, indices: Tensor | None = None
-) -> None:
-    """logits[row, token] = -inf in place where the token's bit is 0, on any device.
-
-    Token t is allowed by bit t % 32 of word t // 32. Tokens beyond the words and bits beyond the
-    tokens are left alone.
+def mask_tokens(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
+    """`apply_token_bitmask_inplace_cuda` of rows in a tensor.
 
     Args:
-        logits: [V] or [B, V] float32, bfloat16 or float16.
-        bitmask: [W] or [B, W] int32, W usually ceil(V / 32).
-        indices: [n] int32 or int64, the rows (of both) that are masked, none twice; None: all.
-    Raises:
-        BadArgument: for a shape, dtype or device that does not fit.
+        logits, bitmask: as there.
+        indices: [n] int32 or int64; None: all rows.
     """
     logits, bitmask = (x.unsqueeze(0) if x.dim() == 1 else x for x in (logits, bitmask))
     rows = None if indices is None else indices.long()
@@ -43,7 +38,29 @@ def apply_token_bitmask_inplace_cuda(
         logits[rows] = part
 
 
-@apply_token_bitmask_inplace_cuda.check
+@mask_tokens.front
+def apply_token_bitmask_inplace_cuda(
+    logits: Tensor, bitmask: Tensor, indices: Tensor | Sequence[int] | None = None
+) -> None:
+    """logits[row, token] = -inf in place where the token's bit is 0, on any device.
+
+    Token t is allowed by bit t % 32 of word t // 32. Tokens beyond the words and bits beyond the
+    tokens are left alone.
+
+    Args:
+        logits: [V] or [B, V] float32, bfloat16 or float16.
+        bitmask: [W] or [B, W] int32, W usually ceil(V / 32).
+        indices: the rows (of both) that are masked, none twice: numbers, or [n] int32 or int64 on
+            any device; None: all.
+    Raises:
+        BadArgument: for a shape, dtype or device that does not fit.
+    """
+    if indices is not None and not isinstance(indices, Tensor):
+        indices = torch.tensor(indices, dtype=torch.int32)
+    mask_tokens(logits, bitmask, None if indices is None else indices.to(logits.device))
+
+
+@mask_tokens.check
 def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
     name = "apply_token_bitmask_inplace_cuda"
     expect(name, "logits", logits, dtypes=FLOATS)
@@ -63,7 +80,7 @@ def _lines(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> bo
     return near and (indices is None or indices.is_contiguous())
 
 
-@apply_token_bitmask_inplace_cuda.implementation("triton", devices=gpu.DEVICES, when=_lines)
+@mask_tokens.implementation("triton", devices=gpu.DEVICES, when=_lines)
 def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
     width = min(logits.shape[-1], BITS * bitmask.shape[-1])
     rows = logits.shape[0] if logits.dim() == 2 else 1
@@ -72,12 +89,13 @@ def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
     if rows and width:
         # One row is row 0, whatever its stride.
         strides = (logits.stride(0), bitmask.stride(0)) if logits.dim() == bitmask.dim() else (0, 0)
-        bitmask_kernel[(rows, -(-width // BLOCK))](
-            *(logits, bitmask, indices, *strides, width, BLOCK), num_warps=gpu.warps_for(BLOCK)
+        align = next(n for n in (4, 2, 1) if strides[0] % n == 0)
+        bitmask_kernel[(rows, -(-width // (WORDS * BITS)))](
+            *(logits, bitmask, indices, *strides, width, WORDS, align), num_warps=WARPS
         )
 
 
-@apply_token_bitmask_inplace_cuda.cases
+@mask_tokens.cases
 def _(make: Make) -> Cases:
     low, high = -(1 << 31), (1 << 31) - 1
     words = torch.int32
@@ -96,7 +114,7 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(0, 40), bits[:0, :2])
 
 
-@apply_token_bitmask_inplace_cuda.bench
+@mask_tokens.bench
 def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         logits = draw.randn(rows, vocabulary, dtype=torch.float32)
@@ -105,5 +123,5 @@ def _(draw: Draw) -> Points:
             f"{rows} x {vocabulary}",
             draw.args(logits, words),
             moved(logits, logits, words),
-            alternatives=draw.compiled(apply_token_bitmask_inplace_cuda.reference),
+            alternatives=draw.by_torch(mask_tokens.reference),
         )

@@ -115,5 +115,8 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.kv_heads} x {layer.head_dim}",
             draw.args(*caches, loc, k, v),
             moved(k, k, v, v, loc),
-            alternatives=(Alternative("index_put", _index_put),),
+            alternatives=(
+                Alternative("index_put", _index_put),
+                *draw.by_torch(set_kv_buffer_kernel.reference),
+            ),
         )

@@ -69,7 +69,7 @@ def _(draw: Draw) -> Points:
         x, residual = (draw.randn(rows, width) for _ in range(2))
         weight = draw.randn(width)
         others = (
-            *draw.compiled(fused_add_rmsnorm.reference),
+            *draw.by_torch(fused_add_rmsnorm.reference),
             *flashinfer("norm.fused_add_rmsnorm"),
         )
         least = moved(x, x, residual, residual, weight)

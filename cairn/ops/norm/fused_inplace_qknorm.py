@@ -130,5 +130,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {heads} + {kv_heads} x {dim}",
             draw.args(q, k, draw.randn(dim), draw.randn(dim)),
             moved(q, q, k, k),
-            alternatives=draw.compiled(fused_inplace_qknorm.reference),
+            alternatives=draw.by_torch(fused_inplace_qknorm.reference),
         )

@@ -99,5 +99,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {q_width} + {k_width}",
             draw.args(q, k, draw.randn(q_width), draw.randn(k_width)),
             moved(q, q, k, k),
-            alternatives=draw.compiled(fused_inplace_qknorm_across_heads.reference),
+            alternatives=draw.by_torch(fused_inplace_qknorm_across_heads.reference),
         )

@@ -69,7 +69,7 @@ def _(draw: Draw) -> Points:
         x, residual = (draw.randn(rows, width) for _ in range(2))
         weight = draw.randn(width)
         others = (
-            *draw.compiled(gemma_fused_add_rmsnorm.reference),
+            *draw.by_torch(gemma_fused_add_rmsnorm.reference),
             *flashinfer("norm.gemma_fused_add_rmsnorm"),
         )
         least = moved(x, x, residual, residual, weight)

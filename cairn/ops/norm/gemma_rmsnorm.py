@@ -66,7 +66,7 @@ def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x, weight = draw.randn(rows, width), draw.randn(width)
         others = (
-            *draw.compiled(gemma_rmsnorm.reference),
+            *draw.by_torch(gemma_rmsnorm.reference),
             *flashinfer("norm.gemma_rmsnorm"),
         )
         yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)

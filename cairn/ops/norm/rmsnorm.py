@@ -89,7 +89,7 @@ def _(draw: Draw) -> Points:
         x, weight = draw.randn(rows, width), draw.randn(width)
         others = (
             Alternative("rms_norm", lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)),
-            *draw.compiled(rmsnorm.reference),
+            *draw.by_torch(rmsnorm.reference),
             *flashinfer("norm.rmsnorm"),
         )
         yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)

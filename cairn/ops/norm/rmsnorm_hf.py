@@ -68,5 +68,5 @@ rmsnorm_hf.cases(norm_cases)
 def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x, weight = draw.randn(rows, width), draw.randn(width)
-        others = (*draw.compiled(rmsnorm_hf.reference),)
+        others = (*draw.by_torch(rmsnorm_hf.reference),)
         yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)

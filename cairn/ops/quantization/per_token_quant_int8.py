@@ -77,5 +77,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.hidden}",
             draw.args(x),
             moved(x) + x.numel() + 4 * rows,
-            alternatives=draw.compiled(per_token_quant_int8.reference),
+            alternatives=draw.by_torch(per_token_quant_int8.reference),
         )

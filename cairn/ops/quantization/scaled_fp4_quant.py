@@ -94,7 +94,7 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.hidden}",
             draw.args(x, suggest_nvfp4_global_scale(x)),
             moved(x) + x.numel() * 9 // 16,
-            alternatives=draw.compiled(scaled_fp4_quant.reference),
+            alternatives=draw.by_torch(scaled_fp4_quant.reference),
         )
 
 
@@ -106,5 +106,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.hidden}",
             draw.args(x),
             moved(x),
-            alternatives=draw.compiled(suggest_nvfp4_global_scale.reference),
+            alternatives=draw.by_torch(suggest_nvfp4_global_scale.reference),
         )

@@ -103,5 +103,5 @@ def _(draw: Draw) -> Points:
                 f"{size}, {'static' if static else 'dynamic'}",
                 draw.args(x, codes, scale.fill_(0.1), static),
                 read + moved(codes),
-                alternatives=draw.compiled(sgl_per_tensor_quant_fp8.reference),
+                alternatives=draw.by_torch(sgl_per_tensor_quant_fp8.reference),
             )

@@ -216,5 +216,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.hidden}, groups of {group}",
             draw.args(x, codes, scale, group),
             moved(x, codes, scale),
-            alternatives=draw.compiled(sgl_per_token_group_quant_8bit.reference),
+            alternatives=draw.by_torch(sgl_per_token_group_quant_8bit.reference),
         )

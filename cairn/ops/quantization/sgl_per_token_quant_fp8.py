@@ -79,5 +79,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.hidden}",
             draw.args(x, codes, scale),
             moved(x, codes, scale),
-            alternatives=draw.compiled(sgl_per_token_quant_fp8.reference),
+            alternatives=draw.by_torch(sgl_per_token_quant_fp8.reference),
         )

@@ -248,5 +248,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {heads} + {kv_heads} x {dim}",
             draw.args(positions, q, k, dim, angles, value, *buffers, spot),
             moved(q, q, k, k, k, value, value, positions, spot) + 4 * rows * dim,
-            alternatives=(Alternative("apart", _apart),),
+            alternatives=(Alternative("apart", _apart), *draw.by_torch(rotary_set_kv.reference)),
         )

@@ -18,6 +18,10 @@ from cairn.ops.rotary.kernels import qk_norm_rope_kernel
 from cairn.ops.testing import Cases, Make
 
 NAME = "fused_qk_norm_rope"
+AT_ONCE, WARPS = 16, 2
+"""Heads that a program holds, and its warps."""
+MANY_TOKENS = 512
+"""From so many on one program takes all heads of a token."""
 LEAST_RAMP = 0.001
 """Width of YaRN's ramp where low and high are equal."""
 
@@ -157,14 +161,15 @@ def _(
     tokens, heads = qkv.shape[0], num_heads_q + num_heads_k
     rotary = head_dim if rotary_dim is None else rotary_dim
     rest = gpu.next_power_of_2(head_dim - rotary) if rotary < head_dim else 0
-    at_once = min(16, gpu.next_power_of_2(max(1, heads)))
+    at_once = min(AT_ONCE, gpu.next_power_of_2(max(1, heads)))
+    groups = 1 if tokens >= MANY_TOKENS else -(-heads // at_once)
     if tokens and heads:
-        qk_norm_rope_kernel[(tokens, -(-heads // at_once))](
+        qk_norm_rope_kernel[(tokens, groups)](
             *(qkv, position_ids, q_weight, k_weight, qkv.stride(0), num_heads_q, heads),
             *(head_dim, eps, float(factor), float(low), float(_end(low, high))),
             *(float(attention_factor), rotary // 2, gpu.next_power_of_2(rotary // 2), rest),
             *(at_once, is_neox, factor != 1, math.log2(base)),
-            num_warps=4,
+            num_warps=WARPS,
         )
 
 
@@ -231,6 +236,6 @@ def _(draw: Draw) -> Points:
             moved(normed, normed, spot),
             alternatives=(
                 Alternative("apart", _apart),
-                *draw.compiled(fused_qk_norm_rope.reference),
+                *draw.by_torch(fused_qk_norm_rope.reference),
             ),
         )

@@ -76,5 +76,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {heads} x {dim}",
             draw.args(x, weight, angles),
             moved(x, x, weight, angles),
-            alternatives=draw.compiled(head_norm_rope.reference),
+            alternatives=draw.by_torch(head_norm_rope.reference),
         )

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention.launch import early_option
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import heads_into_cache_kernel
-from cairn.ops.rotary.split_norm_rope import split_norm_rope
+from cairn.ops.rotary.split_norm_rope import split_norm_rope, turned_heads
 from cairn.ops.testing import Cases, Make
 
 
@@ -127,6 +127,40 @@ def _(
     return q, z
 
 
+@heads_into_cache.implementation(
+    "one_token",
+    devices=("cpu",),
+    when=lambda projected, added, weight, cos_sin, k_cache, v_cache, *args, **kwargs: (
+        projected.shape[0] == 1 and projected.dtype == k_cache.dtype == v_cache.dtype
+    ),
+)
+def _(
+    projected: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    location: Tensor,
+    num_heads: int,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """The definition in few calls, which are what one token pays for."""
+    kv_heads = k_cache.shape[1]
+    y = turned_heads(projected, added, weight, cos_sin, num_heads, kv_heads, eps)[0]
+    where = int(location)
+    if where >= 0:
+        page, place = divmod(where, k_cache.shape[2])
+        k_cache[page, :, place] = y[num_heads : num_heads + kv_heads]
+        v = _values(projected, added, weight, num_heads, kv_heads)
+        v_cache[page, :, place] = v.view(kv_heads, -1)
+    q, z = (
+        part.to(projected.dtype, copy=True).unsqueeze(0)
+        for part in (y[:num_heads], y[num_heads + kv_heads :])
+    )
+    return q, z
+
+
 @heads_into_cache.implementation("composed")
 def _(
     projected: Tensor,
@@ -164,6 +198,12 @@ def _(make: Make) -> Cases:
         weight = make.randn(6, 24, dtype=dtype)
         given = (make.randn(3, 200, dtype=dtype), None, weight, make.randn(3, 24))
         yield make.args(*given, *one, location[1:4] % 12, 5)
+        for at in (1, 2):
+            alone, turn = wide[at : at + 1], angles[at : at + 1]
+            there = (*caches, location[at : at + 1], 4)
+            yield make.args(alone, up[:1], low[2], turn, *there)
+            yield make.args(alone, None, plain[2], None, *there, 1e-5)
+            yield make.args(own[:1], None, low[2], turn, *there)
     empty = (make.randn(0, 128), None, make.randn(6, 16), make.randn(0, 16))
     yield make.args(*empty, *(make.randn(4, 2, 8, 16) for _ in range(2)), location[:0], 4)
 
@@ -181,5 +221,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {2 * (q + kv)} x {dim}",
             draw.args(projected, None, weight, angles, *caches, spot, q),
             moved(projected, projected, weight, angles, spot),
-            alternatives=(Alternative("definition", heads_into_cache.reference),),
+            alternatives=draw.by_torch(heads_into_cache.reference),
         )

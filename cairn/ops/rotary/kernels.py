@@ -129,40 +129,11 @@ def rotate_kernel(
 
 
 @triton.jit
-def qk_norm_rope_kernel(
-    qkv, positions, q_weight, k_weight, stride, q_heads, heads, dim, eps,
-    factor, low, high, attention_factor,
-    HALF: tl.constexpr, HP: tl.constexpr, RP: tl.constexpr, HEADS: tl.constexpr,
-    NEOX: tl.constexpr, SCALED: tl.constexpr, LOG2_BASE: tl.constexpr,
+def rope_angles(
+    position, pair, factor, low, high, attention_factor,
+    HALF: tl.constexpr, SCALED: tl.constexpr, LOG2_BASE: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token of qkv, in place: rmsnorm, then the first 2 HALF numbers rotated.
-
-    RP: the numbers behind those, padded to a power of two; 0: none. SCALED: frequencies by YaRN.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    pair = tl.arange(0, HP)
-    own = head < heads
-    inside = own[:, None] & (pair < HALF)[None, :]
-    base = qkv + token * stride + head[:, None] * dim
-    first_in = pair if NEOX else 2 * pair
-    second_in = pair + HALF if NEOX else 2 * pair + 1
-    first = tl.load(base + first_in[None, :], mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(base + second_in[None, :], mask=inside, other=0.0).to(tl.float32)
-    total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-    weight = tl.where(head < q_heads, q_weight, k_weight)[:, None]
-    if RP > 0:
-        column = 2 * HALF + tl.arange(0, RP)
-        behind = own[:, None] & (column < dim)[None, :]
-        rest = tl.load(base + column[None, :], mask=behind, other=0.0).to(tl.float32)
-        total += tl.sum(rest * rest, 1)
-    scale = tl.rsqrt(total / dim + eps)[:, None]
-    if RP > 0:
-        factors = tl.load(weight + column[None, :], mask=behind, other=0.0).to(tl.float32)
-        rest *= scale * factors
-        tl.store(base + column[None, :], rest.to(qkv.dtype.element_ty), mask=behind)
-    first *= scale * tl.load(weight + first_in[None, :], mask=inside, other=0.0).to(tl.float32)
-    second *= scale * tl.load(weight + second_in[None, :], mask=inside, other=0.0).to(tl.float32)
+    """cos and sin [1, HP] of a position's angles. SCALED: frequencies by YaRN."""
     # In float64, rounded: an error of the frequency is multiplied by the position.
     exponent = pair.to(tl.float64) * (-LOG2_BASE / HALF)
     frequency = tl.exp2(exponent).to(tl.float32)
@@ -170,12 +141,57 @@ def qk_norm_rope_kernel(
         ramp = (pair.to(tl.float32) - low) / (high - low)
         ramp = tl.minimum(tl.maximum(ramp, 0.0), 1.0)
         frequency = tl.div_rn(frequency, factor) * ramp + frequency * (1.0 - ramp)
-    angle = tl.load(positions + token).to(tl.float32) * frequency
-    cos = (tl.cos(angle) * attention_factor)[None, :]
-    sin = (tl.sin(angle) * attention_factor)[None, :]
+    angle = position.to(tl.float32) * frequency
+    return (tl.cos(angle) * attention_factor)[None, :], (tl.sin(angle) * attention_factor)[None, :]
+
+
+@triton.jit
+def qk_norm_rope_kernel(
+    qkv, positions, q_weight, k_weight, stride, q_heads, heads, dim, eps,
+    factor, low, high, attention_factor,
+    HALF: tl.constexpr, HP: tl.constexpr, RP: tl.constexpr, HEADS: tl.constexpr,
+    NEOX: tl.constexpr, SCALED: tl.constexpr, LOG2_BASE: tl.constexpr,
+):  # fmt: skip
+    """Heads of one token of qkv, HEADS at a time, in place: rmsnorm, then the first 2 HALF numbers
+    rotated.
+
+    RP: the numbers behind those, padded to a power of two; 0: none. SCALED: as in `rope_angles`,
+    which cost more than a few heads and serve all that a program takes.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, HP)
+    first_in = pair if NEOX else 2 * pair
+    second_in = pair + HALF if NEOX else 2 * pair + 1
+    column = 2 * HALF + tl.arange(0, RP if RP > 0 else 1)
+    cos, sin = rope_angles(
+        tl.load(positions + token), pair, factor, low, high, attention_factor,
+        HALF, SCALED, LOG2_BASE,
+    )  # fmt: skip
     kind = qkv.dtype.element_ty
-    tl.store(base + first_in[None, :], (first * cos - second * sin).to(kind), mask=inside)
-    tl.store(base + second_in[None, :], (second * cos + first * sin).to(kind), mask=inside)
+    for start in range(tl.program_id(1) * HEADS, heads, tl.num_programs(1) * HEADS):
+        head = start + tl.arange(0, HEADS)
+        own = head < heads
+        inside = own[:, None] & (pair < HALF)[None, :]
+        base = qkv + token * stride + head[:, None] * dim
+        first = tl.load(base + first_in[None, :], mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(base + second_in[None, :], mask=inside, other=0.0).to(tl.float32)
+        total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        weight = tl.where(head < q_heads, q_weight, k_weight)[:, None]
+        if RP > 0:
+            behind = own[:, None] & (column < dim)[None, :]
+            rest = tl.load(base + column[None, :], mask=behind, other=0.0).to(tl.float32)
+            total += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(total / dim + eps)[:, None]
+        if RP > 0:
+            factors = tl.load(weight + column[None, :], mask=behind, other=0.0).to(tl.float32)
+            rest *= scale * factors
+            tl.store(base + column[None, :], rest.to(kind), mask=behind)
+        of_first = tl.load(weight + first_in[None, :], mask=inside, other=0.0)
+        of_second = tl.load(weight + second_in[None, :], mask=inside, other=0.0)
+        first *= scale * of_first.to(tl.float32)
+        second *= scale * of_second.to(tl.float32)
+        tl.store(base + first_in[None, :], (first * cos - second * sin).to(kind), mask=inside)
+        tl.store(base + second_in[None, :], (second * cos + first * sin).to(kind), mask=inside)
 
 
 @triton.jit

@@ -11,6 +11,9 @@ from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import cos_sin_kernel
 from cairn.ops.testing import Cases, Make
 
+AT_ONCE, WARPS = 128, 4
+"""Angles and warps of a program: one a thread, for each may take long."""
+
 
 @op
 def rotary_cos_sin(positions: Tensor, inv_freq: Tensor) -> Tensor:
@@ -37,8 +40,8 @@ def _(positions: Tensor, inv_freq: Tensor) -> Tensor:
     tokens, half = positions.numel(), inv_freq.numel()
     out = torch.empty((tokens, 2 * half), dtype=torch.float32, device=positions.device)
     if tokens:
-        cos_sin_kernel[(-(-tokens * half // 512),)](
-            positions, inv_freq, out, tokens * half, half, 512, num_warps=4
+        cos_sin_kernel[(-(-tokens * half // AT_ONCE),)](
+            *(positions, inv_freq, out, tokens * half, half, AT_ONCE), num_warps=WARPS
         )
     return out
 
@@ -58,5 +61,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.head_dim}",
             draw.args(positions, inv_freq),
             moved(positions, inv_freq) + 4 * rows * layer.head_dim,
-            alternatives=draw.compiled(rotary_cos_sin.reference),
+            alternatives=draw.by_torch(rotary_cos_sin.reference),
         )

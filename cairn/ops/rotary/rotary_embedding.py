@@ -105,5 +105,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.heads} + {layer.kv_heads} x {dim}",
             draw.args(positions, q, k, dim, angles),
             moved(q, q, k, k, positions) + 4 * rows * dim,
-            alternatives=draw.compiled(rotary_embedding.reference),
+            alternatives=draw.by_torch(rotary_embedding.reference),
         )

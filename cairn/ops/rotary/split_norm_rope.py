@@ -112,6 +112,54 @@ def _(
     return q, k, z
 
 
+def turned_heads(
+    projected: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    cos_sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> Tensor:
+    """All heads of q, k and z, before they are rounded, in few passes: [T, H, d] float32."""
+    heads, dim = weight.shape
+    if added is None:
+        joint = projected[:, : heads * dim]
+    else:
+        both = projected[:, : (num_heads + num_kv_heads) * dim]
+        joint = torch.cat((both, added + projected[:, : num_heads * dim]), dim=-1)
+    y = joint.unflatten(-1, (heads, dim)).float()
+    y = torch.nn.functional.rms_norm(y, (dim,), None, eps).mul_(weight)
+    if cos_sin is None:
+        return y
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    halves = y.unflatten(-1, (2, -1))
+    turned: Tensor = halves * cos.unsqueeze(2)
+    turned[:, :, 0].addcmul_(halves[:, :, 1], sin, value=-1)
+    turned[:, :, 1].addcmul_(halves[:, :, 0], sin)
+    return turned.flatten(2)
+
+
+@split_norm_rope.implementation("in_place", devices=("cpu",))
+def _(
+    projected: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    cos_sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = (projected, added, weight, cos_sin, num_heads, num_kv_heads, eps)
+    own = weight.shape[0] - num_heads - num_kv_heads
+    form = {"copy": True, "memory_format": torch.contiguous_format}
+    q, k, z = (
+        part.to(projected.dtype, **form)
+        for part in turned_heads(*given).split((num_heads, num_kv_heads, own), dim=1)
+    )
+    return q, k, z
+
+
 @split_norm_rope.cases
 def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
@@ -139,5 +187,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {heads} x {dim}",
             draw.args(projected, None, weight, angles, q, kv),
             moved(read, read, weight, angles),
-            alternatives=draw.compiled(split_norm_rope.reference),
+            alternatives=draw.by_torch(split_norm_rope.reference),
         )

@@ -36,7 +36,7 @@ def _(logits: Tensor, index: Tensor, bias: Tensor) -> None:
     count = len(bias)
     if count:
         bias_kernel[(-(-count // BLOCK),)](
-            *(logits, index, bias, logits.stride(0), count, BLOCK), num_warps=1
+            *(logits, index, bias, logits.stride(0), count, BLOCK), num_warps=BLOCK // 32
         )
 
 
@@ -57,5 +57,5 @@ def _(draw: Draw) -> Points:
             f"{4 * rows} of {rows} x {vocabulary}",
             draw.args(logits, index, bias),
             moved(index, bias, bias, bias),
-            alternatives=draw.compiled(apply_logit_bias.reference),
+            alternatives=draw.by_torch(apply_logit_bias.reference),
         )

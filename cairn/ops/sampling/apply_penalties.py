@@ -11,7 +11,8 @@ from cairn.ops.registry import op
 from cairn.ops.sampling.kernels.adjust import penalties_kernel
 from cairn.ops.testing import Cases, Make
 
-BLOCK = 1024
+BLOCK, WARPS, ALIGNED = 1024, 4, 4
+"""Tokens and warps of a program, and tokens that it moves at once."""
 
 
 @op(mutates=("logits",))
@@ -67,10 +68,12 @@ def _(
 ) -> None:
     rows, width = logits.shape
     if rows and width:
-        penalties_kernel[(-(-width // BLOCK), rows)](
+        strides = (logits.stride(0), prompt_mask.stride(0), output_counts.stride(0))
+        align = ALIGNED if len({stride % ALIGNED for stride in strides}) == 1 else 1
+        penalties_kernel[(-(-(width + align - 1) // BLOCK), rows)](
             *(logits, prompt_mask, output_counts, presence, frequency, repetition),
-            *(logits.stride(0), prompt_mask.stride(0), output_counts.stride(0), width, BLOCK),
-            num_warps=gpu.warps_for(BLOCK),
+            *(*strides, width, BLOCK, align),
+            num_warps=WARPS,
         )
 
 
@@ -101,5 +104,5 @@ def _(draw: Draw) -> Points:
             f"{rows} x {vocabulary}",
             draw.args(logits, mask, counts, *penalties),
             moved(logits, logits, mask, counts),
-            alternatives=draw.compiled(apply_penalties.reference),
+            alternatives=draw.by_torch(apply_penalties.reference),
         )

@@ -50,6 +50,6 @@ def _(draw: Draw) -> Points:
         logits = draw.randn(rows, vocabulary, dtype=torch.float32)
         others = (
             Alternative("argmax", lambda logits: logits.argmax(dim=-1)),
-            *draw.compiled(argmax_tokens.reference),
+            *draw.by_torch(argmax_tokens.reference),
         )
         yield Point(f"{rows} x {vocabulary}", draw.args(logits), moved(logits), alternatives=others)

@@ -74,5 +74,5 @@ def _(draw: Draw) -> Points:
             str(rows),
             draw.args(seed, index),
             moved(seed, index) + 4 * rows,
-            alternatives=draw.compiled(counter_uniform.reference),
+            alternatives=draw.by_torch(counter_uniform.reference),
         )

@@ -13,6 +13,7 @@ from cairn.ops import gpu
 from cairn.ops.attention.launch import early_option
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
+from cairn.ops.sampling.kernels import largest, least
 
 CHUNKS = 64
 """Most chunks of a row."""
@@ -31,8 +32,12 @@ WORKSPACE_BYTES = 256 << 20
 """Lists are held for so many rows at a time."""
 PROGRAMS = 1056
 """Programs that fill a large device when they list: each finds the bound of its row first."""
-MASK_BLOCK = 4096
-"""Logits that a program looks at at once."""
+MASK_BLOCK, MASK_WARPS = 2048, 4
+"""Numbers that a program changes, and its warps."""
+SEARCH_WARPS = 8
+"""Warps of a program that searches a row's list."""
+ALIGNED = 4
+"""Numbers that it moves at once."""
 EARLY_ROWS = 64
 """At most this many rows launch each kernel before the one in front is done."""
 
@@ -132,6 +137,11 @@ class Listed(NamedTuple):
     weights: Tensor
 
 
+def takes(probs: Tensor, *args: Tensor, **kwargs: Tensor) -> bool:
+    """`accepts` of a filter's arguments as they are given."""
+    return accepts(probs, *args, *kwargs.values())
+
+
 def accepts(
     values: Tensor, *parameters: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)
 ) -> bool:
@@ -188,25 +198,90 @@ def draw_from(source: Source, rows: Tensor, uniform: Tensor) -> Tensor:
 
 
 def mask_logits(logits: Tensor, top_k: Tensor) -> Tensor:
-    """`mask_kernel` on logits [n, V], in one launch."""
-    rows, width = logits.shape
+    """The top_k [n] largest of logits [n, V] and their equals, the others -inf: four launches."""
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    if rows:
-        block = min(MASK_BLOCK, gpu.next_power_of_2(width))
-        kernels.mask_kernel[(rows,)](
-            *(logits, top_k, out, logits.stride(0), width, block), num_warps=max(1, block // 256)
-        )
+    source = Source(logits)
+    for begin in range(0, len(logits), source.most_rows):
+        at = slice(begin, begin + source.most_rows)
+        _mask(source.part(at), top_k[at], out[at])
     return out
 
 
 def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
-    """probs [n, V] as the filters leave them, divided by their sum: four launches."""
+    """probs [n, V] as the filters leave them, divided by their sum: four launches at most."""
     out = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
     source = Source(probs)
     for begin in range(0, len(probs), source.most_rows):
         at = slice(begin, begin + source.most_rows)
         _filter(source.part(at), filters.part(at), out[at])
     return out
+
+
+def _mask(source: Source, top_k: Tensor, out: Tensor) -> None:
+    rows, width = source.values.shape
+    chunks, chunk = source.chunks, source.chunk
+    tops = source.empty(chunks, chunk // LINE)
+    positives = source.empty(chunks, dtype=torch.int32)
+    listed = Listed(
+        source.empty(dtype=torch.int32),
+        source.empty(chunks, dtype=torch.int32),
+        source.empty(chunks, chunk),
+    )
+    thresholds = source.empty(dtype=torch.int32)
+    early = early_option(source.early)
+    largest.lines_kernel[(chunks, rows)](
+        *(source.values, top_k, tops, positives, *source.sizes, chunk, LINE, source.early),
+        num_warps=_warps(source),
+        **early,
+    )
+    largest.list_kernel[(_programs(source), rows)](
+        *(source.values, top_k, tops, positives, *listed),
+        *(*source.sizes, CHUNKS, chunk, LINE, source.early),
+        num_warps=_warps(source),
+        **early,
+    )
+    largest.kth_kernel[(rows,)](
+        *(top_k, *listed, thresholds, width, chunks, CHUNKS, chunk, WIDTH, source.early),
+        num_warps=SEARCH_WARPS,
+        **early,
+    )
+    align, blocks = _blocks(source)
+    largest.mask_kernel[(blocks, rows)](
+        *(source.values, thresholds, out, source.values.stride(0), width),
+        *(MASK_BLOCK, align, source.early),
+        num_warps=MASK_WARPS,
+        **early,
+    )
+
+
+def _programs(source: Source) -> int:
+    """That list a row."""
+    return max(1, min(source.chunks, -(-PROGRAMS // len(source.values))))
+
+
+def _keep_least(source: Source, min_p: Tensor, out: Tensor) -> None:
+    chunks, early = source.chunks, early_option(source.early)
+    peaks = _survey(source, masses=False).peaks
+    masses = source.empty(chunks, dtype=torch.float64)
+    least.kept_mass_kernel[(chunks, len(out))](
+        *(source.values, min_p, peaks, masses, *source.sizes, CHUNKS, source.chunk, source.early),
+        num_warps=_warps(source),
+        **early,
+    )
+    align, blocks = _blocks(source)
+    least.kept_shares_kernel[(blocks, len(out))](
+        *(source.values, min_p, peaks, masses, out, *source.sizes),
+        *(CHUNKS, MASK_BLOCK, align, source.early),
+        num_warps=MASK_WARPS,
+        **early,
+    )
+
+
+def _blocks(source: Source) -> tuple[int, int]:
+    """How many numbers are moved at once, to rows side by side, and blocks of a row."""
+    rows, width = source.values.shape
+    align = ALIGNED if rows == 1 or (source.values.stride(0) - width) % ALIGNED == 0 else 1
+    return align, -(-(width + align - 1) // MASK_BLOCK)
 
 
 def _warps(source: Source) -> int:
@@ -236,9 +311,7 @@ def _collect(source: Source, filters: Filters, found: Survey) -> Listed:
         source.empty(chunks, dtype=torch.int32),
         source.empty(chunks, chunk),
     )
-    rows = len(source.values)
-    programs = max(1, min(chunks, -(-PROGRAMS // rows)))
-    kernels.collect_kernel[(programs, rows)](
+    kernels.collect_kernel[(_programs(source), len(source.values))](
         *(source.values, source.temperature, *filters.tensors()),
         *(found.peaks, found.masses, found.tops),
         *listed,
@@ -270,12 +343,15 @@ def _draw(
         *(source.values, source.temperature, *filters.tensors(), *numbers, rows),
         *(found.peaks, found.firsts, found.masses, *lists, out, *source.sizes),
         *(CHUNKS, source.chunk, WIDTH, softmax, filters.share(softmax), source.early),
-        num_warps=8,
+        num_warps=SEARCH_WARPS,
         **early_option(source.early),
     )
 
 
 def _filter(source: Source, filters: Filters, out: Tensor) -> None:
+    if filters.min_p is not None and filters.top_k is None and filters.top_p is None:
+        _keep_least(source, filters.min_p, out)
+        return
     rows, width = source.values.shape
     chunks, chunk = source.chunks, source.chunk
     found = _survey(source, filters.top_k, masses=True)
@@ -286,10 +362,12 @@ def _filter(source: Source, filters: Filters, out: Tensor) -> None:
     kernels.limit_kernel[(rows,)](
         *(*filters.tensors(), found.peaks, found.masses),
         *(*listed, thresholds, takens, totals),
-        *(width, chunks, CHUNKS, chunk, WIDTH, filters.share(softmax=False)),
-        num_warps=8,
+        *(width, chunks, CHUNKS, chunk, WIDTH, filters.share(softmax=False), source.early),
+        num_warps=SEARCH_WARPS,
+        **early_option(source.early),
     )
     kernels.renormalise_kernel[(chunks, rows)](
-        *(source.values, thresholds, takens, totals, out, *source.sizes, chunk),
+        *(source.values, thresholds, takens, totals, out, *source.sizes, chunk, source.early),
         num_warps=_warps(source),
+        **early_option(source.early),
     )

@@ -18,7 +18,7 @@ def min_p_renorm_probs(probs: Tensor, min_p: Tensor) -> Tensor:
     """Keep tokens with probs >= min_p * (largest of the row) and divide by their sum.
 
     Args:
-        probs: [B, V] float32.
+        probs: [B, V] float32, finite and not negative.
         min_p: [B] float32 in [0, 1]; 0 keeps all.
     Returns:
         [B, V] float32.
@@ -34,7 +34,7 @@ def _(probs: Tensor, min_p: Tensor) -> None:
     arguments.check_parameter(name, "min_p", min_p, probs, (torch.float32,))
 
 
-@min_p_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
+@min_p_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.takes)
 def _(probs: Tensor, min_p: Tensor) -> Tensor:
     return launch.filter_probs(probs, launch.Filters(min_p=min_p))
 
@@ -54,5 +54,5 @@ def _(draw: Draw) -> Points:
             f"{rows} x {vocabulary}",
             draw.args(probs, min_p),
             moved(probs, probs),
-            alternatives=draw.compiled(min_p_renorm_probs.reference),
+            alternatives=draw.by_torch(min_p_renorm_probs.reference),
         )

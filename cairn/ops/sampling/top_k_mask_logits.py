@@ -57,7 +57,7 @@ def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:
 
 
 def _rows(logits: Tensor, top_k: Tensor) -> bool:
-    return logits.stride(1) == 1 and top_k.is_contiguous()
+    return launch.accepts(logits, top_k, dtypes=FLOATS)
 
 
 @top_k_mask.implementation("triton", devices=gpu.DEVICES, when=_rows)
@@ -94,7 +94,7 @@ def _(draw: Draw) -> Points:
         top_k = draw.randint(1, 51, rows, dtype=torch.int32)
         others = (
             Alternative("topk", _topk),
-            *draw.compiled(top_k_mask.reference),
+            *draw.by_torch(top_k_mask.reference),
             *flashinfer("sampling.top_k_mask_logits"),
         )
         size = f"{rows} x {vocabulary}"

@@ -21,7 +21,7 @@ def top_k_renorm(probs: Tensor, top_k: Tensor) -> Tensor:
     """top_k_renorm_probs with a tensor of k.
 
     Args:
-        probs: [B, V] float32.
+        probs: [B, V] float32, finite and not negative.
         top_k: [B] int32 or int64; k < 1 or k >= V keeps all.
     Returns:
         [B, V] float32.
@@ -45,7 +45,7 @@ def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
     Tokens as probable as the k-th are all kept.
 
     Args:
-        probs: [B, V] float32.
+        probs: [B, V] float32, finite and not negative.
         top_k: a number, or [B] int32 or int64; k < 1 or k >= V keeps all.
     Returns:
         [B, V] float32.
@@ -54,6 +54,10 @@ def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
     """
     arguments.check_rows(NAME, "probs", probs, (torch.float32,))
     return top_k_renorm(probs, arguments.counts(NAME, "top_k", top_k, probs))
+
+
+top_k_renorm_prob = top_k_renorm_probs
+"""The same, as it is also called in this field."""
 
 
 @top_k_renorm.implementation("head", devices=("cpu",))
@@ -66,7 +70,7 @@ def _(probs: Tensor, top_k: Tensor) -> Tensor:
     return renormalised(probs, (probs >= threshold) | ~limited[:, None])
 
 
-@top_k_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
+@top_k_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes)
 def _(probs: Tensor, top_k: Tensor) -> Tensor:
     return launch.filter_probs(probs, launch.Filters(top_k=top_k))
 
@@ -88,7 +92,7 @@ def _(draw: Draw) -> Points:
         probs = draw.probs(rows, vocabulary, 3.0)
         top_k = draw.randint(1, 51, rows, dtype=torch.int32)
         others = (
-            *draw.compiled(top_k_renorm.reference),
+            *draw.by_torch(top_k_renorm.reference),
             *flashinfer("sampling.top_k_renorm_probs"),
         )
         size = f"{rows} x {vocabulary}"

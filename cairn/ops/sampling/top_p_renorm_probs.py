@@ -60,6 +60,10 @@ def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float) -> Tensor:
     return top_p_renorm(probs, arguments.shares(NAME, "top_p", top_p, probs))
 
 
+top_p_renorm_prob = top_p_renorm_probs
+"""The same, as it is also called in this field."""
+
+
 @top_p_renorm.implementation("head", devices=("cpu",))
 def _(probs: Tensor, top_p: Tensor) -> Tensor:
     """Order only as much of each row as reaches p; the same sums, so the same tokens, exactly."""
@@ -96,7 +100,7 @@ def _last_kept(probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     return last, count
 
 
-@top_p_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.accepts)
+@top_p_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes)
 def _(probs: Tensor, top_p: Tensor) -> Tensor:
     return launch.filter_probs(probs, launch.Filters(top_p=top_p))
 
@@ -120,7 +124,7 @@ def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         probs, top_p = draw.probs(rows, vocabulary, 3.0), draw.rand(rows) * 0.2 + 0.8
         others = (
-            *draw.compiled(top_p_renorm.reference),
+            *draw.by_torch(top_p_renorm.reference),
             *flashinfer("sampling.top_p_renorm_probs"),
         )
         size = f"{rows} x {vocabulary}"

@@ -239,6 +239,8 @@ def _(make: Make) -> Cases:
     counts = make.tensor([[12, 0, 5], [9, 4, 0]], dtype=torch.int32)
     for causal in (True, False):
         yield make.args(q_lengths, kv_lengths, *lists, *counts, 100, 8, 8, causal)
+    none = (x[:0] for x in (q_lengths, kv_lengths, *lists))
+    yield make.args(*none, *counts, 100, 8, 8)
 
 
 def _points(draw: Draw, merged: bool) -> Points:

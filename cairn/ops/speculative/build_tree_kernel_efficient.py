@@ -172,12 +172,13 @@ def _(
             *(topk, depth, nodes, tree_mask_mode),
         )
     elif retrive_index.numel():
+        padded = max(16, gpu.next_power_of_2(nodes))
         build_kernel[(retrive_index.shape[0],)](
             *(parent_list, selected_index, verified_seq_len, tree_mask.view(torch.uint8)),
             *(positions, *tree),
             *(topk, parent_list.shape[1], nodes, tree_mask_mode),
-            *(_bytes(nodes), max(16, gpu.next_power_of_2(nodes))),
-            num_warps=1 if nodes <= 16 else 4,
+            *(_bytes(nodes), padded, padded.bit_length() - 1),
+            num_warps=max(1, min(8, padded * padded // 1024)),
         )
 
 
@@ -223,5 +224,5 @@ def _(draw: Draw) -> Points:
     for batch, _ in draw.logits():
         given = _drafted(draw, [1000] * batch, 4, 5, 32, DRAFT_MASK)
         tensors = [value for value in given.args if isinstance(value, Tensor)]
-        others = draw.compiled(build_tree_kernel_efficient.reference)
+        others = draw.by_torch(build_tree_kernel_efficient.reference)
         yield Point(f"{batch} x 32 nodes", given, moved(*tensors), alternatives=others)

@@ -6,23 +6,21 @@ from cairn.ops.gpu import tl, triton
 
 
 @triton.jit
-def parents_of(number, alive, parent_list, selected, own, topk, width, nodes, NP: tl.constexpr):
-    """[NP] int64 parents of the nodes `number` >= 1 (drafted numbers of a tree at `own` [NP]); -1
-    where not alive, or without one."""
-    drafted = tl.load(selected + number - 1, mask=alive, other=-1)
-    expansion = drafted // topk
-    known = alive & (drafted >= 0) & (expansion < width)
+def parents_of(own, parent_list, topk, width, nodes, NP: tl.constexpr):
+    """[NP] int32 parents of nodes with the drafted numbers own [NP], -1: none; -1 without one."""
+    expansion = own // topk
+    known = (own >= 0) & (expansion < width)
     wanted = tl.load(parent_list + expansion, mask=known & (expansion > 0), other=-1)
     column = tl.arange(0, NP)
     same = (own[None, :] == wanted[:, None]) & (column > 0)[None, :] & (column < nodes)[None, :]
-    found = tl.min(tl.where(same, column[None, :], NP), 1).to(tl.int64)
+    found = tl.min(tl.where(same, column[None, :], NP), 1)
     parent = tl.where(known & (found < NP), found, -1)
     return tl.where(known & (expansion == 0), 0, parent)
 
 
 @triton.jit
 def store_links(parent, next_token, next_sibling, nodes, NP: tl.constexpr):
-    """Write the first child and the next sibling of every node, from its parent [NP] int64."""
+    """Write the first child and the next sibling of every node, from its parent [NP]."""
     node = tl.arange(0, NP)
     inside = node < nodes
     child = inside[:, None] & (parent[:, None] == node[None, :])
@@ -38,28 +36,24 @@ def store_links(parent, next_token, next_sibling, nodes, NP: tl.constexpr):
 def build_kernel(
     parent_list, selected_index, verified_seq_len, tree_mask, positions,
     retrive_index, retrive_next_token, retrive_next_sibling,
-    topk, width, nodes, MODE: tl.constexpr, BYTES: tl.constexpr, NP: tl.constexpr,
+    topk, width, nodes,
+    MODE: tl.constexpr, BYTES: tl.constexpr, NP: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """A tree of `build_tree_kernel_efficient`; tree_mask is seen as bytes."""
+    """A tree of `build_tree_kernel_efficient`; tree_mask is seen as bytes, NP = 2 ** ROUNDS."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NP)
     inside = node < nodes
     selected = selected_index + batch * (nodes - 1)
     own = tl.load(selected + node - 1, mask=inside & (node > 0), other=-1)
     expanded = parent_list + batch * width
-    alive = inside & (node > 0)
-    parent = parents_of(node, alive, expanded, selected, own, topk, width, nodes, NP)
-    seen = (node[:, None] == node[None, :]) | (node == 0)[None, :]
-    walker = parent
-    steps = 0
-    # A list that is no tree may lead in a circle.
-    while (tl.max(walker, 0) > 0) & (steps < nodes):
-        seen = seen | (walker[:, None] == node[None, :])
-        walker = parents_of(
-            walker, walker > 0, expanded, selected, own, topk, width, nodes, NP
-        )  # fmt: skip
-        steps += 1
-    seen = seen & inside[None, :]
+    parent = parents_of(own, expanded, topk, width, nodes, NP)
+    near = (node[:, None] == node[None, :]) | (parent[:, None] == node[None, :])
+    reach = (near | (node == 0)[None, :]).to(tl.float32)
+    # Who is reached in so many steps reaches as far again; a list that is no tree may hold circles.
+    for _ in range(ROUNDS):
+        further = tl.dot(reach, reach, input_precision="tf32")
+        reach = tl.where(further > 0.0, 1.0, 0.0)
+    seen = (reach > 0.0) & inside[None, :]
     length = tl.load(verified_seq_len + batch).to(tl.int64)
     line = batch * nodes + node
     count = tl.sum(seen.to(tl.int32), 1) - 1
@@ -80,8 +74,11 @@ def build_kernel(
         row = tl.zeros([], tl.int64) + nodes
         if MODE == 0:
             row += length
-            for before in range(tl.program_id(0)):
-                begin += tl.load(verified_seq_len + before).to(tl.int64) * nodes
+            for start in range(0, tl.program_id(0), 128):
+                before = start + tl.arange(0, 128)
+                ahead = before < tl.program_id(0)
+                lengths = tl.load(verified_seq_len + before, mask=ahead, other=0).to(tl.int64)
+                begin += tl.sum(lengths, 0) * nodes
         at = tree_mask + begin + node[:, None] * row + (row - nodes) + node[None, :]
         tl.store(at, seen.to(tl.uint8), mask=inside[:, None] & inside[None, :])
 

@@ -134,5 +134,5 @@ def _(draw: Draw) -> Points:
     for batch, _ in draw.logits():
         given = _drawn(draw, batch, 16)
         tensors = [value for value in given.args if isinstance(value, Tensor)]
-        others = draw.compiled(reconstruct_indices_from_tree_mask.reference)
+        others = draw.by_torch(reconstruct_indices_from_tree_mask.reference)
         yield Point(f"{batch} x 16 nodes", given, moved(*tensors), alternatives=others)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import expect
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import (
@@ -215,4 +215,6 @@ def _(draw: Draw) -> Points:
         batch = min(rows, 8)
         given = _drawn(draw, batch, 16, 4, vocabulary)
         law = given.args[-1][:, 0]
-        yield Point(f"{batch} x 16 nodes x {vocabulary}", given, 2 * moved(law))
+        others = (Alternative("definition", tree_speculative_sampling_target_only.reference),)
+        size = f"{batch} x 16 nodes x {vocabulary}"
+        yield Point(size, given, 2 * moved(law), alternatives=others)

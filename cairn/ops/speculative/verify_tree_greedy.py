@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import greedy_kernel
@@ -126,4 +126,5 @@ def _(make: Make) -> Cases:
 def _(draw: Draw) -> Points:
     for batch, _ in draw.logits():
         given = _drawn(draw, batch, 32, 6, 2)
-        yield Point(f"{batch} x 32 nodes", given, moved(*given.args))
+        others = (Alternative("definition", verify_tree_greedy.reference),)
+        yield Point(f"{batch} x 32 nodes", given, moved(*given.args), alternatives=others)

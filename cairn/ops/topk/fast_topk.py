@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
-from cairn.ops.checks import refuse
+from cairn.ops.checks import FLOATS, refuse
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
+from cairn.ops.topk.kernels import few_kernel
+
+MOST, LONGEST = 16, 1 << 14
+"""Most numbers that are found one after the other, in rows of so many."""
+GROUPS, STEP, WARPS = 128, 8, 1
+"""Groups of a row, numbers of each that are read at once, and warps of a program."""
 
 
 @op
@@ -39,12 +46,36 @@ def _(values: Tensor, topk: int, dim: int) -> None:
         refuse("fast_topk", "topk", f"is {topk}, not 1 to {values.shape[dim]}")
 
 
+def _few(values: Tensor, topk: int, dim: int) -> bool:
+    last = values.dim() and dim % values.dim() == values.dim() - 1
+    plain = values.dtype in FLOATS and values.is_contiguous()
+    return bool(last) and plain and 1 < topk <= MOST and 0 < values.shape[-1] <= LONGEST
+
+
+@fast_topk.implementation("triton", devices=gpu.DEVICES, when=_few)
+def _(values: Tensor, topk: int, dim: int) -> tuple[Tensor, Tensor]:
+    """One program a row, which is read once but for the neighbours of what is found."""
+    width = values.shape[-1]
+    rows, shape = values.numel() // width, (*values.shape[:-1], topk)
+    found = torch.empty(shape, dtype=values.dtype, device=values.device)
+    indices = torch.empty(shape, dtype=torch.int64, device=values.device)
+    size = max(STEP, gpu.next_power_of_2(-(-width // GROUPS)))
+    if rows:
+        few_kernel[(rows,)](
+            *(values, found, indices, width, width, topk),
+            *(GROUPS, size, STEP, gpu.next_power_of_2(topk)),
+            num_warps=WARPS,
+        )
+    return found, indices
+
+
 @fast_topk.cases
 def _(make: Make) -> Cases:
     yield make.args(make.randn(5, 63), 7, 1)
     yield make.args(make.randn(5, 63), 1, 0)
     yield make.args(make.rand(4, 3, 100).to(torch.bfloat16).cumsum(-1), 1, -1)
     yield make.args(make.randn(3, 100)[:, ::2], 50, -1)
+    yield make.args(make.randn(3, 2, 1500), 16, -1)
     yield make.args(make.randn(0, 8), 2, 1)
 
 

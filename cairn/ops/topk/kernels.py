@@ -1,4 +1,4 @@
-"""Kernel of the selections: it narrows chunks of a row down to their best, then those to the best.
+"""Kernels of the selections: chunks of a row are narrowed to their best, then those to the best.
 
 No list has a size that scores could overflow, nothing is atomic: the result is exact and the same
 on every run.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
 from cairn.ops.landmark.kernels.select import largest
+from cairn.ops.sampling.kernels.filters import ordered
 
 
 @triton.jit
@@ -115,3 +116,48 @@ def choose_kernel(
         )
         tl.store(into + order, cell, mask=taken)
         tl.store(into + column, -1, mask=(column >= found) & (column < topk))
+
+
+@triton.jit
+def preferred(value, place):
+    """int64 that orders a row's numbers: the larger first, NaN before all, of equal ones the first
+    place."""
+    return (ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - place)
+
+
+@triton.jit
+def few_kernel(
+    x, values, indices, stride, width, topk,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """values, indices [rows, topk]: the largest numbers of one row, one after the other.
+
+    Place i is of group i % GROUPS. The best of every group are held; a group whose best is taken is
+    read again, for the best behind that.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    group = tl.arange(0, GROUPS)
+    nothing = -9223372036854775808
+    best = tl.full([GROUPS], nothing, tl.int64)
+    for begin in range(0, SIZE, STEP):
+        place = (begin + tl.arange(0, STEP))[:, None] * GROUPS + group[None, :]
+        value = tl.load(x + place, mask=place < width, other=0.0)
+        key = tl.where(place < width, preferred(value, place), nothing)
+        best = tl.maximum(best, tl.max(key, 0))
+    k = tl.arange(0, KP)
+    taken = tl.zeros([KP], tl.int32)
+    for i in range(topk):
+        first = tl.max(best, 0)
+        at = 0x7FFFFFFF - (first & 0x7FFFFFFF).to(tl.int32)
+        taken = tl.where(k == i, at, taken)
+        own = at % GROUPS
+        place = tl.arange(0, SIZE) * GROUPS + own
+        value = tl.load(x + place, mask=place < width, other=0.0)
+        key = tl.where(place < width, preferred(value, place), nothing)
+        behind = tl.max(tl.where(key < first, key, nothing), 0)
+        best = tl.where(group == own, behind, best)
+    inside = k < topk
+    to = row * topk + k
+    tl.store(indices + to, taken.to(tl.int64), mask=inside)
+    tl.store(values + to, tl.load(x + taken, mask=inside), mask=inside)

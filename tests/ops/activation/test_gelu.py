@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cairn.ops import gelu_and_mul, gelu_quick, gelu_tanh_and_mul, silu_and_mul
+from tests.ops.sampling.variants import runnable_on
 
 
 def erf_form(x: float) -> float:
@@ -39,6 +40,19 @@ def test_gated(op: Any, form: Callable[[float], float], width: int, dtype: torch
     assert_rows(op(x), expected, dtype)
 
 
+@pytest.mark.parametrize("name", runnable_on(gelu_and_mul, "cpu"))
+def test_exact_gelu_keeps_its_digits_far_below_zero(name: str) -> None:
+    x = torch.linspace(-12.0, 12.0, 4001)
+    wanted = [0.5 * v * math.erfc(-v / math.sqrt(2)) for v in x.tolist()]
+    got = gelu_and_mul.using(name)(torch.cat((x, torch.ones_like(x))))
+    torch.testing.assert_close(
+        got.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-37
+    )
+    ends = torch.tensor([math.inf, math.nan, 0.0, -0.0, 1.0, 1.0, 1.0, 1.0])
+    at_ends = gelu_and_mul.using(name)(ends)
+    assert at_ends[0] == math.inf and at_ends[1].isnan() and at_ends[2] == at_ends[3] == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quick(dtype: torch.dtype) -> None:
     x = (3 * torch.randn(5, 63)).to(dtype)
@@ -46,6 +60,12 @@ def test_quick(dtype: torch.dtype) -> None:
     assert_rows(gelu_quick(x), expected, dtype)
     assert gelu_quick(x, out=x) is x
     assert_rows(x, expected, dtype)
+
+
+@pytest.mark.parametrize("op", [silu_and_mul, gelu_and_mul, gelu_tanh_and_mul])
+def test_steering_a_launch_changes_nothing(op: Any) -> None:
+    x = torch.randn(5, 14)
+    assert torch.equal(op(x, enable_pdl=True), op(x))
 
 
 @pytest.mark.parametrize("op", [silu_and_mul, gelu_and_mul, gelu_tanh_and_mul])

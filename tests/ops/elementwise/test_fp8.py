@@ -107,6 +107,14 @@ def test_downcast(kind: torch.dtype, name: str) -> None:
             assert of_bytes(v_out[row]) == [byte_of(float(x), E4M3) for x in v[token].flatten()]
 
 
+def test_a_scale_may_have_no_dims() -> None:
+    k = torch.randn(2, 1, 4)
+    outs = [[torch.zeros(2, 1, 4, dtype=E4M3) for _ in range(2)] for _ in range(2)]
+    for out, scale in zip(outs, (torch.tensor(0.3), torch.tensor([0.3])), strict=True):
+        downcast_fp8(k, k, *out, scale, scale, torch.arange(2))
+    assert of_bytes(outs[0][0]) == of_bytes(outs[1][0])
+
+
 def test_downcast_keeps_what_it_does_not_write() -> None:
     k = torch.randn(1, 1, 4)
     out = [torch.full((3, 1, 4), 77, dtype=torch.uint8) for _ in range(2)]

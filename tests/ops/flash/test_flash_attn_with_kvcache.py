@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from cairn.errors import BadArgument
-from cairn.ops import flash_attn_with_kvcache, get_scheduler_metadata, is_fa3_supported
+from cairn.ops import flash_attn_with_kvcache, get_scheduler_metadata, gpu, is_fa3_supported
+from cairn.ops.flash.flash_attention import flash_attention
 from tests.ops.flash.oracle import Rules, attention, turned
 
 LENGTHS = (13, 0, 30, 4)
@@ -258,6 +259,19 @@ def test_eight_bits_with_descales() -> None:
             queries = q[row].float() * factor[0].repeat_interleave(2, 1)
             wanted = attention(Rules(0.25, causal=True), queries, keys, values)[0]
             near(out[row], wanted, 2e-2)
+
+
+def test_one_scale_of_all_heads_may_come_expanded(device: str, monkeypatch) -> None:
+    """Kernels, interpreted where there is no GPU, see it too."""
+    problem = Problem(11, page=6)
+    scale = torch.tensor([[0.5], [2.0], [1.0], [3.0]]).expand(4, 2)
+    scales = {"k_descale": scale, "v_descale": scale}
+    wanted, _ = problem.run("cpu", causal=True, **{k: x.contiguous() for k, x in scales.items()})
+    if gpu.INTERPRETED:
+        kernel = flash_attention._named("triton")
+        monkeypatch.setattr(flash_attention, "_select", lambda *call: kernel)
+    out, _ = problem.run(device, causal=True, **scales)
+    near(out, wanted.double())
 
 
 def test_half_precision_is_as_near_as_half_precision_can_be(device: str) -> None:

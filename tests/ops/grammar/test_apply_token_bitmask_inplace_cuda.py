@@ -79,3 +79,15 @@ def test_no_row_is_no_change() -> None:
 def test_refuses(argument: str, given: tuple[torch.Tensor, ...]) -> None:
     with pytest.raises(BadArgument, match=f"`{argument}`"):
         apply_token_bitmask_inplace_cuda(*given)
+
+
+def test_rows_may_be_a_list_of_numbers(device: str) -> None:
+    logits = torch.randn(4, 40, device=device)
+    before = logits.clone()
+    masks = words([[0], [39], [2], [1]], 2).to(device)
+    apply_token_bitmask_inplace_cuda(logits, masks, [3, 1])
+    assert torch.equal(logits[[0, 2]], before[[0, 2]])
+    assert logits[1].isfinite().nonzero().flatten().tolist() == [39]
+    again = before.clone()
+    apply_token_bitmask_inplace_cuda(again, masks, torch.tensor([3, 1]))
+    assert torch.equal(again, logits)

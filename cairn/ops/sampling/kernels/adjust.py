@@ -3,27 +3,55 @@
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
+from cairn.ops.sampling.kernels.blocks import aligned_block
+
+
+@triton.jit
+def penalise(
+    logits, prompt_mask, output_counts, presence, frequency, repetition, token, width,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Tokens [N] of one row, at addresses; WHOLE: all lie inside."""
+    inside = None if WHOLE else (token >= 0) & (token < width)
+    logit = tl.load(logits, mask=inside)
+    count = tl.load(output_counts, mask=inside)
+    generated = count > 0
+    seen = tl.load(prompt_mask, mask=inside) != 0
+    factor = tl.where(seen | generated, repetition, 1.0)
+    logit = tl.where(logit > 0.0, tl.div_rn(logit, factor), logit * factor)
+    logit -= frequency * count.to(tl.float32)
+    logit -= presence * generated.to(tl.float32)
+    tl.store(logits, logit, mask=inside)
 
 
 @triton.jit
 def penalties_kernel(
     logits, prompt_mask, output_counts, presence, frequency, repetition,
-    stride, mask_stride, count_stride, width, BLOCK: tl.constexpr,
+    stride, mask_stride, count_stride, width, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """As in `apply_penalties`; one program for a row's block of tokens."""
     row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < width
-    at = logits + row * stride + token
-    logit = tl.load(at, mask=inside, other=0.0)
-    count = tl.load(output_counts + row * count_stride + token, mask=inside, other=0)
-    generated = count > 0
-    seen = tl.load(prompt_mask + row * mask_stride + token, mask=inside, other=0) != 0
-    factor = tl.where(seen | generated, tl.load(repetition + row), 1.0)
-    logit = tl.where(logit > 0.0, tl.div_rn(logit, factor), logit * factor)
-    logit -= tl.load(frequency + row) * count.to(tl.float32)
-    logit -= tl.load(presence + row) * generated.to(tl.float32)
-    tl.store(at, logit, mask=inside)
+    block = tl.program_id(0)
+    at, token, whole = aligned_block(row * stride, block, width, BLOCK, ALIGN)
+    of_mask, _, _ = aligned_block(row * mask_stride, block, width, BLOCK, ALIGN)
+    of_count, _, _ = aligned_block(row * count_stride, block, width, BLOCK, ALIGN)
+    i = tl.arange(0, BLOCK)
+    logits += at + i
+    prompt_mask += of_mask + i
+    output_counts += of_count + i
+    by_presence = tl.load(presence + row)
+    by_frequency = tl.load(frequency + row)
+    by_repetition = tl.load(repetition + row)
+    if whole:
+        penalise(
+            logits, prompt_mask, output_counts, by_presence, by_frequency, by_repetition,
+            token, width, True,
+        )  # fmt: skip
+    else:
+        penalise(
+            logits, prompt_mask, output_counts, by_presence, by_frequency, by_repetition,
+            token, width, False,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -34,4 +62,4 @@ def bias_kernel(logits, index, bias, stride, count, BLOCK: tl.constexpr):
     row = tl.load(index + 2 * i, mask=inside, other=0)
     token = tl.load(index + 2 * i + 1, mask=inside, other=0)
     value = tl.load(bias + i, mask=inside, other=0.0)
-    tl.atomic_add(logits + row * stride + token, value, mask=inside)
+    tl.atomic_add(logits + row * stride + token, value, mask=inside, sem="relaxed")

@@ -1,9 +1,10 @@
 """Thresholds of probability filters, without sorting.
 
 A row of weights (probabilities, or exp((logit - largest) / temperature)) is split into CHUNKS
-chunks. `survey_kernel` takes each chunk's maximum and sum, and the maximum of every LINE weights.
+chunks. `survey_kernel` takes each chunk's maximum and sum, and the maxima of LINE weights each.
+These lie CHUNK / LINE apart, so that threads compare their own ones.
 From these `collect_kernel` knows a bound below the threshold, which few weights of a peaked row
-reach, and lists these, each chunk in a slice of its own, in order. `limit` then searches for the
+reach, and lists these, each chunk in a slice of its own. `limit` then searches for the
 threshold in the list of a row, by counting and summing what reaches three trial values at a time.
 
 Weights are compared as the integers that their bits are: the order of floats >= 0. Sums are in
@@ -21,7 +22,7 @@ def weight_of(value, peak, temperature, SOFTMAX: tl.constexpr):
     """What is filtered and drawn: the value itself, or its share in a softmax, relative to that of
     the largest."""
     if SOFTMAX:
-        return tl.exp((value - peak) / temperature)
+        return tl.exp((value - peak) * tl.div_rn(1.0, temperature))
     return value
 
 
@@ -82,14 +83,13 @@ def survey_kernel(
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = place < width
     value = tl.load(x + row * stride + place, mask=inside, other=float("-inf")).to(tl.float32)
-    # One integer finds the largest value, NaN above all, and of equal ones the first.
+    # NaN is above all.
     key = ordered(value)
-    best = tl.max((key.to(tl.int64) << 32) | (0x7FFFFFFF - place), 0)
-    key = (best >> 32).to(tl.int32)
-    peak = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    best = tl.max(key, 0)
+    peak = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     at = row * chunks + chunk
     tl.store(peaks + at, peak)
-    tl.store(firsts + at, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32))
+    tl.store(firsts + at, tl.min(tl.where(key == best, place, 0x7FFFFFFF), 0))
     if masses is not None:
         heat = temperature_of(temperature, row)
         if heat != 0.0:
@@ -99,7 +99,7 @@ def survey_kernel(
             count, _, _ = filters_of(top_k, None, None, row, width)
             if count > 0:
                 lines: tl.constexpr = CHUNK // LINE
-                top = tl.max(tl.reshape(value, [lines, LINE]), 1)
+                top = tl.max(tl.reshape(value, [LINE, lines]), 0)
                 tl.store(tops + at * lines + tl.arange(0, lines), top)
 
 
@@ -148,7 +148,7 @@ def floor_of(
     if count > 0:
         # A share of the top k's sum takes all of them.
         floor = tl.where(share < 1.0, 0.0, floor)
-        lines = (width + LINE - 1) // LINE
+        lines = chunks * (CHUNK // LINE)
         if count <= lines:
             i = tl.arange(0, CHUNKS * CHUNK // LINE)
             at = tops + row * chunks * (CHUNK // LINE) + i
@@ -169,6 +169,25 @@ def floor_of(
 
 
 @triton.jit
+def square_of(chunk, CHUNK: tl.constexpr):
+    """Places of a chunk's numbers, [16, CHUNK / 16]: a thread holds a column or several."""
+    lines: tl.constexpr = CHUNK // 16
+    return chunk * CHUNK + tl.arange(0, 16)[:, None] * lines + tl.arange(0, lines)[None, :]
+
+
+@triton.jit
+def list_chunk(weights, counts, weight, listed):
+    """Write those of a chunk's weights, as of `square_of`, that are listed, column by column, and
+    how many they are."""
+    listed = listed.to(tl.int32)
+    each = tl.sum(listed, 0)
+    before = tl.cumsum(each, 0) - each
+    place = before[None, :] + tl.cumsum(listed, 0) - 1
+    tl.store(weights + place, weight, mask=listed > 0)
+    tl.store(counts, tl.sum(each, 0))
+
+
+@triton.jit
 def collect_kernel(
     x, temperature, top_k, top_p, min_p, peaks, masses, tops, floors, counts, weights,
     stride, width, chunks,
@@ -178,7 +197,7 @@ def collect_kernel(
     """Lists the weights > 0 of a filtered row from `floor_of` on.
 
     floors [n]: that bound; counts [n, chunks] int32; weights [n, chunks, CHUNK]: the first counts
-    of each chunk. Rows that are not filtered, or not finite, get nothing written.
+    of each chunk in some order. Rows that are not filtered, or not finite, get nothing written.
     """
     await_previous(EARLY)
     program = tl.program_id(0)
@@ -195,16 +214,14 @@ def collect_kernel(
             if program == 0:
                 tl.store(floors + row, floor)
             for chunk in range(program, chunks, tl.num_programs(0)):
-                place = chunk * CHUNK + tl.arange(0, CHUNK)
+                place = square_of(chunk, CHUNK)
                 inside = place < width
                 value = tl.load(x + row * stride + place, mask=inside, other=float("-inf"))
                 value = value.to(tl.float32)
                 weight = weight_of(value, peak, heat, SOFTMAX)
                 listed = (weight >= floor) & (weight > 0.0)
-                order = tl.cumsum(listed.to(tl.int32), 0)
                 at = row * chunks + chunk
-                tl.store(weights + at * CHUNK + order - 1, weight, mask=listed)
-                tl.store(counts + at, tl.max(order, 0))
+                list_chunk(weights + at * CHUNK, counts + at, weight, listed)
 
 
 @triton.jit
@@ -273,7 +290,7 @@ def compact(weights, count, longest, low, high, CHUNK: tl.constexpr, WIDTH: tl.c
     for begin in range(0, longest, WIDTH):
         tile = load_list(weights, count, begin, CHUNK, WIDTH)
         key = bits_of(tile)
-        live = (tile > 0.0) & (key >= low) & (key < high)
+        live = (key > 0) & (key >= low) & (key < high)
         place = left[:, None] + tl.cumsum(live.to(tl.int32), 1) - 1
         # What is overwritten has been read, by every thread.
         tl.debug_barrier()
@@ -430,7 +447,11 @@ def limit(
 def among_kept(key, threshold, taken):
     """Which of a chunk's weights [N], as bits and in order, are kept."""
     equal = key == threshold
-    return (key > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= taken))
+    kept = key >= threshold
+    # Mostly all of them: counting in order takes longer than all else.
+    if tl.sum(equal.to(tl.int32), 0) > taken:
+        kept = (key > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= taken))
+    return kept
 
 
 @triton.jit
@@ -438,9 +459,11 @@ def limit_kernel(
     top_k, top_p, min_p, peaks, masses, floors, counts, weights,
     thresholds, takens, totals, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """What `renormalise_kernel` keeps of probabilities: thresholds [n] int32 as bits, takens
     [n, chunks] int32, how many equal to it, and totals [n] float64, their sum."""
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS)
     own = c < chunks
@@ -463,9 +486,11 @@ def limit_kernel(
 
 @triton.jit
 def renormalise_kernel(
-    x, thresholds, takens, totals, out, stride, width, chunks, CHUNK: tl.constexpr
-):
+    x, thresholds, takens, totals, out, stride, width, chunks,
+    CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """out [n, width] = x / total where x is kept, else 0."""
+    await_previous(EARLY)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -475,51 +500,3 @@ def renormalise_kernel(
     kept = among_kept(bits_of(weight), tl.load(thresholds + row), taken)
     total = tl.maximum(tl.load(totals + row).to(tl.float32), 1.1754943508222875e-38)
     tl.store(out + row * width + place, tl.where(kept, weight, 0.0) / total, mask=inside)
-
-
-@triton.jit
-def mask_kernel(logits, top_k, out, stride, width, BLOCK: tl.constexpr):
-    """out [n, width] = the top_k[row] largest logits of a row and their equals; the others -inf.
-
-    One program a row narrows [low, high) by counting what reaches three numbers at a time, on
-    integers of the floats' order.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    out += row * width
-    k = tl.load(top_k + row).to(tl.int64)
-    limited = (k >= 1) & (k < width)
-    low = tl.full([], -(1 << 31), tl.int64)
-    high = tl.full([], 1 << 31, tl.int64)
-    at_low = tl.full([], width, tl.int64)
-    while limited & (high - low > 1) & (at_low != k):
-        step = tl.maximum((high - low) >> 2, 1)
-        one = low + step
-        two = one + step
-        three = two + step
-        counts = tl.zeros([BLOCK], tl.int32)
-        more = tl.zeros([BLOCK], tl.int32)
-        most = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, width, BLOCK):
-            place = begin + tl.arange(0, BLOCK)
-            inside = place < width
-            key = ordered(tl.load(logits + place, mask=inside, other=0.0)).to(tl.int64)
-            counts += (inside & (key >= one)).to(tl.int32)
-            more += (inside & (key >= two)).to(tl.int32)
-            most += (inside & (key >= three)).to(tl.int32)
-        n_one = tl.sum(counts, 0).to(tl.int64)
-        n_two = tl.sum(more, 0).to(tl.int64)
-        n_three = tl.sum(most, 0).to(tl.int64)
-        by_one, by_two, by_three = n_one >= k, n_two >= k, n_three >= k
-        high = tl.where(by_one, tl.where(by_two, tl.where(by_three, high, three), two), one)
-        low = tl.where(by_three, three, tl.where(by_two, two, tl.where(by_one, one, low)))
-        at_low = tl.where(
-            by_three, n_three, tl.where(by_two, n_two, tl.where(by_one, n_one, at_low))
-        )
-    for begin in range(0, width, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        inside = place < width
-        value = tl.load(logits + place, mask=inside, other=0.0)
-        # NaN reaches nothing, and where the k-th largest is NaN nothing is kept.
-        kept = (ordered(value) >= low) & (value == value) & (low <= 0x7F800000)
-        tl.store(out + place, tl.where(kept | (limited == 0), value, float("-inf")), mask=inside)

@@ -1,0 +1,143 @@
+"""The k-th largest of any numbers, as in `filters`: lines' maxima bound it, few numbers are listed.
+
+Numbers are listed as float32 whose bits are the distance from the row's bound, in the order of
+floats: 1 and more, cut off where the k-th largest cannot be.
+"""
+
+from __future__ import annotations
+
+from cairn.ops.attention.kernels import await_previous
+from cairn.ops.gpu import tl, triton
+from cairn.ops.sampling.kernels.blocks import aligned_block
+from cairn.ops.sampling.kernels.filters import (
+    filters_of,
+    list_chunk,
+    load_head,
+    ordered,
+    reached_by,
+    search,
+    square_of,
+)
+
+
+@triton.jit
+def distance(value, bound):
+    """int32, 1 and more from the bound on, 0 below; bound is int32 of the order of `ordered`."""
+    ahead = ordered(value).to(tl.int64) - bound.to(tl.int64)
+    return (tl.minimum(tl.maximum(ahead, -1), 0x7FFFFFFD) + 1).to(tl.int32)
+
+
+@triton.jit
+def lines_kernel(
+    x, top_k, tops, positives, stride, width, chunks,
+    CHUNK: tl.constexpr, LINE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Of each chunk of limited rows: the maximum of every line, tops [n, chunks, CHUNK / LINE]
+    float32, and how many are 0 and more (NaN too), positives [n, chunks] int32."""
+    await_previous(EARLY)
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    k, _, _ = filters_of(top_k, None, None, row, width)
+    if k > 0:
+        place = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = place < width
+        value = tl.load(x + row * stride + place, mask=inside, other=float("-inf")).to(tl.float32)
+        positive = (value >= 0.0) | (value != value)
+        at = row * chunks + chunk
+        tl.store(positives + at, tl.sum(positive.to(tl.int32), 0))
+        lines: tl.constexpr = CHUNK // LINE
+        top = tl.max(tl.reshape(value, [LINE, lines]), 0)
+        tl.store(tops + at * lines + tl.arange(0, lines), top)
+
+
+@triton.jit
+def list_kernel(
+    x, top_k, tops, positives, bounds, counts, weights, stride, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Lists a limited row's numbers from a bound on that k of them reach.
+
+    bounds [n] int32; counts [n, chunks] int32; weights [n, chunks, CHUNK]: `distance` as float32.
+    """
+    await_previous(EARLY)
+    program = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    k, _, _ = filters_of(top_k, None, None, row, width)
+    if k > 0:
+        c = tl.arange(0, CHUNKS)
+        positive = tl.load(positives + row * chunks + c, mask=c < chunks, other=0)
+        # -inf in the order, or 0 where the k-th largest is not below.
+        bound = tl.where(tl.sum(positive, 0) >= k, 0, -2139095041)
+        lines = chunks * (CHUNK // LINE)
+        if k <= lines:
+            i = tl.arange(0, CHUNKS * CHUNK // LINE)
+            at = tops + row * chunks * (CHUNK // LINE) + i
+            top = tl.load(at, mask=i < lines, other=float("-inf"))
+            near = reached_by(tl.where(i < lines, distance(top, bound), 0), k)
+            bound += tl.maximum(near - 1, 0)
+        if program == 0:
+            tl.store(bounds + row, bound)
+        for chunk in range(program, chunks, tl.num_programs(0)):
+            place = square_of(chunk, CHUNK)
+            inside = place < width
+            value = tl.load(x + row * stride + place, mask=inside, other=0.0).to(tl.float32)
+            far = tl.where(inside, distance(value, bound), 0)
+            at = row * chunks + chunk
+            weight = far.to(tl.float32, bitcast=True)
+            list_chunk(weights + at * CHUNK, counts + at, weight, far > 0)
+
+
+@triton.jit
+def kth_kernel(
+    top_k, bounds, counts, weights, thresholds, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """thresholds [n] int32: what the k largest reach, in the order of `ordered`; -2^31: all."""
+    await_previous(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    k, _, _ = filters_of(top_k, None, None, row, width)
+    threshold = tl.full([], -2147483648, tl.int32)
+    if k > 0:
+        c = tl.arange(0, CHUNKS)
+        weights += row * chunks * CHUNK
+        count = tl.load(counts + row * chunks + c, mask=c < chunks, other=0)
+        head = load_head(weights, count, chunks, CHUNK, WIDTH)
+        listed = tl.sum(count, 0).to(tl.int64)
+        low = tl.full([], 1, tl.int32)
+        end = tl.full([], 0x7FFFFFFF, tl.int32)
+        if listed > k:
+            low = search(weights, head, count, tl.max(count, 0), low, end, listed, k, False, CHUNK)[
+                0
+            ]
+        threshold = tl.load(bounds + row) + (low - 1)
+    tl.store(thresholds + row, threshold)
+
+
+@triton.jit
+def masked(logits, out, place, threshold, width, WHOLE: tl.constexpr):
+    """out = logits that reach the threshold, the others -inf."""
+    inside = None if WHOLE else (place >= 0) & (place < width)
+    value = tl.load(logits, mask=inside)
+    # NaN reaches nothing.
+    kept = (ordered(value) >= threshold) & (value == value)
+    kept = kept | (threshold == -2147483648)
+    tl.store(out, tl.where(kept, value, float("-inf")), mask=inside)
+
+
+@triton.jit
+def mask_kernel(
+    logits, thresholds, out, stride, width,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [n, width] = what reaches the row's threshold; the others -inf."""
+    await_previous(EARLY)
+    row = tl.program_id(1).to(tl.int64)
+    threshold = tl.load(thresholds + row)
+    block = tl.program_id(0)
+    at, place, whole = aligned_block(row * stride, block, width, BLOCK, ALIGN)
+    to, _, _ = aligned_block(row * width, block, width, BLOCK, ALIGN)
+    i = tl.arange(0, BLOCK)
+    if whole:
+        masked(logits + at + i, out + to + i, place, threshold, width, True)
+    else:
+        masked(logits + at + i, out + to + i, place, threshold, width, False)
