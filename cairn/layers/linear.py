@@ -56,14 +56,6 @@ class Linear(nn.Module):
             return self._of_packed(x, norm).float()
         return ops.linear(x, self.weight, self.bias, norm.weight, norm.eps, torch.float32)
 
-    def gated(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """silu of the first half of what `forward` gives for x [T, in], times the second half."""
-        if self.weight is None or self.bias is not None:
-            return ops.silu_and_mul(self(x, norm))
-        if norm is None:
-            return ops.gated_linear(x, self.weight)
-        return ops.gated_linear(x, self.weight, norm.weight, norm.eps)
-
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """residual [T, out] += what `forward` gives for x [T, in], in place."""
         if self.weight is None:
@@ -73,7 +65,38 @@ class Linear(nn.Module):
 
     def _of_packed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         assert self._packed is not None
-        return packed_linear(x if norm is None else norm(x), self._packed, self.bias)
+        if norm is None:
+            return packed_linear(x, self._packed, self.bias)
+        return packed_linear(x, self._packed, self.bias, norm.weight, norm.eps)
+
+
+class GatedLinear(Linear):
+    """y = silu(A x) * B x, where `weight` [2 out, in] is A, then B.
+
+    Args:
+        in_features, out_features: widths.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype) -> None:
+        super().__init__(in_features, 2 * out_features, dtype=dtype)
+        self._halves: tuple[Tensor, Tensor] | None = None
+
+    def pack(self) -> None:
+        """As of a Linear, of both matrices."""
+        if self.weight is None or self.weight.device.type != "cpu":
+            return
+        gate, up = (pack_weight(half) for half in self.weight.chunk(2))
+        if gate is not None and up is not None:
+            self._halves, self.weight = (gate, up), None
+
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """x [T, in], normed first if there is a norm, -> [T, out], in x's dtype."""
+        given = () if norm is None else (norm.weight, norm.eps)
+        if self._halves is not None:
+            return ops.packed_gated_linear(x, *self._halves, *given)
+        assert self.weight is not None
+        return ops.gated_linear(x, self.weight, *given)
 
 
 class TiedHead(nn.Module):
@@ -100,7 +123,7 @@ class TiedHead(nn.Module):
     def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x [n, hidden] before the final norm -> float32 logits [n, V]."""
         if self._packed is not None:
-            return packed_linear(norm(x), self._packed).float()
+            return packed_linear(x, self._packed, None, norm.weight, norm.eps).float()
         return ops.linear(x, self._weight(), None, norm.weight, norm.eps, torch.float32)
 
     def _weight(self) -> Tensor:

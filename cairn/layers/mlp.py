@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cairn.layers.linear import Linear
+from cairn.layers.linear import GatedLinear, Linear
 from cairn.layers.norm import RMSNorm
 
 
@@ -20,9 +20,10 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up = Linear(hidden, 2 * intermediate, dtype=dtype)
+        self.gate_up = GatedLinear(hidden, intermediate, dtype=dtype)
         self.down = Linear(intermediate, hidden, dtype=dtype)
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """x [T, hidden], normed first if there is a norm, -> [T, intermediate]."""
-        return self.gate_up.gated(x, norm)
+        gated: Tensor = self.gate_up(x, norm)
+        return gated

@@ -11,6 +11,9 @@ from cairn.ops.landmark.kernels.summary import blend_window_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
+AT_ONCE, WARPS = 1024, 4
+"""Numbers and warps of a program."""
+
 
 @op
 def blend_window(
@@ -38,9 +41,12 @@ def blend_window(
 def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(o_pages.shape, dtype=dtype, device=o_pages.device)
     if out.numel():
-        blend_window_kernel[(-(-out.numel() // 1024),)](
-            *(o_pages, o_window, window_weight, out, out.numel(), out.shape[-1], 1024),
-            num_warps=4,
+        lines, dim = window_weight.numel(), out.shape[-1]
+        width = gpu.next_power_of_2(dim)
+        at_once = max(1, AT_ONCE // width)
+        blend_window_kernel[(-(-lines // at_once),)](
+            *(o_pages, o_window, window_weight, out, lines, dim, width, at_once),
+            num_warps=WARPS,
         )
     return out
 
@@ -63,5 +69,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.heads} x {layer.head_dim}",
             draw.args(pages, window, weight, draw.dtype),
             moved(pages, window, weight) + pages.numel() * draw.dtype.itemsize,
-            alternatives=draw.compiled(blend_window.reference),
+            alternatives=draw.by_torch(blend_window.reference),
         )

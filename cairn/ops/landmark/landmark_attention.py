@@ -11,7 +11,7 @@ from cairn.ops import gpu
 from cairn.ops.attention import launch
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.landmark import fused_launch, page_launch, select_launch
+from cairn.ops.landmark import fused_launch, one_token, page_launch, select_launch
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import page_weights
@@ -234,6 +234,63 @@ def _(
     pages = page_launch.Pages(q, k_cache, v_cache, row, page_table, indices, scores, factor)
     beside = page_launch.Window(o_window, lse, softmax1)
     return page_launch.attend_sorted(pages, beside), indices, scores, lse
+
+
+def _one_token(
+    q: Tensor,
+    lmk_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    topk: int,
+    softmax1: bool,
+    scale: float | None = None,
+    strategy: str = "hils",
+    store_summaries: bool = False,
+) -> bool:
+    return (
+        q.shape[0] == 1
+        and strategy in ("hils", "softmax_head", "head")
+        and window > 0
+        and k_cache.shape[2] > 1
+        and q.dtype == lmk_q.dtype == k_cache.dtype
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+    )
+
+
+@landmark_attention.implementation("one_token", devices=("cpu",), when=_one_token)
+def _(
+    q: Tensor,
+    lmk_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    topk: int,
+    softmax1: bool,
+    scale: float | None = None,
+    strategy: str = "hils",
+    store_summaries: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A decode step of one request."""
+    size, last, table = k_cache.shape[2], int(slot), page_table[int(row)]
+    if store_summaries and last % size == size - 1:
+        page = table[last // size : last // size + 1].long()
+        store_prior_summary(lmk_q, k_cache, page, summary_key, summary_bias, scale)
+    task = task_of(lmk_q, summary_key, strategy, scale, k_cache.shape[1])
+    first = max(0, last - window + 1) // size * size
+    query = one_token.Query(q, lmk_q, k_cache, v_cache, table, last, first, task.scale)
+    return one_token.attend(query, summary_key, summary_bias, task, topk, softmax1)
 
 
 @landmark_attention.implementation("composed")

@@ -101,55 +101,6 @@ def _gather(cache: Tensor, pages: Tensor, head: Tensor) -> Tensor:
     return lines.view(-1, pages.shape[-1], size, dim)
 
 
-def _one_full(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> bool:
-    """One token with a page in every place."""
-    return (
-        q.shape[0] == 1
-        and q.dtype == k_cache.dtype
-        and indices.numel() > 0
-        and k_cache.is_contiguous()
-        and v_cache.is_contiguous()
-        and int(indices.min()) >= 0
-    )
-
-
-@page_attention.implementation("one_token", devices=("cpu",), when=_one_full)
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> Tensor:
-    """The definition without its cases: what a decode step of one request pays for is calls."""
-    heads, size, dim = k_cache.shape[1:]
-    topk = indices.shape[-1]
-    pages = page_table[int(row)].index_select(0, indices.view(-1)).view(heads, topk)
-    lines = (pages * heads + torch.arange(heads).unsqueeze(1)).view(-1)
-    k, v = (
-        cache.view(-1, size * dim).index_select(0, lines).view(heads, topk * size, dim).float()
-        for cache in (k_cache, v_cache)
-    )
-    query = q.view(heads, -1, dim).float() * (dim**-0.5 if scale is None else scale)
-    scores = torch.bmm(query, k.transpose(1, 2)).view(heads, -1, topk, size)
-    scores[..., -1] = -torch.inf
-    v.view(-1, size, dim)[:, -1] = 0
-    p = torch.softmax(scores, dim=-1).mul_(weights.view(heads, -1, topk, 1))
-    return torch.bmm(p.view(heads, -1, topk * size), v).view(q.shape)
-
-
 def _shared(
     q: Tensor,
     k_cache: Tensor,
@@ -323,12 +274,14 @@ def _run_tiles(
     position = (first.unsqueeze(1) + place).clamp(max=query.numel() - 1).flatten()
     asked = query.index_select(0, position)
     factor = dim**-0.5 if scale is None else scale
-    wanted = q.reshape(q.shape[0] * heads, -1).index_select(0, asked).float().mul_(factor)
+    wanted = q.reshape(q.shape[0] * heads, -1).index_select(0, asked).float()
     k, v = (
         cache.view(-1, size * dim).index_select(0, line).view(count, size, dim)
         for cache in (k_cache, v_cache)
     )
-    scores = torch.bmm(wanted.view(count, -1, dim), k.float().transpose(1, 2))
+    # Fewer keys than queries are scaled.
+    keys = k.float().mul_(factor).transpose(1, 2)
+    scores = torch.bmm(wanted.view(count, -1, dim), keys)
     scores[..., -1] = -torch.inf
     v[:, -1] = 0
     o = torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v).float()

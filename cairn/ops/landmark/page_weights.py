@@ -78,5 +78,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.heads} x {layer.topk}",
             draw.args(scores, lse, True),
             moved(scores, scores, lse, lse),
-            alternatives=draw.compiled(page_weights.reference),
+            alternatives=draw.by_torch(page_weights.reference),
         )

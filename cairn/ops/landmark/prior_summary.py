@@ -13,6 +13,9 @@ from cairn.ops.landmark.kernels.summary import prior_summary_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
+WARPS = 4
+"""Of a program: a page and the heads of a KV head."""
+
 
 @op
 def prior_summary(
@@ -66,7 +69,7 @@ def _(
             *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
             *(*k_cache.stride()[:2], heads, kv_heads, dim, size),
             *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size), True, True, False),
-            num_warps=4,
+            num_warps=WARPS,
         )
     return key, bias
 
@@ -101,5 +104,5 @@ def _(draw: Draw) -> Points:
             draw.args(query, cache, pages),
             moved(cache[:count], query, query) + 4 * count * layer.heads,
             4.0 * query.numel() * layer.page_size,
-            draw.compiled(prior_summary.reference),
+            draw.by_torch(prior_summary.reference),
         )

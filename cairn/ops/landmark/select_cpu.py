@@ -108,10 +108,10 @@ def best(task: Task, u: Tensor, lse: Tensor, limits: Tensor, topk: int, pages: i
 def topk_places(score: Tensor, topk: int) -> Tensor:
     """Places of the topk largest along the last dim, longer than topk; of equal ones the first."""
     values, places = score.topk(topk + 1, dim=-1)
-    last = values[..., topk - 1]
-    tied = (last == values[..., topk]) & (last > -torch.inf)
+    tied = values[..., topk - 1] == values[..., topk]
     if bool(tied.any()):
         # torch.topk may keep any of equal ones: those lines are sorted, which can be stable.
+        tied &= values[..., topk] > -torch.inf
         again = score[tied].sort(dim=-1, descending=True, stable=True).indices
         places[tied] = again[:, : topk + 1]
     return places[..., :topk]

@@ -110,55 +110,6 @@ def _(
     return task.empty(lmk_q.shape[0], topk, slot.device)
 
 
-@select_pages.implementation(
-    "one_token",
-    devices=("cpu",),
-    when=lambda lmk_q, *args, **kwargs: lmk_q.shape[0] == 1,
-)
-def _(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    task = task_of(lmk_q, summary_key, strategy, scale, num_kv_heads)
-    pages = int(candidate_pages(slot, page_size, window, strategy))
-    indices, scores = task.empty(1, topk, slot.device)
-    if pages == 0:
-        return indices, scores
-    # The page after the candidates exists, in the window; its column will hold the lse.
-    physical = page_table[int(row), : pages + task.normalised]
-    keys = task.keys(select_cpu.gather(summary_key, physical).unsqueeze(0))
-    u = torch.bmm(task.queries(lmk_q.unsqueeze(1)), keys.transpose(1, 2))
-    u = u.view(-1, physical.numel())
-    if summary_bias is not None:
-        u += select_cpu.gather(summary_bias, physical).t()
-    score = u
-    if pages <= topk:
-        found = torch.arange(pages).expand(task.groups, pages)
-    else:
-        if task.normalised:
-            # One more column with the window's lse makes log_softmax u - Z.
-            u[:, pages] = lse[0]
-            score = torch.log_softmax(u, dim=-1)
-        score = score[:, :pages].unflatten(0, (task.groups, -1)).amax(dim=1)
-        found = select_cpu.topk_places(score, topk).sort(dim=-1).values
-    width = found.shape[-1]
-    indices[0, :, :width] = found
-    place = found.repeat_interleave(u.shape[0] // task.groups, dim=0)
-    torch.gather(u, 1, place, out=scores[0, :, :width])
-    return indices, scores
-
-
 @select_pages.implementation("row_tiles", devices=("cpu",))
 def _(
     lmk_q: Tensor,

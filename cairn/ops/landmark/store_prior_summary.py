@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
-from cairn.ops.landmark.prior_summary import prior_summary
+from cairn.ops.landmark.prior_summary import WARPS, prior_summary
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -96,7 +96,7 @@ def _(
         *(*k_cache.stride()[:2], heads, kv_heads, dim, size),
         *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size)),
         *(key_pool is not None, bias_pool is not None, True),
-        num_warps=4,
+        num_warps=WARPS,
     )
 
 

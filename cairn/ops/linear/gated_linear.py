@@ -77,5 +77,5 @@ def _(draw: Draw) -> Points:
             draw.args(x, weight, norm),
             moved(x, weight, norm) + rows * layer.intermediate * x.element_size(),
             2.0 * rows * weight.numel(),
-            draw.compiled(gated_linear.reference),
+            draw.by_torch(gated_linear.reference),
         )

@@ -70,5 +70,5 @@ def _(draw: Draw) -> Points:
                 draw.args(x, residual, weight),
                 moved(x, weight, residual, residual),
                 2.0 * rows * weight.numel(),
-                draw.compiled(linear_add.reference),
+                draw.by_torch(linear_add.reference),
             )

@@ -6,10 +6,13 @@ read it at 5 to 20 GB/s in torch.nn.functional.linear and at 20 to 40 in its pac
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -18,7 +21,7 @@ from cairn.ops.testing import Cases, Make
 # result does not depend on the number of rows.
 FULL_ROWS = 4
 _TYPICAL_ROWS = 256
-_HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def pack_weight(weight: Tensor) -> Tensor | None:
@@ -29,7 +32,7 @@ def pack_weight(weight: Tensor) -> Tensor | None:
     Returns:
         An opaque [N, K] tensor (`is_mkldnn`) in its own memory, as large as the weight.
     """
-    if weight.device.type != "cpu" or not _HAS_ONEDNN:
+    if weight.device.type != "cpu" or not HAS_ONEDNN:
         return None
     if weight.dtype == torch.bfloat16:
         supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -42,52 +45,93 @@ def pack_weight(weight: Tensor) -> Tensor | None:
 
 
 @op
-def packed_linear(input: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input @ packed.T + bias, rounded once to input's dtype.
+def packed_linear(
+    input: Tensor,
+    packed: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """rmsnorm(input) @ packed.T + bias; the norm and the product are rounded to input's dtype.
 
     Args:
         input: [..., K].
         packed: [N, K] of input's dtype, from pack_weight; a plain weight is accepted too.
         bias: [N] of input's dtype, or None.
+        norm: [K] of input's dtype, weight of the norm; None: input as it is.
+        eps: of the norm.
     Returns:
         [..., N].
     """
-    weight = packed.to_dense() if packed.is_mkldnn else packed
-    return torch.nn.functional.linear(input, weight, bias)
+    x = input if norm is None else rmsnorm.reference(input, norm, eps)
+    return torch.nn.functional.linear(x, unpacked(packed), bias)
+
+
+def unpacked(packed: Tensor) -> Tensor:
+    """The plain weight."""
+    return packed.to_dense() if packed.is_mkldnn else packed
 
 
 @packed_linear.fake
-def _(input: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+def _(
+    input: Tensor,
+    packed: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
     return input.new_empty((*input.shape[:-1], packed.shape[0]))
 
 
-def _is_packed(input: Tensor, packed: Tensor, bias: Tensor | None = None) -> bool:
+def is_packed(input: Tensor, packed: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Something to multiply, with a weight that oneDNN knows."""
     return packed.is_mkldnn and input.numel() > 0
 
 
-def _onednn(input: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+def filled_rows(input: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """input [..., K] after its norm, if it has one, as rows, at least FULL_ROWS of them."""
+    x = input
+    if norm is not None:
+        x = torch.nn.functional.rms_norm(input, norm.shape, norm, eps)
     rows = input.shape[:-1].numel()
-    x = input.reshape(rows, input.shape[-1])
+    x = x.reshape(rows, input.shape[-1])
     if rows == 1:
-        x = x.expand(FULL_ROWS, -1).contiguous()
-    elif rows < FULL_ROWS:
-        x = torch.nn.functional.pad(x, (0, 0, 0, FULL_ROWS - rows))
+        return x.expand(FULL_ROWS, -1).contiguous()
+    return torch.nn.functional.pad(x, (0, 0, 0, FULL_ROWS - rows)) if rows < FULL_ROWS else x
+
+
+def _onednn(
+    input: Tensor,
+    packed: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    x = filled_rows(input, norm, eps)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    rows = input.shape[:-1].numel()
     return product[:rows].view(*input.shape[:-1], packed.shape[0])
 
 
-if _HAS_ONEDNN:
-    packed_linear.implementation("onednn", devices=("cpu",), when=_is_packed)(_onednn)
+if HAS_ONEDNN:
+    packed_linear.implementation("onednn", devices=("cpu",), when=is_packed)(_onednn)
+
+
+packed_linear.tolerance(
+    {torch.bfloat16: (1.6e-2, 2e-2)}, "a norm that is rounded another way in front of the product"
+)
 
 
 @packed_linear.cases
 def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
         for rows in (1, 2, 3, 4, 7):
-            weight = make.randn(33, 48, dtype=dtype)
+            weight = make.randn(33, 48, dtype=dtype, scale=48**-0.5)
             packed = pack_weight(weight)
             given = weight if packed is None else packed
-            yield make.args(make.randn(rows, 48, dtype=dtype), given, make.randn(33, dtype=dtype))
+            x, norm = make.randn(rows, 48, dtype=dtype), make.randn(48, dtype=dtype)
+            yield make.args(x, given, make.randn(33, dtype=dtype))
+            yield make.args(x, given, None, norm, 1e-5)
     plain = make.randn(16, 64)
     packed = pack_weight(plain)
     weight = plain if packed is None else packed

@@ -105,14 +105,20 @@ def page_weights_kernel(
     tl.store(window_weight + line, e_window / total, mask=alive)
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@triton.jit(do_not_specialize=["lines"])
 def blend_window_kernel(
-    o_pages, o_window, window_weight, out, numbers, DIM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out = o_pages + window_weight * o_window, rounded once."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numbers
-    weight = tl.load(window_weight + at // DIM, mask=inside, other=0.0)
+    o_pages, o_window, window_weight, out, lines,
+    DIM: tl.constexpr, DP: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """out = o_pages + window_weight * o_window of LINES (token, head) pairs, rounded once."""
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    alive = line < lines
+    d = tl.arange(0, DP)[None, :]
+    at = line[:, None] * DIM + d
+    inside = alive[:, None]
+    if DIM < DP:
+        inside = inside & (d < DIM)
+    weight = tl.load(window_weight + line, mask=alive, other=0.0)[:, None]
     value = tl.load(o_window + at, mask=inside, other=0.0) * weight
     value += tl.load(o_pages + at, mask=inside, other=0.0)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
