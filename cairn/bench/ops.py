@@ -11,19 +11,18 @@ from typing import Any
 import torch
 
 from cairn import ops as _every_op  # noqa: F401  (importing the package registers its ops)
-from cairn.bench.roofline import Roofline, measure
+from cairn.bench.ahead import compile_ahead
+from cairn.bench.roofline import Roofline, measure, measure_copy
 from cairn.bench.timing import Timing, kernels, measure_calls, rotated
 from cairn.errors import BadConfig, CairnError
 from cairn.names import nearest
 from cairn.ops.benching import Draw, Point
 from cairn.ops.registry import REFERENCE, Op, all_ops
-from cairn.ops.testing import Arguments
+from cairn.ops.testing import Arguments, runnable
 
 log = logging.getLogger(__name__)
 
-MISTAKES = (RuntimeError, ValueError, TypeError)
-"""What a call raises that cannot run, a compiler's errors included."""
-SECONDS = {"full": 0.1, "tiny": 0.005}
+SECONDS = {"full": 0.05, "tiny": 0.005}
 """Budget of one measurement, by sizes."""
 
 
@@ -58,7 +57,8 @@ class OpTiming:
             whichever takes longer.
         timed: "graph", "stream" or "clock", see `cairn.bench.timing.Timing`.
         bytes, flops: that count.
-        launches: GPU kernels of one call; None on a CPU.
+        copy_gb_s: 10^9 bytes a second that a large copy reads and writes in this run.
+        launches: GPU kernels of one call; None on a CPU, and after an implementation's first size.
         others: name -> ms of the op's other implementations and of its alternatives.
         alternative, alternative_ms: the fastest of the alternatives from outside the op.
     """
@@ -73,6 +73,7 @@ class OpTiming:
     timed: str
     bytes: int
     flops: float
+    copy_gb_s: float
     launches: int | None = None
     others: dict[str, float] = field(default_factory=dict)
     alternative: str | None = None
@@ -94,18 +95,46 @@ class OpTiming:
         return self.floor_ms / self.ms
 
     @property
+    def of_copy(self) -> float:
+        """Its bytes a second by those of a copy: 1 is what moves memory can reach."""
+        return self.gb_s / self.copy_gb_s
+
+    @property
     def speedup(self) -> float | None:
         """How much longer the alternative takes; None without one."""
         return None if self.alternative_ms is None else self.alternative_ms / self.ms
 
     def fields(self) -> dict[str, object]:
         """A flat JSON object."""
-        derived = {name: getattr(self, name) for name in ("gb_s", "gflop_s", "fraction", "speedup")}
-        return dataclasses.asdict(self) | derived
+        names = ("gb_s", "gflop_s", "fraction", "of_copy", "speedup")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
 
 
-def run_ops(plan: OpsPlan) -> Iterator[tuple[OpTiming, Roofline]]:
+@dataclass(frozen=True, slots=True)
+class OpFailure:
+    """An op that could not be timed.
+
+    Attributes:
+        op, family, dtype: as of a timing.
+        size: in words; None: the arguments of the next size could not be made.
+        error: what was raised.
+    """
+
+    op: str
+    family: str
+    size: str | None
+    dtype: str
+    error: str
+
+    def fields(self) -> dict[str, object]:
+        """A flat JSON object."""
+        return dataclasses.asdict(self)
+
+
+def run_ops(plan: OpsPlan) -> Iterator[tuple[OpTiming | OpFailure, Roofline]]:
     """Every op at every size as soon as it is timed, with the roofline of the run.
+
+    On a GPU all kernels are compiled first, on all cores; their caches lie on disk.
 
     Raises:
         BadConfig: a name that is neither an op nor a family, or a device that is not there.
@@ -114,19 +143,44 @@ def run_ops(plan: OpsPlan) -> Iterator[tuple[OpTiming, Roofline]]:
     chosen = chosen_ops(plan.names)
     if plan.device.startswith("cuda") and not torch.cuda.is_available():
         raise BadConfig(f"device {plan.device!r} is not there", "Give --device cpu")
-    roofline = measure(plan.dtype, plan.device)
     draw = Draw(plan.device, getattr(torch, plan.dtype), plan.sizes)
-    failed = []
+    if plan.device.startswith("cuda"):
+        compile_ahead(chosen, draw)
+    roofline, copy = measure(plan.dtype, plan.device), measure_copy(plan.device) / 1e9
+    failed = 0
     for op in chosen:
-        assert op.bench_source is not None
-        for point in op.bench_source(draw):
-            try:
-                yield _timing(op, point, plan, roofline), roofline
-            except MISTAKES as error:
-                log.error("%s at %s failed: %s", op.name, point.size, error)
-                failed.append(f"{op.name} at {point.size}")
+        for row in _rows(op, draw, plan, roofline, copy):
+            failed += isinstance(row, OpFailure)
+            yield row, roofline
     if failed:
-        raise CairnError(f"{len(failed)} sizes could not be timed: {'; '.join(failed)}")
+        raise CairnError(f"{failed} sizes could not be timed", "Their records say why")
+
+
+def _rows(
+    op: Op[..., Any], draw: Draw, plan: OpsPlan, roofline: Roofline, copy: float
+) -> Iterator[OpTiming | OpFailure]:
+    """The op at its sizes; what fails at one is a row too."""
+    assert op.bench_source is not None
+    points = iter(op.bench_source(draw))
+    size: str | None = None
+    counted: set[str] = set()
+    while True:
+        try:
+            point = next(points, None)
+            if point is None:
+                return
+            size = point.size
+            row = _timing(op, point, plan, roofline, copy)
+            if plan.device.startswith("cuda") and row.implementation not in counted:
+                counted.add(row.implementation)
+                row = dataclasses.replace(row, launches=kernels_of(op, point))
+            yield row
+        except Exception as error:  # noqa: BLE001 - whatever it is, its record says so
+            log.error("%s at %s failed: %s", op.name, size, error)
+            yield OpFailure(op.name, op.family, size, plan.dtype, str(error))
+            if size is None:
+                return
+        size = None
 
 
 def this_device() -> str:
@@ -157,7 +211,9 @@ def chosen_ops(names: Sequence[str]) -> list[Op[..., Any]]:
     return [op for op in chosen if op.name not in without]
 
 
-def _timing(op: Op[..., Any], point: Point, plan: OpsPlan, roofline: Roofline) -> OpTiming:
+def _timing(
+    op: Op[..., Any], point: Point, plan: OpsPlan, roofline: Roofline, copy: float
+) -> OpTiming:
     given = point.arguments
     chosen = op.choice(*given.args, **given.kwargs)
     budget = SECONDS[plan.sizes]
@@ -169,9 +225,7 @@ def _timing(op: Op[..., Any], point: Point, plan: OpsPlan, roofline: Roofline) -
     implementations = {
         name: op.using(name)
         for name, one in op.implementations.items()
-        if name != chosen
-        and plan.device.partition(":")[0] in one.devices
-        and one.accepts(given.args, given.kwargs)
+        if name != chosen and runnable(one, [given], plan.device.partition(":")[0])
     }
     outside = {one.name: (one.call, one.arguments or given) for one in point.alternatives}
     if chosen == REFERENCE:
@@ -183,7 +237,7 @@ def _timing(op: Op[..., Any], point: Point, plan: OpsPlan, roofline: Roofline) -
     ):
         try:
             others[name] = timed(function, arguments, point.bytes).seconds * 1e3
-        except MISTAKES as error:
+        except Exception as error:  # noqa: BLE001 - the op has its row without it
             log.warning("%s at %s: %s cannot run: %s", op.name, point.size, name, error)
     best = min((name for name in outside if name in others), key=others.__getitem__, default=None)
     floor = max(point.bytes / roofline.bandwidth, point.flops / roofline.gemm)
@@ -198,7 +252,7 @@ def _timing(op: Op[..., Any], point: Point, plan: OpsPlan, roofline: Roofline) -
         timed=own.how,
         bytes=point.bytes,
         flops=point.flops,
-        launches=kernels_of(op, point) if plan.device.startswith("cuda") else None,
+        copy_gb_s=copy,
         others=others,
         alternative=best,
         alternative_ms=None if best is None else others[best],

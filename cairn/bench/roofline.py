@@ -65,6 +65,14 @@ def measure_bandwidth(device: str = "cpu", size: int | None = None) -> float:
     return size / _best(data.sum, device)
 
 
+def measure_copy(device: str = "cpu", size: int | None = None) -> float:
+    """Bytes per second, read and written, of a copy of so many bytes, best of five."""
+    size = size or _bandwidth_bytes(device) // 2
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _best(lambda: target.copy_(source), device)
+
+
 def _bandwidth_bytes(device: str) -> int:
     """BANDWIDTH_BYTES, or half of what an engine beside has left of a GPU."""
     wanted = BANDWIDTH_BYTES[torch.device(device).type]

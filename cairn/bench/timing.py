@@ -30,8 +30,10 @@ MEMORY = {"cuda": 8 << 30, "cpu": 1 << 30}
 """Bytes that all copies of a call's arguments may take."""
 SHORT, GRAPH_CALLS = 200e-6, 64
 """A graph holds so many calls if one takes fewer seconds: its replay outlasts its launch."""
-REPEATS = (3, 30)
+REPEATS = (3, 20)
 """Fewest and most measurements that the median is taken of."""
+SLOW = 0.25
+"""One call of so many seconds is measurement enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,9 @@ def measure_calls(calls: Sequence[Call], device: str, budget: float) -> Timing:
     with torch.inference_mode():
         if not device.startswith("cuda"):
             return _clocked(calls, budget)
+        seconds = _warmed_up(calls[0])
+        if seconds > SLOW:
+            return Timing(seconds, "stream")
         return _on_stream(calls, budget) if _waits(calls[0]) else _replayed(calls, budget)
 
 
@@ -108,11 +113,18 @@ def _clocked(calls: Sequence[Call], budget: float) -> Timing:
     return Timing(statistics.median(seconds), "clock")
 
 
-def _waits(call: Call) -> bool:
-    """Whether the host waits for the device in this call; what needs compiling is compiled."""
-    for _ in range(2):
-        call()
+def _warmed_up(call: Call) -> float:
+    """Seconds of a call after one that compiles what needs compiling."""
+    call()
     torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _waits(call: Call) -> bool:
+    """Whether the host waits for the device in this call."""
     mode = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():

@@ -24,7 +24,7 @@ from cairn.cli.options import (
 from cairn.config import DTYPES
 
 if TYPE_CHECKING:
-    from cairn.bench.ops import OpTiming
+    from cairn.bench.ops import OpFailure, OpTiming
     from cairn.bench.records import Cell, RecordFile
     from cairn.bench.roofline import Roofline
     from cairn.bench.session import Subject
@@ -188,7 +188,7 @@ def ops(names: tuple[str, ...], as_json: bool, output: Path | None, **options: A
         for row, line in run_ops(plan):
             records.append(file.add(row.fields(), line))
             if not as_json:
-                _show_op(row)
+                click.echo(_op_line(row))
     finally:
         if as_json:
             click.echo(json.dumps(records))
@@ -226,15 +226,20 @@ def _show(cell: Cell) -> None:
     )
 
 
-def _show_op(row: OpTiming) -> None:
+def _op_line(row: OpTiming | OpFailure) -> str:
+    from cairn.bench.ops import OpFailure
+
+    start = f"{row.op:<40} {row.size or '':<44} "
+    if isinstance(row, OpFailure):
+        return f"{start}FAILED: {row.error}"
     beside = ""
     if row.alternative_ms is not None:
         beside = f"  {row.alternative} {row.alternative_ms * 1e3:,.1f} us ({row.speedup:.2f}x)"
     launches = "" if row.launches is None else f"  {row.launches} launches"
-    click.echo(
-        f"{row.op:<22}{row.size:<44}{row.implementation:<14}{row.ms * 1e3:>11,.1f} us"
+    return (
+        f"{start}{row.implementation:<14}{row.ms * 1e3:>11,.1f} us"
         f"{row.gb_s:>7,.0f} GB/s{row.gflop_s / 1e3:>7,.1f} TFLOP/s"
-        f"{row.fraction:>6.0%} of the floor{launches}{beside}"
+        f"{row.fraction:>6.0%} of the floor{row.of_copy:>6.0%} of a copy{launches}{beside}"
     )
 
 

@@ -73,6 +73,8 @@ def pages(measured: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
     every = entries()
     speed: dict[str, dict[str, Mapping[str, Any]]] = {}
     for record in measured:
+        if "error" in record:
+            continue
         speed.setdefault(record["op"], {})[record["size"]] = record
     families = list(dict.fromkeys(entry.family for entry in every))
     texts = {INDEX: _index(every, families)}
@@ -190,15 +192,16 @@ def _measured(records: list[Mapping[str, Any]]) -> Iterator[str]:
         return
     yield f"Measured on {_text(records[-1]['devices'][-1])}, {records[-1]['dtype']}:"
     yield ""
-    yield "| size | implementation | µs | GB/s | of the floor | beside it |"
-    yield "|---|---|---|---|---|---|"
+    yield "| size | implementation | µs | GB/s | of the floor | of a copy | beside it |"
+    yield "|---|---|---|---|---|---|---|"
     for record in records:
         other = "-"
         if record["alternative"] is not None:
             other = f"{record['alternative']} {record['alternative_ms'] * 1e3:.1f} µs"
         cells = (
             *(_text(record["size"]), record["implementation"], f"{record['ms'] * 1e3:.1f}"),
-            *(f"{record['gb_s']:.0f}", f"{record['fraction']:.0%}", other),
+            *(f"{record['gb_s']:.0f}", f"{record['fraction']:.0%}", f"{record['of_copy']:.0%}"),
+            other,
         )
         yield f"| {' | '.join(cells)} |"
     yield ""

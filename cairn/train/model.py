@@ -291,9 +291,12 @@ class TrainedModel(nn.Module):
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention to all that came before, by PyTorch: q [B, L, h_q, d], k and v [B, L, h_kv, d]."""
-    heads = (x.transpose(1, 2) for x in (q, k, v))
-    attended = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    """Attention to all that came before, by PyTorch: q [B, L, h_q, d], k and v [B, L, h_kv, d].
+
+    On a GPU its gradients are added in any order: two runs agree, but not to the bit.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return attended.transpose(1, 2)
 
 

@@ -17,6 +17,7 @@ LINE = Roofline(bandwidth=1e10, gemm=1e11, dtype="float32", device="cpu")
 @pytest.fixture
 def line(monkeypatch):
     monkeypatch.setattr(bench, "measure", lambda dtype, device: LINE)
+    monkeypatch.setattr(bench, "measure_copy", lambda device: 5e9)
     monkeypatch.setitem(bench.SECONDS, "tiny", 0.0)
 
 
@@ -42,6 +43,7 @@ def test_every_op_is_timed_at_every_size_it_declares(line):
         assert row.floor_ms == pytest.approx(floor)
         assert row.fraction == pytest.approx(floor / row.ms)
         assert row.gb_s == pytest.approx(row.bytes / row.ms / 1e6)
+        assert row.of_copy == pytest.approx(row.gb_s / 5)
     assert len({(row.op, row.size) for row in rows}) == len(rows)
 
 
@@ -83,12 +85,22 @@ def test_a_size_that_fails_does_not_stop_the_others(line, monkeypatch):
     def source(draw):
         yield Point("wrong", draw.args(draw.randn(2, 8), draw.randn(7)), 160)
         yield Point("right", draw.args(draw.randn(2, 8), draw.randn(8)), 160)
+        raise RuntimeError("no more memory")
 
     monkeypatch.setattr(norm, "bench_source", source)
-    found = run_ops(plan("rmsnorm"))
-    assert next(found)[0].size == "right"
-    with pytest.raises(CairnError, match="1 sizes could not be timed: rmsnorm at wrong"):
-        next(found)
+    found, rows = run_ops(plan("rmsnorm")), []
+    with pytest.raises(CairnError, match="2 sizes could not be timed"):
+        rows.extend(row for row, _ in found)
+    wrong, right, end = rows
+    assert wrong.size == "wrong" and "shape" in wrong.error
+    assert right.size == "right" and right.ms > 0
+    assert end.fields() == {
+        "op": "rmsnorm",
+        "family": "norm",
+        "size": None,
+        "dtype": "float32",
+        "error": "no more memory",
+    }
 
 
 def test_families_names_and_mistakes():

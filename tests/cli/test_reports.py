@@ -1,5 +1,6 @@
 """`cairn ops`, `cairn doctor` and `cairn inspect`."""
 
+import dataclasses
 import json
 
 import pytest
@@ -20,6 +21,18 @@ def test_ops_lists_every_op(run):
     listed = {line.split()[1] for line in out.splitlines()[1:]}
     assert code == 0
     assert {op.name for op in all_ops() if op.family != "test"} <= listed
+
+
+def test_ops_says_what_is_missing_here(run, monkeypatch):
+    from cairn.ops.attention.dense_attention import dense_attention
+
+    known = dense_attention.implementations
+    absent = dataclasses.replace(known["flashinfer"], missing="not installed")
+    monkeypatch.setitem(known, "flashinfer", absent)
+    dense_attention._chosen.clear()
+    code, out, _ = run("ops")
+    assert code == 0
+    assert out.endswith("no flashinfer for dense_attention here: not installed\n")
 
 
 def test_ops_json(run):

@@ -61,7 +61,7 @@ def test_spec_needs_no_torch():
 
 def test_default_model():
     spec = load_spec(default_model_path())
-    assert (spec.num_layers, spec.page_size, spec.hils.topk, spec.hils.window) == (5, 64, 16, 256)
+    assert (spec.num_layers, spec.page_size, spec.hils.topk, spec.hils.window) == (5, 64, 16, 512)
     assert spec.eos_token_ids == () and spec.max_model_len == 1 << 20
 
 

@@ -139,8 +139,8 @@ def test_the_shipped_command_in_small(library, tmp_path, capfd):
     assert "tokens/s" in shown.err
     assert "right" in shown.err
     record = json.loads((tmp_path / "training.json").read_text())
-    assert record["steps"] == record["recipe"]["steps"] == 28
-    assert record["history"][-1]["step"] == 28
+    assert record["steps"] == record["recipe"]["steps"] == 32
+    assert record["history"][-1]["step"] == 32
     with pytest.raises(SystemExit) as end:
         main(
             [

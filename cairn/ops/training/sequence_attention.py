@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -138,10 +140,24 @@ def _(
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
+def _accepts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lmk_q: Tensor | None,
+    summary_key: Tensor | None,
+    summary_bias: Tensor | None,
+    page_size: int,
+    *args: Any,
+    **kwargs: Any,
+) -> bool:
+    return launch.accepts(q, page_size)
+
+
 @sequence_attention.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda q, k, v, lmk_q, key, bias, page_size, *args, **kwargs: launch.accepts(q, page_size),
+    when=_accepts,
 )
 def _(
     q: Tensor,
@@ -186,6 +202,13 @@ def _(make: Make) -> Cases:
         yield make.args(q, k, v, None, None, None, size, 21, aligned=False, mask_landmarks=False)
 
 
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention to all keys, [B, h, L, d]: something else, for the same layer."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
 @sequence_attention.bench
 def _(draw: Draw) -> Points:
     for layer, rows in draw.rows():
@@ -197,9 +220,11 @@ def _(draw: Draw) -> Points:
         key = draw.randn(1, pages, layer.heads, dim)
         bias = draw.randn(1, pages, layer.heads, dtype=torch.float32)
         read = min(length, layer.window + layer.topk * size)
+        plain = draw.args(*(x.transpose(1, 2) for x in (q, k, v)))
         yield Point(
             f"{layer.name}: {length} slots",
             draw.args(q, k, v, z, key, bias, size, layer.window, layer.topk, True),
             moved(q, q, z, k, v, key),
             4.0 * q.numel() * read,
+            (Alternative("sdpa", _dense, plain),),
         )

@@ -1,0 +1,80 @@
+"""Compiles what ops are timed with, on all cores: other processes run every size once.
+
+What they compile lies in the caches of Triton and torch.compile on disk, where the process that
+measures finds it. Their results, failures included, are dropped: it meets the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config
+
+from cairn import ops as _every_op  # noqa: F401  (importing the package registers its ops)
+from cairn.ops.benching import COMPILED, Draw, Point
+from cairn.ops.registry import Op, all_ops
+from cairn.ops.testing import runnable
+
+log = logging.getLogger(__name__)
+
+SPARED_CORES = 2
+FEWEST_OPS = 4
+"""For fewer, starting processes takes longer than compiling here."""
+PATIENCE = 75.0
+"""Seconds after which the rest is compiled when its turn to be measured comes."""
+
+
+def compile_ahead(ops: Sequence[Op[..., Any]], draw: Draw) -> None:
+    """Compile for all sizes of these ops that `draw` makes, if that pays."""
+    _share_caches()
+    count = min(len(os.sched_getaffinity(0)) - SPARED_CORES, len(ops))
+    if count < FEWEST_OPS:
+        return
+    began = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(count, torch.set_num_threads, (1,)) as pool:
+        made_as = (draw.device, draw.dtype, draw.sizes)
+        waiting = [pool.apply_async(_run_sizes, (op.name, *made_as)) for op in ops]
+        pool.close()
+        missed = 0
+        for result in waiting:
+            result.wait(max(0.0, began + PATIENCE - time.monotonic()))
+            missed += not result.ready()
+    log.info("compiled ahead in %.0f s, %d ops left", time.monotonic() - began, missed)
+
+
+def _share_caches() -> None:
+    """Say where Triton's cache lies, or torch.compile moves it; new processes inherit that."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+    torch._inductor.config.compile_threads = 1
+
+
+def _run_sizes(name: str, device: str, dtype: torch.dtype, sizes: str) -> None:
+    """Call the op and what is compiled beside it once at every size."""
+    _share_caches()
+    op = next(op for op in all_ops() if op.name == name)
+    assert op.bench_source is not None
+    with torch.inference_mode():
+        for point in op.bench_source(Draw(device, dtype, sizes)):
+            _run(op, point, device)
+            torch.cuda.empty_cache()
+    torch.compiler.reset()
+
+
+def _run(op: Op[..., Any], point: Point, device: str) -> None:
+    given, kind = point.arguments, device.partition(":")[0]
+    every = op.implementations.values()
+    calls = [one.function for one in every if runnable(one, [given], kind)]
+    calls += [other.call for other in point.alternatives if other.name == COMPILED]
+    for call in calls:
+        try:
+            call(*given.args, **given.kwargs)
+        except Exception as error:  # noqa: BLE001 - met again when it is measured
+            log.debug("%s at %s: %s", op.name, point.size, error)
