@@ -93,7 +93,10 @@ def fitted(task: str, length: int, sample: int, make: Make, count: Counter) -> C
         if chars < low or (high and chars >= high):
             chars = (low + (high or 2 * low)) // 2
     if best is None:
-        raise BadRequest(f"{length} tokens are too few for the task {task!r}", "Ask for more")
+        raise BadRequest(
+            f"{length} tokens are too few for the task {task!r}",
+            "Give greater --lengths, or name other tasks with --task",
+        )
     return best
 
 

@@ -223,28 +223,6 @@ def _by_flashinfer(
     return flashinfer.accepts(q, k_cache, v_cache, page_table, stretches, mask_landmarks)
 
 
-@dense_attention.implementation(
-    "flashinfer",
-    devices=("cuda",),
-    dtypes=flashinfer.DTYPES,
-    when=_by_flashinfer,
-    missing=flashinfer.MISSING,
-)
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
-    return flashinfer.attend(task, stretches or ())
-
-
 def _by_library(
     q: Tensor,
     k_cache: Tensor,
@@ -325,6 +303,28 @@ def _(
     given = (q, k_cache, v_cache, row, slot, page_table)
     task = launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks)
     return launch.attend_tiles(task, q.dtype)
+
+
+@dense_attention.implementation(
+    "flashinfer",
+    devices=("cuda",),
+    dtypes=flashinfer.DTYPES,
+    when=_by_flashinfer,
+    missing=flashinfer.MISSING,
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
+    return flashinfer.attend(task, stretches or ())
 
 
 def _by_torch(
