@@ -242,25 +242,6 @@ def _begin(stretches: list[int] | None) -> int | None:
     return stretches[1] if stretches is not None and len(stretches) == 3 else None
 
 
-@dense_attention.implementation("cudnn", devices=gpu.DEVICES, when=_by_library)
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
-    begin = _begin(stretches)
-    assert begin is not None
-    o, lse = library.attend(task, begin)
-    return o.to(q.dtype), lse
-
-
 @dense_attention.implementation(
     "triton_splits",
     devices=gpu.DEVICES,
@@ -285,27 +266,6 @@ def _(
 
 
 @dense_attention.implementation(
-    "triton_tiles",
-    devices=gpu.DEVICES,
-    when=lambda q, k_cache, v_cache, *args, **kwargs: launch.accepts(q, k_cache, v_cache),
-)
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    given = (q, k_cache, v_cache, row, slot, page_table)
-    task = launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks)
-    return launch.attend_tiles(task, q.dtype)
-
-
-@dense_attention.implementation(
     "flashinfer",
     devices=("cuda",),
     dtypes=flashinfer.DTYPES,
@@ -325,6 +285,46 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
     return flashinfer.attend(task, stretches or ())
+
+
+@dense_attention.implementation("cudnn", devices=gpu.DEVICES, when=_by_library)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
+    begin = _begin(stretches)
+    assert begin is not None
+    o, lse = library.attend(task, begin)
+    return o.to(q.dtype), lse
+
+
+@dense_attention.implementation(
+    "triton_tiles",
+    devices=gpu.DEVICES,
+    when=lambda q, k_cache, v_cache, *args, **kwargs: launch.accepts(q, k_cache, v_cache),
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    given = (q, k_cache, v_cache, row, slot, page_table)
+    task = launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks)
+    return launch.attend_tiles(task, q.dtype)
 
 
 def _by_torch(

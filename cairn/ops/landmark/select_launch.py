@@ -189,7 +189,7 @@ def _select_few(job: Selection, indices: Tensor, scores: Tensor) -> None:
     kernels.choose_kernel[(job.groups, tokens)](
         *(u, part_best, part_sum, job.lse, job.slot, indices, scores),
         *(job.offset, job.page_size, job.pages, job.blocks, job.topk),
-        *(heads, job.groups, *choosing(job, job.group, job.block), job.normalised, True),
+        *(heads, job.groups, *choosing(job, job.group, job.block), job.normalised, True, True),
         num_warps=4,
     )
 
@@ -232,12 +232,16 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
         num_warps=8 if large else 4,
         num_stages=stages,
     )
+    # The best of a group of one head is that head's u.
+    alone = heads == job.groups
     kernels.choose_kernel[(job.groups, tokens)](
         *(best, tops, tops, job.lse, job.slot, indices, scores),
         *(job.offset, job.page_size, line, blocks, job.topk),
-        *(job.groups, job.groups, *choosing(job, 1, block), False, False),
-        num_warps=4 if coarse else 1 if job.blocks <= 128 else 2,
+        *(job.groups, job.groups, *choosing(job, 1, block), False, alone, False),
+        num_warps=4 if coarse else 1,
     )
+    if alone:
+        return
     step = max(1, TILE_NUMBERS // (job.group * job.width))
     kernels.rescore_kernel[(tokens, job.groups)](
         *(job.lmk_q, job.summary_key, job.bias, job.row, job.page_table, indices, scores),

@@ -47,8 +47,8 @@ def largest(value, inside, total, count, N: tl.constexpr):
         one = low + step
         two = one + step
         three = two + step
-        # Three counts in one sum.
-        if N < 1024:
+        # Three counts in one sum. The least key reaches none of the three: a count is < N.
+        if N <= 1024:
             sums = (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 10)
             sums = tl.sum(sums + ((key >= three).to(tl.int32) << 20), 0)
             at_one, at_two, at_three = sums & 1023, (sums >> 10) & 1023, sums >> 20
@@ -323,7 +323,7 @@ def choose(
     offset, size, pages, blocks, topk, token, kv,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
     KB: tl.constexpr, BLOCKS: tl.constexpr, CB: tl.constexpr,
-    NORMALISED: tl.constexpr, SCORED: tl.constexpr,
+    NORMALISED: tl.constexpr, SCORED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The topk best of one token and KV head, from u [T, KV_HEADS, pages, group] and its blocks.
 
@@ -331,6 +331,8 @@ def choose(
         window: [GP] the window's lse.
         K: topk, padded to a power of two; KB = min(K, BLOCKS); BLOCKS: blocks, padded.
         SCORED: u of the winners goes to scores.
+        FEW: there are few programs, which wait for what they load: the first blocks' members, which
+            are all there are unless there are many candidates, are loaded at once.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     line = token.to(tl.int64) * KV_HEADS + kv
@@ -338,9 +340,7 @@ def choose(
     b = tl.arange(0, BLOCKS)
     k = tl.arange(0, KB)
     heads = (g < group)[None, :]
-    # Loads of which none waits for another: what no candidate reaches is left out afterwards. With
-    # few tokens, who pay for waiting, that goes for the first blocks' members too, which are all
-    # there are unless there are many candidates.
+    # Loads of which none waits for another: what no candidate reaches is left out afterwards.
     at = (line * blocks + b)[:, None] * group + g[None, :]
     shown = (b < blocks)[:, None] & heads
     tops = tl.load(part_best + at, mask=shown, other=float("-inf"))
@@ -349,7 +349,7 @@ def choose(
         sums = tl.load(part_sum + at, mask=shown, other=0.0)
     c = tl.arange(0, KB * CB)
     own = tl.full([KB * CB, GP], float("-inf"), tl.float32)
-    if SCORED:
+    if FEW:
         at = (line * pages + c)[:, None] * group + g[None, :]
         own = tl.load(u + at, mask=(c < pages)[:, None] & heads, other=float("-inf"))
     candidates = candidates_of(slot, token, offset, size)
@@ -366,10 +366,10 @@ def choose(
         winners = tl.where(k < found, winners, reached)
         c = tl.reshape(winners[:, None] * CB + tl.arange(0, CB)[None, :], [KB * CB])
         total = found * CB
-        if SCORED:
+        if FEW:
             at = (line * pages + c)[:, None] * group + g[None, :]
             own = tl.load(u + at, mask=(c < candidates)[:, None] & heads, other=float("-inf"))
-    if not SCORED:
+    if not FEW:
         at = (line * pages + c)[:, None] * group + g[None, :]
         own = tl.load(u + at, mask=(c < candidates)[:, None] & heads, other=float("-inf"))
     inside = c < candidates
@@ -391,7 +391,7 @@ def choose_kernel(
     u, part_best, part_sum, lse, slot, indices, scores, offset, size, pages, blocks, topk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
     KB: tl.constexpr, BLOCKS: tl.constexpr, CB: tl.constexpr,
-    NORMALISED: tl.constexpr, SCORED: tl.constexpr,
+    NORMALISED: tl.constexpr, SCORED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """`choose`, for KV heads and tokens."""
     kv = tl.program_id(0)
@@ -404,7 +404,7 @@ def choose_kernel(
         window = tl.load(lse + head, mask=g < group, other=float("-inf"))
     choose(
         u, part_best, part_sum, window, slot, indices, scores, offset, size, pages, blocks, topk,
-        token, kv, HEADS, KV_HEADS, GP, K, KB, BLOCKS, CB, NORMALISED, SCORED,
+        token, kv, HEADS, KV_HEADS, GP, K, KB, BLOCKS, CB, NORMALISED, SCORED, FEW,
     )  # fmt: skip
 
 
