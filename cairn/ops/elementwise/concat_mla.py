@@ -12,7 +12,7 @@ from cairn.ops.elementwise.kernels import concat_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-AT_ONCE, WARPS = 4096, 4
+BLOCK, WARPS = 2048, 4
 """Numbers and warps of a program."""
 MOST_TIMED = 4096
 """Tokens: their queries are 600 MB."""
@@ -48,16 +48,13 @@ def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
 def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     """Rows of [T, H, d] side by side; a second with one head serves all."""
     tokens, heads, _ = out.shape
-    widths = first.shape[2], second.shape[2]
-    blocks = [gpu.next_power_of_2(max(1, width)) for width in widths]
-    most = max(1, AT_ONCE // (2 * max(blocks)))
-    at_once = min(gpu.next_power_of_2(max(1, heads)), most)
+    numbers = heads * out.shape[2]
     shared = second.shape[1] == 1
     if out.numel():
-        concat_kernel[(tokens, -(-heads // at_once))](
-            *(first, second, out, heads, *first.stride()[:2]),
+        concat_kernel[(tokens, -(-numbers // BLOCK))](
+            *(first, second, out, numbers, *first.stride()[:2]),
             *(second.stride(0), 0 if shared else second.stride(1), *out.stride()[:2]),
-            *(*widths, *blocks, at_once),
+            *(first.shape[2], second.shape[2], BLOCK),
             num_warps=WARPS,
         )
 

@@ -14,7 +14,7 @@ from cairn.ops.testing import Cases, Make
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = (E4M3, E5M2)
-BLOCK, WARPS = 2048, 4
+BLOCK, WARPS = 2048, 8
 """Numbers and warps of a program."""
 
 
@@ -194,7 +194,8 @@ def _(
     if tokens and width:
         downcast_kernel[(tokens, -(-width // block))](
             *(k, v, k_bytes, v_bytes, k_scale, v_scale, loc, mult, offset),
-            *(k.stride(0), v.stride(0), k_out.stride(0), v_out.stride(0), width, block),
+            *(k.stride(0), v.stride(0), k_out.stride(0), v_out.stride(0), width),
+            *(block, gpu.knows_e4m3(k.device)),
             num_warps=gpu.warps_for(block),
         )
 

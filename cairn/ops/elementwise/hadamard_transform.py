@@ -14,7 +14,7 @@ from cairn.ops.testing import Arguments, Cases, Make
 
 LEAST, NARROW, LONGEST = 16, 128, 1 << 14
 """Sizes of a matrix product, and of what one program transforms."""
-ROWS, WARPS, PROGRAMS = 64, 4, 132 * 4
+ROWS, WARPS, PROGRAMS = 64, 4, 132 * 8
 """Rows, warps and number of programs that go from rows to rows with one matrix of signs."""
 MEMORY = 192 << 10
 """Bytes of shared memory that the longest row takes."""

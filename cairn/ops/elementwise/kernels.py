@@ -7,27 +7,23 @@ from cairn.ops.gpu import tl, triton
 
 @triton.jit
 def concat_kernel(
-    first, second, out, heads,
+    first, second, out, numbers,
     first_stride, first_head_stride, second_stride, second_head_stride, out_stride, out_head_stride,
-    FIRST: tl.constexpr, SECOND: tl.constexpr,
-    FP: tl.constexpr, SP: tl.constexpr, HEADS: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[token, head] = [first [FIRST] | second [SECOND]] of HEADS heads of one token."""
+    """out[token, head] = [first [FIRST] | second [SECOND]]: BLOCK of a token's numbers, which are
+    written in one piece."""
     token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, FP)[None, :]
-    inside = (head < heads) & (column < FIRST)
-    number = tl.load(
-        first + token * first_stride + head * first_head_stride + column, mask=inside, other=0.0
-    )
-    to = out + token * out_stride + head * out_head_stride
-    tl.store(to + column, number, mask=inside)
-    column = tl.arange(0, SP)[None, :]
-    inside = (head < heads) & (column < SECOND)
-    number = tl.load(
-        second + token * second_stride + head * second_head_stride + column, mask=inside, other=0.0
-    )
-    tl.store(to + FIRST + column, number, mask=inside)
+    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    head = number // (FIRST + SECOND)
+    column = number % (FIRST + SECOND)
+    inside = number < numbers
+    early = column < FIRST
+    one = first + token * first_stride + head * first_head_stride + column
+    other = second + token * second_stride + head * second_head_stride + (column - FIRST)
+    value = tl.load(one, mask=inside & early, other=0.0)
+    value = tl.where(early, value, tl.load(other, mask=inside & (column >= FIRST), other=0.0))
+    tl.store(out + token * out_stride + head * out_head_stride + column, value, mask=inside)
 
 
 @triton.jit
@@ -63,18 +59,8 @@ def e5m2(x):
 
 
 @triton.jit
-def fp8_kernel(
-    x, out, scale_inv, x_stride, out_stride, width, blocks,
-    BLOCK: tl.constexpr, E4M3: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """out[row] = the bytes of x[row] * scale_inv; a row has `blocks` programs. HARDWARE: the device
-    knows both formats."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    number = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    number *= scale_inv
+def fp8_code(number, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
+    """The byte of a float32 as float8 e4m3 or e5m2. HARDWARE: the device knows both formats."""
     if HARDWARE:
         most: tl.constexpr = 448.0 if E4M3 else 57344.0
         number = tl.where(number < -most, -most, number)
@@ -83,13 +69,29 @@ def fp8_kernel(
         code = number.to(kind).to(tl.uint8, bitcast=True)
     else:
         code = e4m3(number) if E4M3 else e5m2(number)
+    return code
+
+
+@triton.jit
+def fp8_kernel(
+    x, out, scale_inv, x_stride, out_stride, width, blocks,
+    BLOCK: tl.constexpr, E4M3: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """out[row] = the bytes of x[row] * scale_inv; a row has `blocks` programs."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // blocks
+    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    number = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    code = fp8_code(number * scale_inv, E4M3, HARDWARE)
     tl.store(out + row * out_stride + column, code, mask=inside)
 
 
 @triton.jit
 def downcast_kernel(
     k, v, k_out, v_out, k_scale, v_scale, location, mult, offset,
-    k_stride, v_stride, k_out_stride, v_out_stride, width, BLOCK: tl.constexpr,
+    k_stride, v_stride, k_out_stride, v_out_stride, width,
+    BLOCK: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Row location[token] * mult + offset of k_out = the bytes of k[token] / k_scale; so for v."""
     token = tl.program_id(0).to(tl.int64)
@@ -97,13 +99,13 @@ def downcast_kernel(
     inside = column < width
     row = tl.load(location + token).to(tl.int64) * mult + offset
     key = tl.load(k + token * k_stride + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(v + token * v_stride + column, mask=inside, other=0.0).to(tl.float32)
     if k_scale is not None:
         key *= tl.div_rn(1.0, tl.load(k_scale))
-    tl.store(k_out + row * k_out_stride + column, e4m3(key), mask=inside)
-    value = tl.load(v + token * v_stride + column, mask=inside, other=0.0).to(tl.float32)
     if v_scale is not None:
         value *= tl.div_rn(1.0, tl.load(v_scale))
-    tl.store(v_out + row * v_out_stride + column, e4m3(value), mask=inside)
+    tl.store(k_out + row * k_out_stride + column, fp8_code(key, True, HARDWARE), mask=inside)
+    tl.store(v_out + row * v_out_stride + column, fp8_code(value, True, HARDWARE), mask=inside)
 
 
 @triton.jit

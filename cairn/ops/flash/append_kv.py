@@ -12,9 +12,6 @@ from cairn.ops.flash.strides import strides
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-MOST_WARPS = 4
-"""Of a program: a token's key and value."""
-
 
 @op(mutates=("k_cache", "v_cache"))
 def append_kv(
@@ -88,7 +85,7 @@ def _(
         *(*strides(k_cache), *strides(v_cache)),
         0 if page_table is None else page_table.stride(0),
         *(heads, dim, wide, k_cache.shape[1], *padded),
-        num_warps=min(MOST_WARPS, gpu.warps_for(heads * (dim + wide))),
+        num_warps=gpu.warps_for(heads * (dim + wide)),
     )
 
 

@@ -13,8 +13,11 @@ from cairn.ops.flash.strides import strides
 
 PROGRAMS = 264
 """Programs that fill a large device twice; fewer are split over their keys."""
-DECODE_PROGRAMS = 528
-"""The same for programs of few lines, of which several fit a multiprocessor."""
+DECODE_PROGRAMS, WIDE_DECODE_PROGRAMS = 528, 792
+"""The same for programs of few lines, which wait for memory: full waves, two of two programs on
+each multiprocessor and six of one."""
+NARROW = 64
+"""Widest heads of which two programs of few lines fit a multiprocessor."""
 MOST_SPLITS = 128
 _JOINED = 128
 _SHARED = 200 << 10
@@ -127,10 +130,7 @@ def attend(task: Task) -> None:
     heads, kv_heads = q.shape[-2], k.shape[-2]
     columns = kv_heads * -(-task.group // tiles.heads)
     count = -(-task.max_seqlen_q // tiles.tokens)
-    programs = DECODE_PROGRAMS if tiles.tokens * tiles.heads == 16 else PROGRAMS
-    wanted = -(-programs // (count * columns * task.batch))
-    blocks = -(-task.longest // tiles.keys)
-    splits = max(1, min(wanted, blocks // 2, MOST_SPLITS))
+    splits = _splits(task, tiles, count * columns * task.batch)
     part_o, part_lse, lines = o, None, q.shape[:-2].numel()
     if splits > 1:
         part_o = o.new_empty((lines, heads, splits, v.shape[-1]), dtype=torch.float32)
@@ -161,6 +161,16 @@ def attend(task: Task) -> None:
             *(heads, v.shape[-1], block, max(2, gpu.next_power_of_2(splits))),
             num_warps=4 if splits > 16 else 2,
         )
+
+
+def _splits(task: Task, tiles: Tiles, programs: int) -> int:
+    """Parts of the keys, of as many programs each."""
+    wanted = -(-PROGRAMS // programs)
+    if tiles.tokens * tiles.heads == 16:
+        wide = tiles.key_width > NARROW
+        wanted = round((WIDE_DECODE_PROGRAMS if wide else DECODE_PROGRAMS) / programs)
+    blocks = -(-task.longest // tiles.keys)
+    return max(1, min(wanted, blocks // 2, MOST_SPLITS))
 
 
 def _paging(task: Task, keys: int) -> int:

@@ -15,8 +15,8 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 BITS = 32
-WORDS, WARPS = 64, 4
-"""Words and warps of a program."""
+BLOCK, WARPS, ALIGNED = 1024, 4, 4
+"""Tokens and warps of a program, and tokens that it moves at once."""
 
 
 @op(mutates=("logits",))
@@ -89,9 +89,9 @@ def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
     if rows and width:
         # One row is row 0, whatever its stride.
         strides = (logits.stride(0), bitmask.stride(0)) if logits.dim() == bitmask.dim() else (0, 0)
-        align = next(n for n in (4, 2, 1) if strides[0] % n == 0)
-        bitmask_kernel[(rows, -(-width // (WORDS * BITS)))](
-            *(logits, bitmask, indices, *strides, width, WORDS, align), num_warps=WARPS
+        blocks = -(-(width + ALIGNED - 1) // BLOCK)
+        bitmask_kernel[(rows * blocks,)](
+            *(logits, bitmask, indices, *strides, width, blocks, BLOCK, ALIGNED), num_warps=WARPS
         )
 
 

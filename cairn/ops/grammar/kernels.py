@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
+from cairn.ops.sampling.kernels.blocks import aligned_block
+
+
+@triton.jit
+def mask_block(logits, words, token, width, WHOLE: tl.constexpr):
+    """-inf to the forbidden ones of tokens [N] at addresses; WHOLE: all lie inside."""
+    inside = None if WHOLE else (token >= 0) & (token < width)
+    word = tl.load(words + (token >> 5), mask=inside)
+    value = tl.load(logits, mask=inside)
+    allowed = ((word >> (token & 31)) & 1) != 0
+    tl.store(logits, tl.where(allowed, value, float("-inf")), mask=inside)
 
 
 @triton.jit
 def bitmask_kernel(
-    logits, bitmask, indices, stride, mask_stride, width, WORDS: tl.constexpr, ALIGN: tl.constexpr
-):
+    logits, bitmask, indices, stride, mask_stride, width, blocks,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
     """logits[row, token] = -inf where bit token of the mask's row is 0; indices may be None.
 
-    The tokens of a word are written together: parts of a memory sector cost as much as reading it.
-    Only words that forbid some are read. ALIGN divides stride.
+    All of a block is written: parts of a memory sector cost more.
     """
-    row = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
     if indices is not None:
         row = tl.load(indices + row).to(tl.int64)
-    number = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    word = tl.load(bitmask + row * mask_stride + number, mask=number * 32 < width, other=-1)
-    bit = tl.arange(0, 32)[None, :]
-    token = number[:, None] * 32 + bit
-    allowed = ((word[:, None] >> bit) & 1) != 0
-    at = logits + tl.multiple_of(row * stride, ALIGN) + token
-    if (tl.program_id(1) + 1) * WORDS * 32 <= width:
-        mixed = (word != 0) & (word != -1)
-        value = tl.load(at, mask=mixed[:, None], other=float("-inf"))
-        tl.store(at, tl.where(allowed, value, float("-inf")), mask=(word != -1)[:, None])
+    words = bitmask + row * mask_stride
+    at, token, whole = aligned_block(row * stride, program % blocks, width, BLOCK, ALIGN)
+    logits += at + tl.arange(0, BLOCK)
+    if whole:
+        mask_block(logits, words, token, width, True)
     else:
-        tl.store(at, float("-inf"), mask=(token < width) & (allowed == 0))
+        mask_block(logits, words, token, width, False)

@@ -12,7 +12,7 @@ from cairn.ops.landmark.kernels.summary import mean_summary_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-WARPS = 4
+WARPS = 1
 """Of a program: a page and a KV head."""
 
 

@@ -13,8 +13,8 @@ from cairn.ops.landmark.kernels.summary import prior_summary_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-WARPS = 4
-"""Of a program: a page and the heads of a KV head."""
+A_WARP = 4096
+"""Numbers of a page's keys that one warp holds."""
 
 
 @op
@@ -50,6 +50,11 @@ def prior_summary(
     return key, bias
 
 
+def warps_of(dim: int, size: int) -> int:
+    """Of a program that pools a page of one KV head, sizes padded to powers of two."""
+    return min(8, max(1, dim * size // A_WARP))
+
+
 @prior_summary.implementation(
     "triton",
     devices=gpu.DEVICES,
@@ -65,11 +70,11 @@ def _(
     key = torch.empty_like(query)
     bias = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if count:
+        padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
         prior_summary_kernel[(count, kv_heads)](
             *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
-            *(*k_cache.stride()[:2], heads, kv_heads, dim, size),
-            *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size), True, True, False),
-            num_warps=WARPS,
+            *(*k_cache.stride()[:2], heads, kv_heads, dim, size, *padded, True, True, False),
+            num_warps=warps_of(*padded),
         )
     return key, bias
 

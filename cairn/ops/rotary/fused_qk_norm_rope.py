@@ -18,7 +18,7 @@ from cairn.ops.rotary.kernels import qk_norm_rope_kernel
 from cairn.ops.testing import Cases, Make
 
 NAME = "fused_qk_norm_rope"
-AT_ONCE, WARPS = 16, 2
+AT_ONCE, WARPS = 8, 4
 """Heads that a program holds, and its warps."""
 MANY_TOKENS = 512
 """From so many on one program takes all heads of a token."""

@@ -15,7 +15,7 @@ from cairn.ops.testing import Cases, Make
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
-UNIFORM_BLOCK = 128
+UNIFORM_BLOCK, UNIFORM_WARPS = 128, 4
 
 
 @op
@@ -54,7 +54,7 @@ def _(seed: Tensor, index: Tensor) -> Tensor:
     out = torch.empty(seed.shape, dtype=torch.float32, device=seed.device)
     if out.numel():
         grid = (-(-out.numel() // UNIFORM_BLOCK),)
-        uniform_kernel[grid](seed, index, out, out.numel(), UNIFORM_BLOCK, num_warps=1)
+        uniform_kernel[grid](seed, index, out, out.numel(), UNIFORM_BLOCK, num_warps=UNIFORM_WARPS)
     return out
 
 

@@ -13,7 +13,7 @@ from cairn.ops import gpu
 from cairn.ops.attention.launch import early_option
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
-from cairn.ops.sampling.kernels import largest, least
+from cairn.ops.sampling.kernels import largest, least, lists, renormalise
 
 CHUNKS = 64
 """Most chunks of a row."""
@@ -23,19 +23,23 @@ LINE = 64
 """Numbers of which the maximum is kept."""
 MOST_VOCABULARY = 1 << 19
 """Counts of a row are packed into 20 bits."""
-WIDTH = 32
-"""Listed weights of every chunk that a program holds while it searches. A chunk's are as many of
-these as 10 bits count."""
+WIDTH, SEARCH_WARPS = 32, 8
+"""Weights of every list that a program holds while it searches, and its warps. A list has as many
+of these as 10 bits count."""
+SHORT_WIDTH, SHORT_WARPS = 16, 4
+"""The same where a top k keeps lists short."""
 MOST_ROWS = (1 << 16) - 1
 """Rows of one launch."""
 WORKSPACE_BYTES = 256 << 20
 """Lists are held for so many rows at a time."""
+CACHE_BYTES = 25 << 20
+"""Rows that a large device's cache holds beside what is written of them."""
+MARKS, MARKED_AT_ONCE, MARK_WARPS = 16, 512, 4
+"""Weights from which on a row is summed up, numbers that are summed at once, and warps."""
 PROGRAMS = 1056
 """Programs that fill a large device when they list: each finds the bound of its row first."""
-MASK_BLOCK, MASK_WARPS = 2048, 4
+MASK_BLOCK, MASK_WARPS = 2048, 8
 """Numbers that a program changes, and its warps."""
-SEARCH_WARPS = 8
-"""Warps of a program that searches a row's list."""
 ALIGNED = 4
 """Numbers that it moves at once."""
 EARLY_ROWS = 64
@@ -60,6 +64,16 @@ class Filters:
     def none(self) -> bool:
         """Whether all is kept."""
         return all(tensor is None for tensor in self.tensors())
+
+    @property
+    def search(self) -> tuple[int, int]:
+        """Width and warps of the program that searches a row's lists, or has none to search."""
+        return (WIDTH, SEARCH_WARPS) if self.top_k is None else (SHORT_WIDTH, SHORT_WARPS)
+
+    @property
+    def least_alone(self) -> bool:
+        """Whether min-p is the only one."""
+        return self.min_p is not None and self.top_k is None and self.top_p is None
 
     def part(self, at: slice) -> Filters:
         """The same for some of the rows."""
@@ -108,7 +122,12 @@ class Source:
     @property
     def most_rows(self) -> int:
         """As many rows as lists are held for at a time."""
-        return min(MOST_ROWS, max(1, WORKSPACE_BYTES // (4 * self.chunk * self.chunks)))
+        return min(MOST_ROWS, max(1, WORKSPACE_BYTES // (4 * self.chunk * CHUNKS)))
+
+    @property
+    def cached_rows(self) -> int:
+        """As many rows as are read a second time from the device's cache."""
+        return min(MOST_ROWS, max(1, CACHE_BYTES // (4 * self.chunk * self.chunks)))
 
     def part(self, at: slice) -> Source:
         """The same for some of the rows."""
@@ -130,10 +149,12 @@ class Survey(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """What `collect_kernel` listed: floors [n], counts [n, chunks], weights [n, chunks, chunk]."""
+    """What `collect_kernel` listed: bounds [n, 2], counts [n, 2, CHUNKS], aboves [n, CHUNKS],
+    weights [n, CHUNKS, chunk]."""
 
-    floors: Tensor
+    bounds: Tensor
     counts: Tensor
+    aboves: Tensor
     weights: Tensor
 
 
@@ -175,7 +196,7 @@ def draw(
     """One token of every row [n], drawn by a seed's index-th number; seed None: by the numbers
     `index` [n] float32 themselves.
 
-    Two launches, and a third if there may be filters.
+    Two launches, and one or two more if there may be filters.
     """
     rows = len(source.values)
     out = torch.empty(rows, dtype=dtype, device=source.values.device)
@@ -208,11 +229,12 @@ def mask_logits(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
-    """probs [n, V] as the filters leave them, divided by their sum: four launches at most."""
+    """probs [n, V] as the filters leave them, divided by their sum: five launches at most."""
     out = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
     source = Source(probs)
-    for begin in range(0, len(probs), source.most_rows):
-        at = slice(begin, begin + source.most_rows)
+    step = source.cached_rows if filters.least_alone else source.most_rows
+    for begin in range(0, len(probs), step):
+        at = slice(begin, begin + step)
         _filter(source.part(at), filters.part(at), out[at])
     return out
 
@@ -222,11 +244,9 @@ def _mask(source: Source, top_k: Tensor, out: Tensor) -> None:
     chunks, chunk = source.chunks, source.chunk
     tops = source.empty(chunks, chunk // LINE)
     positives = source.empty(chunks, dtype=torch.int32)
-    listed = Listed(
-        source.empty(dtype=torch.int32),
-        source.empty(chunks, dtype=torch.int32),
-        source.empty(chunks, chunk),
-    )
+    bounds = source.empty(dtype=torch.int32)
+    counts = source.empty(2, CHUNKS, dtype=torch.int32)
+    weights = source.empty(CHUNKS, chunk)
     thresholds = source.empty(dtype=torch.int32)
     early = early_option(source.early)
     largest.lines_kernel[(chunks, rows)](
@@ -235,14 +255,15 @@ def _mask(source: Source, top_k: Tensor, out: Tensor) -> None:
         **early,
     )
     largest.list_kernel[(_programs(source), rows)](
-        *(source.values, top_k, tops, positives, *listed),
+        *(source.values, top_k, tops, positives, bounds, counts, weights),
         *(*source.sizes, CHUNKS, chunk, LINE, source.early),
         num_warps=_warps(source),
         **early,
     )
     largest.kth_kernel[(rows,)](
-        *(top_k, *listed, thresholds, width, chunks, CHUNKS, chunk, WIDTH, source.early),
-        num_warps=SEARCH_WARPS,
+        *(top_k, bounds, counts, weights, thresholds),
+        *(width, CHUNKS, chunk, SHORT_WIDTH, source.early),
+        num_warps=SHORT_WARPS,
         **early,
     )
     align, blocks = _blocks(source)
@@ -298,24 +319,41 @@ def _survey(source: Source, top_k: Tensor | None = None, *, masses: bool) -> Sur
     kernels.survey_kernel[(source.chunks, len(source.values))](
         *(source.values, source.temperature, top_k, *found),
         *(*source.sizes, source.chunk, LINE, source.temperature is not None, source.early),
-        num_warps=_warps(source),
+        num_warps=min(8, 2 * _warps(source)),
         **early_option(source.early),
     )
     return found
 
 
-def _collect(source: Source, filters: Filters, found: Survey) -> Listed:
-    chunks, chunk, softmax = source.chunks, source.chunk, source.temperature is not None
-    listed = Listed(
-        source.empty(),
-        source.empty(chunks, dtype=torch.int32),
-        source.empty(chunks, chunk),
+def _weigh(source: Source, filters: Filters, found: Survey) -> Tensor | None:
+    """[n, programs, MARKS] of `weigh_kernel`; None where a top k tells how far down to list."""
+    if filters.top_p is None or filters.top_k is not None:
+        return None
+    softmax, programs = source.temperature is not None, _programs(source)
+    marked = source.empty(programs, MARKS)
+    lists.weigh_kernel[(programs, len(source.values))](
+        *(source.values, source.temperature, filters.top_p, filters.min_p),
+        *(found.peaks, found.masses, marked),
+        *(*source.sizes, CHUNKS, source.chunk, LINE, MARKS, MARKED_AT_ONCE),
+        *(softmax, filters.share(softmax), source.early),
+        num_warps=MARK_WARPS,
+        **early_option(source.early),
     )
-    kernels.collect_kernel[(_programs(source), len(source.values))](
+    return marked
+
+
+def _collect(source: Source, filters: Filters, found: Survey) -> Listed:
+    softmax, marked = source.temperature is not None, _weigh(source, filters, found)
+    listed = Listed(
+        source.empty(2, dtype=torch.int32),
+        source.empty(2, CHUNKS, dtype=torch.int32),
+        source.empty(CHUNKS, dtype=torch.float64),
+        source.empty(CHUNKS, source.chunk),
+    )
+    lists.collect_kernel[(_programs(source), len(source.values))](
         *(source.values, source.temperature, *filters.tensors()),
-        *(found.peaks, found.masses, found.tops),
-        *listed,
-        *(*source.sizes, CHUNKS, chunk, LINE),
+        *(found.peaks, found.masses, found.tops, marked, *listed),
+        *(*source.sizes, CHUNKS, source.chunk, LINE, MARKS),
         *(softmax, filters.share(softmax), source.early),
         num_warps=_warps(source),
         **early_option(source.early),
@@ -335,39 +373,40 @@ def _draw(
         return
     softmax = source.temperature is not None
     found = _survey(source, filters.top_k, masses=True)
-    lists: Listed | tuple[None, ...] = (None,) * 3
+    listed: Listed | tuple[None, ...] = (None,) * 4
     if not filters.none:
-        lists = _collect(source, filters, found)
+        listed = _collect(source, filters, found)
     numbers = (None, None, index) if seed is None else (seed, index, None)
+    search, warps = filters.search
     draw_kernels.draw_kernel[(len(out),)](
         *(source.values, source.temperature, *filters.tensors(), *numbers, rows),
-        *(found.peaks, found.firsts, found.masses, *lists, out, *source.sizes),
-        *(CHUNKS, source.chunk, WIDTH, softmax, filters.share(softmax), source.early),
-        num_warps=SEARCH_WARPS,
+        *(found.peaks, found.firsts, found.masses, *listed, out, *source.sizes),
+        *(CHUNKS, source.chunk, search, softmax, filters.share(softmax), source.early),
+        num_warps=warps,
         **early_option(source.early),
     )
 
 
 def _filter(source: Source, filters: Filters, out: Tensor) -> None:
-    if filters.min_p is not None and filters.top_k is None and filters.top_p is None:
+    if filters.least_alone:
+        assert filters.min_p is not None
         _keep_least(source, filters.min_p, out)
         return
-    rows, width = source.values.shape
-    chunks, chunk = source.chunks, source.chunk
     found = _survey(source, filters.top_k, masses=True)
     listed = _collect(source, filters, found)
-    thresholds = source.empty(dtype=torch.int32)
-    takens = source.empty(chunks, dtype=torch.int32)
+    cuts = source.empty(2, dtype=torch.int32)
     totals = source.empty(dtype=torch.float64)
-    kernels.limit_kernel[(rows,)](
-        *(*filters.tensors(), found.peaks, found.masses),
-        *(*listed, thresholds, takens, totals),
-        *(width, chunks, CHUNKS, chunk, WIDTH, filters.share(softmax=False), source.early),
-        num_warps=SEARCH_WARPS,
+    search, warps = filters.search
+    renormalise.limit_kernel[(len(out),)](
+        *(source.values, *filters.tensors(), found.peaks, found.masses, *listed, cuts, totals),
+        *(*source.sizes, CHUNKS, source.chunk, search, filters.share(softmax=False), source.early),
+        num_warps=warps,
         **early_option(source.early),
     )
-    kernels.renormalise_kernel[(chunks, rows)](
-        *(source.values, thresholds, takens, totals, out, *source.sizes, chunk, source.early),
-        num_warps=_warps(source),
+    align, blocks = _blocks(source)
+    renormalise.renormalise_kernel[(blocks, len(out))](
+        *(source.values, cuts, totals, out, source.values.stride(0), source.values.shape[1]),
+        *(MASK_BLOCK, align, source.early),
+        num_warps=MASK_WARPS,
         **early_option(source.early),
     )

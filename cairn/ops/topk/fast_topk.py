@@ -14,8 +14,9 @@ from cairn.ops.topk.kernels import few_kernel
 
 MOST, LONGEST = 16, 1 << 14
 """Most numbers that are found one after the other, in rows of so many."""
-GROUPS, STEP, WARPS = 128, 8, 1
-"""Groups of a row, numbers of each that are read at once, and warps of a program."""
+GROUPS, LONG, STEP, WARPS = 128, 4096, 8, 1
+"""Groups of a row, twice as many of one of LONG numbers and more; numbers of each group that are
+read at once, and warps of a program."""
 
 
 @op
@@ -59,11 +60,12 @@ def _(values: Tensor, topk: int, dim: int) -> tuple[Tensor, Tensor]:
     rows, shape = values.numel() // width, (*values.shape[:-1], topk)
     found = torch.empty(shape, dtype=values.dtype, device=values.device)
     indices = torch.empty(shape, dtype=torch.int64, device=values.device)
-    size = max(STEP, gpu.next_power_of_2(-(-width // GROUPS)))
+    groups = GROUPS if width < LONG else 2 * GROUPS
+    size = max(STEP, gpu.next_power_of_2(-(-width // groups)))
     if rows:
         few_kernel[(rows,)](
             *(values, found, indices, width, width, topk),
-            *(GROUPS, size, STEP, gpu.next_power_of_2(topk)),
+            *(groups, size, STEP, gpu.next_power_of_2(topk)),
             num_warps=WARPS,
         )
     return found, indices

@@ -12,7 +12,9 @@ from cairn.ops.topk.kernels import choose_kernel, narrow_kernel
 from cairn.ops.topk.selection import Rows
 
 LAST = 1 << 14
-"""Most candidates of a row that one program holds."""
+"""Most candidates of a row that one program holds; half of them for FEW rows, which leave most of a
+large device to more programs."""
+FEW = 8
 LEAST_CHUNK = 4096
 
 
@@ -50,8 +52,9 @@ def select(rows: Rows, pages: Pages | None = None, offset: Tensor | None = None)
     if not batch:
         return out
     level = _Level(score, None, None, width, 1)
-    chunk = max(LEAST_CHUNK, min(LAST, gpu.next_power_of_2(8 * topk)))
-    while level.width > LAST:
+    last = LAST if batch > FEW else LAST // 2
+    chunk = max(LEAST_CHUNK, min(last, gpu.next_power_of_2(8 * topk)))
+    while level.width > last:
         level = _narrow(rows, level, chunk)
     table, bounds, size = (None, None, 1) if pages is None else pages
     requests = 0 if table is None else table.shape[0]

@@ -131,6 +131,29 @@ def test_long_lists_when_interpreted() -> None:
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+def test_lines_of_the_largest_when_interpreted() -> None:
+    # Few of the 48 lines hold the top k, or all do: one row has its largest in one line.
+    torch.manual_seed(9)
+    probs = torch.softmax(4 * torch.randn(4, 3000), dim=-1)
+    probs[1, 16:32] = torch.linspace(0.5, 0.6, 16)
+    probs[2] = (torch.arange(3000) % 5 == 0) / 600
+    k = torch.tensor([20, 17, 30, 48])
+    assert_filtered(top_k_renorm, probs, k, keep_top_k, "triton", "cpu")
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+def test_shares_of_peaked_and_of_flat_rows_when_interpreted() -> None:
+    # Weights over many powers of two, over one, and one that has all but 1e-4 of the mass.
+    torch.manual_seed(10)
+    probs = torch.softmax(torch.tensor([[9.0], [0.2], [1.0]]) * torch.randn(3, 2100), dim=-1)
+    probs[2] *= 1e-4
+    probs[2, 1000] = 1 - 1e-4
+    for share in (0.0, 0.3, 0.99, 0.99995):
+        p = torch.full((3,), share)
+        assert_filtered(top_p_renorm, probs, p, keep_top_p, "triton", "cpu")
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 def test_neighbouring_floats_when_interpreted() -> None:
     # 100 of one float, 150 of the next one: the search ends between them, and inside the first.
     low = torch.full((1, 251), 2.0**-9)

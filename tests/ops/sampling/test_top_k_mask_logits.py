@@ -59,6 +59,20 @@ def test_nan_is_never_kept(device: str) -> None:
         assert masked.tolist() == [[-INF, -INF, 2.0, -INF], [-INF] * 4], name
 
 
+def test_nan_in_a_line_of_low_logits_counts(device: str) -> None:
+    torch.manual_seed(3)
+    rows = torch.randn(2, 2000)
+    rows[0, [3, 700, 1999]] = NAN
+    rows[1, 5:25] = 9.0
+    k = torch.tensor([10, 12])
+    # Three of the ten are NaN; twenty are equal to the twelfth.
+    least = [rows[0].nan_to_num(-9).sort(descending=True).values[6], torch.tensor(9.0)]
+    expected = [torch.where(row >= x, row, -INF) for row, x in zip(rows, least, strict=True)]
+    for name in runnable_on(top_k_mask, device):
+        got = top_k_mask.using(name)(rows.to(device), k.to(device))
+        assert torch.equal(got.cpu(), torch.stack(expected)), name
+
+
 def test_a_number_stands_for_every_row(device: str) -> None:
     logits = torch.randn(4, 50, device=device)
     each = torch.full((4,), 7, device=device)

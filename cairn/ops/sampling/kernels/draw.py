@@ -8,12 +8,11 @@ from cairn.ops.sampling.kernels.filters import (
     among_kept,
     bits_of,
     filters_of,
-    limit,
-    load_head,
     summary_of,
     temperature_of,
     weight_of,
 )
+from cairn.ops.sampling.kernels.lists import limit_of
 
 
 @triton.jit
@@ -77,7 +76,7 @@ def first_beyond(mass, target, place):
 @triton.jit
 def draw_kernel(
     x, temperature, top_k, top_p, min_p, seed, index, uniform, rows,
-    peaks, firsts, masses, floors, counts, weights, out, stride, width, chunks,
+    peaks, firsts, masses, bounds, counts, aboves, weights, out, stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -111,13 +110,9 @@ def draw_kernel(
         # The outer one is decided when the kernel is compiled.
         if weights is not None:  # noqa: SIM102
             if filtered:
-                weights += row * chunks * CHUNK
-                chunk_count = tl.load(counts + row * chunks + c, mask=c < chunks, other=0)
-                head = load_head(weights, chunk_count, chunks, CHUNK, WIDTH)
-                threshold, mass, taken = limit(
-                    weights, head, chunk_count, weight_of(peak, peak, heat, SOFTMAX),
-                    tl.load(floors + row), count, share, least, tl.sum(mass, 0),
-                    SHARE, CHUNK,
+                threshold, mass, taken, _partly = limit_of(
+                    bounds, counts, aboves, weights, row, weight_of(peak, peak, heat, SOFTMAX),
+                    count, share, least, tl.sum(mass, 0), CHUNKS, CHUNK, WIDTH, SHARE,
                 )  # fmt: skip
         total = tl.sum(mass, 0)
         if finite & (total > 0.0) & (total < float("inf")):

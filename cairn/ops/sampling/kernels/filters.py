@@ -1,11 +1,10 @@
 """Thresholds of probability filters, without sorting.
 
 A row of weights (probabilities, or exp((logit - largest) / temperature)) is split into CHUNKS
-chunks. `survey_kernel` takes each chunk's maximum and sum, and the maxima of LINE weights each.
-These lie CHUNK / LINE apart, so that threads compare their own ones.
-From these `collect_kernel` knows a bound below the threshold, which few weights of a peaked row
-reach, and lists these, each chunk in a slice of its own. `limit` then searches for the
-threshold in the list of a row, by counting and summing what reaches three trial values at a time.
+chunks. `survey_kernel` takes each chunk's maximum and sum, and the maxima of lines of LINE weights
+each. From these `collect_kernel` (in `lists`) knows bounds of the threshold, and lists the weights
+between. `limit` then searches for the threshold in the lists of a row, by counting and summing what
+reaches three trial values at a time.
 
 Weights are compared as the integers that their bits are: the order of floats >= 0. Sums are in
 float64, in an order that depends on the row alone.
@@ -67,6 +66,15 @@ def filters_of(top_k, top_p, min_p, row, width):
 
 
 @triton.jit
+def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
+    """The lines' maxima of the at-th chunk [CHUNK]. A line is four runs of numbers side by side:
+    threads compare their own ones, and whoever reads a line reads few sectors of memory."""
+    lines: tl.constexpr = CHUNK // LINE
+    top = tl.max(tl.max(tl.reshape(value, [4, lines, LINE // 4]), 0), 1)
+    tl.store(tops + at * lines + tl.arange(0, lines), top)
+
+
+@triton.jit
 def survey_kernel(
     x, temperature, top_k, peaks, firsts, masses, tops, stride, width, chunks,
     CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
@@ -98,9 +106,7 @@ def survey_kernel(
             tl.store(masses + at, tl.sum(tl.where(inside, weight, 0.0).to(tl.float64), 0))
             count, _, _ = filters_of(top_k, None, None, row, width)
             if count > 0:
-                lines: tl.constexpr = CHUNK // LINE
-                top = tl.max(tl.reshape(value, [LINE, lines]), 0)
-                tl.store(tops + at * lines + tl.arange(0, lines), top)
+                store_tops(tops, at, value, CHUNK, LINE)
 
 
 @triton.jit
@@ -121,123 +127,18 @@ def summary_of(peaks, masses, row, heat, chunks, CHUNKS: tl.constexpr, SOFTMAX: 
 
 
 @triton.jit
-def reached_by(key, wanted):
-    """A number that `wanted` of key [N] int32 >= 0 reach, and an eighth more of them at most, but
-    for equal ones."""
-    low = 0
-    high = tl.max(key, 0) + 1
-    enough = wanted + wanted // 8
-    reach = enough + 1
-    while (high - low > 1) & (reach > enough):
-        middle = low + (high - low) // 2
-        found = tl.sum((key >= middle).to(tl.int32), 0)
-        high = tl.where(found >= wanted, high, middle)
-        reach = tl.where(found >= wanted, found, reach)
-        low = tl.where(found >= wanted, middle, low)
-    return low
-
-
-@triton.jit
-def floor_of(
-    tops, row, peak, heat, mass, count, share, least, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
-    SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
-):  # fmt: skip
-    """A weight that all weights which the row's filters keep reach, and few others."""
-    floor = weight_of(peak, peak, heat, SOFTMAX) * least
-    if count > 0:
-        # A share of the top k's sum takes all of them.
-        floor = tl.where(share < 1.0, 0.0, floor)
-        lines = chunks * (CHUNK // LINE)
-        if count <= lines:
-            i = tl.arange(0, CHUNKS * CHUNK // LINE)
-            at = tops + row * chunks * (CHUNK // LINE) + i
-            top = tl.load(at, mask=i < lines, other=float("-inf"))
-            key = bits_of(tl.maximum(weight_of(top, peak, heat, SOFTMAX), 0.0))
-            bound = reached_by(tl.where(i < lines, key, 0), count)
-            floor = tl.maximum(floor, bound.to(tl.float32, bitcast=True))
-    elif share < 1.0:
-        # Weights below (total - wanted) / width sum up to less than total - wanted, so the
-        # others reach what is wanted; half of that, and less still, leaves room to round.
-        total = tl.sum(mass, 0)
-        wanted = share.to(tl.float64)
-        if SHARE > 0:
-            wanted *= total
-        spare = (total * (1.0 - 1e-5) - wanted) * 0.5 / width
-        floor = tl.maximum(floor, tl.maximum(spare, 0.0).to(tl.float32))
-    return floor
-
-
-@triton.jit
-def square_of(chunk, CHUNK: tl.constexpr):
-    """Places of a chunk's numbers, [16, CHUNK / 16]: a thread holds a column or several."""
-    lines: tl.constexpr = CHUNK // 16
-    return chunk * CHUNK + tl.arange(0, 16)[:, None] * lines + tl.arange(0, lines)[None, :]
-
-
-@triton.jit
-def list_chunk(weights, counts, weight, listed):
-    """Write those of a chunk's weights, as of `square_of`, that are listed, column by column, and
-    how many they are."""
-    listed = listed.to(tl.int32)
-    each = tl.sum(listed, 0)
-    before = tl.cumsum(each, 0) - each
-    place = before[None, :] + tl.cumsum(listed, 0) - 1
-    tl.store(weights + place, weight, mask=listed > 0)
-    tl.store(counts, tl.sum(each, 0))
-
-
-@triton.jit
-def collect_kernel(
-    x, temperature, top_k, top_p, min_p, peaks, masses, tops, floors, counts, weights,
-    stride, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
-    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Lists the weights > 0 of a filtered row from `floor_of` on.
-
-    floors [n]: that bound; counts [n, chunks] int32; weights [n, chunks, CHUNK]: the first counts
-    of each chunk in some order. Rows that are not filtered, or not finite, get nothing written.
-    """
-    await_previous(EARLY)
-    program = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    count, share, least = filters_of(top_k, top_p, min_p, row, width)
-    heat = temperature_of(temperature, row)
-    if (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
-        peak, _, _, mass, finite = summary_of(peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX)
-        if finite:
-            floor = floor_of(
-                tops, row, peak, heat, mass, count, share, least, width, chunks,
-                CHUNKS, CHUNK, LINE, SOFTMAX, SHARE,
-            )  # fmt: skip
-            if program == 0:
-                tl.store(floors + row, floor)
-            for chunk in range(program, chunks, tl.num_programs(0)):
-                place = square_of(chunk, CHUNK)
-                inside = place < width
-                value = tl.load(x + row * stride + place, mask=inside, other=float("-inf"))
-                value = value.to(tl.float32)
-                weight = weight_of(value, peak, heat, SOFTMAX)
-                listed = (weight >= floor) & (weight > 0.0)
-                at = row * chunks + chunk
-                list_chunk(weights + at * CHUNK, counts + at, weight, listed)
-
-
-@triton.jit
-def load_head(weights, count, chunks, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """[CHUNKS, WIDTH] first listed weights of each chunk, 0 beyond the last. Reads what is not
-    listed too, so as not to wait for the counts."""
+def load_head(weights, count, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """[CHUNKS, WIDTH] first weights of each list, 0 beyond the last. Reads what is not listed too,
+    so as not to wait for the counts."""
     c = tl.arange(0, count.shape[0])
     j = tl.arange(0, WIDTH)
-    at = weights + c[:, None] * CHUNK + j[None, :]
-    tile = tl.load(at, mask=(c < chunks)[:, None], other=0.0)
+    tile = tl.load(weights + c[:, None] * CHUNK + j[None, :])
     return tl.where(j[None, :] < count[:, None], tile, 0.0)
 
 
 @triton.jit
 def load_list(weights, count, begin, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """[CHUNKS, WIDTH] listed weights from the begin-th of each chunk on, 0 beyond the last."""
+    """[CHUNKS, WIDTH] weights from the begin-th of each list on, 0 beyond the last."""
     c = tl.arange(0, count.shape[0])
     j = begin + tl.arange(0, WIDTH)
     at = weights + c[:, None] * CHUNK + j[None, :]
@@ -303,7 +204,7 @@ def compact(weights, count, longest, low, high, CHUNK: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def search(
-    weights, head, count, longest, low, high, at_low, wanted,
+    weights, head, count, longest, low, high, at_low, wanted, above,
     MASS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Narrow [low, high) until one listed weight or one number is left in it.
@@ -315,15 +216,15 @@ def search(
     Args:
         head: [CHUNKS, WIDTH], the beginning of the list; count: [CHUNKS], of the list; longest:
             the largest count.
-        at_low: int64, how many reach `low` at the beginning; none reaches `high`.
+        at_low: int64, how many reach `low` at the beginning; none listed reaches `high`.
+        above: [CHUNKS] float64, the sums of those that do and are not listed.
     Returns:
         low, how many reach low, how many reach high, with MASS the sum of the latter; head, count,
-        longest; per chunk the sum of what was taken from the list above.
+        longest; above, with the sum of what was taken from each list above.
     """
     at_high = tl.full([], 0, tl.int64)
-    mass_high = tl.full([], 0.0, tl.float64)
+    mass_high = tl.sum(above, 0)
     lost, mass_lost = at_high, mass_high
-    above = tl.full([count.shape[0]], 0.0, tl.float64)
     size = tl.sum(count, 0)
     searching = (high - low > 1) & (at_low - at_high > 1)
     while searching:
@@ -382,36 +283,36 @@ def shares_of(tile, threshold):
 
 @triton.jit
 def limit(
-    weights, head, count, top, floor, k, share, least, total,
+    weights, head, count, above, top, floor, ceiling, k, share, least, total,
     SHARE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """What a row's filters keep.
 
     Args:
-        weights, head, count: the row's list, which is changed, as in `search`.
-        top: the row's largest weight; floor: the bound of the list.
+        weights, head, count, above: the row's lists, which are changed, as in `search`.
+        top: the row's largest weight; floor, ceiling: the bounds of the lists, as bits.
         k, share, least: as of `filters_of`.
         total: float64, the row's sum.
         SHARE: 0: share is a sum of weights; 1: a part of total; 2: a part of the top k's sum.
     Returns:
-        The least weight that is kept, as bits; per chunk the sum of what is kept, float64, and how
-        many of the weights equal to the least, the first ones.
+        The least weight that is kept, as bits; per list the sum of what is kept, float64, and how
+        many of the weights equal to the least, the first ones; whether that may not be all of them.
     """
-    low = bits_of(floor)
-    end = bits_of(top) + 1
+    low = floor
+    end = ceiling
     longest = tl.max(count, 0)
     listed = tl.sum(count, 0).to(tl.int64)
     room = 1 << 30
-    above = tl.full([count.shape[0]], 0.0, tl.float64)
     if (k > 0) & (listed > k):
         low, _, _, _, head, count, longest, _ = search(
-            weights, head, count, longest, low, end, listed, k, False, CHUNK
+            weights, head, count, longest, low, end, listed, k, above, False, CHUNK
         )
     bound = tl.maximum(low, bits_of(least * top))
     if share < 1.0:
         _, at_bound, _, below, mass, _ = tally(
             weights, head, count, longest, low, bound, end, True, CHUNK
         )
+        mass += tl.sum(above, 0)
         wanted = share.to(tl.float64)
         if SHARE == 1:
             wanted *= total
@@ -421,7 +322,7 @@ def limit(
         wanted = tl.maximum(wanted, 1e-300)
         if mass >= wanted:
             bound, at_low, at_high, mass_high, head, count, longest, above = search(
-                weights, head, count, longest, bound, end, at_bound, wanted, True, CHUNK
+                weights, head, count, longest, bound, end, at_bound, wanted, above, True, CHUNK
             )
             if at_low - at_high > 1:
                 # Equal weights: kept one after the other while the sum before is less than wanted.
@@ -440,7 +341,7 @@ def limit(
     # Beyond the last listed weight there are zeros.
     taken = tl.where(bound > 0, taken, 0)
     weight = bound.to(tl.float32, bitcast=True).to(tl.float64)
-    return bound, above + sums + taken.to(tl.float64) * weight, taken
+    return bound, above + sums + taken.to(tl.float64) * weight, taken, room < (1 << 30)
 
 
 @triton.jit
@@ -452,51 +353,3 @@ def among_kept(key, threshold, taken):
     if tl.sum(equal.to(tl.int32), 0) > taken:
         kept = (key > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= taken))
     return kept
-
-
-@triton.jit
-def limit_kernel(
-    top_k, top_p, min_p, peaks, masses, floors, counts, weights,
-    thresholds, takens, totals, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """What `renormalise_kernel` keeps of probabilities: thresholds [n] int32 as bits, takens
-    [n, chunks] int32, how many equal to it, and totals [n] float64, their sum."""
-    await_previous(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, CHUNKS)
-    own = c < chunks
-    count, share, least = filters_of(top_k, top_p, min_p, row, width)
-    peak, _, _, mass, finite = summary_of(peaks, masses, row, 1.0, chunks, CHUNKS, False)
-    threshold = -1
-    taken = c * 0
-    if finite & ((count > 0) | (share < 1.0) | (least > 0.0)):
-        weights += row * chunks * CHUNK
-        chunk_count = tl.load(counts + row * chunks + c, mask=own, other=0)
-        head = load_head(weights, chunk_count, chunks, CHUNK, WIDTH)
-        threshold, mass, taken = limit(
-            weights, head, chunk_count, peak, tl.load(floors + row), count, share, least,
-            tl.sum(mass, 0), SHARE, CHUNK,
-        )  # fmt: skip
-    tl.store(thresholds + row, threshold)
-    tl.store(takens + row * chunks + c, taken, mask=own)
-    tl.store(totals + row, tl.sum(mass, 0))
-
-
-@triton.jit
-def renormalise_kernel(
-    x, thresholds, takens, totals, out, stride, width, chunks,
-    CHUNK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """out [n, width] = x / total where x is kept, else 0."""
-    await_previous(EARLY)
-    chunk = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = place < width
-    weight = tl.load(x + row * stride + place, mask=inside, other=0.0)
-    taken = tl.load(takens + row * chunks + chunk)
-    kept = among_kept(bits_of(weight), tl.load(thresholds + row), taken)
-    total = tl.maximum(tl.load(totals + row).to(tl.float32), 1.1754943508222875e-38)
-    tl.store(out + row * width + place, tl.where(kept, weight, 0.0) / total, mask=inside)

@@ -11,11 +11,17 @@ from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.blocks import aligned_block
 from cairn.ops.sampling.kernels.filters import (
     filters_of,
-    list_chunk,
     load_head,
     ordered,
-    reached_by,
     search,
+    store_tops,
+)
+from cairn.ops.sampling.kernels.lists import (
+    keep_hits,
+    list_chunk,
+    list_lines,
+    places_of,
+    reached_by,
     square_of,
 )
 
@@ -33,7 +39,8 @@ def lines_kernel(
     CHUNK: tl.constexpr, LINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk of limited rows: the maximum of every line, tops [n, chunks, CHUNK / LINE]
-    float32, and how many are 0 and more (NaN too), positives [n, chunks] int32."""
+    float32 (infinity for NaN), and how many are 0 and more (NaN too), positives [n, chunks]
+    int32."""
     await_previous(EARLY)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -45,9 +52,7 @@ def lines_kernel(
         positive = (value >= 0.0) | (value != value)
         at = row * chunks + chunk
         tl.store(positives + at, tl.sum(positive.to(tl.int32), 0))
-        lines: tl.constexpr = CHUNK // LINE
-        top = tl.max(tl.reshape(value, [LINE, lines]), 0)
-        tl.store(tops + at * lines + tl.arange(0, lines), top)
+        store_tops(tops, at, tl.where(value != value, float("inf"), value), CHUNK, LINE)
 
 
 @triton.jit
@@ -55,9 +60,10 @@ def list_kernel(
     x, top_k, tops, positives, bounds, counts, weights, stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Lists a limited row's numbers from a bound on that k of them reach.
+    """Lists a limited row's numbers from a bound on that k of them reach, as `collect_kernel` does.
 
-    bounds [n] int32; counts [n, chunks] int32; weights [n, chunks, CHUNK]: `distance` as float32.
+    bounds [n] int32; counts [n, 2, CHUNKS] int32; weights [n, CHUNKS, CHUNK]: `distance` as
+    float32.
     """
     await_previous(EARLY)
     program = tl.program_id(0)
@@ -68,28 +74,47 @@ def list_kernel(
         positive = tl.load(positives + row * chunks + c, mask=c < chunks, other=0)
         # -inf in the order, or 0 where the k-th largest is not below.
         bound = tl.where(tl.sum(positive, 0) >= k, 0, -2139095041)
+        counts += row * 2 * CHUNKS
+        weights += row * CHUNKS * CHUNK
         lines = chunks * (CHUNK // LINE)
+        i = tl.arange(0, CHUNKS * CHUNK // LINE)
+        top = tl.load(tops + row * lines + i, mask=i < lines, other=float("-inf"))
+        near = tl.where(i < lines, distance(top, bound), 0)
+        reach = tl.full([], 1, tl.int32)
         if k <= lines:
-            i = tl.arange(0, CHUNKS * CHUNK // LINE)
-            at = tops + row * chunks * (CHUNK // LINE) + i
-            top = tl.load(at, mask=i < lines, other=float("-inf"))
-            near = reached_by(tl.where(i < lines, distance(top, bound), 0), k)
-            bound += tl.maximum(near - 1, 0)
+            reach = tl.maximum(reached_by(near, k), 1)
+        bound += reach - 1
+        hit = near >= reach
+        found = tl.sum(hit.to(tl.int32), 0)
+        by_chunk = (k > lines) | (found > CHUNKS)
         if program == 0:
             tl.store(bounds + row, bound)
-        for chunk in range(program, chunks, tl.num_programs(0)):
-            place = square_of(chunk, CHUNK)
-            inside = place < width
-            value = tl.load(x + row * stride + place, mask=inside, other=0.0).to(tl.float32)
-            far = tl.where(inside, distance(value, bound), 0)
-            at = row * chunks + chunk
-            weight = far.to(tl.float32, bitcast=True)
-            list_chunk(weights + at * CHUNK, counts + at, weight, far > 0)
+            if by_chunk:
+                tl.store(counts + c, c * 0, mask=c >= chunks)
+            else:
+                keep_hits(hit, counts, CHUNKS)
+                for begin in range(0, found, CHUNKS // 2):
+                    s = begin + tl.arange(0, CHUNKS // 2)
+                    line = tl.load(counts + CHUNKS + s, mask=s < found, other=0)
+                    place = places_of(line, CHUNK, LINE)
+                    inside = (s < found)[:, None] & (place < width)
+                    value = tl.load(x + row * stride + place, mask=inside, other=0.0)
+                    far = tl.where(inside, distance(value.to(tl.float32), bound), 0)
+                    weight = far.to(tl.float32, bitcast=True)
+                    list_lines(weights, counts, s, weight, far > 0, CHUNK)
+        if by_chunk:
+            for chunk in range(program, chunks, tl.num_programs(0)):
+                place = square_of(chunk, CHUNK)
+                inside = place < width
+                value = tl.load(x + row * stride + place, mask=inside, other=0.0).to(tl.float32)
+                far = tl.where(inside, distance(value, bound), 0)
+                weight = far.to(tl.float32, bitcast=True)
+                list_chunk(weights + chunk * CHUNK, counts + chunk, weight, far > 0)
 
 
 @triton.jit
 def kth_kernel(
-    top_k, bounds, counts, weights, thresholds, width, chunks,
+    top_k, bounds, counts, weights, thresholds, width,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """thresholds [n] int32: what the k largest reach, in the order of `ordered`; -2^31: all."""
@@ -99,16 +124,17 @@ def kth_kernel(
     threshold = tl.full([], -2147483648, tl.int32)
     if k > 0:
         c = tl.arange(0, CHUNKS)
-        weights += row * chunks * CHUNK
-        count = tl.load(counts + row * chunks + c, mask=c < chunks, other=0)
-        head = load_head(weights, count, chunks, CHUNK, WIDTH)
+        weights += row * CHUNKS * CHUNK
+        count = tl.load(counts + row * 2 * CHUNKS + c)
+        head = load_head(weights, count, CHUNK, WIDTH)
         listed = tl.sum(count, 0).to(tl.int64)
         low = tl.full([], 1, tl.int32)
         end = tl.full([], 0x7FFFFFFF, tl.int32)
         if listed > k:
-            low = search(weights, head, count, tl.max(count, 0), low, end, listed, k, False, CHUNK)[
-                0
-            ]
+            above = tl.full([CHUNKS], 0.0, tl.float64)
+            low = search(
+                weights, head, count, tl.max(count, 0), low, end, listed, k, above, False, CHUNK
+            )[0]
         threshold = tl.load(bounds + row) + (low - 1)
     tl.store(thresholds + row, threshold)
 

@@ -27,10 +27,15 @@ def kept_mass_kernel(
     await_previous(EARLY)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    value = tl.load(x + row * stride + place, mask=place < width, other=0.0)
-    kept = bits_of(value) >= least_of(min_p, peaks, row, chunks, CHUNKS)
-    tl.store(masses + row * chunks + chunk, tl.sum(tl.where(kept, value, 0.0).to(tl.float64), 0))
+    least = least_of(min_p, peaks, row, chunks, CHUNKS)
+    at = row * chunks + chunk
+    mass = tl.full([], 0.0, tl.float64)
+    # Mostly few chunks keep any: the others are not read again.
+    if bits_of(tl.load(peaks + at)) >= least:
+        place = chunk * CHUNK + tl.arange(0, CHUNK)
+        value = tl.load(x + row * stride + place, mask=place < width, other=0.0)
+        mass = tl.sum(tl.where(bits_of(value) >= least, value, 0.0).to(tl.float64), 0)
+    tl.store(masses + at, mass)
 
 
 @triton.jit

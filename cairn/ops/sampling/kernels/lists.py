@@ -1,0 +1,334 @@
+"""Lists of the weights of a row among which a filter's threshold lies: see `filters`.
+
+A row has CHUNKS lists. Mostly they are of its chunks, one each; where few lines hold all that can
+be kept, of these lines. `slots` says to which chunk a list belongs; lists are in the order of the
+chunks. Bounds are weights as bits: what is listed is `low` and more and less than `high`; what a
+chunk has from `high` on is kept whatever else is, and summed.
+"""
+
+from __future__ import annotations
+
+from cairn.ops.attention.kernels import await_previous
+from cairn.ops.gpu import tl, triton
+from cairn.ops.sampling.kernels.filters import (
+    bits_of,
+    filters_of,
+    limit,
+    load_head,
+    summary_of,
+    temperature_of,
+    weight_of,
+)
+
+
+@triton.jit
+def reached_by(key, wanted):
+    """A number that `wanted` of key [N] int32 >= 0 reach, and an eighth more of them at most, but
+    for equal ones."""
+    low = 0
+    high = tl.max(key, 0) + 1
+    enough = wanted + wanted // 8
+    reach = enough + 1
+    while (high - low > 1) & (reach > enough):
+        middle = low + (high - low) // 2
+        found = tl.sum((key >= middle).to(tl.int32), 0)
+        high = tl.where(found >= wanted, high, middle)
+        reach = tl.where(found >= wanted, found, reach)
+        low = tl.where(found >= wanted, middle, low)
+    return low
+
+
+@triton.jit
+def wanted_of(share, total, SHARE: tl.constexpr):
+    """The sum up to which a row without a top k keeps weights."""
+    wanted = share.to(tl.float64)
+    if SHARE > 0:
+        wanted *= total
+    return wanted
+
+
+@triton.jit
+def keys_of(tops, row, peak, heat, lines, N: tl.constexpr, SOFTMAX: tl.constexpr):
+    """The largest weights of a row's lines as bits [N]; 0 beyond the last."""
+    i = tl.arange(0, N)
+    top = tl.load(tops + row * lines + i, mask=i < lines, other=float("-inf"))
+    return tl.where(i < lines, bits_of(tl.maximum(weight_of(top, peak, heat, SOFTMAX), 0.0)), 0)
+
+
+@triton.jit
+def floor_of(
+    tops, row, peak, heat, mass, count, share, least, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
+    SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """A weight, as bits, that all weights which the row's filters keep reach, and few others."""
+    floor = weight_of(peak, peak, heat, SOFTMAX) * least
+    if count > 0:
+        # A share of the top k's sum takes all of them.
+        floor = tl.where(share < 1.0, 0.0, floor)
+        lines = chunks * (CHUNK // LINE)
+        if count <= lines:
+            key = keys_of(tops, row, peak, heat, lines, CHUNKS * CHUNK // LINE, SOFTMAX)
+            bound = reached_by(key, count)
+            floor = tl.maximum(floor, bound.to(tl.float32, bitcast=True))
+    elif share < 1.0:
+        # Weights below (total - wanted) / width sum up to less than total - wanted, so the
+        # others reach what is wanted; half of that, and less still, leaves room to round.
+        total = tl.sum(mass, 0)
+        spare = (total * (1.0 - 1e-5) - wanted_of(share, total, SHARE)) * 0.5 / width
+        floor = tl.maximum(floor, tl.maximum(spare, 0.0).to(tl.float32))
+    return bits_of(floor)
+
+
+@triton.jit
+def marks_of(floor, end, MARKS: tl.constexpr):
+    """Bits of MARKS weights from floor up to end: the first is floor, the others lie as many bits
+    apart, within 32 powers of two."""
+    base = tl.maximum(floor, end - (32 << 23))
+    step = (end - base + MARKS - 1) // MARKS
+    j = tl.arange(0, MARKS)
+    return tl.where(j == 0, floor, base + j * step)
+
+
+@triton.jit
+def weigh_kernel(
+    x, temperature, top_p, min_p, peaks, masses, marked, stride, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
+    MARKS: tl.constexpr, STEP: tl.constexpr,
+    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """marked [n, programs, MARKS] float32: what each program's chunks of a row that keeps a share
+    weigh from each of `marks_of` on. They are near, not exact; STEP numbers are taken at once."""
+    await_previous(EARLY)
+    program = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    _k, share, least = filters_of(None, top_p, min_p, row, width)
+    heat = temperature_of(temperature, row)
+    if (heat != 0.0) & (share < 1.0):
+        peak, _, _, mass, finite = summary_of(peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX)
+        if finite:
+            floor = floor_of(
+                None, row, peak, heat, mass, 0, share, least, width, chunks,
+                CHUNKS, CHUNK, LINE, SOFTMAX, SHARE,
+            )  # fmt: skip
+            mark = marks_of(floor, bits_of(weight_of(peak, peak, heat, SOFTMAX)) + 1, MARKS)
+            sums = tl.zeros([STEP, MARKS], tl.float32)
+            for chunk in range(program, chunks, tl.num_programs(0)):
+                # Unrolled: all of a chunk is on its way at once.
+                for begin in tl.static_range(0, CHUNK, STEP):
+                    place = chunk * CHUNK + begin + tl.arange(0, STEP)[:, None]
+                    value = tl.load(
+                        x + row * stride + place, mask=place < width, other=float("-inf")
+                    )
+                    weight = weight_of(value.to(tl.float32), peak, heat, SOFTMAX)
+                    reach = bits_of(weight) >= mark[None, :]
+                    sums += tl.where(reach, weight, 0.0)
+            at = marked + (row * tl.num_programs(0) + program) * MARKS
+            tl.store(at + tl.arange(0, MARKS), tl.sum(sums, 0))
+
+
+@triton.jit
+def between(
+    marked, row, programs, floor, end, wanted, total, PROGRAMS: tl.constexpr, MARKS: tl.constexpr
+):
+    """The marks between which a sum from the largest weight down gets to what is wanted."""
+    p = tl.arange(0, PROGRAMS)[:, None]
+    j = tl.arange(0, MARKS)
+    at = marked + (row * programs + p) * MARKS + j[None, :]
+    mass = tl.sum(tl.load(at, mask=p < programs, other=0.0).to(tl.float64), 0)
+    mark = marks_of(floor, end, MARKS)
+    # More than sums in float32 can be off.
+    room = total * 1e-4
+    low = tl.max(tl.where(mass >= wanted + room, mark, floor), 0)
+    high = tl.min(tl.where((j > 0) & (mass < wanted - room), mark, end), 0)
+    return low, high
+
+
+@triton.jit
+def square_of(chunk, CHUNK: tl.constexpr):
+    """Places of a chunk's numbers, [16, CHUNK / 16]: a thread holds a column or several."""
+    lines: tl.constexpr = CHUNK // 16
+    return chunk * CHUNK + tl.arange(0, 16)[:, None] * lines + tl.arange(0, lines)[None, :]
+
+
+@triton.jit
+def list_chunk(weights, counts, weight, listed):
+    """Write those of a chunk's weights, as of `square_of`, that are listed, column by column, and
+    how many they are."""
+    listed = listed.to(tl.int32)
+    each = tl.sum(listed, 0)
+    before = tl.cumsum(each, 0) - each
+    place = before[None, :] + tl.cumsum(listed, 0) - 1
+    tl.store(weights + place, weight, mask=listed > 0)
+    tl.store(counts, tl.sum(each, 0))
+
+
+@triton.jit
+def keep_hits(hit, counts, CHUNKS: tl.constexpr):
+    """Leave the numbers of the lines that are hit, CHUNKS at most, in the lists' slots, in order;
+    the lists are empty."""
+    c = tl.arange(0, CHUNKS)
+    order = tl.cumsum(hit.to(tl.int32), 0) - 1
+    tl.store(counts + c, c * 0)
+    tl.store(counts + CHUNKS + order, tl.arange(0, hit.shape[0]), mask=hit)
+    tl.debug_barrier()
+
+
+@triton.jit
+def places_of(line, CHUNK: tl.constexpr, LINE: tl.constexpr):
+    """Places of the numbers of lines [N] in a row, [N, LINE], as in `store_tops`."""
+    lines: tl.constexpr = CHUNK // LINE
+    run: tl.constexpr = LINE // 4
+    i = tl.arange(0, LINE)
+    within = (i // run) * (lines * run) + i % run
+    return (line // lines * CHUNK + line % lines * run)[:, None] + within[None, :]
+
+
+@triton.jit
+def list_lines(weights, counts, s, weight, listed, CHUNK: tl.constexpr):
+    """Write those of the lines' weights [N, LINE] that are listed into lists s [N], and how
+    many."""
+    listed = listed.to(tl.int32)
+    order = tl.cumsum(listed, 1) - 1
+    tl.store(weights + s[:, None] * CHUNK + order, weight, mask=listed > 0)
+    tl.store(counts + s, tl.sum(listed, 1))
+
+
+@triton.jit
+def name_chunks(slots, found, CHUNKS: tl.constexpr, LINES: tl.constexpr):
+    """From lines in the lists' slots to their chunks, of LINES lines each."""
+    s = tl.arange(0, CHUNKS)
+    tl.debug_barrier()
+    line = tl.load(slots + s, mask=s < found, other=0)
+    # All have read before any writes.
+    tl.debug_barrier()
+    tl.store(slots + s, line // LINES)
+
+
+@triton.jit
+def collect_lines(
+    x, counts, weights, found, low, peak, heat, width,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """Lists the weights of a row at x from `low` on: of the `found` lines that slots name."""
+    slots = counts + CHUNKS
+    for begin in range(0, found, CHUNKS // 2):
+        s = begin + tl.arange(0, CHUNKS // 2)
+        line = tl.load(slots + s, mask=s < found, other=0)
+        place = places_of(line, CHUNK, LINE)
+        inside = (s < found)[:, None] & (place < width)
+        value = tl.load(x + place, mask=inside, other=float("-inf"))
+        weight = weight_of(value.to(tl.float32), peak, heat, SOFTMAX)
+        listed = (bits_of(weight) >= low) & (weight > 0.0)
+        list_lines(weights, counts, s, weight, listed, CHUNK)
+    name_chunks(slots, found, CHUNKS, CHUNK // LINE)
+
+
+@triton.jit
+def collect_chunks(
+    x, counts, aboves, weights, low, high, peak, heat, width, chunks,
+    CHUNK: tl.constexpr, SOFTMAX: tl.constexpr, WEIGHED: tl.constexpr,
+):  # fmt: skip
+    """Lists the weights of a program's chunks of a row at x from `low` up to `high`; WEIGHED: the
+    sums of the others above too."""
+    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        place = square_of(chunk, CHUNK)
+        value = tl.load(x + place, mask=place < width, other=float("-inf"))
+        weight = weight_of(value.to(tl.float32), peak, heat, SOFTMAX)
+        key = bits_of(weight)
+        listed = (key >= low) & (key < high) & (weight > 0.0)
+        list_chunk(weights + chunk * CHUNK, counts + chunk, weight, listed)
+        if WEIGHED:
+            tl.store(aboves + chunk, tl.sum(tl.where(key >= high, weight, 0.0).to(tl.float64)))
+
+
+@triton.jit
+def collect_kernel(
+    x, temperature, top_k, top_p, min_p, peaks, masses, tops, marked,
+    bounds, counts, aboves, weights, stride, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
+    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Lists the weights > 0 of a filtered row between two bounds.
+
+    bounds [n, 2]: these; counts [n, 2, CHUNKS] int32: of each list, and its chunk; aboves
+    [n, CHUNKS] float64; weights [n, CHUNKS, CHUNK]: the first counts of each list in some order.
+    marked: of `weigh_kernel`, or None. Rows that are not filtered, or not finite, get nothing
+    written.
+    """
+    await_previous(EARLY)
+    program = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    count, share, least = filters_of(top_k, top_p, min_p, row, width)
+    heat = temperature_of(temperature, row)
+    if (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
+        peak, _, _, mass, finite = summary_of(peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX)
+        if finite:
+            low = floor_of(
+                tops, row, peak, heat, mass, count, share, least, width, chunks,
+                CHUNKS, CHUNK, LINE, SOFTMAX, SHARE,
+            )  # fmt: skip
+            high = bits_of(weight_of(peak, peak, heat, SOFTMAX)) + 1
+            if marked is not None:  # noqa: SIM102
+                if share < 1.0:
+                    total = tl.sum(mass, 0)
+                    low, high = between(
+                        marked, row, tl.num_programs(0), low, high,
+                        wanted_of(share, total, SHARE), total, CHUNKS, MARKS,
+                    )  # fmt: skip
+            c = tl.arange(0, CHUNKS)
+            unweighed = c >= (chunks if marked is not None else 0)
+            counts += row * 2 * CHUNKS
+            aboves += row * CHUNKS
+            weights += row * CHUNKS * CHUNK
+            by_chunk = count >= 0
+            if top_k is not None:
+                lines = chunks * (CHUNK // LINE)
+                near = keys_of(tops, row, peak, heat, lines, CHUNKS * CHUNK // LINE, SOFTMAX)
+                hit = (near >= low) & (near > 0)
+                found = tl.sum(hit.to(tl.int32), 0)
+                by_chunk = (count == 0) | (count > lines) | (found > CHUNKS)
+                if (program == 0) & (by_chunk == 0):
+                    keep_hits(hit, counts, CHUNKS)
+                    collect_lines(
+                        x + row * stride, counts, weights, found, low, peak, heat, width,
+                        CHUNKS, CHUNK, LINE, SOFTMAX,
+                    )  # fmt: skip
+            if program == 0:
+                tl.store(bounds + row * 2, low)
+                tl.store(bounds + row * 2 + 1, high)
+                tl.store(aboves + c, tl.zeros([CHUNKS], tl.float64), mask=unweighed)
+            if by_chunk:
+                if program == 0:
+                    tl.store(counts + CHUNKS + c, c)
+                    tl.store(counts + c, c * 0, mask=c >= chunks)
+                collect_chunks(
+                    x + row * stride, counts, aboves, weights, low, high, peak, heat, width, chunks,
+                    CHUNK, SOFTMAX, marked is not None,
+                )  # fmt: skip
+
+
+@triton.jit
+def of_chunks(value, slot):
+    """The sum of lists' values [CHUNKS] of each chunk, whose numbers are slot [CHUNKS]."""
+    own = slot[:, None] == tl.arange(0, slot.shape[0])[None, :]
+    return tl.sum(tl.where(own, value[:, None], 0), 0)
+
+
+@triton.jit
+def limit_of(
+    bounds, counts, aboves, weights, row, top, k, share, least, total,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """`limit` of a row with lists, sums and numbers per chunk."""
+    c = tl.arange(0, CHUNKS)
+    weights += row * CHUNKS * CHUNK
+    count = tl.load(counts + row * 2 * CHUNKS + c)
+    slot = tl.load(counts + row * 2 * CHUNKS + CHUNKS + c)
+    above = tl.load(aboves + row * CHUNKS + c)
+    head = load_head(weights, count, CHUNK, WIDTH)
+    threshold, mass, taken, partly = limit(
+        weights, head, count, above, top, tl.load(bounds + row * 2), tl.load(bounds + row * 2 + 1),
+        k, share, least, total, SHARE, CHUNK,
+    )  # fmt: skip
+    return threshold, of_chunks(mass, slot), of_chunks(taken, slot), partly
