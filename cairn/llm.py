@@ -10,7 +10,8 @@ from typing import Any
 
 from cairn.config import EngineConfig, EngineOptions, default_model_path
 from cairn.engine.build import Built, build
-from cairn.engine.core import Continuation, HostTimes
+from cairn.engine.core import Continuation
+from cairn.engine.totals import HostTimes
 from cairn.errors import BadModel, BadRequest
 from cairn.models.spec import ModelSpec
 from cairn.names import refuse_unknown
@@ -128,14 +129,8 @@ class LLM:
         order = list(priority) if priority is not None else [0] * len(given)
         if len(order) != len(given):
             raise BadRequest(f"{len(order)} priorities for {len(given)} prompts")
-        encoded = [self._encode(prompt) for prompt in given]
-        for (_, ids), param in zip(encoded, params, strict=True):
-            self._check(ids, param)
-        jobs = [
-            self._submit(text, ids, param, level)
-            for (text, ids), param, level in zip(encoded, params, order, strict=True)
-        ]
-        total = sum(len(ids) for _, ids in encoded)
+        jobs = self._submit_all([self._encode(prompt) for prompt in given], params, order)
+        total = sum(job.num_prompt for job in jobs)
         with Progress(total, enabled=use_tqdm) as progress:
             try:
                 for _ in self._run(jobs, progress):
@@ -184,12 +179,15 @@ class LLM:
         job = self._submit(text, ids, params, 0)
         told = False
         try:
-            for continuation in self._run([job], None):
-                # Read before the caller has the turn: another call of theirs may end it meanwhile.
-                told = continuation.finished
-                yield continuation.stream.take(), job.result()
+            part = job.parts[0]
+            for changed in self._run([job], None):
+                if part in changed:
+                    # Read before the caller has the turn: another call of theirs may end it
+                    # meanwhile.
+                    told = part.finished
+                    yield part.stream.take(), job.result()
             if not told:
-                yield job.parts[0].stream.take(), job.result()
+                yield part.stream.take(), job.result()
         finally:
             self._abort([job])
 
@@ -253,6 +251,21 @@ class LLM:
         if params.grammar is not None and self._core.grammars is not None:
             self._core.grammars.compile(params.grammar)
 
+    def _submit_all(
+        self,
+        encoded: list[tuple[str | None, list[int]]],
+        params: list[SamplingParams],
+        order: Sequence[int],
+    ) -> list[_Job]:
+        """Check all prompts, then queue them. Their ids are kept as the engine's numbers: lists of
+        long prompts would be walked by Python's collector while the steps run."""
+        for (_, ids), param in zip(encoded, params, strict=True):
+            self._check(ids, param)
+        return [
+            self._submit(text, ids, param, level)
+            for (text, ids), param, level in zip(encoded, params, order, strict=True)
+        ]
+
     def _submit(
         self, text: str | None, ids: list[int], params: SamplingParams, priority: int
     ) -> _Job:
@@ -266,17 +279,15 @@ class LLM:
             )
             for i in range(params.n)
         ]
-        return _Job(name, text, ids, parts)
+        return _Job(name, text, parts)
 
-    def _run(self, jobs: list[_Job], progress: Progress | None) -> Iterator[Continuation]:
-        """Step until the jobs are done; gives each of their continuations that moved."""
-        mine = {id(part) for job in jobs for part in job.parts}
+    def _run(self, jobs: list[_Job], progress: Progress | None) -> Iterator[list[Continuation]]:
+        """Step until the jobs are done; gives the continuations that moved, after every step."""
+        left = [part for job in reversed(jobs) for part in reversed(job.parts)]
         before = replace(self._core.stats)
-        while any(not part.finished for job in jobs for part in job.parts):
-            for continuation in self._core.step():
-                if id(continuation) in mine:
-                    yield continuation
-            if progress is not None:
+        while left:
+            yield self._core.step()
+            if progress is not None and progress.enabled:
                 stats, scheduler = self._core.stats, self._core.scheduler
                 progress.update(
                     prefilled=stats.prefill_tokens - before.prefill_tokens,
@@ -284,6 +295,8 @@ class LLM:
                     running=len(scheduler.running),
                     waiting=len(scheduler.waiting),
                 )
+            while left and left[-1].finished:
+                left.pop()
 
     def _abort(self, jobs: list[_Job]) -> None:
         for job in jobs:
@@ -293,14 +306,26 @@ class LLM:
         self._core.settle()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
     """A prompt with its continuations."""
 
     name: str
     text: str | None
-    ids: list[int]
     parts: list[Continuation]
+    _ids: list[int] | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        """User tokens of the prompt."""
+        return self.parts[0].request.num_prompt
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt, as a list from the first time on that somebody asks."""
+        if self._ids is None:
+            self._ids = self.parts[0].request.tokens[: self.num_prompt].tolist()
+        return self._ids
 
     def result(self) -> RequestOutput:
         """What is known now."""
@@ -337,7 +362,7 @@ def _checked_ids(ids: Any) -> list[int]:
         for token in found:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise BadRequest(f"prompt_token_ids must hold integers, not {token!r}")
-    return list(found)
+    return found if isinstance(found, list) else list(found)
 
 
 LLM.__init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

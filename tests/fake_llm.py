@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from cairn.bench.shapes import config_of
-from cairn.engine.core import HostTimes
+from cairn.engine.totals import HostTimes
 from cairn.models.registry import load_spec
 from cairn.types import CompletionOutput, RequestOutput, TokenLogprobs
 

@@ -34,7 +34,7 @@ class Cell:
         pages_read: pages a query read per landmark layer, mean; None for other layers or phases.
         host_us: microseconds of the host in a step that only decodes, mean: all but the wait for
             the device; None where no such step ran.
-        host_us_by_stage: what they went into, see `cairn.engine.core.HostTimes`.
+        host_us_by_stage: what they went into, see `cairn.engine.totals.HostTimes`.
         parameters: of the model that ran, so that nobody compares models of different size.
         selection: of landmark layers: "random" (weights and prompts), "shared" (random weights,
             neighbours select much the same pages), "trained"; None for other layers.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.bench.shapes import write_folder
-from cairn.engine.core import HostTimes
+from cairn.engine.totals import HostTimes
 from cairn.errors import CairnError
 from cairn.llm import LLM
 from cairn.types import SamplingParams

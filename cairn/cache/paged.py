@@ -126,7 +126,7 @@ class PageCache:
     @property
     def available(self) -> int:
         """Pages that `grow` could hand out now: free or evictable, in every pool."""
-        pages = self.num_free + self.num_evictable
+        pages = self.allocator.num_free + self.tree.num_evictable
         return pages if self.window is None else min(pages, self.window.available)
 
     @property

@@ -25,9 +25,9 @@ DAMPING = 1e-3
 """Trust in a cost as it is, against one observation's news of it."""
 OUTLIER = 2.0
 """A step that takes more than this many times what was expected counts for less."""
-UNLEARNED = 64
-"""Steps that only decode whose times are kept until they are asked for; older ones would count for
-next to nothing then."""
+UNLEARNED = 16
+"""Steps that only decode whose times are kept until they are asked for: those before them were much
+the same, and whoever asks waits for all of them to be learned."""
 SHORTEST = 1e-9
 """No step takes less seconds: a clock that says so has stood still."""
 GROWTH = 2

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cairn.cache.landmarks import SlotMap
@@ -36,6 +35,7 @@ from cairn.engine.output import OutputStream, token_logprobs
 from cairn.engine.request import Moments, Request
 from cairn.engine.scheduler import Limits, Scheduler
 from cairn.engine.tokenizer import Tokenizer
+from cairn.engine.totals import CoreStats
 from cairn.errors import BadRequest, CairnError, InvariantError
 from cairn.runner.executor import Executor
 from cairn.runner.step import Launched, StepPlan, StepResult
@@ -45,62 +45,6 @@ log = logging.getLogger(__name__)
 
 COMPILE_WAIT = 0.02
 """Seconds that a step waits for a grammar when there is nothing else to do."""
-
-
-@dataclass(slots=True)
-class HostTimes:
-    """Seconds of the host in steps that only decode while others do the same: from one result to
-    the next, less the wait for the model (where the model runs on the host: less its run).
-
-    Attributes:
-        steps: how many such steps.
-        plan: choosing what runs.
-        launch: laying it out and giving it to the device.
-        results: tokens taken in, text and stop conditions.
-        other: everything else, what the caller of the engine does with the tokens included.
-    """
-
-    steps: int = 0
-    plan: float = 0.0
-    launch: float = 0.0
-    results: float = 0.0
-    other: float = 0.0
-
-    def add(self, plan: float, launch: float, results: float, other: float) -> None:
-        """Count one more step."""
-        self.steps += 1
-        self.plan += plan
-        self.launch += launch
-        self.results += results
-        self.other += other
-
-    def __sub__(self, before: HostTimes) -> HostTimes:
-        values = (getattr(self, f.name) - getattr(before, f.name) for f in fields(self))
-        return HostTimes(*values)
-
-
-@dataclass(slots=True)
-class CoreStats:
-    """Totals since the engine started. Seconds are wall clock.
-
-    `prefill_tokens` and `decode_tokens` ran through the model; `generated_tokens` were sampled.
-    `model_seconds` went into running the model or waiting for it, `host_seconds` into all else.
-    `decode_stall_seconds` is what steps took beyond what the rows that decoded in them are expected
-    to take alone: how long these waited for the prefill of others, counted once a step however many
-    they were. `steady` is what decoding costs the host.
-    """
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    generated_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    model_seconds: float = 0.0
-    host_seconds: float = 0.0
-    decode_stall_seconds: float = 0.0
-    steady: HostTimes = field(default_factory=HostTimes)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,6 +71,23 @@ class Continuation:
     def finished(self) -> bool:
         """Nothing more will come."""
         return self.stream.output.finish_reason is not None
+
+
+@dataclass(slots=True, eq=False)
+class _SideBySide:
+    """Requests of steps that only decode, none of them with anything to do but take its token.
+
+    Attributes:
+        requests: as the scheduler gives them.
+        continuations: theirs, in the same order.
+        streams: theirs.
+        last: when they took their last tokens; None: not yet.
+    """
+
+    requests: list[Request]
+    continuations: list[Continuation]
+    streams: list[OutputStream]
+    last: float | None = None
 
 
 class _Flight(NamedTuple):
@@ -176,12 +137,14 @@ class EngineCore:
         self.clock: Callable[[], float] = time.perf_counter
         self.times = StepTimes()
         self.scheduler = Scheduler(limits, cache, slots, self.times)
+        self._eos_ids = frozenset(shape.eos_ids)
         self.grammars = GrammarLoader(tokenizer, shape.vocab_size) if tokenizer else None
         self.stats = CoreStats()
         self._live: dict[str, Continuation] = {}
         self._compiling: list[tuple[Continuation, Future[GrammarState]]] = []
         self._arrivals = 0
         self._flight: _Flight | None = None
+        self._together: _SideBySide | None = None
         self._landed = 0.0
 
     @property
@@ -215,7 +178,8 @@ class EngineCore:
             raise BadRequest(f"request id {request_id!r} is in use", "Choose another one")
         room = self.shape.max_model_len - len(prompt)
         max_output = min(params.max_tokens or room, room)
-        eos_ids = () if params.ignore_eos else self.shape.eos_ids
+        eos_ids = frozenset[int]() if params.ignore_eos else self._eos_ids
+        output = CompletionOutput(index)
         request = Request(
             id=request_id,
             num_prompt=len(prompt),
@@ -224,12 +188,11 @@ class EngineCore:
             stop_ids=admission.stop_ids(params, self.shape),
             max_output=max_output,
             order=(priority, self._arrivals),
-            tokens=array("i", prompt),
+            prompt=prompt,
+            output=output.token_ids,
         )
         self._arrivals += 1
-        stream = OutputStream(
-            CompletionOutput(index), params, eos_ids, max_output, self.tokenizer, prompt
-        )
+        stream = OutputStream(output, params, eos_ids, max_output, self.tokenizer, prompt)
         wanted = params.prompt_logprobs is not None
         continuation = Continuation(
             request, stream, [None] * len(prompt) if wanted else None, Moments(self.clock())
@@ -249,6 +212,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """Take a request back, whatever its state. An unknown id may just have ended: ignored."""
+        self._part()
         continuation = self._live.pop(request_id, None)
         if continuation is not None:
             continuation.stream.finish(FinishReason.ABORT)
@@ -256,7 +220,7 @@ class EngineCore:
             self.scheduler.finish(continuation.request)
 
     def step(self) -> list[Continuation]:
-        """Run one step; returns the continuations that got a token or ended.
+        """Run one step; returns the continuations that got a token or ended, not to be changed.
 
         With overlap it launches one step and takes the one before in: the first call gives nothing
         yet. An exception of the executor ends the requests of its step with the reason "error",
@@ -270,7 +234,8 @@ class EngineCore:
                 flight, self._flight = self._flight, None
         else:
             self._flight = None
-        return changed + self._land(flight) if flight is not None else changed
+        landed = self._land(flight) if flight is not None else []
+        return [*changed, *landed] if changed else landed
 
     def settle(self) -> list[Continuation]:
         """Take in the step in flight, if there is one; returns what `step` returns."""
@@ -327,6 +292,7 @@ class EngineCore:
 
     def _fail(self, plan: StepPlan, error: BaseException) -> None:
         """End the requests of a step that failed."""
+        self._part()
         for request in self.scheduler.cancel(plan):
             failed = self._live.pop(request.id, None)
             if failed is not None:
@@ -360,25 +326,73 @@ class EngineCore:
         if result.prompt_logprobs:
             self._take_prompt_logprobs(plan, result)
         now = self.clock()
+        sampled = self.scheduler.retire(plan)
+        if not (plan.work or result.logprobs or result.selection) and min(result.tokens) >= 0:
+            together = self._together
+            if together is None or together.requests is not sampled:
+                together = self._join(sampled)
+            if together is not None:
+                return self._retire_together(together, result.tokens, now)
+        self._part()
         changed = []
-        only_tokens = not (result.logprobs or result.selection)
-        for index, request in self.scheduler.retire(plan, result):
-            continuation = self._live[request.id]
+        for index, request in enumerate(sampled):
+            continuation = self._of(request)
+            if continuation is None:
+                continue
             changed.append(continuation)
-            moments, token = continuation.moments, result.tokens[index]
-            if token >= 0:
+            moments = continuation.moments
+            if result.tokens[index] >= 0:
                 moments.last_token = now
                 if moments.first_token is None:
                     moments.first_token = now
-            if only_tokens and token >= 0 and request.grammar is None:
-                reason = continuation.stream.push(token)
-            else:
-                reason = self._take_token(continuation, result, index)
-            if reason is not None:
-                continuation.moments.ended = now
-                del self._live[request.id]
-                self.scheduler.finish(request)
+            if self._take_token(continuation, result, index) is not None:
+                self._end(continuation, now)
         return changed
+
+    def _retire_together(
+        self, together: _SideBySide, tokens: Sequence[int], now: float
+    ) -> list[Continuation]:
+        """Give each of the requests its token: most steps are nothing else."""
+        together.last = now
+        ended = []
+        for i, (stream, token) in enumerate(zip(together.streams, tokens, strict=True)):
+            if stream.push(token) is not None:
+                ended.append(i)
+        if ended:
+            self._part()
+            for i in ended:
+                self._end(together.continuations[i], now)
+        return together.continuations
+
+    def _join(self, requests: list[Request]) -> _SideBySide | None:
+        """The requests of a step side by side; None where one has ended or has a grammar."""
+        self._part()
+        found = []
+        for request in requests:
+            continuation = self._of(request)
+            if continuation is None or request.grammar is not None:
+                return None
+            found.append(continuation)
+        self._together = _SideBySide(requests, found, [c.stream for c in found])
+        return self._together
+
+    def _part(self) -> None:
+        """Requests are not side by side any more: when they took their last tokens is kept now."""
+        if self._together is not None and self._together.last is not None:
+            for continuation in self._together.continuations:
+                continuation.moments.last_token = self._together.last
+        self._together = None
+
+    def _of(self, request: Request) -> Continuation | None:
+        """Whose request it is; None where that was finished while a step ran it."""
+        found = self._live.get(request.id)
+        return found if found is not None and found.request is request else None
+
+    def _end(self, continuation: Continuation, now: float) -> None:
+        """The output has ended; its request goes."""
+        continuation.moments.ended = now
+        del self._live[continuation.request.id]
+        self.scheduler.finish(continuation.request)
 
     def _take_token(
         self, continuation: Continuation, result: StepResult, index: int
@@ -388,7 +402,8 @@ class EngineCore:
         stream, grammar = continuation.stream, continuation.request.grammar
         token = result.tokens[index]
         if token < 0:
-            # No token has a finite probability.
+            # No token has a finite probability. A step may be running this one already.
+            continuation.request.tokens.append(token)
             continuation.error = "the logits are NaN or infinite"
             if grammar is not None:
                 continuation.error += ", or min_tokens forbids all that the grammar allows"
@@ -409,10 +424,8 @@ class EngineCore:
         rows = {w.row: request for w, request in zip(plan.work, requests, strict=True)}
         for part in result.prompt_logprobs:
             request = rows[part.row]
-            continuation = self._live.get(request.id)
-            if continuation is None or continuation.request is not request:
-                continue
-            if continuation.prompt_logprobs is not None:
+            continuation = self._of(request)
+            if continuation is not None and continuation.prompt_logprobs is not None:
                 for i, entry in enumerate(part.entries, start=part.first + 1):
                     continuation.prompt_logprobs[i] = token_logprobs(entry, self.tokenizer)
 

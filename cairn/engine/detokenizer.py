@@ -202,22 +202,25 @@ class Spelling:
     Args:
         backend: the tokenizer.
         rules: of its decoder.
+
+    Attributes:
+        spelled: what `spell` has given so far.
     """
 
     def __init__(self, backend: Backend, rules: Rules) -> None:
         self.rules = rules
         self._backend = backend
         self._hidden = hidden_tokens(backend)
-        self._spelled: dict[int, bytes | None] = {}
+        self.spelled: dict[int, bytes | None] = {}
 
     def spell(self, token: int) -> bytes | None:
         """Bytes of an id behind another one; None when it is no part of a text."""
         try:
-            return self._spelled[token]
+            return self.spelled[token]
         except KeyError:
             known = self._backend.id_to_token(token)
             shown = known is not None and known not in self._hidden
-            return self._spelled.setdefault(token, self.show(token) if shown else None)
+            return self.spelled.setdefault(token, self.show(token) if shown else None)
 
     def spell_first(self, token: int) -> bytes | None:
         """Bytes of an id that begins a text; None when it is no part of one."""
@@ -261,8 +264,19 @@ class ByteDetokenizer:
         clean_up: replace as `CLEAN_UPS` say.
     """
 
+    # As in OutputStream: what a step touches of each lies close together.
+    __slots__ = (
+        "_begins",
+        "_replacers",
+        "_settled",
+        "_spelled",
+        "_spelling",
+        "_strip",
+        "_utf8",
+    )
+
     def __init__(self, spelling: Spelling, prompt: Sequence[int] = (), clean_up: bool = False):
-        self._spelling = spelling
+        self._spelling, self._spelled = spelling, spelling.spelled
         rules = spelling.rules
         self._begins = all(spelling.spell(token) is None for token in reversed(prompt))
         self._strip = rules.strip[1] if self._begins else 0
@@ -276,7 +290,8 @@ class ByteDetokenizer:
         spell = self._spelling.spell
         if len(tokens) == 1 and not self._begins:
             # What a step brings: mostly a few letters that need no look at their neighbours.
-            part = spell(tokens[0])
+            token = tokens[0]
+            part = self._spelled[token] if token in self._spelled else spell(token)
             if part is None:
                 return ""
             text = part.decode() if self._settled and part.isascii() else self._decode(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -89,6 +89,8 @@ class EngineLoop:
         self._requests: dict[str, list[_Part]] = {}
         self._parts: dict[str, _Part] = {}
         self._deltas: list[Delta] = []
+        self._moved: list[Continuation] = []
+        self._moved_parts: list[_Part] = []
         self._profile: tuple[int, StepProfile] | None = None
         self._failures = 0
         self._leaked = 0
@@ -135,6 +137,7 @@ class EngineLoop:
     def _rest(self) -> None:
         """Wait for a message; in the meantime account for the pages and end a profile that lags."""
         self._refresh_stats()
+        self._moved, self._moved_parts = [], []
         waits = [] if self._audited else [LEDGER_SECONDS]
         if self._profile is not None:
             waits.append(self._profile[1].seconds_left)
@@ -148,7 +151,12 @@ class EngineLoop:
     def _step(self) -> None:
         self._vitals.step_began = time.monotonic()
         try:
-            changed: Sequence[_Part] = [self._parts[c.request.id] for c in self._core.step()]
+            moved = self._core.step()
+            if moved is not self._moved:
+                # Steps that only decode give the same list again and again.
+                self._moved = moved
+                self._moved_parts = [self._parts[c.request.id] for c in moved]
+            changed = self._moved_parts
             self._failures = 0
         except InvariantError:
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from cairn.engine.tokenizer import Tokenizer
 from cairn.runner.step import Alternatives
@@ -30,20 +30,38 @@ class OutputStream:
         reports: something is reported of every token.
     """
 
+    # Steps walk the streams of all their rows: what they touch of each lies close together.
+    __slots__ = (
+        "_detokenizer",
+        "_end_ids",
+        "_ids",
+        "_shown",
+        "_stops",
+        "_tokenizer",
+        "eos_ids",
+        "max_output",
+        "output",
+        "params",
+        "reports",
+    )
+
     def __init__(
         self,
         output: CompletionOutput,
         params: SamplingParams,
-        eos_ids: Sequence[int],
+        eos_ids: Collection[int],
         max_output: int,
         tokenizer: Tokenizer | None,
         prompt: Sequence[int],
     ) -> None:
         self.output = output
+        self._ids = output.token_ids
         self.params = params
         self.eos_ids = frozenset(eos_ids)
         self.max_output = max_output
-        self._end_ids = self.eos_ids.union(params.stop_token_ids)
+        # Mostly one set for all streams.
+        more = params.stop_token_ids
+        self._end_ids = self.eos_ids.union(more) if more else self.eos_ids
         self.reports = params.logprobs is not None or params.selection
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(prompt) if tokenizer is not None else None
@@ -64,17 +82,16 @@ class OutputStream:
     ) -> FinishReason | None:
         """Take one sampled token; returns the reason when it was the last. `complete`: it is,
         since its grammar lets nothing follow."""
-        ids = self.output.token_ids
+        ids = self._ids
         ids.append(token)
         if self.reports:
             self._report(logprobs, selection)
-        may_stop = len(ids) >= self.params.min_tokens
-        if may_stop and token in self._end_ids:
+        if token in self._end_ids and len(ids) >= self.params.min_tokens:
             self.output.stop_reason = None if token in self.eos_ids else token
             return self.finish(FinishReason.STOP)
         if self._detokenizer is not None:
             piece = self._detokenizer.push(token)
-            if piece and self._append(piece, may_stop):
+            if piece and self._append(piece, len(ids) >= self.params.min_tokens):
                 return self.finish(FinishReason.STOP)
         if complete:
             return self.finish(FinishReason.STOP)
@@ -122,6 +139,9 @@ class OutputStream:
         self.output.text = ""
         begin = len(text)
         text += piece
+        if not self._stops:
+            self.output.text = text
+            return False
         ends = [(end, stop.text) for stop in self._stops if (end := stop.feed(piece, may_stop))]
         if ends:
             end, stop = min(ends, key=lambda found: (found[0], -len(found[1])))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cairn.cache.paged import Lease
 from cairn.engine.grammar import GrammarState
 from cairn.engine.messages import Timing
-from cairn.runner.step import Ints
+from cairn.runner.step import DecodeWork
 from cairn.types import SamplingParams
 
 
@@ -57,8 +57,9 @@ class RowCounts:
     """How far the running requests are, in user tokens, by row: rows that decode move all at once.
 
     Attributes:
-        computed: tokens whose keys and values (and landmarks) are in the cache.
-        planned: those, and the tokens that steps in flight compute.
+        computed: tokens whose keys and values (and landmarks) are in the cache, but for those that
+            decoded since.
+        planned: all of them, and the tokens that steps in flight compute.
         capacity: tokens that the row's pages hold.
         prompt: tokens of the prompt.
         last: `planned` once steps in flight choose the last token that the request may have.
@@ -92,7 +93,7 @@ class Request:
         stop_ids: ids that end the output.
         max_output: tokens that may be generated.
         order: (priority, arrival); the smaller goes first.
-        tokens: prompt and output as 32-bit numbers, append only.
+        output: the tokens generated; whoever takes them in appends them.
         cached: prompt tokens taken from the prefix cache when it first ran.
         row: row of the page table while running.
         counts: how far that row is.
@@ -115,7 +116,8 @@ class Request:
     stop_ids: tuple[int, ...]
     max_output: int
     order: tuple[int, int]
-    tokens: array[int]
+    prompt: InitVar[Sequence[int]]
+    output: list[int] = field(default_factory=list)
     state: State = State.WAITING
     cached: int | None = None
     row: int = -1
@@ -130,16 +132,32 @@ class Request:
     refused_at: int = -1
     retractions: int = 0
     grammar: GrammarState | None = None
+    _tokens: array[int] = field(init=False, repr=False)
     _view: NDArray[np.int32] | None = field(default=None, repr=False)
+
+    def __post_init__(self, prompt: Sequence[int]) -> None:
+        self._tokens = array("i", prompt)
+        # Room for the output now: between two steps a long prompt takes too long to move.
+        self._tokens.append(0)
+        self._tokens.pop()
+
+    @property
+    def tokens(self) -> array[int]:
+        """Prompt and output as 32-bit numbers, append only."""
+        missing = self.num_prompt + len(self.output) - len(self._tokens)
+        if missing > 0:
+            self._tokens.extend(self.output[-missing:])
+        return self._tokens
 
     @property
     def computed(self) -> int:
-        """User tokens whose keys and values (and landmarks) are in the cache."""
+        """User tokens whose keys and values (and landmarks) are in the cache, but for those that
+        decoded since."""
         return 0 if self.counts is None else int(self.counts.computed[self.row])
 
     @property
     def planned(self) -> int:
-        """Those, and the tokens that steps in flight compute."""
+        """All of them, and the tokens that steps in flight compute."""
         return 0 if self.counts is None else int(self.counts.planned[self.row])
 
     @property
@@ -175,29 +193,85 @@ class Request:
         return self._view
 
 
+class Lockstep:
+    """Rows that decode side by side: a step takes all of them one token further, so what it asks of
+    the next tokens is known beforehand.
+
+    Args:
+        requests: what runs in the rows.
+        counts: how far they are.
+        tokens_per_page: user tokens of a page.
+
+    Attributes:
+        requests: of the rows, in their order; not to be changed.
+        rows: [n], the rows' numbers.
+        context: tokens that the next step looks back at, in all.
+        left: steps until one of them has all its tokens.
+    """
+
+    __slots__ = (
+        "_counts",
+        "_first",
+        "_number",
+        "_offset",
+        "_size",
+        "_starting",
+        "context",
+        "left",
+        "requests",
+        "rows",
+    )
+
+    def __init__(self, requests: list[Request], counts: RowCounts, tokens_per_page: int) -> None:
+        rows = np.array([r.row for r in requests], dtype=np.int64)
+        first = counts.planned[rows]
+        self.requests, self.rows = requests, rows
+        self.context = int(first.sum())
+        self.left = int((counts.last[rows] - first).min()) if requests else 0
+        self._counts, self._size = counts, tokens_per_page
+        self._first, self._number = first, first + 1 - counts.prompt[rows]
+        # Steps from now, counted round a page -> rows whose token then is the first of a page.
+        self._offset = 0
+        self._starting: dict[int, list[int]] = {}
+        for i, steps in enumerate((-first % tokens_per_page).tolist()):
+            self._starting.setdefault(steps, []).append(i)
+
+    def starting(self) -> Sequence[int]:
+        """Indices of the rows whose next token is the first of a page."""
+        return self._starting.get(self._offset, ())
+
+    def step(self, masks: Mapping[int, NDArray[np.int32]]) -> DecodeWork:
+        """The next token of every row, counted as planned."""
+        first, number = self._first, self._number
+        self._offset = (self._offset + 1) % self._size
+        work = DecodeWork(self.rows, first, number, masks, self.starting())
+        self._first, self._number = first + 1, number + 1
+        self._counts.planned[self.rows] = self._first
+        self.context += len(self.requests)
+        self.left -= 1
+        return work
+
+
 @dataclass(frozen=True, slots=True)
 class Phases:
     """The running requests, in order, by what they run next.
 
     Attributes:
         decoding: the token that was chosen last.
-        rows: their rows.
         prefilling: known tokens.
         constrained: of all, those with a grammar.
     """
 
-    decoding: list[Request]
-    rows: Ints
+    decoding: Lockstep
     prefilling: list[Request]
     constrained: list[Request]
 
     @classmethod
-    def of(cls, running: Sequence[Request]) -> Phases:
+    def of(cls, running: Sequence[Request], counts: RowCounts, tokens_per_page: int) -> Phases:
         """Sort them; those that are to be released, or have all their tokens, run nothing."""
         decoding = [r for r in running if r.decoding and not (r.doomed or r.complete)]
         return cls(
-            decoding,
-            np.array([r.row for r in decoding], dtype=np.int64),
+            Lockstep(decoding, counts, tokens_per_page),
             [r for r in running if not (r.decoding or r.doomed)],
             [r for r in running if r.grammar is not None],
         )

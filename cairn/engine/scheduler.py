@@ -14,12 +14,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import Lease, PageCache
 from cairn.engine.budget import Load, StepTimes
-from cairn.engine.request import Phases, Request, RowCounts, State, common_prefix
+from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State, common_prefix
 from cairn.runner.step import (
     NO_ROWS,
     DecodeWork,
@@ -27,7 +25,6 @@ from cairn.runner.step import (
     RowOpen,
     RowWork,
     StepPlan,
-    StepResult,
 )
 
 WHOLE_PAGES = 4
@@ -92,6 +89,8 @@ class Scheduler:
         self._in_flight: dict[int, _Draft] = {}
         self._step_id = 0
         self._finished_waiting = 0
+        # How many of the requests in flight are doomed.
+        self._doomed = 0
         self._known_phases: Phases | None = None
 
     def add(self, request: Request) -> None:
@@ -108,6 +107,7 @@ class Scheduler:
         if request.state is State.FINISHED:
             return
         if any(request in flight.requests for flight in self._in_flight.values()):
+            self._doomed += not request.doomed
             request.doomed = True
             self._known_phases = None
             return
@@ -124,16 +124,18 @@ class Scheduler:
         have to be taken back: rows in flight keep theirs, and it is not for others to give.
         """
         available, per_page = self.cache.available, self.slots.tokens_per_page
-        if any(r.choosing and not r.doomed for r in self._phases().constrained):
+        phases = self._phases()
+        if phases.constrained and any(r.choosing and not r.doomed for r in phases.constrained):
             return False
         if len(self.running) + self.limits.step_slots // per_page < available:
             return True
+        rows = phases.decoding
+        growing = [rows.requests[i] for i in rows.starting()]
         needed = 0
-        for request in self.running:
-            if not (request.doomed or request.complete):
-                reach = request.planned + min(request.pending, self.limits.step_slots)
-                capacity = int(self._counts.capacity[request.row])
-                needed += max(0, -((capacity - reach) // per_page))
+        for request in (*growing, *phases.prefilling):
+            reach = request.planned + min(request.pending, self.limits.step_slots)
+            capacity = int(self._counts.capacity[request.row])
+            needed += max(0, -((capacity - reach) // per_page))
         return needed <= available
 
     def schedule(self) -> StepPlan | None:
@@ -144,7 +146,7 @@ class Scheduler:
         """
         draft = _Draft(self.limits.step_slots)
         phases = self._phases()
-        if phases.decoding:
+        if phases.decoding.requests:
             self._schedule_decode(phases, draft)
         for request in phases.prefilling:
             # Making room for one may have taken the pages of another one that comes later.
@@ -166,33 +168,30 @@ class Scheduler:
         self._step_id += 1
         return plan
 
-    def retire(self, plan: StepPlan, result: StepResult) -> list[tuple[int, Request]]:
-        """Take a step's result in. Returns the requests that got a token, behind its index in the
-        result.
-
-        Requests that were finished while the step ran are released here and not among them.
-        """
+    def retire(self, plan: StepPlan) -> list[Request]:
+        """Count what a step has run. Returns the requests of its tokens, in their order, not to be
+        changed; those that were finished while it ran are released here and take no token."""
         requests = self._in_flight.pop(plan.step_id).requests
-        rows, decoding = plan.decode.row, len(plan.decode.row)
-        computed = plan.decode.first + 1
-        self._counts.computed[rows] = computed
-        for i in (computed % self.slots.tokens_per_page == 0).nonzero()[0].tolist():
-            self._commit(requests[i])
-        sampled = requests[:decoding]
-        for request, work in zip(requests[decoding:], plan.work, strict=True):
-            self._counts.computed[request.row] = work.first + work.num_tokens
-            self._commit(request)
-            if work.sample:
-                sampled.append(request)
-        produced = [one for one in enumerate(sampled) if not one[1].doomed]
-        for index, request in produced:
-            request.tokens.append(result.tokens[index])
-        if len(produced) < len(sampled) or plan.work:
+        decode = plan.decode
+        for i in decode.full or ():
+            self._commit(requests[i], int(decode.first[i]) + 1)
+        sampled = requests
+        if plan.work:
+            decoding = len(decode.row)
+            sampled = requests[:decoding]
+            for request, work in zip(requests[decoding:], plan.work, strict=True):
+                computed = work.first + work.num_tokens
+                self._counts.computed[request.row] = computed
+                self._commit(request, computed)
+                if work.sample:
+                    sampled.append(request)
+        if self._doomed:
             for request in requests:
                 if request.doomed:
+                    self._doomed -= 1
                     request.doomed = False
                     self.finish(request)
-        return produced
+        return sampled
 
     def requests_of(self, plan: StepPlan) -> list[Request]:
         """The requests of a plan in flight, in the order of its work."""
@@ -206,6 +205,7 @@ class Scheduler:
         """A step failed: what it wrote is lost, its requests end. Returns them."""
         requests = self._in_flight.pop(plan.step_id).requests
         for request in requests:
+            self._doomed -= request.doomed
             request.doomed = False
             self.finish(request)
         return requests
@@ -213,35 +213,35 @@ class Scheduler:
     def _phases(self) -> Phases:
         """The running requests by what they run next; worked out again once that has changed."""
         if self._known_phases is None:
-            self._known_phases = Phases.of(self.running)
+            per_page = self.slots.tokens_per_page
+            self._known_phases = Phases.of(self.running, self._counts, per_page)
         return self._known_phases
 
     def _schedule_decode(self, phases: Phases, draft: _Draft) -> None:
         """Put the tokens chosen last into the draft, those of all rows at once: most steps are
         nothing else, and their planning must cost less than they do."""
-        counts, requests, rows = self._counts, phases.decoding, phases.rows
-        begin = counts.planned[rows]
-        short = (begin >= counts.capacity[rows]).nonzero()[0].tolist()
-        if short:
-            left_out = self._extend([requests[i] for i in short], draft)
+        rows = phases.decoding
+        starting = rows.starting()
+        if starting:
+            left_out = self._extend([rows.requests[i] for i in starting], draft)
             if left_out or phases is not self._known_phases:
-                requests = [r for r in requests if r.state is State.RUNNING and r not in left_out]
-                rows = np.array([r.row for r in requests], dtype=np.int64)
-                begin = counts.planned[rows]
-        end = begin + 1
-        counts.planned[rows] = end
-        if np.count_nonzero(end >= counts.last[rows]):
-            self._known_phases = None
+                self._known_phases = None
+                stay = [r for r in rows.requests if r.state is State.RUNNING and r not in left_out]
+                rows = Lockstep(stay, self._counts, self.slots.tokens_per_page)
         masks = {}
         if phases.constrained:
-            masks = {i: r.grammar.mask() for i, r in enumerate(requests) if r.grammar is not None}
-        draft.decode = DecodeWork(rows, begin, end - counts.prompt[rows], masks)
-        draft.requests = requests.copy()
-        draft.load.rows = len(requests)
-        draft.load.rows_context = int(begin.sum())
-        draft.budget -= len(requests)
-        if self.slots.landmarks:
-            draft.budget -= int(np.count_nonzero(end % self.slots.tokens_per_page == 0))
+            constrained = enumerate(rows.requests)
+            masks = {i: r.grammar.mask() for i, r in constrained if r.grammar is not None}
+        draft.load.rows = len(rows.requests)
+        draft.load.rows_context = rows.context
+        draft.decode = rows.step(masks)
+        if rows.left <= 0:
+            self._known_phases = None
+        more = phases.prefilling or self.waiting
+        draft.requests = rows.requests.copy() if more else rows.requests
+        draft.budget -= len(rows.requests)
+        if self.slots.landmarks and draft.decode.full:
+            draft.budget -= len(draft.decode.full)
 
     def _extend(self, requests: Sequence[Request], draft: _Draft) -> list[Request]:
         """Make room for one token more in each; returns those that stay without."""
@@ -437,11 +437,11 @@ class Scheduler:
         self._schedule_prefill(request, draft)
         return request.state is State.RUNNING
 
-    def _commit(self, request: Request) -> None:
-        """Let later requests share the pages that are complete."""
+    def _commit(self, request: Request, computed: int) -> None:
+        """Let later requests share the pages that so many computed tokens fill."""
         assert request.lease is not None
-        if self.slots.complete_pages(request.computed) > request.lease.committed:
-            self.cache.commit(request.lease, request.tokens, request.computed)
+        if self.slots.complete_pages(computed) > request.lease.committed:
+            self.cache.commit(request.lease, request.tokens, computed)
 
     def _retract(self, request: Request) -> None:
         """Take the pages back; the request waits again, in its old place, with all its tokens."""

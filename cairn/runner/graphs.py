@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
 from cairn.cache.landmarks import SlotMap
 from cairn.runner.rows import NO_GRANTS, Grants, write_cells
 from cairn.runner.sampler import Draws
-from cairn.runner.staging import Lines
+from cairn.runner.staging import Lines, Trip
 from cairn.runner.step import DecodeWork
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,10 @@ class Sampling(NamedTuple):
     """
 
     ending: Ending
-    draws: Draws | None
+    draws: Draws | None = None
+
+
+LOGITS, GREEDY = Sampling(Ending.LOGITS), Sampling(Ending.GREEDY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,34 @@ class Place:
     window_spare_page: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
+class Replayed(NamedTuple):
+    """A step that a graph runs.
+
+    Attributes:
+        output: what the graph gives, of the rows that run; the next step overwrites it.
+        trip: brings the step's tokens to the host, whoever chooses them: it must be used.
+    """
+
     output: Tensor
+    trip: Trip
+
+
+class _Captured:
+    """A graph and its output, also cut to the rows of the last step."""
+
+    __slots__ = ("_cut", "_rows", "graph", "output")
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
+        self.graph = graph
+        self.output = self._cut = output
+        self._rows = len(output)
+
+    def replay(self, rows: int) -> Tensor:
+        """Queue the graph's step; its output of so many rows."""
+        self.graph.replay()
+        if self._rows != rows:
+            self._rows, self._cut = rows, self.output[:rows]
+        return self._cut
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
@@ -128,47 +154,51 @@ class DecodeGraphs:
         # Lines of a multiple of 16 bytes: kernels are compiled once for all of them.
         self._width = -(-self.buckets[-1] // 16) * 16
         # Padding draws its largest logit: temperature 0.
-        padding = np.zeros((ROW_LINES + len(Draws._fields), self._width), dtype=np.int64)
-        padding[0] = len(place.last_token) - 1
-        padding[2] = place.tables.numel() - 1
-        self._lines = Lines(padding, device)
+        padding = [len(place.last_token) - 1, 0, place.tables.numel() - 1, 0]
+        self._lines = Lines([*padding, *(0 for _ in Draws._fields)], self._width, device)
         self._device = self._lines.device
         self._captured: dict[tuple[int, Ending], _Captured] = {}
+        self._last: tuple[tuple[int, Ending], _Captured] | None = None
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, decode: DecodeWork, grants: Grants, sampling: Sampling) -> Tensor | None:
+    def run(self, decode: DecodeWork, grants: Grants, sampling: Sampling) -> Replayed | None:
         """Run a step; None where no graph fits it.
 
         Returns:
             The logits [n, V] float32 of the rows' tokens, or with another ending the tokens [n]
-            int64 that they choose, which `last_token` then holds as well. The next step overwrites
-            it.
+            int64 that they choose, which `last_token` then holds as well.
         """
         slots, rows = self.place.slots, len(decode.row)
-        ends = decode.first % slots.tokens_per_page == slots.tokens_per_page - 1
-        closed = np.count_nonzero(ends)
+        closed = decode.count_full(slots.tokens_per_page)
         at = bisect.bisect_left(self.buckets, rows + closed if slots.landmarks else rows)
         if at == len(self.buckets) or closed > self._closing(self.buckets[at]):
             return None
         bucket = self.buckets[at]
-        self._fill(decode, grants, sampling, bucket)
-        key = bucket, sampling.ending
+        trip = self._send(decode, grants, sampling, bucket)
+        return Replayed(self._graph(bucket, sampling.ending).replay(rows), trip)
+
+    def _graph(self, bucket: int, ending: Ending) -> _Captured:
+        """The graph of such steps, captured when it is first asked for."""
+        key, last = (bucket, ending), self._last
+        if last is not None and last[0] == key:
+            # Steps are mostly like the one before.
+            return last[1]
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
-        captured.graph.replay()
-        return captured.output[:rows]
+        self._last = key, captured
+        return captured
 
     def _closing(self, bucket: int) -> int:
         """Pages that a step of this bucket may complete: each takes two of its slots."""
         return max(1, bucket // 2)
 
-    def _fill(self, decode: DecodeWork, grants: Grants, sampling: Sampling, bucket: int) -> None:
-        """Copy the step's numbers, and padding behind them, to where the graphs read."""
+    def _send(self, decode: DecodeWork, grants: Grants, sampling: Sampling, bucket: int) -> Trip:
+        """Queue the step's numbers, and padding behind them, to where the graphs read."""
         if len(grants.cells) > bucket:
             write_cells(self.place.tables, grants)
             grants = NO_GRANTS
-        self._lines.send((decode.row, decode.first, *grants, *(sampling.draws or ())))
+        return self._lines.send((decode.row, decode.first, *grants, *(sampling.draws or ())))
 
     def _batch(self, bucket: int) -> tuple[Batch, Tensor]:
         """The step as the model reads it, from the memory that stays; and where its tokens lie."""

@@ -127,7 +127,7 @@ class Rows:
         """Apply the plan's grants to the host's tables, and lay out its work."""
         grants = self.grant(plan)
         size, slots = self.slots.page_size, self.slots
-        work_row, first_token, _, _ = plan.decode
+        work_row, first_token = plan.decode.row, plan.decode.first
         end_token = first_token + 1
         if plan.work:
             work_row = np.concatenate((work_row, [w.row for w in plan.work]))

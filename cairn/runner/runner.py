@@ -22,11 +22,11 @@ from cairn.attention.registry import assign
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.ops.landmark.select_task import candidate_pages
-from cairn.runner.graphs import DecodeGraphs, Ending, Place, Sampling
+from cairn.runner.graphs import GREEDY, LOGITS, DecodeGraphs, Ending, Place, Sampling
 from cairn.runner.rows import Layout, Rows
 from cairn.runner.sampler import Choice, Picks, Sampler, alternatives
 from cairn.runner.selection import selections
-from cairn.runner.staging import Arriving, send
+from cairn.runner.staging import Arriving, Trip, send
 from cairn.runner.step import (
     Ints,
     Launched,
@@ -40,7 +40,7 @@ from cairn.types import LayerSelection
 
 log = logging.getLogger(__name__)
 
-STEPS_COUNTED_AT_ONCE = 64
+STEPS_COUNTED_AT_ONCE = 256
 LOGITS_BYTES = 64 << 20
 """Prompt log-probabilities are taken in blocks of at most this many bytes of logits."""
 
@@ -161,18 +161,21 @@ class _Chosen(NamedTuple):
 
 
 class LaunchedStep:
-    """A step on its way, which has taken the host `seconds` in the model so far."""
+    """A step on its way, which has taken the host `seconds` in the model so far; its tokens are
+    on their way to the host."""
 
-    def __init__(self, plan: StepPlan, chosen: _Chosen, seconds: float) -> None:
+    def __init__(
+        self, plan: StepPlan, chosen: _Chosen, arriving: Arriving | Trip, seconds: float
+    ) -> None:
         self._plan = plan
         self._chosen = chosen
+        self._arriving = arriving
         self._seconds = seconds
-        self._tokens = Arriving(chosen.choice.tokens)
 
     def result(self) -> StepResult:
         """Wait for the tokens."""
         began = time.perf_counter()
-        tokens = self._tokens.tokens()
+        tokens = self._arriving.tokens()
         seconds = self._seconds + time.perf_counter() - began
         chosen = self._chosen
         return StepResult(
@@ -229,15 +232,16 @@ class Runner:
             rows = [work.row for work in plan.row_by_row()]
             log.debug("step %d: rows %s", plan.step_id, rows)
         picks = Picks.of(plan)
-        chosen = None if plan.work else self._replayed(plan, picks)
-        if chosen is not None:
+        replayed = None if plan.work else self._replayed(plan, picks)
+        if replayed is not None:
             self.reads.add_decoding(plan.decode.first)
-            return LaunchedStep(plan, chosen, 0.0)
+            return replayed
         layout = self.rows.lay_out(plan)
         self.reads.add(layout.slot)
         began = time.perf_counter()
         chosen = self._run(plan, layout, picks)
-        return LaunchedStep(plan, chosen, time.perf_counter() - began)
+        arriving = Arriving(chosen.choice.tokens)
+        return LaunchedStep(plan, chosen, arriving, time.perf_counter() - began)
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, layout: Layout, picks: Picks) -> _Chosen:
@@ -263,24 +267,27 @@ class Runner:
         )
         return _Chosen(choice, dict(zip(watched, reads, strict=True)), prompt)
 
-    def _replayed(self, plan: StepPlan, picks: Picks) -> _Chosen | None:
+    def _replayed(self, plan: StepPlan, picks: Picks) -> LaunchedStep | None:
         """Run a step that only decodes by its graph; None where it needs more than that."""
         if self.graphs is None or self.sampler.watched(picks):
             return None
-        sampling = Sampling(Ending.LOGITS, None)
+        sampling = LOGITS
         if self.sampler.plain(picks):
             draws = self.sampler.draws(picks)
-            sampling = Sampling(Ending.DRAW if draws else Ending.GREEDY, draws)
-        output = self.graphs.run(plan.decode, self.rows.grant(plan), sampling)
-        if output is None:
+            sampling = Sampling(Ending.DRAW, draws) if draws else GREEDY
+        replayed = self.graphs.run(plan.decode, self.rows.grant(plan), sampling)
+        if replayed is None:
             return None
-        if sampling.ending is not Ending.LOGITS:
-            return _Chosen(Choice(output, {}))
-        with torch.inference_mode():
-            choice = self.sampler.sample(output, picks)
-            (index,) = send((picks.row,), output.device)
-            self.rows.remember(index, choice.tokens)
-        return _Chosen(choice)
+        output, trip = replayed
+        if sampling is LOGITS:
+            with torch.inference_mode():
+                choice = self.sampler.sample(output, picks)
+                (index,) = send((picks.row,), output.device)
+                self.rows.remember(index, choice.tokens)
+        else:
+            choice = Choice(output, {})
+        trip.bring(choice.tokens)
+        return LaunchedStep(plan, _Chosen(choice), trip, 0.0)
 
     def _prompt_logprobs(self, hidden: Tensor, work: RowWork, start: int) -> PromptLogprobs:
         """Log-probabilities of the work's targets, a block of logits at a time."""

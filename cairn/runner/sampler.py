@@ -48,7 +48,7 @@ class Picks(NamedTuple):
     @classmethod
     def of(cls, plan: StepPlan) -> Picks:
         """Those of a plan, in its order."""
-        row, _, number, masks = plan.decode
+        row, _, number, masks, _ = plan.decode
         works = [work for work in plan.work if work.sample]
         if works:
             given = {i: w.mask for i, w in enumerate(works, len(row)) if w.mask is not None}

@@ -19,8 +19,6 @@ Numbers = NDArray[np.number[Any]]
 
 ALIGNMENT = 16
 """Bytes on whose multiples tensors begin: kernels are compiled once for all of them."""
-STEPS_ON_THE_WAY = 3
-"""Steps whose numbers may be on their way at once before the host waits."""
 
 
 def send(arrays: Sequence[Numbers], device: torch.device) -> list[Tensor]:
@@ -43,45 +41,110 @@ def send(arrays: Sequence[Numbers], device: torch.device) -> list[Tensor]:
     ]
 
 
+class _Stream:
+    """The stream in use on a GPU. PyTorch makes a new object of it for everyone who asks, which
+    takes longer than what is done with it: here that is made when it has changed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._stream = torch.cuda.current_stream(device)
+
+    def now(self) -> torch.cuda.Stream:
+        """That of this moment."""
+        if torch._C._cuda_getCurrentRawStream(self._index) != self._stream.cuda_stream:
+            self._stream = torch.cuda.current_stream(self._device)
+        return self._stream
+
+
+class Trip:
+    """Pinned memory of a step on a GPU: its numbers on their way there, its tokens on theirs back.
+
+    What it holds already is not written again: most numbers stay the same from step to step. The
+    arrays that are written must therefore stay as they are.
+
+    Args:
+        padding: one number a line, what stands behind its numbers.
+        width: numbers in a line.
+        stream: the one in use.
+        free: where it waits for another step once its tokens have arrived.
+    """
+
+    def __init__(
+        self, padding: Sequence[int], width: int, stream: _Stream, free: list[Trip]
+    ) -> None:
+        self.numbers = torch.zeros(len(padding), width, dtype=torch.int64, pin_memory=True)
+        lines: Numbers = self.numbers.numpy()
+        lines[:] = np.array(padding, dtype=np.int64)[:, None]
+        self._lines = {np.dtype(t): list(lines.view(t)) for t in (np.int64, np.int32, np.float32)}
+        self._held: list[Numbers] = [lines[:0]] * len(padding)
+        self._padding = padding
+        self._memory = torch.zeros(width, dtype=torch.int64, pin_memory=True)
+        self._tokens = self._memory
+        self._found: NDArray[np.int64] = self._tokens.numpy()
+        self._arrived = torch.cuda.Event()
+        self._stream = stream
+        self._free = free
+
+    def write(self, arrays: Sequence[Numbers]) -> None:
+        """Put one array [n <= width] into each line, with padding behind it."""
+        held = self._held
+        for i, array in enumerate(arrays):
+            if held[i] is array:
+                continue
+            line, count = self._lines[array.dtype][i], len(array)
+            line[:count] = array
+            if len(held[i]) != count:
+                line[count:] = self._padding[i]
+            held[i] = array
+
+    def bring(self, tokens: Tensor) -> None:
+        """Queue the way back of tokens [n <= width] int64, which may be overwritten by what is
+        queued later."""
+        count = tokens.size(0)
+        if len(self._found) != count:
+            self._tokens = self._memory[:count]
+            self._found = self._tokens.numpy()
+        self._tokens.copy_(tokens, non_blocking=True)
+        self._arrived.record(self._stream.now())
+
+    def tokens(self) -> list[int]:
+        """Wait for what was brought, to be asked for once: the next step may have this memory."""
+        self._arrived.synchronize()
+        found: list[int] = self._found.tolist()
+        self._free.append(self)
+        return found
+
+
 class Lines:
     """Numbers of one step after the other, written to the same memory of a GPU in one copy each.
 
     Args:
-        padding: [lines, width] int64, what stands where a step has nothing.
+        padding: one number a line, what stands where a step has nothing.
+        width: numbers in a line.
         device: a GPU.
 
     Attributes:
-        device: [lines, width] int64 there; what it holds are the padding's dtype or as many bytes
-            of another one.
+        device: [lines, width] int64 there; what a line holds are int64 or as many bytes of another
+            dtype.
     """
 
-    def __init__(self, padding: NDArray[np.int64], device: torch.device) -> None:
-        self.device = torch.zeros(padding.shape, dtype=torch.int64, device=device)
-        self._padding = padding
-        self._buffers = [_LinesOnTheWay(padding.shape) for _ in range(STEPS_ON_THE_WAY)]
-        self._turn = 0
+    def __init__(self, padding: Sequence[int], width: int, device: torch.device) -> None:
+        self.device = torch.zeros(len(padding), width, dtype=torch.int64, device=device)
+        self._padding = tuple(padding)
+        self._stream = _Stream(device)
+        self._free: list[Trip] = []
 
-    def send(self, arrays: Sequence[Numbers]) -> None:
-        """Queue a step's numbers, one array a line, with padding behind them."""
-        self._turn = (self._turn + 1) % len(self._buffers)
-        buffer = self._buffers[self._turn]
-        # Long over, unless so many steps are on their way.
-        buffer.sent.synchronize()
-        buffer.lines[self._padding.dtype][: len(arrays)] = self._padding[: len(arrays)]
-        for i, array in enumerate(arrays):
-            buffer.lines[array.dtype][i, : len(array)] = array
-        self.device.copy_(buffer.host, non_blocking=True)
-        buffer.sent.record()
+    def send(self, arrays: Sequence[Numbers]) -> Trip:
+        """Queue a step's numbers, one array a line, with padding behind them. The step must bring
+        its tokens with the trip that is returned: until these have arrived it is of no other."""
+        trip = self._free.pop() if self._free else self._another()
+        trip.write(arrays)
+        self.device.copy_(trip.numbers, non_blocking=True)
+        return trip
 
-
-class _LinesOnTheWay:
-    """Pinned memory of one step: as a tensor, as arrays by dtype, and when it may be reused."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.host = torch.zeros(shape, dtype=torch.int64, pin_memory=True)
-        lines: Numbers = self.host.numpy()
-        self.lines = {np.dtype(t): lines.view(t) for t in (np.int64, np.int32, np.float32)}
-        self.sent = torch.cuda.Event()
+    def _another(self) -> Trip:
+        return Trip(self._padding, self.device.shape[1], self._stream, self._free)
 
 
 class Arriving:

@@ -98,18 +98,26 @@ class DecodeWork(NamedTuple):
         first: [n], user tokens of each that have run before.
         output_index: [n], numbers of tokens generated so far; name the draws.
         masks: index in these -> tokens that may be chosen, see RowWork; the others may choose all.
+        full: indices in these whose tokens fill their pages; None: not worked out.
     """
 
     row: Ints
     first: Ints
     output_index: Ints
     masks: Mapping[int, NDArray[np.int32]] = MappingProxyType({})
+    full: Sequence[int] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[int], first: Sequence[int], output_index: Sequence[int]) -> Self:
         """Written by hand."""
         row, begin, number = (np.array(p, dtype=np.int64) for p in (rows, first, output_index))
         return cls(row, begin, number)
+
+    def count_full(self, tokens_per_page: int) -> int:
+        """How many of the tokens fill their pages."""
+        if self.full is not None:
+            return len(self.full)
+        return int(np.count_nonzero(self.first % tokens_per_page == tokens_per_page - 1))
 
 
 NO_ROWS = DecodeWork.of((), (), ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 
@@ -35,6 +36,22 @@ def test_shape_of_a_result(llm):
     assert output.text == bytes(output.token_ids).decode()
     assert (output.finish_reason, output.stop_reason) == ("length", None)
     assert (output.logprobs, output.cumulative_logprob) == (None, None)
+
+
+def test_nothing_but_the_users_list_is_as_long_as_a_prompt_while_steps_run(token_llm, monkeypatch):
+    """Python's collector walks every list that is young, and a prompt may have a million ids."""
+    prompt, found, step = ids(11, 777), [], token_llm.engine.core.step
+
+    def watched():
+        found.append([o for o in gc.get_objects() if type(o) is list and len(o) >= len(prompt)])
+        return step()
+
+    monkeypatch.setattr(token_llm.engine.core, "step", watched)
+    (result,) = token_llm.generate({"prompt_token_ids": prompt}, GREEDY)
+    as_long = {id(one) for lists in found for one in lists if one[:9] == prompt[:9]}
+    assert as_long == {id(prompt)}
+    assert result.prompt_token_ids == prompt
+    assert result.prompt_token_ids is not prompt
 
 
 def test_no_prompts_no_results(llm):

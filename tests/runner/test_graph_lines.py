@@ -46,8 +46,12 @@ def no_gpu(monkeypatch):
         return make(*shape, **options)
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    idle = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    idle = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: idle)
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
     def capture(self: DecodeGraphs, bucket: int, ending: Ending) -> graphs._Captured:
@@ -78,6 +82,7 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
     decoder = DecodeGraphs(model, place, num_rows)
     done, granted = [0] * num_rows, [0] * num_rows
     told = np.zeros(num_rows, dtype=np.int64)
+    on_the_way, arrays = [], {}
     for step in range(60):
         running = sorted(rng.sample(range(num_rows), rng.randint(1, num_rows)))
         grants = []
@@ -93,17 +98,26 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
                 granted[r] = need
         first = [done[r] for r in running]
         decode = DecodeWork.of(running, first, [0] * len(running))
+        # The same rows come as the same array, as from the scheduler.
+        decode = decode._replace(row=arrays.setdefault(tuple(running), decode.row))
         plan = StepPlan(step, (), (), tuple(grants), (), decode)
         layout = rows.lay_out(plan)
         ending = rng.choice([Ending.GREEDY, Ending.LOGITS])
-        output = decoder.run(decode, rows.grant(plan), Sampling(ending, None))
+        replayed = decoder.run(decode, rows.grant(plan), Sampling(ending, None))
         for r in running:
             done[r] += 1
-        if output is None:
+        if replayed is None:
             # Where no landmark follows, more tokens than that may end their pages at once.
             assert not landmarks and 2 * len(layout.completed) > len(layout.slot)
             write_cells(tables, layout.grants)
             continue
+        output, trip = replayed
+        trip.bring(last_token[torch.tensor(running)])
+        on_the_way.append((trip, last_token[torch.tensor(running)].tolist()))
+        if len(on_the_way) > step % 3:
+            # They arrive in order; up to three are on their way at once.
+            arrived, tokens = on_the_way.pop(0)
+            assert arrived.tokens() == tokens
         if ending is Ending.GREEDY:
             tokens = [chosen(slots.slot_of(n), r) for n, r in zip(first, running, strict=True)]
             assert output.tolist() == tokens

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
 
-from cairn.runner.staging import ALIGNMENT, Arriving, send
+from cairn.runner.staging import ALIGNMENT, Arriving, Lines, send
 
 ARRAYS = (
     np.arange(5),
@@ -50,3 +52,32 @@ def test_tokens_arrive_as_they_were_when_they_were_sent():
 def test_tokens_of_the_cpu():
     assert Arriving(torch.tensor([3, -1])).tokens() == [3, -1]
     assert Arriving(torch.empty(0, dtype=torch.int64)).tokens() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_lines_of_steps_that_are_on_their_way_at_once():
+    """Each step finds its own numbers, however many were sent before it ran, and its tokens come
+    back although later ones were chosen; arrays that stay the same are among them."""
+    device, rng = torch.device("cuda"), random.Random(3)
+    lines = Lines([7, -1, 0], 32, device)
+    rows = [np.arange(n) for n in (4, 9)]
+    ahead, chosen = [], torch.zeros(32, dtype=torch.int64, device=device)
+    for step in range(200):
+        row = rows[rng.random() < 0.1]
+        cells = np.arange(rng.choice([0, 0, 0, 3]))
+        pages = np.full(len(cells), step, dtype=np.int32)
+        trip = lines.send((row, cells, pages))
+        if rng.random() < 0.3:
+            torch.cuda._sleep(300_000)
+        # What a step chooses follows from what it was sent.
+        chosen.copy_(lines.device[0] * 1000 + lines.device[1] * 10 + step)
+        chosen += lines.device[2].view(torch.int32)[:32]
+        trip.bring(chosen[: len(row)])
+        sent = [np.full(32, padding) for padding in (7, -1, 0)]
+        for line, array in zip(sent, (row, cells, pages), strict=True):
+            line[: len(array)] = array
+        ahead.append((trip, (sent[0] * 1000 + sent[1] * 10 + step + sent[2])[: len(row)].tolist()))
+        if len(ahead) > rng.randrange(4):
+            arrived, wanted = ahead.pop(0)
+            assert arrived.tokens() == wanted
