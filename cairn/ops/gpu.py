@@ -11,30 +11,120 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-
-class _NoTriton:
-    """Stands for the module: decorators give the function back."""
-
-    @staticmethod
-    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-        """What `triton.jit` is written as, without effect."""
-        return function if function is not None else lambda kernel: kernel
-
-
-triton: Any = _NoTriton()
+_module: Any = None
 tl: Any = None
 with contextlib.suppress(ImportError):
-    triton = importlib.import_module("triton")
+    _module = importlib.import_module("triton")
     tl = importlib.import_module("triton.language")
 
 AVAILABLE = tl is not None
 DEVICES: tuple[str, ...] = ("cuda",) if AVAILABLE else ()
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
+STREAM = object()
+"""Stands for the stream in what `again` gives."""
+
+
+class Watcher(Protocol):
+    """Who is told what a call does with the device."""
+
+    def took(self, tensor: Tensor, zero: bool) -> None:
+        """Memory was taken, not written or all 0."""
+        ...
+
+    def spoiled(self) -> None:
+        """Something else is done."""
+        ...
+
+    def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
+        """A kernel was launched; `compiled` is what Triton ran."""
+        ...
+
+
+class _Watch(threading.local):
+    by: Watcher | None = None
+
+
+watch = _Watch()
+"""Who watches this thread."""
+
+
+class _Triton:
+    """Stands for the module in kernel files."""
+
+    @staticmethod
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        """As `triton.jit`; who watches is told of launches. Without Triton it has no effect."""
+        if function is None:
+            return functools.partial(_Triton.jit, **options)
+        if not AVAILABLE:
+            return function
+        kernel = _module.jit(function, **options)
+        kernel.run = functools.partial(_run, kernel)
+        return kernel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_module, name)
+
+
+triton: Any = _Triton()
+
+
+def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    compiled = type(kernel).run(kernel, *args, grid=grid, warmup=warmup, **options)
+    if watch.by is not None and not warmup:
+        watch.by.launched(kernel, compiled, grid, args)
+    return compiled
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for kernels, not written."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if watch.by is not None:
+        watch.by.took(tensor, zero=False)
+    return tensor
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for kernels, all 0."""
+    tensor = torch.zeros(shape, dtype=dtype, device=device)
+    if watch.by is not None:
+        watch.by.took(tensor, zero=True)
+    return tensor
+
+
+def again(
+    compiled: Any, grid: Sequence[int], args: Sequence[Any]
+) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+    """The function that launched a compiled kernel, and its arguments: any may be replaced by one
+    that Triton would specialise the kernel on in the same way, tensors by addresses.
+
+    They are those of JITFunction.run in Triton 3.6, less its hooks; None for another Triton.
+    """
+    if not _module.__version__.startswith("3.6.") or not hasattr(compiled, "packed_metadata"):
+        return None
+    # Loads the kernel, and with it the function.
+    run = compiled.run
+    kernel = (compiled.function, compiled.packed_metadata)
+    return run, (*(*grid, 1, 1)[:3], STREAM, *kernel, None, None, None, *args)
+
+
+def hooked() -> bool:
+    """Whether somebody is to be told of every launch, as profilers are."""
+    runtime = _module.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def stream_of(device: torch.device) -> Any:
+    """The current stream of a device, as Triton names it."""
+    return _module.runtime.driver.active.get_current_stream(device.index)
 
 
 def next_power_of_2(number: int) -> int:

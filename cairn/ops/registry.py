@@ -36,6 +36,7 @@ from torch import Tensor
 
 from cairn.errors import BadConfig
 from cairn.names import nearest
+from cairn.ops import replay
 
 if TYPE_CHECKING:
     from cairn.ops.benching import Draw, Point
@@ -66,14 +67,16 @@ class Implementation:
         dtypes: dtypes accepted for the first floating-point tensor argument; None: any.
         when: called with the op's arguments; False refuses them (by shape). None: always.
         missing: why it cannot run on this machine, whatever the arguments; empty: it can.
+        replayed: eager calls on CUDA tensors make the launches of earlier ones again (replay.py).
     """
 
     name: str
     function: Callable[..., Any]
     devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...] | None = None
+    dtypes: Sequence[torch.dtype] | None = None
     when: Callable[..., bool] | None = None
     missing: str = ""
+    replayed: bool = False
 
     @property
     def conditional(self) -> bool:
@@ -115,6 +118,7 @@ class Op(Generic[P, R]):
         self._check: Callable[..., None] | None = None
         self._fake: Callable[..., Any] = definition
         self._chosen: dict[str, tuple[Implementation, ...]] = {}
+        self._plans: replay.Plans | None = None
         self.__doc__ = definition.__doc__
         self.__name__ = definition.__name__
         self.__qualname__ = definition.__qualname__
@@ -137,20 +141,29 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the chosen implementation; raises TypeError for arguments that do not fit."""
-        if self._check is not None:
-            self._check(*args, **kwargs)
-        if _is_compiling() or _active_modes():
-            return self._dispatch(args, kwargs)
         position = self._key
         key = args[position] if len(args) > position else kwargs.get(self._key_name)
-        if type(key) not in _PLAIN_TENSORS:
+        if type(key) not in _PLAIN_TENSORS or _is_compiling() or _active_modes():
+            if self._check is not None:
+                self._check(*args, **kwargs)
             if isinstance(key, Tensor):
                 return self._dispatch(args, kwargs)
             return self.reference(*args, **kwargs)
-        chosen = self._select(cast(Tensor, key), args, kwargs)
+        if self._plans is not None and cast(Tensor, key).is_cuda:
+            return cast(R, self._plans.run(self._eager, args, kwargs))
+        return cast(R, self._eager(args, kwargs))
+
+    def _eager(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Check the arguments, choose and run."""
+        if self._check is not None:
+            self._check(*args, **kwargs)
+        key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
+        chosen = self._select(key, args, kwargs)
+        if not chosen.replayed:
+            replay.spoil()
         if self._out is None:
-            return cast(R, chosen.function(*args, **kwargs))
-        return cast(R, self._with_out(chosen.function, args, kwargs))
+            return chosen.function(*args, **kwargs)
+        return self._with_out(chosen.function, args, kwargs)
 
     def using(self, name: str) -> Callable[P, R]:
         """One implementation by name ("reference": the definition). Raises BadConfig if unknown."""
@@ -226,6 +239,7 @@ class Op(Generic[P, R]):
         out = args[position] if len(args) > position else kwargs.get("out")
         if out is None or result is out:
             return result
+        replay.spoil()
         if out.shape != result.shape:
             raise ValueError(
                 f"{self.name}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}"
@@ -318,6 +332,7 @@ class Op(Generic[P, R]):
         dtypes: Sequence[torch.dtype] | None = None,
         when: Callable[..., bool] | None = None,
         missing: str = "",
+        replayed: bool = False,
     ) -> Callable[[F], F]:
         """Decorator: register a faster way. Earlier registrations are preferred.
 
@@ -329,6 +344,8 @@ class Op(Generic[P, R]):
             dtypes: accepted dtypes of the first floating-point tensor argument; None: any.
             when: called with the op's arguments; False passes them on to the next candidate.
             missing: why it cannot run on this machine, for `cairn ops`; empty: it can.
+            replayed: all it does on the device is to take memory from gpu.py and to launch kernels,
+                which depend on no more than replay.py says: they may be repeated without it.
         Raises:
             ValueError: for a name already taken, or parameters that differ from the definition's.
         """
@@ -342,10 +359,11 @@ class Op(Generic[P, R]):
                     f"{self.name}, implementation {name!r}: parameters {parameters} differ from "
                     f"the definition's {self._parameters}"
                 )
-            accepted = None if dtypes is None else tuple(dtypes)
             self.implementations[name] = Implementation(
-                name, function, tuple(devices), accepted, when, missing
+                name, function, tuple(devices), dtypes and tuple(dtypes), when, missing, replayed
             )
+            if replayed:
+                self._plans = replay.Plans()
             self._chosen.clear()
             return function
 
@@ -472,6 +490,7 @@ def _set_forced(forced: dict[str, str]) -> None:
     _forced.update(forced)
     for entry in _ops.values():
         entry._chosen.clear()
+        entry._plans = entry._plans and replay.Plans()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

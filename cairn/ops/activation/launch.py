@@ -13,7 +13,9 @@ from cairn.ops.activation.kernels import activation_kernel
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 
 BLOCK, WARPS = 1024, 4
-"""Numbers and warps of a program."""
+"""Numbers and warps of a program of a gated activation."""
+PLAIN_BLOCK, PLAIN_WARPS = 4096, 8
+"""The same of one without a gate."""
 
 
 def in_rows(input: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -79,15 +81,16 @@ def launch(
     x = input.reshape(input.shape[:-1].numel(), gates * width)
     result = out
     if result is None or not result.is_contiguous():
-        fresh = torch.empty if expert_ids is None else torch.zeros
-        result = fresh((*input.shape[:-1], width), dtype=input.dtype, device=input.device)
+        fresh = gpu.empty if expert_ids is None else gpu.zeros
+        result = fresh((*input.shape[:-1], width), input.dtype, input.device)
         if out is not None and expert_ids is not None:
             result.copy_(out)
-    block = min(BLOCK, gpu.next_power_of_2(max(1, width)))
+    most, warps = (BLOCK, WARPS) if gates == 2 else (PLAIN_BLOCK, PLAIN_WARPS)
+    block = min(most, gpu.next_power_of_2(max(1, width)))
     if x.numel():
         activation_kernel[(x.shape[0], -(-width // block))](
             *(x, result, expert_ids, x.stride(0), width, width, expert_step),
             *(block, kind, gates == 2),
-            num_warps=WARPS,
+            num_warps=warps,
         )
     return result

@@ -46,7 +46,7 @@ def _(
     launch.check("silu_and_mul", input, out, expert_ids, expert_step)
 
 
-@silu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows)
+@silu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
 def _(
     input: Tensor,
     out: Tensor | None = None,

@@ -85,8 +85,8 @@ class Task:
         """o [T, h_q, *splits, d] of a dtype and lse [T, h_q, *splits] float32, not yet written."""
         tokens, heads, dim = self.q.shape
         shape = (tokens, heads, *splits)
-        o = torch.empty((*shape, dim), dtype=dtype, device=self.q.device)
-        return o, torch.empty(shape, dtype=torch.float32, device=self.q.device)
+        o = gpu.empty((*shape, dim), dtype, self.q.device)
+        return o, gpu.empty(shape, torch.float32, self.q.device)
 
     def inputs(self) -> tuple[Tensor, ...]:
         """What the kernels read, in their order."""

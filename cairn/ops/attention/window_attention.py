@@ -110,7 +110,8 @@ def _(
     first = last - window + 1
     if aligned:
         first = first // k_cache.shape[2] * k_cache.shape[2]
-    lines = paging.lines(k_cache, page_table[int(row)], max(0, first), last, mask_landmarks)
+    table, (heads, size) = page_table[int(row)], k_cache.shape[1:3]
+    lines = paging.lines(heads, size, table, max(0, first), last, mask_landmarks)
     if lines.numel() == 0:
         return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(
             q.shape[:2], -torch.inf, dtype=torch.float32
@@ -249,6 +250,7 @@ window_attention.tolerance(
 @window_attention.implementation(
     "triton_splits",
     devices=gpu.DEVICES,
+    replayed=True,
     when=lambda q, k_cache, v_cache, *args, **kwargs: (
         q.shape[0] <= launch.SPLIT_TOKENS and launch.accepts(q, k_cache, v_cache)
     ),
@@ -272,6 +274,7 @@ def _(
 @window_attention.implementation(
     "triton_tiles",
     devices=gpu.DEVICES,
+    replayed=True,
     when=lambda q, k_cache, v_cache, *args, **kwargs: launch.accepts(q, k_cache, v_cache),
 )
 def _(

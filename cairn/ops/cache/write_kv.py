@@ -62,6 +62,7 @@ def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) 
 @write_kv.implementation(
     "triton",
     devices=gpu.DEVICES,
+    replayed=True,
     when=lambda k, v, k_cache, v_cache, location: (
         k.stride()[1:] == v.stride()[1:] == (k.shape[2], 1)
         and k_cache.stride() == v_cache.stride()

@@ -78,7 +78,7 @@ def attend(
     tokens, heads = task.q.shape[:2]
     indices = job.empty(tokens, job.groups, job.topk, dtype=torch.int32)
     scores, lse = job.empty(tokens, heads, job.topk), job.empty(tokens, heads)
-    out = torch.empty_like(task.q)
+    out = gpu.empty(task.q.shape, task.q.dtype, task.q.device)
     if tokens == 0:
         return out, indices, scores, lse
     plan = _plan(task, job, store)

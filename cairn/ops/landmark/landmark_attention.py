@@ -168,7 +168,9 @@ def _on_gpu(
 _PARAMETERS = tuple(landmark_attention.__signature__.parameters)
 
 
-@landmark_attention.implementation("triton_few", devices=gpu.DEVICES, when=_few_on_gpu)
+@landmark_attention.implementation(
+    "triton_few", devices=gpu.DEVICES, when=_few_on_gpu, replayed=True
+)
 def _(
     q: Tensor,
     lmk_q: Tensor,
@@ -191,7 +193,7 @@ def _(
     size, kv_heads = k_cache.shape[2], k_cache.shape[1]
     task = task_of(lmk_q, summary_key, strategy, scale, kv_heads)
     candidate_pages(slot[:0], size, window, strategy)  # refuses an impossible window
-    lse = q.new_empty(0, dtype=torch.float32)
+    lse = gpu.empty((0,), torch.float32, q.device)
     job = select_launch.Selection(
         *(lmk_q, summary_key, summary_bias, lse, *where, size, topk, task.scale),
         *(window - 1, task.groups, task.normalised),
@@ -200,7 +202,7 @@ def _(
     return fused_launch.attend(own, job, softmax1, store_summaries)
 
 
-@landmark_attention.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu)
+@landmark_attention.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu, replayed=True)
 def _(
     q: Tensor,
     lmk_q: Tensor,

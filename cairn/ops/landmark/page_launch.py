@@ -101,11 +101,13 @@ class Pages:
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory on the device, not written."""
-        return torch.empty(shape, dtype=dtype, device=self.q.device)
+        return gpu.empty(shape, dtype, self.q.device)
 
-    def numbers(self, count: int, length: int) -> tuple[Tensor, ...]:
-        """`count` times `length` int32, not written, all of them at round addresses."""
-        return self.empty(count, -(-length // 4) * 4, dtype=torch.int32).unbind()
+    def numbers(self, *lengths: int) -> tuple[Tensor, ...]:
+        """So many int32 each, not written, all of them at round addresses."""
+        padded = [-(-length // 4) * 4 for length in lengths]
+        parts: tuple[Tensor, ...] = self.empty(sum(padded), dtype=torch.int32).split(padded)
+        return parts
 
 
 def attend_few(job: Pages) -> Tensor:
@@ -162,12 +164,14 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     kv_heads, pages = job.k_cache.shape[1], job.k_cache.shape[0]
     topk, pairs, lines = job.indices.shape[-1], job.indices.numel(), kv_heads * pages
     parts = job.empty(pairs, heads // kv_heads, dim, dtype=job.q.dtype)
-    line_of, rank, places, token_at = job.numbers(4, pairs)
+    most = pairs // UNIT_PAIRS + min(pairs, lines)
+    lengths = (*[pairs] * 4, *[lines] * 2, *[most] * 3)
+    line_of, rank, places, token_at, *others = job.numbers(*lengths)
     if pairs == 0:
         return parts, places
-    most = pairs // UNIT_PAIRS + min(pairs, lines)
-    counts = torch.zeros(lines * _APART + 2, dtype=torch.int32, device=job.q.device)
-    cursors, given, units = counts[-2:], job.numbers(2, lines), job.numbers(3, most)
+    given, units = others[:2], others[2:]
+    counts = gpu.zeros((lines * _APART + 2,), torch.int32, job.q.device)
+    cursors = counts[-2:]
     per_block = (-(-pairs // _BLOCK),)
     kernels.count_kernel[per_block](
         *(job.indices, job.row, job.page_table, counts, line_of, rank, pairs, pages),

@@ -102,7 +102,7 @@ class Selection:
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory on the device, not written."""
-        return torch.empty(shape, dtype=dtype, device=self.lmk_q.device)
+        return gpu.empty(shape, dtype, self.lmk_q.device)
 
     def numbers(self) -> tuple[float, ...]:
         """offset, page size, scale and strides, in the kernels' order."""

@@ -202,12 +202,12 @@ def _on_gpu(
     )
 
 
-@select_pages.implementation("triton_few", devices=gpu.DEVICES, when=_few_on_gpu)
+@select_pages.implementation("triton_few", devices=gpu.DEVICES, when=_few_on_gpu, replayed=True)
 def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return select_launch.select(_selection(*args, **kwargs), few=True)
 
 
-@select_pages.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu)
+@select_pages.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu, replayed=True)
 def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return select_launch.select(_selection(*args, **kwargs), few=False)
 

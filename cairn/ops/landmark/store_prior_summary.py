@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
-from cairn.ops.landmark.prior_summary import WARPS, prior_summary
+from cairn.ops.landmark.prior_summary import prior_summary, warps_of
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -77,7 +77,7 @@ def _accepts(
     )
 
 
-@store_prior_summary.implementation("triton", devices=gpu.DEVICES, when=_accepts)
+@store_prior_summary.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(
     query: Tensor,
     k_cache: Tensor,
@@ -91,12 +91,12 @@ def _(
         return
     key = query if key_pool is None else key_pool
     bias = query if bias_pool is None else bias_pool
+    padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
     prior_summary_kernel[(count, kv_heads)](
         *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
-        *(*k_cache.stride()[:2], heads, kv_heads, dim, size),
-        *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size)),
+        *(*k_cache.stride()[:2], heads, kv_heads, dim, size, *padded),
         *(key_pool is not None, bias_pool is not None, True),
-        num_warps=WARPS,
+        num_warps=warps_of(*padded),
     )
 
 

@@ -49,7 +49,7 @@ def _(
     check_sum("fused_add_rmsnorm", input, residual, weight)
 
 
-@fused_add_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=both_in_rows)
+@fused_add_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=both_in_rows, replayed=True)
 def _(
     input: Tensor,
     residual: Tensor,

@@ -8,10 +8,11 @@ from cairn.ops.gpu import tl, triton
 @triton.jit
 def scaled(value, at, inside, width, eps, axis: tl.constexpr, SHIFTED: tl.constexpr):
     """rsqrt(mean of squares along the axis + eps), and the weights at an address, float32."""
-    scale = tl.rsqrt(tl.sum(value * value, axis) / width + eps)
+    # First, so as not to wait for it behind the sum.
     factor = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if SHIFTED:
         factor += 1.0
+    scale = tl.rsqrt(tl.sum(value * value, axis) / width + eps)
     return scale, factor
 
 

@@ -13,6 +13,8 @@ from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel, rmsnorm_kernel
 
 LONGEST = 1 << 15
 """Numbers of the longest row that one program takes."""
+A_WARP = 1024
+"""Numbers of a lone row that one warp takes: it waits for no other."""
 
 
 def check_rows(op: str, input: Tensor, weight: Tensor, out: Tensor | None = None) -> None:
@@ -74,13 +76,13 @@ def norm_rows(
     into = None if out is None else rows_of(out)
     result = out
     if into is None or result is None:
-        result = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        result = gpu.empty(input.shape, input.dtype, input.device)
         into = result.view(-1, width)
     block = gpu.next_power_of_2(width)
     if x.shape[0]:
         rmsnorm_kernel[(x.shape[0],)](
             *(x, weight, into, x.stride(0), into.stride(0), width, eps, block, shifted, rounded),
-            num_warps=gpu.warps_for(block),
+            num_warps=1 if x.shape[0] * block <= A_WARP else gpu.warps_for(block),
         )
     return result
 

@@ -69,7 +69,7 @@ def _(
     return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
 
 
-@rmsnorm.implementation("triton", devices=gpu.DEVICES, when=in_rows)
+@rmsnorm.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
 def _(
     input: Tensor,
     weight: Tensor,

@@ -14,7 +14,8 @@ from cairn.ops.quantization.kernels import amax_kernel, tensor_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-BLOCK = 4096
+BLOCK, STATIC_BLOCK = 4096, 2048
+"""Numbers of a program, and where the scale is given."""
 MOST_PARTS = 512
 ONE_PROGRAM = 1 << 14
 """Numbers of a tensor that is quantized in one launch, as a single group."""
@@ -64,17 +65,18 @@ def _(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> Non
         one = (1, count)
         launch.quantize(input.view(one), output_q.view(one), output_s.view(1, 1), count, RULE)
         return
-    blocks = -(-count // BLOCK)
+    block = min(STATIC_BLOCK, gpu.next_power_of_2(max(1, count))) if is_static else BLOCK
+    blocks = -(-count // block)
     parts: Tensor | None = None
     number_of_parts = min(max(blocks, 1), MOST_PARTS)
     if not is_static:
         parts = torch.empty(number_of_parts, dtype=torch.int32, device=input.device)
-        amax_kernel[(number_of_parts,)](input, parts, count, BLOCK, num_warps=8)
+        amax_kernel[(number_of_parts,)](input, parts, count, block, num_warps=8)
     elif not count:
         return
     tensor_kernel[(max(blocks, 1),)](
         *(input, output_q.view(torch.uint8), output_s, parts, count, number_of_parts, E4M3_MAX),
-        *(gpu.next_power_of_2(number_of_parts), BLOCK, gpu.knows_e4m3(input.device)),
+        *(gpu.next_power_of_2(number_of_parts), block, gpu.knows_e4m3(input.device)),
         num_warps=8,
     )
 

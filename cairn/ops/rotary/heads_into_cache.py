@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.ops import gpu
@@ -11,7 +15,7 @@ from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import heads_into_cache_kernel
-from cairn.ops.rotary.split_norm_rope import split_norm_rope, turned_heads
+from cairn.ops.rotary.split_norm_rope import split_norm_rope
 from cairn.ops.testing import Cases, Make
 
 
@@ -95,7 +99,7 @@ def _accepts(
     )
 
 
-@heads_into_cache.implementation("triton", devices=gpu.DEVICES, when=_accepts)
+@heads_into_cache.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(
     projected: Tensor,
     added: Tensor | None,
@@ -109,7 +113,9 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     tokens, (heads, dim), kv_heads = projected.shape[0], weight.shape, k_cache.shape[1]
     own = heads - num_heads - kv_heads
-    q, z = (projected.new_empty(tokens, n, dim) for n in (num_heads, own))
+    q, z = (
+        gpu.empty((tokens, n, dim), projected.dtype, projected.device) for n in (num_heads, own)
+    )
     at_once = min(16, gpu.next_power_of_2(heads))
     early = gpu.launches_early(projected.device)
     if tokens:
@@ -145,20 +151,49 @@ def _(
     num_heads: int,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """The definition in few calls, which are what one token pays for."""
-    kv_heads = k_cache.shape[1]
-    y = turned_heads(projected, added, weight, cos_sin, num_heads, kv_heads, eps)[0]
+    """The definition in few calls, which are what one token pays for; numpy's cost a fifth."""
+    (heads, dim), kv_heads, size = weight.shape, *k_cache.shape[1:3]
+    y = _turned_row(projected, added, weight, cos_sin, num_heads + kv_heads, eps)
+    turned = torch.from_numpy(y).to(projected.dtype).unsqueeze(0)
     where = int(location)
     if where >= 0:
-        page, place = divmod(where, k_cache.shape[2])
-        k_cache[page, :, place] = y[num_heads : num_heads + kv_heads]
-        v = _values(projected, added, weight, num_heads, kv_heads)
-        v_cache[page, :, place] = v.view(kv_heads, -1)
-    q, z = (
-        part.to(projected.dtype, copy=True).unsqueeze(0)
-        for part in (y[:num_heads], y[num_heads + kv_heads :])
-    )
-    return q, z
+        page, place = divmod(where, size)
+        k_bits, v_bits, y_bits, bits = map(_bits, (k_cache, v_cache, turned, projected))
+        k_bits[page, :, place] = y_bits[0, num_heads : num_heads + kv_heads]
+        first = dim * (heads if added is None else num_heads + kv_heads)
+        v_bits[page, :, place] = bits[0, first : first + kv_heads * dim].reshape(kv_heads, dim)
+    return turned[:, :num_heads], turned[:, num_heads + kv_heads :]
+
+
+def _bits(x: Tensor) -> NDArray[Any]:
+    """Memory of x for numpy, which knows no bfloat16."""
+    return (x if x.element_size() > 2 else x.view(torch.int16)).numpy()
+
+
+def _turned_row(
+    projected: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    cos_sin: Tensor | None,
+    own: int,
+    eps: float,
+) -> NDArray[np.float32]:
+    """`turned_heads` of one token [H, d]; the `own` first of them are q's and k's."""
+    heads, dim = weight.shape
+    joint = projected[:, : (heads if added is None else own) * dim]
+    if added is not None:
+        joint = torch.cat((joint, added + joint[:, : added.shape[1]]), dim=-1)
+    x = joint.float().numpy().reshape(heads, dim)
+    mean = np.square(x).sum(axis=1, keepdims=True) / np.float32(dim)
+    y: NDArray[np.float32] = x / np.sqrt(mean + np.float32(eps)) * weight.float().numpy()
+    if cos_sin is None:
+        return y
+    cos, sin = cos_sin.numpy().reshape(2, -1)
+    first, second = y[:, : dim // 2], y[:, dim // 2 :]
+    turned = np.empty_like(y)
+    np.subtract(first * cos, second * sin, out=turned[:, : dim // 2])
+    np.add(second * cos, first * sin, out=turned[:, dim // 2 :])
+    return turned
 
 
 @heads_into_cache.implementation("composed")

@@ -86,7 +86,7 @@ def _accepts(
     )
 
 
-@split_norm_rope.implementation("triton", devices=gpu.DEVICES, when=_accepts)
+@split_norm_rope.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(
     projected: Tensor,
     added: Tensor | None,
@@ -98,7 +98,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, (heads, dim) = projected.shape[0], weight.shape
     counts = (num_heads, num_kv_heads, heads - num_heads - num_kv_heads)
-    q, k, z = (projected.new_empty(tokens, n, dim) for n in counts)
+    q, k, z = (gpu.empty((tokens, n, dim), projected.dtype, projected.device) for n in counts)
     at_once = min(16, gpu.next_power_of_2(heads))
     if tokens:
         split_norm_rope_kernel[(tokens, -(-heads // at_once))](

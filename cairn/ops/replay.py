@@ -1,0 +1,325 @@
+"""The launches of an op, made again at other addresses.
+
+A layer of an eager step enqueues a dozen kernels, and the next layer the same ones: the same
+shapes, strides and numbers at other addresses. Finding them again (the checks and the choice of
+the op, its arithmetic on shapes, Triton's look at every argument) takes the host longer than the
+device works. So the first call of an implementation with `replayed=True` (registry.py) is recorded:
+which memory it took from `gpu.empty` and `gpu.zeros`, which kernels it launched, and into whose
+memory each pointer pointed. Later calls of the same signature launch the compiled kernels again
+(`gpu.again`), with addresses instead of tensors.
+
+Why the results are the same. The signature holds all that such an implementation looks at: every
+tensor's shape, strides, dtype and device, which of them begin at the same address, and the type and
+value of every other argument. So the numbers, grids and kernels of a replay are those of the
+recording; and of what else Triton specialises a kernel on, pointers that are multiples of 16, both
+are asked, or the call is run plainly. An implementation of this kind does nothing on the device but
+take memory and launch, since nothing else would be repeated. Signatures of which a pointer is
+neither into an argument nor into memory from here, or which call an op whose choice is not of this
+kind, are run plainly for good. Streams, graph capture and launches before the kernel in front is
+done are as in a plain call; while somebody hooks launches, as profilers do, all calls are plain. A
+plan holds no memory: it takes each piece for the first kernel that needs it and frees it behind the
+last, in the sizes of a plain call.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cairn.ops import gpu
+
+MOST_PLANS = 64
+"""Signatures that an op remembers. Every layer of a step has the same; the next step may be of any
+number of tokens."""
+_LOW_BITS = 15
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an op.
+
+    Attributes:
+        signature: what a plan for it depends on.
+        tensors: those among the arguments, in order.
+        addresses: where they begin, multiples of 16.
+    """
+
+    signature: tuple[Any, ...]
+    tensors: list[Tensor]
+    addresses: list[int]
+
+
+def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    """A call of an op; None for one that no plan serves."""
+    key: list[Any] = []
+    tensors: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind in _PLAIN_TENSORS:
+            tensors.append(value)
+            key += (value.shape, value.stride(), value.dtype, value.device)
+        elif isinstance(value, Tensor):
+            return None
+        else:
+            key += (kind, value)
+    addresses = list(map(Tensor.data_ptr, tensors))
+    if functools.reduce(operator.or_, addresses) & _LOW_BITS:
+        return None
+    if len(set(addresses)) < len(addresses):
+        key += map(addresses.index, addresses)
+    key += kwargs
+    return Call(tuple(key), tensors, addresses)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Memory that a call takes.
+
+    Attributes:
+        take: takes it.
+        shape, dtype: of the tensor, which is contiguous.
+        slot: its address's, -1: no kernel needs it.
+        last: number of the last step that needs it.
+    """
+
+    take: Callable[[], Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    slot: int = -1
+    last: int = -1
+
+
+@dataclass(slots=True)
+class _Step:
+    """A launch. Slots hold the addresses and the numbers of a call.
+
+    Attributes:
+        run: what launches.
+        pieces: numbers of those taken before it.
+        views: addresses behind others: (slot, slot of the other, bytes).
+        pick: its arguments out of the slots.
+        free: numbers of the pieces that nothing needs after it.
+    """
+
+    run: Callable[..., None]
+    pieces: list[int] = field(default_factory=list)
+    views: list[tuple[int, int, int]] = field(default_factory=list)
+    pick: Callable[[Sequence[Any]], Any] = tuple
+    free: list[int] = field(default_factory=list)
+
+
+class Recording:
+    """What a call does with the device, told by gpu.py while it does it."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._inputs = {id(tensor): number for number, tensor in enumerate(call.tensors)}
+        # The arguments' addresses, the stream, and what `_remember` adds.
+        self._slots: list[Any] = [None] * (len(call.tensors) + 1)
+        self._known: dict[Any, int] = {}
+        self._pieces: list[_Piece] = []
+        self._made: dict[int, int] = {}
+        # While there is a weak reference no other storage is known by the same number; the memory
+        # itself may be freed.
+        self._storages: list[StorageWeakRef] = []
+        self._steps: list[_Step] = []
+        self._spoiled = False
+
+    def spoiled(self) -> None:
+        """The call does what a plan cannot repeat."""
+        self._spoiled = True
+
+    def took(self, tensor: Tensor, zero: bool) -> None:
+        """The call took new memory."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._storages.append(storage)
+        self._made[storage.cdata] = len(self._pieces)
+        # Of the ways to get memory not written, the one whose arguments torch reads fastest.
+        take: Callable[[], Tensor] = functools.partial(
+            torch.empty_strided,
+            tensor.shape,
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+        )
+        if zero:
+            take = functools.partial(
+                torch.zeros, tensor.shape, dtype=tensor.dtype, device=tensor.device
+            )
+        self._pieces.append(_Piece(take, tensor.shape, tensor.dtype))
+
+    def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
+        """The call launched a kernel with these arguments, and Triton ran `compiled`."""
+        found = None
+        if not callable(grid) and len(args) == len(kernel.arg_names):
+            found = gpu.again(compiled, grid, args)
+        if found is None or self._spoiled:
+            self._spoiled = True
+            return
+        run, given = found
+        step = _Step(run)
+        self._steps.append(step)
+        step.pick = operator.itemgetter(*[self._slot(arg, step) for arg in given])
+
+    def plan(self, result: Any) -> Plan | None:
+        """The plan of the call that gave this result; None if there is none."""
+        parts = result if isinstance(result, tuple) else () if result is None else (result,)
+        sources = [source for source in map(self._source, parts) if source is not None]
+        if self._spoiled or len(sources) < len(parts):
+            return None
+        kept = {-1 - source for source in sources}
+        for number, piece in enumerate(self._pieces):
+            if piece.slot >= 0 and number not in kept:
+                self._steps[piece.last].free.append(number)
+        single = isinstance(result, Tensor)
+        return Plan(self._slots, self._pieces, self._steps, sources, single)
+
+    def _source(self, result: Any) -> int | None:
+        """Number of the argument, or -1 - that of the piece, that a result is."""
+        if id(result) in self._inputs:
+            return self._inputs[id(result)]
+        if not isinstance(result, Tensor):
+            return None
+        number = self._made.get(result.untyped_storage()._cdata)
+        if number is None:
+            return None
+        piece = self._pieces[number]
+        whole = result.shape == piece.shape and result.dtype == piece.dtype
+        return -1 - number if whole and result.is_contiguous() else None
+
+    def _slot(self, arg: Any, step: _Step) -> int:
+        """Of an argument of a launch."""
+        if arg is gpu.STREAM:
+            return len(self._call.tensors)
+        if not isinstance(arg, Tensor):
+            return self._remember((type(arg), arg), arg)
+        if id(arg) in self._inputs:
+            return self._inputs[id(arg)]
+        storage = arg.untyped_storage()
+        number = self._made.get(storage._cdata)
+        if number is None:
+            base, start = self._behind(arg)
+        else:
+            piece = self._pieces[number]
+            if piece.slot < 0:
+                piece.slot = self._remember(("piece", number), None)
+                step.pieces.append(number)
+            piece.last = len(self._steps) - 1
+            base, start = piece.slot, storage.data_ptr()
+        offset = arg.data_ptr() - start
+        if offset == 0:
+            return base
+        key = ("view", base, offset)
+        if key not in self._known:
+            step.views.append((self._remember(key, None), base, offset))
+        return self._known[key]
+
+    def _behind(self, view: Tensor) -> tuple[int, int]:
+        """Slot and address of the one argument in whose memory a view begins."""
+        storage, at = view.untyped_storage()._cdata, view.data_ptr()
+        found = {
+            start: number
+            for number, start in enumerate(self._call.addresses)
+            if (tensor := self._call.tensors[number]).untyped_storage()._cdata == storage
+            and start <= at < start + _extent(tensor)
+        }
+        if len(found) != 1:
+            self._spoiled = True
+            return 0, at
+        ((start, number),) = found.items()
+        return number, start
+
+    def _remember(self, key: Any, value: Any) -> int:
+        if key not in self._known:
+            self._known[key] = len(self._slots)
+            self._slots.append(value)
+        return self._known[key]
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first number to its last."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in sides) + 1) * tensor.itemsize
+
+
+class Plan:
+    """What a call does, but for the addresses of its arguments; made by `Recording.plan`."""
+
+    def __init__(
+        self,
+        slots: list[Any],
+        pieces: list[_Piece],
+        steps: list[_Step],
+        sources: list[int],
+        single: bool,
+    ) -> None:
+        self._slots, self._pieces, self._sources, self._single = slots, pieces, sources, single
+        self._steps = [(s.pieces, s.views, s.run, s.pick, s.free) for s in steps]
+        # Results that no kernel writes are those of no tokens.
+        self._rest = [-1 - s for s in sources if s < 0 and pieces[-1 - s].slot < 0]
+
+    def run(self, call: Call, stream: Any) -> Any:
+        """Make the launches again, on a stream as Triton names it; what the call returns."""
+        slots = self._slots.copy()
+        slots[: len(call.addresses) + 1] = (*call.addresses, stream)
+        memory: dict[int, Tensor] = {}
+        for pieces, views, run, pick, free in self._steps:
+            for number in pieces:
+                piece = self._pieces[number]
+                memory[number] = taken = piece.take()
+                slots[piece.slot] = taken.data_ptr()
+            for slot, base, offset in views:
+                slots[slot] = slots[base] + offset
+            run(*pick(slots))
+            for number in free:
+                del memory[number]
+        for number in self._rest:
+            memory[number] = self._pieces[number].take()
+        results = [call.tensors[s] if s >= 0 else memory[-1 - s] for s in self._sources]
+        return results[0] if self._single else tuple(results) if results else None
+
+
+class Plans:
+    """The plans of an op, by their signatures."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[Any, ...], Plan | None] = {}
+
+    def run(
+        self,
+        plainly: Callable[[Sequence[Any], dict[str, Any]], Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What plainly(args, kwargs) gives; the tensors lie on one CUDA device."""
+        call = None if gpu.watch.by is not None or gpu.hooked() else call_of(args, kwargs)
+        if call is None:
+            return plainly(args, kwargs)
+        plan = self._plans.get(call.signature)
+        if plan is not None:
+            return plan.run(call, gpu.stream_of(call.tensors[0].device))
+        if call.signature in self._plans:
+            return plainly(args, kwargs)
+        gpu.watch.by = recording = Recording(call)
+        try:
+            result = plainly(args, kwargs)
+        finally:
+            gpu.watch.by = None
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        self._plans[call.signature] = recording.plan(result)
+        return result
+
+
+def spoil() -> None:
+    """What this thread does next is no launch: a recording of it cannot be repeated."""
+    if gpu.watch.by is not None:
+        gpu.watch.by.spoiled()
