@@ -155,13 +155,9 @@ class Attention(nn.Module):
         """q, k, v, z; q, k, z after norm and rotation. z is q where it has no projection; k and v
         are None where they are in the cache already."""
         added: Tensor | None = None
-        if self.lmk_q_up is None:
-            v = projected[:, self.spans[-1][1] * self.head_dim :]
-        else:
-            v, low = projected.split(self.widths, dim=-1)[2:]
+        if self.lmk_q_up is not None:
             # The raw query projection is added to the low-rank form, before any norm.
-            added = self.lmk_q_up(low)
-        v = v.unflatten(-1, (-1, self.head_dim))
+            added = self.lmk_q_up(projected[:, -self.widths[-1] :])
         weight = self._head_weights()
         if weight is not None:
             q_heads, kv_heads = (b - a for a, b in self.spans[:2])
@@ -174,7 +170,7 @@ class Attention(nn.Module):
             q, k, z = ops.split_norm_rope(
                 projected, added, weight, cos_sin, q_heads, kv_heads, self.eps
             )
-            return q, k, v, z if len(self.spans) > 2 else q
+            return q, k, self._values(projected), z if len(self.spans) > 2 else q
         parts = [
             self._normed_span(part, norm)
             for part, norm in zip(self._parts(projected, added), self._norms(), strict=True)
@@ -182,7 +178,15 @@ class Attention(nn.Module):
         if cos_sin is not None:
             for part in parts:
                 rotate(index, part, None, cos_sin)
-        return parts[0], parts[1], v, parts[-1] if len(parts) > 2 else parts[0]
+        z = parts[-1] if len(parts) > 2 else parts[0]
+        return parts[0], parts[1], self._values(projected), z
+
+    def _values(self, projected: Tensor) -> Tensor:
+        """Heads of v [T, h_kv, d], behind those of q, k and z."""
+        first = sum(self.widths[:2]) if self.lmk_q_up is not None else sum(self.widths[:-1])
+        behind = projected[:, first : first + self.widths[1]]
+        heads: Tensor = behind.unflatten(-1, (-1, self.head_dim))
+        return heads
 
     def _parts(self, projected: Tensor, added: Tensor | None) -> list[Tensor]:
         """Heads of q, k and (with a projection of its own) z, each [T, h, d] in its own memory."""
@@ -217,5 +221,7 @@ class Attention(nn.Module):
                 for (a, b), norm in zip(self.spans, self._norms(), strict=True)
                 if norm is not None
             ]
-            self._weights = torch.cat(rows)
+            weights = torch.cat(rows)
+            # The CPU computes in float32: one conversion instead of one a step.
+            self._weights = weights if weights.is_cuda else weights.float()
         return self._weights

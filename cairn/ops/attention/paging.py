@@ -36,18 +36,19 @@ def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
     return taken.view(count, heads, width * size, dim)
 
 
-def lines(cache: Tensor, table: Tensor, first: int, last: int, mask_landmarks: bool) -> Tensor:
-    """Where one row's slots lie in a cache seen as lines [pages * h_kv * S, d].
+def lines(
+    heads: int, size: int, table: Tensor, first: int, last: int, mask_landmarks: bool
+) -> Tensor:
+    """Where one row's slots lie in a cache [pages, h_kv, S, d] seen as lines [pages * h_kv * S, d].
 
     Args:
-        cache: [pages, h_kv, S, d].
-        table: [max_pages] int32, the row's pages.
+        heads, size: h_kv, S.
+        table: [max_pages] int32 or int64, the row's pages.
         first, last: slots, both included, 0 <= first <= last.
         mask_landmarks: leave the last slot of every page out.
     Returns:
         [h_kv, n] int64, n >= 0.
     """
-    _, heads, size, _ = cache.shape
     seen = size - mask_landmarks
     page, held = first // size, last // size + 1
     begin = min(first % size, seen)

@@ -11,7 +11,7 @@ from cairn.ops.landmark.kernels.summary import blend_window_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-AT_ONCE, WARPS = 1024, 4
+AT_ONCE, WARPS = 512, 4
 """Numbers and warps of a program."""
 
 

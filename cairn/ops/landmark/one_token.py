@@ -1,20 +1,29 @@
 """A landmark layer of one token on the CPU.
 
 What a decode step of one request pays for, beside its weights, is the number of calls: between two
-layers the weights of one run through the caches, and every call is cold.
+layers the weights of one run through the caches, and every call is cold. So torch does what reads
+the caches, numpy, whose calls cost a fifth, everything that is small, and what follows from the
+page table is worked out once for all layers of a step.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.ops.attention import paging
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.landmark import select_cpu
 from cairn.ops.landmark.select_task import Task
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,20 @@ class Query:
     scale: float
 
 
+class _Place(NamedTuple):
+    """Where the token's pages lie.
+
+    Attributes:
+        lines: [h_kv, n] int64, the window's keys, of a cache seen as lines [.., d].
+        pages: [P] int64, physical pages of its candidates.
+        where: the same as an index of a pool; a slice where they lie side by side.
+    """
+
+    lines: Tensor
+    pages: Ints
+    where: slice | Tensor
+
+
 def attend(
     query: Query,
     summary_key: Tensor,
@@ -49,23 +72,22 @@ def attend(
     softmax1: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results of landmark_attention; task.summed is False."""
-    o_window, lse = _window(query)
-    pages = query.first // query.k_cache.shape[2]
-    # A logit of the window, and with softmax1 a zero, whose share is lost.
-    beside = lse.view(-1, 1)
-    if softmax1:
-        beside = torch.nn.functional.pad(beside, (0, 1))
-    width = min(topk, pages)
+    q, heads, size = query.q, *query.k_cache.shape[1:3]
+    held = query.table[: query.slot // size + 1].numpy()
+    place = _place(held.tobytes(), heads, size, query.first, query.slot)
+    o_window, lse = tiling.attend_lines(q, query.k_cache, query.v_cache, place.lines, query.scale)
+    window: Floats = lse.numpy().reshape(-1, 1)
+    width = min(topk, len(place.pages))
     if width == 0:
-        weight = torch.softmax(beside, dim=-1)[:, :1]
-        return (weight * o_window).to(query.q.dtype), *task.empty(1, topk, query.q.device), lse
-    physical = query.table[:pages]
-    u = _scores(query, physical, summary_key, summary_bias)
-    found, taken = _best(u, lse, task, width)
-    weights = torch.softmax(torch.cat([taken, beside], dim=-1), dim=-1)
-    o_pages = _attend_pages(query, physical, found, weights[:, :width])
-    out = torch.addcmul(o_pages, weights[:, width : width + 1], o_window).to(query.q.dtype)
-    indices, scores = found.to(torch.int32), taken
+        share = torch.from_numpy(_shares(window, softmax1))
+        return (share * o_window).to(q.dtype), *task.empty(1, topk, q.device), lse
+    u = _scores(query, place, summary_key, summary_bias)
+    found = _best(u, window, task, width)
+    taken = u[np.arange(len(u))[:, None], found.repeat(len(u) // len(found), axis=0)]
+    shares = _shares(np.concatenate((taken, window), axis=1), softmax1)
+    o_pages = _attend_pages(query, place.pages[found], shares[:, :width])
+    out = torch.addcmul(o_pages, torch.from_numpy(shares[:, width:]), o_window).to(q.dtype)
+    indices, scores = torch.from_numpy(found.astype(np.int32)), torch.from_numpy(taken)
     if width < topk:
         indices, scores = (
             torch.nn.functional.pad(x, (0, topk - width), value=value)
@@ -74,59 +96,80 @@ def attend(
     return out, indices.unsqueeze(0), scores.unsqueeze(0), lse
 
 
-def _window(query: Query) -> tuple[Tensor, Tensor]:
-    """Window attention: o [1, h_q, d] and lse [1, h_q]; it holds a key, for S > 1."""
-    lines = paging.lines(query.k_cache, query.table, query.first, query.slot, True)
-    return tiling.attend_lines(query.q, query.k_cache, query.v_cache, lines, query.scale)
+@functools.lru_cache(maxsize=4)
+def _place(held: bytes, heads: int, size: int, first: int, slot: int) -> _Place:
+    """The place of a token in `slot`, whose pages are `held` (int32), with a window from `first`.
+
+    Known again by the pages themselves: all layers of a step ask for the same.
+    """
+    table = np.frombuffer(held, dtype=np.int32).astype(np.int64)
+    lines = paging.lines(heads, size, torch.from_numpy(table), first, slot, True)
+    pages = table[: first // size]
+    index: slice | Tensor = torch.from_numpy(pages)
+    if len(pages) and bool((np.diff(pages) == 1).all()):
+        index = slice(int(pages[0]), int(pages[-1]) + 1)
+    return _Place(lines.contiguous(), pages, index)
 
 
-def _scores(query: Query, physical: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
-    """u [h_q, P] float32 of the pages."""
-    keys = select_cpu.gather(key, physical).float()
+def _scores(query: Query, place: _Place, key: Tensor, bias: Tensor | None) -> Floats:
+    """u [h_q, P] of the pages."""
+    keys = select_cpu.gather(key, place.where).float()
     heads = keys.shape[1]
-    z = query.lmk_q.float().reshape(heads, -1, query.lmk_q.shape[2])
-    start = z.new_zeros(1, 1, 1)
+    z = torch.mul(query.lmk_q.float(), query.scale).view(heads, -1, keys.shape[2])
+    u: Floats = torch.bmm(z, keys.permute(1, 2, 0)).view(-1, len(place.pages)).numpy()
     if bias is not None:
-        start = select_cpu.gather(bias, physical).t().unflatten(0, (heads, -1))
-    u = torch.baddbmm(
-        start, z, keys.permute(1, 2, 0), beta=int(bias is not None), alpha=query.scale
-    )
-    return u.view(-1, physical.numel())
+        u += select_cpu.gather(bias, place.where).numpy().T
+    return u
 
 
-def _best(u: Tensor, lse: Tensor, task: Task, width: int) -> tuple[Tensor, Tensor]:
-    """Places [h_kv, width] of the best in u [h, P], ascending, and their u [h, width]."""
+def _best(u: Floats, window: Floats, task: Task, width: int) -> Ints:
+    """Places [h_kv, width] of the best in u [h_q, P], ascending; of equal ones the first."""
     pages = u.shape[1]
     if width == pages:
-        return torch.arange(pages).repeat(task.groups, 1), u
+        return np.broadcast_to(np.arange(pages), (task.groups, pages))
     score = u
     if task.normalised:
-        # One more column with the window's lse makes log_softmax u - Z.
-        score = torch.log_softmax(torch.cat([u, lse.view(-1, 1)], dim=-1), dim=-1)[:, :pages]
-    score = score.unflatten(0, (task.groups, -1)).amax(dim=1)
-    values, places = score.topk(width + 1, dim=-1)
-    if any(a == b for a, b in values[:, -2:].tolist()):
-        places = select_cpu.topk_places(score, width)
-    found = places[:, :width].sort(dim=-1).values
-    by_group = u.view(task.groups, -1, pages)
-    place = found.unsqueeze(1).expand(-1, by_group.shape[1], -1)
-    return found, by_group.gather(2, place).view(-1, width)
+        every = np.concatenate((u, window), axis=1)
+        top = every.max(axis=1, keepdims=True)
+        score = u - (top + np.log(np.exp(every - top).sum(axis=1, keepdims=True)))
+    score = score.reshape(task.groups, -1, pages).max(axis=1)
+    least = np.partition(score, pages - width, axis=1)[:, pages - width, None]
+    found = (score >= least).nonzero()[1]
+    if len(found) != task.groups * width:  # equal ones, or no numbers
+        order = np.argsort(-score, axis=1, kind="stable")
+        found = np.sort(order[:, :width], axis=1)
+    places: Ints = found.reshape(task.groups, width)
+    return places
 
 
-def _attend_pages(query: Query, physical: Tensor, found: Tensor, weights: Tensor) -> Tensor:
-    """Selected pages' attention states, weighted by weights [h_q, K] and added up: [1, h_q, d]."""
+def _shares(logits: Floats, softmax1: bool) -> Floats:
+    """Softmax of logits [h_q, n]; softmax1: beside a zero, whose share is lost."""
+    top = logits.max(axis=1, keepdims=True)
+    if softmax1:
+        top = np.maximum(top, 0)
+    shares: Floats = np.exp(logits - top)
+    total = shares.sum(axis=1, keepdims=True)
+    shares /= total + np.exp(-top) if softmax1 else total
+    return shares
+
+
+def _attend_pages(query: Query, pages: Ints, shares: Floats) -> Tensor:
+    """Selected pages' attention states, weighted by shares [h_q, K] and added up.
+
+    Args:
+        pages: [h_kv, K], physical.
+    Returns:
+        [1, h_q, d] float32.
+    """
     _, heads, size, dim = query.k_cache.shape
-    pages = physical.index_select(0, found.view(-1)).view(heads, -1)
-    lines = torch.add(paging.line_offsets(heads, 1, 1)[:, 0], pages, alpha=heads).view(-1)
+    lines = torch.from_numpy((pages * heads + np.arange(heads)[:, None]).reshape(-1))
+    # The last slot of a page is no key: it is not even taken.
     k, v = (
-        cache.view(-1, size * dim).index_select(0, lines).view(heads, -1, dim)
+        cache.view(-1, size * dim)[:, : (size - 1) * dim].index_select(0, lines).float()
         for cache in (query.k_cache, query.v_cache)
     )
-    q = query.q.reshape(heads, -1, dim).float()
-    scores = torch.baddbmm(
-        q.new_zeros(1, 1, 1), q, k.float().transpose(1, 2), beta=0, alpha=query.scale
-    ).view(heads, q.shape[1], -1, size)
-    scores[..., -1] = -torch.inf
-    v.view(-1, size, dim)[:, -1] = 0
-    p = torch.softmax(scores, dim=-1).mul_(weights.view(heads, q.shape[1], -1, 1))
-    return torch.bmm(p.to(v.dtype).flatten(2), v).view(query.q.shape)
+    q = torch.mul(query.q.float(), query.scale).view(heads, -1, dim)
+    scores = torch.bmm(q, k.view(heads, -1, dim).transpose(1, 2))
+    p = torch.softmax(scores.view(heads, q.shape[1], -1, size - 1), dim=-1)
+    p *= torch.from_numpy(shares).view(*p.shape[:3], 1)
+    return torch.bmm(p.flatten(2), v.view(heads, -1, dim)).view(query.q.shape)

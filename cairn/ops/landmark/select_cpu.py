@@ -52,9 +52,9 @@ def _bits(number: Tensor) -> Tensor:
     return torch.frexp((number - 1).double()).exponent.long()
 
 
-def gather(table: Tensor, physical: Tensor) -> Tensor:
-    """table[physical]; whole lines are copied where the memory allows it."""
-    if not table.is_contiguous():
+def gather(table: Tensor, physical: Tensor | slice) -> Tensor:
+    """table[physical]; whole lines are copied where the memory allows it, those of a slice not."""
+    if isinstance(physical, slice) or not table.is_contiguous():
         return table[physical]
     lines = table.view(table.shape[0], -1).index_select(0, physical.reshape(-1))
     return lines.view(*physical.shape, *table.shape[1:])

@@ -90,14 +90,22 @@ def is_packed(input: Tensor, packed: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 def filled_rows(input: Tensor, norm: Tensor | None, eps: float) -> Tensor:
     """input [..., K] after its norm, if it has one, as rows, at least FULL_ROWS of them."""
+    rows, width = input.shape[:-1].numel(), input.shape[-1]
+    if rows == 1:
+        row = input.view(width) if norm is None else _normed_row(input.view(width), norm, eps)
+        return input.new_empty(FULL_ROWS, width).copy_(row)
     x = input
     if norm is not None:
         x = torch.nn.functional.rms_norm(input, norm.shape, norm, eps)
-    rows = input.shape[:-1].numel()
-    x = x.reshape(rows, input.shape[-1])
-    if rows == 1:
-        return x.expand(FULL_ROWS, -1).contiguous()
+    x = x.reshape(rows, width)
     return torch.nn.functional.pad(x, (0, 0, 0, FULL_ROWS - rows)) if rows < FULL_ROWS else x
+
+
+def _normed_row(input: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """One row [K] after its norm, before it is rounded, in a third of the calls: [K] float32."""
+    x = input.float()
+    factor = (torch.dot(x, x).item() / x.numel() + eps) ** -0.5
+    return torch.mul(x, norm).mul_(factor)
 
 
 def _onednn(

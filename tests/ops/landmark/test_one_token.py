@@ -82,3 +82,18 @@ def test_more_tokens_than_one_go_elsewhere() -> None:
     for two, one in zip(together, alone, strict=True):
         rtol, atol = tolerance_of(landmark_attention, arguments, one.dtype)
         torch.testing.assert_close(two[1:], one, rtol=rtol, atol=atol)
+
+
+def test_pages_that_move_side_by_side_change_nothing() -> None:
+    arguments = step(Make(), 40 * SIZE, torch.float32)
+    q, z, *pools, row, slot, table, window, topk, softmax1 = arguments.args
+    before = landmark_attention(*arguments.args)
+    held = table[0, :40].long()
+    assert (held.diff() != 1).any()
+    moved = [pool[held] for pool in pools]
+    # In the same memory, as the host writes its tables: no earlier pages may be remembered.
+    table[0, :40] = torch.arange(40)
+    given = Make().args(q, z, *moved, row, slot, table, window, topk, softmax1)
+    after = landmark_attention(*given.args)
+    for was, now in zip(before, after, strict=True):
+        torch.testing.assert_close(now, was)
