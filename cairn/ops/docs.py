@@ -190,7 +190,9 @@ def _measured(records: list[Mapping[str, Any]]) -> Iterator[str]:
     """The best of other implementations from outside stands beside the time."""
     if not records:
         return
-    yield f"Measured on {_text(records[-1]['devices'][-1])}, {records[-1]['dtype']}:"
+    last = records[-1]
+    where = f"{_text(last['devices'][-1])}, {last['dtype']}, at commit {last['commit']}"
+    yield f"Measured on {where}:"
     yield ""
     yield "| size | implementation | µs | GB/s | of the floor | of a copy | beside it |"
     yield "|---|---|---|---|---|---|---|"

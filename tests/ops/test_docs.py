@@ -64,6 +64,7 @@ def test_measurements_stand_beside_the_op() -> None:
         "implementation": "triton",
         "dtype": "bfloat16",
         "devices": ["cpu", "cuda:0 H100"],
+        "commit": "abc",
         "ms": 0.5,
         "gb_s": 20.0,
         "fraction": 0.25,
@@ -74,7 +75,7 @@ def test_measurements_stand_beside_the_op() -> None:
     records = [{**record, "ms": 9.0}, record, {**record, "size": "1 x 9", "alternative": None}]
     records.append({"op": "rmsnorm", "size": "no place", "error": "out of memory"})
     section = pages(records)["norm.md"].split("## rmsnorm\n")[1].split("\n## ")[0]
-    assert "Measured on cuda:0 H100, bfloat16:" in section
+    assert "Measured on cuda:0 H100, bfloat16, at commit abc:" in section
     assert (
         "| 7 x 9 | triton | 500.0 | 20 | 25% | 30% | rms_norm 1000.0 µs |\n| 1 x 9 | triton"
         in section
