@@ -188,8 +188,10 @@ def _run_span(
     keys = k.float().mul_(dim**-0.5 if scale is None else scale).transpose(1, 2)
     # One column more than pages takes the weights of empty places.
     place = torch.where(indices < 0, width, torch.searchsorted(pages, indices.long())).unsqueeze(2)
-    # The scores of a block take half the budget: they are read four times.
-    step = paging.tokens_per_block(8 * out.shape[1] * width * size, q.shape[0])
+    # A quarter of the budget, for they are read four times; few different shapes, for each has a
+    # product made for it.
+    step = paging.tokens_per_block(16 * out.shape[1] * width * size, q.shape[0])
+    step = 1 << step.bit_length() - 1
     for begin in range(0, q.shape[0], step):
         at = slice(begin, begin + step)
         query = q[at].unflatten(1, (heads, -1)).transpose(0, 1)
