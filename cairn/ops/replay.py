@@ -66,7 +66,7 @@ def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
         if kind in _PLAIN_TENSORS:
             tensors.append(value)
             key += (value.shape, value.stride(), value.dtype, value.device)
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) or kind.__hash__ is None:
             return None
         else:
             key += (kind, value)

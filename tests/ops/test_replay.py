@@ -220,6 +220,13 @@ def test_what_does_more_than_launch_is_run_plainly(as_on_gpu: None) -> None:
     assert (memory.plain, result.plain, nested.plain) == (3, 3, 3)
 
 
+def test_arguments_of_no_signature_reach_the_call(as_on_gpu: None) -> None:
+    call = Calls(lambda x, sides: x.expand(sides))
+    for _ in range(2):
+        assert call(numbers(1), [3]).shape == (3,)
+    assert call.plain == 2
+
+
 def test_who_hooks_launches_is_told_of_all(as_on_gpu: None) -> None:
     hooks = pytest.importorskip("triton").knobs.runtime.launch_enter_hook
     call, x = Calls(scaled_sum), numbers(40)
