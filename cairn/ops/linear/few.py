@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention.launch import early_option
-from cairn.ops.linear.kernels import rows_kernel, tile_kernel
+from cairn.ops.linear.kernels import block_kernel, rows_kernel, tile_kernel
 
 ROWS_TOKENS = 2
 """At most this many tokens pass by a program's rows one by one."""
 TILE_TOKENS = 16
 """At most this many make one tile; more are left to the library's matrix products."""
+BLOCK_TOKENS = 64
+"""At most this many are one block of a head's product, which the library rounds and pads."""
+BLOCK, PART, STAGES = 64, 64, 6
+"""Rows of the weight in such a program, numbers of each that it takes at a time, and as many more
+on their way."""
 MOST_WIDTH = 1 << 14
 THREAD_BYTES = 256
 """Of the weight, that a thread holds."""
@@ -97,5 +103,42 @@ def multiply(
         *(*given, min(warps, padded // 16), rows, _tile_tokens(tokens), *kinds),
         num_warps=warps,
         **early_option(early),
+    )
+    return out
+
+
+def accepts_block(input: Tensor, weight: Tensor) -> bool:
+    """Some tokens [T, K] for the very many numbers of a head.
+
+    Of float32 the library's product is the faster one on a device.
+    """
+    memory = STAGES * (BLOCK + _block_tokens(input.shape[0])) * PART * input.element_size()
+    return (
+        input.dim() == 2
+        and TILE_TOKENS < input.shape[0] <= BLOCK_TOKENS
+        and weight.shape[0] >= MANY_ROWS
+        and input.dtype == weight.dtype
+        and (input.dtype != torch.float32 or input.device.type != "cuda")
+        and input.stride(1) == 1
+        and weight.is_contiguous()
+        and weight.shape[1] % PART == 0
+        and memory <= gpu.program_memory(input.device)
+    )
+
+
+def _block_tokens(tokens: int) -> int:
+    return 32 if tokens <= 32 else 64
+
+
+def multiply_block(input: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+    """Write out [T, N], see `block_kernel`; all that `accepts_block` asks for holds."""
+    tokens, width = input.shape
+    numbers = weight.shape[0]
+    block_kernel[(-(-numbers // BLOCK),)](
+        *(input, weight, weight if bias is None else bias, out, tokens, numbers, width),
+        *(input.stride(0), out.stride(0), _block_tokens(tokens), BLOCK, PART, bias is not None),
+        "ieee" if input.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=STAGES,
     )
     return out

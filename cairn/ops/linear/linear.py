@@ -69,6 +69,32 @@ def _(
     return few.multiply(input, weight, out, bias, None if norm is None else (norm, eps))
 
 
+def _block(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> bool:
+    return few.accepts_block(input, weight)
+
+
+@linear.implementation("triton_block", devices=gpu.DEVICES, when=_block)
+def _(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    x = input if norm is None else rmsnorm(input, norm, eps)
+    shape = (input.shape[0], weight.shape[0])
+    out = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
+    return few.multiply_block(x, weight, out, bias)
+
+
 @linear.implementation("composed")
 def _(
     input: Tensor,
@@ -98,6 +124,12 @@ def _(make: Make) -> Cases:
             x, bias = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
             yield make.args(x, weight, bias)
             yield make.args(x, weight, None, make.randn(width, dtype=dtype), 1e-5, torch.float32)
+    # A head of very many numbers, for more tokens than one tile.
+    numbers = few.MANY_ROWS + 5
+    for rows, dtype in ((17, torch.float32), (40, torch.bfloat16)):
+        weight = make.randn(numbers, 64, dtype=dtype, scale=0.125)
+        x, bias = make.randn(rows, 64, dtype=dtype), make.randn(numbers, dtype=dtype)
+        yield make.args(x, weight, bias, make.randn(64, dtype=dtype), 1e-6, torch.float32)
     wide = make.randn(2, 3, 128)[..., :64]
     yield make.args(wide, make.randn(7, 64))
     yield make.args(wide[:, 0], make.randn(7, 64))
@@ -107,10 +139,10 @@ def _(make: Make) -> Cases:
 @linear.bench
 def _(draw: Draw) -> Points:
     for layer, rows in draw.rows():
-        shapes = {"qkv": 2 * (layer.heads + layer.kv_heads) * layer.head_dim}
-        if rows <= 64:
-            shapes["head"] = layer.vocabulary
-        for name, numbers in shapes.items():
+        shapes = [("qkv", rows, 2 * (layer.heads + layer.kv_heads) * layer.head_dim)]
+        if rows == 1:
+            shapes += [("head", count, layer.vocabulary) for count in (1, few.BLOCK_TOKENS)]
+        for name, rows, numbers in shapes:
             x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
             weight = draw.randn(numbers, layer.hidden, scale=layer.hidden**-0.5)
             plain = Alternative("linear", torch.nn.functional.linear, draw.args(x, weight))
