@@ -19,9 +19,11 @@ LEAST_PROGRAMS = 8
 WORKSPACE_BYTES = 512 << 20
 """Scores are held for so many tokens at a time."""
 MANY_PAGES = 4096
-"""Beyond them many tokens' scores are computed in larger tiles and chosen from larger blocks."""
+"""Beyond them many tokens' scores are computed in larger tiles."""
 TILE_NUMBERS = 8192
 """Numbers of the summaries that a program scores at once."""
+A_WARP = 256
+"""Blocks of candidates that one warp chooses from; of more, two do."""
 MOST_NUMBERS = 1 << 15
 """Scores that a choosing program can hold."""
 
@@ -165,10 +167,10 @@ def scoring(job: Selection) -> tuple[int, tuple[int, ...]]:
     return programs, (*constants, tile, job.block, job.summary_bias is not None)
 
 
-def choosing(job: Selection, group: int, block: int) -> tuple[int, ...]:
+def choosing(job: Selection, group: int) -> tuple[int, ...]:
     """GP .. CB as `choose` is compiled for, with `group` scores a candidate, padded."""
-    width, blocks = gpu.next_power_of_2(job.topk), gpu.next_power_of_2(-(-job.pages // block))
-    return (group, width, min(width, blocks), blocks, block)
+    width, blocks = gpu.next_power_of_2(job.topk), gpu.next_power_of_2(job.blocks)
+    return (group, width, min(width, blocks), blocks, job.block)
 
 
 def score(job: Selection, u: Tensor, part_best: Tensor, part_sum: Tensor) -> None:
@@ -189,7 +191,7 @@ def _select_few(job: Selection, indices: Tensor, scores: Tensor) -> None:
     kernels.choose_kernel[(job.groups, tokens)](
         *(u, part_best, part_sum, job.lse, job.slot, indices, scores),
         *(job.offset, job.page_size, job.pages, job.blocks, job.topk),
-        *(heads, job.groups, *choosing(job, job.group, job.block), job.normalised, True, True),
+        *(heads, job.groups, *choosing(job, job.group), job.normalised, True, True),
         num_warps=4,
     )
 
@@ -216,18 +218,16 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
             num_warps=4,
             num_stages=ahead,
         )
-    coarse = job.pages > MANY_PAGES and 32 * job.topk <= MOST_NUMBERS // 2
-    block = max(32, job.block) if coarse else job.block
     # Lines of whole sectors of memory: others would be written number by number.
     line = -(-job.pages // 32) * 32
-    blocks = -(-line // block // 16) * 16
+    blocks = -(-line // job.block // 16) * 16
     best, tops = job.empty(tokens, job.groups, line), job.empty(tokens, job.groups, blocks)
     wanted = 2 * PROGRAMS if large else PROGRAMS
     programs = max(1, min(-(-job.pages // columns), -(-wanted // (tiles * job.groups))))
     kernels.group_kernel[(programs, job.groups, tiles)](
         *(job.lmk_q, job.summary_key, job.bias, total, *where, best, tops),
         *(tokens, *job.numbers(), line, blocks, heads, job.groups, key_heads, dim),
-        *(job.width, job.group, rows, columns, block, has_bias, job.normalised, precision),
+        *(job.width, job.group, rows, columns, job.block, has_bias, job.normalised, precision),
         stages,
         num_warps=8 if large else 4,
         num_stages=stages,
@@ -237,8 +237,8 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     kernels.choose_kernel[(job.groups, tokens)](
         *(best, tops, tops, job.lse, job.slot, indices, scores),
         *(job.offset, job.page_size, line, blocks, job.topk),
-        *(job.groups, job.groups, *choosing(job, 1, block), False, alone, False),
-        num_warps=4 if coarse else 1,
+        *(job.groups, job.groups, *choosing(job, 1), False, alone, False),
+        num_warps=1 if blocks <= A_WARP else 2,
     )
     if alone:
         return

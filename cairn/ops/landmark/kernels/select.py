@@ -361,9 +361,11 @@ def choose(
     if reached > KB:
         best = tl.max(tops - normaliser[None, :], 1)
         kept, order, found = largest(best, b < reached, reached, topk, BLOCKS)
-        chosen = kept[None, :] & (order[None, :] == k[:, None])
-        winners = tl.sum(tl.where(chosen, b[None, :], 0), 1)
-        winners = tl.where(k < found, winners, reached)
+        # The winners line up in what the results are written to afterwards: to compare every place
+        # with every block takes longer than all else here.
+        tl.store(indices + line * topk + order, b, mask=kept)
+        tl.debug_barrier()
+        winners = tl.load(indices + line * topk + k, mask=k < found, other=reached)
         c = tl.reshape(winners[:, None] * CB + tl.arange(0, CB)[None, :], [KB * CB])
         total = found * CB
         if FEW:
