@@ -41,36 +41,47 @@ def first_visible(slot, window, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def load_rows(at, alive, DIM: tl.constexpr, DP: tl.constexpr):
-    """[M, DP] numbers of the rows that start at the addresses `at` [M]; 0 where not alive."""
+def load_rows(at, alive, DIM: tl.constexpr, DP: tl.constexpr, ONCE: tl.constexpr = False):
+    """[M, DP] numbers of the rows that start at the addresses `at` [M]; 0 where not alive.
+
+    Args:
+        ONCE: nobody reads them again: they are the first to leave the cache.
+    """
     d = tl.arange(0, DP)
     shown = alive[:, None]
     if DP != DIM:
         shown = shown & (d < DIM)[None, :]
-    return tl.load(at[:, None] + d[None, :], mask=shown, other=0.0)
+    at = at[:, None] + d[None, :]
+    if ONCE:
+        return tl.load(at, mask=shown, other=0.0, eviction_policy="evict_first")
+    return tl.load(at, mask=shown, other=0.0)
 
 
 @triton.jit
-def load_columns(at, alive, DIM: tl.constexpr, DP: tl.constexpr):
+def load_columns(at, alive, DIM: tl.constexpr, DP: tl.constexpr, ONCE: tl.constexpr = False):
     """[DP, N]: `load_rows`, transposed."""
     d = tl.arange(0, DP)
     shown = alive[None, :]
     if DP != DIM:
         shown = shown & (d < DIM)[:, None]
-    return tl.load(at[None, :] + d[:, None], mask=shown, other=0.0)
+    at = at[None, :] + d[:, None]
+    if ONCE:
+        return tl.load(at, mask=shown, other=0.0, eviction_policy="evict_first")
+    return tl.load(at, mask=shown, other=0.0)
 
 
 @triton.jit
 def load_keys(
     head, line, inner, alive,
     DTYPE: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr,
+    ONCE: tl.constexpr = False,
 ):  # fmt: skip
     """[DP, N] keys of the slots `inner` of pages, which begin at head + line.
 
     Args:
         DTYPE: what those of a quantized cache become; others stay as they are.
     """
-    key = load_columns(head + line, alive, DIM, DP)
+    key = load_columns(head + line, alive, DIM, DP, ONCE)
     if head.dtype.element_ty == tl.uint8:
         key = worth(key, scales(head, line, inner, alive, DIM, SIZE)[None, :], DTYPE)
     return key
@@ -80,9 +91,10 @@ def load_keys(
 def load_values(
     head, line, inner, alive,
     DTYPE: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr,
+    ONCE: tl.constexpr = False,
 ):  # fmt: skip
     """[N, DP]: `load_keys`, not transposed."""
-    value = load_rows(head + line, alive, DIM, DP)
+    value = load_rows(head + line, alive, DIM, DP, ONCE)
     if head.dtype.element_ty == tl.uint8:
         value = worth(value, scales(head, line, inner, alive, DIM, SIZE)[:, None], DTYPE)
     return value

@@ -15,8 +15,9 @@ from cairn.ops.landmark.kernels.fused import pick_kernel, read_kernel, scan_kern
 EARLY_TOKENS = 16
 """At most this many tokens launch each kernel before the one in front is done: with more, programs
 that wait would take the place of others that work."""
-PROGRAMS = 528
-"""Programs that fill a large device; fewer tokens are scored by more programs each."""
+PROGRAMS = 512
+"""Programs that fill a large device, no more: a few beyond its places take as long again. Fewer
+tokens are scored by more programs each."""
 MOST_PROGRAMS = 256
 """Programs that score a token for one KV head, at most: one program adds up what they found."""
 LEAST_PROGRAMS = 4
@@ -162,6 +163,6 @@ def _read(
         *(max(16, pages.group), pages.width, pages.keys, plan.chunk, listed),
         *(gpu.next_power_of_2(each), plan.early, pages.precision),
         num_warps=2 if pages.width * pages.keys <= 4096 else 4,
-        num_stages=3 if task.q.dtype != torch.float32 else 2,
+        num_stages=2,
         **launch.early_option(plan.early),
     )

@@ -12,7 +12,7 @@ from cairn.ops.landmark.kernels import pages as kernels
 
 SHARING_TOKENS = 256
 """From this many tokens on they are likely to share pages, and their pages are sorted."""
-SPLIT_PROGRAMS = 528
+SPLIT_PROGRAMS = 512
 """Programs that keep a large device's memory busy; a few tokens' pages are split among them."""
 UNIT_PROGRAMS = 4224
 UNIT_PAIRS = 256
@@ -124,7 +124,7 @@ def attend_few(job: Pages) -> Tensor:
         *(parts, job.scale, *strides, job.indices.shape[-1], each),
         *(*job.shape, max(16, job.group), job.width, job.keys, job.precision),
         num_warps=2 if job.width * job.keys <= 4096 else 4,
-        num_stages=3 if job.q.dtype != torch.float32 else 2,
+        num_stages=2,
     )
     if splits > 1:
         width = gpu.next_power_of_2(splits)

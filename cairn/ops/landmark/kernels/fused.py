@@ -26,20 +26,20 @@ from cairn.ops.landmark.kernels.summary import store_summary
 
 @triton.jit
 def load_summaries(
-    key, bias, table, c, candidates, head, own, page_stride, head_stride,
+    key, bias, page, inside, head, own, page_stride, head_stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Keys [TILE, GP, DP] and biases [TILE, GP] float32 of candidates c for some heads."""
+    """Keys [TILE, GP, DP] and biases [TILE, GP] float32 of some pages and heads, read once."""
     d = tl.arange(0, DP)
-    inside = c < candidates
-    page = tl.load(table + c, mask=inside, other=0).to(tl.int64)
+    page = page.to(tl.int64)
     shown = inside[:, None] & own[None, :]
     wide = shown[:, :, None]
     if DP != DIM:
         wide = wide & (d < DIM)[None, None, :]
     at = key + page[:, None] * page_stride + (head // (HEADS // KEY_HEADS))[None, :] * head_stride
-    summary = tl.load(at[:, :, None] + d[None, None, :], mask=wide, other=0.0)
+    at = at[:, :, None] + d[None, None, :]
+    summary = tl.load(at, mask=wide, other=0.0, eviction_policy="evict_first")
     extra = tl.zeros_like(shown.to(tl.float32))
     if BIAS:
         extra = tl.load(bias + page[:, None] * HEADS + head[None, :], mask=shown, other=0.0)
@@ -67,9 +67,12 @@ def score_tiles(
     head = kv * group + g
     own = g < group
     line = token.to(tl.int64) * KV_HEADS + kv
+    step = programs * TILE
     c = program * TILE + tl.arange(0, TILE)
+    page = tl.load(table + c, mask=c < candidates, other=0)
+    next_page = tl.load(table + c + step, mask=c + step < candidates, other=0)
     summary, extra = load_summaries(
-        key, bias, table, c, candidates, head, own, page_stride, head_stride,
+        key, bias, page, c < candidates, head, own, page_stride, head_stride,
         HEADS, KEY_HEADS, DIM, DP, BIAS,
     )  # fmt: skip
     await_previous(EARLY)
@@ -77,13 +80,13 @@ def score_tiles(
     query = query.to(tl.float32) * scale
     top = tl.full([TILE, GP], float("-inf"), tl.float32)
     summed = tl.zeros([TILE, GP], tl.float32)
-    step = programs * TILE
     for _ in range(program * TILE, candidates, step):
-        # The next tile is on its way while this one is added up.
+        # The next tile is on its way while this one is added up, and where the one after it lies.
         next_summary, next_extra = load_summaries(
-            key, bias, table, c + step, candidates, head, own, page_stride, head_stride,
+            key, bias, next_page, c + step < candidates, head, own, page_stride, head_stride,
             HEADS, KEY_HEADS, DIM, DP, BIAS,
         )  # fmt: skip
+        next_page = tl.load(table + c + 2 * step, mask=c + 2 * step < candidates, other=0)
         value = tl.sum(summary.to(tl.float32) * query[None, :, :], 2) + extra
         shown = (c < candidates)[:, None] & own[None, :]
         tl.store(u + (line * pages + c)[:, None] * group + g[None, :], value, mask=shown)

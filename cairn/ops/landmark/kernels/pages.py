@@ -24,13 +24,13 @@ def page_output(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(weighted values [M, DP], sum of the weights [M]) of query [M, DP] in the page at `line`;
-    the weights of a page that is not there are no numbers to use."""
+    the weights of a page that is not there are no numbers to use. A token reads a page once."""
     t = tl.arange(0, KEYS)
     inside = t < SIZE - 1
     shown = inside & there
     at = line + t * DIM
-    key = load_keys(k_head, at, t, shown, query.dtype, DIM, SIZE, DP)
-    value = load_values(v_head, at, t, shown, query.dtype, DIM, SIZE, DP)
+    key = load_keys(k_head, at, t, shown, query.dtype, DIM, SIZE, DP, True)
+    value = load_values(v_head, at, t, shown, query.dtype, DIM, SIZE, DP, True)
     logits = tl.dot(query, key, input_precision=PRECISION) * factor
     logits = tl.where(inside[None, :], logits, float("-inf"))
     p = tl.exp2(logits - tl.max(logits, 1)[:, None])
