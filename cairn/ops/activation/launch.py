@@ -12,7 +12,7 @@ from cairn.ops import gpu
 from cairn.ops.activation.kernels import activation_kernel
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 
-BLOCK, WARPS = 1024, 4
+BLOCK, WARPS = 512, 4
 """Numbers and warps of a program of a gated activation."""
 PLAIN_BLOCK, PLAIN_WARPS = 4096, 8
 """The same of one without a gate."""

@@ -13,8 +13,8 @@ from cairn.ops.flash.strides import strides
 
 PROGRAMS = 264
 """Programs that fill a large device twice; fewer are split over their keys."""
-DECODE_PROGRAMS, WIDE_DECODE_PROGRAMS = 528, 792
-"""The same for programs of few lines, which wait for memory: full waves, two of two programs on
+DECODE_PROGRAMS, WIDE_DECODE_PROGRAMS = 264, 792
+"""The same for programs of few lines, which wait for memory: full waves, one of two programs on
 each multiprocessor and six of one."""
 NARROW = 64
 """Widest heads of which two programs of few lines fit a multiprocessor."""

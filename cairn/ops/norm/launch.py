@@ -13,8 +13,6 @@ from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel, rmsnorm_kernel
 
 LONGEST = 1 << 15
 """Numbers of the longest row that one program takes."""
-A_WARP = 1024
-"""Numbers of a lone row that one warp takes: it waits for no other."""
 
 
 def check_rows(op: str, input: Tensor, weight: Tensor, out: Tensor | None = None) -> None:
@@ -82,7 +80,7 @@ def norm_rows(
     if x.shape[0]:
         rmsnorm_kernel[(x.shape[0],)](
             *(x, weight, into, x.stride(0), into.stride(0), width, eps, block, shifted, rounded),
-            num_warps=1 if x.shape[0] * block <= A_WARP else gpu.warps_for(block),
+            num_warps=gpu.warps_for(block),
         )
     return result
 

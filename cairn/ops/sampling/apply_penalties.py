@@ -11,7 +11,7 @@ from cairn.ops.registry import op
 from cairn.ops.sampling.kernels.adjust import penalties_kernel
 from cairn.ops.testing import Cases, Make
 
-BLOCK, WARPS, ALIGNED = 512, 4, 4
+BLOCK, WARPS, ALIGNED = 256, 4, 4
 """Tokens and warps of a program, and tokens that it moves at once."""
 
 
