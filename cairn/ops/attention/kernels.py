@@ -101,13 +101,22 @@ def load_values(
 
 
 @triton.jit
-def store_rows(at, value, alive, DIM: tl.constexpr, DP: tl.constexpr):
-    """Write value [M, DP] to the rows that start at the addresses `at` [M]."""
+def store_rows(at, value, alive, DIM: tl.constexpr, DP: tl.constexpr, ONCE: tl.constexpr = False):
+    """Write value [M, DP] to the rows that start at the addresses `at` [M].
+
+    Args:
+        ONCE: they are read once, and not soon: they are the first to leave the cache.
+    """
     d = tl.arange(0, DP)
     shown = alive[:, None]
     if DP != DIM:
         shown = shown & (d < DIM)[None, :]
-    tl.store(at[:, None] + d[None, :], value.to(at.dtype.element_ty), mask=shown)
+    at = at[:, None] + d[None, :]
+    value = value.to(at.dtype.element_ty)
+    if ONCE:
+        tl.store(at, value, mask=shown, eviction_policy="evict_first")
+    else:
+        tl.store(at, value, mask=shown)
 
 
 @triton.jit

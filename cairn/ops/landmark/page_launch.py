@@ -21,9 +21,11 @@ UNIT_ROWS = 64
 """Rows of a tile of them, tokens times the heads of a group."""
 PARTS_BYTES = 512 << 20
 """Workspace of one round of sorted pairs, about."""
-_BLOCK = 1024
+_BLOCK = 256
 _APART = 8
 """Numbers between two counters: those in one sector of the cache wait for each other."""
+_COPIES, _COPIED = 4, 1 << 16
+"""Counters of a page, which many pairs may meet at, and pages of all heads up to which they pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,27 +165,28 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     heads, dim = job.q.shape[1:]
     kv_heads, pages = job.k_cache.shape[1], job.k_cache.shape[0]
     topk, pairs, lines = job.indices.shape[-1], job.indices.numel(), kv_heads * pages
+    copies = _COPIES if lines <= _COPIED else 1
     parts = job.empty(pairs, heads // kv_heads, dim, dtype=job.q.dtype)
     most = pairs // UNIT_PAIRS + min(pairs, lines)
-    lengths = (*[pairs] * 4, *[lines] * 2, *[most] * 3)
+    lengths = (*[pairs] * 4, *[lines] * 3, *[most] * 3)
     line_of, rank, places, token_at, *others = job.numbers(*lengths)
     if pairs == 0:
         return parts, places
-    given, units = others[:2], others[2:]
-    counts = gpu.zeros((lines * _APART + 2,), torch.int32, job.q.device)
+    given, units = others[:3], others[3:]
+    counts = gpu.zeros((lines * copies * _APART + 2,), torch.int32, job.q.device)
     cursors = counts[-2:]
     per_block = (-(-pairs // _BLOCK),)
     kernels.count_kernel[per_block](
         *(job.indices, job.row, job.page_table, counts, line_of, rank, pairs, pages),
-        *(job.page_table.stride(0), topk, kv_heads, _APART, _BLOCK),
+        *(job.page_table.stride(0), topk, kv_heads, copies, _APART, _BLOCK),
         num_warps=4,
     )
     kernels.place_kernel[(-(-lines // _BLOCK),)](
-        *(counts, cursors, *given, lines, UNIT_PAIRS, _APART, _BLOCK), num_warps=4
+        *(counts, cursors, *given, lines, UNIT_PAIRS, copies, _APART, _BLOCK), num_warps=4
     )
     kernels.order_kernel[per_block](
         *(line_of, rank, counts, *given, places, token_at, *units, pairs, topk),
-        *(kv_heads, UNIT_PAIRS, _APART, _BLOCK),
+        *(kv_heads, UNIT_PAIRS, copies, _APART, _BLOCK),
         num_warps=4,
     )
     half = job.q.dtype != torch.float32

@@ -19,7 +19,7 @@ LEAST_PROGRAMS = 8
 WORKSPACE_BYTES = 512 << 20
 """Scores are held for so many tokens at a time."""
 MANY_PAGES = 4096
-"""Beyond them many tokens' scores are computed in larger tiles."""
+"""Beyond them many tokens' scores are computed in wider tiles."""
 TILE_NUMBERS = 8192
 """Numbers of the summaries that a program scores at once."""
 A_WARP = 256
@@ -201,17 +201,15 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     key_heads, has_bias = job.summary_key.shape[1], job.summary_bias is not None
     half = job.lmk_q.dtype != torch.float32
     precision = "tf32" if half else "ieee"
+    narrow = half and job.width <= 64
     rows = (128 if half else 64) if job.width <= 128 else 32
-    large = half and job.width <= 64 and job.pages > MANY_PAGES
-    columns = 128 if large else 64 if rows > 32 else 32
-    tiles = -(-tokens // rows)
     stages = 3 if half else 2
-    ahead = 5 if half and job.width <= 64 else stages
+    ahead = 5 if narrow else stages
     where = (job.slot, job.row, job.page_table)
     total = job.lse
     if job.normalised:
         total = job.empty(heads, tokens)
-        kernels.normaliser_kernel[(heads, tiles)](
+        kernels.normaliser_kernel[(heads, -(-tokens // rows))](
             *(job.lmk_q, job.summary_key, job.bias, job.lse, *where, total),
             *(tokens, *job.numbers(), heads, key_heads, dim, job.width, rows, max(rows, 64)),
             *(has_bias, precision, ahead),
@@ -222,6 +220,9 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     line = -(-job.pages // 32) * 32
     blocks = -(-line // job.block // 16) * 16
     best, tops = job.empty(tokens, job.groups, line), job.empty(tokens, job.groups, blocks)
+    large = narrow and job.pages > MANY_PAGES
+    rows, columns = (64, 128) if large else (rows, min(rows, 64))
+    tiles = -(-tokens // rows)
     wanted = 2 * PROGRAMS if large else PROGRAMS
     programs = max(1, min(-(-job.pages // columns), -(-wanted // (tiles * job.groups))))
     kernels.group_kernel[(programs, job.groups, tiles)](
@@ -229,7 +230,7 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
         *(tokens, *job.numbers(), line, blocks, heads, job.groups, key_heads, dim),
         *(job.width, job.group, rows, columns, job.block, has_bias, job.normalised, precision),
         stages,
-        num_warps=8 if large else 4,
+        num_warps=4,
         num_stages=stages,
     )
     # The best of a group of one head is that head's u.

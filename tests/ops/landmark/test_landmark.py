@@ -3,11 +3,14 @@ import math
 import pytest
 import torch
 
+from cairn.ops import gpu
+from cairn.ops.landmark import page_launch
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.mean_summary import mean_summary
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import page_weights
 from cairn.ops.landmark.prior_summary import prior_summary
+from cairn.ops.testing import Arguments, check
 from tests.ops.attention.geometry import STEPS, draw, enlarge_landmarks, near, softmax_attention
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -115,6 +118,23 @@ def test_page_attention_of_popular_and_rare_pages(topk):
     torch.testing.assert_close(
         page_attention.using("page_major")(*given), wanted, rtol=2e-5, atol=5e-6
     )
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("copied", [0, 1 << 16])
+def test_page_attention_by_one_counter_a_page_or_several(copied, monkeypatch):
+    # Blocks and units as small as can be: many of both meet at the page that everybody selects.
+    monkeypatch.setattr(page_launch, "_COPIED", copied)
+    monkeypatch.setattr(page_launch, "_BLOCK", 16)
+    monkeypatch.setattr(page_launch, "UNIT_PAIRS", 4)
+    case = draw(3, "prefill")
+    indices = selection(case, 4, 1)
+    indices[..., 0] = 0
+    weights = torch.rand(case.row.numel(), case.heads * case.group, 4)
+    given = Arguments(
+        (case.q, case.k_cache, case.v_cache, case.row, case.page_table, indices, weights), {}
+    )
+    check(page_attention, "triton_sorted", given)
 
 
 def test_page_attention_block_budget_changes_nothing(monkeypatch):

@@ -91,11 +91,12 @@ def sum_kernel(parts, o, splits, DIM: tl.constexpr, DP: tl.constexpr, SPLITS: tl
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(
     indices, row, page_table, counts, lines, ranks, pairs, pages, table_stride, topk,
-    KV_HEADS: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, COPIES: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """counts [KV_HEADS * pages, APART], 0 before: in front, the pairs of every line; and for every
-    pair its line (-1: no page) and its number among the pairs of that line."""
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """counts [KV_HEADS * pages, COPIES, APART], 0 before: in front, the pairs of every line that
+    the programs of a copy met; and for every pair its line (-1: no page) and its number there."""
+    program = tl.program_id(0)
+    pair = program * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs
     logical = tl.load(indices + pair, mask=inside, other=-1)
     found = logical >= 0
@@ -103,25 +104,31 @@ def count_kernel(
     this_row = tl.load(row + place // KV_HEADS, mask=found, other=0)
     page = tl.load(page_table + this_row * table_stride + logical, mask=found, other=0)
     line = tl.where(found, place % KV_HEADS * pages + page, -1)
-    rank = tl.atomic_add(counts + line * APART, 1, mask=found, sem="relaxed")
+    counter = counts + (line * COPIES + program % COPIES) * APART
+    rank = tl.atomic_add(counter, 1, mask=found, sem="relaxed")
     tl.store(lines + pair, line, mask=inside)
     tl.store(ranks + pair, rank, mask=found)
 
 
 @triton.jit
 def place_kernel(
-    counts, cursors, starts, units, lines,
-    MOST: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+    counts, cursors, sizes, starts, units, lines,
+    MOST: tl.constexpr, COPIES: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Give every line a stretch of the sorted pairs, and a unit of work for each MOST of them.
 
     Args:
+        counts: of every copy; becomes the pairs of the copies in front of it.
         cursors: [2], 0 before: the pairs and the units given away so far.
-        starts, units: [lines], the first of each.
+        sizes, starts, units: [lines], its pairs and the first of each.
     """
     line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = line < lines
-    count = tl.load(counts + line * APART, mask=inside, other=0)
+    counter = counts + (line[:, None] * COPIES + tl.arange(0, COPIES)[None, :]) * APART
+    own = tl.load(counter, mask=inside[:, None], other=0)
+    count = tl.sum(own, 1)
+    tl.store(counter, tl.cumsum(own, 1) - own, mask=inside[:, None])
+    tl.store(sizes + line, count, mask=inside)
     needed = (count + MOST - 1) // MOST
     start = tl.atomic_add(cursors, tl.sum(count, 0), sem="relaxed")
     unit = tl.atomic_add(cursors + 1, tl.sum(needed, 0), sem="relaxed")
@@ -131,24 +138,27 @@ def place_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def order_kernel(
-    lines, ranks, counts, starts, units, places, tokens,
+    lines, ranks, counts, sizes, starts, units, places, tokens,
     unit_line, unit_first, unit_pairs, pairs, topk,
-    KV_HEADS: tl.constexpr, MOST: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, MOST: tl.constexpr, COPIES: tl.constexpr, APART: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sort the pairs by line: places [pairs], where each goes (-1: no page), and tokens [pairs], of
-    what goes there; and what line a unit is of, and which places."""
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    what goes there; and what line a unit is of, and which places. BLOCK is that of the count."""
+    program = tl.program_id(0)
+    pair = program * BLOCK + tl.arange(0, BLOCK)
     line = tl.load(lines + pair, mask=pair < pairs, other=-1)
     found = line >= 0
     start = tl.load(starts + line, mask=found, other=0)
     rank = tl.load(ranks + pair, mask=found, other=0)
+    rank += tl.load(counts + (line * COPIES + program % COPIES) * APART, mask=found, other=0)
     place = tl.where(found, start + rank, -1)
     tl.store(places + pair, place, mask=pair < pairs)
     tl.store(tokens + place, pair // (topk * KV_HEADS), mask=found)
     # The first pair of a unit describes it.
     heads = found & (rank % MOST == 0)
     unit = tl.load(units + line, mask=heads, other=0) + rank // MOST
-    left = tl.load(counts + line * APART, mask=heads, other=0) - rank
+    left = tl.load(sizes + line, mask=heads, other=0) - rank
     tl.store(unit_line + unit, line, mask=heads)
     tl.store(unit_first + unit, place, mask=heads)
     tl.store(unit_pairs + unit, tl.minimum(left, MOST), mask=heads)
@@ -189,7 +199,7 @@ def unit_kernel(
             share = 1.0 / tl.sum(p, 1)
             acc = tl.dot(p.to(value.dtype), value, input_precision=PRECISION) * share[:, None]
             own = (first + i).to(tl.int64) * group + m % GP
-            store_rows(parts + own * DIM, acc, alive, DIM, DP)
+            store_rows(parts + own * DIM, acc, alive, DIM, DP, True)
 
 
 @triton.jit
