@@ -60,18 +60,19 @@ class Append:
     def _turns_by_length(self) -> bool:
         return self.cos is not None and self.rotary_seqlens is None
 
-    def run(self, interleaved: bool, each: bool) -> None:
+    def run(self, interleaved: bool, causal: bool) -> None:
         """Write the new keys; the call's queries turn, its lengths grow.
 
         Args:
             interleaved: as rotary_interleaved.
-            each: query i turns at base + i, not at base.
+            causal: as there; then, or with a window, query i turns at base + i, not at base.
         Raises:
             BadArgument: the call, or what is new, does not fit.
         """
         self.call.check()
         self._check()
         call, lengths = self.call, self.call.seqused_k
+        each = causal or call.sides != (-1, -1)
         base = lengths if self.rotary_seqlens is None else self.rotary_seqlens
         if self.cos is not None and base is not None:
             row, place = positions(call.q, call.cu_seqlens_q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ class Call:
     Attributes:
         name: of the public function, for messages.
         names: public names of k, v, seqused_k and leftpad.
+        window: window_size as it was given; None stands for -1.
     """
 
     name: str
@@ -41,6 +43,15 @@ class Call:
     v_descale: Tensor | None = None
     sinks: Tensor | None = None
     names: tuple[str, str, str, str] = ("k", "v", "seqused_k", "leftpad")
+    window: Sequence[int | None] = (-1, -1)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Keys to the left and to the right that the window shows; -1: all of them."""
+        numbers = [-1 if side is None else int(side) for side in self.window]
+        if len(numbers) != 2 or min(numbers) < -1:
+            refuse(self.name, "window_size", f"is {self.window}, not two numbers from -1 on")
+        return numbers[0], numbers[1]
 
     @property
     def batch(self) -> int:
@@ -50,7 +61,10 @@ class Call:
         return self.q.shape[0]
 
     def check(self) -> None:
-        """Raise BadArgument unless all shapes, dtypes, devices and strides fit."""
+        """Raise BadArgument unless all shapes, dtypes, devices and strides fit.
+
+        Lines of the page table that batch_idx names then stand for it.
+        """
         name, q, k = self.name, self.q, self.k
         ragged = self.cu_seqlens_q is not None
         expect(name, "q", q, (None,) * (3 if ragged else 4), (*FLOATS, *FP8), dense=1)
@@ -79,11 +93,14 @@ class Call:
                 expect(name, what, tensor, (self.batch, kv_heads), (torch.float32,), q)
         if self.sinks is not None:
             expect(name, "sinks", self.sinks, (q.shape[-2],), FLOATS, q, dense=-1)
+        if self.page_table is not None and self.batch_idx is not None:
+            self.page_table = self.page_table.index_select(0, self.batch_idx)
+            self.batch_idx = None
 
     def _check_lengths(self) -> None:
         batch, name = self.batch, self.name
         if self.page_table is not None:
-            shape = (batch, None)
+            shape = (batch if self.batch_idx is None else None, None)
             expect(name, "page_table", self.page_table, shape, _INT32, self.q, dense=1)
         elif self.cu_seqlens_k is None and self.batch_idx is None and len(self.k) != batch:
             refuse(name, self.names[0], f"has {len(self.k)} sequences, q has {batch}")
@@ -102,7 +119,6 @@ class Call:
         self,
         scale: float | None,
         causal: bool,
-        window: tuple[int, int],
         chunk: int | None,
         softcap: float,
         max_seqlen_q: int | None,
@@ -117,7 +133,7 @@ class Call:
         expect(self.name, "out", out, shape, (dtype,), q, dense=1)
         lines = (q.shape[-2], *q.shape[:-2][-1:])
         lse = torch.empty((*q.shape[:-3], *lines), dtype=torch.float32, device=q.device)
-        left, right = self._window(causal, window)
+        left, right = self.sides
         if scale is None:
             scale = (q.shape[-1] + (0 if self.qv is None else width)) ** -0.5
         longest = q.shape[-3]
@@ -133,16 +149,11 @@ class Call:
             *(self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k),
             *(self.qv, of_q, of_k, of_v, self.sinks),
             float(scale),
-            *(left, right, chunk or 0),
+            *(left, 0 if causal else right, chunk or 0),
             float(softcap),
             longest,
         )
         return (out, lse) if with_lse else out
-
-    def _window(self, causal: bool, window: tuple[int, int]) -> tuple[int, int]:
-        if len(window) != 2 or min(window) < -1:
-            refuse(self.name, "window_size", f"is {window}, not two numbers from -1 on")
-        return window[0], 0 if causal else window[1]
 
 
 def refuse_modifiers(name: str, score_mod: object, aux_tensors: object) -> None:

@@ -16,7 +16,7 @@ def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
+    cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
@@ -29,7 +29,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -47,8 +47,8 @@ def flash_attn_varlen_func(
     Args:
         q: [T, H, d]; float32, bfloat16, float16, or 8-bit floating point, which gives bfloat16.
         k, v: [T', Hk, d] and [T', Hk, dv]; with page_table [pages, P, Hk, d] and [.., dv].
-        cu_seqlens_q, cu_seqlens_k: [B + 1] int32, where sequences begin and end. The second is not
-            read with page_table, and may be None then.
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32, where sequences begin and end; None: q is [B, Sq,
+            H, d], k and v are [B, Sk, Hk, ..]. The second is not read with page_table.
         max_seqlen_q: no sequence has more queries; None: unknown.
         max_seqlen_k: no effect.
         seqused_q, seqused_k: [B] int32, how much of each sequence is there. Lines of q beyond are
@@ -59,21 +59,22 @@ def flash_attn_varlen_func(
         num_splits, pack_gqa, sm_margin, ver: no effect.
         score_mod, aux_tensors: None.
     Returns:
-        out [T, H, dv], or (out, lse [H, T] float32).
+        out like q with dv, or (out, lse [H, T] or [B, H, Sq] float32).
     Raises:
         BadArgument: shapes, dtypes, devices or strides that do not fit, or a score modifier.
     """
     name = "flash_attn_varlen_func"
     refuse_modifiers(name, score_mod, aux_tensors)
     paged = page_table is not None
-    if cu_seqlens_k is None and not paged:
-        refuse(name, "cu_seqlens_k", "is None", "Only paged keys do without it")
+    if cu_seqlens_k is None and k.dim() == 3:
+        refuse(name, "cu_seqlens_k", "is None", "Only whole or paged keys do without it")
     if paged and seqused_k is None:
         refuse(name, "seqused_k", "is None", "Paged keys need their lengths")
     call = Call(
         *(name, q, k, v, page_table, None, None, cu_seqlens_q, None if paged else cu_seqlens_k),
         *(seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, sinks),
+        window=window_size,
     )
     call.check()
-    how = (softmax_scale, causal, window_size, attention_chunk)
+    how = (softmax_scale, causal, attention_chunk)
     return call.run(*how, softcap, max_seqlen_q, out, return_softmax_lse)

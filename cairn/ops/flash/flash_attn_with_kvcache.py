@@ -41,7 +41,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     attention_chunk: int | None = None,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -61,7 +61,7 @@ def flash_attn_with_kvcache(
 
     score = (q . k + qv . v) * scale, then softcap * tanh(score / softcap), then the masks: query i
     of m stands at a = i + n - m. `causal` keeps keys j <= a, window_size (l, r) keeps a - l <= j <=
-    a + r, attention_chunk c keeps those of a's block of c keys. All in float32.
+    a + r (-1, None: no end), attention_chunk c keeps those of a's block of c keys. In float32.
 
     Args:
         q: [B, Sq, H, d], or [T, H, d] with cu_seqlens_q; float32, bfloat16, float16, or 8-bit
@@ -73,7 +73,7 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: [max, rd / 2], rd <= d. New key j turns at base + j, query i at
             base + i when causal or windowed, else at base. The turned key is what is stored.
         cache_seqlens: [B] int32, or one number for all; None: the whole cache.
-        cache_batch_idx: [B] int32, line of the cache for each sequence.
+        cache_batch_idx: [B] int32, line of the cache, or of page_table [B', n], of each sequence.
         cache_leftpad: [B] int32, keys in front that are none; blocks of a chunk begin behind them.
         page_table: [B, n] int32; cu_seqlens_q, cu_seqlens_k_new: [B + 1] int32.
         max_seqlen_q: no sequence has more queries; None: unknown.
@@ -94,10 +94,10 @@ def flash_attn_with_kvcache(
     where = (page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q)
     call = Call(_NAME, q, k_cache, v_cache, *where, qv=qv, sinks=sinks, names=_NAMES)
     call.q_descale, call.k_descale, call.v_descale = q_descale, k_descale, v_descale
-    call.seqused_k = _lengths(call, cache_seqlens)
+    call.seqused_k, call.window = _lengths(call, cache_seqlens), window_size
     new = Append(call, k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
-    new.run(rotary_interleaved, causal or tuple(window_size) != (-1, -1))
-    how = (softmax_scale, causal, window_size, attention_chunk)
+    new.run(rotary_interleaved, causal)
+    how = (softmax_scale, causal, attention_chunk)
     return call.run(*how, softcap, max_seqlen_q, out, return_softmax_lse)
 
 

@@ -39,13 +39,13 @@ def attend_sequence(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     many, heads, dim = q.shape
     kv_heads = k.shape[1]
     o = torch.zeros_like(q)
-    lse = torch.full((heads, many), torch.inf, dtype=torch.float32)
+    lse = torch.full((heads, many), torch.inf, dtype=torch.float32, device=q.device)
     first, last = _seen(many, len(k), task)
     # Only queries in front see nothing.
     for at in range(int((last < first).sum()), many, _QUERIES):
         lines = slice(at, min(many, at + _QUERIES))
         keys = slice(int(first[lines.start]), int(last[lines.stop - 1]) + 1)
-        key = torch.arange(keys.start, keys.stop)
+        key = torch.arange(keys.start, keys.stop, device=q.device)
         hidden = (key < first[lines].unsqueeze(1)) | (key > last[lines].unsqueeze(1))
         mask = None
         if bool(hidden.any()):
@@ -69,7 +69,7 @@ def attend_sequence(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
 
 def _seen(queries: int, keys: int, task: Task) -> tuple[Tensor, Tensor]:
     """First and last key of every query, neither falling; last < first: none."""
-    place = torch.arange(queries) + keys - queries
+    place = torch.arange(queries, device=task.q.device) + keys - queries
     first = torch.zeros_like(place) if task.left < 0 else (place - task.left).clamp(min=0)
     last = torch.full_like(place, keys - 1)
     if task.right >= 0:

@@ -80,6 +80,25 @@ def test_paged_keys(device: str) -> None:
     torch.testing.assert_close(got.cpu(), wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_queries_of_one_length_need_no_ends(paged: bool, device: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(3, many, 2, 16, generator=g) for many in (4, 12, 12))
+    used = torch.tensor([12, 5, 0], dtype=torch.int32)
+    options = {"seqused_k": used.to(device), "causal": True, "return_softmax_lse": True}
+    given = (q, k, v)
+    if paged:
+        given = (q, *(x.view(6, 6, 2, 16) for x in (k, v)))
+        options["page_table"] = torch.arange(6, dtype=torch.int32, device=device).view(3, 2)
+    given = [x.to(device) for x in given]
+    out, lse = flash_attn_varlen_func(*given, None, None, window_size=(None, None), **options)
+    assert out.shape == (3, 4, 2, 16) and lse.shape == (3, 2, 4)
+    for b, length in enumerate(used.tolist()):
+        wanted = attention(Rules(0.25, True), q[b], k[b, :length], v[b, :length])
+        for got, expected in zip((out[b], lse[b]), wanted, strict=True):
+            torch.testing.assert_close(got.double().cpu(), expected, rtol=2e-5, atol=2e-5)
+
+
 def test_no_sequence_at_all(device: str) -> None:
     q, k, v = (x[:0].to(device) for x in drawn())
     zero = torch.zeros(1, dtype=torch.int32, device=device)
@@ -97,6 +116,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ({"v": v.half()}, "v"),
         ({"q": q.transpose(0, 2)}, "q"),
         ({"cu_seqlens_k": None}, "cu_seqlens_k"),
+        ({"cu_seqlens_q": None}, "q"),
         ({"cu_seqlens_k": ends(KEYS)[:-1]}, "cu_seqlens_k"),
         ({"cu_seqlens_q": ends(QUERIES).long()}, "cu_seqlens_q"),
         ({"seqused_q": torch.zeros(3).int()}, "seqused_q"),

@@ -138,14 +138,50 @@ def test_leftpad_hides_the_front(kind: str, page: int, device: str) -> None:
         near(out[row], attention(rules_of(16, OPTIONS[kind]), problem.q[row], keys, values)[0])
 
 
-def test_lines_of_the_cache_by_number(device: str) -> None:
-    problem = Problem(6)
+@pytest.mark.parametrize("page", [0, 6])
+def test_lines_of_the_cache_by_number(page: int, device: str) -> None:
+    problem = Problem(6, page=page)
     order = torch.tensor([2, 3, 0, 0], dtype=torch.int32)
     lengths = problem.lengths[order.long()]
     out, _ = problem.run(device, cache_batch_idx=order, cache_seqlens=lengths, causal=True)
     for row, line in enumerate(order.tolist()):
         keys, values = (problem.rows(x, line, LENGTHS[line]) for x in (problem.k, problem.v))
         near(out[row], attention(Rules(0.25, causal=True), problem.q[row], keys, values)[0])
+
+
+def test_new_keys_go_to_the_line_of_the_page_table_that_a_number_names() -> None:
+    problem, line = Problem(20, page=6), 2
+    k, v = problem.randn(1, 1, 2, 16), problem.randn(1, 1, 2, 16)
+    problem.q, index = problem.q[:1], torch.tensor([line], dtype=torch.int32)
+    given = {"k": k, "v": v, "cache_seqlens": torch.tensor([7], dtype=torch.int32)}
+    problem.run(cache_batch_idx=index, **given)
+    for cache, new in ((problem.k, k), (problem.v, v)):
+        assert torch.equal(problem.rows(cache, line, 36)[7], new[0, 0])
+
+
+@pytest.mark.parametrize("window", [(None, None), (3, None), [None, 2], torch.tensor([3, 2])])
+def test_no_end_of_a_window_is_all_on_that_side(window) -> None:
+    problem = Problem(21)
+    bounds = tuple(-1 if side is None else int(side) for side in window)
+    wanted = problem.run(window_size=bounds)
+    for got, expected in zip(problem.run(window_size=window), wanted, strict=True):
+        assert torch.equal(got, expected)
+    new = {name: problem.randn(4, 1, 2, 16) for name in ("k", "v")}
+    angles = {name: problem.randn(40, 8) for name in ("rotary_cos", "rotary_sin")}
+    turned, as_before = (
+        Problem(21).run(window_size=each, **new, **angles)[0] for each in (window, bounds)
+    )
+    assert torch.equal(turned, as_before)
+
+
+@pytest.mark.parametrize("page", [0, 6])
+def test_the_default_device_is_not_looked_at(page: int) -> None:
+    problem, options = Problem(22, page=page), {"causal": True, "window_size": (4, 0)}
+    wanted = problem.run(**options)
+    with torch.device("meta"):
+        got = problem.run(**options)
+    for mine, expected in zip(got, wanted, strict=True):
+        assert torch.equal(mine, expected)
 
 
 def test_one_length_for_all_and_the_whole_cache() -> None:
@@ -337,6 +373,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ({"q_descale": torch.zeros(4, 4)}, "q_descale"),
         ({"out": q.half()}, "out"),
         ({"window_size": (-2, 0)}, "window_size"),
+        ({"window_size": (1, 2, 3)}, "window_size"),
         ({"score_mod": lambda score: score}, "score_mod"),
         ({"aux_tensors": [q]}, "aux_tensors"),
         ({"q": q.to("meta")}, "k_cache"),
