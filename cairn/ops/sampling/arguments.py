@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.checks import INDICES, expect, refuse
+from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 
 
 def check_rows(op: str, name: str, rows: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -32,10 +32,9 @@ def counts(op: str, name: str, value: Tensor | int, rows: Tensor) -> Tensor:
 
 
 def shares(op: str, name: str, value: Tensor | float, rows: Tensor) -> Tensor:
-    """A number, or one for each of `rows` [B, V], as float32 [B]."""
+    """A number, or one for each of `rows` [B, V], as float32 [B]; 1 may come as an integer."""
     if isinstance(value, Tensor):
-        floats = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-        check_parameter(op, name, value, rows, floats)
+        check_parameter(op, name, value, rows, (*FLOATS, torch.float64, *INDICES))
         return value.float().contiguous()
     return torch.full(rows.shape[:1], float(value), dtype=torch.float32, device=rows.device)
 
@@ -50,7 +49,7 @@ def drawn_uniforms(
     if indices is not None:
         expect(op, "indices", indices, (None,), INDICES, like=rows)
     count = rows.shape[0] if indices is None else indices.shape[0]
-    return torch.rand(count, generator=generator, device=rows.device)
+    return torch.rand(count, generator=generator, dtype=torch.float32, device=rows.device)
 
 
 def check_order(op: str, order: str) -> bool:

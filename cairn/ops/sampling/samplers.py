@@ -54,7 +54,7 @@ def top_p_sampling_from_probs(
 
     Args:
         probs: [B, V] float32, rows that sum to 1.
-        top_p: a number, or [B] floats.
+        top_p: a number, or [B] of them.
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
         deterministic: without effect, draws always are.
         generator: where the uniform numbers come from; None: the device's own.
@@ -85,7 +85,7 @@ def min_p_sampling_from_probs(
 
     Args:
         probs: [B, V] float32 >= 0.
-        min_p: a number, or [B] floats, in [0, 1].
+        min_p: a number, or [B] of them, in [0, 1].
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
         deterministic: without effect, draws always are.
         generator: where the uniform numbers come from; None: the device's own.
@@ -118,7 +118,7 @@ def top_k_top_p_sampling_from_probs(
     Args:
         probs: [B, V] float32, rows that sum to 1.
         top_k: a number, or [B] int32 or int64, as in top_k_renorm_probs.
-        top_p: a number, or [B] floats, as in top_p_renorm_probs.
+        top_p: a number, or [B] of them, as in top_p_renorm_probs.
         filter_apply_order: "top_k_first": top-p of what top-k left, divided by its sum; "joint":
             both of the original probabilities.
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.

@@ -50,7 +50,7 @@ def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float) -> Tensor:
 
     Args:
         probs: [B, V] float32, rows that sum to 1.
-        top_p: a number, or [B] floats; p >= 1 keeps all.
+        top_p: a number, or [B] of them; p >= 1 keeps all.
     Returns:
         [B, V] float32.
     Raises:

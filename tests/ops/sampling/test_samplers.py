@@ -217,12 +217,39 @@ def test_logits_in_half_precision(dtype: torch.dtype, device: str) -> None:
     assert got.tolist() == wide.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sampler", [min_p_sampling_from_probs, top_p_sampling_from_probs])
+def test_shares_of_any_number_type(sampler: Sampler, dtype: torch.dtype, device: str) -> None:
+    generators = [torch.Generator(device).manual_seed(4) for _ in range(2)]
+    rows = torch.rand(64, 30, device=device).softmax(-1)
+    share = torch.ones(64, dtype=dtype, device=device)
+    got = sampler(rows, share, generator=generators[0])
+    assert torch.equal(got, sampler(rows, 1.0, generator=generators[1]))
+    if sampler is min_p_sampling_from_probs:
+        assert torch.equal(got, rows.argmax(-1).int())
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_default_dtype_is_not_looked_at(name: str) -> None:
+    sampler, args, kwargs, _ = SAMPLERS[name]
+    rows = torch.rand(8, WIDTH).softmax(-1)
+    drawn = sampler(rows, *args, **kwargs, generator=torch.Generator().manual_seed(5))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        again = sampler(rows, *args, **kwargs, generator=torch.Generator().manual_seed(5))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(again, drawn)
+
+
 def test_what_does_not_fit_is_named() -> None:
     rows = torch.full((3, 4), 0.25)
     with pytest.raises(BadArgument, match="`filter_apply_order` is 'top_p_first'"):
         top_k_top_p_sampling_from_probs(rows, 2, 0.5, filter_apply_order="top_p_first")
     with pytest.raises(BadArgument, match="`probs` is float16"):
         top_p_sampling_from_probs(rows.half(), 0.5)
+    with pytest.raises(BadArgument, match="`top_p` is bool"):
+        top_p_sampling_from_probs(rows, torch.ones(len(rows), dtype=torch.bool))
     with pytest.raises(BadArgument, match=r"`top_p` has shape \[2\]"):
         top_p_sampling_from_probs(rows, torch.ones(2))
     with pytest.raises(BadArgument, match="`top_k` is float32"):
