@@ -12,7 +12,7 @@ from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import build_kernel
-from cairn.ops.speculative.trees import WIDEST, expect_room, expect_tree, links
+from cairn.ops.speculative.trees import WIDEST, expect_positions, expect_room, expect_tree, links
 from cairn.ops.testing import Arguments, Cases, Make
 
 FULL_MASK, DRAFT_MASK, PACKED_MASK = 0, 1, 2
@@ -51,7 +51,7 @@ def build_tree_kernel_efficient(
             n], the last n columns alone. Mode 2: those n bits, lowest first, in 1, 2 or 4 bytes
             (n <= 8, 16, 32). Row i has node i, its ancestors and node 0. What is behind the last
             row is not touched.
-        positions: [B * n] int64, written: verified_seq_len + number of ancestors.
+        positions: [B * n] or [B, n] int64, written: verified_seq_len + number of ancestors.
         retrive_index: [B, n] int64, written: b * n + i.
         retrive_next_token, retrive_next_sibling: [B, n] int64, written: the first child of a node,
             and the next child of its parent, in ascending order; -1: none.
@@ -70,7 +70,7 @@ def build_tree_kernel_efficient(
     for _ in range(math.ceil(math.log2(max(nodes, 2)))):
         reach = torch.bmm(reach.float(), reach.float()) > 0
     lengths = verified_seq_len.long()
-    positions.copy_((lengths.unsqueeze(1) + reach.sum(-1) - 1).flatten())
+    positions.view(-1).copy_((lengths.unsqueeze(1) + reach.sum(-1) - 1).flatten())
     retrive_index.copy_(torch.arange(retrive_index.numel(), device=parent.device).view(-1, nodes))
     next_token, next_sibling = links(parent)
     retrive_next_token.copy_(next_token)
@@ -137,7 +137,7 @@ def _(
     expect(name, "parent_list", parent_list, (batch, width), long, selected_index, dense=-1)
     lengths = (torch.int64, torch.int32)
     expect(name, "verified_seq_len", verified_seq_len, (batch,), lengths, selected_index, dense=-1)
-    expect(name, "positions", positions, (batch * n,), long, selected_index, dense=-1)
+    expect_positions(name, positions, batch, n, selected_index)
     expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, (batch, n))
     expect(name, "retrive_index", retrive_index, like=selected_index)
     expect(name, "tree_mask", tree_mask, like=selected_index, dense=-1)

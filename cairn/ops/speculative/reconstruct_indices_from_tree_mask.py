@@ -10,7 +10,7 @@ from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import reconstruct_kernel
-from cairn.ops.speculative.trees import WIDEST, expect_tree, first, links
+from cairn.ops.speculative.trees import WIDEST, expect_positions, expect_tree, first, links
 from cairn.ops.testing import Arguments, Cases, Make
 
 _CHANGED = ("positions", "retrive_index", "retrive_next_token", "retrive_next_sibling")
@@ -32,7 +32,7 @@ def reconstruct_indices_from_tree_mask(
     Args:
         tree_mask: [B * n * n] bool, B = batch_size, n = draft_token_num.
         verified_seq_len: [B] int64 or int32, tokens before node 0.
-        positions: [B * n] int64, written: verified_seq_len + number of ancestors.
+        positions: [B * n] or [B, n] int64, written: verified_seq_len + number of ancestors.
         retrive_index: [B, n] int64, written: b * n + i.
         retrive_next_token: [B, n] int64, written: the lowest j > i of which i is an ancestor.
         retrive_next_sibling: [B, n] int64, written: the next j > i with the same parent.
@@ -43,7 +43,7 @@ def reconstruct_indices_from_tree_mask(
     nodes = draft_token_num
     above = tree_mask.view(batch_size, nodes, nodes).tril(-1)
     index = torch.arange(nodes, device=above.device)
-    positions.copy_((verified_seq_len.long().unsqueeze(1) + above.sum(-1)).flatten())
+    positions.view(-1).copy_((verified_seq_len.long().unsqueeze(1) + above.sum(-1)).flatten())
     retrive_index.copy_(torch.arange(retrive_index.numel(), device=above.device).view(-1, nodes))
     retrive_next_token.copy_(first(above.transpose(1, 2)))
     retrive_next_sibling.copy_(links(torch.where(above, index, -1).amax(-1))[1])
@@ -71,10 +71,7 @@ def _(
         refuse(name, "tree_mask", f"has {tree_mask.numel()} elements, not {cells}")
     expect(name, "tree_mask", tree_mask, dtypes=(torch.bool,), dense=-1)
     expect(name, "verified_seq_len", verified_seq_len, (batch_size,), lengths, tree_mask, dense=-1)
-    count = batch_size * draft_token_num
-    if positions.numel() != count:
-        refuse(name, "positions", f"has {positions.numel()} elements, not {count}")
-    expect(name, "positions", positions, None, (torch.int64,), tree_mask, dense=-1)
+    expect_positions(name, positions, *size, tree_mask)
     expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, size)
     expect(name, "retrive_index", retrive_index, like=tree_mask)
 

@@ -52,6 +52,12 @@ def expect_tree(
         expect(op, name, tensor, size, (torch.int64,), index, dense=-1)
 
 
+def expect_positions(op: str, positions: Tensor, batch: int, nodes: int, like: Tensor) -> None:
+    """Raise BadArgument unless positions are contiguous int64 [B * n] or [B, n]."""
+    shape = (batch * nodes,) if positions.dim() == 1 else (batch, nodes)
+    expect(op, "positions", positions, shape, (torch.int64,), like, dense=-1)
+
+
 def expect_room(op: str, name: str, elements: int, needed: int) -> None:
     """Raise BadArgument unless a flat argument has room; buffers of graphs may have more."""
     if elements < needed:

@@ -56,7 +56,15 @@ def packed_bytes(nodes: int) -> int:
     return 1 if nodes <= 8 else 2 if nodes <= 16 else 4
 
 
-def build(searches: list[Search], lengths: list[int], topk: int, depth: int, mode: int, name: str):
+def build(
+    searches: list[Search],
+    lengths: list[int],
+    topk: int,
+    depth: int,
+    mode: int,
+    name: str,
+    flat: bool = True,
+):
     """What the op writes: mask, positions, index, next_token, next_sibling."""
     batch, nodes = len(searches), len(searches[0].parent)
     full = sum(length + nodes for length in lengths) * nodes
@@ -65,7 +73,8 @@ def build(searches: list[Search], lengths: list[int], topk: int, depth: int, mod
     else:
         mask = torch.ones(full if mode == 0 else batch * nodes * nodes, dtype=torch.bool)
     tree = [torch.full((batch, nodes), -1) for _ in range(3)]
-    written = (mask, torch.full((batch * nodes,), 99), *tree)
+    positions = torch.full((batch * nodes,) if flat else (batch, nodes), 99)
+    written = (mask, positions, *tree)
     build_tree_kernel_efficient.using(name)(
         torch.tensor([s.parent_list for s in searches]),
         torch.tensor([s.selected for s in searches], dtype=torch.int64).view(batch, nodes - 1),
@@ -121,6 +130,13 @@ def test_trees_of_a_search(topk: int, depth: int, nodes: int, mode: int, name: s
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+def test_positions_may_lie_as_the_nodes_do(name: str) -> None:
+    given = ([Search.run(2, 3, 5, random.Random(seed)) for seed in (0, 1)], [4, 70], 2, 3, 1, name)
+    _, square, *_ = build(*given, flat=False)
+    assert square.shape == (2, 5) and torch.equal(square.flatten(), build(*given)[1])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_node_without_its_parent_has_no_links(name: str) -> None:
     # Expansion 1 is of drafted token 7, which is not among the nodes; 9 // 2 is beyond the list.
     search = Search([-1, 7, 0], [0, 2, 4, 9], [-1, 0, -1, 1, -1])
@@ -169,6 +185,7 @@ def test_wide_packed_types_are_taken() -> None:
         (3, torch.ones(7, dtype=torch.bool), "tree_mask"),
         (3, torch.ones(25, dtype=torch.uint8), "tree_mask"),
         (4, torch.zeros(4, dtype=torch.int64), "positions"),
+        (4, torch.zeros(5, 1, dtype=torch.int64), "positions"),
         (6, torch.zeros(5, 1, dtype=torch.int64).T[:, ::2], "retrive_next_token"),
         (8, 0, "topk"),
         (11, 3, "tree_mask_mode"),

@@ -15,14 +15,14 @@ from tests.ops.speculative.forest import Forest
 VARIANTS = runnable_on(reconstruct_indices_from_tree_mask, "cpu")
 
 
-def outputs(batch: int, nodes: int) -> list[torch.Tensor]:
-    shapes = ((batch * nodes,), *((batch, nodes),) * 3)
+def outputs(batch: int, nodes: int, flat: bool = True) -> list[torch.Tensor]:
+    shapes = ((batch * nodes,) if flat else (batch, nodes), *((batch, nodes),) * 3)
     return [torch.full(shape, 99, dtype=torch.int64) for shape in shapes]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("nodes", [1, 4, 33])
-def test_a_forest_comes_back(nodes: int, name: str) -> None:
+@pytest.mark.parametrize("nodes, flat", [(1, True), (4, True), (4, False), (33, True)])
+def test_a_forest_comes_back(nodes: int, flat: bool, name: str) -> None:
     forest = Forest.grow(3, nodes, random.Random(nodes))
     mask = torch.zeros(3, nodes, nodes, dtype=torch.bool)
     depth = torch.zeros(3, nodes, dtype=torch.int64)
@@ -33,7 +33,7 @@ def test_a_forest_comes_back(nodes: int, name: str) -> None:
                 mask[b, child] |= mask[b, node]
                 depth[b, child] = depth[b, node] + 1
     lengths = torch.tensor([0, 17, 4000])
-    written = outputs(3, nodes)
+    written = outputs(3, nodes, flat)
     reconstruct_indices_from_tree_mask.using(name)(mask.flatten(), lengths, *written, 3, nodes)
     assert torch.equal(written[0].view(3, nodes), depth + lengths[:, None])
     for got, wanted in zip(written[1:], forest.tensors(), strict=True):
@@ -49,6 +49,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         (0, mask.byte(), "tree_mask"),
         (1, lengths[:1], "verified_seq_len"),
         (2, good[2].int(), "positions"),
+        (2, good[2].view(3, 2), "positions"),
         (4, good[4].T, "retrive_next_token"),
         (7, 0, "draft_token_num"),
     ):
