@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar, cast
+
 import torch
 from torch import Tensor
 
 from cairn.ops.checks import refuse
 from cairn.ops.memory.addresses import tensor_at
 
+T = TypeVar("T")
 
-def weak_ref_tensor(tensor: Tensor) -> Tensor:
+
+def weak_ref_tensor(tensor: T) -> T:
     """A tensor of the same memory, shape, strides and dtype that does not keep the memory.
 
     What a CUDA graph wrote into its pool can so be read after the graph's tensors are gone, as
@@ -17,16 +21,18 @@ def weak_ref_tensor(tensor: Tensor) -> Tensor:
     op: torch.compile breaks the graph here, for the result aliases the argument.
 
     Args:
-        tensor: on the CPU or a CUDA device, with storage.
+        tensor: on the CPU or a CUDA device, with storage. Anything but a tensor, as lists of
+            arguments hold it, is given back as it is.
     Raises:
         BadArgument: for a tensor without memory of its own (meta, fake or sparse).
     """
+    if not isinstance(tensor, Tensor):
+        return tensor
     if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
         refuse("weak_ref_tensor", "tensor", f"is {tensor.layout} on {tensor.device.type}")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         refuse("weak_ref_tensor", "tensor", f"is a {type(tensor).__name__}")
-    found: Tensor = torch.compiler.disable(_over_the_same)(tensor.detach())
-    return found
+    return cast(T, torch.compiler.disable(_over_the_same)(tensor.detach()))
 
 
 def _over_the_same(tensor: Tensor) -> Tensor:

@@ -47,6 +47,11 @@ def test_the_allocator_gets_the_memory_back() -> None:
     assert found.is_cuda
 
 
+@pytest.mark.parametrize("other", [None, 3, "name", (1, 2)])
+def test_what_is_no_tensor_stays_what_it_is(other: object) -> None:
+    assert weak_ref_tensor(other) is other
+
+
 def test_refuses_what_has_no_memory() -> None:
     with pytest.raises(BadArgument, match="`tensor`"):
         weak_ref_tensor(torch.empty(3, device="meta"))
