@@ -74,7 +74,7 @@ from cairn.ops.rotary.fused_qk_norm_rope import fused_qk_norm_rope
 from cairn.ops.rotary.head_norm_rope import head_norm_rope
 from cairn.ops.rotary.heads_into_cache import heads_into_cache
 from cairn.ops.rotary.rotary_cos_sin import rotary_cos_sin
-from cairn.ops.rotary.rotary_embedding import rotary_embedding
+from cairn.ops.rotary.rotated import rotary_embedding
 from cairn.ops.rotary.split_norm_rope import split_norm_rope
 from cairn.ops.sampling.apply_logit_bias import apply_logit_bias
 from cairn.ops.sampling.apply_penalties import apply_penalties

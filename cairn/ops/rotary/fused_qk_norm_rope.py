@@ -69,7 +69,7 @@ def fused_qk_norm_rope(
     pair = torch.arange(rotary // 2, device=qkv.device)
     frequency = (float(base) ** (pair.double() * -2 / rotary)).float()
     if factor != 1:
-        ramp = ((pair - low) / (_end(low, high) - low)).clamp(0, 1)
+        ramp = ((pair.float() - low) / (_end(low, high) - low)).clamp(0, 1)
         frequency = frequency / factor * ramp + frequency * (1 - ramp)
     angle = position_ids.float()[:, None] * frequency
     cos, sin = angle.cos() * attention_factor, angle.sin() * attention_factor

@@ -21,19 +21,9 @@ def rotary_embedding(
     cos_sin_cache: Tensor,
     is_neox: bool = True,
 ) -> None:
-    """Rotate the first rd numbers of every head of query and key, in place.
+    """What the function of this name in `rotated` does, without a result.
 
-    Products and sums are in float32 whatever the dtypes; the result is rounded once.
-
-    Args:
-        positions: [T] or [B, S] int32 or int64, rows of cos_sin_cache.
-        query: [..., n * head_size] or [..., n, head_size] float32, bfloat16 or float16, leading
-            shape as positions; tokens and heads may be strided.
-        key: as query, of its dtype, with its own n; or None.
-        cos_sin_cache: [max, rd] = [cos | sin], rd / 2 of each; query's dtype or float32.
-        is_neox: number i is paired with i + rd / 2; otherwise 2i with 2i + 1.
-    Raises:
-        BadArgument: for another shape, dtype or device.
+    An op may not return its arguments.
     """
     cos_sin = cos_sin_cache.index_select(0, positions.flatten()).float()
     cos, sin = cos_sin.chunk(2, dim=-1)

@@ -54,6 +54,13 @@ def test_batched_positions_and_no_key() -> None:
     assert torch.equal(query.view(6, 32), flat)
 
 
+@pytest.mark.parametrize("with_key", [True, False])
+def test_what_was_rotated_is_returned(with_key: bool) -> None:
+    query, key = torch.randn(3, 2, 8), torch.randn(3, 1, 8) if with_key else None
+    got = rotary_embedding(torch.arange(3), query, key, 8, torch.randn(5, 8))
+    assert got[0] is query and got[1] is key
+
+
 def test_bfloat16_angles_are_used_as_they_are() -> None:
     half = torch.bfloat16
     cache, positions = torch.randn(5, 8).to(half), torch.arange(5)
