@@ -6,6 +6,7 @@ read it at 5 to 20 GB/s in torch.nn.functional.linear and at 20 to 40 in its pac
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -102,9 +103,13 @@ def filled_rows(input: Tensor, norm: Tensor | None, eps: float) -> Tensor:
 
 
 def _normed_row(input: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """One row [K] after its norm, before it is rounded, in a third of the calls: [K] float32."""
+    """One row [K] after its norm, before it is rounded, in a third of the calls: [K] float32.
+
+    Zeros without an eps become NaN, as in `rmsnorm`.
+    """
     x = input.float()
-    factor = (torch.dot(x, x).item() / x.numel() + eps) ** -0.5
+    square = torch.dot(x, x).item() / x.numel() + eps
+    factor = square**-0.5 if square else math.inf
     return torch.mul(x, norm).mul_(factor)
 
 

@@ -38,6 +38,14 @@ def test_few_rows_give_the_same_bits_together_and_alone(dtype: torch.dtype) -> N
     assert torch.equal(packed_linear(x[2], packed), together[2])
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_zeros_without_eps_have_no_norm(rows: int) -> None:
+    packed = pack_weight(torch.randn(5, 48))
+    assert packed_linear(torch.zeros(rows, 48), packed, None, torch.ones(48), 0.0).isnan().all()
+    small = torch.full((rows, 48), 1e-3)
+    assert packed_linear(small, packed, None, torch.ones(48), 0.0).isfinite().all()
+
+
 def test_compiles_without_a_graph_break() -> None:
     weight = torch.randn(16, 64)
     packed = pack_weight(weight)
