@@ -41,6 +41,7 @@ INTERPRETED_CASES = 2
 """The interpreter takes seconds for what a device does in microseconds: it sees small cases."""
 OPCHECKED_CASES = 3
 """It traces a case several times."""
+FEW_CASES = 3
 FLOAT32_FAMILIES = ("sampling", "speculative", "topk")
 """Families on probabilities and scores."""
 LIBRARIES = {"cudnn", "flashinfer", "sdpa"}
@@ -125,6 +126,25 @@ def test_kernel_agrees_with_definition_when_interpreted(op: Op[..., Any], name: 
     assert accepted, f"no case of {op.name} reaches {name}: it is never tested"
     for arguments in sorted(accepted, key=size_of)[:INTERPRETED_CASES]:
         check(op, name, arguments)
+
+
+@pytest.mark.parametrize("op, name", [p for p in CHOICES if not of_gpu(*p.values)])
+def test_the_default_dtype_is_not_looked_at(op: Op[..., Any], name: str) -> None:
+    cases = [case for case in runnable(op._named(name), cases_of(op), "cpu") if smallest_of(case)]
+    for arguments in sorted(cases, key=size_of)[:FEW_CASES]:
+        wanted = written(*run(op, name, arguments))
+        torch.set_default_dtype(torch.float16)
+        try:
+            got = written(*run(op, name, arguments))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for mine, expected in zip(got, wanted, strict=True):
+            compare(mine, expected, (0.0, 0.0), f"{op.name} {name} with float16 as the default")
+
+
+def written(arguments: Arguments, results: tuple[Any, ...]) -> list[Tensor]:
+    """Tensors that a call may have written and that can be compared."""
+    return [x for x in (*tensors_of(arguments), *results) if not x.is_mkldnn]
 
 
 @pytest.mark.parametrize("op", OPS)

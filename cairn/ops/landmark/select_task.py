@@ -47,16 +47,20 @@ class Task:
     def empty(self, tokens: int, topk: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Results in which nothing is selected."""
         indices = torch.full((tokens, self.groups, topk), -1, dtype=torch.int32, device=device)
-        scores = torch.full((tokens, self.score_heads, topk), -torch.inf, device=device)
+        scores = torch.full(
+            (tokens, self.score_heads, topk), -torch.inf, dtype=torch.float32, device=device
+        )
         return indices, scores
 
     def keys(self, summaries: Tensor) -> Tensor:
         """[U, P, h_R, d] -> float32 [U * key_heads, P, d]."""
         count, pages, heads, dim = summaries.shape
-        keys = summaries.float()
         if heads > self.key_heads:
-            keys = keys.unflatten(2, (self.key_heads, -1)).sum(dim=3)
-        return keys.transpose(1, 2).reshape(count * self.key_heads, pages, dim)
+            summaries = summaries.float().unflatten(2, (self.key_heads, -1)).sum(dim=3)
+        # Of one, nothing but its numbers has to change; of several, both in one pass.
+        order = torch.preserve_format if count == 1 else torch.contiguous_format
+        keys = summaries.transpose(1, 2).to(torch.float32, memory_format=order)
+        return keys.reshape(count * self.key_heads, pages, dim)
 
     def queries(self, lmk_q: Tensor) -> Tensor:
         """[U, c, h_q, d] -> scaled float32 [U * key_heads, heads per key head * c, d]."""
