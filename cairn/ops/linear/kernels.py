@@ -138,7 +138,7 @@ def block_kernel(
     columns = x + t[None, :] * x_stride + k[:, None]
     result = tl.zeros([ROWS, TOKENS], tl.float32)
     for _ in range(0, width, PART):
-        own = tl.load(rows, mask=inside[:, None], other=0.0)
+        own = tl.load(rows, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
         value = tl.load(columns, mask=alive[None, :], other=0.0)
         result = tl.dot(own, value, result, input_precision=PRECISION)
         rows += PART
