@@ -18,6 +18,11 @@ from cairn.ops.rotary.kernels import heads_into_cache_kernel
 from cairn.ops.rotary.split_norm_rope import split_norm_rope
 from cairn.ops.testing import Cases, Make
 
+HEADS_AT_ONCE, SPREAD_TOKENS = 16, 256
+"""Heads of a program while there are few tokens."""
+NUMBERS_AT_ONCE = 4096
+"""Numbers of a program when there are more: few programs with much to do."""
+
 
 @op(mutates=("k_cache", "v_cache"))
 def heads_into_cache(
@@ -116,7 +121,8 @@ def _(
     q, z = (
         gpu.empty((tokens, n, dim), projected.dtype, projected.device) for n in (num_heads, own)
     )
-    at_once = min(16, gpu.next_power_of_2(heads))
+    most = HEADS_AT_ONCE if tokens <= SPREAD_TOKENS else max(16, NUMBERS_AT_ONCE // dim)
+    at_once = min(most, gpu.next_power_of_2(heads))
     early = gpu.launches_early(projected.device)
     if tokens:
         heads_into_cache_kernel[(tokens, -(-heads // at_once) + 1)](
@@ -239,6 +245,10 @@ def _(make: Make) -> Cases:
             yield make.args(alone, up[:1], low[2], turn, *there)
             yield make.args(alone, None, plain[2], None, *there, 1e-5)
             yield make.args(own[:1], None, low[2], turn, *there)
+    many = SPREAD_TOKENS + 44
+    caches = [make.randn(40, 2, 8, 16) for _ in range(2)]
+    given = (make.randn(many, 20 * 16), None, make.randn(18, 16), make.randn(many, 16))
+    yield make.args(*given, *caches, make.rand(320).argsort()[:many], 8)
     empty = (make.randn(0, 128), None, make.randn(6, 16), make.randn(0, 16))
     yield make.args(*empty, *(make.randn(4, 2, 8, 16) for _ in range(2)), location[:0], 4)
 
