@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -34,35 +32,6 @@ def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
     # index_select copies whole lines; indexing with a tensor goes element by element.
     taken = cache.view(-1, size * dim).index_select(0, lines.reshape(-1))
     return taken.view(count, heads, width * size, dim)
-
-
-def lines(
-    heads: int, size: int, table: Tensor, first: int, last: int, mask_landmarks: bool
-) -> Tensor:
-    """Where one row's slots lie in a cache [pages, h_kv, S, d] seen as lines [pages * h_kv * S, d].
-
-    Args:
-        heads, size: h_kv, S.
-        table: [max_pages] int32 or int64, the row's pages.
-        first, last: slots, both included, 0 <= first <= last.
-        mask_landmarks: leave the last slot of every page out.
-    Returns:
-        [h_kv, n] int64, n >= 0.
-    """
-    seen = size - mask_landmarks
-    page, held = first // size, last // size + 1
-    begin = min(first % size, seen)
-    end = (held - 1 - page) * seen + min(last % size + 1, seen)
-    offsets = line_offsets(heads, size, seen)
-    places = torch.add(offsets, table[page:held].unsqueeze(1), alpha=heads * size)
-    return places.view(heads, -1)[:, begin:end]
-
-
-@functools.cache
-def line_offsets(heads: int, size: int, seen: int) -> Tensor:
-    """Lines of the first `seen` slots of physical page 0: [h_kv, 1, seen] int64 on the CPU."""
-    head = torch.arange(heads, device="cpu").view(-1, 1, 1)
-    return head * size + torch.arange(seen, device="cpu")
 
 
 def is_landmark(slot: Tensor, page_size: int) -> Tensor:

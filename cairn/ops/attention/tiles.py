@@ -92,39 +92,23 @@ def queries(q: Tensor, index: Tensor, heads: int) -> Tensor:
 def flash(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [N, 1, Q, d] over k, v [N, 1, L, d].
+    """Attention of q [N, H, Q, d] over k, v [N, H, L, d].
 
     Args:
-        mask: None, or added to the logits: [N or 1, 1, Q or 1, L] in q's dtype.
+        mask: None, or added to the logits: [N or 1, H or 1, Q or 1, L], float32 or q's dtype.
         scale: None: d ** -0.5.
     Returns:
-        (o [N, 1, Q, d] in q's dtype, lse [N, 1, Q] float32). A query that sees no key gets zeros.
+        (o [N, H, Q, d] in q's dtype, lse [N, H, Q] float32). A query that sees no key gets zeros.
     """
     if mask is not None:
-        mask = mask.expand(q.shape[0], 1, q.shape[2], k.shape[2])
+        mask = mask.expand(*q.shape[:3], k.shape[2])
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, attn_mask=mask, scale=scale
     )
     return o, lse
 
 
-def attend_lines(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lines: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Attention of one token q [1, h_q, d] over the lines [h_kv, n] of its caches, n > 0.
-
-    Returns:
-        (o [1, h_q, d] in q's dtype, lse [1, h_q] float32).
-    """
-    heads, dim = lines.shape[0], q.shape[2]
-    k, v = (
-        cache.view(-1, dim).index_select(0, lines.reshape(-1)).view(1, heads, -1, dim)
-        for cache in (k_cache, v_cache)
-    )
-    o, lse = flash(q.reshape(1, heads, -1, dim), k, v, None, scale)
-    return o.reshape(q.shape), lse.reshape(q.shape[:2])
-
-
 def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask of -inf where hidden and 0 elsewhere."""
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, -torch.inf)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention import launch, paging
+from cairn.ops.attention import launch, lines, paging
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.registry import op
@@ -85,13 +86,14 @@ def _(
 
 
 @window_attention.implementation(
-    "one_token",
+    "few_tokens",
     devices=("cpu",),
-    when=lambda q, k_cache, v_cache, *args, **kwargs: (
-        q.shape[0] == 1
-        and q.dtype == k_cache.dtype
+    when=lambda q, k_cache, v_cache, row, *args, **kwargs: (
+        q.dtype == k_cache.dtype
+        and k_cache.shape[2] > 1
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
+        and lines.few(row)
     ),
 )
 def _(
@@ -106,18 +108,14 @@ def _(
     aligned: bool = False,
     mask_landmarks: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    last = int(slot)
-    first = last - window + 1
+    """Visible keys alone are gathered."""
+    (heads, size), last = k_cache.shape[1:3], slot.numpy()
+    first = last - (window - 1)
     if aligned:
-        first = first // k_cache.shape[2] * k_cache.shape[2]
-    table, (heads, size) = page_table[int(row)], k_cache.shape[1:3]
-    lines = paging.lines(heads, size, table, max(0, first), last, mask_landmarks)
-    if lines.numel() == 0:
-        return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(
-            q.shape[:2], -torch.inf, dtype=torch.float32
-        )
-    # Visible keys alone are gathered: there is nothing to mask.
-    o, lse = tiling.attend_lines(q, k_cache, v_cache, lines, scale)
+        first = first // size * size
+    where = (page_table.numpy(), row.numpy(), np.maximum(first, 0), last)
+    found = lines.find(heads, size, *where, mask_landmarks)
+    o, lse = lines.attend(q, k_cache, v_cache, found, scale)
     return o.float(), lse
 
 

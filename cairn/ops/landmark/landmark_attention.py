@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention import launch
+from cairn.ops.attention import launch, lines
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.landmark import fused_launch, one_token, page_launch, select_launch
+from cairn.ops.landmark import few_tokens, fused_launch, page_launch, select_launch
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import page_weights
@@ -238,7 +238,7 @@ def _(
     return page_launch.attend_sorted(pages, beside), indices, scores, lse
 
 
-def _one_token(
+def _few_tokens(
     q: Tensor,
     lmk_q: Tensor,
     k_cache: Tensor,
@@ -256,17 +256,17 @@ def _one_token(
     store_summaries: bool = False,
 ) -> bool:
     return (
-        q.shape[0] == 1
-        and strategy in ("hils", "softmax_head", "head")
+        strategy in ("hils", "softmax_head", "head")
         and window > 0
         and k_cache.shape[2] > 1
         and q.dtype == lmk_q.dtype == k_cache.dtype
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
+        and lines.few(row)
     )
 
 
-@landmark_attention.implementation("one_token", devices=("cpu",), when=_one_token)
+@landmark_attention.implementation("few_tokens", devices=("cpu",), when=_few_tokens)
 def _(
     q: Tensor,
     lmk_q: Tensor,
@@ -284,15 +284,14 @@ def _(
     strategy: str = "hils",
     store_summaries: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A decode step of one request."""
-    size, last, table = k_cache.shape[2], int(slot), page_table[int(row)]
-    if store_summaries and last % size == size - 1:
-        page = table[last // size : last // size + 1].long()
-        store_prior_summary(lmk_q, k_cache, page, summary_key, summary_bias, scale)
+    """A decode step."""
+    if store_summaries:
+        completed = completed_pages(row, slot, page_table, k_cache.shape[2])
+        store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
     task = task_of(lmk_q, summary_key, strategy, scale, k_cache.shape[1])
-    first = max(0, last - window + 1) // size * size
-    query = one_token.Query(q, lmk_q, k_cache, v_cache, table, last, first, task.scale)
-    return one_token.attend(query, summary_key, summary_bias, task, topk, softmax1)
+    where, caches = (row, slot, page_table), (k_cache, v_cache, summary_key, summary_bias)
+    query = few_tokens.Query(q, lmk_q, *caches, *where, window, topk, softmax1, task)
+    return few_tokens.attend(query)
 
 
 @landmark_attention.implementation("composed")

@@ -22,6 +22,8 @@ HEADS_AT_ONCE, SPREAD_TOKENS = 16, 256
 """Heads of a program while there are few tokens."""
 NUMBERS_AT_ONCE = 4096
 """Numbers of a program when there are more: few programs with much to do."""
+FEW_TOKENS = 8
+"""Steps of at most so many tokens are no work for a second core."""
 
 
 @op(mutates=("k_cache", "v_cache"))
@@ -140,10 +142,10 @@ def _(
 
 
 @heads_into_cache.implementation(
-    "one_token",
+    "few_tokens",
     devices=("cpu",),
     when=lambda projected, added, weight, cos_sin, k_cache, v_cache, *args, **kwargs: (
-        projected.shape[0] == 1 and projected.dtype == k_cache.dtype == v_cache.dtype
+        0 < projected.shape[0] <= FEW_TOKENS and projected.dtype == k_cache.dtype == v_cache.dtype
     ),
 )
 def _(
@@ -157,18 +159,25 @@ def _(
     num_heads: int,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """The definition in few calls, which are what one token pays for; numpy's cost a fifth."""
-    (heads, dim), kv_heads, size = weight.shape, *k_cache.shape[1:3]
-    y = _turned_row(projected, added, weight, cos_sin, num_heads + kv_heads, eps)
-    turned = torch.from_numpy(y).to(projected.dtype).unsqueeze(0)
-    where = int(location)
-    if where >= 0:
-        page, place = divmod(where, size)
-        k_bits, v_bits, y_bits, bits = map(_bits, (k_cache, v_cache, turned, projected))
-        k_bits[page, :, place] = y_bits[0, num_heads : num_heads + kv_heads]
-        first = dim * (heads if added is None else num_heads + kv_heads)
-        v_bits[page, :, place] = bits[0, first : first + kv_heads * dim].reshape(kv_heads, dim)
-    return turned[:, :num_heads], turned[:, num_heads + kv_heads :]
+    """The definition in few calls, which are what few tokens pay for; numpy's cost a fifth."""
+    (heads, dim), kv_heads = weight.shape, k_cache.shape[1]
+    own = num_heads + kv_heads
+    turned = torch.from_numpy(_turned_heads(projected, added, weight, cos_sin, own, eps))
+    form = {"copy": True, "memory_format": torch.contiguous_format}
+    q, k, z = (
+        part.to(projected.dtype, **form)
+        for part in turned.split((num_heads, kv_heads, heads - own), dim=1)
+    )
+    values = _values(projected, added, weight, num_heads, kv_heads)
+    k_bits, v_bits, new_k, new_v = map(_bits, (k_cache, v_cache, k, values))
+    where = location.numpy()
+    page, place = np.divmod(where, k_cache.shape[2])
+    new_v = new_v.reshape(-1, kv_heads, dim)
+    if where.min() < 0:
+        kept = where >= 0
+        page, place, new_k, new_v = page[kept], place[kept], new_k[kept], new_v[kept]
+    k_bits[page, :, place], v_bits[page, :, place] = new_k, new_v
+    return q, z
 
 
 def _bits(x: Tensor) -> NDArray[Any]:
@@ -176,7 +185,7 @@ def _bits(x: Tensor) -> NDArray[Any]:
     return (x if x.element_size() > 2 else x.view(torch.int16)).numpy()
 
 
-def _turned_row(
+def _turned_heads(
     projected: Tensor,
     added: Tensor | None,
     weight: Tensor,
@@ -184,21 +193,22 @@ def _turned_row(
     own: int,
     eps: float,
 ) -> NDArray[np.float32]:
-    """`turned_heads` of one token [H, d]; the `own` first of them are q's and k's."""
+    """`turned_heads` [T, H, d] for few tokens; the `own` first of the heads are q's and k's."""
     heads, dim = weight.shape
     joint = projected[:, : (heads if added is None else own) * dim]
     if added is not None:
         joint = torch.cat((joint, added + joint[:, : added.shape[1]]), dim=-1)
-    x = joint.float().numpy().reshape(heads, dim)
-    mean = np.square(x).sum(axis=1, keepdims=True) / np.float32(dim)
-    y: NDArray[np.float32] = x / np.sqrt(mean + np.float32(eps)) * weight.float().numpy()
+    x = joint.float().numpy().reshape(-1, heads, dim)
+    mean = np.square(x).sum(axis=2, keepdims=True) / np.float32(dim)
+    y: NDArray[np.float32] = x * (1 / np.sqrt(mean + np.float32(eps)))
+    y *= weight.float().numpy()
     if cos_sin is None:
         return y
-    cos, sin = cos_sin.numpy().reshape(2, -1)
-    first, second = y[:, : dim // 2], y[:, dim // 2 :]
+    cos, sin = np.split(cos_sin.numpy()[:, None], 2, axis=2)
+    first, second = y[..., : dim // 2], y[..., dim // 2 :]
     turned = np.empty_like(y)
-    np.subtract(first * cos, second * sin, out=turned[:, : dim // 2])
-    np.add(second * cos, first * sin, out=turned[:, dim // 2 :])
+    np.subtract(first * cos, second * sin, out=turned[..., : dim // 2])
+    np.add(second * cos, first * sin, out=turned[..., dim // 2 :])
     return turned
 
 

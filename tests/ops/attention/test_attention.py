@@ -13,7 +13,8 @@ from tests.ops.attention.geometry import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
-IMPLEMENTATIONS = ("reference", "tiled")
+DENSE = ("reference", "tiled")
+WINDOW = ("reference", "few_tokens", "tiled")
 
 
 def oracle(case, token, first, mask_landmarks, scale):
@@ -51,7 +52,7 @@ def check(case, result, first_of, mask_landmarks, scale, count=6, dtype=torch.fl
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", WINDOW)
 def test_window(seed, step, dtype, implementation):
     case = draw(seed * 3 + STEPS.index(step), step, dtype)
     window = (1, 7, case.size, 3 * case.size + 1)[seed]
@@ -76,7 +77,7 @@ def test_window(seed, step, dtype, implementation):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", DENSE)
 def test_dense(seed, step, dtype, implementation):
     case = draw(100 + seed * 3 + STEPS.index(step), step, dtype)
     run = dense_attention.using(implementation)
@@ -92,9 +93,10 @@ def test_block_budget_changes_nothing(op, blocks, monkeypatch):
     case = draw(5, "mixed")
     extra = () if op is dense_attention else (19,)
     given = (case.q, case.k_cache, case.v_cache, *case.where, *extra)
-    whole = {name: op.using(name)(*given) for name in IMPLEMENTATIONS}
+    names = DENSE if op is dense_attention else WINDOW
+    whole = {name: op.using(name)(*given) for name in names}
     monkeypatch.setattr("cairn.ops.attention.paging.BLOCK_BYTES", blocks)
-    for name in IMPLEMENTATIONS:
+    for name in names:
         for got, wanted in zip(op.using(name)(*given), whole[name], strict=True):
             torch.testing.assert_close(got, wanted, rtol=2e-6, atol=2e-6)
 
@@ -125,13 +127,13 @@ def test_a_slot_asked_twice(op):
 
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("mask", [False, True])
-def test_one_token_equals_the_step(aligned, mask):
+def test_a_token_alone_equals_the_step(aligned, mask):
     for seed in (40, 41):
         case = draw(seed, "mixed")
         enlarge_landmarks(case, torch.nan if mask else 1.0)
         caches, options = (case.k_cache, case.v_cache), {"aligned": aligned, "mask_landmarks": mask}
         whole = window_attention.using("reference")(case.q, *caches, *case.where, 13, **options)
-        alone = window_attention.using("one_token")
+        alone = window_attention.using("few_tokens")
         for token in range(case.row.numel()):
             at = slice(token, token + 1)
             where = (case.row[at], case.slot[at], case.page_table)
@@ -142,7 +144,7 @@ def test_one_token_equals_the_step(aligned, mask):
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", WINDOW)
 def test_pages_behind_the_window_may_hold_anything(implementation, step):
     """Layers with pages of their own give them back as soon as no window touches them."""
     for seed in range(50, 54):
