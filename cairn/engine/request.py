@@ -78,7 +78,7 @@ class RowCounts:
         request.counts = self
         self.computed[row] = self.planned[row] = self.capacity[row] = computed
         self.prompt[row] = request.num_prompt
-        self.last[row] = request.num_prompt + request.max_output - 1
+        self.last[row] = request.most_computed
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +164,11 @@ class Request:
     def choosing(self) -> int:
         """Tokens that steps in flight choose; they follow `tokens`, yet unknown."""
         return self.planned + 1 - len(self.tokens) if self.decoding else 0
+
+    @property
+    def most_computed(self) -> int:
+        """Tokens that will be in the cache at most: the last one generated is not run."""
+        return self.num_prompt + self.max_output - 1
 
     @property
     def num_output(self) -> int:

@@ -399,7 +399,8 @@ class Scheduler:
             return False
         reusable = int(self.slots.slot_of(len(request.tokens) - 1)) // self.slots.page_size
         lease = self.cache.open(request.tokens, reusable if request.caches_prefix else 0)
-        needed = int(self.slots.pages_for(len(request.tokens) + 1)) - len(lease.pages)
+        known = min(len(request.tokens) + 1, request.most_computed)
+        needed = int(self.slots.pages_for(known)) - len(lease.pages)
         if self.running:
             step_pages = self.limits.step_slots // self.slots.page_size + 1
             if not self.cache.fits([(lease, needed), *self._promised()], step_pages):
@@ -410,12 +411,15 @@ class Scheduler:
         return True
 
     def _promised(self) -> list[tuple[Lease, int]]:
-        """Pages that running rows will want soon: the rest of their known tokens, one more each."""
-        return [
-            (r.lease, int(self.slots.pages_for(len(r.tokens))) - len(r.lease.pages) + 1)
-            for r in self.running
-            if r.lease is not None
-        ]
+        """Pages that running rows will want soon: the rest of their known tokens, and one more each
+        that can still come to need it."""
+        promised = []
+        for r in self.running:
+            if r.lease is not None:
+                soon = int(self.slots.pages_for(len(r.tokens))) + 1
+                most = int(self.slots.pages_for(r.most_computed))
+                promised.append((r.lease, min(soon, most) - len(r.lease.pages)))
+        return promised
 
     def _start(self, request: Request, draft: _Draft) -> bool:
         """Give an admitted request its row and its first chunk; False: it had to wait again."""

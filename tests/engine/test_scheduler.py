@@ -88,6 +88,21 @@ def test_retraction_under_page_pressure_loses_nothing():
     assert all_pages_back(core)
 
 
+def test_rows_that_fill_the_pool_to_the_last_page_run_side_by_side():
+    # Three tokens a page: 7 of the prompt and the first 2 of 3 generated ones are three pages.
+    core = fake_core(page_size=4, pages=15, rows=5, max_model_len=10)
+    live = [add(core, f"r{k}", [k] * 7, max_tokens=3) for k in range(5)]
+    most = 0
+    while core.has_work:
+        core.step()
+        check_ledger(core)
+        most = max(most, len(core.scheduler.running))
+    assert most == 5
+    assert core.scheduler.preemptions == 0
+    for continuation in live:
+        assert continuation.stream.output.token_ids == expected(continuation)
+
+
 def test_lower_priority_is_retracted_first():
     core = fake_core(page_size=4, pages=16, rows=8, max_model_len=40)
     low = [add(core, f"low{k}", [k], max_tokens=30, priority=1) for k in range(3)]
