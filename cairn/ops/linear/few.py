@@ -112,7 +112,6 @@ def accepts_block(input: Tensor, weight: Tensor) -> bool:
 
     Of float32 the library's product is the faster one on a device.
     """
-    memory = STAGES * (BLOCK + _block_tokens(input.shape[0])) * PART * input.element_size()
     return (
         input.dim() == 2
         and TILE_TOKENS < input.shape[0] <= BLOCK_TOKENS
@@ -122,8 +121,14 @@ def accepts_block(input: Tensor, weight: Tensor) -> bool:
         and input.stride(1) == 1
         and weight.is_contiguous()
         and weight.shape[1] % PART == 0
-        and memory <= gpu.program_memory(input.device)
+        and _block_bytes(input) <= gpu.program_memory(input.device)
     )
+
+
+def _block_bytes(input: Tensor) -> int:
+    """Memory of a program's tiles that are on their way."""
+    rows = BLOCK + _block_tokens(input.shape[0])
+    return STAGES * rows * PART * input.element_size()
 
 
 def _block_tokens(tokens: int) -> int:
