@@ -44,18 +44,11 @@ def linear(
     return product.to(dtype or input.dtype)
 
 
-def _few(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> bool:
-    return few.accepts(input, weight)
-
-
-@linear.implementation("triton_few", devices=gpu.DEVICES, when=_few)
+@linear.implementation(
+    "triton_few",
+    devices=gpu.DEVICES,
+    when=lambda input, weight, *args, **kwargs: few.accepts(input, weight),
+)
 def _(
     input: Tensor,
     weight: Tensor,
@@ -69,18 +62,11 @@ def _(
     return few.multiply(input, weight, out, bias, None if norm is None else (norm, eps))
 
 
-def _block(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> bool:
-    return few.accepts_block(input, weight)
-
-
-@linear.implementation("triton_block", devices=gpu.DEVICES, when=_block)
+@linear.implementation(
+    "triton_block",
+    devices=gpu.DEVICES,
+    when=lambda input, weight, *args, **kwargs: few.accepts_block(input, weight),
+)
 def _(
     input: Tensor,
     weight: Tensor,
