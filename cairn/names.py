@@ -19,14 +19,19 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What to do about an unknown name: the known one most like it, or all of them."""
+    known = list(known)
+    close = nearest(name, known)
+    return f"Did you mean {close!r}?" if close else f"Known: {', '.join(sorted(known))}"
+
+
 def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise BadRequest for the first name in `given` that is not in `known`."""
     known = list(known)
     for name in given:
         if name not in known:
-            close = nearest(name, known)
-            hint = f"Did you mean {close!r}?" if close else f"Known: {', '.join(sorted(known))}"
-            raise BadRequest(f"{owner} has no option {name!r}", hint)
+            raise BadRequest(f"{owner} has no option {name!r}", suggestion(name, known))
 
 
 def checked_keywords(cls: T) -> T:

@@ -15,7 +15,7 @@ from cairn.bench.ahead import compile_ahead
 from cairn.bench.roofline import Roofline, measure, measure_copy
 from cairn.bench.timing import Timing, kernels, measure_calls, rotated
 from cairn.errors import BadConfig, CairnError
-from cairn.names import nearest
+from cairn.names import suggestion
 from cairn.ops.benching import Draw, Point
 from cairn.ops.registry import REFERENCE, Op, all_ops
 from cairn.ops.testing import Arguments, runnable
@@ -198,8 +198,7 @@ def chosen_ops(names: Sequence[str]) -> list[Op[..., Any]]:
     known = {name for op in every for name in (op.family, op.name, *op.names)}
     for name in names:
         if name not in known:
-            close = nearest(name, known)
-            raise BadConfig(f"{name!r} is no op and no family", f"Did you mean {close!r}?")
+            raise BadConfig(f"{name!r} is no op and no family", suggestion(name, known))
     wanted = set(names)
     chosen = [op for op in every if not wanted or wanted & {op.family, op.name, *op.names}]
     for op in chosen:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.errors import BadConfig
-from cairn.names import nearest
+from cairn.names import suggestion
 
 _BLOCK_345M: dict[str, Any] = {
     "torch_dtype": "bfloat16",
@@ -126,10 +126,7 @@ def config_of(shape: str, kind: str, overlap: bool = False) -> dict[str, Any]:
         BadConfig: an unknown shape or kind.
     """
     if shape not in SHAPES:
-        close = nearest(shape, SHAPES)
-        raise BadConfig(
-            f"shape {shape!r} is unknown", f"Known: {', '.join([close or '', *SHAPES])}"
-        )
+        raise BadConfig(f"shape {shape!r} is unknown", suggestion(shape, SHAPES))
     if kind not in SHAPES[shape]:
         raise BadConfig(
             f"shape {shape!r} has no {kind!r} form", f"Known: {', '.join(SHAPES[shape])}"

@@ -15,7 +15,7 @@ from cairn.models.checkpoint import StoredRows, has_weights, read_headers, store
 from cairn.models.fields import BOOKKEEPING, refuse, token_ids
 from cairn.models.spec import ModelSpec
 from cairn.models.weight_map import weight_map
-from cairn.names import nearest
+from cairn.names import suggestion
 
 if TYPE_CHECKING:
     import torch
@@ -152,10 +152,9 @@ def _check_overrides(overrides: Mapping[str, Any], spec: ModelSpec) -> None:
     for name, value in overrides.items():
         if name in names or name in BOOKKEEPING or name in older.RENAMED:
             continue
-        close = nearest(name, names)
         raise refuse(
             name,
             value,
             "this model has no such field",
-            f"Did you mean {close!r}?" if close else f"Known: {', '.join(sorted(names))}",
+            suggestion(name, names),
         )

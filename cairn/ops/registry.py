@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from cairn.errors import BadConfig
-from cairn.names import nearest
+from cairn.names import suggestion
 from cairn.ops import replay
 
 if TYPE_CHECKING:
@@ -478,11 +478,7 @@ def _parse(choices: str) -> dict[str, str]:
 
 
 def _unknown(message: str, name: str, known: Iterable[str]) -> BadConfig:
-    known = list(known)
-    close = nearest(name, known)
-    return BadConfig(
-        message, f"Did you mean {close!r}?" if close else f"Known: {', '.join(sorted(known))}"
-    )
+    return BadConfig(message, suggestion(name, known))
 
 
 def _set_forced(forced: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.errors import BadConfig
-from cairn.names import nearest
+from cairn.names import suggestion
 
 BYTES = "bytes"
 """The tokenizer whose tokens are bytes."""
@@ -274,9 +274,8 @@ def load_recipe(name: str) -> Recipe:
         return RECIPES[name]()
     path = Path(name)
     if not path.is_file():
-        close = nearest(name, RECIPES)
-        hint = f"Did you mean {close!r}?" if close else f"Known: {', '.join(RECIPES)}"
-        raise BadConfig(f"there is no recipe {name!r}, and no such file", hint)
+        problem = f"there is no recipe {name!r}, and no such file"
+        raise BadConfig(problem, suggestion(name, RECIPES))
     try:
         return from_json(path.read_text(encoding="utf-8"))
     except BadConfig as error:
@@ -313,11 +312,7 @@ def _checked(kind: type[Any], given: Any) -> dict[str, Any]:
     known = {f.name: str(f.type) for f in fields(kind)}
     for name, value in given.items():
         if name not in known:
-            close = nearest(name, known)
-            raise BadConfig(
-                f"a {what} has no field {name!r}",
-                f"Did you mean {close!r}?" if close else f"Known: {', '.join(known)}",
-            )
+            raise BadConfig(f"a {what} has no field {name!r}", suggestion(name, known))
         if not _fits(known[name], value):
             raise BadConfig(f"{name} is {value!r}", f"Write a value of the kind {known[name]}")
     required = [f.name for f in fields(kind) if f.default is f.default_factory]
