@@ -1,4 +1,8 @@
-"""Small tokenizers of the families that models use, built from a seed, and hard texts for them."""
+"""Small tokenizers of the families that models use, and hard texts for them.
+
+All of it is the same in every process: byte-pair merges are learnt from a seed's texts; the other
+vocabularies are written down, since their trainers give each process a vocabulary of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import random
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
+from tokenizers.trainers import BpeTrainer
 
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -147,39 +151,50 @@ def gemma(folder: Path) -> Path:
 
 def unigram(folder: Path, clean_up: bool = False) -> Path:
     """Sentencepiece unigram with the Metaspace decoder."""
-    backend = Tokenizer(models.Unigram())
+    characters, beginnings = parts()
+    pieces = ["▁", *characters, *beginnings, *("▁" + word for word in WORDS)]
+    scores = [("<unk>", 0.0), ("</s>", 0.0)]
+    scores += [(piece, -4.0 - 0.01 * i) for i, piece in enumerate(dict.fromkeys(pieces))]
+    backend = Tokenizer(models.Unigram(scores, unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
-    # Words hold no spaces; texts with spaces before signs need pieces for them.
-    trainer = UnigramTrainer(
-        vocab_size=400,
-        special_tokens=["<unk>", "</s>"],
-        unk_token="<unk>",
-        initial_alphabet=sorted({c for word in WORDS for c in word}),
-        show_progress=False,
-    )
-    backend.train_from_iterator(corpus(), trainer)
+    backend.add_special_tokens(["<unk>", "</s>"])
     return save(backend, folder, clean_up_tokenization_spaces=clean_up, eos_token="</s>")
 
 
 def wordpiece(folder: Path) -> Path:
     """WordPiece with its own clean-up."""
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    characters, beginnings = parts()
+    inside = ["##" + part for part in [*characters, *beginnings]]
+    pieces = ["[UNK]", *characters, *beginnings, *WORDS, *inside]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    backend = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
-    trainer = WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]"], show_progress=False)
-    backend.train_from_iterator(corpus(), trainer)
+    backend.add_special_tokens(["[UNK]"])
     return save(backend, folder)
 
 
 def suffixed(folder: Path) -> Path:
     """BPE that marks the ends of words: the last token of a text is decoded in its own way."""
-    backend = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    merges: dict[tuple[str, str], None] = {}
+    for word in WORDS:
+        signs = [*word[:-1], word[-1] + "</w>"]
+        merges.update((("".join(signs[:i]), signs[i]), None) for i in range(1, len(signs)))
+    characters, _ = parts()
+    pieces = [*characters, *(c + "</w>" for c in characters), *map("".join, merges)]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    backend = Tokenizer(models.BPE(vocab, list(merges), end_of_word_suffix="</w>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.BPEDecoder()
-    trainer = BpeTrainer(vocab_size=600, end_of_word_suffix="</w>", show_progress=False)
-    backend.train_from_iterator(corpus(), trainer)
     return save(backend, folder)
+
+
+def parts() -> tuple[list[str], list[str]]:
+    """The characters of the words, and the beginnings of the words, two to four characters long."""
+    characters = sorted({character for word in WORDS for character in word})
+    beginnings = {word[:length] for word in WORDS for length in (2, 3, 4) if len(word) > length}
+    return characters, sorted(beginnings)
 
 
 def spaces() -> normalizers.Normalizer:
