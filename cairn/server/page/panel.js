@@ -48,6 +48,7 @@ export class Panel {
 
   /** Begin with an answer of which nothing is there yet. */
   start(reads) {
+    clearTimeout(this.timer);
     this.reads = reads;
     this.index = 0;
     this.follow = true;
@@ -56,6 +57,7 @@ export class Panel {
 
   /** Forget everything that was shown. */
   clear() {
+    clearTimeout(this.timer);
     this.reads = null;
     byId("reads-empty").hidden = false;
     byId("reads-body").hidden = true;

@@ -184,6 +184,26 @@ def test_new_forgets_everything(ready, script):
     assert [m["content"] for m in script.asked[1]["messages"]] == ["Again"]
 
 
+def test_new_while_pages_wait_to_be_listed(ready):
+    tab = ready()
+    say(tab, "Hi")
+    finished(tab)
+    # The second look at a token comes too soon after the first: its list has to wait.
+    tab.evaluate(
+        """async () => {
+          const frame = () => new Promise((done) => requestAnimationFrame(done));
+          for (let look = 0; look < 2; look++) {
+            document.getElementById("token").dispatchEvent(new Event("input"));
+            await frame();
+            await frame();
+          }
+          document.getElementById("new").click();
+        }"""
+    )
+    tab.wait_for_timeout(300)
+    expect(tab.locator("#reads-empty")).to_be_visible()
+
+
 def test_events_are_read_however_they_are_cut(ready):
     tab = ready()
     same = tab.evaluate(
