@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
+from cairn.engine.profile import recorder
 from cairn.ops.testing import Arguments
 
 Call = Callable[[], Any]
@@ -90,7 +91,7 @@ def measure_calls(calls: Sequence[Call], device: str, budget: float) -> Timing:
 def kernels(work: Call) -> int:
     """GPU kernels that `work` launches, those of graphs it replays included."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
+    with recorder(ProfilerActivity.CUDA) as recorded:
         work()
         torch.cuda.synchronize()
     on_gpu = (event for event in recorded.events() if "CUDA" in str(event.device_type))
