@@ -190,8 +190,9 @@ class DecodeGraphs:
         return captured
 
     def _closing(self, bucket: int) -> int:
-        """Pages that a step of this bucket may complete: each takes two of its slots."""
-        return max(1, bucket // 2)
+        """Pages that a step of this bucket may complete: with a landmark each takes two of its
+        slots."""
+        return max(1, bucket // 2) if self.place.slots.landmarks else bucket
 
     def _send(self, decode: DecodeWork, grants: Grants, sampling: Sampling, bucket: int) -> Trip:
         """Queue the step's numbers, and padding behind them, to where the graphs read."""
