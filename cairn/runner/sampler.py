@@ -228,7 +228,7 @@ class Sampler:
                     where.append((i, token))
                     bias.append(-torch.inf)
         if where:
-            ops.apply_logit_bias(logits, self._tensor(where), self._tensor(bias))
+            ops.apply_logit_bias(logits, self._tensor(where), self._tensor(bias, torch.float32))
         rows = [i for i, state in enumerate(states) if state.output_counts is not None]
         if rows:
             self._penalize(logits, rows, states)
@@ -251,15 +251,14 @@ class Sampler:
         masks = torch.stack([s.prompt_mask for s in chosen if s.prompt_mask is not None])
         counts = torch.stack([s.output_counts for s in chosen if s.output_counts is not None])
         params = [s.opened.params for s in chosen]
-        part = logits[self._tensor(rows)]
-        ops.apply_penalties(
-            part,
-            masks,
-            counts,
-            self._tensor([p.presence_penalty for p in params]),
-            self._tensor([p.frequency_penalty for p in params]),
-            self._tensor([_within(p.repetition_penalty, *PENALTY_RANGE) for p in params]),
+        numbers = (
+            [p.presence_penalty for p in params],
+            [p.frequency_penalty for p in params],
+            [_within(p.repetition_penalty, *PENALTY_RANGE) for p in params],
         )
+        part = logits[self._tensor(rows)]
+        penalties = (self._tensor(column, torch.float32) for column in numbers)
+        ops.apply_penalties(part, masks, counts, *penalties)
         logits[self._tensor(rows)] = part
 
     def _raw_logprobs(self, logits: Tensor, states: Sequence[_RowState]) -> Tensor | None:
@@ -280,9 +279,9 @@ class Sampler:
             found[i] = alternatives(logprobs[k], int(tokens[i]), wanted)
         return found
 
-    def _tensor(self, values: Sequence[object]) -> Tensor:
+    def _tensor(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
         """Numbers on the device, without a wait."""
-        return send([torch.as_tensor(values).numpy()], self.device)[0]
+        return send([torch.as_tensor(values, dtype=dtype).numpy()], self.device)[0]
 
 
 def choose(logits: Tensor, draws: Draws | None) -> Tensor:

@@ -122,6 +122,20 @@ def test_bias_and_ban_meet_in_one_row():
     assert drawn(found, logits(), work(0)) == [9]
 
 
+@pytest.mark.parametrize(
+    "name", ["logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+)
+def test_whole_numbers_are_numbers(name):
+    changed = []
+    for number in (2, 2.0):
+        params = {name: {9: number} if name == "logit_bias" else number}
+        found = sampler(opened(0, temperature=0, history=[9], **params))
+        changed.append(logits())
+        found.sample(changed[-1], picks(work(0)))
+    assert torch.equal(*changed)
+    assert not torch.equal(changed[0], logits())
+
+
 def test_a_filter_of_one_row_does_not_touch_another():
     values = logits(2)
     free = sampler(opened(0, seed=5), opened(1, seed=6))
