@@ -53,8 +53,9 @@ class WindowBackend(AttentionBackend):
             _width(layer),
             aligned=layer.landmark is not None,
             mask_landmarks=layer.mask_landmarks,
+            dtype=q.dtype,
         )
-        return o.to(q.dtype)
+        return o
 
 
 def _width(layer: AttentionLayer) -> int:

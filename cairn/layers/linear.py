@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from cairn import ops
 from cairn.layers.norm import RMSNorm
+from cairn.ops.linear import panel
 from cairn.ops.linear.packed import pack_weight, packed_linear
+from cairn.ops.linear.packed_gated_linear import packed_gated_linear
 
 
 class Linear(nn.Module):
@@ -30,6 +34,7 @@ class Linear(nn.Module):
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False)
         self._packed: Tensor | None = None
+        self._multiply: Callable[..., Tensor] = packed_linear
 
     def pack(self) -> None:
         """Keep the weight in the layout of this CPU's kernels and drop the plain copy.
@@ -40,6 +45,8 @@ class Linear(nn.Module):
             return
         packed = pack_weight(self.weight)
         if packed is not None:
+            # All calls are of one kind: what they run is chosen once.
+            self._multiply = packed_linear.using(packed_linear.choice(self.weight[:1], packed))
             self._packed, self.weight = packed, None
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
@@ -56,18 +63,27 @@ class Linear(nn.Module):
             return self._of_packed(x, norm).float()
         return ops.linear(x, self.weight, self.bias, norm.weight, norm.eps, torch.float32)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual [T, out] += what `forward` gives for x [T, in], in place."""
+    def add_to(self, residual: Tensor, x: Tensor, norm: RMSNorm | None = None) -> Tensor | None:
+        """residual [T, out] += what `forward` gives for x [T, in], in place.
+
+        Args:
+            norm: what residual goes through next.
+        Returns:
+            [T, out], residual after the norm; None: whoever reads it does the norm better.
+        """
         if self.weight is None:
             residual += self._of_packed(x, None)
-        else:
+            return None
+        if norm is None or not panel.sums_in_norm(x, self.weight):
             ops.linear_add(x, residual, self.weight, self.bias)
+            return None
+        return ops.linear_add_rmsnorm(x, residual, self.weight, norm.weight, self.bias, norm.eps)
 
     def _of_packed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         assert self._packed is not None
         if norm is None:
-            return packed_linear(x, self._packed, self.bias)
-        return packed_linear(x, self._packed, self.bias, norm.weight, norm.eps)
+            return self._multiply(x, self._packed, self.bias)
+        return self._multiply(x, self._packed, self.bias, norm.weight, norm.eps)
 
 
 class GatedLinear(Linear):
@@ -81,6 +97,7 @@ class GatedLinear(Linear):
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype) -> None:
         super().__init__(in_features, 2 * out_features, dtype=dtype)
         self._halves: tuple[Tensor, Tensor] | None = None
+        self._gate: Callable[..., Tensor] = packed_gated_linear
 
     def pack(self) -> None:
         """As of a Linear, of both matrices."""
@@ -88,13 +105,15 @@ class GatedLinear(Linear):
             return
         gate, up = (pack_weight(half) for half in self.weight.chunk(2))
         if gate is not None and up is not None:
+            chosen = packed_gated_linear.choice(self.weight[:1], gate, up)
+            self._gate = packed_gated_linear.using(chosen)
             self._halves, self.weight = (gate, up), None
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """x [T, in], normed first if there is a norm, -> [T, out], in x's dtype."""
         given = () if norm is None else (norm.weight, norm.eps)
         if self._halves is not None:
-            return ops.packed_gated_linear(x, *self._halves, *given)
+            return self._gate(x, *self._halves, *given)
         assert self.weight is not None
         return ops.gated_linear(x, self.weight, *given)
 

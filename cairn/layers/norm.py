@@ -25,3 +25,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> the same shape and dtype; x may be a strided view."""
         return ops.rmsnorm(x, self.weight, self.eps)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """residual [..., width] += what `forward` gives for x, in place."""
+        ops.rmsnorm_add(x, residual, self.weight, self.eps)

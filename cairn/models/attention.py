@@ -93,9 +93,11 @@ class Attention(nn.Module):
         ends += [ends[-1] + spec.num_heads] * own
         self.spans = list(zip([0, *ends[:-1]], ends, strict=True))
         self.eps = layer.qk_eps
-        self.per_head = all(
-            norm is not None and norm.weight.shape[0] == self.head_dim for norm in self._norms()
-        )
+        widths = [norm and norm.weight.shape[0] for norm in self._norms()]
+        spans = [(b - a) * self.head_dim for a, b in self.spans]
+        # Every head has its norm, or all heads of q, of k and of z have one each.
+        self.by_head = all(width == self.head_dim for width in widths)
+        self.whole = not self.by_head and widths == spans
         self._weights: Tensor | None = None
 
     def _norm(self, layer: LayerSpec, width: int, dtype: torch.dtype) -> RMSNorm | None:
@@ -164,11 +166,11 @@ class Attention(nn.Module):
             target = batch.target(self.index)
             if target is not None:
                 q, z = ops.heads_into_cache(
-                    projected, added, weight, cos_sin, *target, q_heads, self.eps
+                    projected, added, weight, cos_sin, *target, q_heads, self.eps, self.whole
                 )
                 return q, None, None, z if len(self.spans) > 2 else q
             q, k, z = ops.split_norm_rope(
-                projected, added, weight, cos_sin, q_heads, kv_heads, self.eps
+                projected, added, weight, cos_sin, q_heads, kv_heads, self.eps, self.whole
             )
             return q, k, self._values(projected), z if len(self.spans) > 2 else q
         parts = [
@@ -212,12 +214,13 @@ class Attention(nn.Module):
         return [self.q_norm, self.k_norm, self.lmk_q_norm or self.q_norm][: len(self.spans)]
 
     def _head_weights(self) -> Tensor | None:
-        """Norm weight of every head of the spans [H, d]; None where some norm is not per head."""
-        if not self.per_head:
+        """Norm weight of every head of the spans [H, d]; None where there are none, or of both
+        kinds."""
+        if not (self.by_head or self.whole):
             return None
         if self._weights is None:
             rows = [
-                norm.weight.expand(b - a, -1)
+                norm.weight.view(-1, self.head_dim).expand(b - a, -1)
                 for (a, b), norm in zip(self.spans, self._norms(), strict=True)
                 if norm is not None
             ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 from torch import Tensor, nn
 
@@ -54,14 +56,28 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.eps, dtype=dtype)
         self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, dtype=dtype)
 
-    def forward(self, x: Tensor, batch: AttentionBatch) -> None:
-        """Run the block on the residual stream x [T, hidden], in place."""
+    def forward(
+        self, x: Tensor, batch: AttentionBatch, normed: Tensor | None, behind: Block | None
+    ) -> Tensor | None:
+        """Run the block on the residual stream x [T, hidden], in place.
+
+        Args:
+            normed: x after this block's first norm, if that has been done.
+            behind: the next block.
+        Returns:
+            What is `normed` for the next block.
+        """
         if self.post_norm:
-            x += self.attention_norm(self.attention.out(self.attention(x, batch)))
-            x += self.mlp_norm(self.mlp.down(self.mlp(x)))
+            self.attention_norm.add_to(x, self.attention.out(self.attention(x, batch)))
+            self.mlp_norm.add_to(x, self.mlp.down(self.mlp(x)))
+            return None
+        if normed is None:
+            attended = self.attention(x, batch, self.attention_norm)
         else:
-            self.attention.out.add_to(x, self.attention(x, batch, self.attention_norm))
-            self.mlp.down.add_to(x, self.mlp(x, self.mlp_norm))
+            attended = self.attention(normed, batch)
+        normed = self.attention.out.add_to(x, attended, self.mlp_norm)
+        gated = self.mlp(x, self.mlp_norm) if normed is None else self.mlp(normed)
+        return self.mlp.down.add_to(x, gated, None if behind is None else behind.attention_norm)
 
 
 class Decoder(nn.Module):
@@ -97,8 +113,10 @@ class Decoder(nn.Module):
     def forward(self, batch: AttentionBatch) -> Tensor:
         """Run one step: -> hidden states [T, hidden] before the final norm."""
         x: Tensor = self.embedding(batch.input_ids)
-        for block in self.layers:
-            block(x, batch)
+        normed: Tensor | None = None
+        blocks = list(self.layers)
+        for block, behind in zip_longest(blocks, blocks[1:]):
+            normed = block(x, batch, normed, behind)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

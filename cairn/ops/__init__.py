@@ -40,6 +40,7 @@ from cairn.ops.landmark.store_prior_summary import store_prior_summary
 from cairn.ops.linear.gated_linear import gated_linear
 from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
+from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
 from cairn.ops.linear.packed import packed_linear
 from cairn.ops.linear.packed_gated_linear import packed_gated_linear
 from cairn.ops.memory.set_kv_buffer_kernel import set_kv_buffer_kernel
@@ -50,6 +51,7 @@ from cairn.ops.norm.fused_inplace_qknorm_across_heads import fused_inplace_qknor
 from cairn.ops.norm.gemma_fused_add_rmsnorm import gemma_fused_add_rmsnorm
 from cairn.ops.norm.gemma_rmsnorm import gemma_rmsnorm
 from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.norm.rmsnorm_add import rmsnorm_add
 from cairn.ops.norm.rmsnorm_hf import rmsnorm_hf
 from cairn.ops.quantization.per_token_quant_int8 import per_token_quant_int8
 from cairn.ops.quantization.scaled_fp4_experts_quant import scaled_fp4_experts_quant
@@ -179,6 +181,7 @@ __all__ = [
     "landmark_attention",
     "linear",
     "linear_add",
+    "linear_add_rmsnorm",
     "mean_summary",
     "merge_state",
     "merge_state_v2",
@@ -193,6 +196,7 @@ __all__ = [
     "reconstruct_indices_from_tree_mask",
     "resolve_future_token_ids",
     "rmsnorm",
+    "rmsnorm_add",
     "rmsnorm_hf",
     "rotary_cos_sin",
     "rotary_embedding",

@@ -9,17 +9,23 @@ import torch
 from torch import Tensor
 
 from cairn.errors import BadArgument
+from cairn.ops.cache.quantized import BYTES
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What models compute in."""
+FLOAT32 = (torch.float32,)
 INDICES = (torch.int32, torch.int64)
+INT32 = (torch.int32,)
+INT64 = (torch.int64,)
+CACHED = (*FLOATS, BYTES)
+"""Keys and values in pages, as they are or quantized."""
 
 
 def expect(
     op: str,
     name: str,
     tensor: Tensor,
-    shape: Sequence[int | None] | None = None,
+    shape: Sequence[int | None] | int | None = None,
     dtypes: Sequence[torch.dtype] | None = None,
     like: Tensor | None = None,
     dense: int = 0,
@@ -29,22 +35,82 @@ def expect(
     Args:
         op, name: of the op and of its argument, for the message.
         tensor: the argument.
-        shape: its sizes; None stands for any.
+        shape: its sizes, None for any; or their number, which is faster than so many None.
         dtypes: those allowed.
         like: a tensor whose device it must share.
         dense: last dims that must lie side by side; -1: all.
     """
-    if shape is not None and not _fits(tensor.shape, shape):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        refuse(op, name, f"has shape {list(tensor.shape)}, not [{wanted}]")
+    # The looks that are mostly enough come first: they take a third of the time.
+    if isinstance(shape, int):
+        if tensor.dim() != shape:
+            _refuse_shape(op, name, tensor, (None,) * shape)
+    elif shape is not None and tensor.shape != shape and not _fits(tensor.shape, shape):
+        _refuse_shape(op, name, tensor, shape)
     if dtypes is not None and tensor.dtype not in dtypes:
-        allowed = " or ".join(_short(dtype) for dtype in dtypes)
-        refuse(op, name, f"is {_short(tensor.dtype)}, not {allowed}")
+        refuse(op, name, f"is {_short(tensor.dtype)}, not {_any_of(dtypes)}")
     if like is not None and tensor.device != like.device:
         refuse(op, name, f"lies on {tensor.device}, other arguments on {like.device}")
-    if dense and not _is_dense(tensor, dense):
+    if dense and not tensor.is_contiguous() and not _is_dense(tensor, dense):
         part = "it" if dense < 0 else f"its last {dense} dims" if dense > 1 else "its last dim"
         refuse(op, name, f"has strides {list(tensor.stride())}: {part} must be contiguous")
+
+
+def check_cache(op: str, cache: Tensor, like: Tensor | None = None) -> tuple[int, int, int, int]:
+    """Raise BadArgument unless `k_cache` is [pages, h_kv, S, d], h_kv > 0, or quantized.
+
+    Returns its (pages, h_kv, S, d).
+    """
+    small = cache.dtype == BYTES
+    expect(op, "k_cache", cache, 4, CACHED, like, -1 if small else 0)
+    pages, heads, size, dim = cache.shape
+    if heads == 0:
+        refuse(op, "k_cache", f"has shape {list(cache.shape)}, not [pages, h_kv, S, d], h_kv > 0")
+    return pages, heads, size, dim - small
+
+
+def check_caches(
+    op: str, k_cache: Tensor, v_cache: Tensor, like: Tensor
+) -> tuple[int, int, int, int]:
+    """`check_cache`; and `v_cache` is of the same form, dense if quantized."""
+    form, dtype = check_cache(op, k_cache, like), k_cache.dtype
+    expect(op, "v_cache", v_cache, k_cache.shape, (dtype,), like, -1 if dtype == BYTES else 0)
+    return form
+
+
+def check_queries(op: str, name: str, q: Tensor, heads: int, dim: int) -> tuple[int, int]:
+    """Raise BadArgument unless q is [T, h_q, dim] and h_q a multiple of `heads`.
+
+    Returns (T, h_q).
+    """
+    expect(op, name, q, 3, FLOATS)
+    tokens, own, width = q.shape
+    if own % heads or width != dim:
+        wanted = f"[any, n * {heads}, {dim}], as the keys are"
+        refuse(op, name, f"has shape {list(q.shape)}, not {wanted}")
+    return tokens, own
+
+
+def check_slots(
+    op: str, tokens: int, row: Tensor, slot: Tensor | None, page_table: Tensor, like: Tensor
+) -> None:
+    """Raise BadArgument unless `row` and `slot` are [tokens] int64 and `page_table` is
+    [rows, max_pages] int32, its rows dense."""
+    expect(op, "row", row, (tokens,), INT64, like, -1)
+    if slot is not None:
+        expect(op, "slot", slot, (tokens,), INT64, like, -1)
+    expect(op, "page_table", page_table, 2, INT32, like, 1)
+
+
+def check_least(op: str, name: str, number: int, least: int) -> None:
+    """Raise BadArgument if a number is smaller than `least`."""
+    if number < least:
+        refuse(op, name, f"is {number}, not {least} or more")
+
+
+def check_dtype(op: str, dtype: torch.dtype | None) -> None:
+    """Raise BadArgument unless the `dtype` of a result is one of FLOATS, or None."""
+    if dtype is not None and dtype not in FLOATS:
+        refuse(op, "dtype", f"is {_short(dtype)}, not {_any_of(FLOATS)}")
 
 
 def refuse(op: str, name: str, problem: str, hint: str | None = None) -> NoReturn:
@@ -52,21 +118,34 @@ def refuse(op: str, name: str, problem: str, hint: str | None = None) -> NoRetur
     raise BadArgument(f"{op}: argument `{name}` {problem}", hint)
 
 
+def _refuse_shape(op: str, name: str, tensor: Tensor, shape: Sequence[int | None]) -> NoReturn:
+    wanted = ", ".join("any" if size is None else str(size) for size in shape)
+    refuse(op, name, f"has shape {list(tensor.shape)}, not [{wanted}]")
+
+
 def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
-    return len(shape) == len(wanted) and all(
-        size is None or own == size for own, size in zip(shape, wanted, strict=True)
-    )
+    if len(shape) != len(wanted):
+        return False
+    for own, size in zip(shape, wanted, strict=True):
+        if size is not None and own != size:
+            return False
+    return True
 
 
 def _is_dense(tensor: Tensor, dims: int) -> bool:
+    """Of a tensor that is not contiguous."""
     if dims < 0 or tensor.numel() == 0:
-        return tensor.is_contiguous()
+        return False
     step = 1
     for size, stride in list(zip(tensor.shape, tensor.stride(), strict=True))[::-1][:dims]:
         if size > 1 and stride != step:
             return False
         step *= size
     return True
+
+
+def _any_of(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(map(_short, dtypes))
 
 
 def _short(dtype: torch.dtype) -> str:

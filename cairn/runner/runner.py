@@ -6,6 +6,7 @@ waits for them when it asks for the result.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from cairn.attention.registry import assign
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.ops.landmark.select_task import candidate_pages
+from cairn.ops.trust import trusted
 from cairn.runner.graphs import GREEDY, LOGITS, DecodeGraphs, Ending, Place, Sampling
 from cairn.runner.rows import Layout, Rows
 from cairn.runner.sampler import Choice, Picks, Sampler, alternatives
@@ -206,6 +208,7 @@ class Runner:
         sizes = (shape.num_rows, shape.max_pages, shape.slots, shape.vocab_size)
         self.rows = Rows(*sizes, device, shape.windowed)
         self.sampler = Sampler(shape.vocab_size, shape.num_rows, device)
+        self._on_cpu = device.type == "cpu"
         self._landmark_layers = [layer for layer in layers if layer.backend == "hsa"]
         self.forget_reads()
         self.graphs: DecodeGraphs | None = None
@@ -253,7 +256,8 @@ class Runner:
         watched = self.sampler.watched(picks)
         if watched:
             batch.watch = torch.as_tensor(last[watched], device=batch.slot.device)
-        hidden = self.model(batch)
+        with trusted() if self._on_cpu else contextlib.nullcontext():
+            hidden = self.model(batch)
         choice = Choice(hidden.new_empty(0, dtype=torch.int64), {})
         if len(last):
             index, row = send((last, picks.row), hidden.device)

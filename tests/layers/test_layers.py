@@ -10,6 +10,7 @@ from cairn.layers.embedding import Embedding
 from cairn.layers.linear import Linear, TiedHead
 from cairn.layers.mlp import GatedMLP
 from cairn.layers.norm import RMSNorm
+from cairn.ops.linear import panel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,6 +50,28 @@ def test_linear_with_what_stands_before_and_behind(bias):
         layer.add_to(residual, x)
         torch.testing.assert_close(residual, plain + 1)
         layer.pack()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "tokens, at_once",
+    [(panel.FEWEST - 1, False), (panel.FEWEST, True), (panel.MOST, True), (panel.MOST + 1, False)],
+)
+def test_what_is_added_to_is_normed_where_that_saves_a_pass(bias, tokens, at_once):
+    torch.manual_seed(2)
+    layer, norm = Linear(48, 32, bias, dtype=torch.float32), RMSNorm(32, 1e-3, dtype=torch.float32)
+    for parameter in (*layer.parameters(), *norm.parameters()):
+        parameter.copy_(torch.randn(parameter.shape))
+    x = torch.randn(tokens, 48)
+    wanted = functional.linear(x, layer.weight.clone(), layer.bias) + 1
+    residual = torch.ones(tokens, 32)
+    normed = layer.add_to(residual, x, norm)
+    torch.testing.assert_close(residual, wanted)
+    assert (normed is not None) == at_once
+    if at_once:
+        torch.testing.assert_close(normed, norm(wanted))
+    assert layer.add_to(residual, x) is None
+    torch.testing.assert_close(residual, 2 * wanted - 1)
 
 
 def test_packing_drops_the_plain_weight_where_it_packs():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cairn import ops
 from cairn.errors import BadArgument
+from cairn.ops.cache.quantized import BYTES
 from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, cases_of
 
@@ -21,15 +22,50 @@ ORDERED_BY_TORCH = ("fast_topk",)
 COPIES = ("put_integers",)
 """Goes from one device to another."""
 CHECKED = [pytest.param(op, id=op.name) for op in all_ops() if op._check is not None]
+FREE = {
+    "apply_logit_bias": "logits:0 logits:1",
+    "apply_penalties": "",
+    "argmax_tokens": "logits:0 logits:1",
+    "blend_window": "",
+    "counter_uniform": "",
+    "decode_slots": "",
+    "dense_attention": "page_table:0 page_table:1",
+    "draw_tokens": "logits:1",
+    "gated_linear": "input:0",
+    "head_norm_rope": "",
+    "heads_into_cache": "projected:1",
+    "landmark_attention": "page_table:0 page_table:1",
+    "linear": "input:0 input:rank",
+    "linear_add": "",
+    "mean_summary": "k_cache:0 k_cache:1 k_cache:2 k_cache:3 pages:0",
+    "packed_gated_linear": "input:0 input:rank",
+    "packed_linear": "input:0 input:rank packed:0",
+    "page_attention": "page_table:0 page_table:1",
+    "page_weights": "scores:2",
+    "prior_summary": "k_cache:0 k_cache:2",
+    "rotary_cos_sin": "positions:0 inv_freq:0",
+    "select_pages": "page_table:0 page_table:1",
+    "sequence_attention": "",
+    "split_norm_rope": "projected:1",
+    "store_prior_summary": "k_cache:2",
+    "window_attention": "page_table:0 page_table:1",
+    "write_kv": "",
+}
+"""The engine's ops, and the sizes of their arguments that nothing else tells."""
+SIZED = [param for param in CHECKED if param.id in FREE]
 
 
 def broken(op: Op[..., Any], change: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Arguments]]:
-    """Calls with one tensor changed, and which."""
-    given = next(case for case in cases_of(op) if all(_sizes(case)))
-    named = given.clone().named(list(op.__signature__.parameters))
-    for name, value in named.items():
-        if isinstance(value, Tensor):
-            yield name, Arguments((), {**named, name: change(value)})
+    """Calls with one tensor changed, and which: each tensor in the first case that has it."""
+    seen: set[str] = set()
+    for case in cases_of(op):
+        named = case.clone().named(list(op.__signature__.parameters))
+        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        if any(value.is_mkldnn or value.numel() == 0 for value in tensors.values()):
+            continue
+        for name in tensors.keys() - seen:
+            yield name, Arguments((), {**named, name: change(tensors[name])})
+        seen |= tensors.keys()
 
 
 def _sizes(case: Arguments) -> list[int]:
@@ -52,6 +88,43 @@ def test_another_device_is_refused(op: Op[..., Any]) -> None:
                 op(*arguments.args, **arguments.kwargs)
 
 
+def longer(dim: int) -> Callable[[Tensor], Tensor]:
+    """What repeats the first line of a tensor along a dim."""
+    return lambda x: torch.cat((x, x.narrow(dim, 0, 1)), dim) if x.dim() > dim else x
+
+
+def test_every_op_looks_at_its_arguments() -> None:
+    """By a check of its own, or in the functions that are exported in its place."""
+    assert not [op.name for op in all_ops() if op._check is None and not op.fronts]
+
+
+@pytest.mark.parametrize("op", SIZED)
+def test_another_rank_is_refused(op: Op[..., Any]) -> None:
+    for name, arguments in broken(op, lambda x: x.unsqueeze(0)):
+        if f"{name}:rank" not in FREE[op.name].split():
+            with pytest.raises(BadArgument, match=f"^{op.name}: argument `{name}` has shape"):
+                op(*arguments.args, **arguments.kwargs)
+
+
+@pytest.mark.parametrize("dim", range(4))
+@pytest.mark.parametrize("op", SIZED)
+def test_a_size_that_fits_nothing_is_refused(op: Op[..., Any], dim: int) -> None:
+    for name, arguments in broken(op, longer(dim)):
+        if arguments.kwargs[name].dim() > dim and f"{name}:{dim}" not in FREE[op.name].split():
+            with pytest.raises(BadArgument, match=f"^{op.name}: argument `[a-z_]+` "):
+                op(*arguments.args, **arguments.kwargs)
+
+
+@pytest.mark.parametrize("op", SIZED)
+def test_a_dtype_of_other_use_is_refused(op: Op[..., Any]) -> None:
+    def other(x: Tensor) -> Tensor:
+        return x.double() if x.is_floating_point() else x.to(torch.int16)
+
+    for name, arguments in broken(op, other):
+        with pytest.raises(BadArgument, match=f"^{op.name}: argument `{name}` is .*(64|16), not "):
+            op(*arguments.args, **arguments.kwargs)
+
+
 def f(*shape: int) -> Tensor:
     return torch.ones(shape)
 
@@ -60,7 +133,28 @@ def i(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
+def j(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def b(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=BYTES)
+
+
 QKV = (2, 1, 1, 4, 1e-6, f(4), f(4), 1e4, True)
+CACHES, HALVES = (f(5, 2, 4, 8),) * 2, (f(5, 2, 4, 8).half(),) * 2
+WIDE = (f(5, 2, 4, 9),) * 2
+BYTE_CACHES = (b(5, 2, 4, 18)[..., ::2], b(5, 2, 4, 9))
+PAGED, WHERE = (f(3, 4, 8), *CACHES), (i(3), i(3), j(2, 9))
+DECODE = (i(4), i(4), i(3), j(2, 9))
+SELECT = (f(3, 4, 8), f(5, 2, 8), None, f(3, 4), *WHERE)
+LANDMARK = (f(3, 4, 8), f(3, 4, 8), *CACHES, f(5, 2, 8), None, *WHERE)
+TIGHT = (f(3, 4, 8), f(3, 4, 8), f(5, 2, 1, 8), f(5, 2, 1, 8))
+CHOSEN = (i(3), j(2, 9), j(3, 2, 1), f(3, 2, 1))
+NORMED = (None, f(6, 8), None)
+NONE = (None, None, None)
+SEQUENCE = (f(1, 8, 2, 4), f(1, 8, 1, 4), f(1, 8, 1, 4), *NONE)
+THIRDS = (f(1, 8, 3, 4), f(1, 8, 2, 4), f(1, 8, 2, 4), *NONE)
 SHAPES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (ops.rmsnorm, (f(3, 4), f(5)), {}, "rmsnorm: argument `weight` has shape [5], not [4]"),
     (ops.rmsnorm, (f(3, 4), f(4)), {"out": f(3, 5)}, "`out` has shape [3, 5], not [3, 4]"),
@@ -93,6 +187,56 @@ SHAPES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = 
     (ops.top_k_renorm_probs, (f(3, 4), i(2)), {}, "`top_k` has shape [2], not [3]"),
     (ops.top_p_renorm_probs, (f(4), 0.5), {}, "`probs` has shape [4], not [any, any]"),
     (ops.top_k_mask_logits, (f(3, 0), 1), {}, "`logits` has shape [3, 0]"),
+    (ops.dense_attention, (*PAGED, i(6)[::2], i(3), j(2, 9)), {}, "`row` has strides [2]"),
+    (ops.dense_attention, (*PAGED, i(3), i(3), j(9, 2).T), {}, "`page_table` has strides [1, 2]"),
+    (ops.dense_attention, (*PAGED, *WHERE), {"stretches": [0, 0]}, "`stretches` is [0, 0]"),
+    (ops.dense_attention, (*PAGED, *WHERE), {"stretches": [0, 0, 2]}, "stretches of 3 tokens"),
+    (ops.dense_attention, (f(3, 4, 8), *BYTE_CACHES, *WHERE), {}, "`k_cache` has strides"),
+    (ops.window_attention, (*PAGED, *WHERE, 0), {}, "`window` is 0, not 1 or more"),
+    (ops.window_attention, (*PAGED, *WHERE, 4), {"dtype": torch.int8}, "`dtype` is int8, not fl"),
+    (ops.window_attention, (f(3, 3, 8), *CACHES, *WHERE, 4), {}, "[3, 3, 8], not [any, n * 2, 8]"),
+    (ops.window_attention, (f(3, 4, 8), f(5, 0, 4, 8), f(5, 0, 4, 8), *WHERE, 4), {}, "h_kv > 0"),
+    (ops.write_kv, (f(3, 2, 8), f(3, 2, 8), *CACHES, i(6)[::2]), {}, "`location` has strides [2]"),
+    (ops.write_kv, (f(3, 2, 8).half(), f(3, 2, 8), *CACHES, i(3)), {}, "`k` is float16, not float"),
+    (ops.write_kv, (f(3, 2, 8), f(3, 2, 8), *BYTE_CACHES[::-1], i(3)), {}, "`v_cache` has strides"),
+    (ops.decode_slots, (*DECODE, None, 1, 7, 0, 0), {}, "`page_size` is 1, not 2 or more"),
+    (ops.decode_slots, (*DECODE, j(2, 8), 4, 7, 0, 0), {}, "`window_table` has shape [2, 8]"),
+    (ops.select_pages, (*SELECT, 4, 0, 1), {}, "`window` is 0, not 1 or more"),
+    (ops.select_pages, (*SELECT, 4, 3, 0), {}, "`topk` is 0, not 1 or more"),
+    (ops.select_pages, (*SELECT, 0, 3, 1), {}, "`page_size` is 0, not 1 or more"),
+    (ops.select_pages, (*SELECT, 4, 3, 1), {"strategy": "heads"}, "`strategy` is 'heads'. It is"),
+    (ops.select_pages, (*SELECT, 4, 3, 1), {"num_kv_heads": 3}, "`lmk_q` has 4 heads, not a"),
+    (ops.select_pages, (*SELECT, 4, 3, 1), {"num_kv_heads": 0}, "`lmk_q` has 4 heads, not a"),
+    (ops.landmark_attention, (*LANDMARK, 3, -1, True), {}, "`topk` is -1, not 1 or more"),
+    (ops.landmark_attention, (*LANDMARK, 0, 1, True), {"strategy": "head"}, "`window` is 0"),
+    (ops.landmark_attention, (*LANDMARK, 3, 1, True), {"store_summaries": True}, "`summary_key` h"),
+    (ops.landmark_attention, (*TIGHT, f(5, 2, 8), None, *WHERE, 3, 1, True), {}, "without a key"),
+    (ops.page_attention, (f(3, 2, 8), *TIGHT[2:], *CHOSEN), {}, "`k_cache` has shape [5, 2, 1, 8]"),
+    (ops.prior_summary, (f(3, 4, 8), TIGHT[2], i(3)), {}, "pages without a key"),
+    (ops.blend_window, (f(3, 4, 8), f(3, 4, 8), f(3, 4), torch.int32), {}, "`dtype` is int32, not"),
+    (ops.prior_summary, (f(3, 4, 8), CACHES[0], i(6)[::2]), {}, "`pages` has strides [2]"),
+    (ops.linear, (f(3, 4), f(5, 4)), {"dtype": torch.int8}, "`dtype` is int8, not float"),
+    (ops.linear, (f(), f(5, 4)), {}, "`input` has shape [], not [..., K]"),
+    (ops.linear, (f(3, 4), f(5, 4), f(10)[::2]), {}, "`bias` has strides [2]"),
+    (ops.linear, (f(3, 4).half(), f(5, 4)), {}, "`weight` is float32, not float16"),
+    (ops.gated_linear, (f(3, 4), f(5, 4)), {}, "`weight` has 5 rows"),
+    (ops.packed_linear, (f(3, 4).half(), f(5, 4)), {}, "`packed` is float32, not float16"),
+    (ops.head_norm_rope, (f(3, 2, 5), f(2, 5), f(3, 5)), {}, "`cos_sin` has 5 columns"),
+    (ops.split_norm_rope, (f(3, 99), None, f(5, 8), None, 4, 2), {}, "`weight` has 5 heads"),
+    (ops.split_norm_rope, (f(3, 99), f(3, 32), f(6, 8), None, 4, 2), {}, "`weight` has 6 heads"),
+    (ops.split_norm_rope, (f(3, 47), None, f(6, 8), None, 4, 2), {}, "`projected` has 47 columns"),
+    (ops.split_norm_rope, (f(3, 99), None, f(6, 5), None, 4, 2), {}, "of an odd number of numbers"),
+    (ops.heads_into_cache, (f(3, 63), *NORMED, *CACHES, i(3), 4), {}, "`projected` has 63 columns"),
+    (ops.heads_into_cache, (f(3, 64), *NORMED, *HALVES, i(3), 4), {}, "`k_cache` is torch.float16"),
+    (ops.heads_into_cache, (f(3, 64), *NORMED, *WIDE, i(3), 4), {}, "`k_cache` has shape [5, 2, "),
+    (ops.argmax_tokens, (f(3, 0),), {}, "`logits` has shape [3, 0]"),
+    (ops.sequence_attention, (*SEQUENCE, 5, 4), {}, "`page_size` is 5, which 8 slots are no"),
+    (ops.sequence_attention, (*SEQUENCE, 1, 4), {}, "`page_size` is 1, not 2 or more"),
+    (ops.sequence_attention, (*SEQUENCE, 4, 4, -1), {}, "`topk` is -1, not 0 or more"),
+    (ops.sequence_attention, (*SEQUENCE, 4, 4, 1), {"aligned": False}, "`topk` is 1. It needs an"),
+    (ops.sequence_attention, (*THIRDS, 4, 4), {}, "`q` has 3 heads, not a multiple of the 2 of k"),
+    (ops.sequence_attention, (*SEQUENCE, 4, 4, 1), {}, "`lmk_q` is None and contradicts topk"),
+    (ops.sequence_attention, (*SEQUENCE, 4, 1), {"aligned": False}, "`window` is 1, not 2 or more"),
 ]
 
 

@@ -10,6 +10,7 @@ from cairn.ops.attention import flashinfer, launch, library, paging, sdpa
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import check_caches, check_queries, check_slots, refuse
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -41,6 +42,8 @@ def dense_attention(
     Returns:
         (o [T, h_q, d] in q's dtype, lse [T, h_q] float32); a token without a visible key has o = 0
         and lse = -inf.
+    Raises:
+        BadArgument: for another shape, dtype, device or layout.
     """
     _, heads, size, dim = k_cache.shape
     o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -58,6 +61,27 @@ def dense_attention(
             )
             o[at], lse[at] = merged(o[at], lse[at], *part)
     return o.to(q.dtype), lse
+
+
+@dense_attention.check
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> None:
+    name = "dense_attention"
+    _, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
+    tokens, _ = check_queries(name, "q", q, kv_heads, dim)
+    check_slots(name, tokens, row, slot, page_table, q)
+    if stretches is not None and (len(stretches) % 3 or sum(stretches[2::3]) != tokens):
+        wanted = f"row, first slot and number of stretches of {tokens} tokens"
+        refuse(name, "stretches", f"is {stretches}, not {wanted}")
 
 
 @dense_attention.fake

@@ -298,9 +298,10 @@ def split_kernel(
     window, scale, table_stride, page_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
-    ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program for each split, KV head and token: o and lse as in `attend_split`."""
+    await_previous(EARLY)
     attend_split(
         q, k_cache, v_cache, row, slot, page_table, o, lse, parts,
         window, scale, table_stride, page_stride, head_stride,

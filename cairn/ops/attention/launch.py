@@ -15,6 +15,10 @@ SPLIT_TOKENS = 256
 """At most this many tokens run one program each (and KV head, and split of the keys)."""
 PROGRAMS = 528
 """Programs that fill a large device four times; fewer of them are split over their keys."""
+WAVE, WIDE_WAVE = 528, 396
+"""Programs over all keys that a large device runs at once, and those of heads wider than 64."""
+STAGES = 5
+"""Half of them hold keys and values on their way, the others pages."""
 MOST_SPLITS = 128
 
 
@@ -120,12 +124,14 @@ def run_tiles(task: Task, o: Tensor, lse: Tensor, begin_slot: int = 0) -> None:
     tokens = task.q.shape[0]
     half = task.q.dtype != torch.float32
     rows = 64 if task.width <= 128 else 32
-    per_tile = max(1, (2 * rows if half else rows) // task.group)
+    # A window ends after a few blocks: of wide heads, two small tiles beside each other hide that.
+    large = half and not (task.window and task.width == 128)
+    per_tile = max(1, (2 * rows if large else rows) // task.group)
     if tokens:
         tile_kernel[(task.k_cache.shape[1], -(-tokens // per_tile))](
             *(*task.inputs(), o, lse, tokens, begin_slot, *task.numbers(), *task.shape()),
             *(per_tile, task.group, task.width, task.keys, *task.switches()),
-            num_warps=8 if half and task.width > 64 else 4,
+            num_warps=8 if large and task.width > 64 else 4,
             num_stages=3 if half and task.width <= 128 else 2,
         )
 
@@ -137,14 +143,28 @@ def splits_of(task: Task) -> int:
     return max(1, min(blocks, -(-PROGRAMS // lines), MOST_SPLITS))
 
 
-def run_splits(task: Task, splits: int, part_o: Tensor, part_lse: Tensor) -> None:
-    """Write the first `splits` states of part_o [T, h_q, n, d] and part_lse [T, h_q, n]."""
+def _splits(task: Task) -> int:
+    """`splits_of` a program that does nothing else."""
+    if task.window:
+        return splits_of(task)
+    blocks = -(-task.longest // task.keys) + 1
+    lines = task.q.shape[0] * task.k_cache.shape[1]
+    wave = WAVE if task.width <= 64 else WIDE_WAVE
+    return max(1, min(blocks, wave // lines, MOST_SPLITS))
+
+
+def run_splits(
+    task: Task, splits: int, part_o: Tensor, part_lse: Tensor, early: bool = False
+) -> None:
+    """Write the first `splits` states of part_o [T, h_q, n, d] and part_lse [T, h_q, n]; early: as
+    in `merge`."""
     split_kernel[(splits, task.k_cache.shape[1], task.q.shape[0])](
         *(*task.inputs(), part_o, part_lse, part_lse.numel() // task.q.shape[0] // task.q.shape[1]),
         *(*task.numbers(), *task.shape(), max(16, task.group), task.width, task.keys),
-        *task.switches(),
+        *(*task.switches(), early),
         num_warps=4,
-        num_stages=5 if task.q.dtype != torch.float32 and task.width <= 128 else 2,
+        num_stages=STAGES if task.q.dtype != torch.float32 and task.width <= 128 else 2,
+        **early_option(early),
     )
 
 
@@ -153,11 +173,11 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     o, lse = task.empty(dtype=dtype)
     if task.q.shape[0] == 0:
         return o, lse
-    splits = splits_of(task)
+    splits, early = _splits(task), gpu.launches_early(task.q.device)
     part_o, part_lse = (o, lse) if splits == 1 else task.empty(splits)
-    run_splits(task, splits, part_o, part_lse)
+    run_splits(task, splits, part_o, part_lse, early)
     if splits > 1:
-        merge(part_o, part_lse, o, lse)
+        merge(part_o, part_lse, o, lse, early=early)
     return o, lse
 
 

@@ -10,6 +10,7 @@ from cairn.ops import gpu
 from cairn.ops.attention import launch, lines, paging
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import check_caches, check_dtype, check_least, check_queries, check_slots
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -29,6 +30,7 @@ def window_attention(
     scale: float | None = None,
     aligned: bool = False,
     mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every token over its last slots.
 
@@ -45,8 +47,11 @@ def window_attention(
         scale: of the dot products; None: d ** -0.5.
         aligned: start the window at a page.
         mask_landmarks: the last slot of every page is no key.
+        dtype: of o; None: float32.
     Returns:
-        (o [T, h_q, d], lse [T, h_q]) float32; a token without a visible key has o = 0, lse = -inf.
+        (o [T, h_q, d], lse [T, h_q] float32); a token without a visible key has o = 0, lse = -inf.
+    Raises:
+        BadArgument: for another shape, dtype, device, layout or window.
     """
     _, heads, size, dim = k_cache.shape
     first = slot - (window - 1)
@@ -64,9 +69,30 @@ def window_attention(
             *(x.split(block) for x in (q, row, first, slot, page)), strict=True
         )
     ]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
+    o, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    return o.to(dtype or torch.float32), lse
+
+
+@window_attention.check
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    name = "window_attention"
+    _, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
+    tokens, _ = check_queries(name, "q", q, kv_heads, dim)
+    check_slots(name, tokens, row, slot, page_table, q)
+    check_least(name, "window", window, 1)
+    check_dtype(name, dtype)
 
 
 @window_attention.fake
@@ -81,8 +107,10 @@ def _(
     scale: float | None = None,
     aligned: bool = False,
     mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+    o = q.new_empty(q.shape, dtype=dtype or torch.float32)
+    return o, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @window_attention.implementation(
@@ -107,6 +135,7 @@ def _(
     scale: float | None = None,
     aligned: bool = False,
     mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Visible keys alone are gathered."""
     (heads, size), last = k_cache.shape[1:3], slot.numpy()
@@ -116,7 +145,7 @@ def _(
     where = (page_table.numpy(), row.numpy(), np.maximum(first, 0), last)
     found = lines.find(heads, size, *where, mask_landmarks)
     o, lse = lines.attend(q, k_cache, v_cache, found, scale)
-    return o.float(), lse
+    return o.to(dtype or torch.float32), lse
 
 
 def _accepts(
@@ -130,6 +159,7 @@ def _accepts(
     scale: float | None = None,
     aligned: bool = False,
     mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> bool:
     # With a window of 1 a landmark may see nothing, which the flash kernel reports differently; the
     # mask of a tile grows with the window.
@@ -148,6 +178,7 @@ def _(
     scale: float | None = None,
     aligned: bool = False,
     mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, query_heads, dim = q.shape
     _, heads, page_size, _ = k_cache.shape
@@ -156,11 +187,11 @@ def _(
     if found is None:
         return window_attention.reference(
             *(q, k_cache, v_cache, row, slot, page_table),
-            *(window, scale, aligned, mask_landmarks),
+            *(window, scale, aligned, mask_landmarks, dtype),
         )
     tiles, rest = found
     # One line more than tokens takes what empty cells of the tiles compute.
-    out = q.new_empty(tokens + 1, query_heads, dim, dtype=torch.float32)
+    out = q.new_empty(tokens + 1, query_heads, dim, dtype=dtype or torch.float32)
     lse = q.new_empty(tokens + 1, query_heads, dtype=torch.float32)
     if tiles.row.numel():
         back = min(-((1 - window) // page_size), int(tiles.start.max()) // page_size)
@@ -178,7 +209,7 @@ def _(
     if rest.numel():
         out[rest], lse[rest] = window_attention.reference(
             *(q[rest], k_cache, v_cache, row[rest], slot[rest], page_table),
-            *(window, scale, aligned, mask_landmarks),
+            *(window, scale, aligned, mask_landmarks, dtype),
         )
     return out[:tokens], lse[:tokens]
 
@@ -235,7 +266,7 @@ def _run_tiles(
         tiling.queries(q, index, heads), k.view(shape), v.view(shape), seen, scale
     )
     flat = index.reshape(-1)
-    out.view(-1, group * dim).index_copy_(0, flat, o.float().reshape(-1, group * dim))
+    out.view(-1, group * dim).index_copy_(0, flat, o.to(out.dtype).reshape(-1, group * dim))
     lse.view(-1, group).index_copy_(0, flat, part.reshape(-1, group))
 
 
@@ -264,9 +295,11 @@ def _(
     scale: float | None = None,
     aligned: bool = False,
     mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     given = (q, k_cache, v_cache, row, slot, page_table)
-    return launch.attend_splits(launch.Task(*given, window, scale, aligned, mask_landmarks))
+    task = launch.Task(*given, window, scale, aligned, mask_landmarks)
+    return launch.attend_splits(task, dtype or torch.float32)
 
 
 @window_attention.implementation(
@@ -286,9 +319,11 @@ def _(
     scale: float | None = None,
     aligned: bool = False,
     mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     given = (q, k_cache, v_cache, row, slot, page_table)
-    return launch.attend_tiles(launch.Task(*given, window, scale, aligned, mask_landmarks))
+    task = launch.Task(*given, window, scale, aligned, mask_landmarks)
+    return launch.attend_tiles(task, dtype or torch.float32)
 
 
 @window_attention.cases
@@ -304,6 +339,7 @@ def _(make: Make) -> Cases:
                 for mask in (False, True):
                     yield make.args(*given, aligned=aligned, mask_landmarks=mask)
             yield make.args(*given, scale=0.5)
+            yield make.args(*given, dtype=dtype)
             mixed = make.rand(row.numel()).argsort()
             some = (q[mixed], *given[1:3], row[mixed], slot[mixed], paged.page_table)
             yield make.args(*some, window, mask_landmarks=True)
@@ -324,10 +360,11 @@ def _(make: Make) -> Cases:
 def _(draw: Draw) -> Points:
     for job in draw.attention():
         window = job.layer.window
-        where = (job.row, job.slot, job.page_table, window)
+        given = (job.q, job.k_cache, job.v_cache, job.row, job.slot, job.page_table, window)
+        kinds = {"aligned": True, "mask_landmarks": True, "dtype": job.q.dtype}
         yield Point(
             str(job),
-            draw.args(job.q, job.k_cache, job.v_cache, *where, aligned=True, mask_landmarks=True),
+            draw.args(*given, **kinds),
             job.window_bytes + moved(job.q, job.q),
             job.attend_flops(job.pairs(window)),
             job.sdpa_window(),

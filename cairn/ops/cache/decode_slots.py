@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.kernels import decode_slots_kernel
+from cairn.ops.checks import INT32, INT64, check_least, expect
 from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Cases, Make
 
@@ -45,6 +46,8 @@ def decode_slots(
         (0), rows (0), slots (-1), locations page * S + slot % S (`spare`); indices of the slots
         that end their page (0) and the physical pages that these complete (-1), as many as there
         are; locations in the other pool (`window_spare`); and where each row's token lies (0).
+    Raises:
+        BadArgument: for another shape, dtype, device, layout or page size.
     """
     most, (num_rows, _) = row.shape[0], page_table.shape
     landmarks = landmark_id is not None
@@ -84,6 +87,28 @@ def decode_slots(
     out[6].scatter_(0, ends, pages[0])
     out[8, :most] = torch.where(live, start, 0)
     return out[:, :most].contiguous()
+
+
+@decode_slots.check
+def _(
+    row: Tensor,
+    first: Tensor,
+    last_token: Tensor,
+    page_table: Tensor,
+    window_table: Tensor | None,
+    page_size: int,
+    landmark_id: int | None,
+    spare: int,
+    window_spare: int,
+) -> None:
+    name = "decode_slots"
+    expect(name, "row", row, 1, INT64)
+    expect(name, "first", first, row.shape, INT64, row)
+    expect(name, "page_table", page_table, 2, INT32, row, 1)
+    expect(name, "last_token", last_token, (page_table.shape[0] + 1,), INT64, row)
+    if window_table is not None:
+        expect(name, "window_table", window_table, page_table.shape, INT32, row, 1)
+    check_least(name, "page_size", page_size, 1 if landmark_id is None else 2)
 
 
 @decode_slots.implementation(

@@ -9,6 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.cache.kernels import write_kv_kernel
+from cairn.ops.checks import FLOATS, INT64, check_caches, expect
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -21,6 +22,8 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: T
         k, v: [T, h_kv, d], the caches' dtype.
         k_cache, v_cache: [pages, h_kv, S, d], or quantized, changed.
         location: [T] int64, page * S + slot in the page; a negative one is not written.
+    Raises:
+        BadArgument: for another shape, dtype, device or layout.
     """
     page_size = k_cache.shape[2]
     page = torch.div(location, page_size, rounding_mode="floor")
@@ -35,6 +38,16 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: T
     for given, cache in ((k, k_cache), (v, v_cache)):
         for place, values in zip(quantized.parts(cache), quantized.quantize(given), strict=True):
             place[page, :, offset] = values
+
+
+@write_kv.check
+def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
+    name = "write_kv"
+    _, heads, _, dim = check_caches(name, k_cache, v_cache, k)
+    expect(name, "location", location, 1, INT64, k, -1)
+    kinds = FLOATS if quantized.is_quantized(k_cache) else (k_cache.dtype,)
+    expect(name, "k", k, (location.shape[0], heads, dim), kinds)
+    expect(name, "v", v, k.shape, (k.dtype,), k)
 
 
 @write_kv.implementation(

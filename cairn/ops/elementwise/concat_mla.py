@@ -12,7 +12,7 @@ from cairn.ops.elementwise.kernels import concat_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-BLOCK, WARPS = 2048, 4
+BLOCK, WARPS = 8192, 8
 """Numbers and warps of a program."""
 MOST_TIMED = 4096
 """Tokens: their queries are 600 MB."""

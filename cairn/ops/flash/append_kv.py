@@ -12,6 +12,9 @@ from cairn.ops.flash.strides import strides
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
+MOST_WARPS = 8
+"""Of a program, which copies a key and a value."""
+
 
 @op(mutates=("k_cache", "v_cache"))
 def append_kv(
@@ -85,7 +88,7 @@ def _(
         *(*strides(k_cache), *strides(v_cache)),
         0 if page_table is None else page_table.stride(0),
         *(heads, dim, wide, k_cache.shape[1], *padded),
-        num_warps=gpu.warps_for(heads * (dim + wide)),
+        num_warps=min(MOST_WARPS, gpu.warps_for(heads * (dim + wide))),
     )
 
 

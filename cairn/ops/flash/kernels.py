@@ -307,17 +307,6 @@ def join_splits_kernel(
     tl.store(lse + own * lse_batch + head * lse_head + line, logged, mask=tl.program_id(2) == 0)
 
 
-@triton.jit
-def copy_heads(
-    source, source_head, target, target_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
-    """Copy [HEADS, DIM] numbers."""
-    h = tl.arange(0, HP).to(tl.int64)
-    value = load_rows(source + h * source_head, h < HEADS, DIM, DP)
-    store_rows(target + h * target_head, value, h < HEADS, DIM, DP)
-
-
 @triton.jit(do_not_specialize=["count", "batch"])
 def append_kernel(
     k, v, k_cache, v_cache, seqlens, cu_seqlens, page_table, batch_idx, count, batch,
@@ -349,6 +338,10 @@ def append_kernel(
         own = row.to(tl.int64)
         place = line % count
         token = place.to(tl.int64)
+    # On their way while their place is looked up.
+    h = tl.arange(0, HP).to(tl.int64)
+    key = load_rows(k + own * k_row + token * k_token + h * k_head, h < HEADS, DIM, DP)
+    value = load_rows(v + own * v_row + token * v_token + h * v_head, h < HEADS, WIDE, VP)
     slot = tl.load(seqlens + row) + place
     if page_table is not None:
         page = tl.load(page_table + row.to(tl.int64) * table_stride + slot // SIZE).to(tl.int64)
@@ -358,11 +351,7 @@ def append_kernel(
     else:
         page = row.to(tl.int64)
     slot = slot.to(tl.int64)
-    copy_heads(
-        k + own * k_row + token * k_token, k_head,
-        k_cache + page * to_page + slot * to_slot, to_head, HEADS, DIM, HP, DP,
-    )  # fmt: skip
-    copy_heads(
-        v + own * v_row + token * v_token, v_head,
-        v_cache + page * into_page + slot * into_slot, into_head, HEADS, WIDE, HP, VP,
-    )  # fmt: skip
+    to = k_cache + page * to_page + slot * to_slot + h * to_head
+    store_rows(to, key, h < HEADS, DIM, DP)
+    into = v_cache + page * into_page + slot * into_slot + h * into_head
+    store_rows(into, value, h < HEADS, WIDE, VP)

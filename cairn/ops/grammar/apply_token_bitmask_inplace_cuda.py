@@ -15,7 +15,7 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 BITS = 32
-BLOCK, WARPS, ALIGNED = 1024, 4, 4
+BLOCK, WARPS, ALIGNED = 1024, 8, 4
 """Tokens and warps of a program, and tokens that it moves at once."""
 
 

@@ -18,19 +18,20 @@ def mask_block(logits, words, token, width, WHOLE: tl.constexpr):
 
 @triton.jit
 def bitmask_kernel(
-    logits, bitmask, indices, stride, mask_stride, width, blocks,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    logits, bitmask, indices, stride, mask_stride, width,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """logits[row, token] = -inf where bit token of the mask's row is 0; indices may be None.
+    """logits[row, token] = -inf where bit token of the mask's row is 0; indices may be None. A row
+    has BLOCKS programs.
 
     All of a block is written: parts of a memory sector cost more.
     """
     program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)
+    row = (program // BLOCKS).to(tl.int64)
     if indices is not None:
         row = tl.load(indices + row).to(tl.int64)
     words = bitmask + row * mask_stride
-    at, token, whole = aligned_block(row * stride, program % blocks, width, BLOCK, ALIGN)
+    at, token, whole = aligned_block(row * stride, program % BLOCKS, width, BLOCK, ALIGN)
     logits += at + tl.arange(0, BLOCK)
     if whole:
         mask_block(logits, words, token, width, True)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOAT32, check_dtype, expect
 from cairn.ops.landmark.kernels.summary import blend_window_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -27,8 +28,19 @@ def blend_window(
         dtype: of the result.
     Returns:
         [T, h_q, d].
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     return torch.addcmul(o_pages, window_weight.unsqueeze(-1), o_window).to(dtype)
+
+
+@blend_window.check
+def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> None:
+    name = "blend_window"
+    expect(name, "o_pages", o_pages, 3, FLOAT32)
+    expect(name, "o_window", o_window, o_pages.shape, FLOAT32, o_pages)
+    expect(name, "window_weight", window_weight, o_pages.shape[:2], FLOAT32, o_pages)
+    check_dtype(name, dtype)
 
 
 @blend_window.implementation(

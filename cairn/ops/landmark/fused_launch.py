@@ -23,8 +23,14 @@ MOST_PROGRAMS = 256
 LEAST_PROGRAMS = 4
 CHUNK = 512
 """Candidates that one program chooses from, unless there are very many."""
-MOST_LISTED = 512
-"""What all chunks of a token may find for one KV head, before the chunks grow."""
+SHORT_CHUNK = 256
+"""Candidates of a chunk that is chosen from as if there could be no more."""
+MOST_LISTED, SHORT_LIST = 1024, 256
+"""What all chunks of a token may find for one KV head, before the chunks grow; and what is ranked
+as if there could be no more."""
+LONE_TOKENS = 2
+"""So many tokens wait for the ranking of their lists, more of them for the choice from chunks:
+theirs may be smaller."""
 WARP_NUMBERS = 1024
 """Scores that a warp of a choosing program holds."""
 TILE_NUMBERS = 4096
@@ -59,7 +65,8 @@ def _plan(task: launch.Task, job: select_launch.Selection, store: bool) -> _Plan
     wanted = max(LEAST_PROGRAMS, -(-PROGRAMS // (tokens * job.groups)))
     programs = max(1, min(-(-job.pages // tile), wanted, MOST_PROGRAMS))
     chunk = max(min(CHUNK, gpu.next_power_of_2(job.pages)), gpu.next_power_of_2(job.topk))
-    while -(-job.pages // chunk) * job.topk > max(MOST_LISTED, job.topk):
+    listed = max(MOST_LISTED // 2 if tokens <= LONE_TOKENS else MOST_LISTED, job.topk)
+    while -(-job.pages // chunk) * job.topk > listed:
         chunk *= 2
     # Programs read summaries before they wait: no token may have a page of the step as candidate.
     early = tokens <= min(EARLY_TOKENS, task.window) and gpu.launches_early(task.q.device)
@@ -131,13 +138,15 @@ def _pick(
     page, at = (job.empty(*shape, dtype=torch.int32) for _ in range(2))
     found = (page, at, job.empty(*shape), job.empty(*shape, job.heads // job.groups))
     u, tops, sums, part_lse = given
+    short = min(SHORT_CHUNK, plan.chunk)
     pick_kernel[(plan.chunks, job.groups, tokens)](
         *(u, tops, sums, part_lse, job.row, job.slot, job.page_table, *found, lse),
         *(plan.splits, part_lse.shape[-1], plan.programs, job.page_table.stride(0)),
         *(job.offset, job.page_size),
         *(job.pages, job.topk, job.heads, job.groups, job.group),
-        *(gpu.next_power_of_2(job.topk), plan.chunk, gpu.next_power_of_2(plan.programs)),
-        *(gpu.next_power_of_2(plan.splits), job.normalised, plan.early),
+        *(gpu.next_power_of_2(job.topk), plan.tile, short, (plan.chunk // short).bit_length()),
+        *(gpu.next_power_of_2(plan.programs), gpu.next_power_of_2(plan.splits)),
+        *(job.normalised, plan.early),
         num_warps=min(8, max(4, plan.chunk * job.group // WARP_NUMBERS)),
         **launch.early_option(plan.early),
     )
@@ -155,12 +164,14 @@ def _read(
     """The selected pages' states behind the window's, and the results' pages and scores."""
     splits, each = pages.splits
     listed = gpu.next_power_of_2(plan.chunks * job.topk)
+    order = job.empty(*pages.indices.shape, dtype=torch.int32)
     numbers = (pages.scale, *task.k_cache.stride()[:2], job.offset, job.topk)
     read_kernel[(splits, job.groups, task.q.shape[0])](
-        *(task.q, task.k_cache, task.v_cache, task.slot, *given),
+        *(task.q, task.k_cache, task.v_cache, task.slot, *given, order),
         *(pages.indices, pages.weights, *parts, *numbers),
         *(each, plan.splits, parts[1].shape[-1], plan.chunks, *pages.shape),
-        *(max(16, pages.group), pages.width, pages.keys, plan.chunk, listed),
+        *(max(16, pages.group), pages.width, pages.keys),
+        *(plan.chunk, min(SHORT_LIST, listed), listed),
         *(gpu.next_power_of_2(each), plan.early, pages.precision),
         num_warps=2 if pages.width * pages.keys <= 4096 else 4,
         num_stages=2,

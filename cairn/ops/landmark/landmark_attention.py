@@ -11,12 +11,14 @@ from cairn.ops import gpu
 from cairn.ops.attention import launch, lines
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, check_caches, check_queries, check_slots, expect
 from cairn.ops.landmark import few_tokens, fused_launch, page_launch, select_launch
 from cairn.ops.landmark.blend_window import blend_window
+from cairn.ops.landmark.looks import check_keys, check_rule, check_summaries
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import page_weights
 from cairn.ops.landmark.select_pages import select_pages
-from cairn.ops.landmark.select_task import STRATEGIES, candidate_pages, task_of
+from cairn.ops.landmark.select_task import STRATEGIES, task_of
 from cairn.ops.landmark.store_prior_summary import store_prior_summary
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -81,13 +83,13 @@ def landmark_attention(
         scale: of all dot products; None: d ** -0.5.
         strategy: as in select_pages.
         store_summaries: first, every token in the last slot of a page stores the prior_summary of
-            that page, with its lmk_q as the query. h_R is h_q.
+            that page, with its lmk_q as the query. h_R is h_q, summary_key of lmk_q's dtype.
     Returns:
         o [T, h_q, d] in q's dtype; indices [T, h_kv, topk] int32 and scores [T, h_q, topk]
         (group: [T, h_kv, topk]) float32 as select_pages gives them; lse [T, h_q] float32 of the
         window. `shared_weights` of the last two are the weights.
     Raises:
-        ValueError: as select_pages.
+        BadArgument: for another shape, dtype, device or layout, or as select_pages.
     """
     where = (row, slot, page_table)
     if store_summaries:
@@ -106,6 +108,36 @@ def landmark_attention(
         q, k_cache, v_cache, row, page_table, indices, weights, scale
     )
     return blend_window(o_pages, o_window, window_weight, q.dtype), indices, scores, lse
+
+
+@landmark_attention.check
+def _(
+    q: Tensor,
+    lmk_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    topk: int,
+    softmax1: bool,
+    scale: float | None = None,
+    strategy: str = "hils",
+    store_summaries: bool = False,
+) -> None:
+    name = "landmark_attention"
+    check_rule(name, window, topk, strategy)
+    pages, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
+    check_keys(name, k_cache)
+    tokens, heads = check_queries(name, "q", q, kv_heads, dim)
+    expect(name, "lmk_q", lmk_q, q.shape, FLOATS, q)
+    check_summaries(name, lmk_q, summary_key, summary_bias, pages, kv_heads, strategy)
+    check_slots(name, tokens, row, slot, page_table, q)
+    if store_summaries:
+        expect(name, "summary_key", summary_key, (pages, heads, dim), (lmk_q.dtype,))
 
 
 @landmark_attention.fake
@@ -192,7 +224,6 @@ def _(
     where = (row, slot, page_table)
     size, kv_heads = k_cache.shape[2], k_cache.shape[1]
     task = task_of(lmk_q, summary_key, strategy, scale, kv_heads)
-    candidate_pages(slot[:0], size, window, strategy)  # refuses an impossible window
     lse = gpu.empty((0,), torch.float32, q.device)
     job = select_launch.Selection(
         *(lmk_q, summary_key, summary_bias, lse, *where, size, topk, task.scale),
@@ -226,7 +257,10 @@ def _(
         completed = completed_pages(row, slot, page_table, k_cache.shape[2])
         store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
     o_window, lse = window_attention(
-        q, k_cache, v_cache, *where, window, scale, aligned=True, mask_landmarks=True
+        *(q, k_cache, v_cache, *where, window, scale),
+        aligned=True,
+        mask_landmarks=True,
+        dtype=q.dtype,
     )
     indices, scores = select_pages(
         *(lmk_q, summary_key, summary_bias, lse, *where, k_cache.shape[2], window, topk, scale),

@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache import quantized
+from cairn.ops.checks import INT64, check_cache, expect
 from cairn.ops.landmark.kernels.summary import mean_summary_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -26,10 +27,18 @@ def mean_summary(k_cache: Tensor, pages: Tensor) -> Tensor:
     Returns:
         [N, h_kv, d] in the cache's dtype, float32 for a quantized one; summed in float32, rounded
         once.
+    Raises:
+        BadArgument: for another shape, dtype, device or layout.
     """
     if quantized.is_quantized(k_cache):
         return quantized.take(k_cache, pages).mean(dim=2)
     return k_cache.index_select(0, pages).float().mean(dim=2).to(k_cache.dtype)
+
+
+@mean_summary.check
+def _(k_cache: Tensor, pages: Tensor) -> None:
+    check_cache("mean_summary", k_cache)
+    expect("mean_summary", "pages", pages, 1, INT64, k_cache, -1)
 
 
 @mean_summary.implementation(

@@ -9,7 +9,9 @@ from cairn.ops import gpu
 from cairn.ops.attention import launch, paging
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
+from cairn.ops.checks import FLOAT32, INT32, check_caches, check_queries, check_slots, expect
 from cairn.ops.landmark import page_launch
+from cairn.ops.landmark.looks import check_keys
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -48,6 +50,8 @@ def page_attention(
         scale: of the dot products; None: d ** -0.5.
     Returns:
         [T, h_q, d] float32.
+    Raises:
+        BadArgument: for another shape, dtype, device or layout.
     """
     (heads, size), dim = k_cache.shape[1:3], q.shape[2]
     topk = indices.shape[-1]
@@ -74,6 +78,26 @@ def page_attention(
             v.masked_fill_(none.view(-1, topk, 1, 1), 0)
         out[at] = torch.bmm(p.flatten(2), v.view_as(k).float()).view(-1, *q.shape[1:])
     return out
+
+
+@page_attention.check
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scale: float | None = None,
+) -> None:
+    name = "page_attention"
+    _, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
+    check_keys(name, k_cache)
+    tokens, heads = check_queries(name, "q", q, kv_heads, dim)
+    check_slots(name, tokens, row, None, page_table, q)
+    expect(name, "indices", indices, (tokens, kv_heads, None), INT32, q)
+    expect(name, "weights", weights, (tokens, heads, indices.shape[2]), FLOAT32, q)
 
 
 @page_attention.fake
@@ -188,9 +212,9 @@ def _run_span(
     keys = k.float().mul_(dim**-0.5 if scale is None else scale).transpose(1, 2)
     # One column more than pages takes the weights of empty places.
     place = torch.where(indices < 0, width, torch.searchsorted(pages, indices.long())).unsqueeze(2)
-    # A quarter of the budget, for they are read four times; few different shapes, for each has a
-    # product made for it.
-    step = paging.tokens_per_block(16 * out.shape[1] * width * size, q.shape[0])
+    # Scores and their softmax fill the budget; few different shapes, for each has a product made
+    # for it.
+    step = paging.tokens_per_block(8 * out.shape[1] * width * size, q.shape[0])
     step = 1 << step.bit_length() - 1
     for begin in range(0, q.shape[0], step):
         at = slice(begin, begin + step)
@@ -243,8 +267,7 @@ def _by_page(
         rank = torch.arange(tile.numel()) - (full.cumsum(0) - full)[tile]
         first = start[tile] + rank * places
         filled = (counts[tile] - rank * places).clamp(max=places)
-        # The scores of a block of tiles, an eighth of the budget, stay in a core's own cache.
-        step = paging.tokens_per_block(32 * places * group * size, tile.numel())
+        step = paging.tokens_per_block(8 * places * group * size, tile.numel())
         for begin in range(0, tile.numel(), step):
             at = slice(begin, begin + step)
             _run_tiles(

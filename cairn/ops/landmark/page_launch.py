@@ -15,11 +15,11 @@ SHARING_TOKENS = 256
 SPLIT_PROGRAMS = 512
 """Programs that keep a large device's memory busy; a few tokens' pages are split among them."""
 UNIT_PROGRAMS = 4224
-UNIT_PAIRS = 256
-"""Tokens that one program takes on a page at a time, at most."""
+UNIT_PAIRS, UNIT_LINES = 256, 512
+"""What one program takes on a page at a time: at most so many tokens, or so many of all heads."""
 UNIT_ROWS = 64
 """Rows of a tile of them, tokens times the heads of a group."""
-PARTS_BYTES = 512 << 20
+PARTS_BYTES = 1 << 30
 """Workspace of one round of sorted pairs, about."""
 _BLOCK = 256
 _APART = 8
@@ -33,7 +33,7 @@ class Window:
     """What the window adds to a layer's pages.
 
     Attributes:
-        o, lse: of window_attention.
+        o, lse: of window_attention, o in any dtype.
         softmax1: as in page_weights.
     """
 
@@ -88,6 +88,11 @@ class Pages:
     def shape(self) -> tuple[int, ...]:
         """Query heads, KV heads, head width and page size."""
         return (*self.heads, self.q.shape[2], self.k_cache.shape[2])
+
+    @property
+    def unit_pairs(self) -> int:
+        """Tokens that one program takes on a page at a time, at most."""
+        return max(UNIT_PAIRS, UNIT_LINES // self.group)
 
     @property
     def precision(self) -> str:
@@ -167,7 +172,7 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     topk, pairs, lines = job.indices.shape[-1], job.indices.numel(), kv_heads * pages
     copies = _COPIES if lines <= _COPIED else 1
     parts = job.empty(pairs, heads // kv_heads, dim, dtype=job.q.dtype)
-    most = pairs // UNIT_PAIRS + min(pairs, lines)
+    most = pairs // job.unit_pairs + min(pairs, lines)
     lengths = (*[pairs] * 4, *[lines] * 3, *[most] * 3)
     line_of, rank, places, token_at, *others = job.numbers(*lengths)
     if pairs == 0:
@@ -182,11 +187,11 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
         num_warps=4,
     )
     kernels.place_kernel[(-(-lines // _BLOCK),)](
-        *(counts, cursors, *given, lines, UNIT_PAIRS, copies, _APART, _BLOCK), num_warps=4
+        *(counts, cursors, *given, lines, job.unit_pairs, copies, _APART, _BLOCK), num_warps=4
     )
     kernels.order_kernel[per_block](
         *(line_of, rank, counts, *given, places, token_at, *units, pairs, topk),
-        *(kv_heads, UNIT_PAIRS, copies, _APART, _BLOCK),
+        *(kv_heads, job.unit_pairs, copies, _APART, _BLOCK),
         num_warps=4,
     )
     half = job.q.dtype != torch.float32

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOAT32, expect
 from cairn.ops.landmark.kernels.summary import page_weights_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -22,6 +23,8 @@ def page_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, T
         softmax1: add a logit 0 whose share is lost.
     Returns:
         (weights [T, h, K], window_weight [T, h]) float32; all 0 where nothing is left to weigh.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     logits = [scores, lse.unsqueeze(-1)]
     if softmax1:
@@ -33,6 +36,12 @@ def page_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, T
         weights = weights.masked_fill_(empty, 0.0)
     topk = scores.shape[-1]
     return weights[..., :topk].clone(), weights[..., topk].clone()
+
+
+@page_weights.check
+def _(scores: Tensor, lse: Tensor, softmax1: bool) -> None:
+    expect("page_weights", "scores", scores, 3, FLOAT32)
+    expect("page_weights", "lse", lse, scores.shape[:2], FLOAT32, scores)
 
 
 @page_weights.implementation(

@@ -10,6 +10,7 @@ from cairn.ops.attention import paging
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
+from cairn.ops.landmark.looks import check_pooling
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -32,6 +33,8 @@ def prior_summary(
         scale: None: d ** -0.5.
     Returns:
         (key [N, h_q, d] in the query's dtype, bias [N, h_q] float32, in [0, ln(S - 1)]).
+    Raises:
+        BadArgument: for another shape, dtype, device or layout.
     """
     (heads, size), dim = k_cache.shape[1:3], query.shape[2]
     key = torch.empty_like(query)
@@ -48,6 +51,11 @@ def prior_summary(
         key[at] = torch.bmm(p, k).view_as(wanted)
         bias[at] = -p.mul_(logs).sum(dim=-1).view(wanted.shape[:2])
     return key, bias
+
+
+@prior_summary.check
+def _(query: Tensor, k_cache: Tensor, pages: Tensor, scale: float | None = None) -> None:
+    check_pooling("prior_summary", query, k_cache, pages)
 
 
 def warps_of(dim: int, size: int) -> int:

@@ -19,7 +19,7 @@ LEAST_PROGRAMS = 8
 WORKSPACE_BYTES = 512 << 20
 """Scores are held for so many tokens at a time."""
 MANY_PAGES = 4096
-"""Beyond them many tokens' scores are computed in wider tiles."""
+"""Beyond them many tokens' scores are computed in wider tiles, those of wide heads always."""
 TILE_NUMBERS = 8192
 """Numbers of the summaries that a program scores at once."""
 A_WARP = 256
@@ -220,7 +220,7 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     line = -(-job.pages // 32) * 32
     blocks = -(-line // job.block // 16) * 16
     best, tops = job.empty(tokens, job.groups, line), job.empty(tokens, job.groups, blocks)
-    large = narrow and job.pages > MANY_PAGES
+    large = half and job.width <= 128 and (not narrow or job.pages > MANY_PAGES)
     rows, columns = (64, 128) if large else (rows, min(rows, 64))
     tiles = -(-tokens // rows)
     wanted = 2 * PROGRAMS if large else PROGRAMS

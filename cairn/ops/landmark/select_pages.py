@@ -10,7 +10,9 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.attention import paging
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.checks import FLOAT32, FLOATS, check_least, check_slots, expect
 from cairn.ops.landmark import select_cpu, select_launch
+from cairn.ops.landmark.looks import check_rule, check_summaries
 from cairn.ops.landmark.select_task import NO_PAGE, STRATEGIES, candidate_pages, store, task_of
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -61,7 +63,8 @@ def select_pages(
         indices [T, h_kv, K] int32, logical pages ascending, padded with -1; scores [T, h_q, K]
         float32, u of those pages (group: [T, h_kv, K]), padded with -inf.
     Raises:
-        ValueError: for an unknown strategy, or a window that it cannot have.
+        BadArgument: for another shape, dtype, device or layout, an unknown strategy, or a window
+            that it cannot have.
     """
     task = task_of(lmk_q, summary_key, strategy, scale, num_kv_heads)
     candidates = candidate_pages(slot, page_size, window, strategy)
@@ -88,6 +91,32 @@ def select_pages(
         found = best.masked_fill_(best >= candidates[at, None, None], NO_PAGE).sort(dim=-1).values
         store(indices, scores, at, found.unsqueeze(2), u.unsqueeze(2), task)
     return indices, scores
+
+
+@select_pages.check
+def _(
+    lmk_q: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    lse: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    window: int,
+    topk: int,
+    scale: float | None = None,
+    strategy: str = "hils",
+    num_kv_heads: int | None = None,
+) -> None:
+    name = "select_pages"
+    check_rule(name, window, topk, strategy, 1 if strategy == "hils" else 0)
+    check_least(name, "page_size", page_size, 1)
+    expect(name, "lmk_q", lmk_q, 3, FLOATS)
+    check_summaries(name, lmk_q, summary_key, summary_bias, None, num_kv_heads, strategy)
+    tokens, heads, _ = lmk_q.shape
+    expect(name, "lse", lse, (tokens, heads), FLOAT32, lmk_q, -1)
+    check_slots(name, tokens, row, slot, page_table, lmk_q)
 
 
 @select_pages.fake
@@ -169,7 +198,6 @@ def _selection(
     num_kv_heads: int | None = None,
 ) -> select_launch.Selection:
     task = task_of(lmk_q, summary_key, strategy, scale, num_kv_heads)
-    candidate_pages(slot[:0], page_size, window, strategy)  # refuses an impossible window
     offset = window - 1 if window or strategy != "softmax_head" else 0
     return select_launch.Selection(
         *(lmk_q, summary_key, summary_bias, lse, row, slot, page_table, page_size, topk),

@@ -8,7 +8,9 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
+from cairn.ops.checks import FLOAT32, expect
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
+from cairn.ops.landmark.looks import check_pooling
 from cairn.ops.landmark.prior_summary import prior_summary, warps_of
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -32,6 +34,8 @@ def store_prior_summary(
         key_pool: [pages, h_q, d] of the query's dtype, changed; None: keys are not kept.
         bias_pool: [pages, h_q] float32, changed; None: biases are not kept.
         scale: None: d ** -0.5.
+    Raises:
+        BadArgument: for another shape, dtype, device or layout.
     """
     real = pages >= 0
     key, bias = prior_summary.reference(query[real], k_cache, pages[real], scale)
@@ -39,6 +43,24 @@ def store_prior_summary(
         key_pool[pages[real]] = key
     if bias_pool is not None:
         bias_pool[pages[real]] = bias
+
+
+@store_prior_summary.check
+def _(
+    query: Tensor,
+    k_cache: Tensor,
+    pages: Tensor,
+    key_pool: Tensor | None,
+    bias_pool: Tensor | None,
+    scale: float | None = None,
+) -> None:
+    name = "store_prior_summary"
+    check_pooling(name, query, k_cache, pages)
+    total, (_, heads, dim) = k_cache.shape[0], query.shape
+    if key_pool is not None:
+        expect(name, "key_pool", key_pool, (total, heads, dim), (query.dtype,), query)
+    if bias_pool is not None:
+        expect(name, "bias_pool", bias_pool, (total, heads), FLOAT32, query)
 
 
 @store_prior_summary.implementation(

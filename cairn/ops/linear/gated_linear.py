@@ -8,8 +8,10 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.activation.silu_and_mul import silu_and_mul
 from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.linear import few
+from cairn.ops.checks import expect, refuse
+from cairn.ops.linear import few, panel
 from cairn.ops.linear.linear import normed
+from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -24,13 +26,34 @@ def gated_linear(
     Args:
         input: [T, K].
         weight: [2 N, K] = gate, then up; input's dtype.
-        norm: [K], weight of the norm; None: input as it is.
+        norm: [K], weight of the norm, input's dtype or float32; None: input as it is.
         eps: of the norm.
     Returns:
         [T, N].
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     product = torch.nn.functional.linear(normed(input, norm, eps), weight.float())
     return silu_and_mul.reference(product).to(input.dtype)
+
+
+@gated_linear.check
+def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> None:
+    expect("gated_linear", "input", input, 2)
+    check_product("gated_linear", input, "weight", weight, None, norm)
+    if weight.shape[0] % 2:
+        refuse("gated_linear", "weight", f"has {weight.shape[0]} rows, no two equal halves")
+
+
+@gated_linear.implementation(
+    "triton_panel",
+    devices=gpu.DEVICES,
+    when=lambda input, weight, norm=None, eps=1e-6: panel.accepts(input, weight, gated=True),
+)
+def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    x = input if norm is None else rmsnorm(input, norm, eps)
+    out = input.new_empty(input.shape[0], weight.shape[0] // 2)
+    return panel.multiply(x, weight, out, gated=True)
 
 
 @gated_linear.implementation(
@@ -59,7 +82,10 @@ gated_linear.tolerance(
 @gated_linear.cases
 def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
-        for rows, width, numbers in ((1, 64, 9), (2, 48, 33), (5, 96, 20), (70, 48, 5)):
+        for rows, width, numbers in (
+            *((1, 64, 9), (2, 48, 33), (5, 96, 20), (17, 64, 32)),
+            *((64, 512, 96), (90, 128, 64), (70, 48, 5)),
+        ):
             weight = make.randn(2 * numbers, width, dtype=dtype, scale=width**-0.5)
             x = make.randn(rows, width, dtype=dtype)
             yield make.args(x, weight)

@@ -3,8 +3,8 @@
 A program of `rows_kernel` and `tile_kernel` holds the rows of the weight that it multiplies, whole,
 before it waits for the kernel in front: while that one ends, the weight is on its way. With NORM
 the tokens are normed on the way (rmsnorm with the weight `norm`): what all numbers of a token are
-divided by comes after the product. `block_kernel` is for more tokens and very many numbers. Sums
-are float32.
+divided by comes after the product. `block_kernel` is for more tokens and very many numbers,
+`panel_kernel` for more tokens and numbers of a layer. Sums are float32.
 """
 
 from __future__ import annotations
@@ -70,51 +70,122 @@ def rows_kernel(
         tl.store(to, result.to(out.dtype.element_ty), mask=shown)
 
 
+@triton.jit
+def load_padded(at, inside, PADDED: tl.constexpr):
+    """What the addresses `at` hold, 0 where not inside if any are PADDED."""
+    if PADDED:
+        return tl.load(at, mask=inside, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def held(x, PURE: tl.constexpr = True):
+    """x, in registers of its own; if not PURE, it is not moved to where it is used."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], x.dtype, PURE, 32 // x.dtype.primitive_bitwidth
+    )
+
+
+@triton.jit
+def along(k, FIRST: tl.constexpr):
+    """[PARTS, PART] numbers, for lines that are the FIRST operand of products [PARTS, lines, PART]
+    or the second one [PARTS, PART, lines]."""
+    return k[:, None, :] if FIRST else k[:, :, None]
+
+
+@triton.jit
+def across(line, FIRST: tl.constexpr):
+    """The same for [lines] numbers."""
+    return line[None, :, None] if FIRST else line[None, None, :]
+
+
+@triton.jit
+def beside(line, FIRST: tl.constexpr):
+    """The same for the products [lines, other lines] or [other lines, lines]."""
+    return line[:, None] if FIRST else line[None, :]
+
+
+@triton.jit
+def tile_product(value, rows, TALL: tl.constexpr):
+    """Products of tokens with rows of the weight; TALL: these are the first operand, which is
+    padded to 16 lines."""
+    if TALL:
+        product = tl.dot(rows, value, input_precision="ieee")
+    else:
+        product = tl.dot(value, rows, input_precision="ieee")
+    return tl.sum(product, 0)
+
+
 @triton.jit(do_not_specialize=["tokens", "numbers"])
 def tile_kernel(
     x, norm, weight, bias, out, tokens, numbers, x_stride, out_stride, eps,
-    WIDTH: tl.constexpr, WP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    ADD: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, SPAN: tl.constexpr, WP: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, TALL: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The same for TOKENS tokens at once; PARTS stretches of the sums are products of their own,
-    so that every warp has one."""
+    """The same for TOKENS tokens at once.
+
+    Rows and tokens past the end are the last ones again, and are not stored: loads with masks would
+    not all be on their way at once.
+
+    Args:
+        SPAN: columns of a program. Fewer than WIDTH: those of other spans are other programs', and
+            out is [spans, tokens, numbers], the sums of the spans by themselves.
+        WP: SPAN, padded to a power of two.
+        PARTS: stretches of the sums that are products of their own, so that every warp has one.
+        TALL: as in `tile_product`.
+    """
     launch_next(EARLY)
     PART: tl.constexpr = WP // PARTS
+    PADDED: tl.constexpr = WP != SPAN
+    WIDE: tl.constexpr = not TALL
+    span = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.minimum(n, numbers - 1)
     k = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
-    inside = (n < numbers)[None, None, :]
-    if WP != WIDTH:
-        inside = inside & (k < WIDTH)[:, :, None]
-    at = weight + n.to(tl.int64)[None, None, :] * WIDTH + k[:, :, None]
-    rows = tl.load(at, mask=inside, other=0.0)
-    second = rows
+    inside = k < SPAN
+    k += span * SPAN
+    at = weight + across(row.to(tl.int64), TALL) * WIDTH + along(k, TALL)
+    rows = load_padded(at, along(inside, TALL), PADDED)
     if GATED:
-        second = tl.load(at + numbers.to(tl.int64) * WIDTH, mask=inside, other=0.0)
-    factor = tl.full([PARTS, PART], 1.0, tl.float32)
+        at += numbers.to(tl.int64) * WIDTH
+        second = load_padded(at, along(inside, TALL), PADDED)
     if NORM:
-        factor = tl.load(norm + k, mask=k < WIDTH, other=0.0).to(tl.float32)
-    await_previous(EARLY)
+        factor = load_padded(norm + k, inside, PADDED).to(tl.float32)
+    if BIAS:
+        offset = tl.load(bias + row).to(tl.float32)
     t = tl.arange(0, TOKENS)
-    alive = (t < tokens)[None, :, None]
-    if WP != WIDTH:
-        alive = alive & (k < WIDTH)[:, None, :]
-    value = tl.load(x + t[None, :, None] * x_stride + k[:, None, :], mask=alive, other=0.0)
+    token = tl.minimum(t, tokens - 1)
+    await_previous(EARLY)
+    at = x + across(token, WIDE) * x_stride + along(k, WIDE)
+    value = load_padded(at, along(inside, WIDE), PADDED)
+    if ADD:
+        at = out + beside(token, WIDE) * out_stride + beside(row, TALL)
+        before = tl.load(at).to(tl.float32)
+    if EARLY:
+        # Else the first of the weight are put into shared memory before the last are asked for.
+        tl.debug_barrier()
+        rows, value = held(rows), held(value)
+        if GATED:
+            second = held(second)
+        if ADD:
+            before = held(before, False)
     scale = tl.full([TOKENS], 1.0, tl.float32)
     if NORM:
         wide = value.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(tl.sum(wide * wide, 2), 0) / WIDTH + eps)
-        value = (wide * factor[:, None, :]).to(value.dtype)
-    result = tl.sum(tl.dot(value, rows, input_precision="ieee"), 0) * scale[:, None]
+        squares = tl.sum(tl.sum(wide * wide, 1 if TALL else 2), 0)
+        scale = tl.rsqrt(squares / WIDTH + eps)
+        value = (wide * along(factor, WIDE)).to(value.dtype)
+    result = tile_product(value, rows, TALL) * beside(scale, WIDE)
     if BIAS:
-        result += tl.load(bias + n, mask=n < numbers, other=0.0).to(tl.float32)[None, :]
+        result += beside(offset, TALL)
     if GATED:
-        linear = tl.sum(tl.dot(value, second, input_precision="ieee"), 0) * scale[:, None]
-        result = silu(result) * linear
-    to = out + t[:, None] * out_stride + n[None, :]
-    shown = (n < numbers)[None, :] & (t < tokens)[:, None]
+        result = silu(result) * (tile_product(value, second, TALL) * beside(scale, WIDE))
     if ADD:
-        result += tl.load(to, mask=shown, other=0.0).to(tl.float32)
+        result += before
+    to = out + span.to(tl.int64) * tokens * out_stride
+    to += beside(t, WIDE) * out_stride + beside(n, TALL)
+    shown = beside(t < tokens, WIDE) & beside(n < numbers, TALL)
     tl.store(to, result.to(out.dtype.element_ty), mask=shown)
 
 
@@ -147,3 +218,101 @@ def block_kernel(
         result += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     at = out + t.to(tl.int64)[None, :] * out_stride + n[:, None]
     tl.store(at, result.to(out.dtype.element_ty), mask=inside[:, None] & alive[None, :])
+
+
+@triton.jit
+def ask_for(at):
+    """Bring the lines of the addresses `at` into the cache; nobody waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "numbers"])
+def panel_kernel(
+    x, weight, out, tokens, numbers, x_stride, out_stride,
+    WIDTH: tl.constexpr, SPAN: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, PART: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [tokens, numbers] = x W^T for all tokens and ROWS rows of W, PART of its columns at a
+    time. The rest of the weight is asked for before the kernel in front is awaited.
+
+    Args:
+        SPAN: columns of a program; those of other spans are other programs'.
+        LINES: lines of the cache in a span of a row, padded to a power of two.
+        TOKENS: tokens, padded to a power of two.
+        GATED: as in `rows_kernel`; pairs of rows, one of either half, lie side by side.
+        SPLIT: out is [spans, tokens, numbers], the sums of the spans by themselves.
+        EARLY: as in `await_previous`.
+    """
+    launch_next(EARLY)
+    span = tl.program_id(1)
+    r = tl.arange(0, ROWS)
+    if GATED:
+        pair = tl.program_id(0) * (ROWS // 2) + r // 2
+        row = pair.to(tl.int64) + (r % 2).to(tl.int64) * numbers
+    else:
+        row = (tl.program_id(0) * ROWS + r).to(tl.int64)
+    base = weight + row * WIDTH + span * SPAN
+    if EARLY:
+        LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+        line = tl.minimum(tl.arange(0, LINES) * LINE, SPAN - LINE)
+        ask_for(base[:, None] + line[None, :])
+    await_previous(EARLY)
+    t = tl.arange(0, TOKENS)
+    k = tl.arange(0, PART)
+    alive = (t < tokens)[:, None]
+    rows = base[None, :] + k[:, None]
+    columns = x + span * SPAN + t[:, None] * x_stride + k[None, :]
+    result = tl.zeros([TOKENS, ROWS], tl.float32)
+    for _ in range(0, SPAN, PART):
+        value = tl.load(columns, mask=alive, other=0.0)
+        own = tl.load(rows, eviction_policy="evict_first")
+        result = tl.dot(value, own, result, input_precision=PRECISION)
+        columns += PART
+        rows += PART
+    if GATED:
+        first, second = tl.split(tl.reshape(result, [TOKENS, ROWS // 2, 2]))
+        result = silu(first) * second
+        n = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    else:
+        n = tl.program_id(0) * ROWS + r
+    to = out + t.to(tl.int64)[:, None] * out_stride + n[None, :]
+    if SPLIT:
+        to += span.to(tl.int64) * tokens * out_stride
+    tl.store(to, result.to(out.dtype.element_ty), mask=alive)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def sum_norm_kernel(
+    parts, residual, norm, out, tokens, residual_stride, out_stride, width, eps,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One token: residual += the sum of its parts [PARTS, tokens, width], in their order; out = the
+    norm of that before it was rounded.
+
+    Args:
+        EARLY: as in `await_previous`.
+    """
+    launch_next(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    # Before the wait: it is a weight.
+    factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    await_previous(EARLY)
+    residual_at = residual + token * residual_stride + column
+    before = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+    at = parts + token * width + column
+    total = tl.load(at, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(at + tokens.to(tl.int64) * part * width, mask=inside, other=0.0)
+    total += before
+    tl.store(residual_at, total.to(residual.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(total * total, 0) / width + eps)
+    tl.store(
+        out + token * out_stride + column,
+        (total * scale * factor).to(out.dtype.element_ty),
+        mask=inside,
+    )

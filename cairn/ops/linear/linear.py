@@ -7,7 +7,9 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
-from cairn.ops.linear import few
+from cairn.ops.checks import check_dtype
+from cairn.ops.linear import few, panel
+from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -33,15 +35,51 @@ def linear(
         input: [..., K].
         weight: [N, K], input's dtype.
         bias: [N], input's dtype, or None.
-        norm: [K], weight of the norm; None: input as it is.
+        norm: [K], weight of the norm, input's dtype or float32; None: input as it is.
         eps: of the norm.
         dtype: of the result; None: input's.
     Returns:
         [..., N].
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     offset = None if bias is None else bias.float()
     product = torch.nn.functional.linear(normed(input, norm, eps), weight.float(), offset)
     return product.to(dtype or input.dtype)
+
+
+@linear.check
+def _(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> None:
+    check_product("linear", input, "weight", weight, bias, norm)
+    check_dtype("linear", dtype)
+
+
+@linear.implementation(
+    "triton_panel",
+    devices=gpu.DEVICES,
+    when=lambda input, weight, bias=None, *args, **kwargs: (
+        bias is None and panel.accepts(input, weight)
+    ),
+)
+def _(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    x = input if norm is None else rmsnorm(input, norm, eps)
+    shape = (input.shape[0], weight.shape[0])
+    out = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
+    return panel.multiply(x, weight, out)
 
 
 @linear.implementation(
@@ -116,6 +154,17 @@ def _(make: Make) -> Cases:
         weight = make.randn(numbers, 64, dtype=dtype, scale=0.125)
         x, bias = make.randn(rows, 64, dtype=dtype), make.randn(numbers, dtype=dtype)
         yield make.args(x, weight, bias, make.randn(64, dtype=dtype), 1e-6, torch.float32)
+    for rows, width, numbers, dtype in (
+        (17, 512, 48, torch.float32),
+        (70, 512, 96, torch.bfloat16),
+    ):
+        weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
+        x, norm = (
+            make.randn(rows, width + 8, dtype=dtype)[:, :width],
+            make.randn(width, dtype=dtype),
+        )
+        yield make.args(x, weight)
+        yield make.args(x, weight, None, norm, 1e-5, torch.float32)
     wide = make.randn(2, 3, 128)[..., :64]
     yield make.args(wide, make.randn(7, 64))
     yield make.args(wide[:, 0], make.randn(7, 64))

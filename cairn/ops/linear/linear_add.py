@@ -7,7 +7,9 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import expect
 from cairn.ops.linear import few
+from cairn.ops.linear.looks import check_product
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -21,10 +23,20 @@ def linear_add(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | N
         residual: [T, N], input's dtype, changed.
         weight: [N, K], input's dtype.
         bias: [N], input's dtype, or None.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     offset = None if bias is None else bias.float()
     product = torch.nn.functional.linear(input.float(), weight.float(), offset)
     residual.copy_(residual.float() + product)
+
+
+@linear_add.check
+def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    expect("linear_add", "input", input, 2)
+    check_product("linear_add", input, "weight", weight, bias)
+    shape = (input.shape[0], weight.shape[0])
+    expect("linear_add", "residual", residual, shape, (input.dtype,), input)
 
 
 @linear_add.implementation(

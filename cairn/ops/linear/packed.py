@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -59,10 +60,12 @@ def packed_linear(
         input: [..., K].
         packed: [N, K] of input's dtype, from pack_weight; a plain weight is accepted too.
         bias: [N] of input's dtype, or None.
-        norm: [K] of input's dtype, weight of the norm; None: input as it is.
+        norm: [K] of input's dtype or float32, weight of the norm; None: input as it is.
         eps: of the norm.
     Returns:
         [..., N].
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     x = input if norm is None else rmsnorm.reference(input, norm, eps)
     return torch.nn.functional.linear(x, unpacked(packed), bias)
@@ -71,6 +74,17 @@ def packed_linear(
 def unpacked(packed: Tensor) -> Tensor:
     """The plain weight."""
     return packed.to_dense() if packed.is_mkldnn else packed
+
+
+@packed_linear.check
+def _(
+    input: Tensor,
+    packed: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    check_product("packed_linear", input, "packed", packed, bias, norm)
 
 
 @packed_linear.fake

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from cairn.ops.activation.silu_and_mul import silu_and_mul
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.checks import expect
 from cairn.ops.linear import packed
+from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -22,14 +24,24 @@ def packed_gated_linear(
     Args:
         input: [..., K].
         gate, up: [N, K] of input's dtype, from pack_weight; plain weights are accepted too.
-        norm: [K] of input's dtype, weight of the norm; None: input as it is.
+        norm: [K] of input's dtype or float32, weight of the norm; None: input as it is.
         eps: of the norm.
     Returns:
         [..., N].
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     x = input if norm is None else rmsnorm.reference(input, norm, eps)
     both = [torch.nn.functional.linear(x, packed.unpacked(weight)) for weight in (gate, up)]
     return silu_and_mul.reference(torch.cat(both, dim=-1))
+
+
+@packed_gated_linear.check
+def _(
+    input: Tensor, gate: Tensor, up: Tensor, norm: Tensor | None = None, eps: float = 1e-6
+) -> None:
+    check_product("packed_gated_linear", input, "gate", gate, None, norm)
+    expect("packed_gated_linear", "up", up, gate.shape, (input.dtype,), input)
 
 
 @packed_gated_linear.fake

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cairn.ops.attention.kernels import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 
 
@@ -63,6 +64,25 @@ def fused_add_rmsnorm_kernel(
     scale, factor = scaled(total, weight + column, inside, width, eps, 0, SHIFTED)
     tl.store(residual_at, total.to(residual.dtype.element_ty), mask=inside)
     tl.store(x_at, (total * scale * factor).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rmsnorm_add_kernel(
+    x, residual, weight, x_stride, residual_stride, width, eps,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """residual[row] += rmsnorm(x[row]). EARLY: as in `await_previous`."""
+    launch_next(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    await_previous(EARLY)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    at = residual + row * residual_stride + column
+    before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    tl.store(at, (before + value * scale * factor).to(residual.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -7,9 +7,27 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOAT32, FLOATS, expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import head_norm_rope_kernel
 from cairn.ops.testing import Cases, Make
+
+
+def check_angles(op: str, cos_sin: Tensor | None, x: Tensor, dim: int) -> None:
+    """Raise BadArgument unless the angles are [T, d] float32, d even, for x [T, ...], or None."""
+    if cos_sin is not None:
+        expect(op, "cos_sin", cos_sin, (x.shape[0], dim), FLOAT32, x)
+        if dim % 2:
+            refuse(op, "cos_sin", f"has {dim} columns, which are no pairs")
+
+
+def rotated(heads: Tensor, cos_sin: Tensor | None) -> Tensor:
+    """heads [T, H, d] float32 turned by [cos | sin] [T, d], halves paired; None: as they are."""
+    if cos_sin is None:
+        return heads
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 @op
@@ -23,14 +41,20 @@ def head_norm_rope(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float
             rotation.
     Returns:
         [T, H, d], contiguous.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + eps) * weight
-    if cos_sin is not None:
-        cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-        first, second = y.chunk(2, dim=-1)
-        y = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return y.to(x.dtype)
+    return rotated(y, cos_sin).to(x.dtype)
+
+
+@head_norm_rope.check
+def _(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> None:
+    name = "head_norm_rope"
+    expect(name, "x", x, 3, FLOATS)
+    expect(name, "weight", weight, x.shape[1:], (x.dtype, torch.float32), x)
+    check_angles(name, cos_sin, x, x.shape[2])
 
 
 @head_norm_rope.implementation(

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention.launch import early_option
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.cache.quantized import is_quantized
 from cairn.ops.cache.write_kv import write_kv
+from cairn.ops.checks import INT64, check_caches, expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import heads_into_cache_kernel
-from cairn.ops.rotary.split_norm_rope import split_norm_rope
+from cairn.ops.rotary.split_norm_rope import (
+    check_projection,
+    programs_of,
+    split_norm_rope,
+    turned_heads,
+)
 from cairn.ops.testing import Cases, Make
 
 HEADS_AT_ONCE, SPREAD_TOKENS = 16, 256
@@ -37,6 +40,7 @@ def heads_into_cache(
     location: Tensor,
     num_heads: int,
     eps: float = 1e-6,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """split_norm_rope; its k, and v as it is, go where write_kv puts them.
 
@@ -44,14 +48,17 @@ def heads_into_cache(
 
     Args:
         projected: [T, W], rows may be strided.
-        added, weight, cos_sin, eps: as in split_norm_rope.
+        added, weight, cos_sin, eps, whole: as in split_norm_rope.
         k_cache, v_cache, location: as in write_kv, changed.
         num_heads: h_q.
     Returns:
         (q [T, h_q, d], z [T, h_q or 0, d]), contiguous.
+    Raises:
+        BadArgument: for another shape, dtype, device or layout.
     """
     kv_heads, dim = k_cache.shape[1], weight.shape[1]
-    q, k, z = split_norm_rope.reference(projected, added, weight, cos_sin, num_heads, kv_heads, eps)
+    heads = num_heads, kv_heads
+    q, k, z = split_norm_rope.reference(projected, added, weight, cos_sin, *heads, eps, whole)
     v = _values(projected, added, weight, num_heads, kv_heads)
     write_kv.reference(k, v.unflatten(-1, (kv_heads, dim)), k_cache, v_cache, location)
     return q, z
@@ -66,6 +73,29 @@ def _values(
     return projected[:, first * dim : (first + kv_heads) * dim]
 
 
+@heads_into_cache.check
+def _(
+    projected: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    location: Tensor,
+    num_heads: int,
+    eps: float = 1e-6,
+    whole: bool = False,
+) -> None:
+    name = "heads_into_cache"
+    _, kv_heads, _, dim = check_caches(name, k_cache, v_cache, projected)
+    check_projection(name, projected, added, weight, cos_sin, (num_heads, kv_heads), kv_heads)
+    if k_cache.dtype != projected.dtype and not is_quantized(k_cache):
+        refuse(name, "k_cache", f"is {k_cache.dtype}, `projected` {projected.dtype}")
+    if dim != weight.shape[1]:
+        refuse(name, "k_cache", f"has shape {list(k_cache.shape)}, heads of {weight.shape[1]}")
+    expect(name, "location", location, projected.shape[:1], INT64, projected, -1)
+
+
 @heads_into_cache.fake
 def _(
     projected: Tensor,
@@ -77,6 +107,7 @@ def _(
     location: Tensor,
     num_heads: int,
     eps: float = 1e-6,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, (heads, dim) = projected.shape[0], weight.shape
     own = heads - num_heads - k_cache.shape[1]
@@ -93,6 +124,7 @@ def _accepts(
     location: Tensor,
     num_heads: int,
     eps: float = 1e-6,
+    whole: bool = False,
 ) -> bool:
     dim = weight.shape[1]
     return (
@@ -117,6 +149,7 @@ def _(
     location: Tensor,
     num_heads: int,
     eps: float = 1e-6,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, (heads, dim), kv_heads = projected.shape[0], weight.shape, k_cache.shape[1]
     own = heads - num_heads - kv_heads
@@ -124,18 +157,18 @@ def _(
         gpu.empty((tokens, n, dim), projected.dtype, projected.device) for n in (num_heads, own)
     )
     most = HEADS_AT_ONCE if tokens <= SPREAD_TOKENS else max(16, NUMBERS_AT_ONCE // dim)
-    at_once = min(most, gpu.next_power_of_2(heads))
+    programs, at_once, warps = programs_of(weight, num_heads, kv_heads, most, whole)
     early = gpu.launches_early(projected.device)
     if tokens:
-        heads_into_cache_kernel[(tokens, -(-heads // at_once) + 1)](
+        heads_into_cache_kernel[(tokens, programs + 1)](
             *(projected, projected if added is None else added, weight),
             *(projected if cos_sin is None else cos_sin, q, z, k_cache, v_cache, location),
             *(projected.stride(0), 0 if added is None else added.stride(0)),
             *(*k_cache.stride()[:2], k_cache.shape[2], eps, num_heads, kv_heads, heads),
             *(heads if added is None else num_heads + kv_heads, dim // 2),
             *(gpu.next_power_of_2(dim // 2), at_once, gpu.next_power_of_2(kv_heads)),
-            *(added is not None, cos_sin is not None, early),
-            num_warps=4,
+            *(whole, added is not None, cos_sin is not None, early),
+            num_warps=warps,
             **early_option(early),
         )
     return q, z
@@ -158,58 +191,21 @@ def _(
     location: Tensor,
     num_heads: int,
     eps: float = 1e-6,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The definition in few calls, which are what few tokens pay for; numpy's cost a fifth."""
-    (heads, dim), kv_heads = weight.shape, k_cache.shape[1]
-    own = num_heads + kv_heads
-    turned = torch.from_numpy(_turned_heads(projected, added, weight, cos_sin, own, eps))
+    """The definition in few calls, which are what few tokens pay for."""
+    (heads, dim), (_, kv_heads, size, _) = weight.shape, k_cache.shape
+    counts = num_heads, kv_heads, heads - num_heads - kv_heads
+    turned = turned_heads(projected, added, weight, cos_sin, counts, eps, whole)
     form = {"copy": True, "memory_format": torch.contiguous_format}
-    q, k, z = (
-        part.to(projected.dtype, **form)
-        for part in turned.split((num_heads, kv_heads, heads - own), dim=1)
-    )
-    values = _values(projected, added, weight, num_heads, kv_heads)
-    k_bits, v_bits, new_k, new_v = map(_bits, (k_cache, v_cache, k, values))
-    where = location.numpy()
-    page, place = np.divmod(where, k_cache.shape[2])
-    new_v = new_v.reshape(-1, kv_heads, dim)
-    if where.min() < 0:
-        kept = where >= 0
-        page, place, new_k, new_v = page[kept], place[kept], new_k[kept], new_v[kept]
-    k_bits[page, :, place], v_bits[page, :, place] = new_k, new_v
+    q, k, z = (part.to(projected.dtype, **form) for part in turned.split(counts, dim=1))
+    v = _values(projected, added, weight, num_heads, kv_heads).view(-1, kv_heads, dim)
+    for token, at in enumerate(location.tolist()):
+        if at >= 0:
+            page, place = divmod(at, size)
+            k_cache[page, :, place] = k[token]
+            v_cache[page, :, place] = v[token]
     return q, z
-
-
-def _bits(x: Tensor) -> NDArray[Any]:
-    """Memory of x for numpy, which knows no bfloat16."""
-    return (x if x.element_size() > 2 else x.view(torch.int16)).numpy()
-
-
-def _turned_heads(
-    projected: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    cos_sin: Tensor | None,
-    own: int,
-    eps: float,
-) -> NDArray[np.float32]:
-    """`turned_heads` [T, H, d] for few tokens; the `own` first of the heads are q's and k's."""
-    heads, dim = weight.shape
-    joint = projected[:, : (heads if added is None else own) * dim]
-    if added is not None:
-        joint = torch.cat((joint, added + joint[:, : added.shape[1]]), dim=-1)
-    x = joint.float().numpy().reshape(-1, heads, dim)
-    mean = np.square(x).sum(axis=2, keepdims=True) / np.float32(dim)
-    y: NDArray[np.float32] = x * (1 / np.sqrt(mean + np.float32(eps)))
-    y *= weight.float().numpy()
-    if cos_sin is None:
-        return y
-    cos, sin = np.split(cos_sin.numpy()[:, None], 2, axis=2)
-    first, second = y[..., : dim // 2], y[..., dim // 2 :]
-    turned = np.empty_like(y)
-    np.subtract(first * cos, second * sin, out=turned[..., : dim // 2])
-    np.add(second * cos, first * sin, out=turned[..., dim // 2 :])
-    return turned
 
 
 @heads_into_cache.implementation("composed")
@@ -223,10 +219,12 @@ def _(
     location: Tensor,
     num_heads: int,
     eps: float = 1e-6,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Two ops, each as it is fastest."""
     kv_heads = k_cache.shape[1]
-    q, k, z = split_norm_rope(projected, added, weight, cos_sin, num_heads, kv_heads, eps)
+    heads = num_heads, kv_heads
+    q, k, z = split_norm_rope(projected, added, weight, cos_sin, *heads, eps, whole)
     v = _values(projected, added, weight, num_heads, kv_heads).unflatten(-1, (kv_heads, -1))
     write_kv(k, v, k_cache, v_cache, location)
     return q, z
@@ -245,20 +243,26 @@ def _(make: Make) -> Cases:
         yield make.args(*plain, *caches, location, 4, 1e-5)
         own = make.randn(5, (4 + 2 + 4 + 2) * 16, dtype=dtype)
         yield make.args(own, None, make.randn(10, 16, dtype=dtype), angles, *caches, location, 4)
+        yield make.args(*low, *caches, location, 4, whole=True)
+        yield make.args(*plain, *caches, location, 4, 1e-5, True)
         one = [make.randn(3, 1, 4, 24, dtype=dtype) for _ in range(2)]
         weight = make.randn(6, 24, dtype=dtype)
         given = (make.randn(3, 200, dtype=dtype), None, weight, make.randn(3, 24))
         yield make.args(*given, *one, location[1:4] % 12, 5)
+        yield make.args(*given, *one, location[1:4] % 12, 5, whole=True)
         for at in (1, 2):
             alone, turn = wide[at : at + 1], angles[at : at + 1]
             there = (*caches, location[at : at + 1], 4)
             yield make.args(alone, up[:1], low[2], turn, *there)
             yield make.args(alone, None, plain[2], None, *there, 1e-5)
             yield make.args(own[:1], None, low[2], turn, *there)
+            yield make.args(own[:1], None, low[2], turn, *there, whole=True)
     many = SPREAD_TOKENS + 44
     caches = [make.randn(40, 2, 8, 16) for _ in range(2)]
     given = (make.randn(many, 20 * 16), None, make.randn(18, 16), make.randn(many, 16))
-    yield make.args(*given, *caches, make.rand(320).argsort()[:many], 8)
+    places = make.rand(320).argsort()[:many]
+    yield make.args(*given, *caches, places, 8)
+    yield make.args(*given, *caches, places, 8, whole=True)
     empty = (make.randn(0, 128), None, make.randn(6, 16), make.randn(0, 16))
     yield make.args(*empty, *(make.randn(4, 2, 8, 16) for _ in range(2)), location[:0], 4)
 

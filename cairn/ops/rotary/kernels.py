@@ -195,15 +195,34 @@ def qk_norm_rope_kernel(
 
 
 @triton.jit
-def normed_heads(
-    projected, added, weight, cos_sin, token, head, row_stride, added_stride, eps,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
-    HALF: tl.constexpr, HP: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr,
+def heads_of(
+    program, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The two halves [HEADS, HP] float32 of some of a token's heads, those of q, k and z in a row:
-    normed, then rotated."""
+    """Begin and end of what a program takes of the heads of q, k and z in a row: HEADS of them, or
+    with WHOLE those of q, of k or of z."""
+    if WHOLE:
+        before: tl.constexpr = Q_HEADS + KV_HEADS
+        begin = tl.where(program == 0, 0, tl.where(program == 1, Q_HEADS, before))
+        end = tl.where(program == 0, Q_HEADS, tl.where(program == 1, before, ALL_HEADS))
+    else:
+        begin = program * HEADS
+        end = tl.minimum(begin + HEADS, ALL_HEADS)
+    return begin, end
+
+
+@triton.jit
+def normed_heads(
+    projected, added, weight, cos_sin, token, begin, end, row_stride, added_stride, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr,
+    ADDED: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """The two halves [HEADS, HP] float32 of a token's heads begin .. end - 1, those of q, k and z
+    in a row: normed, each by itself or WHOLE, then rotated."""
+    head = begin + tl.arange(0, HEADS)
     pair = tl.arange(0, HP)
-    inside = (head < ALL_HEADS)[:, None] & (pair < HALF)[None, :]
+    inside = (head < end)[:, None] & (pair < HALF)[None, :]
     of_z = head >= Q_HEADS + KV_HEADS
     # With a sum, z begins as q's projection.
     source = tl.where(of_z, head - Q_HEADS - KV_HEADS, head) if ADDED else head
@@ -217,7 +236,10 @@ def normed_heads(
         first += tl.load(more, mask=summed, other=0.0).to(tl.float32)
         second += tl.load(more + HALF, mask=summed, other=0.0).to(tl.float32)
         first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)
+    mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+    if WHOLE:
+        mean = tl.where(head < end, tl.sum(mean, 0) / (end - begin), 0.0)
+    scale = tl.rsqrt(mean + eps)
     of_weight = weight + head[:, None] * (2 * HALF) + pair[None, :]
     first *= scale[:, None] * tl.load(of_weight, mask=inside, other=0.0).to(tl.float32)
     second *= scale[:, None] * tl.load(of_weight + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -245,24 +267,29 @@ def store_halves(to, head, own, first, second, stride, HALF: tl.constexpr, HP: t
 def split_norm_rope_kernel(
     projected, added, weight, cos_sin, q, k, z, row_stride, added_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
-    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr,
     ADDED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, those of q, k and z in a row: each into its own tensor."""
+    """Heads of one token, those of q, k and z in a row: each into its own tensor.
+
+    Args:
+        HEADS: of a program; WHOLE: it takes all of q, k or z, which are normed so.
+    """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    begin, end = heads_of(tl.program_id(1), Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
     first, second = normed_heads(
-        projected, added, weight, cos_sin, token, head, row_stride, added_stride, eps,
-        Q_HEADS, KV_HEADS, ALL_HEADS, HALF, HP, ADDED, ROTATED,
+        projected, added, weight, cos_sin, token, begin, end, row_stride, added_stride, eps,
+        Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, ADDED, ROTATED,
     )  # fmt: skip
+    head = begin + tl.arange(0, HEADS)
     width: tl.constexpr = 2 * HALF
     before: tl.constexpr = Q_HEADS + KV_HEADS
-    own = head < Q_HEADS
+    own = (head < Q_HEADS) & (head < end)
     store_halves(q + token * Q_HEADS * width, head, own, first, second, width, HALF, HP)
-    own = (head >= Q_HEADS) & (head < before)
+    own = (head >= Q_HEADS) & (head < before) & (head < end)
     to_k = k + token * KV_HEADS * width
     store_halves(to_k, head - Q_HEADS, own, first, second, width, HALF, HP)
-    own = (head >= before) & (head < ALL_HEADS)
+    own = (head >= before) & (head < end)
     store_halves(z + token * Q_HEADS * width, head - before, own, first, second, width, HALF, HP)
 
 
@@ -272,7 +299,7 @@ def heads_into_cache_kernel(
     row_stride, added_stride, page_stride, head_stride, size, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, V_HEAD: tl.constexpr,
     HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, KVP: tl.constexpr,
-    ADDED: tl.constexpr, ROTATED: tl.constexpr, EARLY: tl.constexpr,
+    WHOLE: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The same with k in its place in the cache; the last program of a token copies v there.
 
@@ -297,17 +324,18 @@ def heads_into_cache_kernel(
             second = tl.load(v + HALF + pair[None, :], mask=inside)
             store_halves(v_cache + to, head, own, first, second, head_stride, HALF, HP)
     else:
-        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        begin, end = heads_of(tl.program_id(1), Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
         first, second = normed_heads(
-            projected, added, weight, cos_sin, token, head, row_stride, added_stride, eps,
-            Q_HEADS, KV_HEADS, ALL_HEADS, HALF, HP, ADDED, ROTATED,
+            projected, added, weight, cos_sin, token, begin, end, row_stride, added_stride, eps,
+            Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, ADDED, ROTATED,
         )  # fmt: skip
+        head = begin + tl.arange(0, HEADS)
         width: tl.constexpr = 2 * HALF
         before: tl.constexpr = Q_HEADS + KV_HEADS
-        own = head < Q_HEADS
+        own = (head < Q_HEADS) & (head < end)
         store_halves(q + token * Q_HEADS * width, head, own, first, second, width, HALF, HP)
-        own = (head >= Q_HEADS) & (head < before) & (at >= 0)
+        own = (head >= Q_HEADS) & (head < before) & (head < end) & (at >= 0)
         store_halves(k_cache + to, head - Q_HEADS, own, first, second, head_stride, HALF, HP)
-        own = (head >= before) & (head < ALL_HEADS)
+        own = (head >= before) & (head < end)
         to_z = z + token * Q_HEADS * width
         store_halves(to_z, head - before, own, first, second, width, HALF, HP)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOAT32, INDICES, expect
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import cos_sin_kernel
 from cairn.ops.testing import Cases, Make
@@ -20,21 +21,27 @@ def rotary_cos_sin(positions: Tensor, inv_freq: Tensor) -> Tensor:
     """[cos(a) | sin(a)] with a = positions * inv_freq, both factors and the product in float32.
 
     Args:
-        positions: [T] integers.
+        positions: [T] int32 or int64.
         inv_freq: [d / 2] float32, radians per position.
     Returns:
         [T, d] float32.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     angle = positions.float()[:, None] * inv_freq.float()
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 
+@rotary_cos_sin.check
+def _(positions: Tensor, inv_freq: Tensor) -> None:
+    expect("rotary_cos_sin", "positions", positions, 1, INDICES)
+    expect("rotary_cos_sin", "inv_freq", inv_freq, 1, FLOAT32, positions)
+
+
 @rotary_cos_sin.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda positions, inv_freq: (
-        positions.is_contiguous() and inv_freq.is_contiguous() and inv_freq.dtype == torch.float32
-    ),
+    when=lambda positions, inv_freq: positions.is_contiguous() and inv_freq.is_contiguous(),
 )
 def _(positions: Tensor, inv_freq: Tensor) -> Tensor:
     tokens, half = positions.numel(), inv_freq.numel()

@@ -7,10 +7,14 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.registry import op
-from cairn.ops.rotary.head_norm_rope import head_norm_rope
+from cairn.ops.rotary.head_norm_rope import check_angles, rotated
 from cairn.ops.rotary.kernels import split_norm_rope_kernel
 from cairn.ops.testing import Cases, Make
+
+BLOCK_TOKENS = 256
+"""What the CPU takes through all passes at once, in the caches."""
 
 
 @op
@@ -22,8 +26,9 @@ def split_norm_rope(
     num_heads: int,
     num_kv_heads: int,
     eps: float = 1e-6,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and the landmark query z, each head normed and rotated; rounded once at the end.
+    """q, k and the landmark query z, normed and each head rotated; rounded once at the end.
 
     The heads of q, then those of k stand first in a row of `projected`. z follows them, or is q
     plus `added` (rounded once, before the norm), or does not exist, as `weight` has heads for it.
@@ -33,24 +38,92 @@ def split_norm_rope(
         added: [T, h_q d], what makes q's projection z's; None: no such sum.
         weight: [H, d], norm weight of every head of q, k and, where it exists, z.
         cos_sin: [T, d] float32 = [cos | sin] of each token's angles; None: no rotation.
-        num_heads, num_kv_heads: h_q, h_kv; H is h_q + h_kv or 2 h_q + h_kv.
+        num_heads, num_kv_heads: h_q, h_kv; H is h_q + h_kv or, always with `added`, 2 h_q + h_kv.
+        eps: added to the mean squares.
+        whole: each of q, k and z has one mean square; otherwise each head has its own.
     Returns:
         (q [T, h_q, d], k [T, h_kv, d], z [T, h_q or 0, d]), contiguous.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     heads, dim = weight.shape
-    own = heads - num_heads - num_kv_heads
+    counts = (num_heads, num_kv_heads, heads - num_heads - num_kv_heads)
+    y = _joint(projected, added, heads, num_heads + num_kv_heads, dim).float()
+    mean = y.square().mean(dim=-1, keepdim=True)
+    if whole:
+        mean = means_over(mean, counts)
+    y = rotated(y * torch.rsqrt(mean + eps) * weight, cos_sin).to(projected.dtype)
+    # Copies, also of what is contiguous as it is: results of an op do not share memory.
+    q, k, z = (part.clone(memory_format=torch.contiguous_format) for part in y.split(counts, dim=1))
+    return q, k, z
+
+
+def _joint(projected: Tensor, added: Tensor | None, heads: int, own: int, dim: int) -> Tensor:
+    """The heads of q, k and z [T, H, d], of which the `own` first are q's and k's."""
     if added is None:
         joint = projected[:, : heads * dim]
     else:
-        both = projected[:, : (num_heads + num_kv_heads) * dim]
-        joint = torch.cat((both, added + projected[:, : num_heads * dim]), dim=-1)
-    normed = head_norm_rope.reference(joint.unflatten(-1, (heads, dim)), weight, cos_sin, eps)
-    # Copies, also of what is contiguous as it is: results of an op do not share memory.
-    q, k, z = (
-        part.clone(memory_format=torch.contiguous_format)
-        for part in normed.split((num_heads, num_kv_heads, own), dim=1)
+        joint = torch.cat(
+            (projected[:, : own * dim], added + projected[:, : added.shape[1]]), dim=-1
+        )
+    return joint.view(-1, heads, dim)
+
+
+def means_over(mean: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Mean squares [T, H, 1] of heads, `counts` of which belong together and get one."""
+    return torch.cat(
+        [part.mean(dim=1, keepdim=True).expand_as(part) for part in mean.split(counts, dim=1)], 1
     )
-    return q, k, z
+
+
+def check_projection(
+    op: str,
+    projected: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    cos_sin: Tensor | None,
+    heads: tuple[int, int],
+    values: int = 0,
+) -> None:
+    """Raise BadArgument unless the arguments of a split fit.
+
+    Args:
+        op: for the message.
+        projected, added, weight, cos_sin: as in split_norm_rope.
+        heads: h_q, h_kv.
+        values: heads that stand behind those which are normed.
+    """
+    expect(op, "projected", projected, 2, FLOATS)
+    expect(op, "weight", weight, 2, (projected.dtype, torch.float32), projected)
+    (tokens, width), (total, dim), (own, others) = projected.shape, weight.shape, heads
+    with_z = 2 * own + others
+    if own < 1 or (total != with_z and (total != own + others or added is not None)):
+        hint = f"They are those of q, k and, if there is one, z: {own} + {others} ( + {own})"
+        refuse(op, "weight", f"has {total} heads", hint)
+    if dim % 2:
+        refuse(op, "weight", f"has shape {list(weight.shape)}: heads of an odd number of numbers")
+    if added is not None:
+        expect(op, "added", added, (tokens, own * dim), (projected.dtype,), projected)
+        total -= own
+    if width < (total + values) * dim:
+        wanted = f"{total + values} heads of {dim} or more"
+        refuse(op, "projected", f"has {width} columns, not {wanted}")
+    check_angles(op, cos_sin, projected, dim)
+
+
+@split_norm_rope.check
+def _(
+    projected: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    cos_sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float = 1e-6,
+    whole: bool = False,
+) -> None:
+    heads = num_heads, num_kv_heads
+    check_projection("split_norm_rope", projected, added, weight, cos_sin, heads)
 
 
 @split_norm_rope.fake
@@ -62,6 +135,7 @@ def _(
     num_heads: int,
     num_kv_heads: int,
     eps: float = 1e-6,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, (heads, dim) = projected.shape[0], weight.shape
     counts = (num_heads, num_kv_heads, heads - num_heads - num_kv_heads)
@@ -77,6 +151,7 @@ def _accepts(
     num_heads: int,
     num_kv_heads: int,
     eps: float = 1e-6,
+    whole: bool = False,
 ) -> bool:
     return (
         projected.stride(-1) == 1
@@ -84,6 +159,21 @@ def _accepts(
         and (added is None or added.stride(-1) == 1)
         and (cos_sin is None or cos_sin.is_contiguous())
     )
+
+
+def programs_of(
+    weight: Tensor, num_heads: int, kv_heads: int, most: int, whole: bool
+) -> tuple[int, int, int]:
+    """Programs that share the heads of q, k and z of a token, heads of each, and its warps; at most
+    so many heads unless q, k and z stay whole."""
+    heads, dim = weight.shape
+    if not whole:
+        at_once = min(most, gpu.next_power_of_2(heads))
+        return -(-heads // at_once), at_once, 4
+    at_once = gpu.next_power_of_2(max(num_heads, kv_heads))
+    spans = 2 if heads == num_heads + kv_heads else 3
+    # 16 bytes of either half a thread.
+    return spans, at_once, max(1, gpu.warps_for(at_once * gpu.next_power_of_2(dim)) // 2)
 
 
 @split_norm_rope.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
@@ -95,19 +185,20 @@ def _(
     num_heads: int,
     num_kv_heads: int,
     eps: float = 1e-6,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, (heads, dim) = projected.shape[0], weight.shape
     counts = (num_heads, num_kv_heads, heads - num_heads - num_kv_heads)
     q, k, z = (gpu.empty((tokens, n, dim), projected.dtype, projected.device) for n in counts)
-    at_once = min(16, gpu.next_power_of_2(heads))
+    programs, at_once, warps = programs_of(weight, num_heads, num_kv_heads, 16, whole)
     if tokens:
-        split_norm_rope_kernel[(tokens, -(-heads // at_once))](
+        split_norm_rope_kernel[(tokens, programs)](
             *(projected, projected if added is None else added, weight),
             *(projected if cos_sin is None else cos_sin, q, k, z, projected.stride(0)),
             *(0 if added is None else added.stride(0), eps, num_heads, num_kv_heads, heads),
-            *(dim // 2, gpu.next_power_of_2(dim // 2), at_once),
+            *(dim // 2, gpu.next_power_of_2(dim // 2), at_once, whole),
             *(added is not None, cos_sin is not None),
-            num_warps=4,
+            num_warps=warps,
         )
     return q, k, z
 
@@ -117,23 +208,23 @@ def turned_heads(
     added: Tensor | None,
     weight: Tensor,
     cos_sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
+    counts: tuple[int, int, int],
     eps: float,
+    whole: bool,
 ) -> Tensor:
-    """All heads of q, k and z, before they are rounded, in few passes: [T, H, d] float32."""
+    """All heads of q, k and z, of each as many as `counts` says, before they are rounded, in few
+    passes: [T, H, d] float32."""
     heads, dim = weight.shape
-    if added is None:
-        joint = projected[:, : heads * dim]
+    y = _joint(projected, added, heads, sum(counts[:2]), dim).float()
+    if whole:
+        mean = means_over(y.square().mean(dim=-1, keepdim=True), counts)
+        y = (y * torch.rsqrt(mean + eps)).mul_(weight)
     else:
-        both = projected[:, : (num_heads + num_kv_heads) * dim]
-        joint = torch.cat((both, added + projected[:, : num_heads * dim]), dim=-1)
-    y = joint.unflatten(-1, (heads, dim)).float()
-    y = torch.nn.functional.rms_norm(y, (dim,), None, eps).mul_(weight)
+        y = torch.rms_norm(y, (dim,), None, eps).mul_(weight)
     if cos_sin is None:
         return y
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    halves = y.unflatten(-1, (2, -1))
+    halves = y.view(-1, heads, 2, dim // 2)
     turned: Tensor = halves * cos.unsqueeze(2)
     turned[:, :, 0].addcmul_(halves[:, :, 1], sin, value=-1)
     turned[:, :, 1].addcmul_(halves[:, :, 0], sin)
@@ -149,14 +240,17 @@ def _(
     num_heads: int,
     num_kv_heads: int,
     eps: float = 1e-6,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = (projected, added, weight, cos_sin, num_heads, num_kv_heads, eps)
-    own = weight.shape[0] - num_heads - num_kv_heads
-    form = {"copy": True, "memory_format": torch.contiguous_format}
-    q, k, z = (
-        part.to(projected.dtype, **form)
-        for part in turned_heads(*given).split((num_heads, num_kv_heads, own), dim=1)
-    )
+    counts = (num_heads, num_kv_heads, weight.shape[0] - num_heads - num_kv_heads)
+    tokens, dim = projected.shape[0], weight.shape[1]
+    q, k, z = (projected.new_empty(tokens, count, dim) for count in counts)
+    for begin in range(0, tokens, BLOCK_TOKENS):
+        at = slice(begin, begin + BLOCK_TOKENS)
+        up, angles = (None if x is None else x[at] for x in (added, cos_sin))
+        turned = turned_heads(projected[at], up, weight, angles, counts, eps, whole)
+        for target, part in zip((q, k, z), turned.split(counts, dim=1), strict=True):
+            target[at] = part
     return q, k, z
 
 
@@ -172,6 +266,14 @@ def _(make: Make) -> Cases:
         yield make.args(own, None, make.randn(10, 16, dtype=dtype), None, 4, 2)
         weight = make.randn(6, 24, dtype=dtype)
         yield make.args(make.randn(3, 200, dtype=dtype), None, weight, make.randn(3, 24), 5, 1)
+        yield make.args(wide, up, make.randn(10, 16, dtype=dtype), angles, 4, 2, whole=True)
+        own = make.randn(4, (5 + 3 + 5) * 24, dtype=dtype)
+        weight = make.randn(13, 24, dtype=dtype)
+        yield make.args(own, None, weight, None, 5, 3, 1e-5, True)
+        yield make.args(own, None, weight[:8], make.randn(4, 24), 5, 3, 1e-5, True)
+    many = BLOCK_TOKENS + 44
+    given = (make.randn(many, 128), make.randn(many, 64), make.randn(10, 16), make.randn(many, 16))
+    yield make.args(*given, 4, 2)
     yield make.args(make.randn(0, 96), None, make.randn(6, 16), make.randn(0, 16), 4, 2)
 
 

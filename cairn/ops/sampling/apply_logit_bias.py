@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOAT32, INT64, expect
 from cairn.ops.registry import op
 from cairn.ops.sampling.kernels.adjust import bias_kernel
 from cairn.ops.testing import Cases, Make
@@ -22,8 +23,18 @@ def apply_logit_bias(logits: Tensor, index: Tensor, bias: Tensor) -> None:
         logits: [B, V] float32.
         index: [n, 2] int64, (row, token).
         bias: [n] float32; -inf forbids the token.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     logits.index_put_((index[:, 0], index[:, 1]), bias, accumulate=True)
+
+
+@apply_logit_bias.check
+def _(logits: Tensor, index: Tensor, bias: Tensor) -> None:
+    name = "apply_logit_bias"
+    expect(name, "logits", logits, 2, FLOAT32)
+    expect(name, "index", index, (None, 2), INT64, logits)
+    expect(name, "bias", bias, index.shape[:1], FLOAT32, logits)
 
 
 def _entries(logits: Tensor, index: Tensor, bias: Tensor) -> bool:

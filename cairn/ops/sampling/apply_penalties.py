@@ -7,7 +7,9 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOAT32, INT32, expect
 from cairn.ops.registry import op
+from cairn.ops.sampling.arguments import check_parameter
 from cairn.ops.sampling.kernels.adjust import penalties_kernel
 from cairn.ops.testing import Cases, Make
 
@@ -36,12 +38,32 @@ def apply_penalties(
         output_counts: [B, V] int32, how often each token was generated.
         presence, frequency: [B] float32; 0 does nothing.
         repetition: [B] float32 > 0; 1 does nothing.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     generated = output_counts > 0
     factor = torch.where(prompt_mask | generated, repetition[:, None], 1.0)
     logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
     logits.sub_(frequency[:, None] * output_counts)
     logits.sub_(presence[:, None] * generated)
+
+
+@apply_penalties.check
+def _(
+    logits: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> None:
+    name = "apply_penalties"
+    expect(name, "logits", logits, 2, FLOAT32)
+    expect(name, "prompt_mask", prompt_mask, logits.shape, (torch.bool,), logits)
+    expect(name, "output_counts", output_counts, logits.shape, INT32, logits)
+    check_parameter(name, "presence", presence, logits, FLOAT32)
+    check_parameter(name, "frequency", frequency, logits, FLOAT32)
+    check_parameter(name, "repetition", repetition, logits, FLOAT32)
 
 
 def _lines(

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.checks import FLOAT32
 from cairn.ops.registry import op
 from cairn.ops.sampling import launch
+from cairn.ops.sampling.arguments import check_rows
 from cairn.ops.testing import Cases, Make
 
 
@@ -20,9 +22,16 @@ def argmax_tokens(logits: Tensor) -> Tensor:
         logits: [n, V] float32.
     Returns:
         [n] int64; -1 for a row that holds NaN, or nothing but -inf.
+    Raises:
+        BadArgument: for another shape or dtype.
     """
     best, token = logits.max(dim=-1)
     return token.masked_fill(best.isnan() | (best == -torch.inf), -1)
+
+
+@argmax_tokens.check
+def _(logits: Tensor) -> None:
+    check_rows("argmax_tokens", "logits", logits, FLOAT32)
 
 
 def _accepts(logits: Tensor) -> bool:

@@ -10,7 +10,7 @@ from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 
 def check_rows(op: str, name: str, rows: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise BadArgument unless rows are [B, V] with V > 0."""
-    expect(op, name, rows, (None, None), dtypes)
+    expect(op, name, rows, 2, dtypes)
     if rows.shape[1] == 0:
         refuse(op, name, f"has shape {list(rows.shape)}, not [B, V] with V > 0")
 

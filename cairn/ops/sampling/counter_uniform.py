@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import INT64, expect
 from cairn.ops.registry import op
 from cairn.ops.sampling.kernels.draw import uniform_kernel
 from cairn.ops.testing import Cases, Make
@@ -28,6 +29,8 @@ def counter_uniform(seed: Tensor, index: Tensor) -> Tensor:
         seed, index: [B] int64, any values.
     Returns:
         [B] float32.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     bits = _mix(_mix(seed) + index * _GAMMA + _GAMMA)
     return _shift(bits, 40).to(torch.float32) * 2.0**-24
@@ -45,8 +48,14 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
+@counter_uniform.check
+def _(seed: Tensor, index: Tensor) -> None:
+    expect("counter_uniform", "seed", seed, 1, INT64)
+    expect("counter_uniform", "index", index, seed.shape, INT64, seed)
+
+
 def _vectors(seed: Tensor, index: Tensor) -> bool:
-    return seed.shape == index.shape and seed.is_contiguous() and index.is_contiguous()
+    return seed.is_contiguous() and index.is_contiguous()
 
 
 @counter_uniform.implementation("triton", devices=gpu.DEVICES, when=_vectors)

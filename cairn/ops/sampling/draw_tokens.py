@@ -7,9 +7,11 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.checks import FLOAT32, INDICES, INT64
 from cairn.ops.registry import op
 from cairn.ops.sampling import launch
 from cairn.ops.sampling.argmax_tokens import argmax_tokens
+from cairn.ops.sampling.arguments import check_parameter, check_rows
 from cairn.ops.sampling.counter_uniform import counter_uniform
 from cairn.ops.sampling.draw_from_probs import draw_from_probs
 from cairn.ops.testing import Cases, Make
@@ -38,12 +40,34 @@ def draw_tokens(
         seed, index: [n] int64, as in counter_uniform.
     Returns:
         [n] int64; -1 for a row that holds NaN, or nothing but -inf, or is drawn and holds +inf.
+    Raises:
+        BadArgument: for another shape, dtype or device.
     """
     greedy = temperature == 0
     scaled = logits - logits.amax(dim=-1, keepdim=True)
     probs = torch.softmax(scaled / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
     drawn = draw_from_probs.reference(probs, counter_uniform(seed, index), top_k, top_p, min_p)
     return torch.where(greedy, argmax_tokens(logits), drawn)
+
+
+@draw_tokens.check
+def _(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    index: Tensor,
+) -> None:
+    name = "draw_tokens"
+    check_rows(name, "logits", logits, FLOAT32)
+    check_parameter(name, "temperature", temperature, logits, FLOAT32)
+    check_parameter(name, "top_k", top_k, logits, INDICES)
+    check_parameter(name, "top_p", top_p, logits, FLOAT32)
+    check_parameter(name, "min_p", min_p, logits, FLOAT32)
+    check_parameter(name, "seed", seed, logits, INT64)
+    check_parameter(name, "index", index, logits, INT64)
 
 
 def _rows(

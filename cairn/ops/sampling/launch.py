@@ -36,7 +36,7 @@ CACHE_BYTES = 25 << 20
 """Rows that a large device's cache holds beside what is written of them."""
 MARKS, MARKED_AT_ONCE, MARK_WARPS = 16, 512, 4
 """Weights from which on a row is summed up, numbers that are summed at once, and warps."""
-PROGRAMS = 1056
+PROGRAMS = 256
 """Programs that fill a large device when they list: each finds the bound of its row first."""
 MASK_BLOCK, MASK_WARPS = 2048, 8
 """Numbers that a program changes, and its warps."""

@@ -43,25 +43,6 @@ class Rule:
     mask_landmarks: bool
 
 
-def check(
-    q: Tensor, lmk_q: Tensor | None, page_size: int, window: int, topk: int, as_selected: bool
-) -> None:
-    """Raise ValueError for options that contradict each other.
-
-    Args:
-        as_selected: the window is aligned and landmarks are masked.
-    """
-    if q.shape[1] % page_size or page_size < 2:
-        raise ValueError(f"sequence_attention: {q.shape[1]} slots in pages of {page_size}")
-    if window < 1 + (not as_selected):
-        # Of a single slot a masked landmark would see nothing.
-        raise ValueError(f"sequence_attention: a window of {window} slots")
-    if (lmk_q is None) != (topk == 0):
-        raise ValueError(f"sequence_attention: topk {topk} and lmk_q contradict each other")
-    if topk and not as_selected:
-        raise ValueError("sequence_attention: selection needs an aligned window and no landmarks")
-
-
 def accepts(q: Tensor, page_size: int) -> bool:
     """Shapes that the kernels take: powers of two, and heads that fit a tile."""
     dim = q.shape[3]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.checks import FLOAT32, FLOATS, check_least, expect, refuse
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -55,9 +56,8 @@ def sequence_attention(
         o [B, L, h_q, d] in q's dtype; page_mass [B, L, h_q] float32, the share of the softmax that
         the selected pages have.
     Raises:
-        ValueError: for options that contradict each other.
+        BadArgument: for another shape, dtype or device, or options that contradict each other.
     """
-    launch.check(q, lmk_q, page_size, window, topk, aligned and mask_landmarks)
     length, heads, dim = q.shape[1:]
     groups = k.shape[2]
     slot = torch.arange(length, device=q.device)
@@ -88,6 +88,55 @@ def sequence_attention(
         page_mass = from_pages.sum(-1).transpose(1, 2)
     o = torch.einsum("bhst,bthd->bshd", weights, values)
     return o.to(q.dtype).contiguous(), page_mass.contiguous()
+
+
+@sequence_attention.check
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lmk_q: Tensor | None,
+    summary_key: Tensor | None,
+    summary_bias: Tensor | None,
+    page_size: int,
+    window: int,
+    topk: int = 0,
+    softmax1: bool = False,
+    aligned: bool = True,
+    mask_landmarks: bool = True,
+) -> None:
+    name, as_selected = "sequence_attention", aligned and mask_landmarks
+    check_least(name, "page_size", page_size, 2)
+    # Of a single slot a masked landmark would see nothing.
+    check_least(name, "window", window, 1 if as_selected else 2)
+    check_least(name, "topk", topk, 0)
+    if topk and not as_selected:
+        refuse(name, "topk", f"is {topk}", "It needs an aligned window and masked landmarks")
+    _check_heads(q, k, v)
+    batch, length, heads, dim = q.shape
+    if length % page_size:
+        refuse(name, "page_size", f"is {page_size}, which {length} slots are no multiple of")
+    pages = length // page_size
+    for part, value, shape in (
+        ("lmk_q", lmk_q, q.shape),
+        ("summary_key", summary_key, (batch, pages, heads, dim)),
+        ("summary_bias", summary_bias, (batch, pages, heads)),
+    ):
+        if value is not None and topk:
+            dtypes = FLOAT32 if part == "summary_bias" else (q.dtype,)
+            expect(name, part, value, shape, dtypes, q)
+        elif value is not None or topk:
+            there = "None" if value is None else "given"
+            refuse(name, part, f"is {there} and contradicts topk, which is {topk}")
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    name = "sequence_attention"
+    expect(name, "q", q, 4, FLOATS)
+    expect(name, "k", k, (*q.shape[:2], None, q.shape[3]), (q.dtype,), q)
+    expect(name, "v", v, k.shape, (q.dtype,), q)
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        refuse(name, "q", f"has {q.shape[2]} heads, not a multiple of the {k.shape[2]} of k")
 
 
 def _page_logits(
@@ -173,7 +222,6 @@ def _(
     aligned: bool = True,
     mask_landmarks: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    launch.check(q, lmk_q, page_size, window, topk, aligned and mask_landmarks)
     rule = launch.Rule(page_size, window, topk, softmax1, aligned, mask_landmarks)
     return launch.attend(q, k, v, lmk_q, summary_key, summary_bias, rule)
 

@@ -127,6 +127,7 @@ def test_page_attention_by_one_counter_a_page_or_several(copied, monkeypatch):
     monkeypatch.setattr(page_launch, "_COPIED", copied)
     monkeypatch.setattr(page_launch, "_BLOCK", 16)
     monkeypatch.setattr(page_launch, "UNIT_PAIRS", 4)
+    monkeypatch.setattr(page_launch, "UNIT_LINES", 4)
     case = draw(3, "prefill")
     indices = selection(case, 4, 1)
     indices[..., 0] = 0

@@ -63,13 +63,18 @@ def test_heads_that_share_a_score_share_a_softmax():
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize("stored", [False, True])
-def test_many_chunks_of_candidates_and_their_merge(stored, monkeypatch):
+@pytest.mark.parametrize(
+    "chunk, short, listed", [(4, 256, 256), (4, 4, 8), (512, 8, 8), (16, 8, 8)]
+)
+def test_many_chunks_of_candidates_and_their_merge(chunk, short, listed, stored, monkeypatch):
     """Chunks as small as can be stand for contexts as long as can be."""
-    monkeypatch.setattr(fused_launch, "CHUNK", 4)
+    monkeypatch.setattr(fused_launch, "CHUNK", chunk)
+    monkeypatch.setattr(fused_launch, "SHORT_CHUNK", short)
+    monkeypatch.setattr(fused_launch, "SHORT_LIST", listed)
     make = Make()
-    paged = make.paged((176, 97), 2, 8, 16)
-    row, slot, _ = paged.queries((1, 1))
-    q, z = (make.randn(2, 4, 16) for _ in range(2))
+    paged = make.paged((176, 65, 121), 2, 8, 16)
+    row, slot, _ = paged.queries((1, 1, 1))
+    q, z = (make.randn(3, 4, 16) for _ in range(2))
     key, bias = make.randn(len(paged.k_cache), 4, 16), make.randn(len(paged.k_cache), 4)
     caches = (paged.k_cache, paged.v_cache)
     given = make.args(q, z, *caches, key, bias, row, slot, paged.page_table, 17, 3, True)

@@ -136,12 +136,14 @@ def scan_kernel(
             HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, KEYS, True, True, PRECISION,
         )  # fmt: skip
     elif program < splits + programs:
-        score_tiles(
-            lmk_q, key, bias, slot, row, page_table, u, tops, sums,
-            offset, score_scale, table_stride, key_page_stride, key_head_stride, pages,
-            token, kv, program - splits, programs,
-            HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, DP, TILE, BIAS, EARLY,
-        )  # fmt: skip
+        # A row's length decides how many have something to do.
+        if (program - splits) * TILE < candidates_of(slot, token, offset, SIZE):
+            score_tiles(
+                lmk_q, key, bias, slot, row, page_table, u, tops, sums,
+                offset, score_scale, table_stride, key_page_stride, key_head_stride, pages,
+                token, kv, program - splits, programs,
+                HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, DP, TILE, BIAS, EARLY,
+            )  # fmt: skip
     elif STORE:
         await_previous(EARLY)
         place = tl.load(slot + token)
@@ -155,35 +157,19 @@ def scan_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["splits", "parts", "programs"])
-def pick_kernel(
-    u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, found_u, lse,
-    splits, parts, programs, table_stride, offset, size, pages, topk,
+@triton.jit
+def pick_chunk(
+    u, tops, sums, part_lse, row, page_table, found_page, found_at, found_value, found_u, lse,
+    splits, parts, programs, table_stride, pages, topk, token, kv, chunk, begin, candidates,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
-    CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr,
     NORMALISED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The topk best of a chunk of candidates of one token and KV head, in order of their pages.
-
-    found_page (logical; -1 where there are fewer), found_at (physical) and found_value: [T,
-    KV_HEADS, chunks, topk], found_u [T, KV_HEADS, chunks, topk, group]. Chunks behind the last
-    candidate are not written. lse [T, HEADS] of the window, from its splits'.
-
-    Args:
-        K, PROGRAMS, SPLITS: topk, programs and splits, padded to a power of two.
-    """
-    launch_next(EARLY)
-    chunk = tl.program_id(0)
-    kv = tl.program_id(1)
-    token = tl.program_id(2).to(tl.int64)
-    candidates = candidates_of(slot, token, offset, size)
-    begin = chunk * CHUNK
+    """`pick_kernel`, for CHUNK candidates from `begin` on."""
     c = begin + tl.arange(0, CHUNK)
     table = page_table + tl.load(row + token) * table_stride
     physical = tl.load(table + c, mask=c < candidates, other=0)
     await_previous(EARLY)
-    if (chunk > 0) & (begin >= candidates):
-        return
     group: tl.constexpr = HEADS // KV_HEADS
     line = token * KV_HEADS + kv
     g = tl.arange(0, GP)
@@ -204,7 +190,8 @@ def pick_kernel(
         tl.store(lse + head, window, mask=own)
     p = tl.arange(0, PROGRAMS)
     at = (line * programs + p)[:, None] * group + g[None, :]
-    shown = (p < programs)[:, None] & own[None, :]
+    # Programs without a candidate found nothing, and wrote nothing.
+    shown = ((p < programs) & (p * TILE < candidates))[:, None] & own[None, :]
     tops_of = tl.load(tops + at, mask=shown, other=float("-inf"))
     sums_of = tl.load(sums + at, mask=shown, other=0.0)
     normaliser = head_normalisers(tops_of, sums_of, window, NORMALISED)
@@ -221,46 +208,109 @@ def pick_kernel(
     tl.store(found_page + at + rest, rest * 0 - 1, mask=(rest >= found) & (rest < topk))
 
 
+@triton.jit(do_not_specialize=["splits", "parts", "programs"])
+def pick_kernel(
+    u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, found_u, lse,
+    splits, parts, programs, table_stride, offset, size, pages, topk,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
+    TILE: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr, PROGRAMS: tl.constexpr,
+    SPLITS: tl.constexpr, NORMALISED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The topk best of a chunk of candidates of one token and KV head, in order of their pages.
+
+    found_page (logical; -1 where there are fewer), found_at (physical) and found_value: [T,
+    KV_HEADS, chunks, topk], found_u [T, KV_HEADS, chunks, topk, group]. Chunks behind the last
+    candidate are not written. lse [T, HEADS] of the window, from its splits'.
+
+    Args:
+        K, PROGRAMS, SPLITS: topk, programs and splits, padded to a power of two.
+        TILE: candidates that the scan's programs took at a time.
+        SHORT, LEVELS: a chunk has SHORT << LEVELS - 1 candidates; of one that is not full, half as
+            many will do, or SHORT. A row's length decides, not the longest that there could be.
+    """
+    launch_next(EARLY)
+    chunk = tl.program_id(0)
+    kv = tl.program_id(1)
+    token = tl.program_id(2).to(tl.int64)
+    candidates = candidates_of(slot, token, offset, size)
+    begin = chunk * (SHORT << (LEVELS - 1))
+    if (chunk > 0) & (begin >= candidates):
+        return
+    left = candidates - begin
+    for level in tl.static_range(LEVELS):
+        # The narrowest that holds what is left.
+        fits = (left <= (SHORT << level)) | (level == LEVELS - 1)
+        if fits & ((level == 0) | (left > (SHORT << level) // 2)):
+            pick_chunk(
+                u, tops, sums, part_lse, row, page_table, found_page, found_at, found_value,
+                found_u, lse, splits, parts, programs, table_stride, pages, topk, token, kv, chunk,
+                begin, candidates, HEADS, KV_HEADS, GP, K, TILE, SHORT << level, PROGRAMS, SPLITS,
+                NORMALISED, EARLY,
+            )  # fmt: skip
+
+
+@triton.jit
+def rank_listed(
+    found_page, found_value, order, line, candidates, topk, chunks,
+    CHUNK: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """order [T, KV_HEADS, topk]: where in the list of all chunks the selection is, in its order;
+    LISTED of them hold a candidate at most."""
+    # Pages ascend from chunk to chunk: of equal values the first is the lowest page again.
+    i = tl.arange(0, LISTED)
+    shown = (i < chunks * topk) & (i // topk * CHUNK < candidates)
+    at = line * chunks * topk + i
+    inside = tl.load(found_page + at, mask=shown, other=-1) >= 0
+    value = tl.load(found_value + at, mask=shown, other=float("-inf"))
+    taken, rank, _ = largest(value, inside, chunks * topk, topk, LISTED)
+    tl.store(order + line * topk + rank, i, mask=taken)
+
+
 @triton.jit
 def listed(
-    found_page, found_value, line, candidates, begin, end, topk, chunks,
-    CHUNK: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr,
+    found_page, found_value, order, line, candidates, begin, end, topk, chunks,
+    CHUNK: tl.constexpr, SHORT: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """[EACH] int32, where in the list of all chunks the places begin .. end - 1 of the selection
     are, -1 where nothing is.
 
     Args:
-        LISTED: chunks * topk, padded to a power of two.
+        order: as in `rank_listed`; every program of a line writes the same there.
+        LISTED: chunks * topk, padded to a power of two; SHORT: with which it begins for rows that
+            fill no more of it.
     """
     place = begin + tl.arange(0, EACH)
     which = place
     if candidates > CHUNK:
-        # Pages ascend from chunk to chunk: of equal values the first is the lowest page again.
-        i = tl.arange(0, LISTED)
-        shown = (i < chunks * topk) & (i // topk * CHUNK < candidates)
-        at = line * chunks * topk + i
-        inside = tl.load(found_page + at, mask=shown, other=-1) >= 0
-        value = tl.load(found_value + at, mask=shown, other=float("-inf"))
-        taken, order, _ = largest(value, inside, chunks * topk, topk, LISTED)
-        mine = taken[None, :] & (order[None, :] == place[:, None])
-        which = tl.sum(tl.where(mine, i[None, :] + 1, 0), 1) - 1
+        if (SHORT < LISTED) & ((candidates + CHUNK - 1) // CHUNK * topk <= SHORT):
+            rank_listed(
+                found_page, found_value, order, line, candidates, topk, chunks, CHUNK, SHORT
+            )
+        else:
+            rank_listed(
+                found_page, found_value, order, line, candidates, topk, chunks, CHUNK, LISTED
+            )
+        tl.debug_barrier()
+        which = tl.load(order + line * topk + place, mask=place < end, other=-1)
     return tl.where(place < end, which, -1)
 
 
 @triton.jit(do_not_specialize=["each", "first", "parts"])
 def read_kernel(
-    q, k_cache, v_cache, slot, found_page, found_at, found_value, found_u,
+    q, k_cache, v_cache, slot, found_page, found_at, found_value, found_u, order,
     indices, scores, part_o, part_lse,
     scale, page_stride, head_stride, offset, topk, each, first, parts, chunks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
-    LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    SHORT: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`each` selected pages of one token and KV head: their average and the logarithm of their
     summed weight, part_o [T, HEADS, parts, DIM] and part_lse [T, HEADS, parts] from place `first`
     on; and their places in indices [T, KV_HEADS, topk] and scores [T, HEADS, topk].
 
     Args:
+        order, SHORT, LISTED: as in `listed`.
         GP: heads of the group, padded to a power of two, >= 16.
         EACH: `each`, padded to a power of two.
     """
@@ -279,8 +329,9 @@ def read_kernel(
     begin = split * each
     end = tl.minimum(begin + each, topk)
     which = listed(
-        found_page, found_value, line, candidates, begin, end, topk, chunks, CHUNK, LISTED, EACH
-    )
+        found_page, found_value, order, line, candidates, begin, end, topk, chunks,
+        CHUNK, SHORT, LISTED, EACH,
+    )  # fmt: skip
     # Three loads of which none waits for another: what is not listed is left out afterwards.
     e = tl.arange(0, EACH)
     there = begin + e < end

@@ -246,7 +246,8 @@ def reduce_kernel(
     acc = tl.zeros([GP, DP], tl.float32)
     if BLEND:
         base, total, window = layer_totals(weights, lse, head, topk, own, SOFTMAX1, GP, K)
-        acc += load_rows(o_window + head * DIM, own, DIM, DP) * (window / total)[:, None]
+        state = load_rows(o_window + head * DIM, own, DIM, DP).to(tl.float32)
+        acc += state * (window / total)[:, None]
     for start in range(0, topk, STEP):
         k = start + tl.arange(0, STEP)
         part_of = tl.load(places + place * topk + k, mask=k < topk, other=-1)

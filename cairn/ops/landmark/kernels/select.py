@@ -245,6 +245,22 @@ def normaliser_kernel(
     tl.store(at, tl.where(summed > 0, value, float("-inf")), mask=alive)
 
 
+@triton.jit
+def head_scores(
+    query, key, total, page, inside, alive, token, tokens, head, scale, page_stride, head_stride,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+    NORMALISED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[TOKENS, BLOCK], scores of some pages for one head's queries [TOKENS, DP], without biases."""
+    own_key = key + page * page_stride + head // (HEADS // KEY_HEADS) * head_stride
+    summary = load_columns(own_key, inside, DIM, DP)
+    value = tl.dot(query, summary, input_precision=PRECISION) * scale
+    if NORMALISED:
+        normaliser = total + head.to(tl.int64) * tokens + token
+        value -= tl.load(normaliser, mask=alive, other=0.0)[:, None]
+    return value
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def group_kernel(
     lmk_q, key, bias, total, slot, row, page_table, score, part_best,
@@ -266,6 +282,10 @@ def group_kernel(
     candidates = tl.maximum(own_slot - offset, 0) // size
     line = token.to(tl.int64) * KV_HEADS + kv
     of = tl.arange(0, GP)
+    lines = lmk_q + (token.to(tl.int64) * HEADS + kv * group) * DIM
+    if group == 1:
+        # A head alone: its queries stay, and keys of pages behind are on their way instead.
+        query = load_rows(lines, alive, DIM, DP)
     this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
     while this_row < 2147483647:
         mine = alive & (own_row == this_row)
@@ -279,21 +299,25 @@ def group_kernel(
             if BIAS:
                 at = page[None, :] * HEADS + (kv * group + of)[:, None]
                 biases = tl.load(bias + at, mask=inside[None, :] & (of < group)[:, None], other=0.0)
-            best = tl.full([TOKENS, BLOCK], float("-inf"), tl.float32)
-            for g in tl.range(0, group, num_stages=STAGES):
-                head = kv * group + g
-                query = load_rows(
-                    lmk_q + (token.to(tl.int64) * HEADS + head) * DIM, alive, DIM, DP
+            if group == 1:
+                best = head_scores(
+                    query, key, total, page, inside, alive, token, tokens, kv,
+                    scale, page_stride, head_stride,
+                    HEADS, KEY_HEADS, DIM, DP, NORMALISED, PRECISION,
                 )  # fmt: skip
-                own_key = key + page * page_stride + head // (HEADS // KEY_HEADS) * head_stride
-                summary = load_columns(own_key, inside, DIM, DP)
-                value = tl.dot(query, summary, input_precision=PRECISION) * scale
                 if BIAS:
-                    value += tl.sum(tl.where((of == g)[:, None], biases, 0.0), 0)[None, :]
-                if NORMALISED:
-                    normaliser = total + head.to(tl.int64) * tokens + token
-                    value -= tl.load(normaliser, mask=alive, other=0.0)[:, None]
-                best = tl.maximum(best, value)
+                    best += tl.sum(biases, 0)[None, :]
+            else:
+                best = tl.full([TOKENS, BLOCK], float("-inf"), tl.float32)
+                for g in tl.range(0, group, num_stages=STAGES):
+                    value = head_scores(
+                        load_rows(lines + g * DIM, alive, DIM, DP), key, total, page, inside,
+                        alive, token, tokens, kv * group + g, scale, page_stride, head_stride,
+                        HEADS, KEY_HEADS, DIM, DP, NORMALISED, PRECISION,
+                    )  # fmt: skip
+                    if BIAS:
+                        value += tl.sum(tl.where((of == g)[:, None], biases, 0.0), 0)[None, :]
+                    best = tl.maximum(best, value)
             seen = c[None, :] < own[:, None]
             tl.store(score + (line * pages)[:, None] + c[None, :], best, mask=seen)
             best = tl.where(seen, best, float("-inf"))

@@ -1,0 +1,159 @@
+"""A product that is added to a residual stream, and the norm that the stream goes through next."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import expect
+from cairn.ops.linear import few, panel
+from cairn.ops.linear.linear_add import linear_add
+from cairn.ops.linear.looks import check_product
+from cairn.ops.norm.launch import check_weight
+from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op(mutates=("residual",))
+def linear_add_rmsnorm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    norm: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """residual becomes s = residual + input @ weight.T + bias; the result is rmsnorm(s).
+
+    The sum is taken in float32 and the norm sees it before it is rounded to residual's dtype.
+
+    Args:
+        input: [T, K].
+        residual: [T, N], input's dtype, changed.
+        weight: [N, K], input's dtype.
+        norm: [N], weight of the norm, input's dtype or float32.
+        bias: [N], input's dtype, or None.
+        eps: of the norm.
+    Returns:
+        [T, N].
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    offset = None if bias is None else bias.float()
+    product = torch.nn.functional.linear(input.float(), weight.float(), offset)
+    total = residual.float() + product
+    residual.copy_(total)
+    return rmsnorm.reference(total, norm.float(), eps).to(residual.dtype)
+
+
+@linear_add_rmsnorm.check
+def _(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    norm: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    expect("linear_add_rmsnorm", "input", input, (None, None))
+    check_product("linear_add_rmsnorm", input, "weight", weight, bias)
+    shape = (input.shape[0], weight.shape[0])
+    expect("linear_add_rmsnorm", "residual", residual, shape, (input.dtype,), input)
+    check_weight("linear_add_rmsnorm", "norm", norm, residual)
+
+
+@linear_add_rmsnorm.implementation(
+    "triton_panel",
+    devices=gpu.DEVICES,
+    when=lambda input, residual, weight, norm, bias=None, eps=1e-6: (
+        bias is None and residual.stride(1) == 1 and panel.accepts_split(input, weight)
+    ),
+    replayed=True,
+)
+def _(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    norm: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The norm sums what the product is split into."""
+    return panel.add_and_norm(panel.multiply_parts(input, weight), residual, norm, eps)
+
+
+@linear_add_rmsnorm.implementation(
+    "triton_few",
+    devices=gpu.DEVICES,
+    when=lambda input, residual, weight, norm, bias=None, eps=1e-6: (
+        bias is None and residual.stride(1) == 1 and few.accepts_split(input, weight)
+    ),
+    replayed=True,
+)
+def _(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    norm: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The same, of fewer tokens."""
+    return panel.add_and_norm(few.multiply_parts(input, weight), residual, norm, eps)
+
+
+@linear_add_rmsnorm.implementation("composed")
+def _(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    norm: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Two ops: the norm is that of the rounded sum."""
+    linear_add(input, residual, weight, bias)
+    return rmsnorm(residual, norm, eps)
+
+
+linear_add_rmsnorm.tolerance(
+    {torch.bfloat16: (2e-2, 3e-2)}, "sums are rounded in between and before the norm, or are not"
+)
+
+
+@linear_add_rmsnorm.cases
+def _(make: Make) -> Cases:
+    few = ((2, 48, 33), (3, 2048, 13), (17, 128, 64), (130, 64, 64))
+    # Sums of more numbers differ by more than float32 is compared with, in another order.
+    more = ((16, 4096, 40), (40, 512, 192), (64, 4096, 64), (100, 512, 128))
+    for dtype, sizes in ((torch.float32, few), (torch.bfloat16, few + more)):
+        for rows, width, numbers in sizes:
+            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
+            x, norm = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
+            residual = make.randn(rows, numbers, dtype=dtype)
+            yield make.args(x, residual, weight, norm)
+            yield make.args(x, residual, weight, norm, make.randn(numbers, dtype=dtype), 1e-5)
+    wide = make.randn(5, 3072)[:, :2048], make.randn(5, 26)[:, 1:14]
+    yield make.args(*wide, make.randn(13, 2048, scale=0.02), make.randn(13))
+    wide = make.randn(70, 128)[:, :64], make.randn(70, 130)[:, 1:65]
+    yield make.args(*wide, make.randn(64, 64, scale=0.1), make.randn(64))
+    yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64), make.randn(9))
+
+
+@linear_add_rmsnorm.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        for name, width in (("out", layer.heads * layer.head_dim), ("down", layer.intermediate)):
+            x, residual = draw.randn(rows, width), draw.randn(rows, layer.hidden)
+            weight = draw.randn(layer.hidden, width, scale=width**-0.5)
+            norm = draw.randn(layer.hidden)
+            yield Point(
+                f"{layer.name} {name}: {rows} x {width} x {layer.hidden}",
+                draw.args(x, residual, weight, norm),
+                moved(x, weight, residual, residual, residual, norm),
+                2.0 * rows * weight.numel(),
+                draw.by_torch(linear_add_rmsnorm.reference),
+            )

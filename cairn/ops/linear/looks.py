@@ -1,0 +1,40 @@
+"""What the products share: the look at their arguments."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.norm.launch import check_weight
+
+
+def check_product(
+    op: str,
+    input: Tensor,
+    name: str,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+) -> None:
+    """Raise BadArgument unless the arguments of a product fit.
+
+    Args:
+        op: for the message.
+        input: [..., K] float32, bfloat16 or float16.
+        name: of the weight, for the message.
+        weight: [N, K], input's dtype, packed or plain.
+        bias: [N], input's dtype, dense; or None.
+        norm: [K], input's dtype or float32, dense; or None.
+    """
+    if input.dim() == 0:
+        refuse(op, "input", "has shape [], not [..., K]")
+    expect(op, "input", input, None, FLOATS)
+    dtype, width = input.dtype, input.shape[-1]
+    expect(op, name, weight, 2, (dtype,), input)
+    numbers, own = weight.shape
+    if own != width:
+        refuse(op, name, f"has shape {list(weight.shape)}, not [any, {width}]")
+    if bias is not None:
+        expect(op, "bias", bias, (numbers,), (dtype,), input, 1)
+    if norm is not None:
+        check_weight(op, "norm", norm, input)

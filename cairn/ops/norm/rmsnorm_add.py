@@ -1,0 +1,80 @@
+"""Root mean square normalisation of what is added to a residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.attention.launch import early_option
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.norm.cases import sum_cases
+from cairn.ops.norm.kernels import rmsnorm_add_kernel
+from cairn.ops.norm.launch import both_in_rows, check_sum, rows_of
+from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.registry import op
+
+EARLY_ROWS = 16
+"""At most this many rows are launched before the kernel in front is done."""
+
+
+@op(mutates=("residual",))
+def rmsnorm_add(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    """residual += rmsnorm(input), in float32, rounded once.
+
+    Args:
+        input: [..., H] float32, bfloat16 or float16; rows may be strided.
+        residual: [..., H], input's dtype, changed.
+        weight: [H], input's dtype or float32.
+        eps: added to the mean square.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    x = input.float()
+    scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    residual.copy_(residual.float() + x * scale * weight.float())
+
+
+@rmsnorm_add.check
+def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    check_sum("rmsnorm_add", input, residual, weight)
+
+
+@rmsnorm_add.implementation(
+    "torch",
+    devices=("cpu",),
+    when=lambda input, residual, weight, eps=1e-6: input.dtype == weight.dtype,
+)
+def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    """Two calls instead of eight, which few rows notice."""
+    residual += torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+
+@rmsnorm_add.implementation("triton", devices=gpu.DEVICES, when=both_in_rows, replayed=True)
+def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+    x, other = rows_of(input), rows_of(residual)
+    assert x is not None and other is not None
+    rows, width = x.shape
+    block = gpu.next_power_of_2(width)
+    early = rows <= EARLY_ROWS and gpu.launches_early(input.device)
+    if rows:
+        rmsnorm_add_kernel[(rows,)](
+            *(x, other, weight, x.stride(0), other.stride(0), width, eps, block, early),
+            num_warps=gpu.warps_for(block),
+            **early_option(early),
+        )
+
+
+rmsnorm_add.cases(sum_cases)
+
+
+@rmsnorm_add.bench
+def _(draw: Draw) -> Points:
+    def apart(input: Tensor, residual: Tensor, weight: Tensor) -> None:
+        residual.add_(rmsnorm(input, weight))
+
+    for size, rows, width in draw.matrices():
+        x, residual = (draw.randn(rows, width) for _ in range(2))
+        given = draw.args(x, residual, draw.randn(width))
+        others = (Alternative("rmsnorm, add", apart), *draw.by_torch(rmsnorm_add.reference))
+        yield Point(size, given, moved(x, residual, residual), alternatives=others)
