@@ -59,4 +59,5 @@ format: $(STAMP) ## let ruff format and mend what it can
 	$(BIN)/ruff check --fix .
 
 clean: ## remove what was built, the virtual environment included
+	find cairn tests -name "*.nb[ic]" -delete
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("cairn-llm", "torch", "triton", "transformers", "safetensors", "numpy")
+PACKAGES = ("cairn-llm", "torch", "triton", "transformers", "safetensors", "numpy", "numba")
 BF16_FLAGS = ("amx_tile", "amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
 

@@ -86,15 +86,11 @@ class Decoder(nn.Module):
     Args:
         spec: the model.
         dtype: of the parameters.
-
-    Attributes:
-        weight_bytes: memory of the parameters, known once they are loaded.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec = spec
-        self.weight_bytes = 0
         self.embedding = Embedding(spec.table_rows, spec.hidden_size, dtype=dtype)
         rotaries = {
             layer.rotary: build_rotary(layer.rotary) for layer in spec.layers if layer.rotary
@@ -110,6 +106,11 @@ class Decoder(nn.Module):
             else Linear(spec.hidden_size, spec.vocab_size, dtype=dtype)
         )
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the parameters."""
+        return sum(tensor.nbytes for tensor in self.parameters())
+
     def forward(self, batch: AttentionBatch) -> Tensor:
         """Run one step: -> hidden states [T, hidden] before the final norm."""
         x: Tensor = self.embedding(batch.input_ids)
@@ -122,9 +123,3 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """What forward gave [n, hidden] -> float32 logits [n, V] of the user's vocabulary alone."""
         return self.head.logits(hidden, self.norm)
-
-    def pack(self) -> None:
-        """Lay out the weights for this CPU's kernels; call once, after loading."""
-        for module in self.modules():
-            if isinstance(module, Linear | TiedHead):
-                module.pack()

@@ -105,9 +105,6 @@ def load_model(
         load_weights(model, tensors, Path(path))
     else:
         draw_weights(model, tensors, random_seed)
-    # Packed weights are as large, but no parameters any more.
-    model.weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
-    model.pack()
     return model.eval()
 
 

@@ -41,8 +41,6 @@ from cairn.ops.linear.gated_linear import gated_linear
 from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
-from cairn.ops.linear.packed import packed_linear
-from cairn.ops.linear.packed_gated_linear import packed_gated_linear
 from cairn.ops.memory.set_kv_buffer_kernel import set_kv_buffer_kernel
 from cairn.ops.memory.weak_ref_tensor import weak_ref_tensor
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
@@ -187,8 +185,6 @@ __all__ = [
     "merge_state_v2",
     "min_p_renorm_probs",
     "min_p_sampling_from_probs",
-    "packed_gated_linear",
-    "packed_linear",
     "page_attention",
     "page_weights",
     "per_token_quant_int8",

@@ -178,7 +178,9 @@ class Op(Generic[P, R]):
         return call
 
     def choice(self, *args: P.args, **kwargs: P.kwargs) -> str:
-        """Name of the implementation that a call with these arguments would run."""
+        """Name of what a call with these arguments would run. Raises what a call's look does."""
+        if self._check is not None:
+            self._check(*args, **kwargs)
         key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
         return self._select(cast(Tensor, key), args, kwargs).name
 

@@ -2,7 +2,7 @@
 
 The looks that an op takes first (`@op.check`) cost a decode step on the CPU, whose every call finds
 its code out of the caches, as much as a product. What a loaded model hands to its ops follows from
-its config, and on the CPU nothing is launched into memory that is not there.
+its config and the cache's own tables.
 """
 
 from __future__ import annotations

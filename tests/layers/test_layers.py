@@ -15,7 +15,7 @@ from cairn.ops.linear import panel
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_before_and_after_packing(dtype, bias):
+def test_linear(dtype, bias):
     torch.manual_seed(0)
     layer = Linear(48, 33, bias, dtype=dtype)
     for parameter in layer.parameters():
@@ -27,10 +27,7 @@ def test_linear_before_and_after_packing(dtype, bias):
     )
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(layer(x).double(), expected, rtol=0, atol=tolerance)
-    layer.pack()
     assert layer(x).dtype == dtype and layer(x).shape == (5, 33)
-    torch.testing.assert_close(layer(x).double(), expected, rtol=0, atol=tolerance)
-    layer.pack()
     torch.testing.assert_close(layer(x[:1]).double(), expected[:1], rtol=0, atol=tolerance)
 
 
@@ -43,13 +40,11 @@ def test_linear_with_what_stands_before_and_behind(bias):
     x = torch.randn(5, 48)
     product = functional.linear(norm(x), layer.weight.clone(), layer.bias)
     plain = functional.linear(x, layer.weight.clone(), layer.bias)
-    for _ in range(2):
-        torch.testing.assert_close(layer(x, norm), product)
-        torch.testing.assert_close(layer.logits(x, norm), product)
-        residual = torch.ones(5, 32)
-        layer.add_to(residual, x)
-        torch.testing.assert_close(residual, plain + 1)
-        layer.pack()
+    torch.testing.assert_close(layer(x, norm), product)
+    torch.testing.assert_close(layer.logits(x, norm), product)
+    residual = torch.ones(5, 32)
+    layer.add_to(residual, x)
+    torch.testing.assert_close(residual, plain + 1)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -74,17 +69,6 @@ def test_what_is_added_to_is_normed_where_that_saves_a_pass(bias, tokens, at_onc
     torch.testing.assert_close(residual, 2 * wanted - 1)
 
 
-def test_packing_drops_the_plain_weight_where_it_packs():
-    from cairn.ops.linear.packed import pack_weight
-
-    layer = Linear(64, 64, dtype=torch.float32)
-    layer.weight.zero_()
-    packs = pack_weight(layer.weight) is not None
-    layer.pack()
-    assert (layer.weight is None) == packs
-    assert [name for name, _ in layer.named_parameters()] == ([] if packs else ["weight"])
-
-
 def test_tied_head_shares_the_table_and_stops_at_the_vocabulary():
     table = Embedding(11, 16, dtype=torch.float32)
     table.weight.copy_(torch.randn(11, 16))
@@ -92,10 +76,8 @@ def test_tied_head_shares_the_table_and_stops_at_the_vocabulary():
     assert not list(head.parameters())
     x, norm = torch.randn(3, 16), RMSNorm(16, 1e-3, dtype=torch.float32)
     norm.weight.copy_(torch.randn(16))
-    for _ in range(2):
-        torch.testing.assert_close(head.logits(x, norm), norm(x) @ table.weight[:10].T)
-        assert torch.equal(table(torch.tensor([10, 0])), table.weight[[10, 0]])
-        head.pack()
+    torch.testing.assert_close(head.logits(x, norm), norm(x) @ table.weight[:10].T)
+    assert torch.equal(table(torch.tensor([10, 0])), table.weight[[10, 0]])
 
 
 def test_norm():
@@ -120,8 +102,6 @@ def test_mlp():
     expected = functional.silu(x @ gate.T) * (x @ up.T)
     norm = RMSNorm(8, 1e-3, dtype=torch.float32)
     norm.weight.copy_(torch.randn(8))
-    for _ in range(2):
-        torch.testing.assert_close(mlp(x), expected)
-        torch.testing.assert_close(mlp(x[:1]), expected[:1])
-        torch.testing.assert_close(mlp(x, norm), mlp(norm(x)))
-        mlp.gate_up.pack()
+    torch.testing.assert_close(mlp(x), expected)
+    torch.testing.assert_close(mlp(x[:1]), expected[:1])
+    torch.testing.assert_close(mlp(x, norm), mlp(norm(x)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
-from cairn.ops.activation import launch
+from cairn.ops import cpu, gpu
+from cairn.ops.activation import launch, loops
 from cairn.ops.activation.cases import gated_cases
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.registry import op
@@ -44,6 +44,31 @@ def _(
     enable_pdl: bool | None = None,
 ) -> None:
     launch.check("silu_and_mul", input, out, expert_ids, expert_step)
+
+
+def _dense(
+    input: Tensor,
+    out: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+    enable_pdl: bool | None = None,
+) -> bool:
+    given = expert_ids is None and input.is_contiguous() and input.numel() > 0
+    return given and (out is None or out.is_contiguous())
+
+
+@silu_and_mul.implementation("numba", devices=cpu.DEVICES, when=_dense)
+def _(
+    input: Tensor,
+    out: Tensor | None = None,
+    expert_ids: Tensor | None = None,
+    expert_step: int = 1,
+    enable_pdl: bool | None = None,
+) -> Tensor:
+    width = input.shape[-1] // 2
+    result = input.new_empty(*input.shape[:-1], width) if out is None else out
+    loops.silu_and_mul(cpu.numbers(input.view(-1, 2 * width)), cpu.numbers(result.view(-1, width)))
+    return result
 
 
 @silu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)

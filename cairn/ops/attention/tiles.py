@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+FEW_TOKENS = 32
+"""Steps of fewer tokens have too little in common for tiles."""
+_PER_ROW = 2
+"""Tokens a row at most, on the average, of larger steps: each with the landmark behind it."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,15 @@ def worthwhile(q: Tensor, k_cache: Tensor, row: Tensor) -> bool:
         and k_cache.is_contiguous()
         and q.dtype == k_cache.dtype
     )
+
+
+def few(row: Tensor) -> bool:
+    """Whether a step [T], whose rows lie side by side, has few tokens, or few a row; T > 0."""
+    tokens = row.numel()
+    if tokens < FEW_TOKENS:
+        return tokens > 0
+    rows = row.numpy()
+    return bool(_PER_ROW * (1 + np.count_nonzero(rows[1:] != rows[:-1])) >= tokens)
 
 
 def cells(grid: Tensor, heads: int) -> Tensor:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
-from cairn.ops.attention import launch, lines, paging
+from cairn.ops import cpu, gpu
+from cairn.ops.attention import launch, loops, paging
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import check_caches, check_dtype, check_least, check_queries, check_slots
@@ -114,14 +114,13 @@ def _(
 
 
 @window_attention.implementation(
-    "few_tokens",
-    devices=("cpu",),
+    "numba",
+    devices=cpu.DEVICES,
     when=lambda q, k_cache, v_cache, row, *args, **kwargs: (
         q.dtype == k_cache.dtype
-        and k_cache.shape[2] > 1
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
-        and lines.few(row)
+        and tiling.few(row)
     ),
 )
 def _(
@@ -137,15 +136,15 @@ def _(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Visible keys alone are gathered."""
-    (heads, size), last = k_cache.shape[1:3], slot.numpy()
-    first = last - (window - 1)
-    if aligned:
-        first = first // size * size
-    where = (page_table.numpy(), row.numpy(), np.maximum(first, 0), last)
-    found = lines.find(heads, size, *where, mask_landmarks)
-    o, lse = lines.attend(q, k_cache, v_cache, found, scale)
-    return o.to(dtype or torch.float32), lse
+    o = torch.empty(q.shape, dtype=dtype or torch.float32)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    loops.attend_windows(
+        *map(cpu.numbers, (q.contiguous(), k_cache, v_cache, row, slot, page_table)),
+        (window, aligned, mask_landmarks),
+        np.float32(q.shape[2] ** -0.5 if scale is None else scale),
+        *map(cpu.numbers, (o, lse)),
+    )
+    return o, lse
 
 
 def _accepts(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
-from cairn.ops.attention import launch, lines
+from cairn.ops import cpu, gpu
+from cairn.ops.attention import launch, tiles
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, check_caches, check_queries, check_slots, expect
-from cairn.ops.landmark import few_tokens, fused_launch, page_launch, select_launch
+from cairn.ops.landmark import fused_launch, loops, page_launch, select_launch
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.looks import check_keys, check_rule, check_summaries
 from cairn.ops.landmark.page_attention import page_attention
@@ -293,14 +294,15 @@ def _few_tokens(
         strategy in ("hils", "softmax_head", "head")
         and window > 0
         and k_cache.shape[2] > 1
-        and q.dtype == lmk_q.dtype == k_cache.dtype
+        and q.dtype == lmk_q.dtype == k_cache.dtype == summary_key.dtype
+        and summary_key.stride(-1) == 1
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
-        and lines.few(row)
+        and tiles.few(row)
     )
 
 
-@landmark_attention.implementation("few_tokens", devices=("cpu",), when=_few_tokens)
+@landmark_attention.implementation("numba", devices=cpu.DEVICES, when=_few_tokens)
 def _(
     q: Tensor,
     lmk_q: Tensor,
@@ -323,9 +325,24 @@ def _(
         completed = completed_pages(row, slot, page_table, k_cache.shape[2])
         store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
     task = task_of(lmk_q, summary_key, strategy, scale, k_cache.shape[1])
-    where, caches = (row, slot, page_table), (k_cache, v_cache, summary_key, summary_bias)
-    query = few_tokens.Query(q, lmk_q, *caches, *where, window, topk, softmax1, task)
-    return few_tokens.attend(query)
+    tokens, heads, dim = q.shape
+    results = (
+        torch.empty((tokens, heads, dim), dtype=q.dtype),
+        torch.empty((tokens, task.groups, topk), dtype=torch.int32),
+        torch.empty((tokens, heads, topk), dtype=torch.float32),
+        torch.empty((tokens, heads), dtype=torch.float32),
+    )
+    loops.attend_tokens(
+        *map(cpu.numbers, (q.contiguous(), lmk_q.contiguous(), k_cache, v_cache)),
+        cpu.line(summary_key),
+        (*summary_key.stride()[:2], heads // summary_key.shape[1]),
+        cpu.numbers_or_none(summary_bias, torch.float32, 2),
+        *map(cpu.numbers, (row, slot, page_table)),
+        (window, topk, softmax1, task.normalised),
+        (np.float32(dim**-0.5 if scale is None else scale), np.float32(task.scale)),
+        *map(cpu.numbers, results),
+    )
+    return results
 
 
 @landmark_attention.implementation("composed")

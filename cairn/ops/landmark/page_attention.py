@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.attention import launch, paging
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.checks import FLOAT32, INT32, check_caches, check_queries, check_slots, expect
-from cairn.ops.landmark import page_launch
+from cairn.ops.landmark import loops, page_launch
 from cairn.ops.landmark.looks import check_keys
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-_TILE_ROWS = (256, 32)
+_TILE_ROWS = (512, 64)
 """Query rows (queries x G) of the page-major tiles; the smaller ones take what is left over."""
 _SPAN = 128
 """Consecutive tokens that may be computed against all pages any of them selects."""
@@ -145,7 +149,7 @@ def _shared(
     )
 
 
-@page_attention.implementation("page_major", devices=("cpu",), when=_shared)
+@page_attention.implementation("page_major", devices=cpu.DEVICES, when=_shared)
 def _(
     q: Tensor,
     k_cache: Tensor,
@@ -254,8 +258,7 @@ def _by_page(
     query = query[order]
     weight = weights.view(tokens, heads, group, topk).transpose(2, 3).reshape(-1, group)
     weight = weight.index_select(0, request[order])
-    # One line more than queries takes what empty places of the tiles compute.
-    out = q.new_zeros(tokens * heads + 1, group * dim, dtype=torch.float32)
+    out = q.new_zeros(tokens * heads, group * dim, dtype=torch.float32)
     lines, counts = torch.unique_consecutive(line, return_counts=True)
     start = counts.cumsum(0) - counts
     for rows in _TILE_ROWS:
@@ -276,7 +279,7 @@ def _by_page(
             )
         start = start + full * places
         counts = (counts - full * places).clamp(min=0)
-    return out[:-1].view(tokens, query_heads, dim)
+    return out.view(tokens, query_heads, dim)
 
 
 def _run_tiles(
@@ -294,25 +297,32 @@ def _run_tiles(
 ) -> None:
     """Add to `out` the requests first .. first + filled - 1 of every tile, all on one page."""
     _, heads, size, dim = k_cache.shape
-    count = line.numel()
+    count, group = line.numel(), weight.shape[1]
     place = torch.arange(places)
     position = (first.unsqueeze(1) + place).clamp(max=query.numel() - 1).flatten()
     asked = query.index_select(0, position)
-    factor = dim**-0.5 if scale is None else scale
-    wanted = q.reshape(q.shape[0] * heads, -1).index_select(0, asked).float()
+    factor = np.float32(dim**-0.5 if scale is None else scale)
+    wanted = torch.empty((count, places * group, dim), dtype=torch.float32)
+    by_token = q.reshape(q.shape[0] * heads, -1)
+    loops.take_queries(*map(cpu.numbers, (by_token, asked)), factor, _lines(wanted, group))
     k, v = (
         cache.view(-1, size * dim).index_select(0, line).view(count, size, dim)
         for cache in (k_cache, v_cache)
     )
-    # Fewer keys than queries are scaled.
-    keys = k.float().mul_(factor).transpose(1, 2)
-    scores = torch.bmm(wanted.view(count, -1, dim), keys)
-    scores[..., -1] = -torch.inf
+    scores = torch.bmm(wanted, k.float().transpose(1, 2))
+    shares = torch.empty(scores.shape, dtype=v.dtype)
+    given = (scores.view(-1, size), weight, position, shares.view(-1, size))
+    loops.weigh(*map(cpu.numbers, given))
     v[:, -1] = 0
-    o = torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v).float()
-    o = o.view(count * places, -1, dim).mul_(weight.index_select(0, position).unsqueeze(-1))
-    target = torch.where(place < filled.unsqueeze(1), asked.view(count, places), out.shape[0] - 1)
-    out.index_add_(0, target.flatten(), o.view(count * places, -1))
+    o = torch.bmm(shares, v)
+    target = torch.where(place < filled.unsqueeze(1), asked.view(count, places), -1)
+    parts = torch.get_num_threads()
+    loops.add_lines(_lines(o, group), *map(cpu.numbers, (target.view(-1), out)), parts)
+
+
+def _lines(rows: Tensor, group: int) -> NDArray[Any]:
+    """Rows [n, m G, d] as lines [n m, G d] for loops."""
+    return cpu.numbers(rows.view(-1, group * rows.shape[-1]))
 
 
 page_attention.tolerance(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.activation.silu_and_mul import silu_and_mul
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect, refuse
-from cairn.ops.linear import few, panel
+from cairn.ops.linear import few, few_rows, panel
 from cairn.ops.linear.linear import normed
 from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
@@ -65,6 +65,18 @@ def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e
     out = input.new_empty(input.shape[0], weight.shape[0] // 2)
     given = None if norm is None else (norm, eps)
     return few.multiply(input, weight, out, norm=given, gated=True)
+
+
+@gated_linear.implementation(
+    "numba",
+    devices=cpu.DEVICES,
+    when=lambda input, weight, norm=None, eps=1e-6: few_rows.accepts(input, weight),
+)
+def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    out = input.new_empty(input.shape[0], weight.shape[0] // 2)
+    return few_rows.multiply(
+        input, weight, out, norm=None if norm is None else (norm, eps), gated=True
+    )
 
 
 @gated_linear.implementation("composed")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import check_dtype
-from cairn.ops.linear import few, panel
+from cairn.ops.linear import few, few_rows, panel
 from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
@@ -117,6 +117,23 @@ def _(
     shape = (input.shape[0], weight.shape[0])
     out = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
     return few.multiply_block(x, weight, out, bias)
+
+
+@linear.implementation(
+    "numba",
+    devices=cpu.DEVICES,
+    when=lambda input, weight, *args, **kwargs: few_rows.accepts(input, weight),
+)
+def _(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    out = torch.empty((*input.shape[:-1], weight.shape[0]), dtype=dtype or input.dtype)
+    return few_rows.multiply(input, weight, out, bias, None if norm is None else (norm, eps))
 
 
 @linear.implementation("composed")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect
-from cairn.ops.linear import few
+from cairn.ops.linear import few, few_rows
 from cairn.ops.linear.looks import check_product
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -48,6 +48,17 @@ def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = Non
 )
 def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     few.multiply(input, weight, residual, bias, add=True)
+
+
+@linear_add.implementation(
+    "numba",
+    devices=cpu.DEVICES,
+    when=lambda input, residual, weight, bias=None: (
+        few_rows.accepts(input, weight) and residual.is_contiguous()
+    ),
+)
+def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    few_rows.multiply(input, weight, residual, bias, add=True)
 
 
 @linear_add.implementation("torch")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.norm import loops
 from cairn.ops.norm.cases import norm_cases
 from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
 from cairn.ops.registry import op
@@ -55,6 +57,30 @@ def _same_dtype(
     enable_pdl: bool | None = None,
 ) -> bool:
     return input.dtype == weight.dtype
+
+
+def _dense(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> bool:
+    return input.is_contiguous() and (out is None or out.is_contiguous())
+
+
+@rmsnorm.implementation("numba", devices=cpu.DEVICES, when=_dense)
+def _(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> Tensor:
+    result = torch.empty_like(input) if out is None else out
+    rows, target = (cpu.numbers(x.view(-1, x.shape[-1])) for x in (input, result))
+    loops.norm_rows(rows, cpu.numbers(weight), np.float32(eps), target)
+    return result
 
 
 @rmsnorm.implementation("torch", devices=("cpu",), when=_same_dtype)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.attention.launch import early_option
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.quantized import is_quantized
 from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.checks import INT64, check_caches, expect, refuse
 from cairn.ops.registry import op
+from cairn.ops.rotary import loops
 from cairn.ops.rotary.kernels import heads_into_cache_kernel
 from cairn.ops.rotary.split_norm_rope import (
     check_projection,
     programs_of,
     split_norm_rope,
-    turned_heads,
 )
 from cairn.ops.testing import Cases, Make
 
@@ -25,8 +28,6 @@ HEADS_AT_ONCE, SPREAD_TOKENS = 16, 256
 """Heads of a program while there are few tokens."""
 NUMBERS_AT_ONCE = 4096
 """Numbers of a program when there are more: few programs with much to do."""
-FEW_TOKENS = 8
-"""Steps of at most so many tokens are no work for a second core."""
 
 
 @op(mutates=("k_cache", "v_cache"))
@@ -174,13 +175,23 @@ def _(
     return q, z
 
 
-@heads_into_cache.implementation(
-    "few_tokens",
-    devices=("cpu",),
-    when=lambda projected, added, weight, cos_sin, k_cache, v_cache, *args, **kwargs: (
-        0 < projected.shape[0] <= FEW_TOKENS and projected.dtype == k_cache.dtype == v_cache.dtype
-    ),
-)
+def _dense(
+    projected: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> bool:
+    return projected.dtype == k_cache.dtype == v_cache.dtype and all(
+        x is None or x.is_contiguous()
+        for x in (projected, added, weight, cos_sin, k_cache, v_cache)
+    )
+
+
+@heads_into_cache.implementation("numba", devices=cpu.DEVICES, when=_dense)
 def _(
     projected: Tensor,
     added: Tensor | None,
@@ -193,18 +204,18 @@ def _(
     eps: float = 1e-6,
     whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The definition in few calls, which are what few tokens pay for."""
-    (heads, dim), (_, kv_heads, size, _) = weight.shape, k_cache.shape
-    counts = num_heads, kv_heads, heads - num_heads - kv_heads
-    turned = turned_heads(projected, added, weight, cos_sin, counts, eps, whole)
-    form = {"copy": True, "memory_format": torch.contiguous_format}
-    q, k, z = (part.to(projected.dtype, **form) for part in turned.split(counts, dim=1))
-    v = _values(projected, added, weight, num_heads, kv_heads).view(-1, kv_heads, dim)
-    for token, at in enumerate(location.tolist()):
-        if at >= 0:
-            page, place = divmod(at, size)
-            k_cache[page, :, place] = k[token]
-            v_cache[page, :, place] = v[token]
+    tokens, (heads, dim) = projected.shape[0], weight.shape
+    own = heads - num_heads - k_cache.shape[1]
+    q, z = (projected.new_empty(tokens, n, dim) for n in (num_heads, own))
+    loops.heads_into_cache(
+        cpu.numbers(projected),
+        cpu.numbers_or_none(added, projected.dtype, 2),
+        cpu.numbers(weight),
+        cpu.numbers_or_none(cos_sin, torch.float32, 2),
+        *map(cpu.numbers, (k_cache, v_cache, location)),
+        *(np.float32(eps), whole),
+        *map(cpu.numbers, (q, z)),
+    )
     return q, z
 
 

@@ -14,7 +14,7 @@ from tests.ops.attention.geometry import (
 
 DTYPES = (torch.float32, torch.bfloat16)
 DENSE = ("reference", "tiled")
-WINDOW = ("reference", "few_tokens", "tiled")
+WINDOW = ("reference", "numba", "tiled")
 
 
 def oracle(case, token, first, mask_landmarks, scale):
@@ -133,7 +133,7 @@ def test_a_token_alone_equals_the_step(aligned, mask):
         enlarge_landmarks(case, torch.nan if mask else 1.0)
         caches, options = (case.k_cache, case.v_cache), {"aligned": aligned, "mask_landmarks": mask}
         whole = window_attention.using("reference")(case.q, *caches, *case.where, 13, **options)
-        alone = window_attention.using("few_tokens")
+        alone = window_attention.using("numba")
         for token in range(case.row.numel()):
             at = slice(token, token + 1)
             where = (case.row[at], case.slot[at], case.page_table)

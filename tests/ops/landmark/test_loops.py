@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import landmark_attention
-from cairn.ops.attention import lines, paging
-from cairn.ops.landmark import few_tokens
+from cairn.ops.attention import tiles
 from cairn.ops.landmark.select_task import STRATEGIES
 from cairn.ops.testing import Arguments, Make, check, tolerance_of
 
@@ -65,7 +64,7 @@ def assert_alone_as_together(arguments: Arguments) -> None:
     together = run(arguments)
     for token in range(arguments.args[0].shape[0]):
         alone = some(arguments, torch.tensor([token]))
-        assert chosen(alone) == "few_tokens"
+        assert chosen(alone) == "numba"
         for whole, one in zip(together, run(alone), strict=True):
             rtol, atol = tolerance_of(landmark_attention, arguments, one.dtype)
             torch.testing.assert_close(whole[token], one[0], rtol=rtol, atol=atol)
@@ -75,8 +74,8 @@ def assert_alone_as_together(arguments: Arguments) -> None:
 def test_every_slot_of_the_first_pages(dtype: torch.dtype) -> None:
     for length in range(1, 12 * SIZE):
         arguments = step(Make(seed=length), (length,), dtype)
-        assert chosen(arguments) == "few_tokens"
-        check(landmark_attention, "few_tokens", arguments)
+        assert chosen(arguments) == "numba"
+        check(landmark_attention, "numba", arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,11 +88,11 @@ def test_rows_of_all_lengths_decode_as_each_alone(seed: int, dtype: torch.dtype)
     lengths += [SIZE * chance.randint(5, 60) + chance.randint(-1, 1) for _ in range(6)]
     chance.shuffle(lengths)
     arguments = step(Make(seed=seed), tuple(lengths), dtype)
-    check(landmark_attention, "few_tokens", arguments)
+    check(landmark_attention, "numba", arguments)
     assert_alone_as_together(arguments)
     active = some(arguments, torch.tensor(chance.sample(range(10), 7)))
-    assert chosen(active) == "few_tokens"
-    check(landmark_attention, "few_tokens", active)
+    assert chosen(active) == "numba"
+    check(landmark_attention, "numba", active)
 
 
 def test_rows_that_have_fewer_candidates_than_topk() -> None:
@@ -102,26 +101,14 @@ def test_rows_that_have_fewer_candidates_than_topk() -> None:
     given = Arguments((*arguments.args[:10], 25, True), arguments.kwargs)
     held = run(given)[1].ge(0).sum(dim=-1)
     assert held.tolist() == [[n, n] for n in (1, 17, 3, 0)]
-    check(landmark_attention, "few_tokens", given)
+    check(landmark_attention, "numba", given)
     assert_alone_as_together(given)
 
 
 def test_all_rows_without_a_candidate() -> None:
     arguments = step(Make(), (1, SIZE, SIZE + 2, WINDOW), torch.float32)
     assert run(arguments)[1].eq(-1).all()
-    check(landmark_attention, "few_tokens", arguments)
-
-
-@pytest.mark.parametrize("softmax1", [False, True])
-def test_blocks_of_tokens_change_nothing(softmax1: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = step(Make(), (130, 131, 140, 150, 99, 200, 77), torch.float32)
-    given = Arguments((*arguments.args[:11], softmax1), arguments.kwargs)
-    whole = run(given)
-    monkeypatch.setattr(paging, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(few_tokens, "_SUMMARIES", 1)
-    for was, now in zip(whole, run(given), strict=True):
-        torch.testing.assert_close(now, was)
-    check(landmark_attention, "few_tokens", given)
+    check(landmark_attention, "numba", arguments)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -132,22 +119,23 @@ def test_strategies_and_summaries_of_a_kv_head(
 ) -> None:
     arguments = step(Make(), lengths, torch.float32, h_r, strategy=strategy, scale=0.3)
     if strategy == "group":
-        assert chosen(arguments) == "composed"
+        given = (*arguments.args[:5], None, *arguments.args[6:])
+        assert chosen(Arguments(given, arguments.kwargs)) == "composed"
         return
-    check(landmark_attention, "few_tokens", arguments)
+    check(landmark_attention, "numba", arguments)
 
 
 def test_of_equal_pages_the_first_are_taken() -> None:
     arguments = step(Make(), (40 * SIZE, 30 * SIZE), torch.float32)
     arguments.args[4].fill_(1)
     arguments.args[5].zero_()
-    indices = landmark_attention.using("few_tokens")(*arguments.args)[1]
+    indices = landmark_attention.using("numba")(*arguments.args)[1]
     assert indices.tolist() == [[[0, 1, 2]] * HEADS] * 2
 
 
 def test_landmarks_store_the_summaries_of_their_pages_first() -> None:
     arguments = step(Make(), (10 * SIZE, 50, 8 * SIZE), torch.float32, store_summaries=True)
-    check(landmark_attention, "few_tokens", arguments)
+    check(landmark_attention, "numba", arguments)
     key, bias = arguments.args[4:6]
     pages = arguments.args[8][[0, 2], [9, 7]].long()
     before = key[pages].clone(), bias[pages].clone()
@@ -158,15 +146,15 @@ def test_landmarks_store_the_summaries_of_their_pages_first() -> None:
 
 def test_tokens_of_one_row_are_as_each_alone() -> None:
     arguments = step(Make(), (50, 88), torch.float32, counts=(2, 3))
-    assert chosen(arguments) == "few_tokens"
+    assert chosen(arguments) == "numba"
     assert_alone_as_together(arguments)
 
 
 def test_a_wide_step_of_single_tokens_is_a_decode_step_and_a_prefill_is_none() -> None:
-    rows = lines.FEW_TOKENS + 3
+    rows = tiles.FEW_TOKENS + 3
     decode = step(Make(), tuple(range(20, 20 + rows)), torch.float32)
-    assert chosen(decode) == "few_tokens"
-    check(landmark_attention, "few_tokens", decode)
+    assert chosen(decode) == "numba"
+    check(landmark_attention, "numba", decode)
     assert chosen(step(Make(), (90,), torch.float32, counts=(rows,))) == "composed"
 
 

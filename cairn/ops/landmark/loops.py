@@ -1,0 +1,232 @@
+"""A landmark layer of few tokens on the CPU: a decode step."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cairn.ops.attention.loops import add_values, attend, exponents, highest, multiply, scaled
+from cairn.ops.cpu import exp, jit, narrow, prange, wide
+
+
+@jit(threads=True)
+def attend_tokens(
+    q, lmk_q, k_cache, v_cache, keys, key_strides, bias, row, slot, page_table, rule, scales,
+    o, indices, scores, lse,
+):  # fmt: skip
+    """landmark_attention, a thread a token and KV head.
+
+    Args:
+        q, lmk_q: [T, h_q, d]; k_cache, v_cache: [pages, h_kv, S, d].
+        keys: summary_key as a line; key_strides: of its pages and heads, and query heads a head.
+        bias: [pages, h_q] float32, or [0, 0].
+        row, slot: [T] int64; page_table: [rows, max_pages] int32.
+        rule: window, topk, softmax1, whether each head's normaliser is taken off its scores.
+        scales: of the queries and of the landmark queries.
+        o, indices, scores, lse: the results, written.
+    """
+    heads = k_cache.shape[1]
+    for task in prange(q.shape[0] * heads):
+        _attend_head(
+            task // heads, task % heads, q, lmk_q, k_cache, v_cache, keys, key_strides, bias,
+            page_table[row[task // heads]], slot[task // heads], rule, scales,
+            o, indices, scores, lse,
+        )  # fmt: skip
+
+
+@jit
+def _attend_head(
+    token, head, q, lmk_q, k_cache, v_cache, keys, key_strides, bias, pages, slot, rule, scales,
+    o, indices, scores, lse,
+):  # fmt: skip
+    dim, size = q.shape[2], k_cache.shape[2]
+    group = q.shape[1] // k_cache.shape[1]
+    first_head = head * group
+    window, topk, softmax1, normalised = rule
+    first = max(slot - (window - 1), 0) // size * size
+    candidates = first // size
+
+    query = scaled(q, token, first_head, group, scales[0])
+    logits = np.empty((size, group), np.float32)
+    o_window = np.zeros((group, dim), np.float32)
+    mass = lse[token, first_head : first_head + group]
+    attend(query, k_cache, v_cache, pages, head, first, slot, True, logits, o_window, mass)
+
+    wanted = scaled(lmk_q, token, first_head, group, scales[1])
+    u = _score(wanted, keys, key_strides, bias, pages, candidates, first_head)
+    chosen = _choose(u, mass, min(topk, candidates), normalised)
+    shares, rest = _shares(u, chosen, mass, softmax1)
+
+    out = np.zeros((group, dim), np.float32)
+    top = np.empty(group, np.float32)
+    total = np.empty(group, np.float32)
+    for n in range(len(chosen)):
+        page = pages[chosen[n]]
+        multiply(query, k_cache[page, head], size - 1, logits)
+        top[:] = -np.inf
+        highest(logits, size - 1, top)
+        exponents(logits, size - 1, top, total)
+        for h in range(group):
+            total[h] = shares[n, h] / total[h]
+        for j in range(size - 1):
+            for h in range(group):
+                logits[j, h] *= total[h]
+        add_values(logits, v_cache[page, head], size - 1, out)
+    for h in range(group):
+        result = o[token, first_head + h]
+        for i in range(dim):
+            result[i] = narrow(out[h, i] + rest[h] * o_window[h, i], result[i])
+
+    for n in range(indices.shape[2]):
+        found = n < len(chosen)
+        indices[token, head, n] = chosen[n] if found else -1
+        for h in range(group):
+            scores[token, first_head + h, n] = u[chosen[n], h] if found else -np.inf
+
+
+@jit
+def _score(z, keys, key_strides, bias, pages, candidates, first_head):
+    """u [candidates, G]: every candidate page's score by every query head."""
+    group, dim = z.shape
+    page_stride, head_stride, shared = key_strides
+    u = np.empty((candidates, group), np.float32)
+    for n in range(candidates):
+        page = pages[n]
+        for h in range(group):
+            at = page * page_stride + (first_head + h) // shared * head_stride
+            key, query = keys[at : at + dim], z[h]
+            total = np.float32(0)
+            for i in range(dim):
+                total += query[i] * wide(key[i])
+            u[n, h] = total
+        if bias.size:
+            for h in range(group):
+                u[n, h] += bias[page, first_head + h]
+    return u
+
+
+@jit
+def _choose(u, mass, count, normalised):
+    """The `count` best rows of u [P, G], ascending; of equal ones the first.
+
+    A row is as good as its best head, after each head's normaliser over all rows and the window's
+    mass [G] is taken off, if it is to be.
+    """
+    candidates, group = u.shape
+    if count == candidates:
+        return np.arange(candidates)
+    norm = np.zeros(group, np.float32)
+    if normalised:
+        norm[:] = mass
+        highest(u, candidates, norm)
+        total = np.zeros(group, np.float32)
+        for n in range(candidates):
+            for h in range(group):
+                total[h] += exp(u[n, h] - norm[h])
+        for h in range(group):
+            norm[h] += math.log(total[h] + exp(mass[h] - norm[h]))
+    best = np.full(candidates, -np.inf, np.float32)
+    for n in range(candidates):
+        for h in range(group):
+            score = u[n, h] - norm[h]
+            best[n] = score if score > best[n] else best[n]
+    least = np.partition(best, candidates - count)[candidates - count]
+    above = 0
+    for n in range(candidates):
+        above += best[n] > least
+    chosen = np.empty(count, np.int64)
+    place, equal = 0, count - above
+    for n in range(candidates):
+        if best[n] > least or (best[n] == least and equal > 0):
+            equal -= best[n] == least
+            chosen[place] = n
+            place += 1
+    return chosen
+
+
+@jit
+def _shares(u, chosen, mass, softmax1):
+    """Softmax of the chosen rows of u [P, G] and the window's mass [G]: [K, G] and [G].
+
+    softmax1: beside a zero, whose share is lost.
+    """
+    group, count = u.shape[1], len(chosen)
+    shares = np.empty((count + 1, group), np.float32)
+    for n in range(count):
+        shares[n] = u[chosen[n]]
+    shares[count] = mass
+    top = np.full(group, np.float32(0) if softmax1 else -np.inf, np.float32)
+    highest(shares, count + 1, top)
+    for h in range(group):
+        top[h] = top[h] if top[h] != -np.inf else np.float32(0)
+    total = np.empty(group, np.float32)
+    exponents(shares, count + 1, top, total)
+    for h in range(group):
+        if softmax1:
+            total[h] += exp(-top[h])
+        for n in range(count + 1):
+            shares[n, h] /= total[h] if total[h] != 0 else np.float32(1)
+    return shares[:count], shares[count]
+
+
+@jit(threads=True)
+def take_queries(q, places, scale, out):
+    """out[n] = lines of q [m, width] that `places` [n] name, in float32, scaled."""
+    for n in prange(len(places)):
+        given, taken = q[places[n]], out[n]
+        for i in range(len(taken)):
+            taken[i] = wide(given[i]) * scale
+
+
+@jit(threads=True)
+def weigh(logits, weight, places, shares):
+    """Softmax of every line of logits [n G, S] but its last number, times the line's weight.
+
+    Args:
+        weight: [m, G] float32; places: [n], its line for G lines of the logits.
+        shares: [n G, S], written; 0 in the last place.
+    """
+    group = weight.shape[1]
+    for n in prange(len(places)):
+        for h in range(group):
+            line, out = logits[n * group + h], shares[n * group + h]
+            line[-1] = -np.inf
+            top, total = _largest(line), np.float32(0)
+            for i in range(len(line)):
+                line[i] = exp(line[i] - top)
+                total += line[i]
+            factor = weight[places[n], h] / total
+            for i in range(len(line)):
+                out[i] = narrow(line[i] * factor, out[i])
+
+
+@jit
+def _largest(line):
+    """The largest of a line; four at once, so that one does not wait for the next."""
+    a = b = c = d = np.float32(-np.inf)
+    for i in range(0, len(line) - 3, 4):
+        a = line[i] if line[i] > a else a
+        b = line[i + 1] if line[i + 1] > b else b
+        c = line[i + 2] if line[i + 2] > c else c
+        d = line[i + 3] if line[i + 3] > d else d
+    for i in range(len(line) // 4 * 4, len(line)):
+        a = line[i] if line[i] > a else a
+    a, c = b if b > a else a, d if d > c else c
+    return c if c > a else a
+
+
+@jit(threads=True)
+def add_lines(lines, places, out, parts):
+    """out[places[n]] += lines[n] of lines [n, width], as float32; a negative place is none.
+
+    Every thread takes its columns of all lines: places may occur more than once.
+    """
+    width = lines.shape[1]
+    for part in prange(parts):
+        begin, end = width * part // parts, width * (part + 1) // parts
+        for n in range(len(places)):
+            if places[n] >= 0:
+                given, target = lines[n, begin:end], out[places[n], begin:end]
+                for i in range(end - begin):
+                    target[i] += wide(given[i])

@@ -1,0 +1,104 @@
+"""From a joint projection to queries and to keys and values in the cache, token by token."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cairn.ops.cpu import jit, narrow, prange, wide
+
+
+@jit(threads=True)
+def heads_into_cache(
+    projected, added, weight, cos_sin, k_cache, v_cache, location, eps, whole, q, z
+):
+    """heads_into_cache.
+
+    Args:
+        projected: [T, W]; added: [T, h_q d] or [0, 0]; weight: [H, d]; cos_sin: [T, d] or [0, 0].
+        k_cache, v_cache: [pages, h_kv, S, d], changed; location: [T] int64.
+        eps, whole: of the norms.
+        q: [T, h_q, d] and z: [T, h_q or 0, d], written.
+    """
+    own, others = q.shape[1], k_cache.shape[1]
+    # The values stand behind what is projected; a sum with `added` is not.
+    behind = own + others if added.size else len(weight)
+    for token in prange(len(projected)):
+        given = projected[token]
+        y = _normed(given, added[token : token + 1], weight, own, others, eps, whole)
+        if cos_sin.size:
+            _rotate(y, cos_sin[token])
+        _store(y[:own], q[token])
+        _store(y[own + others :], z[token])
+        at = location[token]
+        if at >= 0:
+            _keep(y[own : own + others], given, behind * weight.shape[1], k_cache, v_cache, at)
+
+
+@jit
+def _normed(given, added, weight, own, others, eps, whole):
+    """The heads of q, k and z [H, d] in float32, after their norms."""
+    heads, dim = weight.shape
+    y = np.empty((heads, dim), np.float32)
+    mean = np.empty(heads, np.float32)
+    behind = heads - own if added.size else heads
+    for h in range(heads):
+        line, square = y[h], np.float32(0)
+        if h < behind:
+            part = given[h * dim : (h + 1) * dim]
+            for i in range(dim):
+                line[i] = wide(part[i])
+        else:
+            part = given[(h - behind) * dim : (h - behind + 1) * dim]
+            more = added[0, (h - behind) * dim : (h - behind + 1) * dim]
+            for i in range(dim):
+                line[i] = wide(narrow(wide(more[i]) + wide(part[i]), part[i]))
+        for i in range(dim):
+            square += line[i] * line[i]
+        mean[h] = square / np.float32(dim)
+    if whole:
+        for begin, end in ((0, own), (own, own + others), (own + others, heads)):
+            if end > begin:
+                mean[begin:end] = mean[begin:end].sum() / np.float32(end - begin)
+    for h in range(heads):
+        line, scale = y[h], weight[h]
+        factor = np.float32(1) / np.float32(math.sqrt(mean[h] + eps))
+        for i in range(dim):
+            line[i] = line[i] * factor * wide(scale[i])
+    return y
+
+
+@jit
+def _rotate(y, cos_sin):
+    """Turn every head of y [H, d] by a token's [cos | sin]."""
+    half = y.shape[1] // 2
+    cos, sin = cos_sin[:half], cos_sin[half:]
+    for h in range(len(y)):
+        left, right = y[h, :half], y[h, half:]
+        for i in range(half):
+            a, b = left[i], right[i]
+            left[i] = a * cos[i] - b * sin[i]
+            right[i] = b * cos[i] + a * sin[i]
+
+
+@jit
+def _store(y, out):
+    """Round heads y [n, d] to where they go."""
+    for h in range(len(y)):
+        line, target = y[h], out[h]
+        for i in range(len(line)):
+            target[i] = narrow(line[i], target[i])
+
+
+@jit
+def _keep(y, given, first, k_cache, v_cache, at):
+    """Store the keys y [h_kv, d] and the values, from number `first` of a projection on."""
+    heads, dim = y.shape
+    page, place = at // k_cache.shape[2], at % k_cache.shape[2]
+    for h in range(heads):
+        key, line = k_cache[page, h, place], y[h]
+        value, own = v_cache[page, h, place], given[first + h * dim : first + (h + 1) * dim]
+        for i in range(dim):
+            key[i] = narrow(line[i], key[i])
+            value[i] = own[i]

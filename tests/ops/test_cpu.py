@@ -1,0 +1,111 @@
+"""Numbers of compiled loops: formats, rounding, powers of e."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from cairn.ops import cpu
+
+pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
+FORMATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@cpu.jit(threads=True)
+def widened(given, out):
+    for i in cpu.prange(len(given)):
+        out[i] = cpu.wide(given[i])
+
+
+@cpu.jit(threads=True)
+def narrowed(given, out):
+    for i in cpu.prange(len(given)):
+        out[i] = cpu.narrow(given[i], out[i])
+
+
+@cpu.jit(threads=True)
+def powers(given, out):
+    for i in cpu.prange(len(given)):
+        out[i] = cpu.exp(given[i])
+
+
+def edges() -> torch.Tensor:
+    """Numbers of all sizes, halfway cases, zeros, subnormal ones, infinities and NaN."""
+    torch.manual_seed(3)
+    bits = torch.randint(-(2**31), 2**31, (20000,), dtype=torch.int64).to(torch.int32)
+    halves = (torch.arange(4096, dtype=torch.int32) << 15) + 0x3F000000
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 65519.9, 65520.0])
+    return torch.cat((bits.view(torch.float32), halves.view(torch.float32), special))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_every_number_of_a_format_is_read_as_it_is(dtype: torch.dtype) -> None:
+    given = edges().to(dtype)
+    out = torch.empty(given.shape)
+    widened(cpu.numbers(given), cpu.numbers(out))
+    torch.testing.assert_close(out, given.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(out.signbit() | out.isnan(), given.float().signbit() | given.isnan())
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_numbers_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+    given = edges()
+    out = torch.empty(given.shape, dtype=dtype)
+    narrowed(cpu.numbers(given), cpu.numbers(out))
+    torch.testing.assert_close(out, given.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_powers_of_e() -> None:
+    given = torch.cat((torch.linspace(-90, 88, 200001), torch.tensor([-torch.inf, torch.nan, 0.0])))
+    out = torch.empty_like(given)
+    powers(cpu.numbers(given), cpu.numbers(out))
+    known = given > -87
+    torch.testing.assert_close(
+        out[known].double(), given[known].double().exp(), rtol=3e-7, atol=0, equal_nan=True
+    )
+    assert out[given <= -87].eq(0).all()
+    assert out[-2].isnan() and out[-1] == 1
+
+
+def test_a_line_is_the_memory_of_a_tensor() -> None:
+    whole = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).view(2, 3, 4, 5)
+    assert np.array_equal(cpu.line(whole), np.arange(120))
+    part = whole[:, :, -1]
+    line = cpu.line(part)
+    for page, head in np.ndindex(2, 3):
+        at = page * part.stride(0) + head * part.stride(1)
+        assert np.array_equal(line[at : at + 5], part[page, head])
+    line[0] = -1
+    assert part[0, 0, 0] == -1
+    assert cpu.line(part[:0]).size == 0
+
+
+def test_without_numba_the_definitions_serve() -> None:
+    code = """
+import sys
+sys.modules["numba"] = None
+import torch
+from cairn import ops
+from cairn.ops import cpu
+assert not cpu.AVAILABLE and not cpu.DEVICES
+x, weight = torch.randn(1, 8), torch.randn(4, 8)
+torch.testing.assert_close(ops.linear(x, weight), x @ weight.T)
+assert ops.linear.choice(x, weight) == "composed"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_what_is_kept_follows_all_files_of_loops(tmp_path, monkeypatch) -> None:
+    """Numba itself looks at the file of the function alone."""
+    (tmp_path / "cpu.py").write_text("")
+    (tmp_path / "norm").mkdir()
+    (tmp_path / "norm" / "loops.py").write_text("a = 1")
+    assert powers._cache._cache_file._source_stamp == cpu._sources()
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
+    before = cpu._sources.__wrapped__()
+    (tmp_path / "norm" / "loops.py").write_text("a = 22")
+    assert cpu._sources.__wrapped__() != before
