@@ -28,6 +28,7 @@ from cairn.config import (
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
 from cairn.engine.host_memory import bound_kernel_caches, keep_freed_memory
+from cairn.engine.loops import compile_loops
 from cairn.engine.memory import (
     Lines,
     MemoryPlan,
@@ -137,7 +138,7 @@ def build(
     log.info("memory: %s", ", ".join(f"{what} {gib(count)}" for what, count in table))
     pools = CachePools(specs, memory.num_pages, form, device, with_graphs, memory.window_pages)
     if not on_gpu:
-        keep_freed_memory()
+        settle_on_cpu(dtype)
     runner = Runner(module, layers, pools, shape, device)
     on_phase("pages")
     tokenizer = load_tokenizer(model)
@@ -153,6 +154,12 @@ def build(
         overlap=on_gpu and not config.disable_overlap_schedule,
     )
     return Built(core, runner, spec, config, memory, slots, table)
+
+
+def settle_on_cpu(dtype: torch.dtype) -> None:
+    """Once everything is loaded: what steps will find as they need it."""
+    keep_freed_memory()
+    compile_loops(dtype)
 
 
 def bytes_of_pages(form: PageFormat, specs: list[CacheSpec]) -> PageBytes:

@@ -48,7 +48,7 @@ def multiply(
     """
     weights, eps = (None, 0.0) if norm is None else norm
     loops.multiply(
-        cpu.numbers(input.reshape(-1, input.shape[-1])),
+        cpu.numbers(input.reshape(-1, input.shape[-1]).contiguous()),
         cpu.numbers(weight),
         cpu.numbers_or_none(bias, input.dtype, 1),
         cpu.numbers_or_none(weights, input.dtype, 1),

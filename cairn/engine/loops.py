@@ -1,0 +1,62 @@
+"""The CPU's loops are compiled before the first request waits for them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+
+import torch
+
+from cairn import ops
+from cairn.ops import cpu
+from cairn.ops.attention.tiles import FEW_TOKENS
+
+log = logging.getLogger(__name__)
+
+LONG = 5.0
+"""Seconds of compiling that a user is told about: the first time on a machine."""
+
+
+@functools.cache
+def compile_loops(dtype: torch.dtype) -> None:
+    """Run every loop on a few numbers: what is compiled depends on their dtype alone.
+
+    A process does it once for a dtype, a machine keeps what it compiled.
+    """
+    if not cpu.AVAILABLE:
+        return
+    began = time.perf_counter()
+    _run_rows(dtype)
+    _run_attention(dtype)
+    seconds = time.perf_counter() - began
+    level = logging.WARNING if seconds > LONG else logging.INFO
+    log.log(level, "compiled the loops of this CPU in %.1f s; they are kept", seconds)
+
+
+def _run_rows(dtype: torch.dtype) -> None:
+    """Norms, gates and products, of one token and of several."""
+    norm, weight = torch.ones(8, dtype=dtype), torch.ones(8, 8, dtype=dtype)
+    for tokens in (1, FEW_TOKENS):
+        x = torch.ones(tokens, 8, dtype=dtype)
+        ops.linear(x, weight, None, norm)
+        ops.linear(x, weight, None, norm, dtype=torch.float32)
+        ops.linear_add(x, torch.ones(tokens, 8, dtype=dtype), weight)
+        ops.gated_linear(x, weight, norm)
+        ops.rmsnorm(x, norm)
+
+
+def _run_attention(dtype: torch.dtype) -> None:
+    """From projections to attention, over two pages of two slots: one token, then several."""
+    k, v = (torch.ones(2, 1, 2, 8, dtype=dtype) for _ in range(2))
+    key, bias = torch.ones(2, 1, 8, dtype=dtype), torch.ones(2, 1)
+    table = torch.tensor([[0, 1]], dtype=torch.int32)
+    for tokens in (1, FEW_TOKENS + 1):
+        row, slot = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), 2)
+        given, angles = torch.ones(tokens, 32, dtype=dtype), torch.ones(tokens, 8)
+        q, z = ops.heads_into_cache(given, None, torch.ones(3, 8), angles, k, v, row, 1)
+        ops.window_attention(q, k, v, row, slot, table, 1, dtype=dtype)
+        ops.landmark_attention(q, z, k, v, key, bias, row, slot, table, 1, 1, True)
+    # Neighbours that share no pages go page by page.
+    indices = (torch.arange(tokens) % 2).int().view(tokens, 1, 1)
+    ops.page_attention(q, k, v, row, table, indices, torch.ones(tokens, 1, 1))
