@@ -19,7 +19,7 @@ compiled = []
 
 class Watch(event.Listener):
     def on_start(self, happened):
-        compiled.append(str(happened.data["dispatcher"].py_func.__name__) + str(happened.data["args"]))
+        compiled.append(f"{happened.data['dispatcher'].py_func.__name__} {happened.data['args']}")
     def on_end(self, happened):
         pass
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.attention import flashinfer, launch, library, paging, sdpa
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
+from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import check_caches, check_queries, check_slots, refuse
 from cairn.ops.registry import op
@@ -111,6 +112,29 @@ def _accepts(
     stretches: list[int] | None = None,
 ) -> bool:
     return tiling.worthwhile(q, k_cache, row)
+
+
+@dense_attention.implementation(
+    "numba",
+    devices=cpu.DEVICES,
+    when=lambda q, k_cache, v_cache, row, *args, **kwargs: tiling.few_in_loops(
+        q, k_cache, v_cache, row
+    ),
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A window that nothing is left of."""
+    given = (q, k_cache, v_cache, row, slot, page_table, 1 << 62, scale)
+    return window_attention.using("numba")(*given, False, mask_landmarks, q.dtype)
 
 
 @dense_attention.implementation("tiled", devices=("cpu",), when=_accepts)

@@ -91,6 +91,12 @@ def few(row: Tensor) -> bool:
     return bool(_PER_ROW * (1 + np.count_nonzero(rows[1:] != rows[:-1])) >= tokens)
 
 
+def few_in_loops(q: Tensor, k_cache: Tensor, v_cache: Tensor, row: Tensor) -> bool:
+    """Whether loops take a step: few tokens, plain memory."""
+    plain = k_cache.is_contiguous() and v_cache.is_contiguous()
+    return plain and q.dtype == k_cache.dtype and few(row)
+
+
 def cells(grid: Tensor, heads: int) -> Tensor:
     """Index of every (tile, KV head, slot) into tokens seen as [T * h_kv]: [n, h_kv, size]."""
     return grid.unsqueeze(1) * heads + torch.arange(heads).unsqueeze(1)

@@ -116,11 +116,8 @@ def _(
 @window_attention.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda q, k_cache, v_cache, row, *args, **kwargs: (
-        q.dtype == k_cache.dtype
-        and k_cache.is_contiguous()
-        and v_cache.is_contiguous()
-        and tiling.few(row)
+    when=lambda q, k_cache, v_cache, row, *args, **kwargs: tiling.few_in_loops(
+        q, k_cache, v_cache, row
     ),
 )
 def _(

@@ -13,7 +13,7 @@ from tests.ops.attention.geometry import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
-DENSE = ("reference", "tiled")
+DENSE = ("reference", "numba", "tiled")
 WINDOW = ("reference", "numba", "tiled")
 
 
