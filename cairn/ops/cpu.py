@@ -97,9 +97,12 @@ def _sources() -> tuple[tuple[float, int], ...]:
 
 
 def numbers(tensor: Tensor) -> NDArray[Any]:
-    """A tensor's own memory for loops; bfloat16 comes as uint16, float16 as int16."""
-    other = _AS_NUMBERS.get(tensor.dtype)
-    array: NDArray[Any] = (tensor if other is None else tensor.view(other)).numpy()
+    """A tensor's own memory for loops; bfloat16 comes as uint16, float16 as int16.
+
+    No gradient goes through loops, as none goes through the kernels of a GPU.
+    """
+    other, own = _AS_NUMBERS.get(tensor.dtype), tensor.detach() if tensor.requires_grad else tensor
+    array: NDArray[Any] = (own if other is None else own.view(other)).numpy()
     return array
 
 

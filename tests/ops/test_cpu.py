@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cairn import ops
 from cairn.ops import cpu
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
@@ -84,11 +85,21 @@ def test_a_line_is_the_memory_of_a_tensor() -> None:
     assert cpu.line(part[:0]).size == 0
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_parameters_need_not_be_detached(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 8, dtype=dtype)
+    norm, weight = (torch.nn.Parameter(torch.randn(*n, 8, dtype=dtype)) for n in ((), (4,)))
+    wanted = ops.linear(x, weight.detach(), None, norm.detach())
+    assert torch.equal(ops.linear(x, weight, None, norm), wanted)
+    assert ops.rmsnorm(x, norm).shape == x.shape
+
+
 def test_without_numba_the_definitions_serve() -> None:
     code = """
 import sys
 sys.modules["numba"] = None
 import torch
+from cairn import ops
 from cairn import ops
 from cairn.ops import cpu
 assert not cpu.AVAILABLE and not cpu.DEVICES
