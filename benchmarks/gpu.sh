@@ -1,0 +1,24 @@
+#!/bin/sh
+# The records behind the README's tables of one GPU, about seven minutes on an H100, in the repository's
+# root: benchmarks/gpu.sh [FOLDER]. Records go to FOLDER, or where `cairn bench` puts them.
+set -e
+export CAIRN_COMMIT="${CAIRN_COMMIT:-$(git rev-parse --short HEAD)}"
+
+latency() { # NAME OPTION...: a file of records, what is measured
+    name=$1
+    shift
+    python3 -m cairn bench latency --device cuda ${folder:+--output "$folder/$name.json"} "$@"
+}
+
+folder=$1
+small="--shape 345m --steps 64"
+latency latency $small --contexts 8192,16384,32768,65536,131072 --batches 1
+latency latency $small --contexts 8192,16384,32768,65536,131072,524288 --batches 8 --fill
+latency latency $small --contexts 8192,32768 --batches 64 --fill
+latency latency $small --kind hsa --contexts 131072 --batches 64 --fill --kv-cache-memory 71GiB
+latency latency $small --kind hsa --contexts 524288 --batches 1
+latency latency $small --kind dense --contexts 524288 --batches 1 --fill
+latency latency-7b --shape 7b --contexts 8192,131072 --batches 1 --kind hsa
+latency latency-7b --shape 7b --contexts 8192 --batches 1 --kind dense
+latency latency-overlap --shape 345m --contexts 32768,131072 --batches 1 --kind hsa --overlap
+python3 -m cairn bench ops ${folder:+--output "$folder/ops.json"}
