@@ -22,7 +22,7 @@ def check_product(
         op: for the message.
         input: [..., K] float32, bfloat16 or float16.
         name: of the weight, for the message.
-        weight: [N, K], input's dtype, packed or plain.
+        weight: [N, K], input's dtype.
         bias: [N], input's dtype, dense; or None.
         norm: [K], input's dtype or float32, dense; or None.
     """
