@@ -1,6 +1,6 @@
 #!/bin/sh
-# The records behind the README's tables of one GPU, about seven minutes on an H100, in the repository's
-# root: benchmarks/gpu.sh [FOLDER]. Records go to FOLDER, or where `cairn bench` puts them.
+# The records behind the README's figures of one GPU; run it in the repository's root:
+# benchmarks/gpu.sh [FOLDER]. Records go to FOLDER, or where `cairn bench` puts them.
 set -e
 export CAIRN_COMMIT="${CAIRN_COMMIT:-$(git rev-parse --short HEAD)}"
 
@@ -20,5 +20,7 @@ latency latency $small --kind hsa --contexts 524288 --batches 1
 latency latency $small --kind dense --contexts 524288 --batches 1 --fill
 latency latency-7b --shape 7b --contexts 8192,131072 --batches 1 --kind hsa
 latency latency-7b --shape 7b --contexts 8192 --batches 1 --kind dense
-latency latency-overlap --shape 345m --contexts 32768,131072 --batches 1 --kind hsa --overlap
+overlap="--shape 345m --batches 1 --kind hsa"
+latency latency-overlap $overlap --contexts 32768,131072 --overlap
+latency latency-overlap $overlap --contexts 32768 --chunked-prefill-size 2048
 python3 -m cairn bench ops ${folder:+--output "$folder/ops.json"}

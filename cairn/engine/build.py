@@ -26,9 +26,9 @@ from cairn.config import (
     resolve,
 )
 from cairn.engine.admission import CoreShape
+from cairn.engine.compiling import compile_loops
 from cairn.engine.core import EngineCore
 from cairn.engine.host_memory import bound_kernel_caches, keep_freed_memory
-from cairn.engine.loops import compile_loops
 from cairn.engine.memory import (
     Lines,
     MemoryPlan,
@@ -157,7 +157,7 @@ def build(
 
 
 def settle_on_cpu(dtype: torch.dtype) -> None:
-    """Once everything is loaded: what steps will find as they need it."""
+    """Make this process ready for steps: its memory, and what it would compile in their midst."""
     keep_freed_memory()
     compile_loops(dtype)
 

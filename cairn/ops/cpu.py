@@ -30,7 +30,7 @@ _ir: Any = None
 _intrinsic: Any = None
 with contextlib.suppress(ImportError):
     if "numba" not in sys.modules:  # it looks at this once
-        os.environ["NUMBA_NUM_THREADS"] = str(torch.get_num_threads())
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     _module = importlib.import_module("numba")
     _types = _module.types
     _ir = importlib.import_module("llvmlite.ir")

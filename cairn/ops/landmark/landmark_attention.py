@@ -294,11 +294,9 @@ def _few_tokens(
         strategy in ("hils", "softmax_head", "head")
         and window > 0
         and k_cache.shape[2] > 1
-        and q.dtype == lmk_q.dtype == k_cache.dtype == summary_key.dtype
+        and q.dtype == lmk_q.dtype == summary_key.dtype
         and summary_key.stride(-1) == 1
-        and k_cache.is_contiguous()
-        and v_cache.is_contiguous()
-        and tiles.few(row)
+        and tiles.few_in_loops(q, k_cache, v_cache, row)
     )
 
 

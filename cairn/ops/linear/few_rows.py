@@ -10,7 +10,7 @@ from cairn.ops import cpu
 from cairn.ops.linear import loops
 
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 2, torch.float16: 2}
-"""For more, blocks of rows are worth it, and what CPUs have for products of 16-bit numbers."""
+"""For more the library's product is faster: so on two cores of an Intel Xeon with AMX."""
 _PART_BYTES = 1 << 18
 """Of the weight that are read together, as several streams: close enough to lie in few pages."""
 

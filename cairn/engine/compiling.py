@@ -31,7 +31,7 @@ def compile_loops(dtype: torch.dtype) -> None:
     _run_attention(dtype)
     seconds = time.perf_counter() - began
     level = logging.WARNING if seconds > LONG else logging.INFO
-    log.log(level, "compiled the loops of this CPU in %.1f s; they are kept", seconds)
+    log.log(level, "compiled the loops for this CPU in %.1f s", seconds)
 
 
 def _run_rows(dtype: torch.dtype) -> None:

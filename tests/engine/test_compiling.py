@@ -1,0 +1,46 @@
+"""What a CPU engine compiles, or loads, it has before it is ready."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cairn.ops import cpu
+
+SCRIPT = """
+import json, sys
+from cairn import LLM, SamplingParams
+
+def held():
+    # By function, for how many kinds of arguments: from the machine's cache or compiled now.
+    modules = [m for name, m in sys.modules.items() if name.startswith("cairn.ops.")]
+    return {
+        f"{m.__name__}.{name}": len(value.signatures)
+        for m in modules if m.__name__.endswith(".loops")
+        for name, value in vars(m).items()
+        if getattr(value, "nopython_signatures", None) is not None
+        and value.py_func.__module__ == m.__name__
+        and value.targetoptions.get("nogil")
+    }
+
+llm = LLM(dtype=sys.argv[1], max_num_seqs=4, max_model_len=4000, chunked_prefill_size=700)
+before = held()
+params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=2)
+lengths = (1, 3, 40, 300, 3500)
+llm.generate([{"prompt_token_ids": list(range(n % 200)) + [n % 50] * (n - n % 200)}
+              for n in lengths], params, use_tqdm=False)
+print(json.dumps([before, held()]))
+"""
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_requests_find_all_loops_ready(dtype):
+    command = [sys.executable, "-c", SCRIPT, dtype]
+    answer = subprocess.run(command, check=True, timeout=250, capture_output=True, text=True)
+    before, after = json.loads(answer.stdout.splitlines()[-1])
+    assert len(before) >= 9 and all(before.values())
+    assert after == before
