@@ -25,7 +25,7 @@ CHOICES = [
     for name, implementation in op.implementations.items()
     if implementation.replayed
 ]
-HARMLESS = {"empty", "zeros", "view", "slice", "select", "unbind", "alias"}
+HARMLESS = {"empty", "zeros", "view", "slice", "select", "unbind", "alias", "detach"}
 """Operators that only make memory and views of it."""
 
 

@@ -1,4 +1,4 @@
-"""Kernels that turn numbers into codes of 8 bits."""
+"""Kernels that turn numbers into codes of 8 and of 4 bits."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def inverse_of(scale):
 
 
 @triton.jit
-def amax_kernel(x, parts, count, BLOCK: tl.constexpr):
-    """parts[program] = bits of the largest magnitude of every programs-th block of x."""
+def amax_bits(x, count, BLOCK: tl.constexpr):
+    """Bits of the largest magnitude of a program's blocks of x, every programs-th."""
     found = tl.zeros((BLOCK,), tl.int32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     begin = tl.program_id(0).to(tl.int64) * BLOCK
@@ -67,7 +67,13 @@ def amax_kernel(x, parts, count, BLOCK: tl.constexpr):
         number = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
         found = tl.maximum(found, number.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         begin += step
-    tl.store(parts + tl.program_id(0), tl.max(found, 0))
+    return tl.max(found, 0)
+
+
+@triton.jit
+def amax_kernel(x, parts, count, BLOCK: tl.constexpr):
+    """parts[program] = bits of the largest magnitude of its blocks of x."""
+    tl.store(parts + tl.program_id(0), amax_bits(x, count, BLOCK))
 
 
 @triton.jit
@@ -155,3 +161,146 @@ def groups_kernel(
         tl.store(scale.to(tl.pointer_type(tl.uint8)) + word * 4 + group % 4, byte, mask=alive)
     else:
         tl.store(scale + expert * s_expert + inner * s_row + group * s_group, own, mask=real)
+
+
+@triton.jit
+def e4m3_rounded(size):
+    """Magnitudes, NaN among them, to the nearest of e4m3, ties to even, at most 448: as float32
+    and as its codes in int32."""
+    size = tl.where(size > 448.0, 448.0, size)
+    # In a sum with 2 ** 20 times its own power of two a number keeps 3 bits behind the first.
+    # Below 2 ** -6 the steps stay 2 ** -9.
+    power = (size.to(tl.int32, bitcast=True) & 0x7F800000) + (20 << 23)
+    power = tl.maximum(power, (127 + 14) << 23)
+    whole = power.to(tl.float32, bitcast=True)
+    raised = size + whole
+    code = raised.to(tl.int32, bitcast=True) - power + (power >> 20) - ((127 + 14) << 3)
+    return raised - whole, tl.where(size == size, code, 0x7F)
+
+
+@triton.jit
+def e2m1_words(number, factor, place):
+    """float32 times factors as e2m1 codes, moved up by `place` bits and added along the last axis.
+
+    Over the magnitudes the codes lie on three lines, 2 x, x + 2 and x / 2 + 4, of which the lowest
+    counts. A sum with 2 ** 23 is rounded to an integer, ties to even, which its last bits show.
+    """
+    # Behind the magnitude, a product is rounded before it is added to something.
+    size = tl.abs(number * factor)
+    low = tl.fma(size, 2.0, 8388608.0).to(tl.int32, bitcast=True)
+    middle = (size + 8388610.0).to(tl.int32, bitcast=True)
+    high = tl.fma(size, 0.5, 8388612.0).to(tl.int32, bitcast=True)
+    # As integers they are in the same order, and NaN is the largest. The last code is 7.
+    code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 0x4B000007)) - 0x4B000000
+    sign = (number.to(tl.int32, bitcast=True) >> 28) & 8
+    return tl.sum(code << place, 2) + tl.sum(sign << place, 2)
+
+
+@triton.jit
+def nvfp4_blocks(x, block, inside, width, global_scale, T: tl.constexpr, GATED: tl.constexpr):
+    """Codes, eight to a word [T, 2] int32, and scales [T], as bytes, of blocks of a row; 0 where
+    not inside.
+
+    Args:
+        x: the row; GATED: gates, and `width` behind each what it is of.
+        global_scale: one float32.
+    """
+    # A thread loads 16 bytes at once, and the whole of a block.
+    wide: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    parts: tl.constexpr = 16 // wide
+    lane = tl.arange(0, parts)[None, :, None] * wide + tl.arange(0, wide)[None, None, :]
+    at = x + block.to(tl.int64)[:, None, None] * 16 + lane
+    number = tl.load(at, mask=inside[:, None, None], other=0.0)
+    if GATED:
+        up = tl.load(at + width, mask=inside[:, None, None], other=0.0)
+        gate = number.to(tl.float32)
+        number = (gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)).to(number.dtype)
+    number = number.to(tl.float32)
+    largest = tl.max(largest_bits(number, 2), 1).to(tl.float32, bitcast=True)
+    # A block's scale has the sign of the global one, and their quotient none.
+    scale, code = e4m3_rounded(tl.abs(global_scale) * (largest * 0.16666666666666666))
+    factor = inverse_of(scale * tl.abs(inverse_of(global_scale)))
+    words = e2m1_words(number, factor[:, None, None], lane % 8 * 4)
+    words = tl.sum(tl.reshape(words, T, 2, parts // 2), 2)
+    code |= (global_scale.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return words, tl.where(inside, code, 0).to(tl.uint8)
+
+
+@triton.jit
+def nvfp4_scale_at(row, block, tiles):
+    """Where a scale is stored: see `cairn.ops.quantization.nvfp4`."""
+    tile = row // 128 * tiles + block // 4
+    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+
+
+@triton.jit
+def nvfp4_rows_kernel(
+    x, codes, scales, global_scale, mask, rows, blocks, tiles, x_group, x_row,
+    T: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """T blocks of a row of a group, the rows that pad the scales among them.
+
+    With a mask a group has only so many rows in use. tiles: of scales, side by side.
+    """
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    block = tl.program_id(1) * T + tl.arange(0, T)
+    inside = block < blocks
+    used = row < rows
+    if mask is not None:
+        used = used & (row < tl.load(mask + group))
+    words = tl.zeros((T, 2), tl.int32)
+    scale = tl.zeros((T,), tl.uint8)
+    if used:
+        own = tl.load(global_scale + group)
+        start = x + group * x_group + row * x_row
+        words, scale = nvfp4_blocks(start, block, inside, blocks * 16, own, T, GATED)
+    to = ((group * rows + row) * blocks + block) * 2
+    there = inside & (row < rows)
+    tl.store(codes + to[:, None] + tl.arange(0, 2)[None, :], words, mask=there[:, None])
+    first = group * tl.num_programs(0) * tiles * 4
+    tl.store(scales + first + nvfp4_scale_at(row, block, tiles), scale, mask=block < tiles * 4)
+
+
+@triton.jit
+def nvfp4_experts_kernel(
+    x, codes, scales, global_scale, offsets, starts, order, rows, blocks, tiles, experts, x_row,
+    T: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """T blocks of a row, of rows sorted by expert; and zeros for the row of scales of the same
+    number, if it is nobody's: there are more of those.
+
+    Row r is row `order[r]` of x, if there is an order.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * T + tl.arange(0, T)
+    inside = block < blocks
+    stored = block < tiles * 4
+    each = tl.arange(0, EP)
+    begin = tl.load(offsets + each, mask=each < experts, other=0)
+    end = tl.minimum(tl.load(offsets + each + 1, mask=each < experts, other=0), rows)
+    start = tl.load(starts + each, mask=each < experts, other=0)
+    owner = tl.max(tl.where((begin <= row) & (row < end), each, -1), 0)
+    words = tl.zeros((T, 2), tl.int32)
+    if owner >= 0:
+        source = row
+        if order is not None:
+            source = tl.load(order + row).to(tl.int64)
+        own = tl.load(global_scale + owner)
+        words, scale = nvfp4_blocks(x + source * x_row, block, inside, 0, own, T, False)
+        place = row + tl.load(starts + owner) - tl.load(offsets + owner)
+        tl.store(scales + nvfp4_scale_at(place, block, tiles), scale, mask=stored)
+    to = (row * blocks + block) * 2
+    there = inside & (row < rows)
+    tl.store(codes + to[:, None] + tl.arange(0, 2)[None, :], words, mask=there[:, None])
+    taken = tl.max(((start <= row) & (row - start < end - begin)).to(tl.int32), 0)
+    if taken == 0:
+        nothing = tl.zeros((T,), tl.uint8)
+        tl.store(scales + nvfp4_scale_at(row, block, tiles), nothing, mask=stored)
+
+
+@triton.jit
+def global_scale_kernel(x, scale, count, BLOCK: tl.constexpr):
+    """scale = 448 * 6 / max |x|, or 1 if that is 0, by one program."""
+    largest = amax_bits(x, count, BLOCK).to(tl.float32, bitcast=True)
+    found = tl.div_rn(1.0, tl.where(largest == 0.0, 1.0, largest)) * 2688.0
+    tl.store(scale, tl.where(largest == 0.0, 1.0, found))

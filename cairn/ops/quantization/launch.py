@@ -1,4 +1,4 @@
-"""How the kernels of groups are launched."""
+"""How the kernels of groups, and of the largest magnitude, are launched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.quantization.kernels import groups_kernel
+from cairn.ops.quantization.kernels import amax_kernel, groups_kernel
 
 TILES = (1024, 4096)
 """Numbers of a program, unless a group has more: where there are few, and from MANY on."""
@@ -16,6 +16,11 @@ MANY = 1 << 21
 NUMBERS_A_WARP = 512
 WIDEST = 1 << 15
 """Most numbers of a group."""
+AMAX_BLOCK = 4096
+"""Numbers that a program looks at at once for the largest magnitude."""
+MOST_PARTS = 512
+ONE_PROGRAM = 1 << 14
+"""Numbers of a tensor of which one program finds the largest magnitude."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +88,15 @@ def quantize(
         *(rule.gated, rule.power, packed, gpu.knows_e4m3(input.device)),
         num_warps=max(1, min(16, lines * block // NUMBERS_A_WARP)),
     )
+
+
+def amax_parts(x: Tensor) -> Tensor:
+    """Bits [at most MOST_PARTS] int32 of magnitudes, the largest of which is that of x.
+
+    Args:
+        x: contiguous, float32, bfloat16 or float16.
+    """
+    count = x.numel()
+    parts = gpu.empty((min(max(1, -(-count // AMAX_BLOCK)), MOST_PARTS),), torch.int32, x.device)
+    amax_kernel[(parts.numel(),)](x, parts, count, AMAX_BLOCK, num_warps=8)
+    return parts

@@ -33,22 +33,20 @@ def expect_input(name: str, argument: str, x: Tensor, dims: int | None, factor: 
         refuse(name, argument, f"has shape {list(x.shape)}, no rows of blocks of {BLOCK}")
 
 
-def codes(x: Tensor) -> Tensor:
-    """float32 as e2m1 codes (uint8): to the nearest, ties to the even code, at most 6; NaN is 6."""
-    size = x.abs()
-    code = torch.where(x.isnan(), 7, 0)
+def codes(size: Tensor) -> Tensor:
+    """Magnitudes as e2m1 codes: to the nearest, ties to the even code, at most 6; NaN is 6."""
+    code = torch.where(size.isnan(), 7, 0)
     # From one of these on, or above it, the next code is nearer; ties go to the even one.
     for above, least in ((0.25, 0.75), (1.25, 1.75), (2.5, 3.5)):
         code = code + (size > above) + (size >= least)
-    code = code + (size > 5.0)
-    return (code + 8 * torch.signbit(x)).to(torch.uint8)
+    return code + (size > 5.0)
 
 
 def quantize(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [.., K / 2] uint8 and scales [.., K / 16] e4m3 of x [.., K].
 
-    S = e4m3(g * (amax / 6)); the codes are of x / (S / g), 0 for S = 0. Both quotients are products
-    with float32 reciprocals.
+    S = e4m3(g * (amax / 6)); the codes are of x / (S / g), 0 for S = 0, with the sign bit of x, NaN
+    or not. Both quotients are products with float32 reciprocals.
 
     Args:
         global_scale: g, float32, broadcast against [.., 1].
@@ -57,7 +55,8 @@ def quantize(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     largest = blocks.abs().amax(dim=-1)
     scale = e4m3(global_scale * (largest * (1.0 / LARGEST)))
     factor = inverse(scale.float() * inverse(global_scale))
-    pairs = codes(blocks * factor.unsqueeze(-1)).unflatten(-1, (-1, 2))
+    found = codes(blocks.abs() * factor.unsqueeze(-1)) + 8 * torch.signbit(blocks)
+    pairs = found.to(torch.uint8).unflatten(-1, (-1, 2))
     return (pairs[..., 0] | pairs[..., 1] << 4).flatten(-2), scale
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import INDICES, expect, refuse
 from cairn.ops.quantization import nvfp4
 from cairn.ops.quantization.codes import E4M3
+from cairn.ops.quantization.kernels import nvfp4_experts_kernel
+from cairn.ops.quantization.nvfp4_launch import in_rows, programs_of
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -44,14 +47,14 @@ def scaled_fp4_experts_quant(
     expert = torch.searchsorted(expert_offsets, row, right=True) - 1
     owned = ((expert >= 0) & (expert < experts)).unsqueeze(1)
     expert = expert.clamp(0, max(experts - 1, 0))
-    codes, scales = nvfp4.quantize(torch.where(owned, x, 0), input_global_scale[expert, None])
+    codes, scales = nvfp4.quantize(x, input_global_scale[expert, None])
     height, _ = nvfp4.padded(rows + nvfp4.TILE_ROWS * experts, scales.shape[1])
     # One row more takes what belongs to no expert.
     laid = torch.zeros(height + 1, scales.shape[1], dtype=torch.uint8, device=x.device)
     place = blockscale_offsets.long()[expert] + row - expert_offsets.long()[expert]
     place = torch.where(owned[:, 0], place, height).unsqueeze(1).expand_as(scales)
     laid.scatter_(0, place, scales.view(torch.uint8))
-    return codes, nvfp4.tiled(laid[:-1].view(E4M3))
+    return torch.where(owned, codes, 0), nvfp4.tiled(laid[:-1].view(E4M3))
 
 
 @scaled_fp4_experts_quant.fake
@@ -92,6 +95,48 @@ def _(
         expect(name, "expert_map", expert_map, (x.shape[0] * topk,), INDICES, like=x)
 
 
+def _in_rows(
+    input_tensor: Tensor,
+    input_global_scale: Tensor,
+    expert_offsets: Tensor,
+    blockscale_offsets: Tensor,
+    topk: int,
+    expert_map: Tensor | None = None,
+) -> bool:
+    others = [input_global_scale, expert_offsets, blockscale_offsets]
+    if expert_map is not None:
+        others.append(expert_map)
+    return in_rows(input_tensor, 1, *others)
+
+
+@scaled_fp4_experts_quant.implementation(
+    "triton", devices=gpu.DEVICES, when=_in_rows, replayed=True
+)
+def _(
+    input_tensor: Tensor,
+    input_global_scale: Tensor,
+    expert_offsets: Tensor,
+    blockscale_offsets: Tensor,
+    topk: int,
+    expert_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    x, experts = input_tensor, input_global_scale.shape[0]
+    rows = x.shape[0] if expert_map is None else expert_map.shape[0]
+    blocks = x.shape[1] // nvfp4.BLOCK
+    tall, wide = nvfp4.padded(rows + nvfp4.TILE_ROWS * experts, blocks)
+    codes = gpu.empty((rows, x.shape[1] // 2), torch.uint8, x.device)
+    scales = gpu.empty((tall, wide), E4M3, x.device)
+    own, warps, programs = programs_of(wide)
+    nvfp4_experts_kernel[(tall, programs)](
+        *(x, codes.view(torch.int32), scales.view(torch.uint8), input_global_scale),
+        *(expert_offsets, blockscale_offsets, expert_map),
+        *(rows, blocks, wide // nvfp4.TILE_COLUMNS, experts, x.stride(0)),
+        *(own, gpu.next_power_of_2(experts)),
+        num_warps=warps,
+    )
+    return codes, scales
+
+
 @scaled_fp4_experts_quant.cases
 def _(make: Make) -> Cases:
     offsets = make.tensor([0, 3, 3, 133], dtype=torch.int32)
@@ -101,6 +146,12 @@ def _(make: Make) -> Cases:
         yield make.args(make.randn(136, 80, dtype=dtype), scales, offsets, starts, 1)
     order = make.randint(0, 68, 136, dtype=torch.int32)
     yield make.args(make.randn(68, 16), scales, offsets, starts, 2, order)
+    # In any order, and rows of nobody behind those of the last.
+    ends = make.tensor([0, 2, 2, 5], dtype=torch.int32)
+    anywhere = make.tensor([256, 0, 128, 0], dtype=torch.int32)
+    for index in (torch.int32, torch.int64):
+        order = make.randint(0, 3, 6, dtype=index)
+        yield make.args(make.randn(3, 70)[:, :64], scales, ends, anywhere, 2, order)
     yield make.args(make.randn(0, 16), scales, offsets * 0, starts * 0, 8)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect
-from cairn.ops.quantization import nvfp4
+from cairn.ops.quantization import nvfp4, nvfp4_launch
+from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import Op, op
 from cairn.ops.testing import Cases, Make
 
@@ -52,10 +54,10 @@ def silu_and_mul_scaled_fp4_grouped_quant(
 
 
 def _grouped(x: Tensor, global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    used = torch.arange(x.shape[1], device=x.device) < mask[:, None]
-    x = torch.where(used.unsqueeze(-1), x, 0)
+    used = (torch.arange(x.shape[1], device=x.device) < mask[:, None]).unsqueeze(-1)
     codes, scales = nvfp4.quantize(x, global_scale.view(-1, 1, 1))
-    return _views(codes, nvfp4.tiled(scales))
+    kept = torch.where(used, scales.view(torch.uint8), 0).view(E4M3)
+    return _views(torch.where(used, codes, 0), nvfp4.tiled(kept))
 
 
 def _views(codes: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,13 +96,31 @@ def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> None:
     _expect("silu_and_mul_scaled_fp4_grouped_quant", input_tensor, input_global_scale, mask, 2)
 
 
+def _in_rows(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> bool:
+    groups = input_tensor.shape[0]
+    return nvfp4_launch.in_rows(input_tensor, groups, input_global_scale, mask)
+
+
+@scaled_fp4_grouped_quant.implementation("triton", devices=gpu.DEVICES, when=_in_rows)
+def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return _views(*nvfp4_launch.quantize(input_tensor, input_global_scale, mask))
+
+
+@silu_and_mul_scaled_fp4_grouped_quant.implementation("triton", devices=gpu.DEVICES, when=_in_rows)
+def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return _views(*nvfp4_launch.quantize(input_tensor, input_global_scale, mask, gated=True))
+
+
 @scaled_fp4_grouped_quant.cases
 def _(make: Make) -> Cases:
     mask = make.tensor([5, 0, 3], dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float32):
         x = make.randn(3, 5, 64, dtype=dtype)
         yield make.args(x, make.tensor([1.0, 50.0, 300.0]), mask)
+    strided = make.randn(3, 9, 160)[:, 1:6, :80]
+    yield make.args(strided, make.tensor([1.0, -50.0, float("inf")]), mask)
     yield make.args(make.randn(1, 0, 16), make.tensor([1.0]), mask[1:2])
+    yield make.args(make.randn(0, 5, 16), make.empty(0), mask[:0])
 
 
 @silu_and_mul_scaled_fp4_grouped_quant.cases
@@ -109,6 +129,9 @@ def _(make: Make) -> Cases:
     for dtype in (torch.bfloat16, torch.float32):
         x = make.randn(2, 130, 2 * 32, dtype=dtype)
         yield make.args(x, make.tensor([1.0, 50.0]), mask)
+    few = make.tensor([9, -1], dtype=torch.int32)
+    for dtype in (torch.float16, torch.float32):
+        yield make.args(make.randn(2, 3, 2 * 80, dtype=dtype), make.tensor([20.0, 1.0]), few)
     yield make.args(make.randn(1, 0, 32), make.tensor([1.0]), mask[:1] * 0)
 
 

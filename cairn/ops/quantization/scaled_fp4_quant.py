@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.quantization import nvfp4
+from cairn.ops.quantization import launch, nvfp4, nvfp4_launch
 from cairn.ops.quantization.codes import E4M3_MAX
+from cairn.ops.quantization.kernels import global_scale_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -49,12 +51,27 @@ def _expect_one(name: str, scale: Tensor, input: Tensor) -> None:
         refuse(name, "input_global_scale", f"has shape {list(scale.shape)}, not [1]")
 
 
+def _in_rows(input: Tensor, input_global_scale: Tensor) -> bool:
+    return (input.is_contiguous() or input.dim() == 2) and nvfp4_launch.in_rows(input, 1)
+
+
+@scaled_fp4_quant.implementation("triton", devices=gpu.DEVICES, when=_in_rows, replayed=True)
+def _(input: Tensor, input_global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    rows = input if input.dim() == 2 else input.view(-1, input.shape[-1])
+    return nvfp4_launch.quantize(rows, input_global_scale)
+
+
 @scaled_fp4_quant.cases
 def _(make: Make) -> Cases:
     for dtype in (torch.bfloat16, torch.float32):
         yield make.args(make.randn(7, 48, dtype=dtype, scale=3.0), make.tensor([100.0]))
     yield make.args(make.randn(2, 65, 16, dtype=torch.float16), make.tensor([7.0]))
     yield make.args(make.full((2, 32), 0.0), make.tensor([1.0]))
+    halves = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
+    yield make.args(make.tensor([*halves, *(-half for half in halves)]), make.tensor([1.0]))
+    beyond = make.tensor([[float("inf"), -1e30, 0.0, -0.0] * 8, [1e-30] * 32])
+    yield make.args(beyond, make.tensor([1e6]))
+    yield make.args(make.randn(3, 5000, dtype=torch.bfloat16)[:, :4112], make.tensor([600.0]))
     yield make.args(make.randn(0, 64), make.tensor([1.0]))
 
 
@@ -78,10 +95,27 @@ def _(x: Tensor) -> None:
     expect("suggest_nvfp4_global_scale", "x", x, dtypes=FLOATS)
 
 
+def _flat(x: Tensor) -> bool:
+    return x.is_contiguous()
+
+
+@suggest_nvfp4_global_scale.implementation("triton", devices=gpu.DEVICES, when=_flat, replayed=True)
+def _(x: Tensor) -> Tensor:
+    scale = gpu.empty((1,), torch.float32, x.device)
+    if x.numel() > launch.ONE_PROGRAM:
+        x = launch.amax_parts(x).view(torch.float32)
+    count = x.numel()
+    block = min(launch.AMAX_BLOCK, gpu.next_power_of_2(max(1, count)))
+    global_scale_kernel[(1,)](x, scale, count, block, num_warps=8)
+    return scale
+
+
 @suggest_nvfp4_global_scale.cases
 def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
         yield make.args(make.randn(3, 100, dtype=dtype))
+        yield make.args(make.randn(5, 70, 100, dtype=dtype, scale=30.0))
+    yield make.args(make.tensor([1.0, -float("inf")]))
     yield make.args(make.full((4,), 0.0))
     yield make.args(make.randn(0))
 

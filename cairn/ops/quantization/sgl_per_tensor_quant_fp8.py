@@ -10,15 +10,12 @@ from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.quantization import launch
 from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, inverse, scale_for
-from cairn.ops.quantization.kernels import amax_kernel, tensor_kernel
+from cairn.ops.quantization.kernels import tensor_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 BLOCK, STATIC_BLOCK = 4096, 2048
 """Numbers of a program, and where the scale is given."""
-MOST_PARTS = 512
-ONE_PROGRAM = 1 << 14
-"""Numbers of a tensor that is quantized in one launch, as a single group."""
 RULE = launch.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", inverse=True)
 
 
@@ -61,19 +58,16 @@ def _flat(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) ->
 @sgl_per_tensor_quant_fp8.implementation("triton", devices=gpu.DEVICES, when=_flat)
 def _(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> None:
     count = input.numel()
-    if 0 < count <= ONE_PROGRAM and not is_static:
+    if 0 < count <= launch.ONE_PROGRAM and not is_static:
         one = (1, count)
         launch.quantize(input.view(one), output_q.view(one), output_s.view(1, 1), count, RULE)
         return
     block = min(STATIC_BLOCK, gpu.next_power_of_2(max(1, count))) if is_static else BLOCK
     blocks = -(-count // block)
-    parts: Tensor | None = None
-    number_of_parts = min(max(blocks, 1), MOST_PARTS)
-    if not is_static:
-        parts = torch.empty(number_of_parts, dtype=torch.int32, device=input.device)
-        amax_kernel[(number_of_parts,)](input, parts, count, block, num_warps=8)
-    elif not count:
+    parts = None if is_static else launch.amax_parts(input)
+    if is_static and not count:
         return
+    number_of_parts = 1 if parts is None else parts.numel()
     tensor_kernel[(max(blocks, 1),)](
         *(input, output_q.view(torch.uint8), output_s, parts, count, number_of_parts, E4M3_MAX),
         *(gpu.next_power_of_2(number_of_parts), block, gpu.knows_e4m3(input.device)),

@@ -1,0 +1,56 @@
+"""How the kernel of rows in NVFP4 is launched."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.quantization.codes import E4M3
+from cairn.ops.quantization.kernels import nvfp4_rows_kernel
+from cairn.ops.quantization.nvfp4 import BLOCK, TILE_COLUMNS, padded
+
+MOST_BLOCKS = 256
+"""Blocks of a program."""
+BLOCKS_A_WARP = 64
+MOST_PROGRAMS = 65535
+"""Programs of a grid along its second and its third axis."""
+
+
+def in_rows(x: Tensor, groups: int, *others: Tensor) -> bool:
+    """Whether the kernels take x [.., K], so many groups of rows, and what belongs to it."""
+    few = groups <= MOST_PROGRAMS and x.shape[-1] <= MOST_PROGRAMS * MOST_BLOCKS * BLOCK
+    return few and x.stride(-1) == 1 and all(one.is_contiguous() for one in others)
+
+
+def programs_of(columns: int) -> tuple[int, int, int]:
+    """Blocks and warps of a program, and programs of a row, for so many columns of scales."""
+    blocks = min(MOST_BLOCKS, gpu.next_power_of_2(columns))
+    return blocks, max(1, blocks // BLOCKS_A_WARP), -(-columns // blocks)
+
+
+def quantize(
+    x: Tensor, global_scale: Tensor, mask: Tensor | None = None, gated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Codes [.., M, K / 2] uint8 and stored scales [.., M', S'] e4m3 of x.
+
+    Args:
+        x: [M, K] or [L, M, K], 2K if gated: [gate | up], of which silu(gate) * up is quantized. Its
+            rows have any stride, their numbers lie side by side.
+        global_scale: [L] float32, dense.
+        mask: [L] int32, dense: rows in use, the others are 0. None: all.
+    """
+    *groups, rows, width = x.shape
+    blocks = width // BLOCK // (1 + gated)
+    tall, wide = padded(rows, blocks)
+    codes = gpu.empty((*groups, rows, blocks * BLOCK // 2), torch.uint8, x.device)
+    scales = gpu.empty((*groups, tall, wide), E4M3, x.device)
+    own, warps, programs = programs_of(wide)
+    if scales.numel():
+        nvfp4_rows_kernel[(tall, programs, *groups)](
+            *(x, codes.view(torch.int32), scales.view(torch.uint8), global_scale, mask),
+            *(rows, blocks, wide // TILE_COLUMNS),
+            *(x.stride(0) if groups else 0, x.stride(-2), own, gated),
+            num_warps=warps,
+        )
+    return codes, scales
