@@ -1,8 +1,10 @@
 #!/bin/sh
 # The records behind the README's figures of one GPU; run it in the repository's root:
-# benchmarks/gpu.sh [FOLDER]. Records go to FOLDER, or where `cairn bench` puts them.
+# benchmarks/gpu.sh [FOLDER [latency|ops]]. Records go to FOLDER, or where `cairn bench` puts them.
 set -e
 export CAIRN_COMMIT="${CAIRN_COMMIT:-$(git rev-parse --short HEAD)}"
+folder=$1
+what=${2:-all}
 
 latency() { # NAME OPTION...: a file of records, what is measured
     name=$1
@@ -10,17 +12,20 @@ latency() { # NAME OPTION...: a file of records, what is measured
     python3 -m cairn bench latency --device cuda ${folder:+--output "$folder/$name.json"} "$@"
 }
 
-folder=$1
-small="--shape 345m --steps 64"
-latency latency $small --contexts 8192,16384,32768,65536,131072 --batches 1
-latency latency $small --contexts 8192,16384,32768,65536,131072,524288 --batches 8 --fill
-latency latency $small --contexts 8192,32768 --batches 64 --fill
-latency latency $small --kind hsa --contexts 131072 --batches 64 --fill --kv-cache-memory 71GiB
-latency latency $small --kind hsa --contexts 524288 --batches 1
-latency latency $small --kind dense --contexts 524288 --batches 1 --fill
-latency latency-7b --shape 7b --contexts 8192,131072 --batches 1 --kind hsa
-latency latency-7b --shape 7b --contexts 8192 --batches 1 --kind dense
-overlap="--shape 345m --batches 1 --kind hsa"
-latency latency-overlap $overlap --contexts 32768,131072 --overlap
-latency latency-overlap $overlap --contexts 32768 --chunked-prefill-size 2048
-python3 -m cairn bench ops ${folder:+--output "$folder/ops.json"}
+if [ "$what" != ops ]; then
+    small="--shape 345m --steps 64"
+    latency latency $small --contexts 8192,16384,32768,65536,131072 --batches 1
+    latency latency $small --contexts 8192,16384,32768,65536,131072,524288 --batches 8 --fill
+    latency latency $small --contexts 8192,32768 --batches 64 --fill
+    latency latency $small --kind hsa --contexts 131072 --batches 64 --fill --kv-cache-memory 71GiB
+    latency latency $small --kind hsa --contexts 524288 --batches 1
+    latency latency $small --kind dense --contexts 524288 --batches 1 --fill
+    latency latency-7b --shape 7b --contexts 8192,131072 --batches 1 --kind hsa
+    latency latency-7b --shape 7b --contexts 8192 --batches 1 --kind dense
+    overlap="--shape 345m --batches 1 --kind hsa"
+    latency latency-overlap $overlap --contexts 32768,131072 --overlap
+    latency latency-overlap $overlap --contexts 32768 --chunked-prefill-size 2048
+fi
+if [ "$what" != latency ]; then
+    python3 -m cairn bench ops ${folder:+--output "$folder/ops.json"}
+fi

@@ -9,7 +9,7 @@ import time
 import torch
 
 from cairn import ops
-from cairn.ops import cpu
+from cairn.ops import amx, cpu
 from cairn.ops.attention.tiles import FEW_TOKENS
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,9 @@ def compile_loops(dtype: torch.dtype) -> None:
         return
     began = time.perf_counter()
     _run_rows(dtype)
-    _run_attention(dtype)
+    _run_attention(dtype, 2, 8)
+    if amx.AVAILABLE and dtype == torch.bfloat16:
+        _run_attention(dtype, 64, 64)
     seconds = time.perf_counter() - began
     level = logging.WARNING if seconds > LONG else logging.INFO
     log.log(level, "compiled the loops for this CPU in %.1f s", seconds)
@@ -46,15 +48,15 @@ def _run_rows(dtype: torch.dtype) -> None:
         ops.rmsnorm(x, norm)
 
 
-def _run_attention(dtype: torch.dtype) -> None:
-    """From projections to attention, over two pages of two slots: one token, then several."""
-    k, v = (torch.ones(2, 1, 2, 8, dtype=dtype) for _ in range(2))
-    key, bias = torch.ones(2, 1, 8, dtype=dtype), torch.ones(2, 1)
+def _run_attention(dtype: torch.dtype, size: int, dim: int) -> None:
+    """From projections to attention, over two pages of `size` slots: one token, then several."""
+    k, v = (torch.ones(2, 1, size, dim, dtype=dtype) for _ in range(2))
+    key, bias = torch.ones(2, 1, dim, dtype=dtype), torch.ones(2, 1)
     table = torch.tensor([[0, 1]], dtype=torch.int32)
     for tokens in (1, FEW_TOKENS + 1):
-        row, slot = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), 2)
-        given, angles = torch.ones(tokens, 32, dtype=dtype), torch.ones(tokens, 8)
-        q, z = ops.heads_into_cache(given, None, torch.ones(3, 8), angles, k, v, row, 1)
+        row, slot = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), size)
+        given, angles = torch.ones(tokens, 4 * dim, dtype=dtype), torch.ones(tokens, dim)
+        q, z = ops.heads_into_cache(given, None, torch.ones(3, dim), angles, k, v, row, 1)
         ops.window_attention(q, k, v, row, slot, table, 1, dtype=dtype)
         ops.landmark_attention(q, z, k, v, key, bias, row, slot, table, 1, 1, True)
     # Neighbours that share no pages go page by page.

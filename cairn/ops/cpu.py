@@ -40,7 +40,7 @@ AVAILABLE = _module is not None
 DEVICES: tuple[str, ...] = ("cpu",) if AVAILABLE else ()
 
 # Sums may be taken in any order; infinities and NaN keep their meaning.
-_MATH = {"reassoc", "contract", "nsz", "arcp"}
+FAST = ("reassoc", "contract", "nsz", "arcp")
 _AS_NUMBERS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 
@@ -76,7 +76,7 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
     if not AVAILABLE:
         return function
     # As numpy does: a division by zero gives an infinity or NaN.
-    options: dict[str, Any] = {"fastmath": _MATH, "error_model": "numpy"}
+    options: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy"}
     if not threads:
         return _module.njit(function, **options)
     compiled = _module.njit(function, **options, nogil=True, parallel=PARALLEL)
@@ -90,9 +90,10 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
 
 @functools.cache
 def _sources() -> tuple[tuple[float, int], ...]:
-    """What changes with any file of loops, and with this one."""
+    """What changes with any file of loops, and with what they are made of."""
     folder = Path(__file__).parent
-    states = (path.stat() for path in sorted((Path(__file__), *folder.glob("*/loops.py"))))
+    parts = (folder / name for name in ("amx.py", "cpu.py", "lanes.py"))
+    states = (path.stat() for path in sorted((*parts, *folder.glob("*/*loops.py"))))
     return tuple((state.st_mtime, state.st_size) for state in states)
 
 

@@ -112,11 +112,13 @@ assert ops.linear.choice(x, weight) == "composed"
 
 def test_what_is_kept_follows_all_files_of_loops(tmp_path, monkeypatch) -> None:
     """Numba itself looks at the file of the function alone."""
-    (tmp_path / "cpu.py").write_text("")
-    (tmp_path / "norm").mkdir()
-    (tmp_path / "norm" / "loops.py").write_text("a = 1")
+    names = ("cpu.py", "lanes.py", "amx.py", "norm/loops.py", "attention/tile_loops.py")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a = 1")
     assert powers._cache._cache_file._source_stamp == cpu._sources()
     monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
-    before = cpu._sources.__wrapped__()
-    (tmp_path / "norm" / "loops.py").write_text("a = 22")
-    assert cpu._sources.__wrapped__() != before
+    for name in names:
+        before = cpu._sources.__wrapped__()
+        (tmp_path / name).write_text("a = 22")
+        assert cpu._sources.__wrapped__() != before

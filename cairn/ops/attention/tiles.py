@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from cairn.ops import amx
 
 FEW_TOKENS = 32
 """Steps of fewer tokens have too little in common for tiles."""
@@ -95,6 +98,30 @@ def few_in_loops(q: Tensor, k_cache: Tensor, v_cache: Tensor, row: Tensor) -> bo
     """Whether loops take a step: few tokens, plain memory."""
     plain = k_cache.is_contiguous() and v_cache.is_contiguous()
     return plain and q.dtype == k_cache.dtype and few(row)
+
+
+def fit_amx(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether loops with AMX take a step's queries and caches."""
+    heads, size, dim = k_cache.shape[1:]
+    return (
+        amx.AVAILABLE
+        and q.dtype == k_cache.dtype == torch.bfloat16
+        and size % 64 == 0
+        and dim % 64 == 0
+        and q.shape[1] <= 16 * heads
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+    )
+
+
+def blocks(row: Tensor, slot: Tensor, size: int) -> NDArray[np.int64]:
+    """[n + 1]: the tokens that blocks begin with, T last; a block's tokens lie in neighbouring
+    slots of a row, `size` at most."""
+    rows, slots, tokens = row.numpy(), slot.numpy(), np.arange(len(row))
+    new = np.ones(len(row), bool)
+    new[1:] = (rows[1:] != rows[:-1]) | (slots[1:] != slots[:-1] + 1)
+    within = tokens - np.maximum.accumulate(np.where(new, tokens, 0))
+    return np.append(np.flatnonzero(within % size == 0), len(row))
 
 
 def cells(grid: Tensor, heads: int) -> Tensor:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import cpu, gpu
-from cairn.ops.attention import launch, loops, paging
+from cairn.ops import amx, cpu, gpu
+from cairn.ops.attention import launch, loops, paging, tile_loops
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import check_caches, check_dtype, check_least, check_queries, check_slots
@@ -162,6 +162,57 @@ def _accepts(
     return tiling.worthwhile(q, k_cache, row) and (aligned or window > 1) and window <= _WIDEST
 
 
+def _by_amx(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
+) -> bool:
+    return (
+        q.shape[0] > 0
+        and tiling.fit_amx(q, k_cache, v_cache)
+        and dtype in (None, torch.float32, torch.bfloat16)
+        and all(x.is_contiguous() for x in (row, slot, page_table))
+    )
+
+
+@window_attention.implementation(
+    "amx", devices=("cpu",), dtypes=(torch.bfloat16,), missing=amx.MISSING, when=_by_amx
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    o = q.new_empty(q.shape, dtype=dtype or torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    tile_loops.attend_blocks(
+        cpu.numbers(q.contiguous().view(torch.float32)),
+        *map(cpu.numbers, (k_cache, v_cache, row, slot, page_table)),
+        tiling.blocks(row, slot, tile_loops.BLOCK),
+        (window, aligned, mask_landmarks),
+        np.float32(q.shape[2] ** -0.5 if scale is None else scale),
+        amx.shapes(),
+        *map(cpu.numbers, (o, lse)),
+    )
+    return o, lse
+
+
 @window_attention.implementation("tiled", devices=("cpu",), when=_accepts)
 def _(
     q: Tensor,
@@ -268,7 +319,8 @@ def _run_tiles(
 
 window_attention.tolerance(
     {torch.bfloat16: (1.6e-2, 1e-2)},
-    "the flash kernel rounds probabilities and o to bfloat16, the definition stays in float32",
+    "the flash kernel rounds probabilities and o, amx probabilities, to bfloat16; the definition "
+    "stays in float32",
 )
 
 
@@ -325,11 +377,15 @@ def _(
 @window_attention.cases
 def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
-        for size, heads, group, window in ((8, 2, 4, 20), (16, 1, 1, 16), (4, 3, 2, 1)):
-            lengths, counts = (75, 3, 40, 9), (60, 3, 1, 2)
-            paged = make.paged(lengths, heads, size, 16, dtype=dtype)
+        for size, heads, group, window, dim in (
+            *((8, 2, 4, 20, 16), (16, 1, 1, 16, 16), (4, 3, 2, 1, 16)),
+            *(((64, 2, 3, 130, 64),) if dtype == torch.bfloat16 else ()),
+        ):
+            lengths = (75, 3, 40, 9) if size < 64 else (400, 3, 140, 65)
+            counts = (60, 3, 1, 2)
+            paged = make.paged(lengths, heads, size, dim, dtype=dtype)
             row, slot, _ = paged.queries(counts)
-            q = make.randn(sum(counts), heads * group, 16, dtype=dtype)
+            q = make.randn(sum(counts), heads * group, dim, dtype=dtype)
             given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table, window)
             for aligned in (False, True):
                 for mask in (False, True):

@@ -1,0 +1,223 @@
+"""Sixteen float32 at once, in loops that `cpu.jit` compiles: one lane a query.
+
+Compilers make vectors of simple loops, but not of a softmax down sixteen columns. `+ - *` work on
+lanes; a number meets them by `spread`. What lies in memory is an array of 4-byte numbers, addressed
+by the place of its first in the flattened array.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from typing import Any
+
+import numpy as np
+
+from cairn.ops.cpu import AVAILABLE, FAST, jit
+
+LANES = 16
+
+_extending: Any = importlib.import_module("numba.extending") if AVAILABLE else None
+_types: Any = importlib.import_module("numba.types") if AVAILABLE else None
+_ir: Any = importlib.import_module("llvmlite.ir") if AVAILABLE else None
+_utils: Any = importlib.import_module("numba.core.cgutils") if AVAILABLE else None
+_intrinsic: Any = _extending and _extending.intrinsic
+
+if AVAILABLE:
+    _NUMBER, _WORD = _ir.FloatType(), _ir.IntType(32)
+    _NUMBERS, _WORDS = _ir.VectorType(_NUMBER, LANES), _ir.VectorType(_WORD, LANES)
+
+    class _Lanes(_types.Type):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(name="lanes")
+
+    @_extending.register_model(_Lanes)
+    class _Model(_extending.models.PrimitiveModel):  # type: ignore[misc]
+        def __init__(self, manager: Any, kind: Any) -> None:
+            super().__init__(manager, kind, _NUMBERS)
+
+    _lanes = _Lanes()
+
+
+def _words(number: int) -> Any:
+    return _ir.Constant(_WORDS, [number] * LANES)
+
+
+def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    kind = _ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(_utils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def _pointer(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """To sixteen numbers of an array, the first argument, from the second one on."""
+    data = context.make_array(signature.args[0])(context, builder, args[0]).data
+    return builder.bitcast(builder.gep(data, [args[1]]), _NUMBERS.as_pointer())
+
+
+def _first(builder: Any, count: Any) -> Any:
+    """The mask of the first `count` lanes."""
+    counts = _splat(builder, builder.trunc(count, _WORD))
+    return builder.icmp_signed("<", _ir.Constant(_WORDS, list(range(LANES))), counts)
+
+
+def _splat(builder: Any, number: Any) -> Any:
+    none = _ir.Constant(_ir.VectorType(number.type, LANES), _ir.Undefined)
+    one = builder.insert_element(none, number, _ir.Constant(_WORD, 0))
+    return builder.shuffle_vector(one, none, _words(0))
+
+
+def _to_bfloat16(builder: Any, numbers: Any) -> Any:
+    """To the nearest, ties to even: words whose upper halves are the numbers."""
+    bits = builder.bitcast(numbers, _WORDS)
+    odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
+    rounded = builder.add(builder.add(bits, _words(0x7FFF)), odd)
+    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
+    return builder.select(is_nan, _words(0x7FC00000), rounded)
+
+
+def _build_spread(context: Any, number: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _splat(builder, args[0])
+
+    return _lanes(_types.float32), emit
+
+
+def _build_load(context: Any, array: Any, at: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        loaded = builder.load(_pointer(context, builder, signature, args))
+        loaded.align = 4
+        return loaded
+
+    return _lanes(array, _types.int64), emit
+
+
+def _build_store(context: Any, array: Any, at: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], _pointer(context, builder, signature, args)).align = 4
+        return context.get_dummy_value()
+
+    return _types.void(array, _types.int64, _lanes), emit
+
+
+def _build_load_some(context: Any, array: Any, at: Any, count: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place, zero = _pointer(context, builder, signature, args), _ir.Constant(_NUMBERS, None)
+        name = "llvm.masked.load.v16f32.p0"
+        four = _ir.Constant(_WORD, 4)
+        return _call(builder, name, _NUMBERS, place, four, _first(builder, args[2]), zero)
+
+    return _lanes(array, _types.int64, _types.int64), emit
+
+
+def _build_store_some(context: Any, array: Any, at: Any, count: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place, four = _pointer(context, builder, signature, args), _ir.Constant(_WORD, 4)
+        name, mask = "llvm.masked.store.v16f32.p0", _first(builder, args[2])
+        _call(builder, name, _ir.VoidType(), args[3], place, four, mask)
+        return context.get_dummy_value()
+
+    return _types.void(array, _types.int64, _types.int64, _lanes), emit
+
+
+def _build_store_pairs(context: Any, array: Any, at: Any, even: Any, odd: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        low = builder.lshr(_to_bfloat16(builder, args[2]), _words(16))
+        high = builder.and_(_to_bfloat16(builder, args[3]), _words(0xFFFF0000))
+        pairs = builder.bitcast(builder.or_(low, high), _NUMBERS)
+        builder.store(pairs, _pointer(context, builder, signature, args)).align = 4
+        return context.get_dummy_value()
+
+    return _types.void(array, _types.int64, _lanes, _lanes), emit
+
+
+def _build_highest(context: Any, a: Any, b: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return _lanes(_lanes, _lanes), emit
+
+
+def _build_choose(context: Any, x: Any, least: Any, value: Any, other: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_unordered(">=", *args[:2]), *args[2:])
+
+    return _lanes(_lanes, _lanes, _lanes, _lanes), emit
+
+
+def _build_floor(context: Any, x: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, "llvm.floor.v16f32", _NUMBERS, args[0])
+
+    return _lanes(_lanes), emit
+
+
+def _build_power_of_2(context: Any, exponent: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        biased = builder.add(builder.fptosi(args[0], _WORDS), _words(127))
+        return builder.bitcast(builder.shl(biased, _words(23)), _NUMBERS)
+
+    return _lanes(_lanes), emit
+
+
+def _register(sign: Any, name: str) -> None:
+    """Let an operator between lanes be an instruction of LLVM's."""
+
+    def typer(context: Any) -> Any:
+        return lambda a, b: _lanes if a == b == _lanes else None
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return getattr(builder, name)(*args, flags=FAST)
+
+    _extending.type_callable(sign)(typer)
+    _extending.lower_builtin(sign, _Lanes, _Lanes)(emit)
+
+
+if AVAILABLE:
+    _register(operator.add, "fadd")
+    _register(operator.sub, "fsub")
+    _register(operator.mul, "fmul")
+    _register(operator.truediv, "fdiv")
+
+spread: Any = _intrinsic and _intrinsic(_build_spread)
+"""spread(x): a float32 in all lanes."""
+load: Any = _intrinsic and _intrinsic(_build_load)
+"""load(array, at)."""
+store: Any = _intrinsic and _intrinsic(_build_store)
+"""store(array, at, value)."""
+load_some: Any = _intrinsic and _intrinsic(_build_load_some)
+"""load_some(array, at, count): the first lanes; the others are 0, what lies there is not read."""
+store_some: Any = _intrinsic and _intrinsic(_build_store_some)
+"""store_some(array, at, count, value): the first lanes alone."""
+store_pairs: Any = _intrinsic and _intrinsic(_build_store_pairs)
+"""store_pairs(array, at, even, odd): as bfloat16, in each lane's 4 bytes one of either."""
+highest: Any = _intrinsic and _intrinsic(_build_highest)
+"""highest(a, b): the larger of each lane; b where one is NaN."""
+choose: Any = _intrinsic and _intrinsic(_build_choose)
+"""choose(x, least, value, other): value where x >= least or one of them is NaN, else other."""
+_floor: Any = _intrinsic and _intrinsic(_build_floor)
+_power_of_2: Any = _intrinsic and _intrinsic(_build_power_of_2)
+
+_LEAST = np.float32(-125.0)
+
+
+def _exp2(x: Any) -> Any:
+    """2 ** x of lanes <= 126, to 2 units in the last place; 0 for less than -125.
+
+    2 ** n times the Taylor series of 2 ** r, -0.5 <= r < 0.5.
+    """
+    least = spread(_LEAST)
+    bounded = highest(least, x)
+    n = _floor(bounded + spread(np.float32(0.5)))
+    r = bounded - n
+    p = spread(np.float32(1.5252734e-5))
+    p = p * r + spread(np.float32(1.5403530e-4))
+    p = p * r + spread(np.float32(1.3333558e-3))
+    p = p * r + spread(np.float32(9.6181291e-3))
+    p = p * r + spread(np.float32(5.5504109e-2))
+    p = p * r + spread(np.float32(2.4022651e-1))
+    p = p * r + spread(np.float32(6.9314718e-1))
+    p = p * r + spread(np.float32(1))
+    return choose(x, least, p * _power_of_2(n), spread(np.float32(0)))
+
+
+exp2: Any = jit(_exp2)
