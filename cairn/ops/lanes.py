@@ -27,6 +27,12 @@ if AVAILABLE:
     _NUMBER, _WORD = _ir.FloatType(), _ir.IntType(32)
     _NUMBERS, _WORDS = _ir.VectorType(_NUMBER, LANES), _ir.VectorType(_WORD, LANES)
 
+    class _BFloat(_ir.Type):  # type: ignore[misc]
+        """LLVM's type of 16 bits, of which llvmlite knows nothing."""
+
+        def _to_string(self) -> str:
+            return "bfloat"
+
     class _Lanes(_types.Type):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(name="lanes")
@@ -64,15 +70,6 @@ def _splat(builder: Any, number: Any) -> Any:
     none = _ir.Constant(_ir.VectorType(number.type, LANES), _ir.Undefined)
     one = builder.insert_element(none, number, _ir.Constant(_WORD, 0))
     return builder.shuffle_vector(one, none, _words(0))
-
-
-def _to_bfloat16(builder: Any, numbers: Any) -> Any:
-    """To the nearest, ties to even: words whose upper halves are the numbers."""
-    bits = builder.bitcast(numbers, _WORDS)
-    odd = builder.and_(builder.lshr(bits, _words(16)), _words(1))
-    rounded = builder.add(builder.add(bits, _words(0x7FFF)), odd)
-    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
-    return builder.select(is_nan, _words(0x7FC00000), rounded)
 
 
 def _build_spread(context: Any, number: Any) -> Any:
@@ -120,11 +117,16 @@ def _build_store_some(context: Any, array: Any, at: Any, count: Any, value: Any)
 
 
 def _build_store_pairs(context: Any, array: Any, at: Any, even: Any, odd: Any) -> Any:
+    halves = _ir.VectorType(_BFloat(), 2 * LANES)
+    mixed = [n // 2 + n % 2 * LANES for n in range(2 * LANES)]
+    order = _ir.Constant(_ir.VectorType(_WORD, 2 * LANES), mixed)
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        low = builder.lshr(_to_bfloat16(builder, args[2]), _words(16))
-        high = builder.and_(_to_bfloat16(builder, args[3]), _words(0xFFFF0000))
-        pairs = builder.bitcast(builder.or_(low, high), _NUMBERS)
-        builder.store(pairs, _pointer(context, builder, signature, args)).align = 4
+        rounded = _call(builder, name, halves, args[3], args[2])
+        pairs = builder.shuffle_vector(rounded, _ir.Constant(halves, _ir.Undefined), order)
+        place = _pointer(context, builder, signature, args)
+        builder.store(builder.bitcast(pairs, _NUMBERS), place).align = 4
         return context.get_dummy_value()
 
     return _types.void(array, _types.int64, _lanes, _lanes), emit
@@ -189,7 +191,8 @@ load_some: Any = _intrinsic and _intrinsic(_build_load_some)
 store_some: Any = _intrinsic and _intrinsic(_build_store_some)
 """store_some(array, at, count, value): the first lanes alone."""
 store_pairs: Any = _intrinsic and _intrinsic(_build_store_pairs)
-"""store_pairs(array, at, even, odd): as bfloat16, in each lane's 4 bytes one of either."""
+"""store_pairs(array, at, even, odd): as bfloat16, in each lane's 4 bytes one of either; to the
+nearest, ties to even. An instruction of AVX512-BF16, which CPUs with AMX have."""
 highest: Any = _intrinsic and _intrinsic(_build_highest)
 """highest(a, b): the larger of each lane; b where one is NaN."""
 choose: Any = _intrinsic and _intrinsic(_build_choose)
@@ -197,25 +200,34 @@ choose: Any = _intrinsic and _intrinsic(_build_choose)
 _floor: Any = _intrinsic and _intrinsic(_build_floor)
 _power_of_2: Any = _intrinsic and _intrinsic(_build_power_of_2)
 
+
+def _scratch(lines: Any) -> Any:
+    """[lines, 16] float32, unwritten, each in one line of a core's cache."""
+    numbers = np.empty((lines + 1) * LANES, np.float32)
+    first = -numbers.ctypes.data // 4 % LANES
+    return numbers[first : first + lines * LANES].reshape(lines, LANES)
+
+
+scratch: Any = jit(_scratch)
+
 _LEAST = np.float32(-125.0)
 
 
 def _exp2(x: Any) -> Any:
-    """2 ** x of lanes <= 126, to 2 units in the last place; 0 for less than -125.
+    """2 ** x of lanes <= 126, to 2e-7 of it, exact for x = 0; 0 for less than -125.
 
-    2 ** n times the Taylor series of 2 ** r, -0.5 <= r < 0.5.
+    2 ** n times the polynomial that comes closest to 2 ** r, -0.5 <= r < 0.5, of those that are 1
+    for r = 0.
     """
     least = spread(_LEAST)
     bounded = highest(least, x)
     n = _floor(bounded + spread(np.float32(0.5)))
     r = bounded - n
-    p = spread(np.float32(1.5252734e-5))
-    p = p * r + spread(np.float32(1.5403530e-4))
-    p = p * r + spread(np.float32(1.3333558e-3))
-    p = p * r + spread(np.float32(9.6181291e-3))
-    p = p * r + spread(np.float32(5.5504109e-2))
-    p = p * r + spread(np.float32(2.4022651e-1))
-    p = p * r + spread(np.float32(6.9314718e-1))
+    p = spread(np.float32(1.3264727e-3))
+    p = p * r + spread(np.float32(9.6715130e-3))
+    p = p * r + spread(np.float32(5.5507336e-2))
+    p = p * r + spread(np.float32(2.4022242e-1))
+    p = p * r + spread(np.float32(6.9314700e-1))
     p = p * r + spread(np.float32(1))
     return choose(x, least, p * _power_of_2(n), spread(np.float32(0)))
 

@@ -19,7 +19,7 @@ def held():
     modules = [m for name, m in sys.modules.items() if name.startswith("cairn.ops.")]
     return {
         f"{m.__name__}.{name}": len(value.signatures)
-        for m in modules if m.__name__.endswith(".loops")
+        for m in modules if m.__name__.endswith("loops")
         for name, value in vars(m).items()
         if getattr(value, "nopython_signatures", None) is not None
         and value.py_func.__module__ == m.__name__

@@ -12,7 +12,7 @@ import numpy as np
 
 from cairn.ops.amx import load_shapes, save_shapes, tile_dot, tile_load, tile_store, tile_zero
 from cairn.ops.cpu import jit, narrow, prange
-from cairn.ops.lanes import choose, exp2, highest, load, spread, store, store_pairs
+from cairn.ops.lanes import choose, exp2, highest, load, scratch, spread, store, store_pairs
 
 BLOCK = 64
 """Most tokens of a block: the values of a page are transposed once for all."""
@@ -140,14 +140,11 @@ def _attend_block(q, k_cache, v_cache, slot, pages, begin, end, head, rule, scal
     columns, seen = _columns(q, slots, begin, head, group, size, rule)
 
     groups = len(columns)
-    out = np.zeros((groups, dim, 16), np.float32)
-    tops = np.full((groups, 16), -np.inf, np.float32)
-    masses = np.zeros((groups, 16), np.float32)
-    values = np.empty((dim, size), np.uint16)
-    logits = np.empty((size, 16), np.float32)
-    shares = np.empty((size // 2, 16), np.float32)
-    part = np.empty((dim, 16), np.float32)
-    bounds = np.empty((2, 16), np.float32)
+    out, masses, tops = scratch(groups * dim), scratch(groups), scratch(groups)
+    out[:], masses[:], tops[:] = 0, 0, -np.inf
+    values = scratch(dim * size // 32).view(np.uint16).reshape(dim, size)
+    logits, shares, part = scratch(size), scratch(size // 2), scratch(dim)
+    bounds = scratch(2)
     first, last = seen[0, 0, 0], slots[-1]
     final = size - 2 if masked else size - 1
     for page in range(first // size, last // size + 1):
@@ -180,7 +177,8 @@ def _columns(q, slots, begin, head, group, size, rule):
     per = 16 // group
     window, aligned, _ = rule
     groups = (len(slots) + per - 1) // per
-    columns = np.zeros((groups, q.shape[2], 16), np.float32)
+    columns = scratch(groups * q.shape[2]).reshape(groups, q.shape[2], 16)
+    columns[:] = 0
     seen = np.empty((2, groups, 16), np.int64)
     for n in range(groups):
         for i in range(16):
@@ -237,4 +235,4 @@ def _write(out, tops, masses, begin, tokens, first_head, group, scale, o, lse):
             lse[begin + n, first_head + h] = mass_of
             result = o[begin + n, first_head + h]
             for i in range(len(result)):
-                result[i] = narrow(out[at, i, column] * share, result[i])
+                result[i] = narrow(out[at * len(result) + i, column] * share, result[i])

@@ -116,33 +116,113 @@ def _choose(u, mass, count, normalised):
     candidates, group = u.shape
     if count == candidates:
         return np.arange(candidates)
+    top = np.zeros(group, np.float32)
     norm = np.zeros(group, np.float32)
     if normalised:
-        norm[:] = mass
-        highest(u, candidates, norm)
-        total = np.zeros(group, np.float32)
+        top[:] = mass
+        highest(u, candidates, top)
         for n in range(candidates):
             for h in range(group):
-                total[h] += exp(u[n, h] - norm[h])
+                norm[h] += exp(u[n, h] - top[h])
         for h in range(group):
-            norm[h] += math.log(total[h] + exp(mass[h] - norm[h]))
+            norm[h] = math.log(norm[h] + exp(mass[h] - top[h]))
     best = np.full(candidates, -np.inf, np.float32)
     for n in range(candidates):
         for h in range(group):
-            score = u[n, h] - norm[h]
+            score = (u[n, h] - top[h]) - norm[h]
             best[n] = score if score > best[n] else best[n]
-    least = np.partition(best, candidates - count)[candidates - count]
-    above = 0
-    for n in range(candidates):
-        above += best[n] > least
+    return _keep(best, count)
+
+
+@jit
+def _keep(best, count):
+    """Places of the `count` largest, ascending; of equal ones the first. NaN is the largest.
+
+    The least of them is found by halving between bounds: floats are ordered as their bits are, the
+    negative ones the other way round. That takes 32 counts at most, of many numbers at once.
+    """
+    keys = best.view(np.int32)
+    for n in range(len(keys)):
+        ordered = keys[n] if keys[n] >= 0 else keys[n] ^ np.int32(0x7FFFFFFF)
+        keys[n] = ordered if best[n] != 0 else np.int32(0)
+    low, high, found = np.int64(-(2**31)), np.int64(2**31 - 1), len(keys)
+    while low < high and found != count:
+        middle = low + (high - low + 1) // 2
+        found = _count(keys, np.int32(middle))
+        if found >= count:
+            low = middle
+        else:
+            high = middle - 1
+    equal = count
+    for n in range(len(keys)):
+        equal -= keys[n] > low
     chosen = np.empty(count, np.int64)
-    place, equal = 0, count - above
-    for n in range(candidates):
-        if best[n] > least or (best[n] == least and equal > 0):
-            equal -= best[n] == least
+    place = 0
+    for n in range(len(keys)):
+        if keys[n] > low or (keys[n] == low and equal > 0):
+            equal -= keys[n] == low
             chosen[place] = n
             place += 1
     return chosen
+
+
+@jit
+def _count(keys, least):
+    """How many numbers are not less."""
+    found = 0
+    for n in range(len(keys)):
+        found += keys[n] >= least
+    return found
+
+
+@jit(threads=True)
+def choose_pages(u, lse, limits, tokens, normalised, indices, scores):
+    """What select_pages selects of scored pages, a thread a token.
+
+    Args:
+        u: [U, h, c, columns], scores of c tokens of each of U rows; as many columns count as
+            `limits` [U, c] int64 says.
+        lse: [T, h] float32; tokens: [U, c] int64, T for none.
+        normalised: whether each head's normaliser is taken off its scores.
+        indices: [T, h_kv, K] int32, -1; scores: [T, h, K], -inf; written.
+    """
+    width, groups = u.shape[2], indices.shape[1]
+    group = u.shape[1] // groups
+    for task in prange(len(u) * width):
+        unit, place = task // width, task % width
+        token, limit = tokens[unit, place], limits[unit, place]
+        if token >= len(lse) or limit == 0:
+            continue
+        for g in range(groups):
+            if limit <= indices.shape[2]:
+                chosen = np.arange(limit)
+            else:
+                best = np.full(limit, -np.inf, np.float32)
+                for head in range(g * group, (g + 1) * group):
+                    # One index for each but the last dim: a line side by side, to the compiler.
+                    line = u[unit, head, place][:limit]
+                    _better(line, lse[token, head], normalised, best)
+                chosen = _keep(best, indices.shape[2])
+            for n in range(len(chosen)):
+                indices[token, g, n] = chosen[n]
+            for head in range(g * group, (g + 1) * group):
+                line = u[unit, head, place]
+                for n in range(len(chosen)):
+                    scores[token, head, n] = line[chosen[n]]
+
+
+@jit
+def _better(line, mass, normalised, best):
+    """best[n] = the larger of it and a head's score line[n], as in `_choose`."""
+    top, norm = np.float32(0), np.float32(0)
+    if normalised:
+        top = max(_largest(line), mass)
+        for n in range(len(line)):
+            norm += exp(line[n] - top)
+        norm = np.float32(math.log(norm + exp(mass - top)))
+    for n in range(len(line)):
+        score = (line[n] - top) - norm
+        best[n] = score if score > best[n] else best[n]
 
 
 @jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.landmark.select_task import NO_PAGE, Task
+from cairn.ops.landmark.select_task import Task
 
 _TILE = 256
 """Tokens of one row that share a gather of its summaries."""
@@ -60,58 +60,18 @@ def gather(table: Tensor, physical: Tensor | slice) -> Tensor:
     return lines.view(*physical.shape, *table.shape[1:])
 
 
-def logits(
-    task: Task, lmk_q: Tensor, keys: Tensor, bias: Tensor | None, limits: Tensor, pages: int
-) -> Tensor:
-    """u [U, h, c, columns], -inf from each token's limit to the number of pages.
+def logits(task: Task, lmk_q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
+    """u [U, h, c, columns].
 
     Args:
         lmk_q: [U, c, h_q, d]; keys: [U * key_heads, d, columns]; bias: [U, h_q, columns] or None.
-        limits: [U, c] candidates of every token.
-        pages: of the batch; columns after them become -inf.
     """
-    count, tokens = limits.shape
     queries = task.queries(lmk_q)
     if bias is not None and task.key_heads == task.score_heads:
         u = torch.baddbmm(bias.flatten(0, 1).unsqueeze(1), queries, keys)
     else:
         u = torch.bmm(queries, keys)
-    u = u.view(count, task.score_heads, tokens, keys.shape[-1])
+    u = u.view(len(lmk_q), task.score_heads, -1, keys.shape[-1])
     if bias is not None and task.key_heads < task.score_heads:
         u += bias.unsqueeze(2)
-    u[..., pages:] = -torch.inf
-    low = int(limits.min())
-    if low < pages:
-        late = torch.arange(low, pages) >= limits.unsqueeze(-1)
-        u[..., low:pages].masked_fill_(late.unsqueeze(1), -torch.inf)
     return u
-
-
-def best(task: Task, u: Tensor, lse: Tensor, limits: Tensor, topk: int, pages: int) -> Tensor:
-    """Selected pages [U, h_kv, c, min(K, P)] ascending, NO_PAGE where there are fewer."""
-    count, heads, tokens, _ = u.shape
-    if pages <= topk:
-        every = torch.arange(pages).expand(count, task.groups, tokens, pages)
-        return every.masked_fill(every >= limits[:, None, :, None], NO_PAGE)
-    score = u
-    if task.normalised:
-        # One more column with the window's lse makes log_softmax u - Z.
-        u[..., pages] = lse.transpose(1, 2)
-        score = torch.log_softmax(u, dim=-1)
-    score = score[..., :pages]
-    if heads > task.groups:
-        score = score.unflatten(1, (task.groups, -1)).amax(dim=2)
-    places = topk_places(score, topk)
-    return places.masked_fill_(places >= limits[:, None, :, None], NO_PAGE).sort(dim=-1).values
-
-
-def topk_places(score: Tensor, topk: int) -> Tensor:
-    """Places of the topk largest along the last dim, longer than topk; of equal ones the first."""
-    values, places = score.topk(topk + 1, dim=-1)
-    tied = values[..., topk - 1] == values[..., topk]
-    if bool(tied.any()):
-        # torch.topk may keep any of equal ones: those lines are sorted, which can be stable.
-        tied &= values[..., topk] > -torch.inf
-        again = score[tied].sort(dim=-1, descending=True, stable=True).indices
-        places[tied] = again[:, : topk + 1]
-    return places[..., :topk]

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.attention import paging
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import FLOAT32, FLOATS, check_least, check_slots, expect
-from cairn.ops.landmark import select_cpu, select_launch
+from cairn.ops.landmark import loops, select_cpu, select_launch
 from cairn.ops.landmark.looks import check_rule, check_summaries
 from cairn.ops.landmark.select_task import NO_PAGE, STRATEGIES, candidate_pages, store, task_of
 from cairn.ops.registry import op
@@ -139,7 +139,7 @@ def _(
     return task.empty(lmk_q.shape[0], topk, slot.device)
 
 
-@select_pages.implementation("row_tiles", devices=("cpu",))
+@select_pages.implementation("row_tiles", devices=cpu.DEVICES)
 def _(
     lmk_q: Tensor,
     summary_key: Tensor,
@@ -157,13 +157,11 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     task = task_of(lmk_q, summary_key, strategy, scale, num_kv_heads)
     candidates = candidate_pages(slot, page_size, window, strategy)
-    # One line more than tokens takes what empty places of the tiles compute.
-    indices, scores = task.empty(slot.numel() + 1, topk, slot.device)
+    indices, scores = task.empty(slot.numel(), topk, slot.device)
     for tokens, pages in select_cpu.tiles(row, candidates):
         safe = tokens.clamp(max=slot.numel() - 1)
-        # The page after the candidates exists, in the window; its column will hold the lse. Those
-        # after it make a round number for the matrix product.
-        columns = -(-(pages + task.normalised) // 16) * 16
+        # Those after the candidates make a round number for the matrix product.
+        columns = -(-pages // 16) * 16
         physical = page_table[row[safe[:, 0]], :columns]
         keys = task.keys(select_cpu.gather(summary_key, physical)).transpose(1, 2)
         bias = (
@@ -176,10 +174,12 @@ def _(
         step = paging.tokens_per_block(bytes_per_token, tokens.shape[1])
         for begin in range(0, tokens.shape[1], step):
             at = (slice(None), slice(begin, begin + step))
-            u = select_cpu.logits(task, lmk_q[safe[at]], keys, bias, limits[at], pages)
-            found = select_cpu.best(task, u, lse[safe[at]], limits[at], topk, pages)
-            store(indices, scores, tokens[at].reshape(-1), found, u, task)
-    return indices[:-1], scores[:-1]
+            u = select_cpu.logits(task, lmk_q[safe[at]], keys, bias)
+            given = (u, lse, limits[at].contiguous(), tokens[at].contiguous())
+            loops.choose_pages(
+                *map(cpu.numbers, given), task.normalised, *map(cpu.numbers, (indices, scores))
+            )
+    return indices, scores
 
 
 def _selection(

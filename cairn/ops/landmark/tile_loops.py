@@ -15,7 +15,7 @@ from cairn.ops.attention.tile_loops import (
     transpose,
 )  # fmt: skip
 from cairn.ops.cpu import jit, prange
-from cairn.ops.lanes import load, load_some, spread, store, store_some
+from cairn.ops.lanes import load, load_some, scratch, spread, store, store_some
 
 
 @jit(threads=True)
@@ -60,14 +60,14 @@ def _attend_block(
     for token in range(begin, end):
         take_columns(q, token, first_head, group, queries[token - begin], 0)
     # Of the sixteen lanes of each sum the first `group` count.
-    sums = np.zeros((end - begin, dim, 16), np.float32)
+    sums = scratch((end - begin) * dim)
+    sums[:] = 0
 
-    values = np.empty((dim, size), np.uint16)
-    columns = np.zeros((half, 16), np.float32)
-    logits = np.empty((size, 16), np.float32)
-    shares = np.empty((size // 2, 16), np.float32)
-    part = np.zeros((dim + 1, 16), np.float32)
-    weight = np.zeros(32, np.float32)
+    values = scratch(dim * size // 32).view(np.uint16).reshape(dim, size)
+    columns, logits, shares = scratch(half), scratch(size), scratch(size // 2)
+    # Sixteen lanes from a place inside of the last line reach into one more.
+    part, weight = scratch(dim + 1), scratch(2)
+    columns[:], part[:], weight[:] = 0, 0, 0
     per = 16 // group
     nothing = spread(np.float32(-np.inf))
     factor = scale * LOG2_E
@@ -82,7 +82,7 @@ def _attend_block(
                 token, place = asked[some + n]
                 _copy(queries, token - begin, columns, n)
                 for h in range(group):
-                    weight[n * group + h] = weights[token, first_head + h, place]
+                    weight[0, n * group + h] = weights[token, first_head + h, place]
             multiply(k_cache, keys, size, dim, columns, logits)
             store(logits, (size - 1) * 16, nothing)
             top = largest(logits, size, spread(LEAST))
@@ -99,7 +99,7 @@ def _attend_block(
         for h in range(group):
             result = out[token, first_head + h]
             for i in range(dim):
-                result[i] = sums[token - begin, i, h]
+                result[i] = sums[(token - begin) * dim + i, h]
 
 
 @jit
