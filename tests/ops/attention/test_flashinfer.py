@@ -14,7 +14,7 @@ import torch
 from cairn.ops.attention import flashinfer
 from cairn.ops.attention.dense_attention import dense_attention
 from cairn.ops.attention.flashinfer import Kind, Wrapper, attend, wrappers
-from cairn.ops.attention.launch import Task
+from cairn.ops.attention.launch import SPLIT_TOKENS, Task
 from cairn.ops.testing import Make, compare
 
 BF16 = torch.bfloat16
@@ -183,7 +183,7 @@ def test_itself_reads_the_pages_of_every_call():
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(flashinfer.MISSING), reason=flashinfer.MISSING)
 def test_who_takes_a_call():
-    task, stretches = step(device="cuda")
+    task, stretches = step((700, 300), (SPLIT_TOKENS, 1), device="cuda")
     given = task.inputs()
     assert dense_attention.choice(*given, stretches=stretches) == "flashinfer"
     assert dense_attention.choice(*given) != "flashinfer"
@@ -192,6 +192,8 @@ def test_who_takes_a_call():
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         captured = dense_attention.choice(*given, stretches=stretches)
     assert captured != "flashinfer"
+    few, stretches = step((700,), (SPLIT_TOKENS,), device="cuda")
+    assert dense_attention.choice(*few.inputs(), stretches=stretches) == "triton_splits"
 
 
 @pytest.mark.gpu
