@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import cpu, gpu
+from cairn.ops import amx, cpu, gpu
 from cairn.ops.attention import flashinfer, launch, library, paging, sdpa
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
@@ -137,6 +137,39 @@ def _(
     return window_attention.using("numba")(*given, False, mask_landmarks, q.dtype)
 
 
+def _by_amx(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> bool:
+    return tiling.amx_takes(q, k_cache, v_cache, row, slot, page_table)
+
+
+@dense_attention.implementation(
+    "amx", devices=("cpu",), dtypes=(torch.bfloat16,), missing=amx.MISSING, when=_by_amx
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A window that nothing is left of."""
+    given = (q, k_cache, v_cache, row, slot, page_table, 1 << 62, scale)
+    return window_attention.using("amx")(*given, False, mask_landmarks, q.dtype)
+
+
 @dense_attention.implementation("tiled", devices=("cpu",), when=_accepts)
 def _(
     q: Tensor,
@@ -253,7 +286,8 @@ def _span(
 
 dense_attention.tolerance(
     {torch.bfloat16: (1.6e-2, 1e-2)},
-    "the flash kernel rounds probabilities and o of every block, the definition o alone",
+    "the flash kernel rounds probabilities and o of every block, amx probabilities, the definition "
+    "o alone",
 )
 
 

@@ -100,17 +100,17 @@ def few_in_loops(q: Tensor, k_cache: Tensor, v_cache: Tensor, row: Tensor) -> bo
     return plain and q.dtype == k_cache.dtype and few(row)
 
 
-def fit_amx(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether loops with AMX take a step's queries and caches."""
+def amx_takes(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Tensor) -> bool:
+    """Whether loops with AMX take a step's queries, caches, and what says where they lie."""
     heads, size, dim = k_cache.shape[1:]
     return (
         amx.AVAILABLE
+        and q.shape[0] > 0
         and q.dtype == k_cache.dtype == torch.bfloat16
         and size % 64 == 0
         and dim % 64 == 0
         and q.shape[1] <= 16 * heads
-        and k_cache.is_contiguous()
-        and v_cache.is_contiguous()
+        and all(x.is_contiguous() for x in (k_cache, v_cache, *others))
     )
 
 

@@ -175,12 +175,8 @@ def _by_amx(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
 ) -> bool:
-    return (
-        q.shape[0] > 0
-        and tiling.fit_amx(q, k_cache, v_cache)
-        and dtype in (None, torch.float32, torch.bfloat16)
-        and all(x.is_contiguous() for x in (row, slot, page_table))
-    )
+    fits = tiling.amx_takes(q, k_cache, v_cache, row, slot, page_table)
+    return fits and dtype in (None, torch.float32, torch.bfloat16)
 
 
 @window_attention.implementation(

@@ -152,11 +152,8 @@ def _by_amx(
     weights: Tensor,
     scale: float | None = None,
 ) -> bool:
-    return (
-        q.shape[0] > 32
-        and tiles.fit_amx(q, k_cache, v_cache)
-        and all(x.is_contiguous() for x in (row, page_table, indices, weights))
-    )
+    given = (row, page_table, indices, weights)
+    return q.shape[0] > 32 and tiles.amx_takes(q, k_cache, v_cache, *given)
 
 
 @page_attention.implementation(
