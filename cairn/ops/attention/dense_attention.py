@@ -148,7 +148,7 @@ def _by_amx(
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
 ) -> bool:
-    return tiling.amx_takes(q, k_cache, v_cache, row, slot, page_table)
+    return tiling.amx_takes(q, k_cache, v_cache, scale, row, slot, page_table)
 
 
 @dense_attention.implementation(

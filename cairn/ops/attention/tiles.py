@@ -100,12 +100,16 @@ def few_in_loops(q: Tensor, k_cache: Tensor, v_cache: Tensor, row: Tensor) -> bo
     return plain and q.dtype == k_cache.dtype and few(row)
 
 
-def amx_takes(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Tensor) -> bool:
+def amx_takes(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float | None, *others: Tensor
+) -> bool:
     """Whether loops with AMX take a step's queries, caches, and what says where they lie."""
     heads, size, dim = k_cache.shape[1:]
     return (
         amx.AVAILABLE
         and q.shape[0] > 0
+        # The largest product is the largest logit.
+        and (scale is None or scale > 0)
         and q.dtype == k_cache.dtype == torch.bfloat16
         and size % 64 == 0
         and dim % 64 == 0

@@ -175,7 +175,7 @@ def _by_amx(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
 ) -> bool:
-    fits = tiling.amx_takes(q, k_cache, v_cache, row, slot, page_table)
+    fits = tiling.amx_takes(q, k_cache, v_cache, scale, row, slot, page_table)
     return fits and dtype in (None, torch.float32, torch.bfloat16)
 
 

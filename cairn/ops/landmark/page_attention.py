@@ -153,7 +153,7 @@ def _by_amx(
     scale: float | None = None,
 ) -> bool:
     given = (row, page_table, indices, weights)
-    return q.shape[0] > 32 and tiles.amx_takes(q, k_cache, v_cache, *given)
+    return q.shape[0] > 32 and tiles.amx_takes(q, k_cache, v_cache, scale, *given)
 
 
 @page_attention.implementation(

@@ -13,7 +13,7 @@ from cairn.ops.attention.tile_loops import (
     multiply,
     take_columns,
     transpose,
-)  # fmt: skip
+)
 from cairn.ops.cpu import jit, prange
 from cairn.ops.lanes import load, load_some, scratch, spread, store, store_some
 

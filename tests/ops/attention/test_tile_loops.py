@@ -67,6 +67,15 @@ def test_a_token_is_the_same_in_every_step() -> None:
             assert torch.equal(all_of_it[some], part)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scales_that_turn_the_order_are_left_to_others(scale: float) -> None:
+    arguments = step(Make(seed=5), 4, 64, 64, 100, (True, True))
+    given = Arguments((*arguments.args, scale), arguments.kwargs)
+    chosen = window_attention.choice(*given.args, **given.kwargs)
+    assert chosen != "amx"
+    check(window_attention, chosen, given)
+
+
 def test_what_torch_multiplies_stays_right() -> None:
     """Its library keeps shapes of tiles in a thread, and loads them only when they change."""
     make = Make(seed=4)

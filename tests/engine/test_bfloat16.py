@@ -1,0 +1,39 @@
+"""bfloat16 on the CPU, in steps of any size, against float32: its kernels are others."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cairn import LLM, SamplingParams
+
+TOKENS = 3000
+
+
+@functools.cache
+def likely(dtype: str, step: int) -> tuple[Tensor, list[int]]:
+    """Log-probabilities [TOKENS - 1, V] of the embedded model, and what it says next."""
+    llm = LLM(dtype=dtype, chunked_prefill_size=step, max_num_seqs=1, max_model_len=4000)
+    text = Path(__file__).with_name("test_invariance.py").read_text(encoding="utf-8")
+    ids = [byte for byte in text.encode() if byte < 128][:TOKENS]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=-1)
+    [result] = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    rows = result.prompt_logprobs[1:]
+    found = torch.tensor([[row[token].logprob for token in range(256)] for row in rows])
+    return found, result.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("step", [64, 777, 4096])
+def test_steps_of_any_size_agree_with_float32(step: int) -> None:
+    exact, said = likely("float32", 1024)
+    found, also_said = likely("bfloat16", step)
+    assert len(exact) == TOKENS - 1
+    divergence = (exact.exp() * (exact - found)).sum(dim=-1)
+    assert divergence.mean() < 3e-4
+    assert divergence.max() < 0.03
+    assert (exact.argmax(-1) == found.argmax(-1)).float().mean() > 0.99
+    assert also_said == said
