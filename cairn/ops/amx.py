@@ -19,22 +19,24 @@ import torch
 from numpy.typing import NDArray
 
 from cairn.ops import cpu
+from cairn.ops.lanes import call
 
 _types: Any = importlib.import_module("numba.types") if cpu.AVAILABLE else None
 _ir: Any = importlib.import_module("llvmlite.ir") if cpu.AVAILABLE else None
-_utils: Any = importlib.import_module("numba.core.cgutils") if cpu.AVAILABLE else None
 _extending: Any = importlib.import_module("numba.extending") if cpu.AVAILABLE else None
 _intrinsic: Any = _extending and _extending.intrinsic
 
 
 def _missing() -> str:
-    """What keeps loops from such tiles here: the compiler, the CPU, or the system."""
+    """What keeps loops from such tiles here: the compiler, the CPU, torch, or the system."""
     if not cpu.AVAILABLE:
         return "Numba is not installed"
     features = importlib.import_module("llvmlite.binding").get_host_cpu_features()
     begin = getattr(torch.cpu, "_init_amx", None)
-    if not (features.get("amx-bf16") and features.get("amx-tile")) or begin is None:
+    if not (features.get("amx-bf16") and features.get("amx-tile")):
         return "this CPU has no AMX"
+    if begin is None:
+        return "this torch does not ask the system for AMX"
     return "" if begin() else "the system lets no process use AMX"
 
 
@@ -49,11 +51,6 @@ def shapes() -> NDArray[np.uint8]:
     config[0] = 1
     config[16:32:2], config[48:56] = 64, 16
     return config
-
-
-def _call(builder: Any, name: str, *args: Any) -> None:
-    kind = _ir.FunctionType(_ir.VoidType(), [arg.type for arg in args])
-    builder.call(_utils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def _address(context: Any, builder: Any, kind: Any, array: Any, at: Any = None) -> Any:
@@ -73,7 +70,7 @@ def _numbers(*tiles: Any) -> list[Any]:
 
 def _build_dot(context: Any, c: Any, a: Any, b: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "llvm.x86.tdpbf16ps", *_numbers(c, a, b))
+        call(builder, "llvm.x86.tdpbf16ps", _ir.VoidType(), *_numbers(c, a, b))
         return context.get_dummy_value()
 
     return (_types.void(c, a, b), emit) if _literal(c, a, b) else None
@@ -81,7 +78,7 @@ def _build_dot(context: Any, c: Any, a: Any, b: Any) -> Any:
 
 def _build_zero(context: Any, tile: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "llvm.x86.tilezero", *_numbers(tile))
+        call(builder, "llvm.x86.tilezero", _ir.VoidType(), *_numbers(tile))
         return context.get_dummy_value()
 
     return (_types.void(tile), emit) if _literal(tile) else None
@@ -92,7 +89,8 @@ def _between_memory(name: str) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             place = _address(context, builder, array, args[1], args[2])
             size = _ir.Constant(_ir.IntType(64), array.dtype.bitwidth // 8)
-            _call(builder, name, *_numbers(tile), place, builder.mul(args[3], size))
+            numbers = (*_numbers(tile), place, builder.mul(args[3], size))
+            call(builder, name, _ir.VoidType(), *numbers)
             return context.get_dummy_value()
 
         signature = _types.void(tile, array, _types.int64, _types.int64)
@@ -104,7 +102,7 @@ def _between_memory(name: str) -> Any:
 def _with_shapes(name: str) -> Any:
     def build(context: Any, config: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _call(builder, name, _address(context, builder, config, args[0]))
+            call(builder, name, _ir.VoidType(), _address(context, builder, config, args[0]))
             return context.get_dummy_value()
 
         return _types.void(config), emit

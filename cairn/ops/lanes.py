@@ -49,7 +49,8 @@ def _words(number: int) -> Any:
     return _ir.Constant(_WORDS, [number] * LANES)
 
 
-def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    """An instruction by LLVM's name, with what it returns."""
     kind = _ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(_utils.get_or_insert_function(builder.module, kind, name), args)
 
@@ -101,7 +102,7 @@ def _build_load_some(context: Any, array: Any, at: Any, count: Any) -> Any:
         place, zero = _pointer(context, builder, signature, args), _ir.Constant(_NUMBERS, None)
         name = "llvm.masked.load.v16f32.p0"
         four = _ir.Constant(_WORD, 4)
-        return _call(builder, name, _NUMBERS, place, four, _first(builder, args[2]), zero)
+        return call(builder, name, _NUMBERS, place, four, _first(builder, args[2]), zero)
 
     return _lanes(array, _types.int64, _types.int64), emit
 
@@ -110,7 +111,7 @@ def _build_store_some(context: Any, array: Any, at: Any, count: Any, value: Any)
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place, four = _pointer(context, builder, signature, args), _ir.Constant(_WORD, 4)
         name, mask = "llvm.masked.store.v16f32.p0", _first(builder, args[2])
-        _call(builder, name, _ir.VoidType(), args[3], place, four, mask)
+        call(builder, name, _ir.VoidType(), args[3], place, four, mask)
         return context.get_dummy_value()
 
     return _types.void(array, _types.int64, _types.int64, _lanes), emit
@@ -123,7 +124,7 @@ def _build_store_pairs(context: Any, array: Any, at: Any, even: Any, odd: Any) -
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rounded = _call(builder, name, halves, args[3], args[2])
+        rounded = call(builder, name, halves, args[3], args[2])
         pairs = builder.shuffle_vector(rounded, _ir.Constant(halves, _ir.Undefined), order)
         place = _pointer(context, builder, signature, args)
         builder.store(builder.bitcast(pairs, _NUMBERS), place).align = 4
@@ -148,7 +149,7 @@ def _build_choose(context: Any, x: Any, least: Any, value: Any, other: Any) -> A
 
 def _build_floor(context: Any, x: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, "llvm.floor.v16f32", _NUMBERS, args[0])
+        return call(builder, "llvm.floor.v16f32", _NUMBERS, args[0])
 
     return _lanes(_lanes), emit
 
