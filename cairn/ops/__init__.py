@@ -130,6 +130,8 @@ from cairn.ops.transfer.per_layer import (
     transfer_kv_per_layer_pf_lf,
     transfer_kv_per_layer_ph_lf,
 )
+from cairn.ops.transfer.ring_read import ring_read
+from cairn.ops.transfer.ring_write import ring_write
 
 __all__ = [
     "FusedSetKVBufferArg",
@@ -191,6 +193,8 @@ __all__ = [
     "prior_summary",
     "reconstruct_indices_from_tree_mask",
     "resolve_future_token_ids",
+    "ring_read",
+    "ring_write",
     "rmsnorm",
     "rmsnorm_add",
     "rmsnorm_hf",

@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: one launch for the whole model and the sampler.
 
-A step of few slots is padded to the next bucket; its rows and their lengths are copied into memory
-that stays, and the bucket's graph is replayed. A graph works slots and locations out from that
-memory and the page table when it runs, never from what they were when it was captured; the tokens
-that it chooses stay on the device for the next step. Buckets are captured when they are first
-needed; they share their memory.
+A step of few slots is padded to the next bucket; its rows and their lengths are written where the
+bucket's graph reads, which is replayed. A graph works slots and locations out from them and the
+page table when it runs, never from what they were when it was captured; the tokens that it chooses
+stay on the device for the next step and go to the host as well. Buckets are captured when they are
+first needed; they share their memory.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Replayed(NamedTuple):
 
     Attributes:
         output: what the graph gives, of the rows that run; the next step overwrites it.
-        trip: brings the step's tokens to the host, whoever chooses them: it must be used.
+        trip: gives the step's tokens; with logits it must bring them first, whoever chooses them.
     """
 
     output: Tensor
@@ -136,6 +136,11 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
     return tuple(n for i, n in enumerate(found) if i == 0 or found[i - 1] < most)
 
 
+def _whole(bucket: int) -> int:
+    """Numbers in a bucket's lines: kernels are compiled once for all multiples of 16."""
+    return -(-bucket // 16) * 16
+
+
 class DecodeGraphs:
     """Graphs of decode steps on one device.
 
@@ -151,11 +156,11 @@ class DecodeGraphs:
         self.place = place
         self.buckets = buckets_up_to(2 * max_rows)
         device = place.page_table.device
-        # Lines of a multiple of 16 bytes: kernels are compiled once for all of them.
-        self._width = -(-self.buckets[-1] // 16) * 16
         # Padding draws its largest logit: temperature 0.
         padding = [len(place.last_token) - 1, 0, place.tables.numel() - 1, 0]
-        self._lines = Lines([*padding, *(0 for _ in Draws._fields)], self._width, device)
+        self._lines = Lines(
+            [*padding, *(0 for _ in Draws._fields)], _whole(self.buckets[-1]), device
+        )
         self._device = self._lines.device
         self._captured: dict[tuple[int, Ending], _Captured] = {}
         self._last: tuple[tuple[int, Ending], _Captured] | None = None
@@ -174,8 +179,13 @@ class DecodeGraphs:
         if at == len(self.buckets) or closed > self._closing(self.buckets[at]):
             return None
         bucket = self.buckets[at]
+        # First the graph: what is captured on the way rehearses, and fetches no step's numbers.
+        graph = self._graph(bucket, sampling.ending)
         trip = self._send(decode, grants, sampling, bucket)
-        return Replayed(self._graph(bucket, sampling.ending).replay(rows), trip)
+        output = graph.replay(rows)
+        if sampling.ending is not Ending.LOGITS:
+            trip.returns(rows)
+        return Replayed(output, trip)
 
     def _graph(self, bucket: int, ending: Ending) -> _Captured:
         """The graph of such steps, captured when it is first asked for."""
@@ -206,8 +216,7 @@ class DecodeGraphs:
         place, size = self.place, self.place.slots.page_size
         closing = self._closing(bucket)
         own = place.window_table
-        # Lines of a multiple of 16 bytes: kernels are compiled once for all of them.
-        width = -(-bucket // 16) * 16
+        width = _whole(bucket)
         lines = ops.decode_slots(
             self._device[0, :width],
             self._device[1, :width],
@@ -237,14 +246,11 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, bucket: int, ending: Ending) -> _Captured:
         began = time.perf_counter()
-        kept = self.place.last_token.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # The step itself: it may run several times, it writes the same each time.
             for _ in range(WARM_UPS):
-                self._run(bucket, ending)
-                self.place.last_token.copy_(kept)
+                self._run(bucket, ending, rehearsal=True)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -255,7 +261,9 @@ class DecodeGraphs:
         )
         return _Captured(graph, output)
 
-    def _run(self, bucket: int, ending: Ending) -> Tensor:
+    def _run(self, bucket: int, ending: Ending, rehearsal: bool = False) -> Tensor:
+        count = len(self._device) if ending is Ending.DRAW else ROW_LINES
+        self._lines.fetch(count, _whole(bucket), rehearsal)
         lines = self._device[:, :bucket]
         granted = lines[3].view(torch.int32)[:bucket]
         self.place.tables.view(-1).index_copy_(0, lines[2], granted)
@@ -273,4 +281,5 @@ class DecodeGraphs:
             ]
             tokens = ops.draw_tokens(logits, *draws)
         self.place.last_token[lines[0]] = tokens
+        self._lines.answer(tokens, rehearsal)
         return tokens

@@ -288,9 +288,9 @@ class Runner:
                 choice = self.sampler.sample(output, picks)
                 (index,) = send((picks.row,), output.device)
                 self.rows.remember(index, choice.tokens)
+            trip.bring(choice.tokens)
         else:
             choice = Choice(output, {})
-        trip.bring(choice.tokens)
         return LaunchedStep(plan, _Chosen(choice), trip, 0.0)
 
     def _prompt_logprobs(self, hidden: Tensor, work: RowWork, start: int) -> PromptLogprobs:

@@ -15,10 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cairn import ops
+
 Numbers = NDArray[np.number[Any]]
 
 ALIGNMENT = 16
 """Bytes on whose multiples tensors begin: kernels are compiled once for all of them."""
+RING = 4
+"""Steps that are on their way at once at most; with another one the host waits for the first."""
 
 
 def send(arrays: Sequence[Numbers], device: torch.device) -> list[Tensor]:
@@ -57,37 +61,73 @@ class _Stream:
         return self._stream
 
 
+class _Ring:
+    """Pinned memory of the steps on their way, and how many of these a GPU has begun."""
+
+    def __init__(self, padding: Sequence[int], width: int, device: torch.device) -> None:
+        self.numbers = torch.zeros(RING, len(padding), width, dtype=torch.int64, pin_memory=True)
+        self.numbers.copy_(torch.tensor(padding, dtype=torch.int64)[:, None])
+        self.tokens = torch.zeros(RING, width, dtype=torch.int64, pin_memory=True)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+
+
 class Trip:
-    """Pinned memory of a step on a GPU: its numbers on their way there, its tokens on theirs back.
+    """A step on its way to a GPU and back."""
+
+    __slots__ = ("_found", "_place")
+
+    def __init__(self, place: _Place) -> None:
+        self._place = place
+        self._found: list[int] | None = None
+
+    def bring(self, tokens: Tensor) -> None:
+        """Queue the way back of tokens [n <= width] int64, which may be overwritten by what is
+        queued later."""
+        count = len(tokens)
+        self._place.tokens[:count].copy_(tokens, non_blocking=True)
+        self.returns(count)
+
+    def returns(self, count: int) -> None:
+        """What is queued now has put the step's tokens where the host looks for them."""
+        place = self._place
+        if len(place.found) != count:
+            place.found = place.tokens[:count].numpy()
+        place.arrived.record(place.stream.now())
+
+    def tokens(self) -> list[int]:
+        """Wait for them."""
+        found = self._found
+        if found is None:
+            self._place.arrived.synchronize()
+            found = self._found = self._place.found.tolist()
+        return found
+
+
+class _Place:
+    """An entry of a ring: where a step's numbers are written, and its tokens read.
 
     What it holds already is not written again: most numbers stay the same from step to step. The
     arrays that are written must therefore stay as they are.
-
-    Args:
-        padding: one number a line, what stands behind its numbers.
-        width: numbers in a line.
-        stream: the one in use.
-        free: where it waits for another step once its tokens have arrived.
     """
 
     def __init__(
-        self, padding: Sequence[int], width: int, stream: _Stream, free: list[Trip]
+        self, numbers: Tensor, tokens: Tensor, padding: Sequence[int], stream: _Stream
     ) -> None:
-        self.numbers = torch.zeros(len(padding), width, dtype=torch.int64, pin_memory=True)
-        lines: Numbers = self.numbers.numpy()
-        lines[:] = np.array(padding, dtype=np.int64)[:, None]
+        lines: Numbers = numbers.numpy()
         self._lines = {np.dtype(t): list(lines.view(t)) for t in (np.int64, np.int32, np.float32)}
         self._held: list[Numbers] = [lines[:0]] * len(padding)
         self._padding = padding
-        self._memory = torch.zeros(width, dtype=torch.int64, pin_memory=True)
-        self._tokens = self._memory
-        self._found: NDArray[np.int64] = self._tokens.numpy()
-        self._arrived = torch.cuda.Event()
-        self._stream = stream
-        self._free = free
+        self.tokens = tokens
+        self.found: NDArray[np.int64] = tokens.numpy()
+        self.arrived = torch.cuda.Event()
+        self.stream = stream
+        self._trip: Trip | None = None
 
-    def write(self, arrays: Sequence[Numbers]) -> None:
+    def write(self, arrays: Sequence[Numbers]) -> Trip:
         """Put one array [n <= width] into each line, with padding behind it."""
+        if self._trip is not None:
+            # Until its tokens have arrived the step may still read what would be overwritten.
+            self._trip.tokens()
         held = self._held
         for i, array in enumerate(arrays):
             if held[i] is array:
@@ -97,27 +137,13 @@ class Trip:
             if len(held[i]) != count:
                 line[count:] = self._padding[i]
             held[i] = array
-
-    def bring(self, tokens: Tensor) -> None:
-        """Queue the way back of tokens [n <= width] int64, which may be overwritten by what is
-        queued later."""
-        count = tokens.size(0)
-        if len(self._found) != count:
-            self._tokens = self._memory[:count]
-            self._found = self._tokens.numpy()
-        self._tokens.copy_(tokens, non_blocking=True)
-        self._arrived.record(self._stream.now())
-
-    def tokens(self) -> list[int]:
-        """Wait for what was brought, to be asked for once: the next step may have this memory."""
-        self._arrived.synchronize()
-        found: list[int] = self._found.tolist()
-        self._free.append(self)
-        return found
+        self._trip = trip = Trip(self)
+        return trip
 
 
 class Lines:
-    """Numbers of one step after the other, written to the same memory of a GPU in one copy each.
+    """Numbers of one step after the other on their way to the same memory of a GPU, in steps that
+    fetch their own: a CUDA graph finds new ones each time it is replayed, without a copy beside it.
 
     Args:
         padding: one number a line, what stands where a step has nothing.
@@ -131,20 +157,28 @@ class Lines:
 
     def __init__(self, padding: Sequence[int], width: int, device: torch.device) -> None:
         self.device = torch.zeros(len(padding), width, dtype=torch.int64, device=device)
-        self._padding = tuple(padding)
-        self._stream = _Stream(device)
-        self._free: list[Trip] = []
+        self._ring = _Ring(padding, width, device)
+        self._rehearsed = _Ring(padding, width, device)
+        stream, ring = _Stream(device), zip(self._ring.numbers, self._ring.tokens, strict=True)
+        self._places = [_Place(*entry, tuple(padding), stream) for entry in ring]
+        self._sent = 0
 
     def send(self, arrays: Sequence[Numbers]) -> Trip:
-        """Queue a step's numbers, one array a line, with padding behind them. The step must bring
-        its tokens with the trip that is returned: until these have arrived it is of no other."""
-        trip = self._free.pop() if self._free else self._another()
-        trip.write(arrays)
-        self.device.copy_(trip.numbers, non_blocking=True)
+        """Say what the next step fetches: one array a line, with padding behind them."""
+        trip = self._places[self._sent % RING].write(arrays)
+        self._sent += 1
         return trip
 
-    def _another(self) -> Trip:
-        return Trip(self._padding, self.device.shape[1], self._stream, self._free)
+    def fetch(self, lines: int, width: int, rehearsal: bool = False) -> None:
+        """Queue the next step's first `lines` and, of these, the first `width` numbers to `device`;
+        padding for what is a rehearsal."""
+        ring = self._rehearsed if rehearsal else self._ring
+        ops.ring_read(self.device[:lines, :width], ring.numbers[:, :lines, :width], ring.count)
+
+    def answer(self, tokens: Tensor, rehearsal: bool = False) -> None:
+        """Queue the tokens [n <= width] int64 of the step that fetched last to the host."""
+        ring = self._rehearsed if rehearsal else self._ring
+        ops.ring_write(tokens, ring.tokens, ring.count)
 
 
 class Arriving:

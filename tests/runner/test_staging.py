@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.runner.staging import ALIGNMENT, Arriving, Lines, send
+from cairn.runner.staging import ALIGNMENT, RING, Arriving, Lines, send
 
 ARRAYS = (
     np.arange(5),
@@ -67,17 +67,27 @@ def test_lines_of_steps_that_are_on_their_way_at_once():
         row = rows[rng.random() < 0.1]
         cells = np.arange(rng.choice([0, 0, 0, 3]))
         pages = np.full(len(cells), step, dtype=np.int32)
+        if rng.random() < 0.1:
+            # Takes nothing of the steps on their way.
+            lines.fetch(3, 32, rehearsal=True)
+            lines.answer(chosen, rehearsal=True)
+            assert lines.device.tolist() == [[7] * 32, [-1] * 32, [0] * 32]
         trip = lines.send((row, cells, pages))
         if rng.random() < 0.3:
             torch.cuda._sleep(300_000)
+        lines.fetch(3, 32)
         # What a step chooses follows from what it was sent.
         chosen.copy_(lines.device[0] * 1000 + lines.device[1] * 10 + step)
         chosen += lines.device[2].view(torch.int32)[:32]
-        trip.bring(chosen[: len(row)])
+        if rng.random() < 0.5:
+            trip.bring(chosen[: len(row)])
+        else:
+            lines.answer(chosen)
+            trip.returns(len(row))
         sent = [np.full(32, padding) for padding in (7, -1, 0)]
         for line, array in zip(sent, (row, cells, pages), strict=True):
             line[: len(array)] = array
         ahead.append((trip, (sent[0] * 1000 + sent[1] * 10 + step + sent[2])[: len(row)].tolist()))
-        if len(ahead) > rng.randrange(4):
+        if len(ahead) > rng.randrange(RING + 2):
             arrived, wanted = ahead.pop(0)
             assert arrived.tokens() == wanted

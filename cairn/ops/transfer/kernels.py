@@ -1,4 +1,4 @@
-"""Kernel of the cache transfers: a copy of 8-byte words."""
+"""Kernels of transfers: copies of 8-byte words."""
 
 from __future__ import annotations
 
@@ -51,3 +51,32 @@ def copy_kernel(
         inside = alive[:, None] & (column < words)[None, :]
         word = tl.load(src + read[:, None] + column[None, :], mask=inside)
         tl.store(dst + write[:, None] + column[None, :], word, mask=inside)
+
+
+@triton.jit
+def ring_read_kernel(
+    target, ring, count, entries, words, width, target_line, ring_entry, ring_line,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program takes the entry and counts it."""
+    taken = tl.load(count)
+    source = ring + (taken % entries) * ring_entry
+    for begin in range(0, words, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        line, column = at // width, at % width
+        # The host has written since this address was last read.
+        read = source + line * ring_line + column
+        word = tl.load(read, mask=at < words, cache_modifier=".cv")
+        tl.store(target + line * target_line + column, word, mask=at < words)
+    # Every thread has its own look at the count.
+    tl.debug_barrier()
+    tl.store(count, taken + 1)
+
+
+@triton.jit
+def ring_write_kernel(values, ring, count, entries, width, numbers, BLOCK: tl.constexpr):
+    """One program answers the entry that was taken last."""
+    at = tl.arange(0, BLOCK)
+    value = tl.load(values + at, mask=at < numbers)
+    entry = (tl.load(count) - 1) % entries
+    tl.store(ring + entry * width + at, value, mask=at < numbers)
