@@ -22,7 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cairn.cache.landmarks import SlotMap
@@ -82,12 +82,33 @@ class _SideBySide:
         continuations: theirs, in the same order.
         streams: theirs.
         last: when they took their last tokens; None: not yet.
+        silent: none of them has a text that grows with its tokens.
+        end_ids: ids that may end one of them.
+        left: tokens until one of them has all it may have.
     """
 
     requests: list[Request]
     continuations: list[Continuation]
     streams: list[OutputStream]
     last: float | None = None
+    silent: bool = field(init=False)
+    end_ids: frozenset[int] = field(init=False)
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.silent = all(stream.silent for stream in self.streams)
+        self.end_ids = frozenset[int]().union(*{stream.end_ids for stream in self.streams})
+        self.left = min(stream.left for stream in self.streams)
+
+    def take(self, tokens: Sequence[int]) -> list[int]:
+        """Give each its token; indices of those that end with it."""
+        self.left -= 1
+        if self.silent and self.left > 0 and self.end_ids.isdisjoint(tokens):
+            for stream, token in zip(self.streams, tokens, strict=True):
+                stream.ids.append(token)
+            return []
+        pushed = enumerate(zip(self.streams, tokens, strict=True))
+        return [i for i, (stream, token) in pushed if stream.push(token) is not None]
 
 
 class _Flight(NamedTuple):
@@ -354,10 +375,7 @@ class EngineCore:
     ) -> list[Continuation]:
         """Give each of the requests its token: most steps are nothing else."""
         together.last = now
-        ended = []
-        for i, (stream, token) in enumerate(zip(together.streams, tokens, strict=True)):
-            if stream.push(token) is not None:
-                ended.append(i)
+        ended = together.take(tokens)
         if ended:
             self._part()
             for i in ended:

@@ -27,18 +27,20 @@ class OutputStream:
         prompt: prompt tokens; the text goes on behind them.
 
     Attributes:
+        ids: the tokens so far.
+        end_ids: those that may end the output.
         reports: something is reported of every token.
     """
 
     # Steps walk the streams of all their rows: what they touch of each lies close together.
     __slots__ = (
         "_detokenizer",
-        "_end_ids",
-        "_ids",
         "_shown",
         "_stops",
         "_tokenizer",
+        "end_ids",
         "eos_ids",
+        "ids",
         "max_output",
         "output",
         "params",
@@ -55,13 +57,13 @@ class OutputStream:
         prompt: Sequence[int],
     ) -> None:
         self.output = output
-        self._ids = output.token_ids
+        self.ids = output.token_ids
         self.params = params
         self.eos_ids = frozenset(eos_ids)
         self.max_output = max_output
         # Mostly one set for all streams.
         more = params.stop_token_ids
-        self._end_ids = self.eos_ids.union(more) if more else self.eos_ids
+        self.end_ids = self.eos_ids.union(more) if more else self.eos_ids
         self.reports = params.logprobs is not None or params.selection
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(prompt) if tokenizer is not None else None
@@ -73,6 +75,16 @@ class OutputStream:
         if params.selection:
             output.selection = []
 
+    @property
+    def silent(self) -> bool:
+        """A token that does not end the output only joins the others."""
+        return self._detokenizer is None and not self.reports
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self.max_output - len(self.ids)
+
     def push(
         self,
         token: int,
@@ -82,11 +94,11 @@ class OutputStream:
     ) -> FinishReason | None:
         """Take one sampled token; returns the reason when it was the last. `complete`: it is,
         since its grammar lets nothing follow."""
-        ids = self._ids
+        ids = self.ids
         ids.append(token)
         if self.reports:
             self._report(logprobs, selection)
-        if token in self._end_ids and len(ids) >= self.params.min_tokens:
+        if token in self.end_ids and len(ids) >= self.params.min_tokens:
             self.output.stop_reason = None if token in self.eos_ids else token
             return self.finish(FinishReason.STOP)
         if self._detokenizer is not None:

@@ -7,7 +7,7 @@ landmarks follow from them by the arithmetic of `cairn.cache.landmarks`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self
 
@@ -41,8 +41,7 @@ class RowOpen:
     stop_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PageGrant:
+class PageGrant(NamedTuple):
     """Physical pages added to a row: logical pages `first`, `first + 1`, ...
 
     Attributes:
@@ -123,8 +122,7 @@ class DecodeWork(NamedTuple):
 NO_ROWS = DecodeWork.of((), (), ())
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One forward pass. Rows are closed first, then opened, then granted pages, then run: those
     that decode, then those of `work`, whose tokens are given."""
 
@@ -171,8 +169,7 @@ class PromptLogprobs:
     entries: tuple[Alternatives, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step produced.
 
     Attributes:
@@ -187,8 +184,8 @@ class StepResult:
 
     step_id: int
     tokens: Sequence[int]
-    logprobs: Mapping[int, Alternatives] = field(default_factory=dict)
-    selection: Mapping[int, tuple[LayerSelection, ...]] = field(default_factory=dict)
+    logprobs: Mapping[int, Alternatives] = MappingProxyType({})
+    selection: Mapping[int, tuple[LayerSelection, ...]] = MappingProxyType({})
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     model_seconds: float = 0.0
 
