@@ -29,6 +29,10 @@ DEVICES: tuple[str, ...] = ("cuda",) if AVAILABLE else ()
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 STREAM = object()
 """Stands for the stream in what `again` gives."""
+ONE_SUM = {"enable_fp_fusion": False}
+"""Launches kernels in which many threads hold one sum of products. Fused into the first addition a
+product goes in unrounded, in each thread another one: their sums would differ in the last bit, and
+which of them is stored would be nobody's choice."""
 
 
 class Watcher(Protocol):

@@ -205,6 +205,7 @@ def merge(
         *(softmax1, lse is not None, early),
         num_warps=4 if width * columns > 4096 else 2,
         **early_option(early),
+        **gpu.ONE_SUM,
     )
 
 

@@ -160,6 +160,7 @@ def attend(task: Task) -> None:
             *(task.max_seqlen_q, q.shape[-3], splits, *strides(o), *_lse_strides(task)),
             *(heads, v.shape[-1], block, max(2, gpu.next_power_of_2(splits))),
             num_warps=4 if splits > 16 else 2,
+            **gpu.ONE_SUM,
         )
 
 

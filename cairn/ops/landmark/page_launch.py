@@ -218,4 +218,5 @@ def _reduce(job: Pages, parts: Tensor, places: Tensor, window: Window | None, ou
         *(max(1, min(4096 // (job.group * job.width), width)), width),
         *(window is not None, window is not None and window.softmax1),
         num_warps=1,
+        **gpu.ONE_SUM,
     )

@@ -83,6 +83,7 @@ def _(
             *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
             *(*k_cache.stride()[:2], heads, kv_heads, dim, size, *padded, True, True, False),
             num_warps=warps_of(*padded),
+            **gpu.ONE_SUM,
         )
     return key, bias
 

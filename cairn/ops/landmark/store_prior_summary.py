@@ -119,6 +119,7 @@ def _(
         *(*k_cache.stride()[:2], heads, kv_heads, dim, size, *padded),
         *(key_pool is not None, bias_pool is not None, True),
         num_warps=warps_of(*padded),
+        **gpu.ONE_SUM,
     )
 
 
