@@ -40,8 +40,10 @@ test-gpu: ## the GPU suite, with the torch and triton that `python3` already has
 
 # Memory is not pooled, so that every overrun of a tensor is one of its allocation. Kernels are
 # compiled once into Triton's cache: run test-gpu first, what compute-sanitizer runs is slow enough.
-SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --error-exitcode=1 --print-limit=20
+SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) $(NOT_OURS) --error-exitcode=1 --print-limit=20
 SANITIZER ?= compute-sanitizer
+# at::native: PyTorch's own kernels.
+NOT_OURS := --kernel-name-exclude kns=native
 SANITIZED := -m gpu tests/ops/test_every_op.py -k
 
 sanitize-gpu: ## memory errors and races in the kernels, by CUDA's compute-sanitizer
