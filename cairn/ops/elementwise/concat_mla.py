@@ -12,8 +12,9 @@ from cairn.ops.elementwise.kernels import concat_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-BLOCK, WARPS = 8192, 8
-"""Numbers and warps of a program."""
+FEW_TOKENS = 64
+BLOCK, FEW_BLOCK, WARPS = 8192, 2048, 8
+"""Numbers of a program, of few tokens so that these fill the device sooner, and warps."""
 MOST_TIMED = 4096
 """Tokens: their queries are 600 MB."""
 HEADS, NOPE, ROPE, LATENT = 128, 128, 64, 512
@@ -50,11 +51,12 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     tokens, heads, _ = out.shape
     numbers = heads * out.shape[2]
     shared = second.shape[1] == 1
+    block = FEW_BLOCK if tokens < FEW_TOKENS else BLOCK
     if out.numel():
-        concat_kernel[(tokens, -(-numbers // BLOCK))](
+        concat_kernel[(tokens, -(-numbers // block))](
             *(first, second, out, numbers, *first.stride()[:2]),
             *(second.stride(0), 0 if shared else second.stride(1), *out.stride()[:2]),
-            *(first.shape[2], second.shape[2], BLOCK),
+            *(first.shape[2], second.shape[2], block),
             num_warps=WARPS,
         )
 

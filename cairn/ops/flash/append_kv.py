@@ -12,8 +12,8 @@ from cairn.ops.flash.strides import strides
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-MOST_WARPS = 8
-"""Of a program, which copies a key and a value."""
+MOST_WARPS = 4
+"""Of a program, which copies a key or a value."""
 
 
 @op(mutates=("k_cache", "v_cache"))
@@ -82,13 +82,13 @@ def _(
     if k.numel() == 0 or seqlens.numel() == 0:
         return
     padded = (gpu.next_power_of_2(number) for number in (seqlens.numel(), heads, dim, wide))
-    append_kernel[(lines,)](
+    append_kernel[(lines, 2)](
         *(k, v, k_cache, v_cache, seqlens, cu_seqlens, page_table, batch_idx),
         *(k.shape[-3], seqlens.numel(), *strides(k), *strides(v)),
         *(*strides(k_cache), *strides(v_cache)),
         0 if page_table is None else page_table.stride(0),
         *(heads, dim, wide, k_cache.shape[1], *padded),
-        num_warps=min(MOST_WARPS, gpu.warps_for(heads * (dim + wide))),
+        num_warps=min(MOST_WARPS, gpu.warps_for(heads * max(dim, wide))),
     )
 
 

@@ -315,7 +315,7 @@ def append_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """A new key and value to their place.
+    """A new key, or (program_id(1) = 1) value, to its place.
 
     Args:
         count: new tokens of every sequence, of which `batch` is the number; ROWS: that, padded,
@@ -338,10 +338,6 @@ def append_kernel(
         own = row.to(tl.int64)
         place = line % count
         token = place.to(tl.int64)
-    # On their way while their place is looked up.
-    h = tl.arange(0, HP).to(tl.int64)
-    key = load_rows(k + own * k_row + token * k_token + h * k_head, h < HEADS, DIM, DP)
-    value = load_rows(v + own * v_row + token * v_token + h * v_head, h < HEADS, WIDE, VP)
     slot = tl.load(seqlens + row) + place
     if page_table is not None:
         page = tl.load(page_table + row.to(tl.int64) * table_stride + slot // SIZE).to(tl.int64)
@@ -351,7 +347,12 @@ def append_kernel(
     else:
         page = row.to(tl.int64)
     slot = slot.to(tl.int64)
-    to = k_cache + page * to_page + slot * to_slot + h * to_head
-    store_rows(to, key, h < HEADS, DIM, DP)
-    into = v_cache + page * into_page + slot * into_slot + h * into_head
-    store_rows(into, value, h < HEADS, WIDE, VP)
+    h = tl.arange(0, HP).to(tl.int64)
+    if tl.program_id(1) == 0:
+        key = load_rows(k + own * k_row + token * k_token + h * k_head, h < HEADS, DIM, DP)
+        to = k_cache + page * to_page + slot * to_slot + h * to_head
+        store_rows(to, key, h < HEADS, DIM, DP)
+    else:
+        value = load_rows(v + own * v_row + token * v_token + h * v_head, h < HEADS, WIDE, VP)
+        into = v_cache + page * into_page + slot * into_slot + h * into_head
+        store_rows(into, value, h < HEADS, WIDE, VP)
