@@ -42,7 +42,7 @@ class Pending:
     def result(self) -> StepResult:
         if not self.clock.runs_at_once:
             self.clock.now += WAIT * self.factor
-        return replace(self.value, model_seconds=WAIT * self.factor)
+        return self.value._replace(model_seconds=WAIT * self.factor)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
