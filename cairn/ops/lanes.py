@@ -33,6 +33,8 @@ if AVAILABLE:
         def _to_string(self) -> str:
             return "bfloat"
 
+    _HALVES = _ir.VectorType(_BFloat(), 2 * LANES)
+
     class _Lanes(_types.Type):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(name="lanes")
@@ -118,19 +120,72 @@ def _build_store_some(context: Any, array: Any, at: Any, count: Any, value: Any)
 
 
 def _build_store_pairs(context: Any, array: Any, at: Any, even: Any, odd: Any) -> Any:
-    halves = _ir.VectorType(_BFloat(), 2 * LANES)
     mixed = [n // 2 + n % 2 * LANES for n in range(2 * LANES)]
     order = _ir.Constant(_ir.VectorType(_WORD, 2 * LANES), mixed)
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rounded = call(builder, name, halves, args[3], args[2])
-        pairs = builder.shuffle_vector(rounded, _ir.Constant(halves, _ir.Undefined), order)
+        rounded = call(builder, name, _HALVES, args[3], args[2])
+        pairs = builder.shuffle_vector(rounded, _ir.Constant(_HALVES, _ir.Undefined), order)
         place = _pointer(context, builder, signature, args)
         builder.store(builder.bitcast(pairs, _NUMBERS), place).align = 4
         return context.get_dummy_value()
 
     return _types.void(array, _types.int64, _lanes, _lanes), emit
+
+
+def _build_add_products(context: Any, total: Any, a: Any, i: Any, b: Any, j: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums, *places = args
+        both = [
+            builder.gep(context.make_array(kind)(context, builder, array).data, [at])
+            for kind, array, at in zip(signature.args[1::2], places[::2], places[1::2], strict=True)
+        ]
+        if a.dtype == _types.uint16 and _pairs_in_one():
+            pairs = [_take(builder, place, _HALVES) for place in both]
+            return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _NUMBERS, sums, *pairs)
+        for begin in (0, LANES):
+            at = _ir.Constant(_WORD, begin)
+            x, y = (_widen(builder, builder.gep(place, [at]), a.dtype) for place in both)
+            sums = builder.fadd(sums, builder.fmul(x, y, flags=FAST), flags=FAST)
+        return sums
+
+    same = isinstance(a, _types.Array) and isinstance(b, _types.Array) and a.dtype == b.dtype
+    signature = _lanes(_lanes, a, _types.int64, b, _types.int64)
+    return (signature, emit) if same else None
+
+
+def _pairs_in_one() -> bool:
+    """Whether the CPU multiplies and adds pairs of bfloat16 in one instruction, AVX512-BF16."""
+    binding = importlib.import_module("llvmlite.binding")
+    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+def _take(builder: Any, place: Any, kind: Any) -> Any:
+    """What lies there, as this type, aligned to its numbers alone."""
+    loaded = builder.load(builder.bitcast(place, kind.as_pointer()))
+    loaded.align = 2
+    return loaded
+
+
+def _widen(builder: Any, place: Any, dtype: Any) -> Any:
+    """Sixteen numbers of an array as float32, see `cpu.numbers`."""
+    if dtype == _types.float32:
+        return _take(builder, place, _NUMBERS)
+    if dtype == _types.int16:
+        return builder.fpext(_take(builder, place, _ir.VectorType(_ir.HalfType(), LANES)), _NUMBERS)
+    bits = builder.zext(_take(builder, place, _ir.VectorType(_ir.IntType(16), LANES)), _WORDS)
+    return builder.bitcast(builder.shl(bits, _words(16)), _NUMBERS)
+
+
+def _build_total(context: Any, x: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = _ir.FunctionType(_NUMBER, [_NUMBER, _NUMBERS])
+        name = "llvm.vector.reduce.fadd.v16f32"
+        reduce = _utils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(reduce, [_ir.Constant(_NUMBER, -0.0), args[0]], fastmath=FAST)
+
+    return _types.float32(_lanes), emit
 
 
 def _build_highest(context: Any, a: Any, b: Any) -> Any:
@@ -194,6 +249,11 @@ store_some: Any = _intrinsic and _intrinsic(_build_store_some)
 store_pairs: Any = _intrinsic and _intrinsic(_build_store_pairs)
 """store_pairs(array, at, even, odd): as bfloat16, in each lane's 4 bytes one of either; to the
 nearest, ties to even. An instruction of AVX512-BF16, which CPUs with AMX have."""
+add_products: Any = _intrinsic and _intrinsic(_build_add_products)
+"""add_products(total, a, i, b, j): total and the products of 32 numbers from i on in one array, of
+one kind with those from j on in another, two in each lane."""
+total: Any = _intrinsic and _intrinsic(_build_total)
+"""total(x): the sum over the lanes."""
 highest: Any = _intrinsic and _intrinsic(_build_highest)
 """highest(a, b): the larger of each lane; b where one is NaN."""
 choose: Any = _intrinsic and _intrinsic(_build_choose)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cairn import ops
-from cairn.ops import cpu
+from cairn.ops import cpu, lanes
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -50,6 +50,25 @@ def test_every_number_of_a_format_is_read_as_it_is(dtype: torch.dtype) -> None:
     widened(cpu.numbers(given), cpu.numbers(out))
     torch.testing.assert_close(out, given.float(), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(out.signbit() | out.isnan(), given.float().signbit() | given.isnan())
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("in_one", [True, False])
+def test_products_of_sixteen_lanes(dtype: torch.dtype, in_one: bool, monkeypatch) -> None:
+    """From any place on; with the CPU's own instruction for bfloat16, if it has one, or without."""
+    if not in_one:
+        monkeypatch.setattr(lanes, "_pairs_in_one", lambda: False)
+
+    def dot(a, i, b, j, out):
+        for n in cpu.prange(len(out)):
+            first = lanes.add_products(lanes.spread(out[n]), a, i + n, b, j)
+            out[n] = lanes.total(lanes.add_products(first, a, i + n + 32, b, j + 32))
+
+    torch.manual_seed(0)
+    a, b, out = torch.randn(90).to(dtype), torch.randn(69).to(dtype), torch.full((3,), 2.0)
+    cpu.jit(dot)(cpu.numbers(a), 5, cpu.numbers(b), 3, cpu.numbers(out))
+    shown = [a[5 + n : 69 + n].double() @ b[3:67].double() + 32 for n in range(3)]
+    torch.testing.assert_close(out, torch.stack(shown).float())
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -101,7 +120,7 @@ sys.modules["numba"] = None
 import torch
 from cairn import ops
 from cairn import ops
-from cairn.ops import cpu
+from cairn.ops import cpu, lanes
 assert not cpu.AVAILABLE and not cpu.DEVICES
 x, weight = torch.randn(1, 8), torch.randn(4, 8)
 torch.testing.assert_close(ops.linear(x, weight), x @ weight.T)
