@@ -202,19 +202,36 @@ def _build_choose(context: Any, x: Any, least: Any, value: Any, other: Any) -> A
     return _lanes(_lanes, _lanes, _lanes, _lanes), emit
 
 
-def _build_floor(context: Any, x: Any) -> Any:
+def _build_halves(context: Any, a: Any, b: Any) -> Any:
+    order = _ir.Constant(_WORDS, [n if n < LANES // 2 else n + LANES for n in range(LANES)])
+
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return call(builder, "llvm.floor.v16f32", _NUMBERS, args[0])
+        return builder.shuffle_vector(*args, order)
+
+    return _lanes(_lanes, _lanes), emit
+
+
+def _build_above_floor(context: Any, x: Any) -> Any:
+    # Towards the lower whole number, no exception.
+    downwards = _ir.Constant(_WORD, 9)
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _masked(builder, "llvm.x86.avx512.mask.reduce.ps.512", args[0], downwards)
 
     return _lanes(_lanes), emit
 
 
-def _build_power_of_2(context: Any, exponent: Any) -> Any:
+def _build_times_power(context: Any, x: Any, exponent: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        biased = builder.add(builder.fptosi(args[0], _WORDS), _words(127))
-        return builder.bitcast(builder.shl(biased, _words(23)), _NUMBERS)
+        return _masked(builder, "llvm.x86.avx512.mask.scalef.ps.512", *args)
 
-    return _lanes(_lanes), emit
+    return _lanes(_lanes, _lanes), emit
+
+
+def _masked(builder: Any, name: str, *args: Any) -> Any:
+    """An instruction that takes a mask too, of all lanes, and how to round: as everywhere."""
+    none, every = _ir.Constant(_NUMBERS, None), _ir.Constant(_ir.IntType(16), 0xFFFF)
+    return call(builder, name, _NUMBERS, *args, none, every, _ir.Constant(_WORD, 4))
 
 
 def _register(sign: Any, name: str) -> None:
@@ -258,8 +275,12 @@ highest: Any = _intrinsic and _intrinsic(_build_highest)
 """highest(a, b): the larger of each lane; b where one is NaN."""
 choose: Any = _intrinsic and _intrinsic(_build_choose)
 """choose(x, least, value, other): value where x >= least or one of them is NaN, else other."""
-_floor: Any = _intrinsic and _intrinsic(_build_floor)
-_power_of_2: Any = _intrinsic and _intrinsic(_build_power_of_2)
+halves: Any = _intrinsic and _intrinsic(_build_halves)
+"""halves(a, b): the first eight lanes of a, then the last eight of b."""
+_above_floor: Any = _intrinsic and _intrinsic(_build_above_floor)
+"""_above_floor(x): x - floor(x); 0 of an infinity."""
+_times_power: Any = _intrinsic and _intrinsic(_build_times_power)
+"""_times_power(x, exponent): x * 2 ** floor(exponent)."""
 
 
 def _scratch(lines: Any) -> Any:
@@ -271,26 +292,19 @@ def _scratch(lines: Any) -> Any:
 
 scratch: Any = jit(_scratch)
 
-_LEAST = np.float32(-125.0)
-
 
 def _exp2(x: Any) -> Any:
-    """2 ** x of lanes <= 126, to 2e-7 of it, exact for x = 0; 0 for less than -125.
+    """2 ** x of lanes, to 3e-6 of it, exact for whole numbers; 0 for -inf.
 
-    2 ** n times the polynomial that comes closest to 2 ** r, -0.5 <= r < 0.5, of those that are 1
-    for r = 0.
+    2 ** floor(x) times the polynomial that comes closest to 2 ** r, 0 <= r < 1, of those that are 1
+    for r = 0. Instructions of AVX512.
     """
-    least = spread(_LEAST)
-    bounded = highest(least, x)
-    n = _floor(bounded + spread(np.float32(0.5)))
-    r = bounded - n
-    p = spread(np.float32(1.3264727e-3))
-    p = p * r + spread(np.float32(9.6715130e-3))
-    p = p * r + spread(np.float32(5.5507336e-2))
-    p = p * r + spread(np.float32(2.4022242e-1))
-    p = p * r + spread(np.float32(6.9314700e-1))
-    p = p * r + spread(np.float32(1))
-    return choose(x, least, p * _power_of_2(n), spread(np.float32(0)))
+    r = _above_floor(x)
+    p = spread(np.float32(1.3426747e-2))
+    p = p * r + spread(np.float32(5.2242373e-2))
+    p = p * r + spread(np.float32(2.4128025e-1))
+    p = p * r + spread(np.float32(6.9304484e-1))
+    return _times_power(p * r + spread(np.float32(1)), x)
 
 
 exp2: Any = jit(_exp2)

@@ -18,7 +18,7 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 _BLOCK_NUMBERS = 256 * 64
-"""Largest product of tokens and d of a block, of which each number has a line of the cache."""
+"""Largest product of tokens and d of a block: of eight heads that is 512 KiB of sums."""
 
 
 @op

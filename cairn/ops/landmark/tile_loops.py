@@ -15,7 +15,7 @@ from cairn.ops.attention.tile_loops import (
     transpose,
 )
 from cairn.ops.cpu import jit, prange
-from cairn.ops.lanes import load, load_some, scratch, spread, store, store_some
+from cairn.ops.lanes import halves, load, load_some, scratch, spread, store, store_some
 
 
 @jit(threads=True)
@@ -51,64 +51,91 @@ def _attend_block(
     q, k_cache, v_cache, row, page_table, indices, weights, scale, head, begin, end, out
 ):  # fmt: skip
     pages, heads, size, dim = k_cache.shape
-    group = q.shape[1] // heads
+    group, topk = q.shape[1] // heads, indices.shape[2]
     first_head, half = head * group, dim // 2
-    starts, asked = _by_page(pages, row, page_table, indices, head, begin, end)
+    stops, asked = _by_page(pages, row, page_table, indices, head, begin, end)
 
     # Every token's queries as columns, once for all its pages.
     queries = np.empty((end - begin, half, group), np.float32)
     for token in range(begin, end):
         take_columns(q, token, first_head, group, queries[token - begin], 0)
-    # Of the sixteen lanes of each sum the first `group` count.
-    sums = scratch((end - begin) * dim)
+    given = _by_place(weights, begin, end, first_head, group)
+    # Eight heads of two numbers side by side: lines of a token.
+    lines = (group + 7) // 8 * half
+    sums = scratch((end - begin) * lines)
     sums[:] = 0
 
     values = scratch(dim * size // 32).view(np.uint16).reshape(dim, size)
-    columns, logits, shares = scratch(half), scratch(size), scratch(size // 2)
-    # Sixteen lanes from a place inside of the last line reach into one more.
-    part, weight = scratch(dim + 1), scratch(2)
-    columns[:], part[:], weight[:] = 0, 0, 0
-    per = 16 // group
+    columns, shares = scratch(half), scratch(size // 2)
+    # Sixteen lanes from a place inside of a line reach into the next, or the one before.
+    product, weight = scratch(max(size, dim) + 1), scratch(3)
+    columns[:], product[:], weight[:] = 0, 0, 0
+    per, stop = 16 // group, 0
     nothing = spread(np.float32(-np.inf))
     factor = scale * LOG2_E
     for page in range(pages):
-        if starts[page] == starts[page + 1]:
+        start, stop = stop, stops[page]
+        if start == stop:
             continue
         transpose(v_cache[page, head], 0, size - 2, values)
         keys = (page * heads + head) * size * dim
-        for some in range(starts[page], starts[page + 1], per):
-            count = min(per, starts[page + 1] - some)
+        for some in range(start, stop, per):
+            count = min(per, stop - some)
             for n in range(count):
-                token, place = asked[some + n]
-                _copy(queries, token - begin, columns, n)
-                for h in range(group):
-                    weight[0, n * group + h] = weights[token, first_head + h, place]
-            multiply(k_cache, keys, size, dim, columns, logits)
-            store(logits, (size - 1) * 16, nothing)
-            top = largest(logits, size, spread(LEAST))
-            total = exponents(logits, size, factor, top * spread(factor), shares)
-            multiply(values, 0, dim, size, shares, part)
-            store(weight, 0, load(weight, 0) / total)
+                token, place = asked[some + n, 0] - begin, asked[some + n, 1]
+                _copy(queries, token * half, half, group, columns, n * group)
+                _copy(given, token * topk + place, 1, group, weight, 16 + n * group)
+            multiply(k_cache, keys, size, dim, columns, product)
+            store(product, (size - 1) * 16, nothing)
+            top = largest(product, size, spread(LEAST))
+            total = exponents(product, size, factor, top * spread(factor), shares)
+            store(weight, 16, load(weight, 16) / total)
+            multiply(values, 0, dim, size, shares, product)
             for n in range(count):
-                given = load(weight, n * group)
-                to = (asked[some + n, 0] - begin) * dim * 16
-                for i in range(0, dim * 16, 16):
-                    more = load(part, i + n * group) * given
-                    store(sums, to + i, load(sums, to + i) + more)
+                to = (asked[some + n, 0] - begin) * lines
+                _add(product, dim, weight, n * group, group, sums, to)
     for token in range(begin, end):
         for h in range(group):
-            result = out[token, first_head + h]
-            for i in range(dim):
-                result[i] = sums[(token - begin) * dim + i, h]
+            result, line = out[token, first_head + h], (token - begin) * lines + h // 8 * half
+            for i in range(half):
+                result[2 * i] = sums[line + i, h % 8]
+                result[2 * i + 1] = sums[line + i, 8 + h % 8]
 
 
 @jit
-def _copy(queries, token, columns, n):
-    """queries [n, d / 2, G] of a token become the n-th G of the columns [d / 2, 16]."""
-    half, group = queries.shape[1:]
-    for i in range(half):
-        taken = load_some(queries, (token * half + i) * group, group)
-        store_some(columns, i * 16 + n * group, group, taken)
+def _by_place(weights, begin, end, first_head, group):
+    """weights [T, h_q, K] of a head's group in tokens begin .. end - 1: [n, K, G]."""
+    given = np.empty((end - begin, weights.shape[2], group), np.float32)
+    for token in range(begin, end):
+        for h in range(group):
+            line = weights[token, first_head + h]
+            for place in range(len(line)):
+                given[token - begin, place, h] = line[place]
+    return given
+
+
+@jit
+def _copy(numbers, line, count, group, columns, at):
+    """`count` lines [G] of numbers from `line` on, to lines of columns [any, 16] from `at` on."""
+    for i in range(count):
+        taken = load_some(numbers, (line + i) * group, group)
+        store_some(columns, i * 16 + at, group, taken)
+
+
+@jit
+def _add(product, dim, weight, column, group, sums, line):
+    """Add G columns of a product [d, 16], each times its weight, to a token's lines of sums.
+
+    Args:
+        weight: [3, 16], of each column in the second line.
+    """
+    to = line * 16
+    for first in range(column, column + group, 8):
+        twice = halves(load(weight, 16 + first), load(weight, 8 + first))
+        for i in range(0, dim * 16, 32):
+            more = halves(load(product, i + first), load(product, i + 8 + first)) * twice
+            store(sums, to, load(sums, to) + more)
+            to += 16
 
 
 @jit
@@ -116,21 +143,22 @@ def _by_page(pages, row, page_table, indices, head, begin, end):
     """Who asks for each physical page, in order.
 
     Returns:
-        starts [pages + 1] int64: a page's part of the requests [n, 2] int64, (token, place).
+        stops [pages + 1] int64: where each page's part ends of the requests [n, 2] int64,
+        (token, place).
     """
     topk = indices.shape[2]
-    starts = np.zeros(pages + 2, np.int64)
+    starts = np.zeros(pages + 1, np.int64)
     for token in range(begin, end):
         for place in range(topk):
             if indices[token, head, place] >= 0:
-                starts[page_table[row[token], indices[token, head, place]] + 2] += 1
+                starts[page_table[row[token], indices[token, head, place]] + 1] += 1
     for page in range(pages):
-        starts[page + 2] += starts[page + 1]
-    asked = np.empty((starts[pages + 1], 2), np.int64)
+        starts[page + 1] += starts[page]
+    asked = np.empty((starts[pages], 2), np.int64)
     for token in range(begin, end):
         for place in range(topk):
             if indices[token, head, place] >= 0:
                 page = page_table[row[token], indices[token, head, place]]
-                asked[starts[page + 1], 0], asked[starts[page + 1], 1] = token, place
-                starts[page + 1] += 1
+                asked[starts[page], 0], asked[starts[page], 1] = token, place
+                starts[page] += 1
     return starts, asked
