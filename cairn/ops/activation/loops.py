@@ -22,3 +22,16 @@ def silu_and_mul(x, out):
         gate, up, target = x[n, :width], x[n, width:], out[n]
         for i in range(width):
             target[i] = narrow(silu(wide(gate[i])) * wide(up[i]), target[i])
+
+
+@jit(threads=True)
+def multiply_by_silu(gate, out):
+    """out [n, d] = silu(gate [n, d]) * out."""
+    for n in prange(len(out)):
+        given, target = gate[n], out[n]
+        # Of what is read and written in one place compilers make no vectors.
+        row = np.empty(len(target), np.float32)
+        for i in range(len(row)):
+            row[i] = silu(wide(given[i])) * wide(target[i])
+        for i in range(len(row)):
+            target[i] = narrow(row[i], target[i])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOAT32, check_dtype, expect
+from cairn.ops.landmark import loops
 from cairn.ops.landmark.kernels.summary import blend_window_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -43,13 +44,11 @@ def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dty
     check_dtype(name, dtype)
 
 
-@blend_window.implementation(
-    "triton",
-    devices=gpu.DEVICES,
-    when=lambda o_pages, o_window, window_weight, dtype: (
-        o_pages.is_contiguous() and o_window.is_contiguous() and window_weight.is_contiguous()
-    ),
-)
+def _dense(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> bool:
+    return o_pages.is_contiguous() and o_window.is_contiguous() and window_weight.is_contiguous()
+
+
+@blend_window.implementation("triton", devices=gpu.DEVICES, when=_dense)
 def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(o_pages.shape, dtype=dtype, device=o_pages.device)
     if out.numel():
@@ -60,6 +59,14 @@ def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dty
             *(o_pages, o_window, window_weight, out, lines, dim, width, at_once),
             num_warps=WARPS,
         )
+    return out
+
+
+@blend_window.implementation("numba", devices=cpu.DEVICES, when=_dense)
+def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(o_pages.shape, dtype=dtype)
+    lines = (x.flatten(0, 1) for x in (o_pages, o_window))
+    loops.blend_window(*map(cpu.numbers, (*lines, window_weight.flatten(), out.flatten(0, 1))))
     return out
 
 

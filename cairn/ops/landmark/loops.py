@@ -251,6 +251,35 @@ def _shares(u, chosen, mass, softmax1):
 
 
 @jit(threads=True)
+def page_weights(scores, lse, softmax1, weights, window_weight):
+    """page_weights of [n, K] scores and [n] masses of windows, written to arrays like them."""
+    for n in prange(len(lse)):
+        line, out = scores[n], weights[n]
+        top = max(_largest(line), lse[n])
+        top = max(top, np.float32(0)) if softmax1 else top
+        if top == -np.inf:
+            top = np.float32(0)
+        rest = exp(lse[n] - top)
+        total = rest + exp(-top) if softmax1 else rest
+        for i in range(len(line)):
+            out[i] = exp(line[i] - top)
+            total += out[i]
+        share = np.float32(1) / total if total != 0 else np.float32(0)
+        for i in range(len(line)):
+            out[i] *= share
+        window_weight[n] = rest * share
+
+
+@jit(threads=True)
+def blend_window(o_pages, o_window, window_weight, out):
+    """out = o_pages + window_weight * o_window, of lines [n, d] and a weight a line."""
+    for n in prange(len(out)):
+        pages, window, target = o_pages[n], o_window[n], out[n]
+        for i in range(len(target)):
+            target[i] = narrow(pages[i] + window_weight[n] * window[i], target[i])
+
+
+@jit(threads=True)
 def take_queries(q, places, scale, out):
     """out[n] = lines of q [m, width] that `places` [n] name, in float32, scaled."""
     for n in prange(len(places)):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOAT32, expect
+from cairn.ops.landmark import loops
 from cairn.ops.landmark.kernels.summary import page_weights_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -60,6 +61,21 @@ def _(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
             *(per_program, width),
             num_warps=4,
         )
+    return weights, window_weight
+
+
+@page_weights.implementation(
+    "numba",
+    devices=cpu.DEVICES,
+    when=lambda scores, lse, softmax1: scores.is_contiguous() and lse.is_contiguous(),
+)
+def _(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
+    weights, window_weight = torch.empty_like(scores), torch.empty_like(lse)
+    loops.page_weights(
+        *map(cpu.numbers, (scores.flatten(0, 1), lse.flatten())),
+        softmax1,
+        *map(cpu.numbers, (weights.flatten(0, 1), window_weight.flatten())),
+    )
     return weights, window_weight
 
 
