@@ -67,7 +67,8 @@ def _(
 ) -> Tensor:
     width = input.shape[-1] // 2
     result = input.new_empty(*input.shape[:-1], width) if out is None else out
-    loops.silu_and_mul(cpu.numbers(input.view(-1, 2 * width)), cpu.numbers(result.view(-1, width)))
+    both = cpu.numbers(input.view(-1, 2 * width))
+    loops.silu_and_mul(both, both, width, cpu.numbers(result.view(-1, width)))
     return result
 
 
