@@ -16,6 +16,8 @@ from cairn.names import checked_keywords
 GIB = 1 << 30
 GPU_CHUNK = 132 * 128
 """Slots, in whole tiles: 16,384 tokens with their landmarks, none left for a step of its own."""
+CPU_CHUNKS = {"float32": 17 * 64, "float16": 17 * 64, "bfloat16": 33 * 64}
+"""So of 1,024 and 2,048 tokens: where products are fast, reading weights for every step counts."""
 STRATEGIES = ("auto", "group", "head", "softmax_head")
 BACKEND_NAMES = ("auto", "dense", "window", "hsa")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -206,7 +208,7 @@ def resolve(options: EngineOptions, model: ModelFacts, machine: Machine) -> Engi
     page_size = _resolve_page_size(options, model, choices)
     backend = _resolve_backend(options, model, choices, warnings)
     layers, topk, window, strategy = _resolve_landmarks(options, model, warnings)
-    chunk = _resolve_chunk(options, device, choices)
+    chunk = _resolve_chunk(options, device, dtype, choices)
     memory, share = _resolve_memory(options, machine, device, choices)
     return EngineConfig(
         dtype=dtype,
@@ -305,17 +307,15 @@ def _resolve_page_size(options: EngineOptions, model: ModelFacts, choices: list[
     return model.page_size
 
 
-def _resolve_chunk(options: EngineOptions, device: str, choices: list[Choice]) -> int:
+def _resolve_chunk(options: EngineOptions, device: str, dtype: str, choices: list[Choice]) -> int:
     if options.chunked_prefill_size is not None:
         return options.chunked_prefill_size
-    chunk = GPU_CHUNK if device.startswith("cuda") else 1024
+    chunk = GPU_CHUNK if device.startswith("cuda") else CPU_CHUNKS[dtype]
     # Without a target nothing is timed to decide anything: steps follow from the requests alone,
     # so that a run can be repeated step by step, and nobody's latency is guessed.
-    reason = (
-        f"the default on {device}; no itl_target_ms asks for smaller chunks"
-        if options.itl_target_ms is None
-        else f"the default on {device}; cut to fit itl_target_ms while rows decode"
-    )
+    reason = f"the default on {device} in {dtype}; "
+    fixed = options.itl_target_ms is None
+    reason += "no itl_target_ms asks for smaller chunks" if fixed else "cut to fit itl_target_ms"
     choices.append(Choice("chunked_prefill_size", chunk, reason))
     return chunk
 

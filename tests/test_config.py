@@ -53,7 +53,7 @@ def test_nothing_is_left_open():
     assert config.page_size == 64
     assert config.landmark_layers == (3, 7, 11)
     assert (config.topk, config.window, config.strategy) == (32, 512, "hils")
-    assert config.chunked_prefill_size == 1024
+    assert config.chunked_prefill_size == 17 * 64
     assert config.kv_cache_memory == int(0.4 * 10 * GIB)
     assert config.warnings == ()
     assert "3 of 12 layers" in reasons(config)["attention_backend"]
@@ -125,9 +125,18 @@ def test_device():
         settle(device="cuda")
 
 
+def test_steps_are_longer_where_products_are_faster():
+    machine = replace(LAPTOP, native_bf16=True)
+    sizes = [
+        settle(machine=machine, dtype=dtype).chunked_prefill_size
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert sizes == [17 * 64, 33 * 64]
+
+
 def test_a_target_between_tokens():
     config = settle(itl_target_ms=50)
-    assert (config.itl_target_ms, config.chunked_prefill_size) == (50, 1024)
+    assert (config.itl_target_ms, config.chunked_prefill_size) == (50, 17 * 64)
     assert "itl_target_ms" in reasons(config)["chunked_prefill_size"]
     assert settle().itl_target_ms is None
     assert "no itl_target_ms" in reasons(settle())["chunked_prefill_size"]
