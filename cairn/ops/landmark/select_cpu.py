@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from cairn.ops import amx, cpu
+from cairn.ops.landmark import tile_loops
 from cairn.ops.landmark.select_task import Task
 
 _TILE = 256
@@ -60,18 +63,60 @@ def gather(table: Tensor, physical: Tensor | slice) -> Tensor:
     return lines.view(*physical.shape, *table.shape[1:])
 
 
-def logits(task: Task, lmk_q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
-    """u [U, h, c, columns].
+class Scorer:
+    """u = scale * z . R + b of tiles of tokens and the pages of each.
 
     Args:
-        lmk_q: [U, c, h_q, d]; keys: [U * key_heads, d, columns]; bias: [U, h_q, columns] or None.
+        task: what the strategy means.
+        lmk_q: z [T, h_q, d].
+        summaries: R [U, P, h_R, d]; bias: b [U, P, h_q] float32, or None.
     """
-    queries = task.queries(lmk_q)
-    if bias is not None and task.key_heads == task.score_heads:
-        u = torch.baddbmm(bias.flatten(0, 1).unsqueeze(1), queries, keys)
-    else:
-        u = torch.bmm(queries, keys)
-    u = u.view(len(lmk_q), task.score_heads, -1, keys.shape[-1])
-    if bias is not None and task.key_heads < task.score_heads:
-        u += bias.unsqueeze(2)
-    return u
+
+    def __init__(self, task: Task, lmk_q: Tensor, summaries: Tensor, bias: Tensor | None) -> None:
+        self._task, self._lmk_q = task, lmk_q
+        self._bias = None if bias is None else bias.transpose(1, 2)
+        self._tiled = _by_tiles(task, lmk_q, summaries)
+        if self._tiled:
+            units, pages, heads, dim = summaries.shape
+            # Columns of sixteen queries meet 64 keys at once.
+            keys = summaries.new_zeros(units, heads, -(-pages // 64) * 64, dim)
+            keys[:, :, :pages] = summaries.transpose(1, 2)
+            self._keys, self._columns = keys, pages
+        else:
+            self._keys = task.keys(summaries).transpose(1, 2)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """[U, h, c, P] float32 of tokens [U, c]."""
+        task, bias = self._task, self._bias
+        if self._tiled:
+            u = torch.empty(len(tokens), task.score_heads, tokens.shape[1], self._columns)
+            tile_loops.score_pages(
+                cpu.numbers(self._lmk_q.contiguous().view(torch.float32)),
+                *map(cpu.numbers, (tokens.contiguous(), self._keys)),
+                cpu.numbers_or_none(None if bias is None else bias.contiguous(), u.dtype, 3),
+                np.float32(task.scale),
+                amx.shapes(),
+                cpu.numbers(u),
+            )
+            return u
+        queries = task.queries(self._lmk_q[tokens])
+        if bias is not None and task.key_heads == task.score_heads:
+            u = torch.baddbmm(bias.flatten(0, 1).unsqueeze(1), queries, self._keys)
+        else:
+            u = torch.bmm(queries, self._keys)
+        u = u.view(len(tokens), task.score_heads, -1, self._keys.shape[-1])
+        if bias is not None and task.key_heads < task.score_heads:
+            u += bias.unsqueeze(2)
+        return u
+
+
+def _by_tiles(task: Task, lmk_q: Tensor, summaries: Tensor) -> bool:
+    """Whether AMX multiplies them."""
+    return (
+        amx.AVAILABLE
+        and lmk_q.dtype == summaries.dtype == torch.bfloat16
+        and task.key_heads == summaries.shape[2]
+        and not task.summed
+        and 16 % (task.score_heads // task.key_heads) == 0
+        and lmk_q.shape[2] % 32 == 0
+    )

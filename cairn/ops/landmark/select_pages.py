@@ -163,18 +163,15 @@ def _(
         # Those after the candidates make a round number for the matrix product.
         columns = -(-pages // 16) * 16
         physical = page_table[row[safe[:, 0]], :columns]
-        keys = task.keys(select_cpu.gather(summary_key, physical)).transpose(1, 2)
-        bias = (
-            None
-            if summary_bias is None
-            else select_cpu.gather(summary_bias, physical).transpose(1, 2)
-        )
+        bias = None if summary_bias is None else select_cpu.gather(summary_bias, physical)
+        keys = select_cpu.gather(summary_key, physical)
+        score = select_cpu.Scorer(task, lmk_q, keys, bias)
         limits = torch.where(tokens < slot.numel(), candidates[safe], 0)
         bytes_per_token = 4 * tokens.shape[0] * task.score_heads * pages
         step = paging.tokens_per_block(bytes_per_token, tokens.shape[1])
         for begin in range(0, tokens.shape[1], step):
             at = (slice(None), slice(begin, begin + step))
-            u = select_cpu.logits(task, lmk_q[safe[at]], keys, bias)
+            u = score(safe[at])
             given = (u, lse, limits[at].contiguous(), tokens[at].contiguous())
             loops.choose_pages(
                 *map(cpu.numbers, given), task.normalised, *map(cpu.numbers, (indices, scores))
@@ -326,6 +323,10 @@ def _(make: Make) -> Cases:
             yield make.args(whole[:7], fourths, None, lse[:7], *far, num_kv_heads=groups)
         one = (row[-3:-2], slot[-3:-2], *where[2:])
         yield make.args(z[-3:-2], key, bias, lse[-3:-2], *one, 0.3, num_kv_heads=groups)
+        # Numbers a head, and heads a key, that tiles of a CPU take.
+        wide, near = (make.randn(*x.shape[:2], 32, dtype=dtype) for x in (z, key))
+        yield make.args(wide, near, bias, lse, *where, num_kv_heads=groups)
+        yield make.args(wide, near[:, :groups], None, lse, *where)
         none = (row[:0], slot[:0], *where[2:])
         yield make.args(z[:0], key, bias, lse[:0], *none, num_kv_heads=groups)
 

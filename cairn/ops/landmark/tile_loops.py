@@ -1,4 +1,5 @@
-"""Selected pages in bfloat16 by AMX: every page with the tokens of a block that select it."""
+"""Landmark layers in bfloat16 by AMX: scores of pages, and every selected page with the tokens of a
+block that select it."""
 
 from __future__ import annotations
 
@@ -16,6 +17,47 @@ from cairn.ops.attention.tile_loops import (
 )
 from cairn.ops.cpu import jit, prange
 from cairn.ops.lanes import halves, load, load_some, scratch, spread, store, store_some
+
+
+@jit(threads=True)
+def score_pages(z, tokens, keys, bias, scale, config, u):
+    """Scores of the pages of tiles, a thread a key head and as many tokens as make sixteen queries.
+
+    Args:
+        z: [T, h, d / 2], pairs of bfloat16 as float32; tokens: [U, c] int64.
+        keys: [U, h_R, P, d], h_R a part of h with 16 heads a key at most, P whole multiples of 64.
+        bias: [U, h, columns] float32, or [0, 0, 0]; columns <= P.
+        config: amx.shapes().
+        u: [U, h, c, columns] float32, written.
+    """
+    units, key_heads, pages, dim = keys.shape
+    group, width = u.shape[1] // key_heads, u.shape[2]
+    each = 16 // group
+    blocks = (width + each - 1) // each
+    for task in prange(units * key_heads * blocks):
+        unit, head, begin = (
+            task // (key_heads * blocks), task // blocks % key_heads, task % blocks * each
+        )  # fmt: skip
+        before = np.empty(64, np.uint8)
+        save_shapes(before)
+        load_shapes(config)
+        columns, product = scratch(dim // 2), scratch(pages)
+        columns[:] = 0
+        end = min(begin + each, width)
+        for n in range(begin, end):
+            take_columns(z, tokens[unit, n], head * group, group, columns, (n - begin) * group)
+        at = (unit * key_heads + head) * pages * dim
+        multiply(keys, at, pages, dim, columns, product)
+        load_shapes(before)
+        for n in range(begin, end):
+            for h in range(group):
+                line, column = u[unit, head * group + h, n], (n - begin) * group + h
+                for page in range(len(line)):
+                    line[page] = product[page, column] * scale
+                if bias.size:
+                    more = bias[unit, head * group + h]
+                    for page in range(len(line)):
+                        line[page] += more[page]
 
 
 @jit(threads=True)
@@ -50,10 +92,10 @@ def attend_pages(
 def _attend_block(
     q, k_cache, v_cache, row, page_table, indices, weights, scale, head, begin, end, out
 ):  # fmt: skip
-    pages, heads, size, dim = k_cache.shape
+    heads, size, dim = k_cache.shape[1:]
     group, topk = q.shape[1] // heads, indices.shape[2]
     first_head, half = head * group, dim // 2
-    stops, asked = _by_page(pages, row, page_table, indices, head, begin, end)
+    lowest, stops, asked = _by_page(row, page_table, indices, head, begin, end)
 
     # Every token's queries as columns, once for all its pages.
     queries = np.empty((end - begin, half, group), np.float32)
@@ -73,8 +115,8 @@ def _attend_block(
     per, stop = 16 // group, 0
     nothing = spread(np.float32(-np.inf))
     factor = scale * LOG2_E
-    for page in range(pages):
-        start, stop = stop, stops[page]
+    for n_page in range(len(stops)):
+        start, stop, page = stop, stops[n_page], lowest + n_page
         if start == stop:
             continue
         transpose(v_cache[page, head], 0, size - 2, values)
@@ -139,26 +181,34 @@ def _add(product, dim, weight, column, group, sums, line):
 
 
 @jit
-def _by_page(pages, row, page_table, indices, head, begin, end):
+def _by_page(row, page_table, indices, head, begin, end):
     """Who asks for each physical page, in order.
 
     Returns:
-        stops [pages + 1] int64: where each page's part ends of the requests [n, 2] int64,
-        (token, place).
+        The lowest page asked for; stops [pages up to the highest] int64: where each page's part
+        ends of the requests [n, 2] int64, (token, place).
     """
     topk = indices.shape[2]
+    lowest, highest = np.int64(2**31), np.int64(-1)
+    for token in range(begin, end):
+        for place in range(topk):
+            if indices[token, head, place] >= 0:
+                page = np.int64(page_table[row[token], indices[token, head, place]])
+                lowest, highest = min(lowest, page), max(highest, page)
+    pages = max(highest + 1 - lowest, 0)
     starts = np.zeros(pages + 1, np.int64)
     for token in range(begin, end):
         for place in range(topk):
             if indices[token, head, place] >= 0:
-                starts[page_table[row[token], indices[token, head, place]] + 1] += 1
+                page = page_table[row[token], indices[token, head, place]] - lowest
+                starts[page + 1] += 1
     for page in range(pages):
         starts[page + 1] += starts[page]
     asked = np.empty((starts[pages], 2), np.int64)
     for token in range(begin, end):
         for place in range(topk):
             if indices[token, head, place] >= 0:
-                page = page_table[row[token], indices[token, head, place]]
+                page = page_table[row[token], indices[token, head, place]] - lowest
                 asked[starts[page], 0], asked[starts[page], 1] = token, place
                 starts[page] += 1
-    return starts, asked
+    return lowest, starts[:pages], asked
