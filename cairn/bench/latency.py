@@ -24,7 +24,7 @@ WARM_UP_TOKENS = 300
 COUNTED_STEPS = 4
 """Decode steps whose kernels are counted."""
 PREFILLS, PREFILL_SECONDS = 5, 1.0
-"""A prefill on a GPU is the median of so many, or of as many as began within that time."""
+"""A prefill is the median of so many, or of as many as began within that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +119,17 @@ class _Point:
         yield self._cell("decode", ran, step, floor, self.batch)
 
     def _prefill(self, prompts: Sequence[TokenPrompt]) -> _Ran:
-        if not self.on_gpu:
-            return _Ran(run_phase(self.llm, prompts, 1))
-        # Kernels of these shapes are compiled now, not in what is measured.
-        union = None
-        if self.backend == "hsa":
-            with SelectionWatch() as watch:
-                run_phase(self.llm, self.prompts(1, salt=1), 1)
-            union = watch.union
-        launches = self._prefill_launches()
-        phase, peak = _with_peak(lambda: run_phase(self.llm, prompts, 1))
+        union, launches, peak = None, None, None
+        if self.on_gpu:
+            # Kernels of these shapes are compiled now, not in what is measured.
+            if self.backend == "hsa":
+                with SelectionWatch() as watch:
+                    run_phase(self.llm, self.prompts(1, salt=1), 1)
+                union = watch.union
+            launches = self._prefill_launches()
+            phase, peak = _with_peak(lambda: run_phase(self.llm, prompts, 1))
+        else:
+            phase = run_phase(self.llm, prompts, 1)
         phases = [phase]
         for salt in range(4, 3 + PREFILLS):
             if sum(phase.prefill_seconds for phase in phases) < PREFILL_SECONDS:
