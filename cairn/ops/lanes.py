@@ -17,6 +17,17 @@ from cairn.ops.cpu import AVAILABLE, FAST, jit
 
 LANES = 16
 
+
+def _pairs_in_one() -> bool:
+    """Whether the CPU multiplies and adds pairs of bfloat16 in one instruction, AVX512-BF16."""
+    if not AVAILABLE:
+        return False
+    binding = importlib.import_module("llvmlite.binding")
+    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+PAIRS = _pairs_in_one()
+
 _extending: Any = importlib.import_module("numba.extending") if AVAILABLE else None
 _types: Any = importlib.import_module("numba.types") if AVAILABLE else None
 _ir: Any = importlib.import_module("llvmlite.ir") if AVAILABLE else None
@@ -141,7 +152,7 @@ def _build_add_products(context: Any, total: Any, a: Any, i: Any, b: Any, j: Any
             builder.gep(context.make_array(kind)(context, builder, array).data, [at])
             for kind, array, at in zip(signature.args[1::2], places[::2], places[1::2], strict=True)
         ]
-        if a.dtype == _types.uint16 and _pairs_in_one():
+        if a.dtype == _types.uint16 and PAIRS:
             pairs = [_take(builder, place, _HALVES) for place in both]
             return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _NUMBERS, sums, *pairs)
         for begin in (0, LANES):
@@ -153,12 +164,6 @@ def _build_add_products(context: Any, total: Any, a: Any, i: Any, b: Any, j: Any
     same = isinstance(a, _types.Array) and isinstance(b, _types.Array) and a.dtype == b.dtype
     signature = _lanes(_lanes, a, _types.int64, b, _types.int64)
     return (signature, emit) if same else None
-
-
-def _pairs_in_one() -> bool:
-    """Whether the CPU multiplies and adds pairs of bfloat16 in one instruction, AVX512-BF16."""
-    binding = importlib.import_module("llvmlite.binding")
-    return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
 def _take(builder: Any, place: Any, kind: Any) -> Any:

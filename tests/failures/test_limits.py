@@ -94,7 +94,7 @@ def test_row_9_the_effective_configuration_is_printed(model, caplog):
         "dtype": built.config.dtype,
         "attention_backend": "hsa",
         "page_size": SIZE,
-        "chunked_prefill_size": 1024,
+        "chunked_prefill_size": 1088,
         "max_model_len": 4096,
     }
     for name, value in expected.items():
@@ -114,7 +114,7 @@ def test_row_9_defaults(model):
         "page_size": 16,
         "seed": 0,
         "max_num_seqs": 64,
-        "chunked_prefill_size": 1024,
+        "chunked_prefill_size": 1088,
         "itl_target_ms": None,
         "enable_prefix_caching": True,
         "landmark_layers": (0, 1),

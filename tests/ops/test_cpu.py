@@ -57,7 +57,7 @@ def test_every_number_of_a_format_is_read_as_it_is(dtype: torch.dtype) -> None:
 def test_products_of_sixteen_lanes(dtype: torch.dtype, in_one: bool, monkeypatch) -> None:
     """From any place on; with the CPU's own instruction for bfloat16, if it has one, or without."""
     if not in_one:
-        monkeypatch.setattr(lanes, "_pairs_in_one", lambda: False)
+        monkeypatch.setattr(lanes, "PAIRS", False)
 
     def dot(a, i, b, j, out):
         for n in cpu.prange(len(out)):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import cpu
+from cairn.ops import cpu, lanes
 from cairn.ops.linear import loops
 
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 2}
@@ -56,6 +56,7 @@ def multiply(
         cpu.numbers(out.view(-1, out.shape[-1])),
         add,
         gated,
+        input.dtype == torch.bfloat16 and lanes.PAIRS,
         max(torch.get_num_threads(), weight.nbytes // _PART_BYTES),
     )
     return out

@@ -11,7 +11,7 @@ from cairn.ops.norm.loops import norm_row
 
 
 @jit(threads=True)
-def multiply(x, weight, bias, norm, eps, out, add, gated, parts):
+def multiply(x, weight, bias, norm, eps, out, add, gated, paired, parts):
     """rmsnorm(x) @ weight.T + bias.
 
     Args:
@@ -19,38 +19,66 @@ def multiply(x, weight, bias, norm, eps, out, add, gated, parts):
         eps: of the norm.
         out: [M, N], written; gated: [M, N / 2], silu of the first half times the second.
         add: add to what is in `out`.
+        paired: x is rounded to its dtype after the norm, and numbers are multiplied in pairs.
         parts: that the columns are cut into, for the threads.
     """
     rows = _normed(x, norm, eps)
+    given = _rounded(rows, x) if paired and norm.size else x
     columns = out.shape[1]
     for part in prange(parts):
         begin, end = columns * part // parts, columns * (part + 1) // parts
         if gated:
-            _gated_columns(rows, weight, out, begin, end)
+            _gated_columns(rows, given, weight, out, paired, begin, end)
         else:
-            _columns(rows, weight, bias, out, add, begin, end)
+            _columns(rows, given, weight, bias, out, add, paired, begin, end)
 
 
 @jit
 def _normed(x, norm, eps):
-    """x [M, K] after its norm if it has one."""
-    if not norm.size:
-        return x
-    rows = np.empty_like(x)
-    row = np.empty(x.shape[1], np.float32)
+    """x [M, K] in float32, after its norm if it has one."""
+    rows = np.empty(x.shape, np.float32)
     for m in range(len(x)):
-        norm_row(x[m], norm, eps, row)
-        for k in range(len(row)):
-            rows[m, k] = narrow(row[k], rows[m, k])
+        given, row = x[m], rows[m]
+        if norm.size:
+            norm_row(given, norm, eps, row)
+        else:
+            for k in range(len(row)):
+                row[k] = wide(given[k])
     return rows
 
 
 @jit
-def _dots(rows, m, weight, lines):
-    """rows[m] . weight[n] for the four n in `lines`.
+def _rounded(rows, like):
+    """rows [M, K] as numbers of the kind of `like`."""
+    out = np.empty_like(like)
+    for m in range(len(out)):
+        for k in range(out.shape[1]):
+            out[m, k] = narrow(rows[m, k], out[m, k])
+    return out
 
-    Four at once, far from each other: a core fetches several streams faster than one.
+
+@jit
+def _dots(rows, given, m, weight, lines, paired):
+    """Row m . weight[n] for the four n in `lines`.
+
+    Four lines at once, far from each other: a core fetches several streams faster than one.
     """
+    if paired:
+        return _pair_dots(given, m, weight, lines)
+    row = rows[m]
+    a, b, c, d = weight[lines[0]], weight[lines[1]], weight[lines[2]], weight[lines[3]]
+    of_a = of_b = of_c = of_d = np.float32(0)
+    for k in range(len(row)):
+        number = row[k]
+        of_a += number * wide(a[k])
+        of_b += number * wide(b[k])
+        of_c += number * wide(c[k])
+        of_d += number * wide(d[k])
+    return of_a, of_b, of_c, of_d
+
+
+@jit
+def _pair_dots(rows, m, weight, lines):
     width, own = rows.shape[1], m * rows.shape[1]
     a, b, c, d = lines[0] * width, lines[1] * width, lines[2] * width, lines[3] * width
     of_a = of_b = of_c = of_d = spread(np.float32(0))
@@ -71,13 +99,13 @@ def _dots(rows, m, weight, lines):
 
 
 @jit
-def _columns(rows, weight, bias, out, add, begin, end):
+def _columns(rows, given, weight, bias, out, add, paired, begin, end):
     step = (end - begin + 3) // 4
     for n in range(begin, begin + step):
         at = (n, n + step, n + 2 * step, n + 3 * step)
         lines = (n, min(at[1], end - 1), min(at[2], end - 1), min(at[3], end - 1))
         for m in range(len(rows)):
-            sums = _dots(rows, m, weight, lines)
+            sums = _dots(rows, given, m, weight, lines, paired)
             for i in range(4):
                 if at[i] < end:
                     total = sums[i]
@@ -89,12 +117,12 @@ def _columns(rows, weight, bias, out, add, begin, end):
 
 
 @jit
-def _gated_columns(rows, weight, out, begin, end):
+def _gated_columns(rows, given, weight, out, paired, begin, end):
     half, step = weight.shape[0] // 2, (end - begin + 1) // 2
     for n in range(begin, begin + step):
         other = min(n + step, end - 1)
         lines = (n, other, half + n, half + other)
         for m in range(len(rows)):
-            sums = _dots(rows, m, weight, lines)
+            sums = _dots(rows, given, m, weight, lines, paired)
             out[m, n] = narrow(silu(sums[0]) * sums[2], out[m, n])
             out[m, other] = narrow(silu(sums[1]) * sums[3], out[m, other])
