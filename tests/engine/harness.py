@@ -60,14 +60,18 @@ def _poison(allocator: PageAllocator, tensors: Iterable[torch.Tensor], spare: bo
             tensor[pages] = NOT_FINITE if tensor.dtype == BYTES else float("nan")
 
 
-def occupy(cache: PageCache, keep: int) -> Lease:
-    """A lease that leaves others `keep` pages of every pool."""
+def occupy(cache: PageCache, keep: int, keep_window: int | None = None) -> Lease:
+    """A lease that leaves others `keep` pages, and of the window layers' `keep_window` or as many.
+
+    Every request must fit in these alone: the engine checks that against the whole pool.
+    """
     lease = cache.open([1], 0)
     while len(lease.pages) < cache.num_pages - keep:
         assert cache.grow(lease, len(lease.pages) + 1)
         cache.pass_windows(lease, len(lease.pages))
     if cache.window is not None:
-        lease.window[:0] = cache.window.take(cache.window.available - keep)
+        left = keep if keep_window is None else keep_window
+        lease.window[:0] = cache.window.take(cache.window.available - left)
     return lease
 
 

@@ -62,7 +62,9 @@ def test_random_schedules_with_few_window_pages(case, seed, budgets, spare, cach
     """Shared beginnings, retractions for want of either kind of page, prefixes resumed early."""
     built = engine(case, max_num_seqs=4, enable_prefix_caching=caching)
     cache, rng, size = built.core.cache, random.Random(seed), built.config.page_size
-    hostage = occupy(cache, keep=cache.window.reach + 90 // size + 3 + spare)
+    most = built.slots.pages_for(5 * size + 60 + 20)
+    window_pages = cache.window.reach + 90 // size + 3
+    hostage = occupy(cache, keep=most + spare, keep_window=window_pages + spare)
     shared = text(seed, 5 * size)
     prompts = [shared[: rng.choice((0, size, 5 * size))] for _ in range(4)]
     prompts = [start + text(seed + i, rng.randint(1, 60)) for i, start in enumerate(prompts)]
