@@ -131,6 +131,19 @@ def stream_of(device: torch.device) -> Any:
     return _module.runtime.driver.active.get_current_stream(device.index)
 
 
+def copies_blocks(device: torch.device) -> bool:
+    """Whether programs on a device have an engine that copies blocks (TMA); interpreted ones do."""
+    if device.type == "cuda":
+        return torch.version.hip is None and _capability(device.index) >= (9, 0)
+    return INTERPRETED
+
+
+def blocks(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
+    """A kernel's argument for a table that begins where `base` does, copied in blocks."""
+    tools = importlib.import_module("triton.tools.tensor_descriptor")
+    return tools.TensorDescriptor(base, list(shape), list(strides), list(block))
+
+
 def next_power_of_2(number: int) -> int:
     """Smallest power of two >= number, for number >= 1."""
     return 1 << max(0, number - 1).bit_length()

@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.attention import launch
 from cairn.ops.attention.kernels import latent_split_kernel
+from cairn.ops.attention.lines import NO_LINES, lines_of
 from cairn.ops.benching import Alternative, Draw, Point, Points
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 from cairn.ops.registry import op
@@ -117,6 +118,15 @@ def _(
     single = q_nope.dtype == torch.float32
     lines = 16 if single else min(64, max(16, gpu.next_power_of_2(heads)))
     keys = 16 if single else 32
+    large = lines == 64 and gpu.program_memory(cache.device) >= _WIDE_BYTES
+    values = rest = NO_LINES
+    wide, size = 64 if large else keys, cache.shape[1]
+    if size % wide == 0 and (not single or gpu.INTERPRETED):
+        flops = 2 * batch * heads * page_table.shape[1] * size * (latent + cache.shape[2])
+        parts = (cache[..., :latent].unsqueeze(2), cache[..., latent:].unsqueeze(2))
+        values, rest = lines_of(*parts, wide, flops)
+    if values.blocks is not None:
+        keys = wide
     columns = -(-heads // lines)
     blocks = -(-page_table.shape[1] * cache.shape[1] // keys)
     wanted = -(-_PROGRAMS // (columns * batch))
@@ -127,8 +137,9 @@ def _(
     part_lse = out.new_empty((batch, heads, splits), dtype=torch.float32)
     padded = (max(16, gpu.next_power_of_2(width)) for width in (latent, q_pe.shape[2]))
     latent_split_kernel[(splits, columns, batch)](
-        *(q_nope, q_pe, cache, seq_lens, page_table, part_o, part_lse, sm_scale),
-        *(*q_nope.stride()[:2], *q_pe.stride()[:2], *cache.stride()[:2], page_table.stride(0)),
+        *(q_nope, q_pe, cache, values.blocks, rest.blocks, seq_lens, page_table),
+        *(part_o, part_lse, sm_scale, *q_nope.stride()[:2], *q_pe.stride()[:2]),
+        *(*cache.stride()[:2], values.page, page_table.stride(0)),
         *(heads, cache.shape[1], latent, q_pe.shape[2], *padded, lines, keys),
         "ieee" if single else "tf32",
         num_warps=8 if lines == 64 else 4,
@@ -139,6 +150,8 @@ def _(
     return out
 
 
+_WIDE_BYTES = 222 << 10
+"""Memory of a program of 64 heads with two blocks of 64 slots on their way."""
 _PROGRAMS = 264
 """Programs that fill a large device twice: each holds most of a multiprocessor's memory."""
 _LEAST_BLOCKS = 4

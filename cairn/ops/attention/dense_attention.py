@@ -404,8 +404,12 @@ def _(
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    given = (q, k_cache, v_cache, row, slot, page_table)
-    task = launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks)
+    task = launch.Task(
+        *(q, k_cache, v_cache, row, slot, page_table),
+        scale=scale,
+        mask_landmarks=mask_landmarks,
+        stretches=stretches,
+    )
     return launch.attend_tiles(task, q.dtype)
 
 

@@ -183,6 +183,60 @@ def attend_blocks(
 
 
 @triton.jit
+def block_of(
+    blocks, start, line, page_lines, column, table, SIZE: tl.constexpr, PAGED: tl.constexpr
+):
+    """Slots start .. of a head, a block of a table of lines (`lines.py`).
+
+    Args:
+        line, column: where the head's slot 0 of page 0 is; page_lines: lines from page to page.
+        PAGED: slots lie where the page table says, whole blocks in a page of SIZE slots.
+    """
+    if PAGED:
+        line += tl.load(table + start // SIZE) * page_lines + start % SIZE
+    else:
+        line += start
+    return blocks.load([line.to(tl.int32), column])
+
+
+@triton.jit
+def attend_pairs(
+    query, best, total, acc, keys, values, k_line, k_page, k_column, v_line, v_page, v_column,
+    table, begin, end, factor,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`attend_blocks` of slots that every row sees, two blocks at a time; factor > 0.
+
+    The products of one block run beside the softmax of the other.
+
+    Args:
+        keys, values: tables of lines, as in `block_of`.
+        begin, end: multiples of KEYS; end - begin is one of 2 KEYS.
+    """
+    for start in range(begin, end, 2 * KEYS):
+        other = start + KEYS
+        key = block_of(keys, start, k_line, k_page, k_column, table, SIZE, PAGED)
+        value = block_of(values, start, v_line, v_page, v_column, table, SIZE, PAGED)
+        first = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        key = block_of(keys, other, k_line, k_page, k_column, table, SIZE, PAGED)
+        further = block_of(values, other, v_line, v_page, v_column, table, SIZE, PAGED)
+        second = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        # Scaled behind the maximum, the factor is part of the difference: one instruction.
+        higher = tl.maximum(tl.max(first, 1), tl.max(second, 1)) * factor
+        higher = tl.maximum(best, higher)
+        decay = tl.exp2(best - higher)
+        weight = tl.exp2(first * factor - higher[:, None])
+        acc = acc * decay[:, None]
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
+        total = total * decay + tl.sum(weight, 1)
+        weight = tl.exp2(second * factor - higher[:, None])
+        acc = tl.dot(weight.to(value.dtype), further, acc, input_precision=PRECISION)
+        total += tl.sum(weight, 1)
+        best = higher
+    return best, total, acc
+
+
+@triton.jit
 def finish(best, total, acc):
     """(o [M, DP], lse [M], natural logarithm): 0 and -inf for a row that saw no key."""
     seen = total > 0
@@ -193,14 +247,19 @@ def finish(best, total, acc):
 
 @triton.jit(do_not_specialize=["tokens", "begin_slot"])
 def tile_kernel(
-    q, k_cache, v_cache, row, slot, page_table, o, lse,
-    tokens, begin_slot, window, scale, table_stride, page_stride, head_stride,
+    q, k_cache, v_cache, row, slot, page_table, keys, values, o, lse, tokens, begin_slot,
+    window, scale, table_stride, page_stride, head_stride, page_lines, head_lines, head_column,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     TOKENS: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens and one KV head; the tokens of each row in turn, in any order. Slots before
-    `begin_slot` are left out."""
+    `begin_slot` are left out.
+
+    Args:
+        keys, values: the caches as tables of lines, with page_lines, head_lines and head_column of
+            `lines.Lines`, for blocks that all see; or None.
+    """
     group: tl.constexpr = HEADS // KV_HEADS
     # Late tiles see the most keys: they start first.
     begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
@@ -238,11 +297,19 @@ def tile_kernel(
             low, high, first, own_slot, mine, factor,
             DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
         )  # fmt: skip
-        best, total, acc = attend_blocks(
-            query, best, total, acc, k_head, v_head, table, page_stride, middle, after,
-            low, high, first, own_slot, mine, factor,
-            DIM, SIZE, DP, KEYS, False, MASKED, PRECISION,
-        )  # fmt: skip
+        if keys is not None:
+            after = middle + (after - middle) // (2 * KEYS) * (2 * KEYS)
+            best, total, acc = attend_pairs(
+                query, best, total, acc, keys, values, kv * head_lines, page_lines,
+                kv * head_column, kv * head_lines, page_lines, kv * head_column,
+                table, middle, after, factor, SIZE, KEYS, True, PRECISION,
+            )  # fmt: skip
+        else:
+            best, total, acc = attend_blocks(
+                query, best, total, acc, k_head, v_head, table, page_stride, middle, after,
+                low, high, first, own_slot, mine, factor,
+                DIM, SIZE, DP, KEYS, False, MASKED, PRECISION,
+            )  # fmt: skip
         best, total, acc = attend_blocks(
             query, best, total, acc, k_head, v_head, table, page_stride, after, high + 1,
             low, high, first, own_slot, mine, factor,
@@ -404,9 +471,20 @@ def merge_states_kernel(
 
 
 @triton.jit
+def add_values(best, total, acc, logits, value, PRECISION: tl.constexpr):
+    """The online softmax of one block: logits [M, N] to base 2, value [N, DP]."""
+    higher = tl.maximum(best, tl.max(logits, 1))
+    weight = tl.exp2(logits - higher[:, None])
+    decay = tl.exp2(best - higher)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
+    return higher, total * decay + tl.sum(weight, 1), acc
+
+
+@triton.jit
 def latent_split_kernel(
-    q_nope, q_pe, cache, seq_lens, page_table, o, lse, scale,
-    nope_row, nope_head, pe_row, pe_head, page_stride, slot_stride, table_stride,
+    q_nope, q_pe, cache, values, keys, seq_lens, page_table, o, lse, scale,
+    nope_row, nope_head, pe_row, pe_head, page_stride, slot_stride, page_lines, table_stride,
     HEADS: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     LP: tl.constexpr, RP: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -415,6 +493,10 @@ def latent_split_kernel(
     the key of every head, the first LATENT of them the value.
 
     o: [B, HEADS, splits, LATENT]; lse: [B, HEADS, splits] float32.
+
+    Args:
+        values, keys: the cache's two parts as tables of lines, as in `block_of`, for whole blocks;
+            or None.
     """
     split = tl.program_id(0)
     splits = tl.num_programs(0)
@@ -432,6 +514,15 @@ def latent_split_kernel(
     acc = tl.zeros([LINES, LP], tl.float32)
     factor = scale * 1.4426950408889634
     table = page_table + row * table_stride
+    if values is not None:
+        whole = tl.maximum(end // KEYS * KEYS, begin)
+        for start in range(begin, whole, KEYS):
+            value = block_of(values, start, 0, page_lines, 0, table, SIZE, True)
+            key = block_of(keys, start, 0, page_lines, 0, table, SIZE, True)
+            logits = tl.dot(latent, tl.trans(value), input_precision=PRECISION)
+            logits = tl.dot(rope, tl.trans(key), logits, input_precision=PRECISION) * factor
+            best, total, acc = add_values(best, total, acc, logits, value, PRECISION)
+        begin = whole
     for start in range(begin, end, KEYS):
         t = start + tl.arange(0, KEYS)
         inside = t < end
@@ -442,13 +533,7 @@ def latent_split_kernel(
         logits = tl.dot(latent, tl.trans(value), input_precision=PRECISION)
         logits = tl.dot(rope, tl.trans(key), logits, input_precision=PRECISION) * factor
         logits = tl.where(inside[None, :], logits, float("-inf"))
-        higher = tl.maximum(best, tl.max(logits, 1))
-        weight = tl.exp2(logits - higher[:, None])
-        decay = tl.exp2(best - higher)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
-        total = total * decay + tl.sum(weight, 1)
-        best = higher
+        best, total, acc = add_values(best, total, acc, logits, value, PRECISION)
     result, logs = finish(best, total, acc)
     place = (row * HEADS + head) * splits + split
     store_rows(o + place * LATENT, result, alive, LATENT, LP)

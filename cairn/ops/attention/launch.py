@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention.kernels import merge_kernel, split_kernel, tile_kernel
+from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
 from cairn.ops.cache import quantized
 
 SPLIT_TOKENS = 256
@@ -20,6 +22,9 @@ WAVE, WIDE_WAVE = 528, 396
 STAGES = 5
 """Half of them hold keys and values on their way, the others pages."""
 MOST_SPLITS = 128
+NARROW_PAIRS = {"maxnreg": 168}
+"""Launches programs of 4 warps with narrow heads whose keys come in pairs of blocks: three of them
+fit the registers of a multiprocessor, and its memory."""
 
 
 def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -45,6 +50,7 @@ class Task:
         scale: of the dot products; None: d ** -0.5.
         aligned: the window starts at a page.
         mask_landmarks: the last slot of a page is no key.
+        stretches: as in `dense_attention`.
     """
 
     q: Tensor
@@ -57,6 +63,7 @@ class Task:
     scale: float | None = None
     aligned: bool = False
     mask_landmarks: bool = False
+    stretches: Sequence[int] | None = None
 
     def part(self, at: slice) -> Task:
         """The same for some of the tokens."""
@@ -92,6 +99,26 @@ class Task:
         o = gpu.empty((*shape, dim), dtype, self.q.device)
         return o, gpu.empty(shape, torch.float32, self.q.device)
 
+    @property
+    def pairs(self) -> float:
+        """Pairs of a token and a slot that it sees, about."""
+        if self.stretches is None:
+            return self.q.shape[0] ** 2 / 2
+        known = zip(self.stretches[1::3], self.stretches[2::3], strict=True)
+        return sum(count * (first + count / 2) for first, count in known)
+
+    def lines(self) -> tuple[Lines, Lines]:
+        """The caches as tables of lines, where tiles can take their keys so."""
+        factor = 1.0 if self.scale is None else self.scale
+        plain = not self.window and not self.mask_landmarks and factor > 0
+        fitting = self.width <= 128 and self.k_cache.shape[2] % self.keys == 0
+        single = self.q.dtype == torch.float32 and not gpu.INTERPRETED
+        if not plain or not fitting or single or self.k_cache.dtype != self.q.dtype:
+            return NO_LINES, NO_LINES
+        flops = 4 * self.pairs * self.q.shape[1] * self.q.shape[2]
+        caches = (self.k_cache.transpose(1, 2), self.v_cache.transpose(1, 2))
+        return lines_of(*caches, self.keys, flops)
+
     def inputs(self) -> tuple[Tensor, ...]:
         """What the kernels read, in their order."""
         return (self.q, self.k_cache, self.v_cache, self.row, self.slot, self.page_table)
@@ -122,18 +149,27 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 def run_tiles(task: Task, o: Tensor, lse: Tensor, begin_slot: int = 0) -> None:
     """Write o [T, h_q, d] and lse [T, h_q], slots before `begin_slot` left out."""
     tokens = task.q.shape[0]
+    if not tokens:
+        return
     half = task.q.dtype != torch.float32
-    rows = 64 if task.width <= 128 else 32
+    keys, values = task.lines()
+    paired = keys.blocks is not None
+    rows, warps, stages = 64 if task.width <= 128 else 32, 4, 3 if half and task.width <= 128 else 2
+    if paired:
+        stages = 2
     # A window ends after a few blocks: of wide heads, two small tiles beside each other hide that.
-    large = half and not (task.window and task.width == 128)
-    per_tile = max(1, (2 * rows if large else rows) // task.group)
-    if tokens:
-        tile_kernel[(task.k_cache.shape[1], -(-tokens // per_tile))](
-            *(*task.inputs(), o, lse, tokens, begin_slot, *task.numbers(), *task.shape()),
-            *(per_tile, task.group, task.width, task.keys, *task.switches()),
-            num_warps=8 if large and task.width > 64 else 4,
-            num_stages=3 if half and task.width <= 128 else 2,
-        )
+    # So do two of narrow heads whose keys come in pairs of blocks.
+    if half and not (task.window and task.width == 128) and not (paired and task.width <= 64):
+        rows, warps = 2 * rows, 8 if task.width > 64 else 4
+    per_tile = max(1, rows // task.group)
+    tile_kernel[(task.k_cache.shape[1], -(-tokens // per_tile))](
+        *(*task.inputs(), keys.blocks, values.blocks, o, lse, tokens, begin_slot),
+        *(*task.numbers(), *keys[1:], *task.shape()),
+        *(per_tile, task.group, task.width, task.keys, *task.switches()),
+        num_warps=warps,
+        num_stages=stages,
+        **(NARROW_PAIRS if paired and task.width <= 64 else {}),
+    )
 
 
 def splits_of(task: Task) -> int:

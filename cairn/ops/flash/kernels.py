@@ -7,7 +7,7 @@ a line sees one run of keys, first .. last. Outputs of ragged queries lie as tho
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import load_columns, load_rows, store_rows
+from cairn.ops.attention.kernels import attend_pairs, load_columns, load_rows, store_rows
 from cairn.ops.gpu import tl, triton
 
 
@@ -100,6 +100,13 @@ def lines_at(
 
 
 @triton.jit
+def head_of(x, own, kv, offset, page_stride, head_stride, page_lines, head_lines):
+    """Where a head's keys begin in a sequence that is not paged, and the line of its key 0."""
+    at = x + kv * head_stride + own * page_stride
+    return at, kv * head_lines + own * page_lines + offset
+
+
+@triton.jit
 def worth_of(descale, pair):
     """What the numbers of a sequence's KV head are worth."""
     worth = 1.0
@@ -156,13 +163,18 @@ def attend_keys(
 
 @triton.jit
 def attend_blocks(
-    query, extra, k_head, v_head, table, offset, split, splits, alive, first, last, factor, cap,
+    query, extra, k_head, v_head, keys, values, k_line, k_lines, k_column, v_line, v_lines,
+    v_column, table, offset, split, splits, alive, first, last, factor, cap,
     k_page, k_slot, v_page, v_slot,
     DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, PAGING: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(best, total, acc) of all keys of a split: edges, whole blocks, edges again."""
+    """(best, total, acc) of all keys of a split: edges, whole blocks, edges again.
+
+    Args:
+        keys, values: tables of lines for whole blocks, as in `attend_pairs`; or None.
+    """
     begin, middle, after, end, low, high = blocks_of(first, last, alive, split, splits, KEYS)
     best = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
@@ -176,11 +188,18 @@ def attend_blocks(
             first, last, factor, cap, k_page, k_slot, v_page, v_slot,
             DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, True, CAPPED, PRECISION,
         )  # fmt: skip
-        best, total, acc = attend_keys(
-            query, extra, best, total, acc, k_head, v_head, table, offset, middle, after, low, high,
-            first, last, factor, cap, k_page, k_slot, v_page, v_slot,
-            DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, False, CAPPED, PRECISION,
-        )  # fmt: skip
+        if keys is not None:
+            after = middle + (after - middle) // (2 * KEYS) * (2 * KEYS)
+            best, total, acc = attend_pairs(
+                query, best, total, acc, keys, values, k_line, k_lines, k_column, v_line, v_lines,
+                v_column, table, middle, after, factor, SIZE, KEYS, PAGING != 0, PRECISION,
+            )  # fmt: skip
+        else:
+            best, total, acc = attend_keys(
+                query, extra, best, total, acc, k_head, v_head, table, offset, middle, after,
+                low, high, first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+                DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, False, CAPPED, PRECISION,
+            )  # fmt: skip
     best, total, acc = attend_keys(
         query, extra, best, total, acc, k_head, v_head, table, offset, after, end, low, high,
         first, last, factor, cap, k_page, k_slot, v_page, v_slot,
@@ -189,15 +208,27 @@ def attend_blocks(
     return best, total, acc
 
 
+@triton.jit
+def store_part(
+    o, part_lse, part, acc, total, logs, alive, WIDE: tl.constexpr, VP: tl.constexpr
+):  # fmt: skip
+    """Write the states of one split [M], at `part` [M]."""
+    seen = total > 0
+    result = acc / tl.where(seen, total, 1.0)[:, None]
+    store_rows(o + part * WIDE, result, alive, WIDE, VP)
+    tl.store(part_lse + part, tl.where(seen, logs, float("-inf")), mask=alive)
+
+
 @triton.jit(
     do_not_specialize=["left", "right", "chunk", "batch", "tiles", "even", "capacity", "splits"]
 )
 def flash_kernel(
-    q, k, v, qv, o, lse, part_lse, sinks, page_table, batch_idx, leftpad,
+    q, k, v, qv, keys, values, o, lse, part_lse, sinks, page_table, batch_idx, leftpad,
     cu_q, cu_k, used_q, used_k, q_descale, k_descale, v_descale,
     scale, cap, left, right, chunk, batch, tiles, even, capacity, splits,
     q_batch, q_token, q_head, qv_batch, qv_token, qv_head, k_page, k_slot, k_head,
     v_page, v_slot, v_head, o_batch, o_token, o_head, lse_batch, lse_head, table_stride,
+    k_lines, k_head_lines, k_column, v_lines, v_head_lines, v_column,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, PAGING: tl.constexpr, TOKENS: tl.constexpr, HP: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
@@ -210,6 +241,8 @@ def flash_kernel(
             [lines, HEADS, splits], and lse is not written.
         even: queries of every sequence; those of all together where they are ragged.
         capacity: keys of a sequence of which nothing else is known.
+        keys, values: k and v as tables of lines, with k_lines, k_head_lines, k_column, v_lines ..
+            of `lines.Lines`, for blocks that all see; or None.
         DTYPE: of the products.
     """
     group: tl.constexpr = HEADS // KV_HEADS
@@ -239,28 +272,27 @@ def flash_kernel(
     factor = worth_of(q_descale, pair) * worth_of(k_descale, pair) * scale
     if not CAPPED:
         factor *= 1.4426950408889634
-    k_at, v_at, table = k + kv * k_head, v + kv * v_head, page_table
+    table, own_keys = page_table, row * 0
     if PAGING != 0:
         table = page_table + row * table_stride
     elif cu_k is None:
         own_keys = row
         if batch_idx is not None:
             own_keys = tl.load(batch_idx + row).to(tl.int64)
-        k_at += own_keys * k_page
-        v_at += own_keys * v_page
+    k_at, k_line = head_of(k, own_keys, kv, offset, k_page, k_head, k_lines, k_head_lines)
+    v_at, v_line = head_of(v, own_keys, kv, offset, v_page, v_head, v_lines, v_head_lines)
     best, total, acc = attend_blocks(
-        asked, extra, k_at, v_at, table, offset, split, splits, alive, first, last, factor, cap,
-        k_page, k_slot, v_page, v_slot,
+        asked, extra, k_at, v_at, keys, values, k_line, k_lines, (kv * k_column).to(tl.int32),
+        v_line, v_lines, (kv * v_column).to(tl.int32), table, offset, split, splits,
+        alive, first, last, factor, cap, k_page, k_slot, v_page, v_slot,
         DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, CAPPED, PRECISION,
     )  # fmt: skip
     seen = total > 0
     logs = (best + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453
     acc = acc * worth_of(v_descale, pair)
     if part_lse is not None:
-        result = acc / tl.where(seen, total, 1.0)[:, None]
         part = ((own * even + line) * HEADS + head) * splits + split
-        store_rows(o + part * WIDE, result, alive, WIDE, VP)
-        tl.store(part_lse + part, tl.where(seen, logs, float("-inf")), mask=alive)
+        store_part(o, part_lse, part, acc, total, logs, alive, WIDE, VP)
     else:
         if sinks is not None:
             sink = tl.load(sinks + head, mask=alive, other=0.0).to(tl.float32)

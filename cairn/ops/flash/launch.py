@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.attention.launch import NARROW_PAIRS
+from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
 from cairn.ops.flash.kernels import flash_kernel, join_splits_kernel
 from cairn.ops.flash.strides import strides
 
@@ -17,8 +19,11 @@ DECODE_PROGRAMS, WIDE_DECODE_PROGRAMS = 264, 792
 """The same for programs of few lines, which wait for memory: full waves, one of two programs on
 each multiprocessor and six of one."""
 NARROW = 64
-"""Widest heads of which two programs of few lines fit a multiprocessor."""
+"""Widest heads of which two programs of few lines fit a multiprocessor, and three of 64 lines."""
 MOST_SPLITS = 128
+PAIRED = 64
+"""Lines of a tile of narrow heads from which on its keys come in pairs of blocks; twice as many of
+wider ones."""
 _JOINED = 128
 _SHARED = 200 << 10
 """Bytes of a program's memory that the tiles of a launch may take."""
@@ -125,7 +130,7 @@ def attend(task: Task) -> None:
     """Write o and lse of a task."""
     if task.q.numel() == 0 or task.batch == 0 or task.max_seqlen_q == 0:
         return
-    tiles = tiles_of(task)
+    tiles, keys, values = _paired(task, tiles_of(task))
     q, k, v, o = task.q, task.k, task.v, task.o
     heads, kv_heads = q.shape[-2], k.shape[-2]
     columns = kv_heads * -(-task.group // tiles.heads)
@@ -138,7 +143,7 @@ def attend(task: Task) -> None:
     paging = _paging(task, tiles.keys)
     dtypes = {torch.float32: gpu.tl.float32, torch.float16: gpu.tl.float16}
     flash_kernel[(count * task.batch, columns, splits)](
-        *(q, k, v, task.qv, part_o, task.lse, part_lse, task.sinks),
+        *(q, k, v, task.qv, keys.blocks, values.blocks, part_o, task.lse, part_lse, task.sinks),
         *(task.page_table, task.batch_idx, task.leftpad, task.cu_seqlens_q, task.cu_seqlens_k),
         *(task.seqused_q, task.seqused_k, task.q_descale, task.k_descale, task.v_descale),
         *(task.scale, task.softcap, task.left, task.right, task.chunk),
@@ -146,12 +151,14 @@ def attend(task: Task) -> None:
         *(*strides(q), *strides(task.qv), *strides(k), *strides(v), *strides(o)),
         *_lse_strides(task),
         0 if task.page_table is None else task.page_table.stride(0),
+        *(*keys[1:], *values[1:]),
         *(heads, kv_heads, q.shape[-1], v.shape[-1], k.shape[1] if paging else 1, paging),
         *(tiles.tokens, tiles.heads, tiles.key_width, tiles.value_width, tiles.keys),
         *(task.softcap > 0, dtypes.get(task.dtype, gpu.tl.bfloat16)),
         "ieee" if task.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **(NARROW_PAIRS if keys.blocks is not None and tiles.warps == 4 else {}),
     )
     if part_lse is not None:
         block = min(_JOINED, tiles.value_width)
@@ -162,6 +169,30 @@ def attend(task: Task) -> None:
             num_warps=4 if splits > 16 else 2,
             **gpu.ONE_SUM,
         )
+
+
+def _paired(task: Task, tiles: Tiles) -> tuple[Tiles, Lines, Lines]:
+    """k and v as tables of lines if tiles that are large enough can take keys in pairs of blocks,
+    and the tiles for that."""
+    single = task.dtype == torch.float32 and not gpu.INTERPRETED
+    width = max(tiles.key_width, tiles.value_width)
+    plain = task.qv is None and not task.softcap and task.scale > 0 and task.q_descale is None
+    plain = plain and task.k_descale is None and _paging(task, tiles.keys) != 1
+    alike = task.q.dtype == task.k.dtype == task.v.dtype == task.dtype
+    lines = tiles.tokens * tiles.heads
+    least = PAIRED if width <= NARROW else 2 * PAIRED
+    if single or not plain or not alike or lines < least or width > 128:
+        return tiles, NO_LINES, NO_LINES
+    k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (task.k, task.v))
+    pairs = task.q.shape[:-2].numel() * task.longest / 2
+    flops = 2 * pairs * task.q.shape[-2] * (k.shape[3] + v.shape[3])
+    keys, values = lines_of(k, v, tiles.keys, flops)
+    if keys.blocks is None:
+        return tiles, NO_LINES, NO_LINES
+    if width <= NARROW:
+        # Several programs beside each other hide what one waits for.
+        tiles = replace(tiles, tokens=max(1, PAIRED // tiles.heads), heads=min(PAIRED, tiles.heads))
+    return replace(tiles, stages=2), keys, values
 
 
 def _splits(task: Task, tiles: Tiles, programs: int) -> int:
