@@ -32,10 +32,13 @@ MOST_ROWS = (1 << 16) - 1
 """Rows of one launch."""
 WORKSPACE_BYTES = 256 << 20
 """Lists are held for so many rows at a time."""
-CACHE_BYTES = 25 << 20
-"""Rows that a large device's cache holds beside what is written of them."""
 MARKS, MARKED_AT_ONCE, MARK_WARPS = 16, 512, 4
 """Weights from which on a row is summed up, numbers that are summed at once, and warps."""
+SURVEYED, SURVEY_PROGRAMS = 3, 1056
+"""Chunks that a program surveys, the next on its way beside one, where as many programs are left;
+else one."""
+LEAST_PROGRAMS = 4
+"""That sum up what a row keeps of its chunks."""
 PROGRAMS = 256
 """Programs that fill a large device when they list: each finds the bound of its row first."""
 MASK_BLOCK, MASK_WARPS = 2048, 8
@@ -123,11 +126,6 @@ class Source:
     def most_rows(self) -> int:
         """As many rows as lists are held for at a time."""
         return min(MOST_ROWS, max(1, WORKSPACE_BYTES // (4 * self.chunk * CHUNKS)))
-
-    @property
-    def cached_rows(self) -> int:
-        """As many rows as are read a second time from the device's cache."""
-        return min(MOST_ROWS, max(1, CACHE_BYTES // (4 * self.chunk * self.chunks)))
 
     def part(self, at: slice) -> Source:
         """The same for some of the rows."""
@@ -232,9 +230,8 @@ def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
     """probs [n, V] as the filters leave them, divided by their sum: five launches at most."""
     out = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
     source = Source(probs)
-    step = source.cached_rows if filters.least_alone else source.most_rows
-    for begin in range(0, len(probs), step):
-        at = slice(begin, begin + step)
+    for begin in range(0, len(probs), source.most_rows):
+        at = slice(begin, begin + source.most_rows)
         _filter(source.part(at), filters.part(at), out[at])
     return out
 
@@ -284,7 +281,7 @@ def _keep_least(source: Source, min_p: Tensor, out: Tensor) -> None:
     chunks, early = source.chunks, early_option(source.early)
     peaks = _survey(source, masses=False).peaks
     masses = source.empty(chunks, dtype=torch.float64)
-    least.kept_mass_kernel[(chunks, len(out))](
+    least.kept_mass_kernel[(min(chunks, LEAST_PROGRAMS), len(out))](
         *(source.values, min_p, peaks, masses, *source.sizes, CHUNKS, source.chunk, source.early),
         num_warps=_warps(source),
         **early,
@@ -316,10 +313,13 @@ def _survey(source: Source, top_k: Tensor | None = None, *, masses: bool) -> Sur
         source.empty(source.chunks, dtype=torch.float64) if masses else None,
         source.empty(source.chunks, source.chunk // LINE) if masses else None,
     )
-    kernels.survey_kernel[(source.chunks, len(source.values))](
-        *(source.values, source.temperature, top_k, *found),
-        *(*source.sizes, source.chunk, LINE, source.temperature is not None, source.early),
-        num_warps=min(8, 2 * _warps(source)),
+    chunks, rows = source.chunks, len(source.values)
+    # A program's warps, unlike its chunks, are part of the order of a sum: the same for any rows.
+    each = SURVEYED if masses and chunks * rows >= SURVEYED * SURVEY_PROGRAMS else 1
+    kernels.survey_kernel[(-(-chunks // each), rows)](
+        *(source.values, source.temperature, top_k, *found, *source.sizes),
+        *(source.chunk, LINE, source.temperature is not None, each, source.early),
+        num_warps=_warps(source) if masses else min(8, 2 * _warps(source)),
         **early_option(source.early),
     )
     return found

@@ -75,38 +75,75 @@ def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
 
 
 @triton.jit
-def survey_kernel(
-    x, temperature, top_k, peaks, firsts, masses, tops, stride, width, chunks,
-    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
+def survey_chunk(
+    value, chunk, at, heat, count, peaks, firsts, masses, tops, width,
+    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk: peaks [n, chunks] float32 (NaN if it holds one), firsts int32 where the peak
-    is, masses float64, the sum of weights relative to the peak, and tops [n, chunks, CHUNK / LINE].
-
-    Rows of temperature 0 have no masses, only rows of a top k have tops; top_k and masses may be
-    None.
-    """
-    await_previous(EARLY)
-    chunk = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    """What `survey_kernel` stores of one chunk, at its `at`."""
     place = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = place < width
-    value = tl.load(x + row * stride + place, mask=inside, other=float("-inf")).to(tl.float32)
     # NaN is above all.
     key = ordered(value)
     best = tl.max(key, 0)
     peak = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    at = row * chunks + chunk
     tl.store(peaks + at, peak)
-    tl.store(firsts + at, tl.min(tl.where(key == best, place, 0x7FFFFFFF), 0))
-    if masses is not None:
-        heat = temperature_of(temperature, row)
+    greedy = heat == 0.0
+    if masses is None:
+        greedy = True
+    if greedy:
+        tl.store(firsts + at, tl.min(tl.where(key == best, place, 0x7FFFFFFF), 0))
+    if masses is not None:  # noqa: SIM102
         if heat != 0.0:
+            inside = place < width
             base = tl.where(peak == float("-inf"), 0.0, peak)
             weight = weight_of(tl.where(inside, value, base), base, heat, SOFTMAX)
             tl.store(masses + at, tl.sum(tl.where(inside, weight, 0.0).to(tl.float64), 0))
-            count, _, _ = filters_of(top_k, None, None, row, width)
             if count > 0:
                 store_tops(tops, at, value, CHUNK, LINE)
+
+
+@triton.jit
+def load_chunk(x, chunk, end, width, CHUNK: tl.constexpr):
+    """Numbers of a row's chunk in front of `end`, float32; -inf beyond."""
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = (place < width) & (chunk < end)
+    return tl.load(x + place, mask=inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def survey_kernel(
+    x, temperature, top_k, peaks, firsts, masses, tops, stride, width, chunks,
+    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, EACH: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Of each chunk, EACH of them a program: peaks [n, chunks] float32 (NaN if it holds one),
+    firsts int32 where the peak is, masses float64, the sum of weights relative to the peak, and
+    tops [n, chunks, CHUNK / LINE].
+
+    Rows of temperature 0 have no masses, with masses no others have firsts, only rows of a top k
+    have tops; top_k and masses may be None.
+    """
+    await_previous(EARLY)
+    row = tl.program_id(1).to(tl.int64)
+    begin = tl.program_id(0) * EACH
+    end = tl.minimum(begin + EACH, chunks)
+    heat = temperature_of(temperature, row)
+    count, _, _ = filters_of(top_k, None, None, row, width)
+    x += row * stride
+    value = load_chunk(x, begin, end, width, CHUNK)
+    if EACH == 1:
+        survey_chunk(
+            value, begin, row * chunks + begin, heat, count, peaks, firsts, masses, tops, width,
+            CHUNK, LINE, SOFTMAX,
+        )  # fmt: skip
+    else:
+        for chunk in range(begin, end):
+            # On its way while the one before is summed up.
+            following = load_chunk(x, chunk + 1, end, width, CHUNK)
+            survey_chunk(
+                value, chunk, row * chunks + chunk, heat, count, peaks, firsts, masses, tops, width,
+                CHUNK, LINE, SOFTMAX,
+            )  # fmt: skip
+            value = following
 
 
 @triton.jit
