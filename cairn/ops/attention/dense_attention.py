@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import amx, cpu, gpu
-from cairn.ops.attention import flashinfer, launch, library, paging, sdpa
+from cairn.ops.attention import flashinfer, launch, paging, sdpa
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
 from cairn.ops.attention.window_attention import window_attention
@@ -302,26 +302,9 @@ def _by_flashinfer(
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
 ) -> bool:
-    return flashinfer.accepts(q, k_cache, v_cache, page_table, stretches, mask_landmarks)
-
-
-def _by_library(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-) -> bool:
-    return library.accepts(q, k_cache, v_cache, _begin(stretches), mask_landmarks)
-
-
-def _begin(stretches: list[int] | None) -> int | None:
-    """First slot of a step that is one stretch."""
-    return stretches[1] if stretches is not None and len(stretches) == 3 else None
+    return not launch.tiles_suffice(q, k_cache, stretches) and flashinfer.accepts(
+        q, k_cache, v_cache, page_table, stretches, mask_landmarks
+    )
 
 
 @dense_attention.implementation(
@@ -367,25 +350,6 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
     return flashinfer.attend(task, stretches or ())
-
-
-@dense_attention.implementation("cudnn", devices=gpu.DEVICES, when=_by_library)
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
-    begin = _begin(stretches)
-    assert begin is not None
-    o, lse = library.attend(task, begin)
-    return o.to(q.dtype), lse
 
 
 @dense_attention.implementation(
@@ -466,7 +430,7 @@ def _(make: Make) -> Cases:
                 small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
                 yield make.args(*small, mask_landmarks=True)
     # What a library may take: a decode step and a mixed one; on a GPU also chunks that fill it, the
-    # last with a past that fills a call of cuDNN's and something left over on both sides.
+    # last with a past, and keys in pairs of blocks.
     steps: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
         ((9, 300, 64), (1, 1, 1)),
         ((70, 200), (1, 150)),

@@ -413,34 +413,6 @@ def merge_kernel(
         tl.store(lse + place, tl.where(total > 0, base + tl.log(safe), float("-inf")))
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def join_kernel(
-    o, lse, part_o, part_lse, tokens, token_stride, head_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Join further states to o [T, HEADS, DIM] and lse [T, HEADS]: part_o [T, HEADS, DIM], strided,
-    and part_lse [HEADS, T]."""
-    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = place // HEADS
-    head = place % HEADS
-    alive = token < tokens
-    own = tl.load(lse + place, mask=alive, other=float("-inf"))
-    other = tl.load(part_lse + head * tokens + token, mask=alive, other=float("-inf"))
-    best = tl.maximum(own, other)
-    base = tl.where(best == float("-inf"), 0.0, best)
-    own_weight = tl.exp(own - base)
-    other_weight = tl.exp(other - base)
-    total = own_weight + other_weight
-    share = 1.0 / tl.where(total > 0, total, 1.0)
-    at = o + place.to(tl.int64) * DIM
-    value = load_rows(at, alive & (own_weight > 0), DIM, DP) * (own_weight * share)[:, None]
-    where = part_o + token.to(tl.int64) * token_stride + head * head_stride
-    part = load_rows(where, alive & (other_weight > 0), DIM, DP).to(tl.float32)
-    store_rows(at, value + part * (other_weight * share)[:, None], alive, DIM, DP)
-    joined = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
-    tl.store(lse + place, joined, mask=alive)
-
-
 @triton.jit(do_not_specialize=["lines"])
 def merge_states_kernel(
     v_a, s_a, v_b, s_b, v, s, lines,

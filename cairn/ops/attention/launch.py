@@ -22,6 +22,8 @@ WAVE, WIDE_WAVE = 528, 396
 STAGES = 5
 """Half of them hold keys and values on their way, the others pages."""
 MOST_SPLITS = 128
+SUFFICIENT = 4096
+"""Tokens of a chunk that tiles keep a device busy with."""
 NARROW_PAIRS = {"maxnreg": 168}
 """Launches programs of 4 warps with narrow heads whose keys come in pairs of blocks: three of them
 fit the registers of a multiprocessor, and its memory."""
@@ -169,6 +171,21 @@ def run_tiles(task: Task, o: Tensor, lse: Tensor, begin_slot: int = 0) -> None:
         num_warps=warps,
         num_stages=stages,
         **(NARROW_PAIRS if paired and task.width <= 64 else {}),
+    )
+
+
+def tiles_suffice(q: Tensor, k_cache: Tensor, stretches: Sequence[int] | None) -> bool:
+    """Whether tiles were measured to be no slower than any other kernel: a long chunk of one row
+    with a short past, of narrow heads."""
+    return (
+        stretches is not None
+        and len(stretches) == 3
+        and stretches[2] >= SUFFICIENT
+        and stretches[1] <= 2 * stretches[2]
+        and q.shape[2] <= 64
+        and k_cache.shape[2] % 64 == 0
+        and q.device.type == "cuda"
+        and gpu.copies_blocks(q.device)
     )
 
 

@@ -3,10 +3,11 @@ time; on a GPU cuDNN, where whole sequences meet whole sequences."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from cairn.ops.attention import library
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.checks import FLOATS
 from cairn.ops.flash.launch import Task
@@ -15,6 +16,13 @@ _QUERIES = 256
 """Queries of a call on the CPU, each of which a mask is made for."""
 _LEAST = 1024
 """Queries from which cuDNN is the faster one."""
+
+
+@functools.cache
+def _known(index: int) -> bool:
+    """Whether cuDNN's attention was measured to be the faster one on such a device."""
+    capability = torch.cuda.get_device_capability(index)
+    return capability == (9, 0) and bool(torch.backends.cudnn.is_available())
 
 
 def plain(task: Task) -> bool:
@@ -98,7 +106,7 @@ def whole(task: Task) -> bool:
         and queries >= _LEAST
         and task.q.shape[-1] <= 128
         and task.q.shape[-1] % 8 == 0
-        and library.known(task.q.device.index)
+        and _known(task.q.device.index)
     )
 
 
