@@ -37,10 +37,9 @@ MARKS, MARKED_AT_ONCE, MARK_WARPS = 16, 512, 4
 SURVEYED, SURVEY_PROGRAMS = 3, 1056
 """Chunks that a program surveys, the next on its way beside one, where as many programs are left;
 else one."""
-LEAST_PROGRAMS = 4
-"""That sum up what a row keeps of its chunks."""
-PROGRAMS = 256
-"""Programs that fill a large device when they list: each finds the bound of its row first."""
+PROGRAMS, SHARE_PROGRAMS = 256, 1056
+"""Programs that fill a large device when they list: each finds the bound of its row first, which
+is quick where no top k is given."""
 MASK_BLOCK, MASK_WARPS = 2048, 8
 """Numbers that a program changes, and its warps."""
 ALIGNED = 4
@@ -251,7 +250,7 @@ def _mask(source: Source, top_k: Tensor, out: Tensor) -> None:
         num_warps=_warps(source),
         **early,
     )
-    largest.list_kernel[(_programs(source), rows)](
+    largest.list_kernel[(_programs(source, True), rows)](
         *(source.values, top_k, tops, positives, bounds, counts, weights),
         *(*source.sizes, CHUNKS, chunk, LINE, source.early),
         num_warps=_warps(source),
@@ -272,16 +271,17 @@ def _mask(source: Source, top_k: Tensor, out: Tensor) -> None:
     )
 
 
-def _programs(source: Source) -> int:
-    """That list a row."""
-    return max(1, min(source.chunks, -(-PROGRAMS // len(source.values))))
+def _programs(source: Source, limited: bool) -> int:
+    """That list a row, with a top k or without."""
+    programs = PROGRAMS if limited else SHARE_PROGRAMS
+    return max(1, min(source.chunks, -(-programs // len(source.values))))
 
 
 def _keep_least(source: Source, min_p: Tensor, out: Tensor) -> None:
     chunks, early = source.chunks, early_option(source.early)
     peaks = _survey(source, masses=False).peaks
     masses = source.empty(chunks, dtype=torch.float64)
-    least.kept_mass_kernel[(min(chunks, LEAST_PROGRAMS), len(out))](
+    least.kept_mass_kernel[(chunks, len(out))](
         *(source.values, min_p, peaks, masses, *source.sizes, CHUNKS, source.chunk, source.early),
         num_warps=_warps(source),
         **early,
@@ -329,7 +329,7 @@ def _weigh(source: Source, filters: Filters, found: Survey) -> Tensor | None:
     """[n, programs, MARKS] of `weigh_kernel`; None where a top k tells how far down to list."""
     if filters.top_p is None or filters.top_k is not None:
         return None
-    softmax, programs = source.temperature is not None, _programs(source)
+    softmax, programs = source.temperature is not None, _programs(source, False)
     marked = source.empty(programs, MARKS)
     lists.weigh_kernel[(programs, len(source.values))](
         *(source.values, source.temperature, filters.top_p, filters.min_p),
@@ -350,7 +350,8 @@ def _collect(source: Source, filters: Filters, found: Survey) -> Listed:
         source.empty(CHUNKS, dtype=torch.float64),
         source.empty(CHUNKS, source.chunk),
     )
-    lists.collect_kernel[(_programs(source), len(source.values))](
+    programs = _programs(source, filters.top_k is not None)
+    lists.collect_kernel[(programs, len(source.values))](
         *(source.values, source.temperature, *filters.tensors()),
         *(found.peaks, found.masses, found.tops, marked, *listed),
         *(*source.sizes, CHUNKS, source.chunk, LINE, MARKS),

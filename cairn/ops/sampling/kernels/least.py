@@ -10,13 +10,12 @@ from cairn.ops.sampling.kernels.filters import bits_of
 
 @triton.jit
 def least_of(min_p, peaks, row, chunks, CHUNKS: tl.constexpr):
-    """Bits of the least probability that a row keeps, 0 where it is not finite; and the chunks'
-    largest probabilities [CHUNKS]."""
+    """Bits of the least probability that a row keeps; 0 where it is not finite."""
     c = tl.arange(0, CHUNKS)
     peak = tl.load(peaks + row * chunks + c, mask=c < chunks, other=0.0)
     odd = tl.max(((peak != peak) | (peak == float("inf"))).to(tl.int32), 0)
     least = tl.load(min_p + row) * tl.max(peak, 0)
-    return tl.where((odd == 0) & (least > 0.0), bits_of(least), 0), peak
+    return tl.where((odd == 0) & (least > 0.0), bits_of(least), 0)
 
 
 @triton.jit
@@ -24,24 +23,19 @@ def kept_mass_kernel(
     x, min_p, peaks, masses, stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """masses [n, chunks] float64: the sum of what each chunk keeps; a program's chunks lie as far
-    apart as there are programs of a row."""
+    """masses [n, chunks] float64: the sum of what each chunk keeps."""
     await_previous(EARLY)
+    chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    least, peak = least_of(min_p, peaks, row, chunks, CHUNKS)
-    c = tl.arange(0, CHUNKS)
-    own = (c < chunks) & (c % tl.num_programs(0) == tl.program_id(0))
-    masses += row * chunks
+    least = least_of(min_p, peaks, row, chunks, CHUNKS)
+    at = row * chunks + chunk
+    mass = tl.full([], 0.0, tl.float64)
     # Mostly few chunks keep any: the others are not read again.
-    left = own & (bits_of(peak) >= least)
-    tl.store(masses + c, tl.zeros([CHUNKS], tl.float64), mask=own & (left == 0))
-    chunk = tl.min(tl.where(left, c, CHUNKS), 0)
-    while chunk < CHUNKS:
+    if bits_of(tl.load(peaks + at)) >= least:
         place = chunk * CHUNK + tl.arange(0, CHUNK)
         value = tl.load(x + row * stride + place, mask=place < width, other=0.0)
         mass = tl.sum(tl.where(bits_of(value) >= least, value, 0.0).to(tl.float64), 0)
-        tl.store(masses + chunk, mass)
-        chunk = tl.min(tl.where(left & (c > chunk), c, CHUNKS), 0)
+    tl.store(masses + at, mass)
 
 
 @triton.jit
@@ -61,7 +55,7 @@ def kept_shares_kernel(
     """out [n, width] = x divided by the sum of what its row keeps where it is kept, else 0."""
     await_previous(EARLY)
     row = tl.program_id(1).to(tl.int64)
-    threshold, _ = least_of(min_p, peaks, row, chunks, CHUNKS)
+    threshold = least_of(min_p, peaks, row, chunks, CHUNKS)
     c = tl.arange(0, CHUNKS)
     mass = tl.load(masses + row * chunks + c, mask=c < chunks, other=0.0)
     total = tl.maximum(tl.sum(mass, 0).to(tl.float32), 1.1754943508222875e-38)
