@@ -245,16 +245,15 @@ def finish(best, total, acc):
     return acc / safe[:, None], tl.where(seen, value, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["tokens", "begin_slot"])
+@triton.jit(do_not_specialize=["tokens"])
 def tile_kernel(
-    q, k_cache, v_cache, row, slot, page_table, keys, values, o, lse, tokens, begin_slot,
+    q, k_cache, v_cache, row, slot, page_table, keys, values, o, lse, tokens,
     window, scale, table_stride, page_stride, head_stride, page_lines, head_lines, head_column,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     TOKENS: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens and one KV head; the tokens of each row in turn, in any order. Slots before
-    `begin_slot` are left out.
+    """A tile of tokens and one KV head; the tokens of each row in turn, in any order.
 
     Args:
         keys, values: the caches as tables of lines, with page_lines, head_lines and head_column of
@@ -270,7 +269,7 @@ def tile_kernel(
     alive = (token < tokens) & (m % GP < group)
     own_row = tl.load(row + token, mask=alive, other=-1)
     own_slot = tl.load(slot + token, mask=alive, other=-1).to(tl.int32)
-    first = tl.maximum(first_visible(own_slot, window, SIZE, ALIGNED), begin_slot)
+    first = first_visible(own_slot, window, SIZE, ALIGNED)
     place = token.to(tl.int64) * HEADS + head
     query = load_rows(q + place * DIM, alive, DIM, DP)
     best = tl.full([TOKENS * GP], float("-inf"), tl.float32)

@@ -67,11 +67,6 @@ class Task:
     mask_landmarks: bool = False
     stretches: Sequence[int] | None = None
 
-    def part(self, at: slice) -> Task:
-        """The same for some of the tokens."""
-        own = (self.q[at], self.k_cache, self.v_cache, self.row[at], self.slot[at], self.page_table)
-        return Task(*own, self.window, self.scale, self.aligned, self.mask_landmarks)
-
     @property
     def width(self) -> int:
         """Columns of a tile."""
@@ -144,34 +139,32 @@ class Task:
 def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Tiles of consecutive tokens: for prefill. o [T, h_q, d] of a dtype, lse [T, h_q] float32."""
     o, lse = task.empty(dtype=dtype)
-    run_tiles(task, o, lse)
+    tokens = task.q.shape[0]
+    if tokens:
+        keys, values = task.lines()
+        rows, options = _tile(task, keys.blocks is not None)
+        per_tile = max(1, rows // task.group)
+        tile_kernel[(task.k_cache.shape[1], -(-tokens // per_tile))](
+            *(*task.inputs(), keys.blocks, values.blocks, o, lse, tokens, *task.numbers()),
+            *(*keys[1:], *task.shape(), per_tile, task.group, task.width, task.keys),
+            *task.switches(),
+            **options,
+        )
     return o, lse
 
 
-def run_tiles(task: Task, o: Tensor, lse: Tensor, begin_slot: int = 0) -> None:
-    """Write o [T, h_q, d] and lse [T, h_q], slots before `begin_slot` left out."""
-    tokens = task.q.shape[0]
-    if not tokens:
-        return
-    half = task.q.dtype != torch.float32
-    keys, values = task.lines()
-    paired = keys.blocks is not None
-    rows, warps, stages = 64 if task.width <= 128 else 32, 4, 3 if half and task.width <= 128 else 2
-    if paired:
-        stages = 2
+def _tile(task: Task, paired: bool) -> tuple[int, dict[str, int]]:
+    """Query rows of a tile, and what its program is launched with; paired: keys come in pairs of
+    blocks."""
+    half, narrow, wide = task.q.dtype != torch.float32, task.width <= 64, task.width > 128
+    rows = 32 if wide else 64
+    if paired and narrow:
+        return rows, {"num_warps": 4, "num_stages": 2, **NARROW_PAIRS}
+    stages = 3 if half and not wide and not paired else 2
     # A window ends after a few blocks: of wide heads, two small tiles beside each other hide that.
-    # So do two of narrow heads whose keys come in pairs of blocks.
-    if half and not (task.window and task.width == 128) and not (paired and task.width <= 64):
-        rows, warps = 2 * rows, 8 if task.width > 64 else 4
-    per_tile = max(1, rows // task.group)
-    tile_kernel[(task.k_cache.shape[1], -(-tokens // per_tile))](
-        *(*task.inputs(), keys.blocks, values.blocks, o, lse, tokens, begin_slot),
-        *(*task.numbers(), *keys[1:], *task.shape()),
-        *(per_tile, task.group, task.width, task.keys, *task.switches()),
-        num_warps=warps,
-        num_stages=stages,
-        **(NARROW_PAIRS if paired and task.width <= 64 else {}),
-    )
+    if half and not (task.window and task.width == 128):
+        return 2 * rows, {"num_warps": 4 if narrow else 8, "num_stages": stages}
+    return rows, {"num_warps": 4, "num_stages": stages}
 
 
 def tiles_suffice(q: Tensor, k_cache: Tensor, stretches: Sequence[int] | None) -> bool:
