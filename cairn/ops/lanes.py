@@ -16,6 +16,7 @@ import numpy as np
 from cairn.ops.cpu import AVAILABLE, FAST, jit
 
 LANES = 16
+LOG2_E = np.float32(1.4426950408889634)
 
 
 def _pairs_in_one() -> bool:
@@ -44,7 +45,7 @@ if AVAILABLE:
         def _to_string(self) -> str:
             return "bfloat"
 
-    _HALVES = _ir.VectorType(_BFloat(), 2 * LANES)
+    _HALF, _HALVES = _ir.VectorType(_BFloat(), LANES), _ir.VectorType(_BFloat(), 2 * LANES)
 
     class _Lanes(_types.Type):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -143,6 +144,26 @@ def _build_store_pairs(context: Any, array: Any, at: Any, even: Any, odd: Any) -
         return context.get_dummy_value()
 
     return _types.void(array, _types.int64, _lanes, _lanes), emit
+
+
+def _build_widened(context: Any, array: Any, at: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(array)(context, builder, args[0]).data
+        return _widen(builder, builder.gep(data, [args[1]]), array.dtype)
+
+    return _lanes(array, _types.int64), emit
+
+
+def _build_store_rounded(context: Any, array: Any, at: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(array)(context, builder, args[0]).data
+        place = builder.bitcast(builder.gep(data, [args[1]]), _HALF.as_pointer())
+        rounded = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _HALF, args[2])
+        builder.store(rounded, place).align = 2
+        return context.get_dummy_value()
+
+    signature = _types.void(array, _types.int64, _lanes)
+    return (signature, emit) if array.dtype == _types.uint16 else None
 
 
 def _build_add_products(context: Any, total: Any, a: Any, i: Any, b: Any, j: Any) -> Any:
@@ -271,6 +292,11 @@ store_some: Any = _intrinsic and _intrinsic(_build_store_some)
 store_pairs: Any = _intrinsic and _intrinsic(_build_store_pairs)
 """store_pairs(array, at, even, odd): as bfloat16, in each lane's 4 bytes one of either; to the
 nearest, ties to even. An instruction of AVX512-BF16, which CPUs with AMX have."""
+widened: Any = _intrinsic and _intrinsic(_build_widened)
+"""widened(array, at): sixteen numbers of an array of any kind, see `cpu.numbers`."""
+store_rounded: Any = _intrinsic and _intrinsic(_build_store_rounded)
+"""store_rounded(array, at, value): as bfloat16; to the nearest, ties to even. An instruction of
+AVX512-BF16."""
 add_products: Any = _intrinsic and _intrinsic(_build_add_products)
 """add_products(total, a, i, b, j): total and the products of 32 numbers from i on in one array, of
 one kind with those from j on in another, two in each lane."""

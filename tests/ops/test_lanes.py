@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from cairn.ops import amx, lanes
-from cairn.ops.cpu import jit, prange
+from cairn.ops.cpu import jit, numbers, prange
 
 pytestmark = pytest.mark.skipif(not amx.AVAILABLE, reason=amx.MISSING)
 
@@ -23,8 +24,8 @@ def _join(x, out):
         lanes.store(out, 0, lanes.halves(lanes.load(x, 0), lanes.load(x, 16)))
 
 
-def powers(numbers):
-    x = np.asarray(numbers, np.float32)
+def powers(given):
+    x = np.asarray(given, np.float32)
     out = np.full(-(-len(x) // 16) * 16, np.nan, np.float32)
     _powers(np.resize(x, out.shape), out)
     return out[: len(x)]
@@ -50,3 +51,20 @@ def test_halves_of_two_lines():
     out = np.empty(16, np.float32)
     _join(np.arange(32, dtype=np.float32), out)
     assert out.tolist() == [*range(8), *range(24, 32)]
+
+
+@jit(threads=True)
+def _round(x, out, again):
+    for n in prange(len(x) // 16):
+        lanes.store_rounded(out, n * 16, lanes.load(x, n * 16))
+        lanes.store(again, n * 16, lanes.widened(out, n * 16))
+
+
+def test_numbers_are_rounded_to_the_nearest_bfloat16():
+    x = torch.cat(
+        [torch.randn(4096), torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, torch.inf, -0.0] * 4)]
+    )
+    out, again = torch.empty(len(x), dtype=torch.bfloat16), torch.empty(len(x))
+    _round(x.numpy(), numbers(out), again.numpy())
+    assert torch.equal(out, x.bfloat16())
+    assert torch.equal(again, x.bfloat16().float())

@@ -11,6 +11,7 @@ def gated_cases(make: Make) -> Cases:
     """(input, out, expert_ids, expert_step)."""
     yield make.args(make.randn(7, 2 * 96))
     yield make.args(make.randn(1, 2 * 4097, dtype=torch.bfloat16))
+    yield make.args(make.randn(5, 2 * 48, dtype=torch.bfloat16, scale=30.0))
     yield make.args(make.randn(2, 3, 2 * 5, dtype=torch.float16))
     yield make.args(make.randn(0, 8))
     for scale in (3.0, 30.0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import cpu, gpu
+from cairn.ops import cpu, gpu, lanes
 from cairn.ops.activation import launch, loops
 from cairn.ops.activation.cases import gated_cases
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
@@ -46,6 +46,19 @@ def _(
     launch.check("silu_and_mul", input, out, expert_ids, expert_step)
 
 
+def in_lanes(out: Tensor) -> bool:
+    """Whether a loop takes sixteen numbers at once of rows that give out [..., d]; it may then
+    write where it reads."""
+    return lanes.PAIRS and out.dtype == torch.bfloat16 and out.shape[-1] % lanes.LANES == 0
+
+
+def gate_rows(gates: Tensor, ups: Tensor, first: int, out: Tensor) -> None:
+    """out [n, d] = silu of the first d of gates [n, any], times d of ups [n, any] from `first`;
+    all contiguous."""
+    loop = loops.silu_and_mul_lanes if in_lanes(out) else loops.silu_and_mul
+    loop(cpu.numbers(gates), cpu.numbers(ups), first, cpu.numbers(out))
+
+
 def _dense(
     input: Tensor,
     out: Tensor | None = None,
@@ -67,8 +80,8 @@ def _(
 ) -> Tensor:
     width = input.shape[-1] // 2
     result = input.new_empty(*input.shape[:-1], width) if out is None else out
-    both = cpu.numbers(input.view(-1, 2 * width))
-    loops.silu_and_mul(both, both, width, cpu.numbers(result.view(-1, width)))
+    both = input.view(-1, 2 * width)
+    gate_rows(both, both, width, result.view(-1, width))
     return result
 
 

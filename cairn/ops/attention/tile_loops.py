@@ -12,11 +12,20 @@ import numpy as np
 
 from cairn.ops.amx import load_shapes, save_shapes, tile_dot, tile_load, tile_store, tile_zero
 from cairn.ops.cpu import jit, narrow, prange
-from cairn.ops.lanes import choose, exp2, highest, load, scratch, spread, store, store_pairs
+from cairn.ops.lanes import (
+    LOG2_E,
+    choose,
+    exp2,
+    highest,
+    load,
+    scratch,
+    spread,
+    store,
+    store_pairs,
+)
 
 BLOCK = 64
 """Most tokens of a block: the values of a page are transposed once for all."""
-LOG2_E = np.float32(1.4426950408889634)
 LEAST = np.float32(-3e38)
 
 

@@ -8,7 +8,6 @@ import numpy as np
 from cairn.ops.amx import load_shapes, save_shapes
 from cairn.ops.attention.tile_loops import (
     LEAST,
-    LOG2_E,
     exponents,
     largest,
     multiply,
@@ -16,7 +15,7 @@ from cairn.ops.attention.tile_loops import (
     transpose,
 )
 from cairn.ops.cpu import jit, prange
-from cairn.ops.lanes import halves, load, load_some, scratch, spread, store, store_some
+from cairn.ops.lanes import LOG2_E, halves, load, load_some, scratch, spread, store, store_some
 
 
 @jit(threads=True)

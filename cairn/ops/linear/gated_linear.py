@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.activation import loops
-from cairn.ops.activation.silu_and_mul import silu_and_mul
+from cairn.ops.activation.silu_and_mul import gate_rows, in_lanes, silu_and_mul
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect, refuse
 from cairn.ops.linear import few, few_rows, panel
@@ -89,8 +88,8 @@ def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e
     """
     x = input if norm is None else rmsnorm(input, norm, eps)
     gate, up = (torch.nn.functional.linear(x, half) for half in weight.chunk(2))
-    out = torch.empty_like(up)
-    loops.silu_and_mul(cpu.numbers(gate), cpu.numbers(up), 0, cpu.numbers(out))
+    out = gate if in_lanes(gate) else torch.empty_like(gate)
+    gate_rows(gate, up, 0, out)
     return out
 
 
