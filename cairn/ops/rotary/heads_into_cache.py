@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import cpu, gpu
+from cairn.ops import cpu, gpu, lanes
 from cairn.ops.attention.launch import early_option
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.quantized import is_quantized
@@ -191,6 +191,11 @@ def _dense(
     )
 
 
+def _in_lanes(projected: Tensor, dim: int, whole: bool) -> bool:
+    rounded = lanes.PAIRS and projected.dtype == torch.bfloat16
+    return rounded and dim % (2 * lanes.LANES) == 0 and not whole
+
+
 @heads_into_cache.implementation("numba", devices=cpu.DEVICES, when=_dense)
 def _(
     projected: Tensor,
@@ -207,15 +212,17 @@ def _(
     tokens, (heads, dim) = projected.shape[0], weight.shape
     own = heads - num_heads - k_cache.shape[1]
     q, z = (projected.new_empty(tokens, n, dim) for n in (num_heads, own))
-    loops.heads_into_cache(
-        cpu.numbers(projected),
-        cpu.numbers_or_none(added, projected.dtype, 2),
-        cpu.numbers(weight),
-        cpu.numbers_or_none(cos_sin, torch.float32, 2),
-        *map(cpu.numbers, (k_cache, v_cache, location)),
-        *(np.float32(eps), whole),
-        *map(cpu.numbers, (q, z)),
-    )
+    angles = cpu.numbers_or_none(cos_sin, torch.float32, 2)
+    cache = [cpu.numbers(x) for x in (k_cache, v_cache, location)]
+    results = map(cpu.numbers, (q, z))
+    given, norms = cpu.numbers(projected), cpu.numbers(weight)
+    if added is None and _in_lanes(projected, dim, whole):
+        loops.heads_in_lanes(given, norms, angles, *cache, np.float32(eps), *results)
+    else:
+        more = cpu.numbers_or_none(added, projected.dtype, 2)
+        loops.heads_into_cache(
+            *(given, more, norms, angles, *cache, np.float32(eps), whole, *results)
+        )
     return q, z
 
 
@@ -268,6 +275,12 @@ def _(make: Make) -> Cases:
             yield make.args(alone, None, plain[2], None, *there, 1e-5)
             yield make.args(own[:1], None, low[2], turn, *there)
             yield make.args(own[:1], None, low[2], turn, *there, whole=True)
+        # Heads that lanes of a CPU take.
+        caches = [make.randn(4, 2, 8, 32, dtype=dtype) for _ in range(2)]
+        wide, turn = make.randn(5, 12 * 32, dtype=dtype), make.randn(5, 32)
+        weight = make.randn(10, 32, dtype=dtype)
+        yield make.args(wide, None, weight[:6], None, *caches, location, 4, 1e-5)
+        yield make.args(wide, None, weight, turn, *caches, location, 4)
     many = SPREAD_TOKENS + 44
     caches = [make.randn(40, 2, 8, 16) for _ in range(2)]
     given = (make.randn(many, 20 * 16), None, make.randn(18, 16), make.randn(many, 16))

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from cairn.ops.cpu import jit, narrow, prange, wide
+from cairn.ops.lanes import LANES, load, spread, store_rounded, total, widened
 
 
 @jit(threads=True)
@@ -102,3 +103,55 @@ def _keep(y, given, first, k_cache, v_cache, at):
         for i in range(dim):
             key[i] = narrow(line[i], key[i])
             value[i] = own[i]
+
+
+@jit(threads=True)
+def heads_in_lanes(projected, weight, cos_sin, k_cache, v_cache, location, eps, q, z):
+    """The same of bfloat16, sixteen numbers at once, with nothing added and a norm a head.
+
+    Half of d is a multiple of 16.
+    """
+    heads, dim = weight.shape
+    own, others, size = q.shape[1], k_cache.shape[1], k_cache.shape[2]
+    for token in prange(len(projected)):
+        given, angles, at = token * projected.shape[1], token * dim, location[token]
+        for h in range(own):
+            to = (token * own + h) * dim
+            _head_in_lanes(projected, given, weight, h * dim, cos_sin, angles, eps, q, to)
+        for h in range(z.shape[1]):
+            first, to = (own + others + h) * dim, (token * z.shape[1] + h) * dim
+            _head_in_lanes(projected, given, weight, first, cos_sin, angles, eps, z, to)
+        if at < 0:
+            continue
+        page, place = at // size, at % size
+        for h in range(others):
+            first, to = (own + h) * dim, ((page * others + h) * size + place) * dim
+            _head_in_lanes(projected, given, weight, first, cos_sin, angles, eps, k_cache, to)
+            value, line = projected[token], v_cache[page, h, place]
+            for i in range(dim):
+                line[i] = value[(heads + h) * dim + i]
+
+
+@jit
+def _head_in_lanes(projected, token, weight, first, cos_sin, angles, eps, out, to):
+    """A head of a token, normed and turned, from number `first` of the projection on.
+
+    Args:
+        token, angles, to: flat places of the token, of its [cos | sin], and of the head in out.
+    """
+    dim, at = weight.shape[1], token + first
+    half = dim // 2
+    square = spread(np.float32(0))
+    for i in range(0, dim, LANES):
+        x = widened(projected, at + i)
+        square = square + x * x
+    mean = total(square) / np.float32(dim)
+    factor = spread(np.float32(1) / np.float32(math.sqrt(mean + eps)))
+    for i in range(0, half, LANES):
+        a = widened(projected, at + i) * factor * widened(weight, first + i)
+        b = widened(projected, at + half + i) * factor * widened(weight, first + half + i)
+        if cos_sin.size:
+            cos, sin = load(cos_sin, angles + i), load(cos_sin, angles + half + i)
+            a, b = a * cos - b * sin, b * cos + a * sin
+        store_rounded(out, to + i, a)
+        store_rounded(out, to + half + i, b)
