@@ -27,6 +27,8 @@ with contextlib.suppress(ImportError):
 AVAILABLE = tl is not None
 DEVICES: tuple[str, ...] = ("cuda",) if AVAILABLE else ()
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
+BLOCKS_BYTES = 164 << 10
+"""Memory of a program with the most blocks on their way: two pairs of keys and of values of 128."""
 STREAM = object()
 """Stands for the stream in what `again` gives."""
 ONE_SUM = {"enable_fp_fusion": False}
@@ -132,10 +134,12 @@ def stream_of(device: torch.device) -> Any:
 
 
 def copies_blocks(device: torch.device) -> bool:
-    """Whether programs on a device have an engine that copies blocks (TMA); interpreted ones do."""
-    if device.type == "cuda":
-        return torch.version.hip is None and _capability(device.index) >= (9, 0)
-    return INTERPRETED
+    """Whether programs on a device have an engine that copies blocks (TMA), and the memory for
+    blocks on their way; interpreted ones do."""
+    if device.type != "cuda":
+        return INTERPRETED
+    able = torch.version.hip is None and _capability(device.index) >= (9, 0)
+    return able and _shared_memory(device.index) >= BLOCKS_BYTES
 
 
 def blocks(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:

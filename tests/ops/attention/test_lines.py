@@ -90,6 +90,19 @@ def test_a_small_launch_takes_none() -> None:
     assert lines.lines_of(tokens, tokens, 8, 0.0) == (lines.NO_LINES, lines.NO_LINES)
 
 
+@pytest.mark.parametrize(
+    "capability, memory, able",
+    [((8, 0), 166_912, False), ((9, 0), 232_448, True), ((12, 0), 101_376, False)],
+)
+def test_devices_that_copy_blocks(
+    capability: tuple[int, int], memory: int, able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card for graphics has the engine, and no memory for what it would bring."""
+    monkeypatch.setattr(gpu, "_capability", lambda index: capability)
+    monkeypatch.setattr(gpu, "_shared_memory", lambda index: memory)
+    assert gpu.copies_blocks(torch.device("cuda", 0)) == able
+
+
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch, device: str) -> list[bool]:
     """Launches of any size may take tables; says of each whether it did."""
