@@ -192,6 +192,7 @@ def _dense(
 
 
 def _in_lanes(projected: Tensor, dim: int, whole: bool) -> bool:
+    """Whether heads of d numbers, each with a norm of its own, are taken sixteen at once."""
     rounded = lanes.PAIRS and projected.dtype == torch.bfloat16
     return rounded and dim % (2 * lanes.LANES) == 0 and not whole
 
