@@ -9,7 +9,7 @@ import time
 import torch
 
 from cairn import ops
-from cairn.ops import amx, cpu
+from cairn.ops import cpu, lanes
 from cairn.ops.attention.tiles import FEW_TOKENS
 
 log = logging.getLogger(__name__)
@@ -27,23 +27,25 @@ def compile_loops(dtype: torch.dtype) -> None:
     if not cpu.AVAILABLE:
         return
     began = time.perf_counter()
-    _run_rows(dtype)
+    for width in (8, 2 * lanes.LANES):
+        _run_rows(dtype, width)
     _run_attention(dtype, 2, 8)
-    if amx.AVAILABLE and dtype == torch.bfloat16:
+    # What lanes and tiles take.
+    if dtype == torch.bfloat16:
         _run_attention(dtype, 64, 64)
     seconds = time.perf_counter() - began
     level = logging.WARNING if seconds > LONG else logging.INFO
     log.log(level, "compiled the loops for this CPU in %.1f s", seconds)
 
 
-def _run_rows(dtype: torch.dtype) -> None:
+def _run_rows(dtype: torch.dtype, width: int) -> None:
     """Norms, gates and products, of one token and of several."""
-    norm, weight = torch.ones(8, dtype=dtype), torch.ones(8, 8, dtype=dtype)
+    norm, weight = torch.ones(width, dtype=dtype), torch.ones(2 * width, width, dtype=dtype)
     for tokens in (1, FEW_TOKENS):
-        x = torch.ones(tokens, 8, dtype=dtype)
+        x = torch.ones(tokens, width, dtype=dtype)
         ops.linear(x, weight, None, norm)
         ops.linear(x, weight, None, norm, dtype=torch.float32)
-        ops.linear_add(x, torch.ones(tokens, 8, dtype=dtype), weight)
+        ops.linear_add(x, torch.ones(tokens, 2 * width, dtype=dtype), weight)
         ops.gated_linear(x, weight, norm)
         ops.rmsnorm(x, norm)
 
