@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch
-from cairn.ops.attention.kernels import latent_split_kernel
+from cairn.ops.attention.latent_kernels import latent_split_kernel
 from cairn.ops.attention.lines import NO_LINES, lines_of
 from cairn.ops.benching import Alternative, Draw, Point, Points
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse

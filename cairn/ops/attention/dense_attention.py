@@ -302,7 +302,7 @@ def _by_flashinfer(
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
 ) -> bool:
-    return not launch.tiles_suffice(q, k_cache, stretches) and flashinfer.accepts(
+    return not launch.tiles_suffice(q, k_cache, v_cache, stretches) and flashinfer.accepts(
         q, k_cache, v_cache, page_table, stretches, mask_landmarks
     )
 

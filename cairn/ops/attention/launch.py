@@ -167,9 +167,11 @@ def _tile(task: Task, paired: bool) -> tuple[int, dict[str, int]]:
     return rows, {"num_warps": 4, "num_stages": stages}
 
 
-def tiles_suffice(q: Tensor, k_cache: Tensor, stretches: Sequence[int] | None) -> bool:
-    """Whether tiles were measured to be no slower than any other kernel: a long chunk of one row
-    with a short past, of narrow heads."""
+def tiles_suffice(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, stretches: Sequence[int] | None
+) -> bool:
+    """Whether tiles take a call, and were measured to be no slower than any other kernel: a long
+    chunk of one row with a short past, of narrow heads."""
     return (
         stretches is not None
         and len(stretches) == 3
@@ -177,8 +179,8 @@ def tiles_suffice(q: Tensor, k_cache: Tensor, stretches: Sequence[int] | None) -
         and stretches[1] <= 2 * stretches[2]
         and q.shape[2] <= 64
         and k_cache.shape[2] % 64 == 0
-        and q.device.type == "cuda"
         and gpu.copies_blocks(q.device)
+        and accepts(q, k_cache, v_cache)
     )
 
 

@@ -58,8 +58,8 @@ def lines_of(k: Tensor, v: Tensor, keys: int, flops: float) -> tuple[Lines, Line
 def _table(
     shape: tuple[int, ...], strides: tuple[int, ...], size: int, keys: int
 ) -> tuple[tuple[int, int], int, int, int, int] | None:
-    """Of a view in bytes of `size` each: the table's lines and columns, a line's stride, and the
-    numbers of `Lines`."""
+    """(lines and columns, a line's stride, the three numbers of `Lines`) of the table that a view
+    [pages, slots, heads, d] is, of numbers of `size` bytes; None: of none."""
     pages, slots, heads, width = shape
     # Of a single one the stride says nothing.
     page, slot, head, one = (0 if n == 1 else s for n, s in zip(shape, strides, strict=True))

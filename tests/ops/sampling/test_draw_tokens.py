@@ -246,7 +246,7 @@ def test_chunks_of_a_program_do_not_change_a_row(
     """As many rows as fill a device share programs among their chunks."""
     name = "triton"
     if name not in runnable_on(draw_tokens, device):
-        pytest.skip("needs Triton, or a machine without CUDA")
+        pytest.skip("needs Triton, and a machine without CUDA")
     torch.manual_seed(8)
     logits = (torch.randn(len(SETTINGS) + 2, 2300) * 4).to(device)
     logits[-1, 2299] = NAN
