@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import INT64, expect
 from cairn.ops.registry import op
-from cairn.ops.sampling.kernels.draw import uniform_kernel
+from cairn.ops.sampling.kernels.uniform import uniform_kernel
 from cairn.ops.testing import Cases, Make
 
 # Constants of splitmix64 (Steele, Lea and Flood 2014) as signed 64-bit integers.

@@ -14,6 +14,7 @@ from cairn.ops.attention.launch import early_option
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
 from cairn.ops.sampling.kernels import largest, least, lists, renormalise
+from cairn.ops.sampling.kernels.collect import collect_kernel
 
 CHUNKS = 64
 """Most chunks of a row."""
@@ -23,20 +24,23 @@ LINE = 64
 """Numbers of which the maximum is kept."""
 MOST_VOCABULARY = 1 << 19
 """Counts of a row are packed into 20 bits."""
-WIDTH, SEARCH_WARPS = 32, 8
-"""Weights of every list that a program holds while it searches, and its warps. A list has as many
-of these as 10 bits count."""
-SHORT_WIDTH, SHORT_WARPS = 16, 4
-"""The same where a top k keeps lists short."""
+WIDTH, SHORT_WIDTH, SEARCH_WARPS = 32, 16, 8
+"""Weights of every list that a program holds while it searches, and where a top k keeps lists
+short, and its warps. A list has as many of these as 10 bits count."""
+DRAW_WARPS = 8
+"""Of a program that draws from a row without filters."""
 MOST_ROWS = (1 << 16) - 1
 """Rows of one launch."""
 WORKSPACE_BYTES = 256 << 20
 """Lists are held for so many rows at a time."""
+FEW, RIVALS = 256, 32
+"""Weights of a row that are compared with all others instead of searched, and so many at once."""
+RUN = 16
+"""Numbers that are summed up before a token is looked for among them."""
+LINE_LISTS = {"num_warps": 8, "maxnreg": 128}
+"""Programs that list a row of which a top k is kept: two of a multiprocessor."""
 MARKS, MARKED_AT_ONCE, MARK_WARPS = 16, 512, 4
 """Weights from which on a row is summed up, numbers that are summed at once, and warps."""
-SURVEYED, SURVEY_PROGRAMS = 3, 1056
-"""Chunks that a program surveys, the next on its way beside one, where as many programs are left;
-else one."""
 PROGRAMS, SHARE_PROGRAMS = 256, 1056
 """Programs that fill a large device when they list: each finds the bound of its row first, which
 is quick where no top k is given."""
@@ -44,7 +48,7 @@ MASK_BLOCK, MASK_WARPS = 2048, 8
 """Numbers that a program changes, and its warps."""
 ALIGNED = 4
 """Numbers that it moves at once."""
-EARLY_ROWS = 64
+EARLY_ROWS = 256
 """At most this many rows launch each kernel before the one in front is done."""
 
 
@@ -68,9 +72,9 @@ class Filters:
         return all(tensor is None for tensor in self.tensors())
 
     @property
-    def search(self) -> tuple[int, int]:
-        """Width and warps of the program that searches a row's lists, or has none to search."""
-        return (WIDTH, SEARCH_WARPS) if self.top_k is None else (SHORT_WIDTH, SHORT_WARPS)
+    def search(self) -> int:
+        """Width of the program that searches a row's lists."""
+        return WIDTH if self.top_k is None else SHORT_WIDTH
 
     @property
     def least_alone(self) -> bool:
@@ -259,7 +263,7 @@ def _mask(source: Source, top_k: Tensor, out: Tensor) -> None:
     largest.kth_kernel[(rows,)](
         *(top_k, bounds, counts, weights, thresholds),
         *(width, CHUNKS, chunk, SHORT_WIDTH, source.early),
-        num_warps=SHORT_WARPS,
+        num_warps=SEARCH_WARPS,
         **early,
     )
     align, blocks = _blocks(source)
@@ -313,12 +317,9 @@ def _survey(source: Source, top_k: Tensor | None = None, *, masses: bool) -> Sur
         source.empty(source.chunks, dtype=torch.float64) if masses else None,
         source.empty(source.chunks, source.chunk // LINE) if masses else None,
     )
-    chunks, rows = source.chunks, len(source.values)
-    # A program's warps, unlike its chunks, are part of the order of a sum: the same for any rows.
-    each = SURVEYED if masses and chunks * rows >= SURVEYED * SURVEY_PROGRAMS else 1
-    kernels.survey_kernel[(-(-chunks // each), rows)](
+    kernels.survey_kernel[(source.chunks, len(source.values))](
         *(source.values, source.temperature, top_k, *found, *source.sizes),
-        *(source.chunk, LINE, source.temperature is not None, each, source.early),
+        *(source.chunk, LINE, source.temperature is not None, source.early),
         num_warps=_warps(source) if masses else min(8, 2 * _warps(source)),
         **early_option(source.early),
     )
@@ -342,21 +343,29 @@ def _weigh(source: Source, filters: Filters, found: Survey) -> Tensor | None:
     return marked
 
 
-def _collect(source: Source, filters: Filters, found: Survey) -> Listed:
+def _collect(
+    source: Source,
+    filters: Filters,
+    found: Survey,
+    numbers: Sequence[Tensor | None] = (None,) * 3,
+    out: Tensor | None = None,
+) -> Listed:
+    """Lists for the kernel that comes next; tokens of rows that need none, where `out` is given."""
     softmax, marked = source.temperature is not None, _weigh(source, filters, found)
+    limited = filters.top_k is not None
     listed = Listed(
         source.empty(2, dtype=torch.int32),
         source.empty(2, CHUNKS, dtype=torch.int32),
         source.empty(CHUNKS, dtype=torch.float64),
         source.empty(CHUNKS, source.chunk),
     )
-    programs = _programs(source, filters.top_k is not None)
-    lists.collect_kernel[(programs, len(source.values))](
-        *(source.values, source.temperature, *filters.tensors()),
-        *(found.peaks, found.masses, found.tops, marked, *listed),
-        *(*source.sizes, CHUNKS, source.chunk, LINE, MARKS),
+    few = (source.empty(FEW), source.empty(FEW, dtype=torch.int32)) if limited else (None, None)
+    collect_kernel[(_programs(source, limited), len(source.values))](
+        *(source.values, source.temperature, *filters.tensors(), *numbers),
+        *(*found, marked, *listed, *few, out, *source.sizes),
+        *(CHUNKS, source.chunk, LINE, MARKS, RUN, FEW, RIVALS),
         *(softmax, filters.share(softmax), source.early),
-        num_warps=_warps(source),
+        **(LINE_LISTS if limited else {"num_warps": _warps(source)}),
         **early_option(source.early),
     )
     return listed
@@ -372,19 +381,25 @@ def _draw(
 ) -> None:
     if not len(out):
         return
-    softmax = source.temperature is not None
+    softmax, early = source.temperature is not None, early_option(source.early)
     found = _survey(source, filters.top_k, masses=True)
-    listed: Listed | tuple[None, ...] = (None,) * 4
-    if not filters.none:
-        listed = _collect(source, filters, found)
     numbers = (None, None, index) if seed is None else (seed, index, None)
-    search, warps = filters.search
-    draw_kernels.draw_kernel[(len(out),)](
-        *(source.values, source.temperature, *filters.tensors(), *numbers, rows),
-        *(found.peaks, found.firsts, found.masses, *listed, out, *source.sizes),
-        *(CHUNKS, source.chunk, search, softmax, filters.share(softmax), source.early),
-        num_warps=warps,
-        **early_option(source.early),
+    if filters.none:
+        draw_kernels.draw_kernel[(len(out),)](
+            *(source.values, source.temperature, *numbers, rows),
+            *(found.peaks, found.firsts, found.masses, out, *source.sizes),
+            *(CHUNKS, source.chunk, RUN, softmax, source.early),
+            num_warps=DRAW_WARPS,
+            **early,
+        )
+        return
+    listed = _collect(source, filters, found, numbers, out)
+    draw_kernels.draw_listed_kernel[(len(out),)](
+        *(source.values, source.temperature, *filters.tensors(), *numbers),
+        *(found.peaks, found.masses, *listed, out, *source.sizes, CHUNKS, source.chunk),
+        *(filters.search, RUN, softmax, filters.share(softmax), source.early),
+        num_warps=SEARCH_WARPS,
+        **early,
     )
 
 
@@ -397,11 +412,11 @@ def _filter(source: Source, filters: Filters, out: Tensor) -> None:
     listed = _collect(source, filters, found)
     cuts = source.empty(2, dtype=torch.int32)
     totals = source.empty(dtype=torch.float64)
-    search, warps = filters.search
     renormalise.limit_kernel[(len(out),)](
         *(source.values, *filters.tensors(), found.peaks, found.masses, *listed, cuts, totals),
-        *(*source.sizes, CHUNKS, source.chunk, search, filters.share(softmax=False), source.early),
-        num_warps=warps,
+        *(*source.sizes, CHUNKS, source.chunk, filters.search),
+        *(filters.share(softmax=False), source.early),
+        num_warps=SEARCH_WARPS,
         **early_option(source.early),
     )
     align, blocks = _blocks(source)

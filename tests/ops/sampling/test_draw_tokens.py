@@ -240,29 +240,6 @@ def test_odd_rows(device: str) -> None:
             assert draw_tokens.using(name)(odd.to(device), *args).tolist() == expected, name
 
 
-def test_chunks_of_a_program_do_not_change_a_row(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many rows as fill a device share programs among their chunks."""
-    name = "triton"
-    if name not in runnable_on(draw_tokens, device):
-        pytest.skip("needs Triton, and a machine without CUDA")
-    torch.manual_seed(8)
-    logits = (torch.randn(len(SETTINGS) + 2, 2300) * 4).to(device)
-    logits[-1, 2299] = NAN
-    logits[-2, :1500] = -INF
-    settings = [*SETTINGS, PLAIN, PLAIN]
-    args = parameters(settings, torch.arange(len(settings)), device)
-    probs, found = logits[:-1].softmax(-1), []
-    for least in (1 << 30, 1):
-        monkeypatch.setattr(launch, "SURVEY_PROGRAMS", least)
-        tokens = draw_tokens.using(name)(logits, *args)
-        kept = top_p_renorm.using(name)(probs, args[2][:-1])
-        found.append((tokens, kept))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-
-
 def test_extreme_temperatures(device: str) -> None:
     limits = torch.finfo(torch.float32)
     torch.manual_seed(6)

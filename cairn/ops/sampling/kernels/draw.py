@@ -5,40 +5,15 @@ from __future__ import annotations
 from cairn.ops.attention.kernels import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import (
-    among_kept,
     bits_of,
     filters_of,
+    first_beyond,
     summary_of,
     temperature_of,
     weight_of,
 )
-from cairn.ops.sampling.kernels.lists import limit_of
-
-
-@triton.jit
-def mix(x):
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014), on uint64."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def uniform_of(seed, index):
-    """The index-th uniform number of a seed, both int64, as in `counter_uniform`."""
-    count = index.to(tl.uint64, bitcast=True) + 1
-    bits = mix(mix(seed.to(tl.uint64, bitcast=True)) + count * 0x9E3779B97F4A7C15)
-    return (bits >> 40).to(tl.float32) * 5.960464477539063e-08
-
-
-@triton.jit
-def uniform_kernel(seed, index, out, count, BLOCK: tl.constexpr):
-    """out [count] float32 = `uniform_of` seed and index [count]."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    s = tl.load(seed + place, mask=inside, other=0)
-    i = tl.load(index + place, mask=inside, other=0)
-    tl.store(out + place, uniform_of(s, i), mask=inside)
+from cairn.ops.sampling.kernels.lists import last_taken, limit_of
+from cairn.ops.sampling.kernels.uniform import part_of
 
 
 @triton.jit
@@ -63,74 +38,123 @@ def argmax_kernel(peaks, firsts, out, chunks, CHUNKS: tl.constexpr, EARLY: tl.co
 
 
 @triton.jit
-def first_beyond(mass, target, place):
-    """Where the running sum of mass [N] float64 first exceeds target at a place that has mass; if
-    rounding lets none do so, the last that has."""
-    able = mass > 0.0
-    beyond = able & (tl.cumsum(mass, 0) > target)
-    first = tl.min(tl.where(beyond, place, 0x7FFFFFFF), 0)
-    last = tl.max(tl.where(able, place, 0), 0)
-    return tl.where(first == 0x7FFFFFFF, last, first)
+def kept_of(x, place, peak, heat, threshold, last, width, SOFTMAX: tl.constexpr):
+    """Weights float64 at places of a row at x, 0 where they are not kept: those above the threshold
+    are, and those equal to it up to `last`."""
+    inside = place < width
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.where(inside, weight_of(value, peak, heat, SOFTMAX), 0.0)
+    key = bits_of(weight)
+    kept = (key > threshold) | ((key == threshold) & (place <= last))
+    return tl.where(kept, weight, 0.0).to(tl.float64)
+
+
+@triton.jit
+def draw_kept(
+    x, peak, chunk_peak, scale, mass, heat, threshold, last, target, width,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SOFTMAX: tl.constexpr,
+    FILTERED: tl.constexpr,
+):  # fmt: skip
+    """Where the running sum of what a row at x keeps first exceeds the target: first in which chunk,
+    then in which RUN numbers of it. mass [CHUNKS] float64: what its chunks keep; threshold, last:
+    as of `kept_of`; the rest: of `summary_of`."""
+    c = tl.arange(0, CHUNKS)
+    chunk = first_beyond(mass, target, c)
+    target -= tl.sum(tl.where(c < chunk, mass, 0.0), 0)
+    # Sums of chunks that were not filtered are relative to their own peaks.
+    if not FILTERED:
+        peak = tl.max(tl.where(c == chunk, chunk_peak, float("-inf")), 0)
+        target /= tl.sum(tl.where(c == chunk, scale, 0.0), 0)
+    run = tl.arange(0, CHUNK // RUN)
+    i = tl.arange(0, RUN)
+    place = chunk * CHUNK + run[:, None] * RUN + i[None, :]
+    masses = tl.sum(kept_of(x, place, peak, heat, threshold, last, width, SOFTMAX), 1)
+    best = first_beyond(masses, target, run)
+    target -= tl.sum(tl.where(run < best, masses, 0.0), 0)
+    place = chunk * CHUNK + best * RUN + i
+    kept = kept_of(x, place, peak, heat, threshold, last, width, SOFTMAX)
+    return first_beyond(kept, target, place)
+
+
+@triton.jit
+def draw_plain(
+    x, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, heat, part, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """The token of a row at x that has no filters or is not finite, from what `summary_of` tells;
+    -1 where its sum is no number > 0."""
+    token = -1
+    if heat == 0.0:
+        token = most_likely(peaks, firsts, row, chunks, CHUNKS)
+    elif finite:
+        total = tl.sum(mass, 0)
+        if (total > 0.0) & (total < float("inf")):
+            token = draw_kept(
+                x, peak, chunk_peak, scale, mass, heat, -1, width,
+                part.to(tl.float64) * total, width, CHUNKS, CHUNK, RUN, SOFTMAX, False,
+            )  # fmt: skip
+    return token
 
 
 @triton.jit
 def draw_kernel(
-    x, temperature, top_k, top_p, min_p, seed, index, uniform, rows,
-    peaks, firsts, masses, bounds, counts, aboves, weights, out, stride, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+    x, temperature, seed, index, uniform, rows, peaks, firsts, masses, out, stride, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr,
+    SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out [n]: the first token whose running kept weight exceeds a uniform number times the sum.
+    """out [n]: the first token whose running weight exceeds a uniform number times the sum.
 
-    uniform [n] float32, or None and seed, index [n] int64. Without filters there are no lists;
-    only then can `rows` [n] say which row each is of. -1 where a row's sum is no number > 0.
+    uniform [n] float32, or None and seed, index [n] int64. `rows` [n] says which row each is of, or
+    is None.
     """
     await_previous(EARLY)
     number = tl.program_id(0).to(tl.int64)
     row = number
     if rows is not None:
         row = tl.load(rows + number).to(tl.int64)
-    # All that a row needs is loaded at once.
     heat = temperature_of(temperature, row)
-    count, share, least = filters_of(top_k, top_p, min_p, row, width)
-    if uniform is not None:
-        part = tl.load(uniform + number)
-    else:
-        part = uniform_of(tl.load(seed + number), tl.load(index + number))
+    part = part_of(seed, index, uniform, number)
     peak, chunk_peak, scale, mass, finite = summary_of(
         peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX
     )
-    token = most_likely(peaks, firsts, row, chunks, CHUNKS)
-    if heat != 0.0:
-        token = -1
-        c = tl.arange(0, CHUNKS)
-        filtered = finite & ((count > 0) | (share < 1.0) | (least > 0.0))
-        threshold = -1
-        taken = c * 0
-        # The outer one is decided when the kernel is compiled.
-        if weights is not None:  # noqa: SIM102
-            if filtered:
-                threshold, mass, taken, _partly = limit_of(
-                    bounds, counts, aboves, weights, row, weight_of(peak, peak, heat, SOFTMAX),
-                    count, share, least, tl.sum(mass, 0), CHUNKS, CHUNK, WIDTH, SHARE,
-                )  # fmt: skip
-        total = tl.sum(mass, 0)
-        if finite & (total > 0.0) & (total < float("inf")):
-            target = part.to(tl.float64) * total
-            chunk = first_beyond(mass, target, c)
-            here = c == chunk
-            target -= tl.sum(tl.where(c < chunk, mass, 0.0), 0)
-            # Sums of chunks that were not filtered are relative to their own peaks.
-            if not filtered:
-                peak = tl.max(tl.where(here, chunk_peak, float("-inf")), 0)
-                target /= tl.sum(tl.where(here, scale, 0.0), 0)
-            j = tl.arange(0, CHUNK)
-            inside = chunk * CHUNK + j < width
-            at = x + row * stride + chunk * CHUNK + j
-            value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            weight = weight_of(value, peak, heat, SOFTMAX)
-            weight = tl.where(inside, weight, 0.0)
-            kept = among_kept(bits_of(weight), threshold, tl.sum(tl.where(here, taken, 0), 0))
-            kept = tl.where(kept, weight, 0.0).to(tl.float64)
-            token = chunk * CHUNK + first_beyond(kept, target, j)
+    token = draw_plain(
+        x + row * stride, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, heat, part,
+        width, chunks, CHUNKS, CHUNK, RUN, SOFTMAX,
+    )  # fmt: skip
     tl.store(out + number, token.to(out.dtype.element_ty))
+
+
+@triton.jit
+def draw_listed_kernel(
+    x, temperature, top_k, top_p, min_p, seed, index, uniform, peaks, masses,
+    bounds, counts, aboves, weights, out, stride, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
+    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [n], where it is -2: the first token whose running kept weight exceeds a uniform number
+    times the sum of what `collect_kernel` listed."""
+    await_previous(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(out + row) == -2:
+        x += row * stride
+        heat = temperature_of(temperature, row)
+        count, share, least = filters_of(top_k, top_p, min_p, row, width)
+        peak, chunk_peak, scale, mass, _finite = summary_of(
+            peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX
+        )
+        threshold, mass, taken, partly = limit_of(
+            bounds, counts, aboves, weights, row, weight_of(peak, peak, heat, SOFTMAX),
+            count, share, least, tl.sum(mass, 0), CHUNKS, CHUNK, WIDTH, SHARE,
+        )  # fmt: skip
+        total = tl.sum(mass, 0)
+        last = width
+        if partly:
+            last = last_taken(x, threshold, taken, peak, heat, width, CHUNKS, CHUNK, SOFTMAX)
+        token = -1
+        if (total > 0.0) & (total < float("inf")):
+            token = draw_kept(
+                x, peak, chunk_peak, scale, mass, heat, threshold, last,
+                part_of(seed, index, uniform, row).to(tl.float64) * total,
+                width, CHUNKS, CHUNK, RUN, SOFTMAX, True,
+            )  # fmt: skip
+        tl.store(out + row, token.to(out.dtype.element_ty))

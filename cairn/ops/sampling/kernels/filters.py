@@ -21,7 +21,8 @@ def weight_of(value, peak, temperature, SOFTMAX: tl.constexpr):
     """What is filtered and drawn: the value itself, or its share in a softmax, relative to that of
     the largest."""
     if SOFTMAX:
-        return tl.exp((value - peak) * tl.div_rn(1.0, temperature))
+        # By the logarithm of e to the base 2: hardware has powers of two.
+        return tl.exp2((value - peak) * tl.div_rn(1.4426950408889634, temperature))
     return value
 
 
@@ -66,6 +67,17 @@ def filters_of(top_k, top_p, min_p, row, width):
 
 
 @triton.jit
+def load_chunk(x, chunk, width, CHUNK: tl.constexpr, BEYOND: tl.constexpr):
+    """Numbers of a row's chunk, float32; BEYOND beyond the last."""
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    if (chunk + 1) * CHUNK <= width:
+        value = tl.load(x + place)
+    else:
+        value = tl.load(x + place, mask=place < width, other=BEYOND)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
     """The lines' maxima of the at-th chunk [CHUNK]. A line is four runs of numbers side by side:
     threads compare their own ones, and whoever reads a line reads few sectors of memory."""
@@ -75,75 +87,44 @@ def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
 
 
 @triton.jit
-def survey_chunk(
-    value, chunk, at, heat, count, peaks, firsts, masses, tops, width,
-    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr,
+def survey_kernel(
+    x, temperature, top_k, peaks, firsts, masses, tops, stride, width, chunks,
+    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """What `survey_kernel` stores of one chunk, at its `at`."""
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    # NaN is above all.
-    key = ordered(value)
-    best = tl.max(key, 0)
-    peak = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    tl.store(peaks + at, peak)
+    """Of each chunk: peaks [n, chunks] float32, firsts int32 where the peak is, masses float64, the
+    sum of weights relative to the peak, and tops [n, chunks, CHUNK / LINE].
+
+    Rows of temperature 0 have no masses, with masses no others have firsts, only rows of a top k
+    have tops; top_k and masses may be None. NaN in a chunk is in its mass, or else in its peak.
+    """
+    await_previous(EARLY)
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    at = row * chunks + chunk
+    heat = temperature_of(temperature, row)
+    count, _, _ = filters_of(top_k, None, None, row, width)
+    # What weighs nothing.
+    BEYOND: tl.constexpr = float("-inf") if SOFTMAX or masses is None else 0.0
+    value = load_chunk(x + row * stride, chunk, width, CHUNK, BEYOND)
     greedy = heat == 0.0
     if masses is None:
         greedy = True
     if greedy:
+        place = chunk * CHUNK + tl.arange(0, CHUNK)
+        # NaN is above all.
+        key = ordered(value)
+        best = tl.max(key, 0)
+        tl.store(peaks + at, (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
         tl.store(firsts + at, tl.min(tl.where(key == best, place, 0x7FFFFFFF), 0))
     if masses is not None:  # noqa: SIM102
         if heat != 0.0:
-            inside = place < width
-            base = tl.where(peak == float("-inf"), 0.0, peak)
-            weight = weight_of(tl.where(inside, value, base), base, heat, SOFTMAX)
-            tl.store(masses + at, tl.sum(tl.where(inside, weight, 0.0).to(tl.float64), 0))
+            # Does not see NaN, the sum does.
+            peak = tl.max(value, 0)
+            tl.store(peaks + at, peak)
+            weight = weight_of(value, tl.where(peak == float("-inf"), 0.0, peak), heat, SOFTMAX)
+            tl.store(masses + at, tl.sum(weight.to(tl.float64), 0))
             if count > 0:
                 store_tops(tops, at, value, CHUNK, LINE)
-
-
-@triton.jit
-def load_chunk(x, chunk, end, width, CHUNK: tl.constexpr):
-    """Numbers of a row's chunk in front of `end`, float32; -inf beyond."""
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = (place < width) & (chunk < end)
-    return tl.load(x + place, mask=inside, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def survey_kernel(
-    x, temperature, top_k, peaks, firsts, masses, tops, stride, width, chunks,
-    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, EACH: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Of each chunk, EACH of them a program: peaks [n, chunks] float32 (NaN if it holds one),
-    firsts int32 where the peak is, masses float64, the sum of weights relative to the peak, and
-    tops [n, chunks, CHUNK / LINE].
-
-    Rows of temperature 0 have no masses, with masses no others have firsts, only rows of a top k
-    have tops; top_k and masses may be None.
-    """
-    await_previous(EARLY)
-    row = tl.program_id(1).to(tl.int64)
-    begin = tl.program_id(0) * EACH
-    end = tl.minimum(begin + EACH, chunks)
-    heat = temperature_of(temperature, row)
-    count, _, _ = filters_of(top_k, None, None, row, width)
-    x += row * stride
-    value = load_chunk(x, begin, end, width, CHUNK)
-    if EACH == 1:
-        survey_chunk(
-            value, begin, row * chunks + begin, heat, count, peaks, firsts, masses, tops, width,
-            CHUNK, LINE, SOFTMAX,
-        )  # fmt: skip
-    else:
-        for chunk in range(begin, end):
-            # On its way while the one before is summed up.
-            following = load_chunk(x, chunk + 1, end, width, CHUNK)
-            survey_chunk(
-                value, chunk, row * chunks + chunk, heat, count, peaks, firsts, masses, tops, width,
-                CHUNK, LINE, SOFTMAX,
-            )  # fmt: skip
-            value = following
 
 
 @triton.jit
@@ -155,7 +136,7 @@ def summary_of(peaks, masses, row, heat, chunks, CHUNKS: tl.constexpr, SOFTMAX: 
     chunk_peak = tl.load(peaks + row * chunks + c, mask=own, other=float("-inf"))
     mass = tl.load(masses + row * chunks + c, mask=own, other=0.0)
     peak = tl.max(chunk_peak, 0)
-    polluted = tl.max((chunk_peak != chunk_peak).to(tl.int32), 0)
+    polluted = tl.max(((chunk_peak != chunk_peak) | (mass != mass)).to(tl.int32), 0)
     finite = (polluted == 0) & (peak > float("-inf")) & (peak < float("inf"))
     scale = tl.full([CHUNKS], 1.0, tl.float64)
     if SOFTMAX:
@@ -382,11 +363,12 @@ def limit(
 
 
 @triton.jit
-def among_kept(key, threshold, taken):
-    """Which of a chunk's weights [N], as bits and in order, are kept."""
-    equal = key == threshold
-    kept = key >= threshold
-    # Mostly all of them: counting in order takes longer than all else.
-    if tl.sum(equal.to(tl.int32), 0) > taken:
-        kept = (key > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= taken))
-    return kept
+def first_beyond(mass, target, place):
+    """Where the running sum of mass [N] float64 first exceeds target at a place that has mass; if
+    rounding lets none do so, the last that has. 0 if none has."""
+    able = mass > 0.0
+    beyond = able & (tl.cumsum(mass, 0) > target)
+    # The first, or behind all of them the last, in one search.
+    order = tl.where(beyond, place, tl.where(able, 0x60000000 - place, 0x60000000))
+    found = tl.min(order, 0)
+    return tl.where(found < 0x20000000, found, 0x60000000 - found)

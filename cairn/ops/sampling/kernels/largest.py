@@ -20,7 +20,7 @@ from cairn.ops.sampling.kernels.lists import (
     keep_hits,
     list_chunk,
     list_lines,
-    places_of,
+    place_of,
     reached_by,
     square_of,
 )
@@ -82,7 +82,7 @@ def list_kernel(
         near = tl.where(i < lines, distance(top, bound), 0)
         reach = tl.full([], 1, tl.int32)
         if k <= lines:
-            reach = tl.maximum(reached_by(near, k), 1)
+            reach = tl.maximum(reached_by(near, k, k + k // 8), 1)
         bound += reach - 1
         hit = near >= reach
         found = tl.sum(hit.to(tl.int32), 0)
@@ -96,7 +96,7 @@ def list_kernel(
                 for begin in range(0, found, CHUNKS // 2):
                     s = begin + tl.arange(0, CHUNKS // 2)
                     line = tl.load(counts + CHUNKS + s, mask=s < found, other=0)
-                    place = places_of(line, CHUNK, LINE)
+                    place = place_of(line[:, None], tl.arange(0, LINE)[None, :], CHUNK, LINE)
                     inside = (s < found)[:, None] & (place < width)
                     value = tl.load(x + row * stride + place, mask=inside, other=0.0)
                     far = tl.where(inside, distance(value.to(tl.float32), bound), 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from cairn.ops.attention.kernels import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.sampling.kernels.few import list_few
 from cairn.ops.sampling.kernels.filters import (
     bits_of,
     filters_of,
@@ -22,19 +23,25 @@ from cairn.ops.sampling.kernels.filters import (
 
 
 @triton.jit
-def reached_by(key, wanted):
-    """A number that `wanted` of key [N] int32 >= 0 reach, and an eighth more of them at most, but
-    for equal ones."""
-    low = 0
-    high = tl.max(key, 0) + 1
-    enough = wanted + wanted // 8
+def reached_by(key, wanted, enough):
+    """A number that `wanted` of key [N] int32 >= 0 reach, and not more than `enough` of them, but
+    for equal ones. N is `wanted` or more."""
+    bins = tl.arange(0, 64)
+    low = tl.full([], 0, tl.int32)
+    last = low + 0x7FFFFFFF
+    above = low
     reach = enough + 1
-    while (high - low > 1) & (reach > enough):
-        middle = low + (high - low) // 2
-        found = tl.sum((key >= middle).to(tl.int32), 0)
-        high = tl.where(found >= wanted, high, middle)
-        reach = tl.where(found >= wanted, found, reach)
-        low = tl.where(found >= wanted, middle, low)
+    # Six bits at a time.
+    shift = low + 25
+    while (reach > enough) & (shift >= 0):
+        within = tl.histogram((key - low) >> shift, 64, mask=(key >= low) & (key <= last))
+        reaching = above + tl.sum(within, 0) - tl.cumsum(within, 0) + within
+        best = tl.max(tl.where(reaching >= wanted, bins, 0), 0)
+        reach = tl.sum(tl.where(bins == best, reaching, 0), 0)
+        above = tl.sum(tl.where(bins == best, reaching - within, 0), 0)
+        low += best << shift
+        last = low + ((1 << shift) - 1)
+        shift = tl.where(shift == 0, -1, tl.maximum(shift - 6, 0))
     return low
 
 
@@ -57,11 +64,12 @@ def keys_of(tops, row, peak, heat, lines, N: tl.constexpr, SOFTMAX: tl.constexpr
 
 @triton.jit
 def floor_of(
-    tops, row, peak, heat, mass, count, share, least, width, chunks,
+    tops, row, peak, heat, total, count, share, least, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """A weight, as bits, that all weights which the row's filters keep reach, and few others."""
+    """A weight, as bits, that all weights which the row's filters keep reach, and few others: of
+    CHUNKS lines at most, if that is possible."""
     floor = weight_of(peak, peak, heat, SOFTMAX) * least
     if count > 0:
         # A share of the top k's sum takes all of them.
@@ -69,12 +77,11 @@ def floor_of(
         lines = chunks * (CHUNK // LINE)
         if count <= lines:
             key = keys_of(tops, row, peak, heat, lines, CHUNKS * CHUNK // LINE, SOFTMAX)
-            bound = reached_by(key, count)
+            bound = reached_by(key, count, tl.maximum(count + count // 8, CHUNKS))
             floor = tl.maximum(floor, bound.to(tl.float32, bitcast=True))
     elif share < 1.0:
         # Weights below (total - wanted) / width sum up to less than total - wanted, so the
         # others reach what is wanted; half of that, and less still, leaves room to round.
-        total = tl.sum(mass, 0)
         spare = (total * (1.0 - 1e-5) - wanted_of(share, total, SHARE)) * 0.5 / width
         floor = tl.maximum(floor, tl.maximum(spare, 0.0).to(tl.float32))
     return bits_of(floor)
@@ -108,7 +115,7 @@ def weigh_kernel(
         peak, _, _, mass, finite = summary_of(peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX)
         if finite:
             floor = floor_of(
-                None, row, peak, heat, mass, 0, share, least, width, chunks,
+                None, row, peak, heat, tl.sum(mass, 0), 0, share, least, width, chunks,
                 CHUNKS, CHUNK, LINE, SOFTMAX, SHARE,
             )  # fmt: skip
             mark = marks_of(floor, bits_of(weight_of(peak, peak, heat, SOFTMAX)) + 1, MARKS)
@@ -175,13 +182,11 @@ def keep_hits(hit, counts, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def places_of(line, CHUNK: tl.constexpr, LINE: tl.constexpr):
-    """Places of the numbers of lines [N] in a row, [N, LINE], as in `store_tops`."""
+def place_of(line, i, CHUNK: tl.constexpr, LINE: tl.constexpr):
+    """The place in a row of the i-th number of a line, as in `store_tops`."""
     lines: tl.constexpr = CHUNK // LINE
     run: tl.constexpr = LINE // 4
-    i = tl.arange(0, LINE)
-    within = (i // run) * (lines * run) + i % run
-    return (line // lines * CHUNK + line % lines * run)[:, None] + within[None, :]
+    return line // lines * CHUNK + line % lines * run + i // run * (lines * run) + i % run
 
 
 @triton.jit
@@ -206,22 +211,46 @@ def name_chunks(slots, found, CHUNKS: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit
-def collect_lines(
-    x, counts, weights, found, low, peak, heat, width,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr,
+def load_lines(
+    x, slots, s, i, found, low, peak, heat, width,
+    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Lists the weights of a row at x from `low` on: of the `found` lines that slots name."""
+    """The i-th weights of the lines in slots s of a row at x, their places, and which are listed:
+    those from `low` on."""
+    line = tl.load(slots + s, mask=s < found, other=0)
+    place = place_of(line[:, None], i, CHUNK, LINE)
+    inside = (s < found)[:, None] & (place < width)
+    value = tl.load(x + place, mask=inside, other=float("-inf"))
+    weight = weight_of(value.to(tl.float32), peak, heat, SOFTMAX)
+    return weight, place, (bits_of(weight) >= low) & (weight > 0.0)
+
+
+@triton.jit
+def collect_lines(
+    x, counts, weights, few_weights, few_places, found, low, peak, heat, width,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, FEW: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """Lists the weights of a row at x from `low` on, those of the `found` lines that slots name: as
+    few ones, or else in the slots' lists. How many they are."""
     slots = counts + CHUNKS
-    for begin in range(0, found, CHUNKS // 2):
-        s = begin + tl.arange(0, CHUNKS // 2)
-        line = tl.load(slots + s, mask=s < found, other=0)
-        place = places_of(line, CHUNK, LINE)
-        inside = (s < found)[:, None] & (place < width)
-        value = tl.load(x + place, mask=inside, other=float("-inf"))
-        weight = weight_of(value.to(tl.float32), peak, heat, SOFTMAX)
-        listed = (bits_of(weight) >= low) & (weight > 0.0)
-        list_lines(weights, counts, s, weight, listed, CHUNK)
-    name_chunks(slots, found, CHUNKS, CHUNK // LINE)
+    # Halves of lines: one for each number of a warp.
+    HALF: tl.constexpr = LINE // 2
+    half = tl.arange(0, 2 * CHUNKS)
+    i = half[:, None] % 2 * HALF + tl.arange(0, HALF)[None, :]
+    weight, place, listed = load_lines(
+        x, slots, half // 2, i, found, low, peak, heat, width, CHUNK, LINE, SOFTMAX
+    )
+    total = list_few(few_weights, few_places, weight, place, listed, FEW)
+    if total > FEW:
+        s = tl.arange(0, CHUNKS)
+        whole, _place, among = load_lines(
+            *(x, slots, s, tl.arange(0, LINE)[None, :], found, low, peak, heat, width),
+            *(CHUNK, LINE, SOFTMAX),
+        )
+        list_lines(weights, counts, s, whole, among, CHUNK)
+        name_chunks(slots, found, CHUNKS, CHUNK // LINE)
+    return total
 
 
 @triton.jit
@@ -240,72 +269,6 @@ def collect_chunks(
         list_chunk(weights + chunk * CHUNK, counts + chunk, weight, listed)
         if WEIGHED:
             tl.store(aboves + chunk, tl.sum(tl.where(key >= high, weight, 0.0).to(tl.float64)))
-
-
-@triton.jit
-def collect_kernel(
-    x, temperature, top_k, top_p, min_p, peaks, masses, tops, marked,
-    bounds, counts, aboves, weights, stride, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
-    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Lists the weights > 0 of a filtered row between two bounds.
-
-    bounds [n, 2]: these; counts [n, 2, CHUNKS] int32: of each list, and its chunk; aboves
-    [n, CHUNKS] float64; weights [n, CHUNKS, CHUNK]: the first counts of each list in some order.
-    marked: of `weigh_kernel`, or None. Rows that are not filtered, or not finite, get nothing
-    written.
-    """
-    await_previous(EARLY)
-    program = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    count, share, least = filters_of(top_k, top_p, min_p, row, width)
-    heat = temperature_of(temperature, row)
-    if (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
-        peak, _, _, mass, finite = summary_of(peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX)
-        if finite:
-            low = floor_of(
-                tops, row, peak, heat, mass, count, share, least, width, chunks,
-                CHUNKS, CHUNK, LINE, SOFTMAX, SHARE,
-            )  # fmt: skip
-            high = bits_of(weight_of(peak, peak, heat, SOFTMAX)) + 1
-            if marked is not None:  # noqa: SIM102
-                if share < 1.0:
-                    total = tl.sum(mass, 0)
-                    low, high = between(
-                        marked, row, tl.num_programs(0), low, high,
-                        wanted_of(share, total, SHARE), total, CHUNKS, MARKS,
-                    )  # fmt: skip
-            c = tl.arange(0, CHUNKS)
-            unweighed = c >= (chunks if marked is not None else 0)
-            counts += row * 2 * CHUNKS
-            aboves += row * CHUNKS
-            weights += row * CHUNKS * CHUNK
-            by_chunk = count >= 0
-            if top_k is not None:
-                lines = chunks * (CHUNK // LINE)
-                near = keys_of(tops, row, peak, heat, lines, CHUNKS * CHUNK // LINE, SOFTMAX)
-                hit = (near >= low) & (near > 0)
-                found = tl.sum(hit.to(tl.int32), 0)
-                by_chunk = (count == 0) | (count > lines) | (found > CHUNKS)
-                if (program == 0) & (by_chunk == 0):
-                    keep_hits(hit, counts, CHUNKS)
-                    collect_lines(
-                        x + row * stride, counts, weights, found, low, peak, heat, width,
-                        CHUNKS, CHUNK, LINE, SOFTMAX,
-                    )  # fmt: skip
-            if program == 0:
-                tl.store(bounds + row * 2, low)
-                tl.store(bounds + row * 2 + 1, high)
-                tl.store(aboves + c, tl.zeros([CHUNKS], tl.float64), mask=unweighed)
-            if by_chunk:
-                if program == 0:
-                    tl.store(counts + CHUNKS + c, c)
-                    tl.store(counts + c, c * 0, mask=c >= chunks)
-                collect_chunks(
-                    x + row * stride, counts, aboves, weights, low, high, peak, heat, width, chunks,
-                    CHUNK, SOFTMAX, marked is not None,
-                )  # fmt: skip
 
 
 @triton.jit
@@ -332,3 +295,20 @@ def limit_of(
         k, share, least, total, SHARE, CHUNK,
     )  # fmt: skip
     return threshold, of_chunks(mass, slot), of_chunks(taken, slot), partly
+
+
+@triton.jit
+def last_taken(
+    x, threshold, taken, peak, heat, width,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """The place of the last weight of a row at x that is taken of those equal to the threshold;
+    taken [CHUNKS] says how many of each chunk are, the first ones."""
+    c = tl.arange(0, CHUNKS)
+    chunk = tl.max(tl.where(taken > 0, c, 0), 0)
+    few = tl.sum(tl.where(c == chunk, taken, 0), 0)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    value = tl.load(x + place, mask=place < width, other=0.0).to(tl.float32)
+    equal = (bits_of(weight_of(value, peak, heat, SOFTMAX)) == threshold) & (place < width)
+    first = equal & (tl.cumsum(equal.to(tl.int32), 0) <= few)
+    return tl.max(tl.where(first, place, -1), 0)

@@ -6,20 +6,7 @@ from cairn.ops.attention.kernels import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.blocks import aligned_block
 from cairn.ops.sampling.kernels.filters import bits_of, filters_of, summary_of
-from cairn.ops.sampling.kernels.lists import limit_of
-
-
-@triton.jit
-def last_taken(x, threshold, taken, width, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """The place of the last weight of a row at x that is taken of those equal to the threshold;
-    taken [CHUNKS] says how many of each chunk are, the first ones."""
-    c = tl.arange(0, CHUNKS)
-    chunk = tl.max(tl.where(taken > 0, c, 0), 0)
-    few = tl.sum(tl.where(c == chunk, taken, 0), 0)
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    equal = bits_of(tl.load(x + place, mask=place < width, other=-1.0)) == threshold
-    first = equal & (tl.cumsum(equal.to(tl.int32), 0) <= few)
-    return tl.max(tl.where(first, place, -1), 0)
+from cairn.ops.sampling.kernels.lists import last_taken, limit_of
 
 
 @triton.jit
@@ -43,7 +30,9 @@ def limit_kernel(
             CHUNKS, CHUNK, WIDTH, SHARE,
         )  # fmt: skip
         if partly:
-            last = last_taken(x + row * stride, threshold, taken, width, CHUNKS, CHUNK)
+            last = last_taken(
+                x + row * stride, threshold, taken, peak, 1.0, width, CHUNKS, CHUNK, False
+            )
     tl.store(cuts + row * 2, threshold)
     tl.store(cuts + row * 2 + 1, last)
     tl.store(totals + row, tl.sum(mass, 0))
