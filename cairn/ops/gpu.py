@@ -170,6 +170,11 @@ def knows_e4m3(device: torch.device) -> bool:
     )
 
 
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device, each of which has place for a program; interpreted: 1."""
+    return _processors(device.index) if device.type == "cuda" else 1
+
+
 def program_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program can have; interpreted ones know no bound."""
     return _shared_memory(device.index) if device.type == "cuda" else 1 << 62
@@ -185,3 +190,8 @@ def _shared_memory(index: int) -> int:
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

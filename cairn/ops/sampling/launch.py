@@ -11,9 +11,10 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention.launch import early_option
+from cairn.ops.sampling import teams
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
-from cairn.ops.sampling.kernels import largest, least, lists, renormalise
+from cairn.ops.sampling.kernels import lists, renormalise
 from cairn.ops.sampling.kernels.collect import collect_kernel
 
 CHUNKS = 64
@@ -80,6 +81,11 @@ class Filters:
     def least_alone(self) -> bool:
         """Whether min-p is the only one."""
         return self.min_p is not None and self.top_k is None and self.top_p is None
+
+    @property
+    def largest_alone(self) -> bool:
+        """Whether top-k is the only one."""
+        return self.top_k is not None and self.min_p is None and self.top_p is None
 
     def part(self, at: slice) -> Filters:
         """The same for some of the rows."""
@@ -219,18 +225,15 @@ def draw_from(source: Source, rows: Tensor, uniform: Tensor) -> Tensor:
     return out
 
 
-def mask_logits(logits: Tensor, top_k: Tensor) -> Tensor:
-    """The top_k [n] largest of logits [n, V] and their equals, the others -inf: four launches."""
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    source = Source(logits)
-    for begin in range(0, len(logits), source.most_rows):
-        at = slice(begin, begin + source.most_rows)
-        _mask(source.part(at), top_k[at], out[at])
-    return out
-
-
 def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
-    """probs [n, V] as the filters leave them, divided by their sum: five launches at most."""
+    """probs [n, V] as the filters leave them, divided by their sum: five launches at most, and one
+    where top-k or min-p is the only filter."""
+    if filters.largest_alone:
+        assert filters.top_k is not None
+        return teams.keep_largest(probs, filters.top_k)
+    if filters.least_alone:
+        assert filters.min_p is not None
+        return teams.keep_least(probs, filters.min_p)
     out = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
     source = Source(probs)
     for begin in range(0, len(probs), source.most_rows):
@@ -239,64 +242,10 @@ def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
     return out
 
 
-def _mask(source: Source, top_k: Tensor, out: Tensor) -> None:
-    rows, width = source.values.shape
-    chunks, chunk = source.chunks, source.chunk
-    tops = source.empty(chunks, chunk // LINE)
-    positives = source.empty(chunks, dtype=torch.int32)
-    bounds = source.empty(dtype=torch.int32)
-    counts = source.empty(2, CHUNKS, dtype=torch.int32)
-    weights = source.empty(CHUNKS, chunk)
-    thresholds = source.empty(dtype=torch.int32)
-    early = early_option(source.early)
-    largest.lines_kernel[(chunks, rows)](
-        *(source.values, top_k, tops, positives, *source.sizes, chunk, LINE, source.early),
-        num_warps=_warps(source),
-        **early,
-    )
-    largest.list_kernel[(_programs(source, True), rows)](
-        *(source.values, top_k, tops, positives, bounds, counts, weights),
-        *(*source.sizes, CHUNKS, chunk, LINE, source.early),
-        num_warps=_warps(source),
-        **early,
-    )
-    largest.kth_kernel[(rows,)](
-        *(top_k, bounds, counts, weights, thresholds),
-        *(width, CHUNKS, chunk, SHORT_WIDTH, source.early),
-        num_warps=SEARCH_WARPS,
-        **early,
-    )
-    align, blocks = _blocks(source)
-    largest.mask_kernel[(blocks, rows)](
-        *(source.values, thresholds, out, source.values.stride(0), width),
-        *(MASK_BLOCK, align, source.early),
-        num_warps=MASK_WARPS,
-        **early,
-    )
-
-
 def _programs(source: Source, limited: bool) -> int:
     """That list a row, with a top k or without."""
     programs = PROGRAMS if limited else SHARE_PROGRAMS
     return max(1, min(source.chunks, -(-programs // len(source.values))))
-
-
-def _keep_least(source: Source, min_p: Tensor, out: Tensor) -> None:
-    chunks, early = source.chunks, early_option(source.early)
-    peaks = _survey(source, masses=False).peaks
-    masses = source.empty(chunks, dtype=torch.float64)
-    least.kept_mass_kernel[(chunks, len(out))](
-        *(source.values, min_p, peaks, masses, *source.sizes, CHUNKS, source.chunk, source.early),
-        num_warps=_warps(source),
-        **early,
-    )
-    align, blocks = _blocks(source)
-    least.kept_shares_kernel[(blocks, len(out))](
-        *(source.values, min_p, peaks, masses, out, *source.sizes),
-        *(CHUNKS, MASK_BLOCK, align, source.early),
-        num_warps=MASK_WARPS,
-        **early,
-    )
 
 
 def _blocks(source: Source) -> tuple[int, int]:
@@ -404,10 +353,6 @@ def _draw(
 
 
 def _filter(source: Source, filters: Filters, out: Tensor) -> None:
-    if filters.least_alone:
-        assert filters.min_p is not None
-        _keep_least(source, filters.min_p, out)
-        return
     found = _survey(source, filters.top_k, masses=True)
     listed = _collect(source, filters, found)
     cuts = source.empty(2, dtype=torch.int32)

@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
 from cairn.ops.checks import FLOATS, INDICES
 from cairn.ops.registry import op
-from cairn.ops.sampling import arguments, launch
+from cairn.ops.sampling import arguments, launch, teams
 from cairn.ops.testing import Cases, Make
 
 NAME = "top_k_mask_logits"
@@ -63,7 +63,7 @@ def _rows(logits: Tensor, top_k: Tensor) -> bool:
 @top_k_mask.implementation("triton", devices=gpu.DEVICES, when=_rows)
 def _(logits: Tensor, top_k: Tensor) -> Tensor:
     """The k-th largest is searched for; nothing is sorted."""
-    return launch.mask_logits(logits, top_k)
+    return teams.mask_logits(logits, top_k)
 
 
 @top_k_mask.cases

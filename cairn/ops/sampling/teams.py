@@ -1,0 +1,141 @@
+"""How teams of programs are launched: one kernel, whose programs hold the rows in registers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.sampling.kernels import teams as kernels
+
+LEAST_PART, MOST_PART = 4096, 8192
+"""Numbers of a part where rows are few, and where they are many."""
+WARPS = 4
+"""Of a program."""
+PIECE = 4
+"""Numbers of a line that a program works on at a time."""
+REGISTERS = 128
+"""Of a thread at most: so four programs find place on a multiprocessor, and one waits for the
+others of its team, or for memory, while another works."""
+SLOTS = 128
+"""Numbers that a part lists: twice as many as a k that most rows have."""
+APART = 8
+"""Counters of arrivals lie as many numbers from each other: in sectors of their own."""
+ALIGNED = 4
+"""Numbers that are moved at once."""
+MOST_COUNTED = 512
+"""Numbers of a line, counted in 10 bits."""
+WORKSPACE_BYTES = 64 << 20
+"""Lists are held for so many rows at a time."""
+
+
+class Team(NamedTuple):
+    """How rows are split.
+
+    Attributes:
+        part: numbers of a part, a power of two.
+        parts: of a row.
+        align: numbers that are moved at once.
+        seated: whether all programs have a place on the device at once.
+    """
+
+    part: int
+    parts: int
+    align: int
+    seated: bool
+
+    @property
+    def lines(self) -> int:
+        """Lines of a part: as many as threads."""
+        return max(32 * WARPS, self.part // MOST_COUNTED)
+
+    @property
+    def piece(self) -> int:
+        """Numbers of a part that programs work on at a time."""
+        return min(self.part, PIECE * self.lines)
+
+    @property
+    def most_rows(self) -> int:
+        """As many rows as lists are held for at a time."""
+        return max(1, WORKSPACE_BYTES // (4 * SLOTS * self.parts))
+
+
+def mask_logits(logits: Tensor, top_k: Tensor) -> Tensor:
+    """The top_k [n] largest of logits [n, V] and their equals, the others -inf."""
+    return _keep_largest(logits, top_k, shares=False)
+
+
+def keep_largest(probs: Tensor, top_k: Tensor) -> Tensor:
+    """The top_k [n] largest of probs [n, V] and their equals, divided by their sum."""
+    return _keep_largest(probs, top_k, shares=True)
+
+
+def keep_least(probs: Tensor, min_p: Tensor) -> Tensor:
+    """Those of probs [n, V] that are at least min_p [n] of the largest, divided by their sum."""
+    out, team = _out(probs), _team(probs)
+    for begin in range(0, len(probs), team.most_rows):
+        at = slice(begin, begin + team.most_rows)
+        x = probs[at]
+        kernels.min_p_kernel[(team.parts * len(x),)](
+            *(x, min_p[at], out[at], *_counters(x, team)),
+            _memory(x, team.parts, dtype=torch.int32),
+            _memory(x, team.parts, dtype=torch.int64),
+            *(probs.stride(0), probs.shape[1], team.parts, gpu.next_power_of_2(team.parts)),
+            *(team.part, team.piece, team.lines, APART, team.align),
+            num_warps=WARPS,
+            maxnreg=REGISTERS,
+        )
+    return out
+
+
+def _keep_largest(values: Tensor, top_k: Tensor, *, shares: bool) -> Tensor:
+    out, team = _out(values), _team(values)
+    for begin in range(0, len(values), team.most_rows):
+        at = slice(begin, begin + team.most_rows)
+        x = values[at]
+        kernels.top_k_kernel[(team.parts * len(x),)](
+            *(x, top_k[at], out[at], *_counters(x, team)),
+            _memory(x, 3, team.parts, dtype=torch.int32),
+            _memory(x, team.parts, SLOTS, dtype=torch.float32),
+            _memory(x, 2, team.parts, dtype=torch.int64),
+            *(values.stride(0), values.shape[1], team.parts, gpu.next_power_of_2(team.parts)),
+            *(team.part, team.piece, team.lines, SLOTS, APART, team.align, shares),
+            num_warps=WARPS,
+            maxnreg=REGISTERS,
+        )
+    return out
+
+
+def _team(values: Tensor) -> Team:
+    """Parts as small as keep all of the device busy, and no more of a row than have a place at
+    once; the interpreter runs one program after the other, none of which can wait."""
+    rows, width = values.shape
+    side_by_side = rows <= 1 or (values.stride(0) - width) % ALIGNED == 0
+    align = ALIGNED if side_by_side else 1
+    places = gpu.processors(values.device)
+    width += align - 1
+    least = gpu.next_power_of_2(-(-width * max(1, rows) // places))
+    part = max(min(max(least, LEAST_PART), MOST_PART), gpu.next_power_of_2(-(-width // places)))
+    if gpu.INTERPRETED or width <= part:
+        part = max(ALIGNED * 32 * WARPS, gpu.next_power_of_2(width))
+    parts = -(-width // part)
+    return Team(part, parts, align, parts * rows <= places)
+
+
+def _out(values: Tensor) -> Tensor:
+    return torch.empty(values.shape, dtype=values.dtype, device=values.device)
+
+
+def _memory(values: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """[n, *shape], not written."""
+    return values.new_empty((values.shape[0], *shape), dtype=dtype)
+
+
+def _counters(values: Tensor, team: Team) -> tuple[Tensor | None, Tensor | None]:
+    """The tickets of a launch, and each row's arrivals, all 0; None where they are not needed."""
+    if team.parts == 1:
+        return None, None
+    counters = gpu.zeros(((len(values) + 1) * APART,), torch.int32, values.device)
+    return None if team.seated else counters[-1:], counters

@@ -1,0 +1,226 @@
+"""Filters of rows that several programs hold: on a GPU, and by the interpreter in processes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.registry import Op
+from cairn.ops.sampling import teams
+from cairn.ops.sampling.kernels import teams as kernels
+from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
+from cairn.ops.sampling.top_k_mask_logits import top_k_mask
+from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm
+
+INF, NAN = math.inf, math.nan
+VOCABULARY = 1501
+LAUNCHES: dict[Op[..., Any], Callable[..., Tensor]] = {
+    top_k_mask: teams.mask_logits,
+    top_k_renorm: teams.keep_largest,
+    min_p_renorm_probs: teams.keep_least,
+}
+
+
+class InProcesses:
+    """A kernel each of whose programs is a process: they wait for each other, and take tickets."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            started = [self.start(args, options) for _ in range(grid[0])]
+            assert all(os.waitpid(process, 0)[1] == 0 for process in started)
+
+        return launch
+
+    def start(self, args: tuple[Any, ...], options: dict[str, Any]) -> int:
+        process = os.fork()
+        if process:
+            return process
+        status = 1
+        try:
+            self.kernel[1,](*args, **options)
+            status = 0
+        finally:
+            os._exit(status)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 512 numbers, in memory that processes share."""
+
+    def split(values: Tensor) -> teams.Team:
+        align = 4 if (values.stride(0) - values.shape[1]) % 4 == 0 else 1
+        return teams.Team(512, -(-(values.shape[1] + align - 1) // 512), align, seated=False)
+
+    def shared(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        tensor = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        tensor.share_memory_()
+        return tensor
+
+    def memory(values: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+        return shared((len(values), *shape), dtype, values.device).fill_(-7)
+
+    monkeypatch.setattr(teams, "_team", split)
+    monkeypatch.setattr(teams, "_memory", memory)
+    monkeypatch.setattr(teams, "_out", lambda x: shared(x.shape, x.dtype, x.device))
+    monkeypatch.setattr(gpu, "zeros", shared)
+    for name in ("top_k_kernel", "min_p_kernel"):
+        monkeypatch.setattr(kernels, name, InProcesses(getattr(kernels, name)))
+
+
+def assert_as_defined(op: Op[..., Any], got: Tensor, values: Tensor, parameter: Tensor) -> None:
+    expected = op.reference(values, parameter)
+    if op is top_k_mask:
+        assert torch.equal(got, expected)
+    else:
+        assert torch.equal(got > 0, expected > 0)
+        torch.testing.assert_close(got, expected, rtol=2e-6, atol=0.0)
+
+
+def logits() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(4, VOCABULARY)
+
+
+def spoilt() -> Tensor:
+    """NaN, infinities, and few that are not -inf."""
+    rows = logits()
+    rows[0, ::7] = NAN
+    rows[0, 3::50] = INF
+    rows[1:3] = -INF
+    rows[1, [3, 900, 1400]] = torch.tensor([1.0, 2.0, INF])
+    rows[3, :1400] = NAN
+    rows[3, 1400:1450] = INF
+    return rows
+
+
+def sparse() -> Tensor:
+    """Few that are not 0, none, all equal, and nearly nothing."""
+    rows = logits().softmax(-1)
+    rows[0, 20:] = 0
+    rows[1] = 0
+    rows[2] = 1 / VOCABULARY
+    rows[3] *= 1e-38
+    rows[3, 5] = 1e-36
+    return rows
+
+
+def few_and_many() -> Iterator[Any]:
+    """k that lists hold, and k that they do not."""
+    tied = (logits() * 4).round() / 4
+    few, many = torch.tensor([50, 1, 7, 60]), torch.tensor([130, VOCABULARY - 1, 0, 700])
+    for name, k in (("few", few), ("many", many)):
+        yield pytest.param(top_k_mask, logits(), k, id=f"{name} logits")
+        yield pytest.param(top_k_mask, tied, k.int(), id=f"{name} equal logits")
+        yield pytest.param(top_k_mask, logits().bfloat16(), k, id=f"{name} short logits")
+        yield pytest.param(top_k_mask, spoilt(), k, id=f"{name} of NaN")
+        yield pytest.param(top_k_renorm, logits().softmax(-1), k, id=f"{name} probabilities")
+        yield pytest.param(top_k_renorm, tied.softmax(-1), k, id=f"{name} equal ones")
+        yield pytest.param(top_k_renorm, sparse(), k, id=f"{name} of zeros")
+    wide = torch.randn(4, 2000)[:, 3 : 3 + VOCABULARY]
+    yield pytest.param(top_k_mask, wide, few, id="strided")
+    yield pytest.param(top_k_mask, logits().sort().values, few, id="all in one part")
+    least = torch.tensor([0.0, 0.05, 0.5, 1.0])
+    yield pytest.param(min_p_renorm_probs, logits().softmax(-1), least, id="min_p")
+    yield pytest.param(min_p_renorm_probs, sparse(), least.flip(0), id="min_p of zeros")
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize(("op", "values", "parameter"), list(few_and_many()))
+def test_programs_that_wait_for_each_other(
+    op: Op[..., Any], values: Tensor, parameter: Tensor, small_parts: None
+) -> None:
+    torch.set_num_threads(1)
+    assert_as_defined(op, LAUNCHES[op](values.share_memory_(), parameter), values, parameter)
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+def test_rows_that_are_not_finite_keep_all_when_interpreted() -> None:
+    rows = torch.tensor([[0.5, INF, 0.25], [0.5, NAN, 0.0]])
+    for op, parameter in ((top_k_renorm, torch.tensor([1, 1])), (min_p_renorm_probs, rows[:, 0])):
+        got = LAUNCHES[op](rows, parameter)
+        assert got[0, [0, 2]].tolist() == [0.0, 0.0]
+        assert got[:, 1].isnan().all()
+        assert not got[1, 0].isfinite()
+
+
+def given(op: Op[..., Any], rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Rows on the GPU, and a parameter of each."""
+    values = torch.randn(rows, width, device="cuda") * 3
+    if op is not top_k_mask:
+        values = values.softmax(-1)
+    if op is min_p_renorm_probs:
+        return values, torch.rand(rows, device="cuda") * 0.1
+    return values, torch.randint(1, 51, (rows,), device="cuda")
+
+
+OPS = [pytest.param(op, id=op.name) for op in LAUNCHES]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [(1, 100_278), (3, 100_277), (7, 32_000), (300, 100_278), (9, 1 << 19), (2000, 9001)],
+)
+def test_many_programs(op: Op[..., Any], rows: int, width: int) -> None:
+    torch.manual_seed(rows)
+    values, parameter = given(op, rows, width)
+    got = LAUNCHES[op](values, parameter)
+    assert_as_defined(op, got, values, parameter)
+    if op is top_k_mask:
+        short = values.bfloat16()
+        assert_as_defined(op, LAUNCHES[op](short, parameter), short, parameter)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [100_278, 40_001])
+def test_any_k(width: int) -> None:
+    torch.manual_seed(width)
+    k = torch.tensor([0, 1, 64, 100, 128, 129, 200, 2000, width // 2, width - 1, width]).cuda()
+    rows = torch.randn(len(k), width, device="cuda")
+    tied = (rows * 8).round() / 8
+    for values in (rows, tied, rows.half()):
+        assert_as_defined(top_k_mask, teams.mask_logits(values, k), values, k)
+    for values in (rows.softmax(-1), tied.softmax(-1)):
+        assert_as_defined(top_k_renorm, teams.keep_largest(values, k), values, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_again_and_beside_other_work(op: Op[..., Any]) -> None:
+    # A second stream fills the device with teams too, and with products.
+    torch.manual_seed(5)
+    values, parameter = given(op, 300, 100_278)
+    first = LAUNCHES[op](values, parameter)
+    assert_as_defined(op, first, values, parameter)
+    product = torch.randn(4096, 4096, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        with torch.cuda.stream(side):
+            product @ product
+            beside = LAUNCHES[op](values, parameter)
+        assert torch.equal(LAUNCHES[op](values, parameter), first)
+        torch.cuda.synchronize()
+        assert torch.equal(beside, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_a_row_alone_is_as_among_others(op: Op[..., Any]) -> None:
+    torch.manual_seed(6)
+    values, parameter = given(op, 64, 100_278)
+    whole = LAUNCHES[op](values, parameter)
+    for row in range(0, 64, 7):
+        at = slice(row, row + 1)
+        assert torch.equal(LAUNCHES[op](values[at], parameter[at])[0], whole[row])
