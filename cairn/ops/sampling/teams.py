@@ -59,7 +59,9 @@ class Team(NamedTuple):
     @property
     def most_rows(self) -> int:
         """As many rows as lists are held for at a time."""
-        return max(1, WORKSPACE_BYTES // (4 * SLOTS * self.parts))
+        rows = WORKSPACE_BYTES // (4 * SLOTS * self.parts)
+        # The next ones begin where memory is aligned.
+        return rows // ALIGNED * ALIGNED
 
 
 def mask_logits(logits: Tensor, top_k: Tensor) -> Tensor:
@@ -115,7 +117,8 @@ def _team(values: Tensor) -> Team:
     side_by_side = rows <= 1 or (values.stride(0) - width) % ALIGNED == 0
     align = ALIGNED if side_by_side else 1
     places = gpu.processors(values.device)
-    width += align - 1
+    # Parts of a row begin up to so many numbers in front of it.
+    width += 0 if width % ALIGNED == 0 else align - 1
     least = gpu.next_power_of_2(-(-width * max(1, rows) // places))
     part = max(min(max(least, LEAST_PART), MOST_PART), gpu.next_power_of_2(-(-width // places)))
     if gpu.INTERPRETED or width <= part:

@@ -80,7 +80,11 @@ def load_piece(x, begin, width, other, PIECE: tl.constexpr):
         value = tl.load(x + i)
     else:
         value = tl.load(x + i, mask=(i >= -begin) & (i < width - begin), other=other)
-    return value.to(tl.float32)
+    wide = value.to(tl.float32)
+    if value.dtype != tl.float32:
+        # Nothing, but not known to the compiler: it would hold the short numbers too, to store.
+        wide = (wide.to(tl.int32, bitcast=True) | (width >> 31)).to(tl.float32, bitcast=True)
+    return wide
 
 
 @triton.jit
@@ -124,7 +128,9 @@ def tops_of(pieces, LINES: tl.constexpr):
 @triton.jit
 def nan_in_lines(value, LINES: tl.constexpr):
     """How many of [N] are NaN, by line [LINES]."""
-    return sum_of_lines((value != value).to(tl.int32), LINES)
+    # As integers: the comparison of `tops_of` would be kept for this, a register of each number.
+    magnitude = bits_of(value) & 0x7FFFFFFF
+    return sum_of_lines((magnitude > 0x7F800000).to(tl.int32), LINES)
 
 
 @triton.jit
@@ -163,7 +169,7 @@ def list_part(
     each = tl.zeros([LINES], tl.int32)
     for n in tl.static_range(len(pieces)):
         tile = columns(pieces[n], LINES)
-        each += tl.sum(((tile >= bound) | (tile != tile)).to(tl.int32), 0)
+        each += tl.sum(((tile < bound) == 0).to(tl.int32), 0)
     count = tl.sum(each, 0)
     if count <= SLOTS:
         # Behind what is written above.
@@ -173,7 +179,7 @@ def list_part(
         bound += 0.0
         for n in tl.static_range(len(pieces)):
             tile = columns(pieces[n], LINES)
-            hit = ((tile >= bound) | (tile != tile)).to(tl.int32)
+            hit = ((tile < bound) == 0).to(tl.int32)
             place = before[None, :] + tl.cumsum(hit, 0) - 1
             # Stores want rows.
             tl.store(numbers + tl.trans(place), tl.trans(tile), mask=tl.trans(hit) > 0)
