@@ -308,7 +308,9 @@ def _collect(
         source.empty(CHUNKS, dtype=torch.float64),
         source.empty(CHUNKS, source.chunk),
     )
-    few = (source.empty(FEW), source.empty(FEW, dtype=torch.int32)) if limited else (None, None)
+    few: tuple[Tensor | None, ...] = (None, None)
+    if limited and out is not None:
+        few = (source.empty(FEW), source.empty(FEW, dtype=torch.int32))
     collect_kernel[(_programs(source, limited), len(source.values))](
         *(source.values, source.temperature, *filters.tensors(), *numbers),
         *(*found, marked, *listed, *few, out, *source.sizes),

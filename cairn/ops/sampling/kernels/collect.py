@@ -32,8 +32,8 @@ def limited(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, FEW: tl.constexpr,
     SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Whether few lines hold the top k of a row at x; then the first program lists them, or if they
-    are FEW at most, draws one: the token, or else -2."""
+    """Whether few lines hold the top k of a row at x; then the first program lists them, or draws
+    one if they are FEW at most and there is room: the token, or else -2."""
     lines = chunks * (CHUNK // LINE)
     near = keys_of(tops, row, peak, heat, lines, CHUNKS * CHUNK // LINE, SOFTMAX)
     hit = (near >= low) & (near > 0)
@@ -46,12 +46,68 @@ def limited(
             x, counts, weights, few_weights, few_places, found, low, peak, heat, width,
             CHUNKS, CHUNK, LINE, FEW, SOFTMAX,
         )  # fmt: skip
-        if listed <= FEW:
-            token = draw_few(
-                few_weights, few_places, listed, top, count, share, least, total, part,
-                SHARE, FEW, SLICE,
-            )  # fmt: skip
+        if few_weights is not None:  # noqa: SIM102
+            if listed <= FEW:
+                token = draw_few(
+                    few_weights, few_places, listed, top, count, share, least, total, part,
+                    SHARE, FEW, SLICE,
+                )  # fmt: skip
     return by_line, token
+
+
+@triton.jit
+def collect_row(
+    x, tops, marked, bounds, counts, aboves, weights, few_weights, few_places,
+    row, peak, mass, heat, count, share, least, part, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
+    FEW: tl.constexpr, SLICE: tl.constexpr,
+    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    """The lists of a row at x that is filtered, LIMITED: by a top k, maybe; its token instead, or
+    else -2."""
+    total = tl.sum(mass, 0)
+    top = weight_of(peak, peak, heat, SOFTMAX)
+    low = floor_of(
+        tops, row, peak, heat, total, count, share, least, width, chunks,
+        CHUNKS, CHUNK, LINE, SOFTMAX, SHARE,
+    )  # fmt: skip
+    high = bits_of(top) + 1
+    if marked is not None:  # noqa: SIM102
+        if share < 1.0:
+            low, high = between(
+                marked, row, tl.num_programs(0), low, high,
+                wanted_of(share, total, SHARE), total, CHUNKS, MARKS,
+            )  # fmt: skip
+    c = tl.arange(0, CHUNKS)
+    unweighed = c >= (chunks if marked is not None else 0)
+    counts += row * 2 * CHUNKS
+    aboves += row * CHUNKS
+    weights += row * CHUNKS * CHUNK
+    by_line = count < 0
+    token = -2
+    if LIMITED:
+        if few_weights is not None:
+            few_weights += row * FEW
+            few_places += row * FEW
+        by_line, token = limited(
+            x, tops, counts, weights, few_weights, few_places, row, low, peak, heat, count,
+            share, least, top, total, part, width, chunks,
+            CHUNKS, CHUNK, LINE, FEW, SLICE, SOFTMAX, SHARE,
+        )  # fmt: skip
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(bounds + row * 2, low)
+        tl.store(bounds + row * 2 + 1, high)
+        tl.store(aboves + c, tl.zeros([CHUNKS], tl.float64), mask=unweighed)
+    if not by_line:
+        if program == 0:
+            tl.store(counts + CHUNKS + c, c)
+            tl.store(counts + c, c * 0, mask=c >= chunks)
+        collect_chunks(
+            x, counts, aboves, weights, low, high, peak, heat, width, chunks,
+            CHUNK, SOFTMAX, marked is not None,
+        )  # fmt: skip
+    return token
 
 
 @triton.jit
@@ -66,8 +122,8 @@ def collect_kernel(
 
     bounds [n, 2]: these; counts [n, 2, CHUNKS] int32: of each list, and its chunk; aboves
     [n, CHUNKS] float64; weights [n, CHUNKS, CHUNK]: the first counts of each list in some order.
-    marked: of `weigh_kernel`, or None; few_weights, few_places [n, FEW]: room, with a top k. Rows
-    that are not filtered, or not finite, have no lists.
+    marked: of `weigh_kernel`, or None; few_weights, few_places [n, FEW]: room for `draw_few`, or
+    None. Rows that are not filtered, or not finite, have no lists.
 
     out [n]: the token of a row that needs no lists, -2 of others; or None.
     """
@@ -85,44 +141,12 @@ def collect_kernel(
     x += row * stride
     token = -2
     if finite & (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
-        total = tl.sum(mass, 0)
-        top = weight_of(peak, peak, heat, SOFTMAX)
-        low = floor_of(
-            tops, row, peak, heat, total, count, share, least, width, chunks,
-            CHUNKS, CHUNK, LINE, SOFTMAX, SHARE,
+        token = collect_row(
+            x, tops, marked, bounds, counts, aboves, weights, few_weights, few_places,
+            row, peak, mass, heat, count, share, least, part, width, chunks,
+            CHUNKS, CHUNK, LINE, MARKS, FEW, SLICE, SOFTMAX, SHARE, top_k is not None,
         )  # fmt: skip
-        high = bits_of(top) + 1
-        if marked is not None:  # noqa: SIM102
-            if share < 1.0:
-                low, high = between(
-                    marked, row, tl.num_programs(0), low, high,
-                    wanted_of(share, total, SHARE), total, CHUNKS, MARKS,
-                )  # fmt: skip
-        c = tl.arange(0, CHUNKS)
-        unweighed = c >= (chunks if marked is not None else 0)
-        counts += row * 2 * CHUNKS
-        aboves += row * CHUNKS
-        weights += row * CHUNKS * CHUNK
-        by_line = count < 0
-        if top_k is not None:
-            by_line, token = limited(
-                x, tops, counts, weights, few_weights + row * FEW, few_places + row * FEW,
-                row, low, peak, heat, count, share, least, top, total, part, width, chunks,
-                CHUNKS, CHUNK, LINE, FEW, SLICE, SOFTMAX, SHARE,
-            )  # fmt: skip
-        if program == 0:
-            tl.store(bounds + row * 2, low)
-            tl.store(bounds + row * 2 + 1, high)
-            tl.store(aboves + c, tl.zeros([CHUNKS], tl.float64), mask=unweighed)
-        if not by_line:
-            if program == 0:
-                tl.store(counts + CHUNKS + c, c)
-                tl.store(counts + c, c * 0, mask=c >= chunks)
-            collect_chunks(
-                x, counts, aboves, weights, low, high, peak, heat, width, chunks,
-                CHUNK, SOFTMAX, marked is not None,
-            )  # fmt: skip
-    elif out is not None:
+    elif out is not None:  # noqa: SIM102
         if program == 0:
             token = draw_plain(
                 x, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, heat, part, width,

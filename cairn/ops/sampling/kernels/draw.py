@@ -55,9 +55,9 @@ def draw_kept(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SOFTMAX: tl.constexpr,
     FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """Where the running sum of what a row at x keeps first exceeds the target: first in which chunk,
-    then in which RUN numbers of it. mass [CHUNKS] float64: what its chunks keep; threshold, last:
-    as of `kept_of`; the rest: of `summary_of`."""
+    """Where the running sum of what a row at x keeps first exceeds the target: in which chunk, then
+    in which RUN numbers of it, then where. mass [CHUNKS] float64: what the chunks keep; threshold,
+    last: as of `kept_of`; the rest: of `summary_of`."""
     c = tl.arange(0, CHUNKS)
     chunk = first_beyond(mass, target, c)
     target -= tl.sum(tl.where(c < chunk, mass, 0.0), 0)

@@ -232,16 +232,19 @@ def collect_lines(
     SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """Lists the weights of a row at x from `low` on, those of the `found` lines that slots name: as
-    few ones, or else in the slots' lists. How many they are."""
+    few ones, if there is room for these, or else in the slots' lists. How many the few are, more
+    than FEW if they are in the slots' lists."""
     slots = counts + CHUNKS
-    # Halves of lines: one for each number of a warp.
-    HALF: tl.constexpr = LINE // 2
-    half = tl.arange(0, 2 * CHUNKS)
-    i = half[:, None] % 2 * HALF + tl.arange(0, HALF)[None, :]
-    weight, place, listed = load_lines(
-        x, slots, half // 2, i, found, low, peak, heat, width, CHUNK, LINE, SOFTMAX
-    )
-    total = list_few(few_weights, few_places, weight, place, listed, FEW)
+    total = tl.full([], FEW + 1, tl.int32)
+    if few_weights is not None:
+        # Halves of lines: a number for each thread of a warp.
+        HALF: tl.constexpr = LINE // 2
+        half = tl.arange(0, 2 * CHUNKS)
+        i = half[:, None] % 2 * HALF + tl.arange(0, HALF)[None, :]
+        weight, place, listed = load_lines(
+            x, slots, half // 2, i, found, low, peak, heat, width, CHUNK, LINE, SOFTMAX
+        )
+        total = list_few(few_weights, few_places, weight, place, listed, FEW)
     if total > FEW:
         s = tl.arange(0, CHUNKS)
         whole, _place, among = load_lines(
