@@ -17,8 +17,15 @@ SPLIT_TOKENS = 256
 """At most this many tokens run one program each (and KV head, and split of the keys)."""
 PROGRAMS = 528
 """Programs that fill a large device four times; fewer of them are split over their keys."""
-WAVE, WIDE_WAVE = 528, 396
-"""Programs over all keys that a large device runs at once, and those of heads wider than 64."""
+WAVE, WIDE_WAVE = 264, 132
+"""Programs over all keys that read a large device's memory fastest, and those of heads wider than
+64: two on each multiprocessor, and one."""
+LIGHT_WAVE, WIDE_LIGHT_WAVE = 528, 396
+"""The same where each has less on its way: all that run at once."""
+MOST_WAVES = 4
+FULL = 0.75
+"""Share of their waves that programs fill at least, if they can: one wave as full as this takes no
+longer than several that are full."""
 STAGES = 5
 """Half of them hold keys and values on their way, the others pages."""
 MOST_SPLITS = 128
@@ -81,6 +88,20 @@ class Task:
     def keys(self) -> int:
         """Keys of a tile."""
         return 64 if self.width <= 128 else 32
+
+    @property
+    def stages(self) -> int:
+        """Of the loop of a program of `split_kernel`."""
+        return STAGES if self.q.dtype != torch.float32 and self.width <= 128 else 2
+
+    @property
+    def wave(self) -> int:
+        """Programs of `split_kernel` over all keys that a large device is given at once."""
+        narrow = self.width <= 64
+        # Stages of a quantized cache hold fewer bytes.
+        if self.stages < STAGES or self.k_cache.dtype != self.q.dtype:
+            return LIGHT_WAVE if narrow else WIDE_LIGHT_WAVE
+        return WAVE if narrow else WIDE_WAVE
 
     @property
     def longest(self) -> int:
@@ -197,8 +218,18 @@ def _splits(task: Task) -> int:
         return splits_of(task)
     blocks = -(-task.longest // task.keys) + 1
     lines = task.q.shape[0] * task.k_cache.shape[1]
-    wave = WAVE if task.width <= 64 else WIDE_WAVE
-    return max(1, min(blocks, wave // lines, MOST_SPLITS))
+    return whole_waves(lines, task.wave, min(blocks, MOST_SPLITS))
+
+
+def whole_waves(lines: int, wave: int, most: int) -> int:
+    """Splits of each of some lines, at most `most`: those that fill the fewest waves of programs,
+    or those that come closest to it."""
+
+    def fill(splits: int) -> float:
+        programs = splits * lines
+        return min(FULL, programs / (-(-programs // wave) * wave))
+
+    return max((max(1, min(n * wave // lines, most)) for n in range(1, MOST_WAVES + 1)), key=fill)
 
 
 def run_splits(
@@ -211,7 +242,7 @@ def run_splits(
         *(*task.numbers(), *task.shape(), max(16, task.group), task.width, task.keys),
         *(*task.switches(), early),
         num_warps=4,
-        num_stages=STAGES if task.q.dtype != torch.float32 and task.width <= 128 else 2,
+        num_stages=task.stages,
         **early_option(early),
     )
 

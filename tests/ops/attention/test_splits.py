@@ -1,0 +1,90 @@
+"""How many programs share a line's keys."""
+
+import pytest
+import torch
+
+from cairn.ops.attention import launch
+from cairn.ops.attention.launch import FULL, MOST_SPLITS, MOST_WAVES, whole_waves
+
+HALF, SINGLE, PACKED = torch.bfloat16, torch.float32, torch.uint8
+
+
+def task(tokens, kv_heads, width, context, q=HALF, cache=HALF, window=0):
+    """Of pages of 64 slots; nothing is held."""
+    pages = torch.empty(1, kv_heads, 64, width, dtype=cache, device="meta")
+    where = (torch.empty(tokens, device="meta") for _ in range(2))
+    table = torch.empty(tokens, context // 64, device="meta")
+    queries = torch.empty(tokens, 4 * kv_heads, width, dtype=q, device="meta")
+    return launch.Task(queries, pages, pages, *where, table, window)
+
+
+def fill(splits, lines, wave):
+    """Share of the waves that the programs take."""
+    programs = splits * lines
+    return programs / (-(-programs // wave) * wave)
+
+
+@pytest.mark.parametrize(
+    "lines, wave, splits",
+    [
+        (1, 264, 128),
+        (2, 264, 128),
+        (16, 264, 16),
+        (128, 264, 2),
+        (264, 264, 1),
+        (32, 132, 4),
+        (96, 132, 4),  # One wave would be 0.73 full.
+        (112, 132, 1),
+        (140, 132, 3),
+        (160, 132, 2),
+        (180, 132, 2),
+        (900, 132, 1),
+        (5000, 132, 1),
+    ],
+)
+def test_splits_fill_waves(lines, wave, splits):
+    assert whole_waves(lines, wave, 128) == splits
+
+
+@pytest.mark.parametrize("wave", [132, 264, 396])
+@pytest.mark.parametrize("most", [1, 2, 7, 128])
+def test_no_splits_fill_fewer_waves_or_more_of_them(wave, most):
+    for lines in range(1, 1200):
+        splits = whole_waves(lines, wave, most)
+        assert 1 <= splits <= most
+        waves = -(-splits * lines // wave)
+        for other in range(1, most + 1):
+            taken = -(-other * lines // wave)
+            if taken > max(MOST_WAVES, -(-lines // wave)):
+                break
+            if fill(splits, lines, wave) < FULL:
+                assert fill(other, lines, wave) <= fill(splits, lines, wave)
+            elif taken < waves:
+                assert fill(other, lines, wave) < FULL
+            elif taken == waves:
+                assert other <= splits
+
+
+@pytest.mark.parametrize(
+    "options, splits",
+    [
+        ({"tokens": 64, "kv_heads": 2, "width": 64, "context": 8192}, 2),
+        ({"tokens": 8, "kv_heads": 2, "width": 64, "context": 131072}, 16),
+        ({"tokens": 1, "kv_heads": 2, "width": 64, "context": 131072}, 128),
+        ({"tokens": 1, "kv_heads": 32, "width": 128, "context": 131072}, 4),
+        # Few blocks, and one more where a token begins within one.
+        ({"tokens": 1, "kv_heads": 2, "width": 64, "context": 128}, 3),
+        # Less is on the way to each program.
+        ({"tokens": 1, "kv_heads": 32, "width": 256, "context": 131072}, 12),
+        ({"tokens": 1, "kv_heads": 32, "width": 128, "context": 131072, "q": SINGLE}, 12),
+        ({"tokens": 8, "kv_heads": 2, "width": 64, "context": 131072, "cache": PACKED}, 33),
+    ],
+)
+def test_splits_of_a_task(options, splits):
+    assert launch._splits(task(**options)) == splits
+
+
+def test_windows_are_split_as_they_are_beside_other_work():
+    windowed = task(3, 2, 64, 131072, window=65536)
+    assert launch._splits(windowed) == launch.splits_of(windowed) == 88
+    assert launch.splits_of(task(1, 1, 64, 131072)) == MOST_SPLITS
