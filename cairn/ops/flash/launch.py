@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.launch import NARROW_PAIRS
+from cairn.ops.attention.launch import NARROW_PAIRS, whole_waves
 from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
 from cairn.ops.flash.kernels import flash_kernel, join_splits_kernel
 from cairn.ops.flash.strides import strides
 
 PROGRAMS = 264
 """Programs that fill a large device twice; fewer are split over their keys."""
-DECODE_PROGRAMS, WIDE_DECODE_PROGRAMS = 264, 792
-"""The same for programs of few lines, which wait for memory: full waves, one of two programs on
-each multiprocessor and six of one."""
+DECODE_PROGRAMS, WIDE_DECODE_PROGRAMS = 264, 132
+"""The same for programs of few lines, which wait for memory: two on each multiprocessor, one of
+wide heads."""
+LIGHT_PROGRAMS = 792
+"""Those of wide heads where each has less on its way."""
 NARROW = 64
-"""Widest heads of which two programs of few lines fit a multiprocessor, and three of 64 lines."""
+"""Widest heads of which two programs of few lines share a multiprocessor, and three of 64 lines."""
 MOST_SPLITS = 128
 PAIRED = 64
 """Lines of a tile of narrow heads from which on its keys come in pairs of blocks; twice as many of
@@ -101,6 +103,11 @@ class Tiles:
     warps: int
     stages: int
 
+    @property
+    def few(self) -> bool:
+        """No more lines than a product takes: decode, mostly."""
+        return self.tokens * self.heads == 16
+
 
 def tiles_of(task: Task) -> Tiles:
     """Tiles that fit a multiprocessor, as many lines as there are."""
@@ -117,7 +124,8 @@ def tiles_of(task: Task) -> Tiles:
     if size == 4:
         keys, stages = 32 if width <= 128 else 16, 2
     elif tokens * heads == 16 and width <= 128:
-        stages = 5
+        # Half of the stages hold pages, or each of them half as many bytes.
+        stages = 3 if task.page_table is None and task.q.dtype.itemsize == 2 else 5
     held = tokens * heads * (widths[0] + (0 if task.qv is None else widths[1])) * size
     memory = min(_SHARED, gpu.program_memory(task.q.device) - _SPARE)
     while held + stages * keys * sum(widths) * size > memory and stages * keys > 16:
@@ -197,12 +205,14 @@ def _paired(task: Task, tiles: Tiles) -> tuple[Tiles, Lines, Lines]:
 
 def _splits(task: Task, tiles: Tiles, programs: int) -> int:
     """Parts of the keys, of as many programs each."""
-    wanted = -(-PROGRAMS // programs)
-    if tiles.tokens * tiles.heads == 16:
-        wide = tiles.key_width > NARROW
-        wanted = round((WIDE_DECODE_PROGRAMS if wide else DECODE_PROGRAMS) / programs)
-    blocks = -(-task.longest // tiles.keys)
-    return max(1, min(wanted, blocks // 2, MOST_SPLITS))
+    most = max(1, min(-(-task.longest // tiles.keys) // 2, MOST_SPLITS))
+    if not tiles.few:
+        return min(-(-PROGRAMS // programs), most)
+    wave = DECODE_PROGRAMS
+    if tiles.key_width > NARROW:
+        light = tiles.keys < 64 or task.q.dtype.itemsize == 1
+        wave = LIGHT_PROGRAMS if light else WIDE_DECODE_PROGRAMS
+    return whole_waves(programs, wave, most)
 
 
 def _paging(task: Task, keys: int) -> int:

@@ -1,0 +1,64 @@
+"""Tiles and splits of decode calls."""
+
+import pytest
+import torch
+
+from cairn.ops.flash import launch
+
+HALF, SINGLE, PACKED = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+def task(batch, kv_heads, width, context, dtype=HALF, *, tokens=1, paged=False):
+    """Of groups of 4 heads; nothing is held."""
+    keys = (batch, context, kv_heads, width)
+    table = None
+    if paged:
+        keys = (7, 64, kv_heads, width)
+        table = torch.empty(batch, context // 64, device="meta")
+    q = torch.empty(batch, tokens, 4 * kv_heads, width, dtype=dtype, device="meta")
+    k = torch.empty(keys, dtype=dtype, device="meta")
+    o = torch.empty(q.shape, dtype=HALF if dtype == PACKED else dtype, device="meta")
+    lse = torch.empty(batch, 4 * kv_heads, tokens, device="meta")
+    return launch.Task(*(q, k, k, o, lse, table, *[None] * 11), width**-0.5, -1, 0, 0, 0.0, tokens)
+
+
+@pytest.mark.parametrize(
+    "options, stages, splits",
+    [
+        ((64, 2, 64, 8192), 3, 2),
+        ((8, 2, 64, 131072), 3, 16),
+        ((1, 2, 64, 131072), 3, 128),
+        ((1, 32, 128, 131072), 3, 4),
+        # A split has two blocks at least.
+        ((1, 2, 64, 512), 3, 4),
+        ((1, 2, 64, 64), 3, 1),
+        # More calls than four waves.
+        ((600, 2, 64, 8192), 3, 1),
+        # Less is on the way to each program.
+        ((1, 32, 256, 131072), 2, 24),
+        ((1, 32, 128, 131072, SINGLE), 2, 24),
+        ((1, 32, 128, 131072, PACKED), 5, 24),
+        ((8, 2, 64, 131072, PACKED), 5, 16),
+    ],
+)
+def test_decode_fills_waves(options, stages, splits):
+    given = task(*options)
+    tiles = launch.tiles_of(given)
+    assert (tiles.few, tiles.stages) == (True, stages)
+    assert launch._splits(given, tiles, given.batch * given.k.shape[-2]) == splits
+
+
+def test_pages_take_half_of_the_stages():
+    paged = launch.tiles_of(task(1, 32, 128, 131072, paged=True))
+    assert paged.stages == 5
+    assert launch._splits(task(1, 32, 128, 131072, paged=True), paged, 32) == 4
+
+
+def test_prefill_is_split_until_a_device_is_full_twice():
+    given = task(1, 2, 64, 8192, tokens=2048)
+    tiles = launch.tiles_of(given)
+    assert not tiles.few
+    assert launch._splits(given, tiles, 200) == 2
+    assert launch._splits(given, tiles, 264) == 1
+    short = task(1, 2, 64, 64, tokens=64)
+    assert launch._splits(short, launch.tiles_of(short), 8) == 1
