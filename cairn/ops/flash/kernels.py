@@ -7,7 +7,14 @@ a line sees one run of keys, first .. last. Outputs of ragged queries lie as tho
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import attend_pairs, load_columns, load_rows, store_rows
+from cairn.ops.attention.kernels import (
+    attend_pairs,
+    await_previous,
+    launch_next,
+    load_columns,
+    load_rows,
+    store_rows,
+)
 from cairn.ops.gpu import tl, triton
 
 
@@ -232,7 +239,7 @@ def flash_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, PAGING: tl.constexpr, TOKENS: tl.constexpr, HP: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one sequence, a KV head (or a block of its group), a split of the keys.
 
@@ -241,10 +248,10 @@ def flash_kernel(
             [lines, HEADS, splits], and lse is not written.
         even: queries of every sequence; those of all together where they are ragged.
         capacity: keys of a sequence of which nothing else is known.
-        keys, values: k and v as tables of lines, with k_lines, k_head_lines, k_column, v_lines ..
-            of `lines.Lines`, for blocks that all see; or None.
-        DTYPE: of the products.
+        keys, values: k and v as tables of lines (`lines.Lines`) for blocks that all see; or None.
+        DTYPE: of the products; EARLY: as in `await_previous`.
     """
+    await_previous(EARLY)
     group: tl.constexpr = HEADS // KV_HEADS
     parts: tl.constexpr = (group + HP - 1) // HP
     row, split = (tl.program_id(0) % batch).to(tl.int64), tl.program_id(2)
@@ -309,8 +316,11 @@ def join_splits_kernel(
     part_o, part_lse, o, lse, sinks, cu_q, longest, even, splits,
     o_batch, o_token, o_head, lse_batch, lse_head,
     HEADS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of one (query, head), a block of its numbers; as `flash_kernel` stores."""
+    launch_next(EARLY)
+    await_previous(EARLY)
     row = (tl.program_id(0) // longest).to(tl.int64)
     query = tl.program_id(0) % longest
     head = tl.program_id(1)

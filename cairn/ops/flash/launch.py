@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.launch import NARROW_PAIRS, whole_waves
+from cairn.ops.attention.launch import NARROW_PAIRS, early_option, whole_waves
 from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
 from cairn.ops.flash.kernels import flash_kernel, join_splits_kernel
 from cairn.ops.flash.strides import strides
@@ -144,6 +144,7 @@ def attend(task: Task) -> None:
     columns = kv_heads * -(-task.group // tiles.heads)
     count = -(-task.max_seqlen_q // tiles.tokens)
     splits = _splits(task, tiles, count * columns * task.batch)
+    early = tiles.few and count == 1 and gpu.launches_early(q.device)
     part_o, part_lse, lines = o, None, q.shape[:-2].numel()
     if splits > 1:
         part_o = o.new_empty((lines, heads, splits, v.shape[-1]), dtype=torch.float32)
@@ -163,9 +164,10 @@ def attend(task: Task) -> None:
         *(heads, kv_heads, q.shape[-1], v.shape[-1], k.shape[1] if paging else 1, paging),
         *(tiles.tokens, tiles.heads, tiles.key_width, tiles.value_width, tiles.keys),
         *(task.softcap > 0, dtypes.get(task.dtype, gpu.tl.bfloat16)),
-        "ieee" if task.dtype == torch.float32 else "tf32",
+        *("ieee" if task.dtype == torch.float32 else "tf32", early),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **early_option(early),
         **(NARROW_PAIRS if keys.blocks is not None and tiles.warps == 4 else {}),
     )
     if part_lse is not None:
@@ -173,8 +175,9 @@ def attend(task: Task) -> None:
         join_splits_kernel[(task.batch * task.max_seqlen_q, heads, tiles.value_width // block)](
             *(part_o, part_lse, o, task.lse, task.sinks, task.cu_seqlens_q),
             *(task.max_seqlen_q, q.shape[-3], splits, *strides(o), *_lse_strides(task)),
-            *(heads, v.shape[-1], block, max(2, gpu.next_power_of_2(splits))),
+            *(heads, v.shape[-1], block, max(2, gpu.next_power_of_2(splits)), early),
             num_warps=4 if splits > 16 else 2,
+            **early_option(early),
             **gpu.ONE_SUM,
         )
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cairn.ops import gpu
 from cairn.ops.flash import launch
 
 HALF, SINGLE, PACKED = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -62,3 +63,19 @@ def test_prefill_is_split_until_a_device_is_full_twice():
     assert launch._splits(given, tiles, 264) == 1
     short = task(1, 2, 64, 64, tokens=64)
     assert launch._splits(short, launch.tiles_of(short), 8) == 1
+
+
+@pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
+@pytest.mark.parametrize("tokens, early", [(1, True), (4, True), (64, False)])
+def test_only_decode_is_launched_early(tokens, early, monkeypatch):
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append((args[-1], "launch_pdl" in options))
+
+    monkeypatch.setattr(launch, "flash_kernel", Kernel())
+    monkeypatch.setattr(launch, "join_splits_kernel", Kernel())
+    monkeypatch.setattr(gpu, "launches_early", lambda device: True)
+    launch.attend(task(1, 2, 64, 8192, tokens=tokens))
+    assert launched == [(early, early)] * 2
