@@ -25,23 +25,16 @@ from cairn.ops.sampling.kernels.filters import (
 @triton.jit
 def reached_by(key, wanted, enough):
     """A number that `wanted` of key [N] int32 >= 0 reach, and not more than `enough` of them, but
-    for equal ones. N is `wanted` or more."""
-    bins = tl.arange(0, 64)
-    low = tl.full([], 0, tl.int32)
-    last = low + 0x7FFFFFFF
-    above = low
+    for equal ones."""
+    low = 0
+    high = tl.max(key, 0) + 1
     reach = enough + 1
-    # Six bits at a time.
-    shift = low + 25
-    while (reach > enough) & (shift >= 0):
-        within = tl.histogram((key - low) >> shift, 64, mask=(key >= low) & (key <= last))
-        reaching = above + tl.sum(within, 0) - tl.cumsum(within, 0) + within
-        best = tl.max(tl.where(reaching >= wanted, bins, 0), 0)
-        reach = tl.sum(tl.where(bins == best, reaching, 0), 0)
-        above = tl.sum(tl.where(bins == best, reaching - within, 0), 0)
-        low += best << shift
-        last = low + ((1 << shift) - 1)
-        shift = tl.where(shift == 0, -1, tl.maximum(shift - 6, 0))
+    while (high - low > 1) & (reach > enough):
+        middle = low + (high - low) // 2
+        found = tl.sum((key >= middle).to(tl.int32), 0)
+        high = tl.where(found >= wanted, high, middle)
+        reach = tl.where(found >= wanted, found, reach)
+        low = tl.where(found >= wanted, middle, low)
     return low
 
 
