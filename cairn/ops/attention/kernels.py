@@ -11,24 +11,8 @@ mask, or an index that is not plainly ascending, would cost the wide loads.
 from __future__ import annotations
 
 from cairn.ops.cache.kernels import scales, worth
+from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
-
-
-@triton.jit
-def launch_next(EARLY: tl.constexpr):
-    """With EARLY the next kernel may be launched as soon as all programs have come here. It waits
-    for all that this one writes, and so for what this one itself waits for."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def await_previous(EARLY: tl.constexpr):
-    """Begin a kernel: with EARLY it was launched before the one in front of it was done, and waits
-    here for what that one writes; then the next one may be launched."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

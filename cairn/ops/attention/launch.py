@@ -12,6 +12,7 @@ from cairn.ops import gpu
 from cairn.ops.attention.kernels import merge_kernel, split_kernel, tile_kernel
 from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
 from cairn.ops.cache import quantized
+from cairn.ops.early import early_option
 
 SPLIT_TOKENS = 256
 """At most this many tokens run one program each (and KV head, and split of the keys)."""
@@ -286,9 +287,3 @@ def merge(
         **early_option(early),
         **gpu.ONE_SUM,
     )
-
-
-def early_option(early: bool) -> dict[str, bool]:
-    """What launches a kernel before the one in front of it is done: for kernels that wait for it
-    themselves. Only devices that know it are given the option."""
-    return {"launch_pdl": True} if early else {}

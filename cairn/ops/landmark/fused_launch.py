@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch
+from cairn.ops.early import early_option
 from cairn.ops.landmark import page_launch, select_launch
 from cairn.ops.landmark.kernels.fused import pick_kernel, read_kernel, scan_kernel
 
@@ -124,7 +125,7 @@ def _scan(
         *(gpu.next_power_of_2(job.page_size), plan.tile, *kinds),
         num_warps=4,
         num_stages=3,
-        **launch.early_option(plan.early),
+        **early_option(plan.early),
     )
     return u, tops, sums
 
@@ -148,7 +149,7 @@ def _pick(
         *(gpu.next_power_of_2(plan.programs), gpu.next_power_of_2(plan.splits)),
         *(job.normalised, plan.early),
         num_warps=min(8, max(4, plan.chunk * job.group // WARP_NUMBERS)),
-        **launch.early_option(plan.early),
+        **early_option(plan.early),
     )
     return found
 
@@ -175,5 +176,5 @@ def _read(
         *(gpu.next_power_of_2(each), plan.early, pages.precision),
         num_warps=2 if pages.width * pages.keys <= 4096 else 4,
         num_stages=2,
-        **launch.early_option(plan.early),
+        **early_option(plan.early),
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.launch import early_option
+from cairn.ops.early import early_option
 from cairn.ops.linear.kernels import block_kernel, rows_kernel, tile_kernel
 from cairn.ops.norm.launch import LONGEST
 

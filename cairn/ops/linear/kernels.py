@@ -9,7 +9,7 @@ divided by comes after the product. `block_kernel` is for more tokens and very m
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import await_previous, launch_next
+from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 
 

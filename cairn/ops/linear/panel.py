@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.launch import early_option
+from cairn.ops.early import early_option
 from cairn.ops.linear import few
 from cairn.ops.linear.kernels import panel_kernel, sum_norm_kernel
 from cairn.ops.norm.launch import LONGEST

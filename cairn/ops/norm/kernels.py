@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import await_previous, launch_next
+from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 
 

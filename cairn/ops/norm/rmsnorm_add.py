@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.launch import early_option
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.early import early_option
 from cairn.ops.norm.cases import sum_cases
 from cairn.ops.norm.kernels import rmsnorm_add_kernel
 from cairn.ops.norm.launch import both_in_rows, check_sum, rows_of

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu, lanes
-from cairn.ops.attention.launch import early_option
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.quantized import is_quantized
 from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.checks import INT64, check_caches, expect, refuse
+from cairn.ops.early import early_option
 from cairn.ops.registry import op
 from cairn.ops.rotary import loops
 from cairn.ops.rotary.kernels import heads_into_cache_kernel

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.launch import early_option
+from cairn.ops.early import early_option
 from cairn.ops.sampling import teams
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels

@@ -11,13 +11,8 @@ changes while it runs (row, slot, page table, the summaries of earlier steps) is
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import (
-    attend_split,
-    await_previous,
-    launch_next,
-    load_rows,
-    store_rows,
-)
+from cairn.ops.attention.kernels import attend_split, load_rows, store_rows
+from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 from cairn.ops.landmark.kernels.pages import page_output
 from cairn.ops.landmark.kernels.select import candidates_of, head_normalisers, largest

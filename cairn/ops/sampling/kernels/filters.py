@@ -12,7 +12,7 @@ float64, in an order that depends on the row alone.
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import await_previous
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 
 

@@ -8,7 +8,7 @@ chunk has from `high` on is kept whatever else is, and summed.
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import await_previous
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.few import list_few
 from cairn.ops.sampling.kernels.filters import (

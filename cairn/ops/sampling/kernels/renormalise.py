@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import await_previous
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.blocks import aligned_block
 from cairn.ops.sampling.kernels.filters import bits_of, filters_of, summary_of

@@ -1,0 +1,48 @@
+"""Kernels that are launched before the one in front of them is done.
+
+What a launch takes passes beside the kernel in front; for a small kernel that is most of its time.
+The kernel waits itself, for what it reads and before it writes. Some read weights, summaries and
+where tokens lie before they wait: what is launched early right in front of them writes none of
+these. So ops on positions are not launched early.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cairn.ops import gpu
+from cairn.ops.gpu import tl, triton
+
+MOST_ROWS, MOST_WARPS = 512, 8192
+"""Rows, or tokens, and warps of a kernel that is launched early because it is small. A large device
+runs so many warps at once; beside what more of them do, a launch takes little. Either way of being
+launched is a kernel to be compiled: first steps are of more tokens than MOST_ROWS too."""
+
+
+@triton.jit
+def launch_next(EARLY: tl.constexpr):
+    """With EARLY the next kernel may be launched as soon as all programs have come here. It waits
+    for all that this one writes, and so for what this one itself waits for."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def await_previous(EARLY: tl.constexpr):
+    """Begin a kernel: with EARLY it was launched before the one in front of it was done, and waits
+    here for what that one writes; then the next one may be launched."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def early_for(device: torch.device, rows: int, warps: int) -> bool:
+    """Whether a kernel of rows, with so many warps for each, is launched early."""
+    few = rows <= MOST_ROWS and rows * warps <= MOST_WARPS
+    return few and gpu.launches_early(device)
+
+
+def early_option(early: bool) -> dict[str, bool]:
+    """What launches a kernel before the one in front of it is done: for kernels that wait for it
+    themselves. Only devices that know it are given the option."""
+    return {"launch_pdl": True} if early else {}
