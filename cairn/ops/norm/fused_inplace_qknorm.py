@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.kernels import qknorm_kernel
 from cairn.ops.norm.launch import check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
@@ -15,6 +16,8 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 NAME = "fused_inplace_qknorm"
+WARPS = 4
+"""Of a program."""
 
 
 @op(mutates=("q", "k"))
@@ -100,11 +103,14 @@ def _(
     # At most 16 numbers a thread.
     most = max(1, 2048 // block)
     at_once = min(most, gpu.next_power_of_2(max(q_heads, k_heads)))
-    if tokens and q_heads + k_heads:
-        qknorm_kernel[(tokens, -(-q_heads // at_once) + -(-k_heads // at_once))](
+    programs = -(-q_heads // at_once) + -(-k_heads // at_once)
+    early = early_for(q.device, tokens, programs * WARPS)
+    if tokens and programs:
+        qknorm_kernel[(tokens, programs)](
             *(q, k, q_weight, k_weight, *q.stride()[:2], *k.stride()[:2]),
-            *(q_heads, k_heads, dim, eps, at_once, block),
-            num_warps=4,
+            *(q_heads, k_heads, dim, eps, at_once, block, early),
+            num_warps=WARPS,
+            **early_option(early),
         )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, expect
+from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.kernels import qknorm_rows_kernel
 from cairn.ops.norm.launch import LONGEST, check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
@@ -73,10 +74,14 @@ def _(
 ) -> None:
     (tokens, q_width), k_width = q.shape, k.shape[1]
     blocks = gpu.next_power_of_2(q_width), gpu.next_power_of_2(k_width)
+    warps = gpu.warps_for(max(blocks))
+    early = early_for(q.device, tokens, 2 * warps)
     if tokens:
         qknorm_rows_kernel[(tokens, 2)](
             *(q, k, q_weight, k_weight, q.stride(0), k.stride(0), q_width, k_width, eps, *blocks),
-            num_warps=gpu.warps_for(max(blocks)),
+            early,
+            num_warps=warps,
+            **early_option(early),
         )
 
 

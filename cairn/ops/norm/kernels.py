@@ -36,12 +36,14 @@ def norm_row(
 @triton.jit
 def rmsnorm_kernel(
     x, weight, out, x_stride, out_stride, width, eps,
-    BLOCK: tl.constexpr, SHIFTED: tl.constexpr, ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr, SHIFTED: tl.constexpr, ROUNDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[row] = x[row] * rsqrt(mean(x[row]^2) + eps) * weight.
 
-    SHIFTED: by 1 + weight; ROUNDED: to x's dtype before the weight too.
+    SHIFTED: by 1 + weight; ROUNDED: to x's dtype before the weight too; EARLY: as in
+    `await_previous`.
     """
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     norm_row(
         x + row * x_stride, weight, out + row * out_stride, width, eps, BLOCK, SHIFTED, ROUNDED
@@ -51,9 +53,11 @@ def rmsnorm_kernel(
 @triton.jit
 def fused_add_rmsnorm_kernel(
     x, residual, weight, x_stride, residual_stride, width, eps,
-    BLOCK: tl.constexpr, SHIFTED: tl.constexpr,
+    BLOCK: tl.constexpr, SHIFTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """residual[row] += x[row]; x[row] = rmsnorm(the sum before it was rounded)."""
+    """residual[row] += x[row]; x[row] = rmsnorm(the sum before it was rounded). EARLY: as in
+    `await_previous`."""
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -99,9 +103,11 @@ def norm_heads(x, weight, head, heads, head_stride, width, eps, DIM: tl.constexp
 @triton.jit
 def qknorm_kernel(
     q, k, q_weight, k_weight, q_stride, q_head_stride, k_stride, k_head_stride,
-    q_heads, k_heads, width, eps, HEADS: tl.constexpr, DIM: tl.constexpr,
+    q_heads, k_heads, width, eps, HEADS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, in place: first those of q, then those of k."""
+    """HEADS heads of one token, in place: first those of q, then those of k. EARLY: as in
+    `await_previous`."""
+    await_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     before = (q_heads + HEADS - 1) // HEADS
     group = tl.program_id(1)
@@ -116,9 +122,10 @@ def qknorm_kernel(
 @triton.jit
 def qknorm_rows_kernel(
     q, k, q_weight, k_weight, q_stride, k_stride, q_width, k_width, eps,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row of q or of k, in place."""
+    """One row of q or of k, in place. EARLY: as in `await_previous`."""
+    await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         q += row * q_stride

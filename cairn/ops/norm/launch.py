@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel, rmsnorm_kernel
 
 LONGEST = 1 << 15
@@ -76,11 +77,15 @@ def norm_rows(
     if into is None or result is None:
         result = gpu.empty(input.shape, input.dtype, input.device)
         into = result.view(-1, width)
-    block = gpu.next_power_of_2(width)
-    if x.shape[0]:
-        rmsnorm_kernel[(x.shape[0],)](
+    rows, block = x.shape[0], gpu.next_power_of_2(width)
+    warps = gpu.warps_for(block)
+    early = early_for(input.device, rows, warps)
+    if rows:
+        rmsnorm_kernel[(rows,)](
             *(x, weight, into, x.stride(0), into.stride(0), width, eps, block, shifted, rounded),
-            num_warps=gpu.warps_for(block),
+            early,
+            num_warps=warps,
+            **early_option(early),
         )
     return result
 
@@ -91,8 +96,11 @@ def norm_sums(input: Tensor, residual: Tensor, weight: Tensor, eps: float, shift
     assert x is not None and other is not None
     rows, width = x.shape
     block = gpu.next_power_of_2(width)
+    warps = gpu.warps_for(block)
+    early = early_for(input.device, rows, warps)
     if rows:
         fused_add_rmsnorm_kernel[(rows,)](
-            *(x, other, weight, x.stride(0), other.stride(0), width, eps, block, shifted),
-            num_warps=gpu.warps_for(block),
+            *(x, other, weight, x.stride(0), other.stride(0), width, eps, block, shifted, early),
+            num_warps=warps,
+            **early_option(early),
         )
