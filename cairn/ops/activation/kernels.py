@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.linear.kernels import silu
 
@@ -42,15 +43,18 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def activation_kernel(
-    x, out, expert_ids, x_stride, out_stride, width, step,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+    x, out, expert_ids, x_stride, out_stride, width, step, blocks,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = act(x[row, :width]), GATED: * x[row, width:].
+    """out[row] = act(x[row, :width]), GATED: * x[row, width:]. A row has `blocks` programs.
 
     expert_ids: None, or row r is written where expert_ids[r // step] is not -1.
+    EARLY: as in `await_previous`.
     """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    await_previous(EARLY)
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     if expert_ids is not None:
         inside = inside & (tl.load(expert_ids + row // step) != -1)

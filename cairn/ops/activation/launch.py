@@ -11,11 +11,14 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.activation.kernels import activation_kernel
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.early import early_for, early_option
 
 BLOCK, WARPS = 512, 4
 """Numbers and warps of a program of a gated activation."""
 PLAIN_BLOCK, PLAIN_WARPS = 4096, 8
 """The same of one without a gate."""
+EARLY_BLOCK, EARLY_WARPS = 256, 4
+"""The same of any that is launched before the kernel in front is done."""
 
 
 def in_rows(input: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -85,12 +88,19 @@ def launch(
         result = fresh((*input.shape[:-1], width), input.dtype, input.device)
         if out is not None and expert_ids is not None:
             result.copy_(out)
+    rows = x.shape[0]
     most, warps = (BLOCK, WARPS) if gates == 2 else (PLAIN_BLOCK, PLAIN_WARPS)
+    early = early_for(x.device, rows, -(-width // EARLY_BLOCK) * EARLY_WARPS)
+    if early:
+        most, warps = EARLY_BLOCK, EARLY_WARPS
     block = min(most, gpu.next_power_of_2(max(1, width)))
+    blocks = -(-width // block)
     if x.numel():
-        activation_kernel[(x.shape[0], -(-width // block))](
-            *(x, result, expert_ids, x.stride(0), width, width, expert_step),
-            *(block, kind, gates == 2),
+        # Side by side in the grid, a row's blocks are in memory too.
+        activation_kernel[(rows * blocks,)](
+            *(x, result, expert_ids, x.stride(0), width, width, expert_step, blocks),
+            *(block, kind, gates == 2, early),
             num_warps=warps,
+            **early_option(early),
         )
     return result
