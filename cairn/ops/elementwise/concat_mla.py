@@ -8,13 +8,16 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.early import early_for, early_option
 from cairn.ops.elementwise.kernels import concat_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 FEW_TOKENS = 64
-BLOCK, FEW_BLOCK, WARPS = 8192, 2048, 8
-"""Numbers of a program, of few tokens so that these fill the device sooner, and warps."""
+BLOCK, WARPS = 1024, 4
+"""Numbers and warps of a program."""
+FEW_BLOCK, FEW_WARPS = 2048, 8
+"""The same of few tokens."""
 MOST_TIMED = 4096
 """Tokens: their queries are 600 MB."""
 HEADS, NOPE, ROPE, LATENT = 128, 128, 64, 512
@@ -51,13 +54,17 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     tokens, heads, _ = out.shape
     numbers = heads * out.shape[2]
     shared = second.shape[1] == 1
-    block = FEW_BLOCK if tokens < FEW_TOKENS else BLOCK
+    block, warps = (FEW_BLOCK, FEW_WARPS) if tokens < FEW_TOKENS else (BLOCK, WARPS)
+    parts = -(-numbers // block)
+    early = early_for(out.device, tokens, parts * warps)
     if out.numel():
-        concat_kernel[(tokens, -(-numbers // block))](
-            *(first, second, out, numbers, *first.stride()[:2]),
+        # Side by side in the grid, a token's parts are in memory too.
+        concat_kernel[(tokens * parts,)](
+            *(first, second, out, numbers, parts, *first.stride()[:2]),
             *(second.stride(0), 0 if shared else second.stride(1), *out.stride()[:2]),
-            *(first.shape[2], second.shape[2], block),
-            num_warps=WARPS,
+            *(first.shape[2], second.shape[2], block, early),
+            num_warps=warps,
+            **early_option(early),
         )
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 
 
 @triton.jit
 def concat_kernel(
-    first, second, out, numbers,
+    first, second, out, numbers, parts,
     first_stride, first_head_stride, second_stride, second_head_stride, out_stride, out_head_stride,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[token, head] = [first [FIRST] | second [SECOND]]: BLOCK of a token's numbers, which are
-    written in one piece."""
-    token = tl.program_id(0).to(tl.int64)
-    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    written in one piece. A token has `parts` programs. EARLY: as in `await_previous`."""
+    await_previous(EARLY)
+    program = tl.program_id(0)
+    token = (program // parts).to(tl.int64)
+    number = program % parts * BLOCK + tl.arange(0, BLOCK)
     head = number // (FIRST + SECOND)
     column = number % (FIRST + SECOND)
     inside = number < numbers
