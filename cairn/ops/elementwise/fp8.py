@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.early import early_for, early_option
 from cairn.ops.elementwise.kernels import downcast_kernel, fp8_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -16,6 +17,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = (E4M3, E5M2)
 BLOCK, WARPS = 2048, 8
 """Numbers and warps of a program."""
+EARLY_BLOCK, EARLY_WARPS = 1024, 4
+"""The same where it is launched before the kernel in front is done."""
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,11 +80,14 @@ def _(
         rows = x.view(1, -1) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         width = rows.shape[1]
-        blocks = -(-width // BLOCK)
+        early = early_for(x.device, rows.shape[0], -(-width // EARLY_BLOCK) * EARLY_WARPS)
+        block, warps = (EARLY_BLOCK, EARLY_WARPS) if early else (BLOCK, WARPS)
+        blocks = -(-width // block)
         fp8_kernel[(rows.shape[0] * blocks,)](
             *(rows, result.view(torch.uint8), float(scale_inv), rows.stride(0), width, width),
-            *(blocks, BLOCK, fp8_dtype == E4M3, gpu.knows_e4m3(x.device)),
-            num_warps=WARPS,
+            *(blocks, block, fp8_dtype == E4M3, gpu.knows_e4m3(x.device), early),
+            num_warps=warps,
+            **early_option(early),
         )
     return result
 
@@ -191,12 +197,15 @@ def _(
     tokens, width = k.shape[0], k.shape[1:].numel()
     block = min(BLOCK, gpu.next_power_of_2(max(1, width)))
     k_bytes, v_bytes = k_out.view(torch.uint8), v_out.view(torch.uint8)
+    blocks, warps = -(-width // block), gpu.warps_for(block)
+    early = early_for(k.device, tokens, blocks * warps)
     if tokens and width:
-        downcast_kernel[(tokens, -(-width // block))](
+        downcast_kernel[(tokens, blocks)](
             *(k, v, k_bytes, v_bytes, k_scale, v_scale, loc, mult, offset),
             *(k.stride(0), v.stride(0), k_out.stride(0), v_out.stride(0), width),
-            *(block, gpu.knows_e4m3(k.device)),
-            num_warps=gpu.warps_for(block),
+            *(block, gpu.knows_e4m3(k.device), early),
+            num_warps=warps,
+            **early_option(early),
         )
 
 

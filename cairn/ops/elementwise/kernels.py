@@ -78,9 +78,11 @@ def fp8_code(number, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
 @triton.jit
 def fp8_kernel(
     x, out, scale_inv, x_stride, out_stride, width, blocks,
-    BLOCK: tl.constexpr, E4M3: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr, E4M3: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = the bytes of x[row] * scale_inv; a row has `blocks` programs."""
+    """out[row] = the bytes of x[row] * scale_inv; a row has `blocks` programs. EARLY: as in
+    `await_previous`."""
+    await_previous(EARLY)
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks
     column = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -94,9 +96,11 @@ def fp8_kernel(
 def downcast_kernel(
     k, v, k_out, v_out, k_scale, v_scale, location, mult, offset,
     k_stride, v_stride, k_out_stride, v_out_stride, width,
-    BLOCK: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Row location[token] * mult + offset of k_out = the bytes of k[token] / k_scale; so for v."""
+    """Row location[token] * mult + offset of k_out = the bytes of k[token] / k_scale; so for v.
+    EARLY: as in `await_previous`."""
+    await_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 
 
@@ -71,17 +72,21 @@ def amax_bits(x, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def amax_kernel(x, parts, count, BLOCK: tl.constexpr):
-    """parts[program] = bits of the largest magnitude of its blocks of x."""
+def amax_kernel(x, parts, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """parts[program] = bits of the largest magnitude of its blocks of x. EARLY: as in
+    `await_previous`."""
+    await_previous(EARLY)
     tl.store(parts + tl.program_id(0), amax_bits(x, count, BLOCK))
 
 
 @triton.jit
 def tensor_kernel(
     x, q, scale, parts, count, number_of_parts, high,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A block of x by the scale of the whole; with parts, that comes from them and is stored."""
+    """A block of x by the scale of the whole; with parts, that comes from them and is stored.
+    EARLY: as in `await_previous`."""
+    await_previous(EARLY)
     if parts is None:
         own = tl.load(scale)
     else:
@@ -120,13 +125,15 @@ def groups_kernel(
     x_expert, x_row, s_expert, s_row, s_group, eps, low, high,
     T: tl.constexpr, WP: tl.constexpr, ROUNDING: tl.constexpr, INVERSE: tl.constexpr,
     GATED: tl.constexpr, POWER: tl.constexpr, PACKED: tl.constexpr, HARDWARE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """T groups of `width` numbers, each by its own scale.
 
     A row [per_row, width] is row r % rows of expert r // rows; with masked_m only so many rows of
     an expert are there. `columns`: scales that are stored of every row, per_row or, when four
-    exponents share a word (PACKED), a multiple of 4.
+    exponents share a word (PACKED), a multiple of 4. EARLY: as in `await_previous`.
     """
+    await_previous(EARLY)
     line = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     row, group = line // columns, line % columns
     expert, inner = row // rows, row % rows

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.early import early_for, early_option
 from cairn.ops.quantization.kernels import amax_kernel, groups_kernel
 
 TILES = (1024, 4096)
@@ -16,8 +17,8 @@ MANY = 1 << 21
 NUMBERS_A_WARP = 512
 WIDEST = 1 << 15
 """Most numbers of a group."""
-AMAX_BLOCK = 4096
-"""Numbers that a program looks at at once for the largest magnitude."""
+AMAX_BLOCK, AMAX_WARPS = 4096, 8
+"""Numbers that a program looks at at once for the largest magnitude, and its warps."""
 MOST_PARTS = 512
 ONE_PROGRAM = 1 << 14
 """Numbers of a tensor of which one program finds the largest magnitude."""
@@ -79,14 +80,17 @@ def quantize(
         return
     block = gpu.next_power_of_2(group)
     lines = max(1, TILES[total * block >= MANY] // block)
-    groups_kernel[(-(-total // lines),)](
+    programs, warps = -(-total // lines), max(1, min(16, lines * block // NUMBERS_A_WARP))
+    early = early_for(input.device, 1, programs * warps)
+    groups_kernel[(programs,)](
         *(input, output_q.view(torch.uint8), output_s, masked_m),
         *(total, per_row, columns, rows, group),
         *(input.stride(0) if input.dim() == 3 else 0, input.stride(-2)),
         *(output_s.stride(0) if output_s.dim() == 3 else 0, *output_s.stride()[-2:]),
         *(rule.eps, rule.low, rule.high, lines, block, rule.rounding, rule.inverse),
-        *(rule.gated, rule.power, packed, gpu.knows_e4m3(input.device)),
-        num_warps=max(1, min(16, lines * block // NUMBERS_A_WARP)),
+        *(rule.gated, rule.power, packed, gpu.knows_e4m3(input.device), early),
+        num_warps=warps,
+        **early_option(early),
     )
 
 
@@ -97,6 +101,10 @@ def amax_parts(x: Tensor) -> Tensor:
         x: contiguous, float32, bfloat16 or float16.
     """
     count = x.numel()
-    parts = gpu.empty((min(max(1, -(-count // AMAX_BLOCK)), MOST_PARTS),), torch.int32, x.device)
-    amax_kernel[(parts.numel(),)](x, parts, count, AMAX_BLOCK, num_warps=8)
+    programs = min(max(1, -(-count // AMAX_BLOCK)), MOST_PARTS)
+    parts = gpu.empty((programs,), torch.int32, x.device)
+    early = early_for(x.device, 1, programs * AMAX_WARPS)
+    amax_kernel[(programs,)](
+        *(x, parts, count, AMAX_BLOCK, early), num_warps=AMAX_WARPS, **early_option(early)
+    )
     return parts

@@ -8,14 +8,18 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.early import early_for, early_option
 from cairn.ops.quantization import launch
 from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, inverse, scale_for
 from cairn.ops.quantization.kernels import tensor_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-BLOCK, STATIC_BLOCK = 4096, 2048
-"""Numbers of a program, and where the scale is given."""
+BLOCK, STATIC_BLOCK, WARPS = 4096, 2048, 8
+"""Numbers of a program, the same where the scale is given, and warps."""
+EARLY_BLOCK, EARLY_WARPS = 256, 4
+"""Numbers and warps where the scale is given, of a program that is launched before the kernel in
+front is done."""
 RULE = launch.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", inverse=True)
 
 
@@ -62,16 +66,21 @@ def _(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> Non
         one = (1, count)
         launch.quantize(input.view(one), output_q.view(one), output_s.view(1, 1), count, RULE)
         return
-    block = min(STATIC_BLOCK, gpu.next_power_of_2(max(1, count))) if is_static else BLOCK
-    blocks = -(-count // block)
-    parts = None if is_static else launch.amax_parts(input)
     if is_static and not count:
         return
+    most, warps = (STATIC_BLOCK, WARPS) if is_static else (BLOCK, WARPS)
+    if is_static and early_for(input.device, 1, -(-count // EARLY_BLOCK) * EARLY_WARPS):
+        most, warps = EARLY_BLOCK, EARLY_WARPS
+    block = min(most, gpu.next_power_of_2(count)) if is_static else most
+    parts = None if is_static else launch.amax_parts(input)
     number_of_parts = 1 if parts is None else parts.numel()
-    tensor_kernel[(max(blocks, 1),)](
+    programs = max(-(-count // block), 1)
+    early = early_for(input.device, 1, programs * warps)
+    tensor_kernel[(programs,)](
         *(input, output_q.view(torch.uint8), output_s, parts, count, number_of_parts, E4M3_MAX),
-        *(gpu.next_power_of_2(number_of_parts), block, gpu.knows_e4m3(input.device)),
-        num_warps=8,
+        *(gpu.next_power_of_2(number_of_parts), block, gpu.knows_e4m3(input.device), early),
+        num_warps=warps,
+        **early_option(early),
     )
 
 
