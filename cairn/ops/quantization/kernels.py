@@ -249,7 +249,12 @@ def nvfp4_rows_kernel(
 
     With a mask a group has only so many rows in use. tiles: of scales, side by side.
     """
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0)
+    if mask is not None:
+        # Rows of the first and of the last half, an even number, by turns: those in use are the
+        # first, and while they are read the others are written.
+        row = row // 2 + row % 2 * (tl.num_programs(0) // 2)
+    row, group = row.to(tl.int64), tl.program_id(2).to(tl.int64)
     block = tl.program_id(1) * T + tl.arange(0, T)
     inside = block < blocks
     used = row < rows

@@ -12,7 +12,8 @@ from cairn.ops.quantization.nvfp4 import BLOCK, TILE_COLUMNS, padded
 
 MOST_BLOCKS = 256
 """Blocks of a program."""
-BLOCKS_A_WARP = 64
+BLOCKS_A_WARP, EXPERTS_A_WARP = 64, 128
+"""Blocks of a warp, and of one that looks for the row's expert before."""
 MOST_PROGRAMS = 65535
 """Programs of a grid along its second and its third axis."""
 
@@ -23,10 +24,10 @@ def in_rows(x: Tensor, groups: int, *others: Tensor) -> bool:
     return few and x.stride(-1) == 1 and all(one.is_contiguous() for one in others)
 
 
-def programs_of(columns: int) -> tuple[int, int, int]:
+def programs_of(columns: int, a_warp: int = BLOCKS_A_WARP) -> tuple[int, int, int]:
     """Blocks and warps of a program, and programs of a row, for so many columns of scales."""
     blocks = min(MOST_BLOCKS, gpu.next_power_of_2(columns))
-    return blocks, max(1, blocks // BLOCKS_A_WARP), -(-columns // blocks)
+    return blocks, max(1, blocks // a_warp), -(-columns // blocks)
 
 
 def quantize(

@@ -11,7 +11,7 @@ from cairn.ops.checks import INDICES, expect, refuse
 from cairn.ops.quantization import nvfp4
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.quantization.kernels import nvfp4_experts_kernel
-from cairn.ops.quantization.nvfp4_launch import in_rows, programs_of
+from cairn.ops.quantization.nvfp4_launch import EXPERTS_A_WARP, in_rows, programs_of
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -126,7 +126,7 @@ def _(
     tall, wide = nvfp4.padded(rows + nvfp4.TILE_ROWS * experts, blocks)
     codes = gpu.empty((rows, x.shape[1] // 2), torch.uint8, x.device)
     scales = gpu.empty((tall, wide), E4M3, x.device)
-    own, warps, programs = programs_of(wide)
+    own, warps, programs = programs_of(wide, EXPERTS_A_WARP)
     nvfp4_experts_kernel[(tall, programs)](
         *(x, codes.view(torch.int32), scales.view(torch.uint8), input_global_scale),
         *(expert_offsets, blockscale_offsets, expert_map),
