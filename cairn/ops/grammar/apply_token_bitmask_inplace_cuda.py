@@ -10,6 +10,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.early import early_for, early_option
 from cairn.ops.grammar.kernels import bitmask_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -17,6 +18,8 @@ from cairn.ops.testing import Cases, Make
 BITS = 32
 BLOCK, WARPS, ALIGNED = 1024, 8, 4
 """Tokens and warps of a program, and tokens that it moves at once."""
+EARLY_BLOCK, EARLY_WARPS = 512, 4
+"""Tokens and warps where it is launched before the kernel in front is done."""
 
 
 @op(mutates=("logits",))
@@ -89,9 +92,14 @@ def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
     if rows and width:
         # One row is row 0, whatever its stride.
         strides = (logits.stride(0), bitmask.stride(0)) if logits.dim() == bitmask.dim() else (0, 0)
-        blocks = -(-(width + ALIGNED - 1) // BLOCK)
+        longest = width + ALIGNED - 1
+        early = early_for(logits.device, rows, -(-longest // EARLY_BLOCK) * EARLY_WARPS)
+        block, warps = (EARLY_BLOCK, EARLY_WARPS) if early else (BLOCK, WARPS)
+        blocks = -(-longest // block)
         bitmask_kernel[(rows * blocks,)](
-            *(logits, bitmask, indices, *strides, width, blocks, BLOCK, ALIGNED), num_warps=WARPS
+            *(logits, bitmask, indices, *strides, width, blocks, block, ALIGNED, early),
+            num_warps=warps,
+            **early_option(early),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.blocks import aligned_block
 
@@ -19,13 +20,14 @@ def mask_block(logits, words, token, width, WHOLE: tl.constexpr):
 @triton.jit
 def bitmask_kernel(
     logits, bitmask, indices, stride, mask_stride, width,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """logits[row, token] = -inf where bit token of the mask's row is 0; indices may be None. A row
     has BLOCKS programs.
 
-    All of a block is written: parts of a memory sector cost more.
+    All of a block is written: parts of a memory sector cost more. EARLY: as in `await_previous`.
     """
+    await_previous(EARLY)
     program = tl.program_id(0)
     row = (program // BLOCKS).to(tl.int64)
     if indices is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOAT32, INT32, expect
+from cairn.ops.early import early_for, early_option
 from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_parameter
 from cairn.ops.sampling.kernels.adjust import penalties_kernel
@@ -92,10 +93,13 @@ def _(
     if rows and width:
         strides = (logits.stride(0), prompt_mask.stride(0), output_counts.stride(0))
         align = ALIGNED if len({stride % ALIGNED for stride in strides}) == 1 else 1
-        penalties_kernel[(-(-(width + align - 1) // BLOCK), rows)](
+        blocks = -(-(width + align - 1) // BLOCK)
+        early = early_for(logits.device, rows, blocks * WARPS)
+        penalties_kernel[(blocks, rows)](
             *(logits, prompt_mask, output_counts, presence, frequency, repetition),
-            *(*strides, width, BLOCK, align),
+            *(*strides, width, BLOCK, align, early),
             num_warps=WARPS,
+            **early_option(early),
         )
 
 

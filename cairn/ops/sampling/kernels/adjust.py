@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.blocks import aligned_block
 
@@ -27,9 +28,12 @@ def penalise(
 @triton.jit
 def penalties_kernel(
     logits, prompt_mask, output_counts, presence, frequency, repetition,
-    stride, mask_stride, count_stride, width, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    stride, mask_stride, count_stride, width,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As in `apply_penalties`; one program for a row's block of tokens."""
+    """As in `apply_penalties`; one program for a row's block of tokens. EARLY: as in
+    `await_previous`."""
+    await_previous(EARLY)
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
     at, token, whole = aligned_block(row * stride, block, width, BLOCK, ALIGN)
