@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.early import early_for, early_option
 from cairn.ops.flash.kernels import append_kernel
 from cairn.ops.flash.strides import strides
 from cairn.ops.registry import op
@@ -82,13 +83,17 @@ def _(
     if k.numel() == 0 or seqlens.numel() == 0:
         return
     padded = (gpu.next_power_of_2(number) for number in (seqlens.numel(), heads, dim, wide))
+    warps = min(MOST_WARPS, gpu.warps_for(heads * max(dim, wide)))
+    early = early_for(k.device, lines, 2 * warps)
     append_kernel[(lines, 2)](
         *(k, v, k_cache, v_cache, seqlens, cu_seqlens, page_table, batch_idx),
         *(k.shape[-3], seqlens.numel(), *strides(k), *strides(v)),
         *(*strides(k_cache), *strides(v_cache)),
         0 if page_table is None else page_table.stride(0),
         *(heads, dim, wide, k_cache.shape[1], *padded),
-        num_warps=min(MOST_WARPS, gpu.warps_for(heads * max(dim, wide))),
+        *(cu_seqlens is None and k.shape[-3] == 1, early),
+        num_warps=warps,
+        **early_option(early),
     )
 
 

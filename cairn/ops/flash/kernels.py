@@ -7,14 +7,8 @@ a line sees one run of keys, first .. last. Outputs of ragged queries lie as tho
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import (
-    attend_pairs,
-    await_previous,
-    launch_next,
-    load_columns,
-    load_rows,
-    store_rows,
-)
+from cairn.ops.attention.kernels import attend_pairs, load_columns, load_rows, store_rows
+from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 
 
@@ -356,6 +350,7 @@ def append_kernel(
     to_page, to_slot, to_head, into_page, into_slot, into_head, table_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+    ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A new key, or (program_id(1) = 1) value, to its place.
 
@@ -363,7 +358,10 @@ def append_kernel(
         count: new tokens of every sequence, of which `batch` is the number; ROWS: that, padded,
             where they are ragged.
         to_, into_: strides of k_cache and v_cache.
+        ONE: count is 1.
+        EARLY: as in `await_previous`.
     """
+    await_previous(EARLY)
     line = tl.program_id(0)
     if cu_seqlens is not None:
         n = tl.arange(0, ROWS)
@@ -375,6 +373,11 @@ def append_kernel(
         own = 0
         place = line - begin
         token = line.to(tl.int64)
+    elif ONE:
+        row = line
+        own = row.to(tl.int64)
+        place = 0
+        token = 0
     else:
         row = line // count
         own = row.to(tl.int64)
