@@ -10,6 +10,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.launch import check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
@@ -163,13 +164,15 @@ def _(
     rest = gpu.next_power_of_2(head_dim - rotary) if rotary < head_dim else 0
     at_once = min(AT_ONCE, gpu.next_power_of_2(max(1, heads)))
     groups = 1 if tokens >= MANY_TOKENS else -(-heads // at_once)
+    early = early_for(qkv.device, tokens, groups * WARPS)
     if tokens and heads:
         qk_norm_rope_kernel[(tokens, groups)](
             *(qkv, position_ids, q_weight, k_weight, qkv.stride(0), num_heads_q, heads),
             *(head_dim, eps, float(factor), float(low), float(_end(low, high))),
             *(float(attention_factor), rotary // 2, gpu.next_power_of_2(rotary // 2), rest),
-            *(at_once, is_neox, factor != 1, math.log2(base)),
+            *(at_once, is_neox, factor != 1, math.log2(base), early),
             num_warps=WARPS,
+            **early_option(early),
         )
 
 

@@ -8,9 +8,13 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOAT32, FLOATS, expect, refuse
+from cairn.ops.early import early_for, early_option
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import head_norm_rope_kernel
 from cairn.ops.testing import Cases, Make
+
+WARPS = 4
+"""Of a program."""
 
 
 def check_angles(op: str, cos_sin: Tensor | None, x: Tensor, dim: int) -> None:
@@ -71,11 +75,15 @@ def _(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> T
     tokens, heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     at_once = min(16, gpu.next_power_of_2(heads))
+    groups = -(-heads // at_once)
+    early = early_for(x.device, tokens, groups * WARPS)
     if tokens:
-        head_norm_rope_kernel[(tokens, -(-heads // at_once))](
+        head_norm_rope_kernel[(tokens, groups)](
             *(x, weight, out if cos_sin is None else cos_sin, out, x.stride(0), x.stride(1)),
             *(heads, eps, dim // 2, gpu.next_power_of_2(dim // 2), at_once, cos_sin is not None),
-            num_warps=4,
+            early,
+            num_warps=WARPS,
+            **early_option(early),
         )
     return out
 

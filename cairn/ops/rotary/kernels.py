@@ -7,8 +7,12 @@ from cairn.ops.gpu import tl, triton
 
 
 @triton.jit(do_not_specialize=["numbers"])
-def cos_sin_kernel(positions, inv_freq, out, numbers, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """out[t] = [cos | sin] of positions[t] * inv_freq, the product in float32."""
+def cos_sin_kernel(
+    positions, inv_freq, out, numbers, HALF: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    """out[t] = [cos | sin] of positions[t] * inv_freq, the product in float32. EARLY: as in
+    `await_previous`."""
+    await_previous(EARLY)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numbers
     token, pair = at // HALF, at % HALF
@@ -22,8 +26,11 @@ def cos_sin_kernel(positions, inv_freq, out, numbers, HALF: tl.constexpr, BLOCK:
 def head_norm_rope_kernel(
     x, weight, cos_sin, out, x_stride, head_stride, heads, eps,
     HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, ROTATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token: rmsnorm of each, then the rotation of its two halves."""
+    """HEADS heads of one token: rmsnorm of each, then the rotation of its two halves. EARLY: as in
+    `await_previous`."""
+    await_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HP)
@@ -68,15 +75,16 @@ def rotate_kernel(
     q_stride, q_head_stride, k_stride, k_head_stride, row_stride, buffer_stride,
     buffer_head_stride, v_stride, value_stride, q_heads, k_heads, width, k_scale, v_scale,
     HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, REST: tl.constexpr,
-    RP: tl.constexpr, BLOCK: tl.constexpr, NEOX: tl.constexpr,
+    RP: tl.constexpr, BLOCK: tl.constexpr, NEOX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rotate the first 2 HALF numbers of HEADS heads of one token, in place: first those of q, then
     those of k, which may be None.
 
     With a k_buffer, k / k_scale goes there too, its REST numbers behind the rotated ones as well
     (RP: padded to a power of two), and further programs copy BLOCK of the `width` numbers of
-    value / v_scale to v_buffer.
+    value / v_scale to v_buffer. EARLY: as in `await_previous`.
     """
+    await_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     pair = tl.arange(0, HP)
@@ -150,14 +158,16 @@ def qk_norm_rope_kernel(
     qkv, positions, q_weight, k_weight, stride, q_heads, heads, dim, eps,
     factor, low, high, attention_factor,
     HALF: tl.constexpr, HP: tl.constexpr, RP: tl.constexpr, HEADS: tl.constexpr,
-    NEOX: tl.constexpr, SCALED: tl.constexpr, LOG2_BASE: tl.constexpr,
+    NEOX: tl.constexpr, SCALED: tl.constexpr, LOG2_BASE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token of qkv, HEADS at a time, in place: rmsnorm, then the first 2 HALF numbers
     rotated.
 
     RP: the numbers behind those, padded to a power of two; 0: none. SCALED: as in `rope_angles`,
-    which cost more than a few heads and serve all that a program takes.
+    which cost more than a few heads and serve all that a program takes. EARLY: as in
+    `await_previous`.
     """
+    await_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HP)
     first_in = pair if NEOX else 2 * pair
@@ -268,13 +278,15 @@ def split_norm_rope_kernel(
     projected, added, weight, cos_sin, q, k, z, row_stride, added_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
     HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr,
-    ADDED: tl.constexpr, ROTATED: tl.constexpr,
+    ADDED: tl.constexpr, ROTATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token, those of q, k and z in a row: each into its own tensor.
 
     Args:
         HEADS: of a program; WHOLE: it takes all of q, k or z, which are normed so.
+        EARLY: as in `await_previous`.
     """
+    await_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     begin, end = heads_of(tl.program_id(1), Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
     first, second = normed_heads(

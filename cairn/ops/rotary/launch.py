@@ -8,9 +8,12 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.early import early_for, early_option
 from cairn.ops.rotary.kernels import rotate_kernel
 
 COPY_BLOCK = 1024
+WARPS = 4
+"""Of a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +135,14 @@ def launch(
         width, scales = value.shape[1], (store.k_scale, store.v_scale)
         groups += -(-width // COPY_BLOCK)
     rest = head_size - 2 * half if store is not None else 0
+    early = early_for(query.device, tokens, groups * WARPS)
     if tokens and groups:
         rotate_kernel[(tokens, groups)](
             *(q, k, positions, cos_sin_cache, *buffers, *q.stride()[:2]),
             *(q.stride()[:2] if k is None else k.stride()[:2]),
             *(cos_sin_cache.stride(0), *strides, heads, k_heads, width, *scales),
             *(half, gpu.next_power_of_2(half), at_once, rest, gpu.next_power_of_2(max(1, rest))),
-            *(COPY_BLOCK, is_neox),
-            num_warps=4,
+            *(COPY_BLOCK, is_neox, early),
+            num_warps=WARPS,
+            **early_option(early),
         )

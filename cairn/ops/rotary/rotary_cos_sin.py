@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOAT32, INDICES, expect
+from cairn.ops.early import early_for, early_option
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import cos_sin_kernel
 from cairn.ops.testing import Cases, Make
@@ -47,8 +48,12 @@ def _(positions: Tensor, inv_freq: Tensor) -> Tensor:
     tokens, half = positions.numel(), inv_freq.numel()
     out = torch.empty((tokens, 2 * half), dtype=torch.float32, device=positions.device)
     if tokens:
-        cos_sin_kernel[(-(-tokens * half // AT_ONCE),)](
-            *(positions, inv_freq, out, tokens * half, half, AT_ONCE), num_warps=WARPS
+        programs = -(-tokens * half // AT_ONCE)
+        early = early_for(positions.device, tokens, -(-half // AT_ONCE) * WARPS)
+        cos_sin_kernel[(programs,)](
+            *(positions, inv_freq, out, tokens * half, half, AT_ONCE, early),
+            num_warps=WARPS,
+            **early_option(early),
         )
     return out
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.early import early_for, early_option
 from cairn.ops.registry import op
 from cairn.ops.rotary.head_norm_rope import check_angles, rotated
 from cairn.ops.rotary.kernels import split_norm_rope_kernel
@@ -191,14 +192,16 @@ def _(
     counts = (num_heads, num_kv_heads, heads - num_heads - num_kv_heads)
     q, k, z = (gpu.empty((tokens, n, dim), projected.dtype, projected.device) for n in counts)
     programs, at_once, warps = programs_of(weight, num_heads, num_kv_heads, 16, whole)
+    early = early_for(projected.device, tokens, programs * warps)
     if tokens:
         split_norm_rope_kernel[(tokens, programs)](
             *(projected, projected if added is None else added, weight),
             *(projected if cos_sin is None else cos_sin, q, k, z, projected.stride(0)),
             *(0 if added is None else added.stride(0), eps, num_heads, num_kv_heads, heads),
             *(dim // 2, gpu.next_power_of_2(dim // 2), at_once, whole),
-            *(added is not None, cos_sin is not None),
+            *(added is not None, cos_sin is not None, early),
             num_warps=warps,
+            **early_option(early),
         )
     return q, k, z
 
