@@ -7,6 +7,15 @@ from cairn.ops.gpu import tl, triton
 
 
 @triton.jit
+def again(x):
+    """x, which the compiler takes for other numbers: what is made of them is made anew, where it
+    would be kept. Numbers of 32 bits as they are: nothing is made of them."""
+    if x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
+    return x
+
+
+@triton.jit
 def store_summary(
     query, k_cache, page, to, kv, key, bias, scale,
     page_stride, head_stride, key_page_stride, key_head_stride,
@@ -20,17 +29,20 @@ def store_summary(
     d = tl.arange(0, DP)
     inside = t < SIZE - 1
     at = page * page_stride + kv * head_stride + t * DIM
-    keys = load_values(k_cache, at, t, inside, tl.float32, DIM, SIZE, DP).to(tl.float32)
+    keys = load_values(k_cache, at, t, inside, tl.float32, DIM, SIZE, DP)
+    wide = keys.to(tl.float32)
     for g in range(group):
         head = kv * group + g
         wanted = tl.load(query + head * DIM + d, mask=d < DIM, other=0.0)
-        logits = tl.sum(keys * (wanted.to(tl.float32) * scale)[None, :], 1)
+        logits = tl.sum(wide * (wanted.to(tl.float32) * scale)[None, :], 1)
         logits = tl.where(inside, logits, float("-inf"))
         shifted = logits - tl.max(logits, 0)
         e = tl.exp(shifted)
         total = tl.sum(e, 0)
         if WITH_KEY:
-            pooled = tl.sum(keys * (e / total)[:, None], 0)
+            # For a single head, keys of half precision are held as they are: half the registers.
+            keyed = again(keys).to(tl.float32) if group == 1 else wide
+            pooled = tl.sum(keyed * (e / total)[:, None], 0)
             place = to * key_page_stride + head * key_head_stride + d
             tl.store(key + place, pooled.to(key.dtype.element_ty), mask=d < DIM)
         if WITH_BIAS:
