@@ -14,9 +14,11 @@ from cairn.ops.topk.kernels import few_kernel
 
 MOST, LONGEST = 16, 1 << 14
 """Most numbers that are found one after the other, in rows of so many."""
-GROUPS, LONG, STEP, WARPS = 128, 4096, 8, 1
-"""Groups of a row, twice as many of one of LONG numbers and more; numbers of each group that are
-read at once, and warps of a program."""
+GROUPS, LONG, WARPS = 128, 4096, 1
+"""Groups of a row, twice as many of one of more than LONG numbers, and warps of a program."""
+STEP, WHOLE_STEP = 8, 32
+"""Numbers of each group that are read at once: masked ones, or of more groups, take more
+registers."""
 
 
 @op
@@ -60,12 +62,15 @@ def _(values: Tensor, topk: int, dim: int) -> tuple[Tensor, Tensor]:
     rows, shape = values.numel() // width, (*values.shape[:-1], topk)
     found = torch.empty(shape, dtype=values.dtype, device=values.device)
     indices = torch.empty(shape, dtype=torch.int64, device=values.device)
-    groups = GROUPS if width < LONG else 2 * GROUPS
-    size = max(STEP, gpu.next_power_of_2(-(-width // groups)))
+    groups = GROUPS if width <= LONG else 2 * GROUPS
+    size = gpu.next_power_of_2(-(-width // groups))
+    whole = size * groups == width
+    step = WHOLE_STEP if whole and width <= LONG else STEP
     if rows:
         few_kernel[(rows,)](
             *(values, found, indices, width, width, topk),
-            *(groups, size, STEP, gpu.next_power_of_2(topk)),
+            *(groups, size, min(step, size), gpu.next_power_of_2(topk)),
+            *(max(32 * WARPS, size), whole),
             num_warps=WARPS,
         )
     return found, indices

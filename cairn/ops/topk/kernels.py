@@ -126,14 +126,32 @@ def preferred(value, place):
 
 
 @triton.jit
+def largest_of(key):
+    """The largest of int64 [N] that `preferred` gave, or that stand for none: by maxima of int32,
+    which a warp finds in one instruction."""
+    high = (key >> 32).to(tl.int32)
+    # Not negative, so that as an int32 it is in the same order.
+    low = (key & 0x7FFFFFFF).to(tl.int32)
+    best = tl.max(high, 0)
+    rest = tl.max(tl.where(high == best, low, 0), 0)
+    return (best.to(tl.int64) << 32) | rest
+
+
+@triton.jit
 def few_kernel(
     x, values, indices, stride, width, topk,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, KP: tl.constexpr,
+    LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """values, indices [rows, topk]: the largest numbers of one row, one after the other.
 
     Place i is of group i % GROUPS. The best of every group are held; a group whose best is taken is
     read again, for the best behind that.
+
+    Args:
+        SIZE: numbers of a group, padded; STEP: those that are read at once; LANES: SIZE, at least
+            the threads of a program, so that each has one.
+        WHOLE: groups are not padded.
     """
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
@@ -142,20 +160,25 @@ def few_kernel(
     best = tl.full([GROUPS], nothing, tl.int64)
     for begin in range(0, SIZE, STEP):
         place = (begin + tl.arange(0, STEP))[:, None] * GROUPS + group[None, :]
-        value = tl.load(x + place, mask=place < width, other=0.0)
-        key = tl.where(place < width, preferred(value, place), nothing)
+        if WHOLE:
+            key = preferred(tl.load(x + place), place)
+        else:
+            value = tl.load(x + place, mask=place < width, other=0.0)
+            key = tl.where(place < width, preferred(value, place), nothing)
         best = tl.maximum(best, tl.max(key, 0))
     k = tl.arange(0, KP)
     taken = tl.zeros([KP], tl.int32)
+    line = tl.arange(0, LANES)
     for i in range(topk):
-        first = tl.max(best, 0)
+        first = largest_of(best)
         at = 0x7FFFFFFF - (first & 0x7FFFFFFF).to(tl.int32)
         taken = tl.where(k == i, at, taken)
         own = at % GROUPS
-        place = tl.arange(0, SIZE) * GROUPS + own
-        value = tl.load(x + place, mask=place < width, other=0.0)
-        key = tl.where(place < width, preferred(value, place), nothing)
-        behind = tl.max(tl.where(key < first, key, nothing), 0)
+        place = line * GROUPS + own
+        there = (line < SIZE) & (place < width)
+        value = tl.load(x + place, mask=there, other=0.0)
+        key = tl.where(there, preferred(value, place), nothing)
+        behind = largest_of(tl.where(key < first, key, nothing))
         best = tl.where(group == own, behind, best)
     inside = k < topk
     to = row * topk + k
