@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import INT64, expect
+from cairn.ops.early import early_for, early_option
 from cairn.ops.registry import op
 from cairn.ops.sampling.kernels.uniform import uniform_kernel
 from cairn.ops.testing import Cases, Make
@@ -62,8 +63,13 @@ def _vectors(seed: Tensor, index: Tensor) -> bool:
 def _(seed: Tensor, index: Tensor) -> Tensor:
     out = torch.empty(seed.shape, dtype=torch.float32, device=seed.device)
     if out.numel():
-        grid = (-(-out.numel() // UNIFORM_BLOCK),)
-        uniform_kernel[grid](seed, index, out, out.numel(), UNIFORM_BLOCK, num_warps=UNIFORM_WARPS)
+        programs = -(-out.numel() // UNIFORM_BLOCK)
+        early = early_for(seed.device, 1, programs * UNIFORM_WARPS)
+        uniform_kernel[(programs,)](
+            *(seed, index, out, out.numel(), UNIFORM_BLOCK, early),
+            num_warps=UNIFORM_WARPS,
+            **early_option(early),
+        )
     return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import await_previous
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.draw import draw_plain
 from cairn.ops.sampling.kernels.few import draw_few
@@ -39,7 +39,7 @@ def limited(
     hit = (near >= low) & (near > 0)
     found = tl.sum(hit.to(tl.int32), 0)
     by_line = (count > 0) & (count <= lines) & (found <= CHUNKS)
-    token = -2
+    token = tl.full([], -2, tl.int32)
     if by_line & (tl.program_id(0) == 0):
         keep_hits(hit, counts, CHUNKS)
         listed = collect_lines(
@@ -84,7 +84,7 @@ def collect_row(
     aboves += row * CHUNKS
     weights += row * CHUNKS * CHUNK
     by_line = count < 0
-    token = -2
+    token = tl.full([], -2, tl.int32)
     if LIMITED:
         if few_weights is not None:
             few_weights += row * FEW
@@ -139,7 +139,7 @@ def collect_kernel(
     if out is not None:
         part = part_of(seed, index, uniform, row)
     x += row * stride
-    token = -2
+    token = tl.full([], -2, tl.int32)
     if finite & (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
         token = collect_row(
             x, tops, marked, bounds, counts, aboves, weights, few_weights, few_places,

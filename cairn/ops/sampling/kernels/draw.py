@@ -83,7 +83,7 @@ def draw_plain(
 ):  # fmt: skip
     """The token of a row at x that has no filters or is not finite, from what `summary_of` tells;
     -1 where its sum is no number > 0."""
-    token = -1
+    token = tl.full([], -1, tl.int32)
     if heat == 0.0:
         token = most_likely(peaks, firsts, row, chunks, CHUNKS)
     elif finite:
@@ -150,7 +150,7 @@ def draw_listed_kernel(
         last = width
         if partly:
             last = last_taken(x, threshold, taken, peak, heat, width, CHUNKS, CHUNK, SOFTMAX)
-        token = -1
+        token = tl.full([], -1, tl.int32)
         if (total > 0.0) & (total < float("inf")):
             token = draw_kept(
                 x, peak, chunk_peak, scale, mass, heat, threshold, last,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 
 
@@ -32,8 +33,9 @@ def part_of(seed, index, uniform, row):
 
 
 @triton.jit
-def uniform_kernel(seed, index, out, count, BLOCK: tl.constexpr):
+def uniform_kernel(seed, index, out, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """out [count] float32 = `uniform_of` seed and index [count]."""
+    await_previous(EARLY)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     s = tl.load(seed + place, mask=inside, other=0)
