@@ -19,8 +19,10 @@ PIECE = 4
 REGISTERS = 128
 """Of a thread at most: so four programs find place on a multiprocessor, and one waits for the
 others of its team, or for memory, while another works."""
+NEAR = 64
+"""Up to such a k a part lists what may be among the largest of the row, without asking others."""
 SLOTS = 128
-"""Numbers that a part lists: twice as many as a k that most rows have."""
+"""Numbers that a part lists: there are seldom more than 88 for a k up to NEAR."""
 APART = 8
 """Counters of arrivals lie as many numbers from each other: in sectors of their own."""
 ALIGNED = 4
@@ -99,11 +101,11 @@ def _keep_largest(values: Tensor, top_k: Tensor, *, shares: bool) -> Tensor:
         x = values[at]
         kernels.top_k_kernel[(team.parts * len(x),)](
             *(x, top_k[at], out[at], *_counters(x, team)),
-            _memory(x, 3, team.parts, dtype=torch.int32),
+            _memory(x, 4, team.parts, dtype=torch.int32),
             _memory(x, team.parts, SLOTS, dtype=torch.float32),
             _memory(x, 2, team.parts, dtype=torch.int64),
             *(values.stride(0), values.shape[1], team.parts, gpu.next_power_of_2(team.parts)),
-            *(team.part, team.piece, team.lines, SLOTS, APART, team.align, shares),
+            *(team.part, team.piece, team.lines, NEAR, SLOTS, APART, team.align, shares),
             num_warps=WARPS,
             maxnreg=REGISTERS,
         )

@@ -148,6 +148,24 @@ def test_kernels_and_definitions_draw_alike(name: str, device: str) -> None:
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize("joint", [False, True])
+def test_every_kept_token_and_no_other_when_interpreted(joint: bool) -> None:
+    torch.manual_seed(3)
+    draws = 48
+    uniform = (torch.arange(draws) + 0.5) / draws
+    row = 1 + torch.rand(2500) / 100
+    row[::170] += torch.rand(15)
+    row[[510, 1360, 1700]] = row.max()
+    rows = (row / row.sum()).expand(draws, -1).contiguous()
+    k = torch.full((draws,), 9, dtype=torch.int32)
+    p = torch.full((draws,), 5.5 / 9) * (rows[0].topk(9).values.sum() if joint else 1.0)
+    got = draw_from_probs.using("triton")(rows, uniform, k, p, joint=joint)
+    expected = draw_from_probs.reference(rows, uniform, k, p, joint=joint)
+    assert got.tolist() == expected.tolist()
+    assert len(set(got.tolist())) > 3
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("op", [draw_from_probs, draw_from_logits], ids=lambda op: op.name)
 def test_orders_of_the_filters_when_interpreted(op: Any, joint: bool) -> None:
     # Of the top 3, 0.9 in sum, a share of 0.52 is one token, of all two; 0.87 is two and three.

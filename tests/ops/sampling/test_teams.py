@@ -115,10 +115,10 @@ def sparse() -> Tensor:
 
 
 def few_and_many() -> Iterator[Any]:
-    """k that lists hold, and k that they do not."""
+    """k that a part lists by itself, that all parts bound together, and that no list holds."""
     tied = (logits() * 4).round() / 4
-    few, many = torch.tensor([50, 1, 7, 60]), torch.tensor([130, VOCABULARY - 1, 0, 700])
-    for name, k in (("few", few), ("many", many)):
+    few, many = torch.tensor([50, 1, 7, 60]), torch.tensor([400, VOCABULARY - 1, 0, 700])
+    for name, k in (("few", few), ("some", torch.tensor([65, 100, 129, 200])), ("many", many)):
         yield pytest.param(top_k_mask, logits(), k, id=f"{name} logits")
         yield pytest.param(top_k_mask, tied, k.int(), id=f"{name} equal logits")
         yield pytest.param(top_k_mask, logits().bfloat16(), k, id=f"{name} short logits")

@@ -70,7 +70,10 @@ def floor_of(
         lines = chunks * (CHUNK // LINE)
         if count <= lines:
             key = keys_of(tops, row, peak, heat, lines, CHUNKS * CHUNK // LINE, SOFTMAX)
-            bound = reached_by(key, count, tl.maximum(count + count // 8, CHUNKS))
+            # So few that CHUNKS lists hold their lines, if that is possible, but not one more step
+            # than that takes.
+            enough = tl.maximum(count + count // 8, tl.minimum(count + count // 4 + 4, CHUNKS))
+            bound = reached_by(key, count, enough)
             floor = tl.maximum(floor, bound.to(tl.float32, bitcast=True))
     elif share < 1.0:
         # Weights below (total - wanted) / width sum up to less than total - wanted, so the

@@ -4,9 +4,10 @@ A row is split into parts of PART numbers, each held by one program from the loa
 What the parts have to know of each other they leave in memory, and meet: then each does the same
 with what all have left, so that nobody waits for a leader.
 
-The k-th largest: each part lists its numbers from its own k-th largest line maximum on. All lists
-together hold the row's k largest; every program searches them. Where lists are too long, or k is
-more than there are lines, the team counts what its registers hold, step by step.
+The k-th largest: each part lists its numbers from a bound on that the largest maxima of its lines
+tell, its own or those of all parts. All lists together hold the row's k largest; every program
+searches them. Where lists are too long, or k is more than there are lines, the team counts what its
+registers hold, step by step.
 
 Sums are of whole numbers, units of 2^-42 of the largest: they are the same in any order, and so do
 not depend on how a row is split.
@@ -384,14 +385,15 @@ def min_p_kernel(
 def top_k_kernel(
     x, top_k, out, tickets, arrivals, notes, numbers, tallies, stride, width, parts,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
-    SLOTS: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr, SHARES: tl.constexpr,
+    NEAR: tl.constexpr, SLOTS: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr,
+    SHARES: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = what the row's k largest and their equals are, the others -inf; SHARES: what
     they are divided by their sum, the others 0.
 
-    Written: notes [n, 3, parts] int32: of each part `ordered` of its largest number and of its
-    bound, and how long its list is; numbers [n, parts, SLOTS] float32: the lists; tallies
-    [n, 2, parts] int64: of `search_parts`, and sums.
+    Written: notes [n, 4, parts] int32: of each part `ordered` of its largest number and of its
+    bound, how long its list is, and what `bound_of` leaves there; numbers [n, parts, SLOTS]
+    float32: the lists; tallies [n, 2, parts] int64: of `search_parts`, and sums.
     """
     row, part = seat_of(tickets, parts)
     k, _, _ = filters_of(top_k, None, None, row, width)
@@ -403,9 +405,13 @@ def top_k_kernel(
     threshold = LOWEST
     total = 1.0
     if k > UNLIMITED:
+        _at, begin = part_at(row * stride, part, PART, ALIGN)
+        size = tl.maximum(tl.minimum(begin + PART, width) - tl.maximum(begin, 0), 0)
+        # Of k: those of all parts are k or more.
+        own_share = ((k.to(tl.int64) * size + width - 1) // width).to(tl.int32)
         threshold, total = what_is_kept(
-            pieces, k, row, part, parts, arrivals, notes, numbers, tallies,
-            PARTS, LINES, SLOTS, APART, SHARES,
+            pieces, k, own_share, row, part, parts, arrivals, notes, numbers, tallies,
+            PARTS, LINES, NEAR, SLOTS, APART, SHARES,
         )  # fmt: skip
     if SHARES:
         store_shares(out, row, part, width, pieces, threshold, total, PART, PIECE, ALIGN)
@@ -420,27 +426,59 @@ def top_k_kernel(
 
 
 @triton.jit
+def bound_of(
+    top, lowest, k, own_share, row, part, parts, arrivals, notes,
+    PARTS: tl.constexpr, LINES: tl.constexpr, NEAR: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """From where on a part lists, in the order of `ordered`: `lowest` if it lists nothing. And how
+    often the parts have met.
+
+    Up to NEAR it is a part's own k-th largest line maximum: what reaches the largest of these are k
+    numbers or more. Beyond, every part takes as many maxima as it has a share of the row, and all
+    list what reaches the least of them: in all parts together k numbers, and few more.
+    """
+    bound = lowest
+    phase = tl.full([], 0, tl.int32)
+    if (k > 0) & (k <= NEAR):
+        bound = tl.maximum(ordered(kth_of(top, k)), lowest + 1)
+    elif (k > 0) & (k <= LINES * parts):
+        # Too many for a part of its lines: its share of them ends below all its numbers.
+        own = tl.where(own_share <= LINES, ordered(kth_of(top, own_share)), lowest)
+        tl.store(notes + 3 * parts + part, own)
+        phase += 1
+        meet(arrivals, row, parts, PARTS, APART)
+        p = tl.arange(0, PARTS)
+        note = tl.load(
+            notes + 3 * parts + p, mask=p < parts, other=0x7FFFFFFF, cache_modifier=".cg"
+        )
+        bound = tl.maximum(tl.min(note, 0), lowest + 1)
+    return bound, phase
+
+
+@triton.jit
 def what_is_kept(
-    pieces, k, row, part, parts, arrivals, notes, numbers, tallies,
-    PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, APART: tl.constexpr,
-    SHARES: tl.constexpr,
+    pieces, k, own_share, row, part, parts, arrivals, notes, numbers, tallies,
+    PARTS: tl.constexpr, LINES: tl.constexpr, NEAR: tl.constexpr, SLOTS: tl.constexpr,
+    APART: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """The least number that a row of `top_k_kernel` keeps, and with SHARES the sum of all."""
     LOWEST: tl.constexpr = 0.0 if SHARES else float("-inf")
     lowest = ordered(tl.full([], LOWEST, tl.float32))
     top = tops_of(pieces, LINES)
     own_peak = tl.max(top, 0)
-    bound = lowest
+    notes += row * 4 * parts
+    bound, phase = bound_of(
+        top, lowest, k, own_share, row, part, parts, arrivals, notes, PARTS, LINES, NEAR, APART
+    )
     count = SLOTS + 1
     numbers += row * parts * SLOTS
-    if (k > 0) & (k <= LINES) & (k <= SLOTS):
-        bound = tl.maximum(ordered(kth_of(top, k)), lowest + 1)
+    if bound > lowest:
         count = list_part(pieces, number_of(bound), numbers + part * SLOTS, LOWEST, LINES, SLOTS)
-    notes += row * 3 * parts
     tl.store(notes + part, peak_key_of(pieces, own_peak, LINES))
     tl.store(notes + parts + part, bound)
     tl.store(notes + 2 * parts + part, count)
-    meet(arrivals, row, parts, PARTS, APART)
+    phase += 1
+    meet(arrivals, row, phase * parts, PARTS, APART)
     p = tl.arange(0, PARTS)
     note = tl.load(notes + p, mask=p < parts, other=-2147483648, cache_modifier=".cg")
     peak_key = tl.max(note, 0)
@@ -466,7 +504,6 @@ def what_is_kept(
             if finite:
                 total = total_of(tl.sum(whole_sums(number, threshold, peak, LINES), 0), peak)
     else:
-        phase = 1
         if k > 0:
             threshold, phase = search_parts(
                 pieces, low, high, k, row, part, parts, tallies, arrivals, phase,
