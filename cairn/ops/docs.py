@@ -191,7 +191,10 @@ def _measured(records: list[Mapping[str, Any]]) -> Iterator[str]:
     if not records:
         return
     last = records[-1]
-    where = f"{_text(last['devices'][-1])}, {last['dtype']}, at commit {last['commit']}"
+    # Not all sizes need be of one run.
+    commits = list(dict.fromkeys(record["commit"] for record in records))
+    at = f"at commit{'s' * (len(commits) > 1)} {' and '.join(commits)}"
+    where = f"{_text(last['devices'][-1])}, {last['dtype']}, {at}"
     yield f"Measured on {where}:"
     yield ""
     yield "| size | implementation | µs | GB/s | of the floor | of a copy | beside it |"

@@ -81,6 +81,8 @@ def test_measurements_stand_beside_the_op() -> None:
         in section
     )
     assert "9000" not in section and "no place" not in section
+    records.append({**record, "size": "2 x 9", "commit": "def"})
+    assert "at commits abc and def:" in pages(records)["norm.md"]
 
 
 def test_tables_are_whole(made: dict[str, str]) -> None:
