@@ -29,8 +29,9 @@ COPIES = {"cuda": 32, "cpu": 8}
 """Copies of arguments at most; what is so small lies in a cache between two layers too."""
 MEMORY = {"cuda": 8 << 30, "cpu": 1 << 30}
 """Bytes that all copies of a call's arguments may take."""
-SHORT, GRAPH_CALLS = 200e-6, 64
-"""A graph holds so many calls if one takes fewer seconds: its replay outlasts its launch."""
+LASTING, GRAPH_CALLS = 0.01, 64
+"""A graph holds calls for so many seconds, and not more than so many: beside that its launch, and a
+device that has just been idle, do not count."""
 REPEATS = (3, 20)
 """Fewest and most measurements that the median is taken of."""
 SLOW = 0.25
@@ -153,12 +154,17 @@ def _replayed(calls: Sequence[Call], budget: float) -> Timing:
         (once,) = _between_events(calls[0], 1)
     torch.cuda.current_stream().wait_stream(stream)
     fitting = max(1, min(len(calls), int(budget / REPEATS[0] / once)))
-    count = GRAPH_CALLS if once < SHORT else fitting
+    count = held(once, fitting)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for position in range(count):
             calls[position % fitting]()
     return Timing(_median(graph.replay, count * once, budget) / count, "graph")
+
+
+def held(once: float, different: int) -> int:
+    """Calls of a graph, of so many seconds and on so many different arguments."""
+    return max(different, min(GRAPH_CALLS, math.ceil(LASTING / once)))
 
 
 def _on_stream(calls: Sequence[Call], budget: float) -> Timing:

@@ -39,6 +39,14 @@ def test_large_arguments_are_not_copied():
     assert len(timing.rotated(torch.neg, given, touched=1 << 30)) == 1
 
 
+@pytest.mark.parametrize(
+    ("microseconds", "different", "calls"),
+    [(1, 32, 64), (100, 1, 64), (218, 1, 46), (218, 50, 50), (4000, 2, 3), (20_000, 1, 1)],
+)
+def test_graphs_last_long_enough(microseconds, different, calls):
+    assert timing.held(microseconds * 1e-6, different) == calls
+
+
 @pytest.mark.gpu
 @GPU
 def test_a_call_is_replayed_and_one_that_waits_is_not():
