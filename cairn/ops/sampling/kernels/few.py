@@ -44,7 +44,7 @@ def draw_few(
     """The token of a row all of whose kept weights are in one list of `listed`, in any order, with
     their places. The list is changed.
 
-    top, k, share, least, total, SHARE: as of `limit`; part: of the kept sum, as in `draw_kernel`.
+    top, k, share, least, total, SHARE: as of `limit`; part: of the kept sum, a uniform number.
     """
     # Between what threads write for each other and read, and before they write over it.
     tl.debug_barrier()
