@@ -202,6 +202,8 @@ class EngineClient:
         try:
             await self._started
         except BaseException:
+            # If it has not ended by itself, it is ended now.
+            self._stopping = True
             self._child.kill()
             await self._watcher
             raise
