@@ -333,17 +333,3 @@ def test_nothing_works_before_the_start():
         await client.stop(1)
 
     asyncio.run(run())
-
-
-def test_a_start_that_is_given_up_is_no_fault(caplog):
-    async def run():
-        client = make_client()
-        starting = asyncio.create_task(client.start())
-        await asyncio.sleep(0.3)
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        assert str(await client.died()) == "the engine was stopped"
-
-    asyncio.run(run())
-    assert not caplog.records

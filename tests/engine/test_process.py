@@ -196,7 +196,7 @@ def test_what_cannot_start_says_why(tmp_path, make, options, error, message):
     asyncio.run(run())
 
 
-def test_a_start_that_is_taken_back_leaves_no_process():
+def test_a_start_that_is_taken_back_leaves_no_process_and_is_no_fault(caplog):
     async def run():
         client = make_client()
         start = asyncio.create_task(client.start())
@@ -205,8 +205,10 @@ def test_a_start_that_is_taken_back_leaves_no_process():
         with pytest.raises(asyncio.CancelledError):
             await start
         assert gone(client.pid)
+        assert str(client.dead) == "the engine was stopped"
 
     asyncio.run(run())
+    assert not caplog.records
 
 
 def test_a_folder_that_holds_no_sockets_is_named(monkeypatch, tmp_path):
