@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.sampling.kernels import teams as kernels
+from cairn.ops.sampling.kernels.largest import top_k_kernel
+from cairn.ops.sampling.kernels.least import min_p_kernel
 
 LEAST_PART, MOST_PART = 4096, 8192
 """Numbers of a part where rows are few, and where they are many."""
@@ -82,7 +83,7 @@ def keep_least(probs: Tensor, min_p: Tensor) -> Tensor:
     for begin in range(0, len(probs), team.most_rows):
         at = slice(begin, begin + team.most_rows)
         x = probs[at]
-        kernels.min_p_kernel[(team.parts * len(x),)](
+        min_p_kernel[(team.parts * len(x),)](
             *(x, min_p[at], out[at], *_counters(x, team)),
             _memory(x, team.parts, dtype=torch.int32),
             _memory(x, team.parts, dtype=torch.int64),
@@ -99,7 +100,7 @@ def _keep_largest(values: Tensor, top_k: Tensor, *, shares: bool) -> Tensor:
     for begin in range(0, len(values), team.most_rows):
         at = slice(begin, begin + team.most_rows)
         x = values[at]
-        kernels.top_k_kernel[(team.parts * len(x),)](
+        top_k_kernel[(team.parts * len(x),)](
             *(x, top_k[at], out[at], *_counters(x, team)),
             _memory(x, 4, team.parts, dtype=torch.int32),
             _memory(x, team.parts, SLOTS, dtype=torch.float32),

@@ -14,7 +14,6 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.registry import Op
 from cairn.ops.sampling import teams
-from cairn.ops.sampling.kernels import teams as kernels
 from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
 from cairn.ops.sampling.top_k_mask_logits import top_k_mask
 from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm
@@ -74,7 +73,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teams, "_out", lambda x: shared(x.shape, x.dtype, x.device))
     monkeypatch.setattr(gpu, "zeros", shared)
     for name in ("top_k_kernel", "min_p_kernel"):
-        monkeypatch.setattr(kernels, name, InProcesses(getattr(kernels, name)))
+        monkeypatch.setattr(teams, name, InProcesses(getattr(teams, name)))
 
 
 def assert_as_defined(op: Op[..., Any], got: Tensor, values: Tensor, parameter: Tensor) -> None:
