@@ -27,6 +27,8 @@ Call = Callable[[], Any]
 CPU_CACHE = 64 << 20
 COPIES = {"cuda": 32, "cpu": 8}
 """Copies of arguments at most; what is so small lies in a cache between two layers too."""
+FEWEST = 2
+"""Copies at least: the next layer does not read what this one left in the cache last."""
 MEMORY = {"cuda": 8 << 30, "cpu": 1 << 30}
 """Bytes that all copies of a call's arguments may take."""
 LASTING, GRAPH_CALLS = 0.01, 64
@@ -66,7 +68,7 @@ def rotated(function: Callable[..., Any], arguments: Arguments, touched: int) ->
     if device.type == "cuda":
         cache = torch.cuda.get_device_properties(device).L2_cache_size
     held = max(1, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-    wanted = math.ceil(2 * cache / max(1, touched))
+    wanted = max(FEWEST, math.ceil(2 * cache / max(1, touched)))
     count = max(1, min(wanted, COPIES[device.type], MEMORY[device.type] // held))
     bundles = [arguments, *(arguments.clone() for _ in range(count - 1))]
     return [_bound(function, bundle) for bundle in bundles]

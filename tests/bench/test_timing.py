@@ -34,7 +34,13 @@ def test_arguments_rotate_until_they_exceed_the_cache():
     assert all(torch.equal(x, given.args[0]) and scale == 2 for x, scale in seen)
 
 
-def test_large_arguments_are_not_copied():
+def test_a_call_never_finds_what_it_left_in_the_cache():
+    given = Arguments((torch.empty(1 << 20),))
+    assert len(timing.rotated(torch.neg, given, touched=1 << 30)) == 2
+
+
+def test_arguments_that_fill_the_memory_are_not_copied(monkeypatch):
+    monkeypatch.setitem(timing.MEMORY, "cpu", 5 << 20)
     given = Arguments((torch.empty(1 << 20),))
     assert len(timing.rotated(torch.neg, given, touched=1 << 30)) == 1
 
