@@ -15,6 +15,8 @@ from cairn.ops.testing import Cases, Make
 
 MOST_WARPS = 4
 """Of a program, which copies a key or a value."""
+SEQUENCES = 16
+"""That are timed at once."""
 
 
 @op(mutates=("k_cache", "v_cache"))
@@ -123,11 +125,15 @@ def _(make: Make) -> Cases:
 def _(draw: Draw) -> Points:
     for layer, rows in draw.rows():
         heads, size, dim = layer.kv_heads, layer.page_size, layer.head_dim
-        k, v = (draw.randn(rows, 1, heads, dim) for _ in range(2))
-        caches = [draw.randn(2 * rows, size, heads, dim) for _ in range(2)]
-        table = draw.rand(2 * rows).argsort().view(rows, 2).int()
-        lengths = draw.full((rows,), size, torch.int32)
+        batch = min(rows, SEQUENCES)
+        new = rows // batch
+        k, v = (draw.randn(batch, new, heads, dim) for _ in range(2))
+        # A page is full already.
+        pages = batch * (1 + -(-new // size))
+        caches = [draw.randn(pages, size, heads, dim) for _ in range(2)]
+        table = draw.rand(pages).argsort().view(batch, -1).int()
+        lengths = draw.full((batch,), size, torch.int32)
         given = draw.args(k, v, *caches, lengths, None, table, None)
-        size_of = f"{layer.name}: {rows} x {heads} x {dim}"
+        size_of = f"{layer.name}: {batch} x {new} x {heads} x {dim}"
         others = draw.by_torch(append_kv.reference)
         yield Point(size_of, given, moved(k, k, v, v), alternatives=others)
