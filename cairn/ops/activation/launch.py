@@ -15,7 +15,7 @@ from cairn.ops.early import early_for, early_option
 
 BLOCK, WARPS = 512, 4
 """Numbers and warps of a program of a gated activation."""
-PLAIN_BLOCK, PLAIN_WARPS = 4096, 8
+PLAIN_BLOCK, PLAIN_WARPS = 4096, 16
 """The same of one without a gate."""
 EARLY_BLOCK, EARLY_WARPS = 256, 4
 """The same of any that is launched before the kernel in front is done."""

@@ -16,8 +16,8 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 BITS = 32
-BLOCK, WARPS, ALIGNED = 1024, 8, 4
-"""Tokens and warps of a program, and tokens that it moves at once."""
+BLOCK, WARPS, ALIGNED = 1024, 8, 32
+"""Tokens and warps of a program, which begins at a line of memory."""
 EARLY_BLOCK, EARLY_WARPS = 512, 4
 """Tokens and warps where it is launched before the kernel in front is done."""
 

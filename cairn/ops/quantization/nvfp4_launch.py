@@ -12,7 +12,7 @@ from cairn.ops.quantization.nvfp4 import BLOCK, TILE_COLUMNS, padded
 
 MOST_BLOCKS = 256
 """Blocks of a program."""
-BLOCKS_A_WARP, EXPERTS_A_WARP = 64, 128
+BLOCKS_A_WARP, EXPERTS_A_WARP = 32, 128
 """Blocks of a warp, and of one that looks for the row's expert before."""
 MOST_PROGRAMS = 65535
 """Programs of a grid along its second and its third axis."""

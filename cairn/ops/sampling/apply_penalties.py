@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,10 @@ from cairn.ops.sampling.arguments import check_parameter
 from cairn.ops.sampling.kernels.adjust import penalties_kernel
 from cairn.ops.testing import Cases, Make
 
-BLOCK, WARPS, ALIGNED = 256, 4, 4
-"""Tokens and warps of a program, and tokens that it moves at once."""
+BLOCK, WARPS, ALIGNED = 512, 4, 32
+"""Tokens and warps of a program, which begins at a line of memory."""
+EARLY_BLOCK = 256
+"""Tokens where it is launched before the kernel in front is done."""
 
 
 @op(mutates=("logits",))
@@ -92,12 +96,15 @@ def _(
     rows, width = logits.shape
     if rows and width:
         strides = (logits.stride(0), prompt_mask.stride(0), output_counts.stride(0))
-        align = ALIGNED if len({stride % ALIGNED for stride in strides}) == 1 else 1
-        blocks = -(-(width + align - 1) // BLOCK)
-        early = early_for(logits.device, rows, blocks * WARPS)
+        # Rows that lie as far behind an aligned address in all three.
+        align = math.gcd(ALIGNED, *(stride - strides[0] for stride in strides))
+        longest = width + align - 1
+        early = early_for(logits.device, rows, -(-longest // EARLY_BLOCK) * WARPS)
+        block = EARLY_BLOCK if early else BLOCK
+        blocks = -(-longest // block)
         penalties_kernel[(blocks, rows)](
             *(logits, prompt_mask, output_counts, presence, frequency, repetition),
-            *(*strides, width, BLOCK, align, early),
+            *(*strides, width, block, align, early),
             num_warps=WARPS,
             **early_option(early),
         )
