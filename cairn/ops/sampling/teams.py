@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from cairn.ops import gpu
 from cairn.ops.sampling.kernels.largest import top_k_kernel
 from cairn.ops.sampling.kernels.least import min_p_kernel
 
-LEAST_PART, MOST_PART = 4096, 8192
+LEAST_PART, MOST_PART = 4096, 8704
 """Numbers of a part where rows are few, and where they are many."""
 WARPS = 4
 """Of a program."""
@@ -26,8 +27,10 @@ SLOTS = 128
 """Numbers that a part lists: there are seldom more than 88 for a k up to NEAR."""
 APART = 8
 """Counters of arrivals lie as many numbers from each other: in sectors of their own."""
-ALIGNED = 4
-"""Numbers that are moved at once."""
+ALIGNED = 32
+"""Parts begin where so many numbers do: at a line of memory."""
+LATE, LATE_ROUNDS = 4000, 8
+"""Cycles between the first programs of a multiprocessor, where each has so many to run."""
 MOST_COUNTED = 512
 """Numbers of a line, counted in 10 bits."""
 WORKSPACE_BYTES = 64 << 20
@@ -38,16 +41,18 @@ class Team(NamedTuple):
     """How rows are split.
 
     Attributes:
-        part: numbers of a part, a power of two.
+        part: numbers of a part.
         parts: of a row.
-        align: numbers that are moved at once.
+        align: parts begin where memory is aligned to so many numbers.
         seated: whether all programs have a place on the device at once.
+        late: cycles between the first programs of a multiprocessor.
     """
 
     part: int
     parts: int
     align: int
     seated: bool
+    late: int = 0
 
     @property
     def lines(self) -> int:
@@ -64,7 +69,7 @@ class Team(NamedTuple):
         """As many rows as lists are held for at a time."""
         rows = WORKSPACE_BYTES // (4 * SLOTS * self.parts)
         # The next ones begin where memory is aligned.
-        return rows // ALIGNED * ALIGNED
+        return max(ALIGNED, rows // ALIGNED * ALIGNED)
 
 
 def mask_logits(logits: Tensor, top_k: Tensor) -> Tensor:
@@ -87,8 +92,9 @@ def keep_least(probs: Tensor, min_p: Tensor) -> Tensor:
             *(x, min_p[at], out[at], *_counters(x, team)),
             _memory(x, team.parts, dtype=torch.int32),
             _memory(x, team.parts, dtype=torch.int64),
-            *(probs.stride(0), probs.shape[1], team.parts, gpu.next_power_of_2(team.parts)),
-            *(team.part, team.piece, team.lines, APART, team.align),
+            *(probs.stride(0), probs.shape[1], team.parts, gpu.processors(x.device)),
+            *(gpu.next_power_of_2(team.parts), team.part, team.piece, team.lines),
+            *(APART, team.align, team.late),
             num_warps=WARPS,
             maxnreg=REGISTERS,
         )
@@ -105,8 +111,9 @@ def _keep_largest(values: Tensor, top_k: Tensor, *, shares: bool) -> Tensor:
             _memory(x, 4, team.parts, dtype=torch.int32),
             _memory(x, team.parts, SLOTS, dtype=torch.float32),
             _memory(x, 2, team.parts, dtype=torch.int64),
-            *(values.stride(0), values.shape[1], team.parts, gpu.next_power_of_2(team.parts)),
-            *(team.part, team.piece, team.lines, NEAR, SLOTS, APART, team.align, shares),
+            *(values.stride(0), values.shape[1], team.parts, gpu.processors(x.device)),
+            *(gpu.next_power_of_2(team.parts), team.part, team.piece, team.lines),
+            *(NEAR, SLOTS, APART, team.align, team.late, shares),
             num_warps=WARPS,
             maxnreg=REGISTERS,
         )
@@ -117,17 +124,20 @@ def _team(values: Tensor) -> Team:
     """Parts as small as keep all of the device busy, and no more of a row than have a place at
     once; the interpreter runs one program after the other, none of which can wait."""
     rows, width = values.shape
-    side_by_side = rows <= 1 or (values.stride(0) - width) % ALIGNED == 0
-    align = ALIGNED if side_by_side else 1
+    # Rows that lie as far behind an aligned address in memory as in the result.
+    align = ALIGNED if rows <= 1 else math.gcd(ALIGNED, values.stride(0) - width)
     places = gpu.processors(values.device)
     # Parts of a row begin up to so many numbers in front of it.
     width += 0 if width % ALIGNED == 0 else align - 1
+    piece = PIECE * 32 * WARPS
     least = gpu.next_power_of_2(-(-width * max(1, rows) // places))
     part = max(min(max(least, LEAST_PART), MOST_PART), gpu.next_power_of_2(-(-width // places)))
-    if gpu.INTERPRETED or width <= part:
-        part = max(ALIGNED * 32 * WARPS, gpu.next_power_of_2(width))
-    parts = -(-width // part)
-    return Team(part, parts, align, parts * rows <= places)
+    parts = 1 if gpu.INTERPRETED else -(-width // part)
+    part = -(-width // (parts * piece)) * piece
+    if part > MOST_PART:
+        part = gpu.next_power_of_2(part)
+    late = LATE if parts * rows >= LATE_ROUNDS * places else 0
+    return Team(part, parts, align, parts * rows <= places, late)
 
 
 def _out(values: Tensor) -> Tensor:

@@ -152,6 +152,29 @@ def test_rows_that_are_not_finite_keep_all_when_interpreted() -> None:
         assert not got[1, 0].isfinite()
 
 
+@pytest.mark.parametrize("rows", [1, 5, 64, 256, 3000])
+@pytest.mark.parametrize("width", [1, 512, 4097, 9001, 100_278, 131_072, 1 << 19])
+def test_parts_hold_a_row_and_none_is_empty(
+    rows: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    monkeypatch.setattr(gpu, "processors", lambda _device: 132)
+    team = teams._team(torch.empty(rows, width, device="meta"))
+    assert team.part % team.piece == 0
+    assert team.part <= teams.MOST_PART
+    # The last row may begin just in front of a line of memory.
+    longest = width + (0 if width % team.align == 0 else team.align - 1)
+    assert (team.parts - 1) * team.part < longest <= team.parts * team.part
+    assert team.parts <= 132
+    assert (team.late > 0) == (team.parts * rows >= 8 * 132)
+
+
+@pytest.mark.parametrize(("stride", "align"), [(1000, 32), (1032, 32), (1008, 8), (1001, 1)])
+def test_parts_begin_where_both_rows_are_aligned(stride: int, align: int) -> None:
+    rows = torch.empty(3, stride)[:, :1000]
+    assert teams._team(rows).align == align
+
+
 def given(op: Op[..., Any], rows: int, width: int) -> tuple[Tensor, Tensor]:
     """Rows on the GPU, and a parameter of each."""
     values = torch.randn(rows, width, device="cuda") * 3

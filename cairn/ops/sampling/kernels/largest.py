@@ -266,10 +266,10 @@ def what_is_kept(
 
 @triton.jit
 def top_k_kernel(
-    x, top_k, out, tickets, arrivals, notes, numbers, tallies, stride, width, parts,
+    x, top_k, out, tickets, arrivals, notes, numbers, tallies, stride, width, parts, places,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
     NEAR: tl.constexpr, SLOTS: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr,
-    SHARES: tl.constexpr,
+    LATE: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = what the row's k largest and their equals are, the others -inf; SHARES: what
     they are divided by their sum, the others 0.
@@ -278,7 +278,7 @@ def top_k_kernel(
     bound, how long its list is, and what `bound_of` leaves there; numbers [n, parts, SLOTS]
     float32: the lists; tallies [n, 2, parts] int64: of `search_parts`, and sums.
     """
-    row, part = seat_of(tickets, parts)
+    row, part = seat_of(tickets, parts, places, LATE)
     k, _, _ = filters_of(top_k, None, None, row, width)
     # These are not listed: a row that has fewer than k others keeps all.
     LOWEST: tl.constexpr = 0.0 if SHARES else float("-inf")

@@ -18,13 +18,13 @@ from cairn.ops.sampling.kernels.teams import (
 
 @triton.jit
 def min_p_kernel(
-    x, min_p, out, tickets, arrivals, peaks, sums, stride, width, parts,
+    x, min_p, out, tickets, arrivals, peaks, sums, stride, width, parts, places,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
-    APART: tl.constexpr, ALIGN: tl.constexpr,
+    APART: tl.constexpr, ALIGN: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = x where it is at least min_p of its row's largest, divided by the sum of
     these; else 0. peaks [n, parts] int32 and sums [n, parts] int64 are written."""
-    row, part = seat_of(tickets, parts)
+    row, part = seat_of(tickets, parts, places, LATE)
     share = tl.load(min_p + row)
     pieces = load_part(x, row, part, stride, width, 0.0, PART, PIECE, ALIGN)
     own_peak = tl.max(tops_of(pieces, LINES), 0)

@@ -16,16 +16,34 @@ from cairn.ops.sampling.kernels.filters import bits_of, ordered
 
 
 @triton.jit
-def seat_of(tickets, parts):
+def cycles():
+    """A multiprocessor's clock, int64."""
+    asm: tl.constexpr = "mov.u64 $0, %clock64;"
+    return tl.inline_asm_elementwise(asm, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def seat_of(tickets, parts, places, LATE: tl.constexpr):
     """A program's row and part.
 
     With tickets programs sit in the order in which they begin. Those that begin fill team after
     team: the first team that is not done has all its members, or they are the next to begin, and
     no team behind it can take their places. Without, all of the launch have a place.
+
+    With LATE the second of a multiprocessor begins so many cycles after the first, and so on: else
+    all would read at the same time, and later all wait. There are `places` multiprocessors.
     """
     number = tl.program_id(0)
     if tickets is not None:
         number = tl.atomic_add(tickets, 1, sem="relaxed")
+        # So many have a place on a multiprocessor.
+        ABREAST: tl.constexpr = 4
+        if LATE > 0:  # noqa: SIM102
+            if number < ABREAST * places:
+                now = cycles()
+                begin = now + number // places * LATE
+                while now < begin:
+                    now = cycles()
     return (number // parts).to(tl.int64), number % parts
 
 
