@@ -87,6 +87,11 @@ class Filters:
         """Whether top-k is the only one."""
         return self.top_k is not None and self.min_p is None and self.top_p is None
 
+    @property
+    def share_alone(self) -> bool:
+        """Whether top-p is the only one."""
+        return self.top_p is not None and self.top_k is None and self.min_p is None
+
     def part(self, at: slice) -> Filters:
         """The same for some of the rows."""
         top_k, top_p, min_p = (None if t is None else t[at] for t in self.tensors())
@@ -226,14 +231,17 @@ def draw_from(source: Source, rows: Tensor, uniform: Tensor) -> Tensor:
 
 
 def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
-    """probs [n, V] as the filters leave them, divided by their sum: five launches at most, and one
-    where top-k or min-p is the only filter."""
+    """probs [n, V] as the filters leave them, divided by their sum: one launch where there is
+    one filter, or else five."""
     if filters.largest_alone:
         assert filters.top_k is not None
         return teams.keep_largest(probs, filters.top_k)
     if filters.least_alone:
         assert filters.min_p is not None
         return teams.keep_least(probs, filters.min_p)
+    if filters.share_alone:
+        assert filters.top_p is not None
+        return teams.keep_share(probs, filters.top_p)
     out = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
     source = Source(probs)
     for begin in range(0, len(probs), source.most_rows):

@@ -11,6 +11,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.sampling.kernels.largest import top_k_kernel
 from cairn.ops.sampling.kernels.least import min_p_kernel
+from cairn.ops.sampling.kernels.nucleus import top_p_kernel
 
 LEAST_PART, MOST_PART = 4096, 8704
 """Numbers of a part where rows are few, and where they are many."""
@@ -25,6 +26,10 @@ NEAR = 64
 """Up to such a k a part lists what may be among the largest of the row, without asking others."""
 SLOTS = 128
 """Numbers that a part lists: there are seldom more than 88 for a k up to NEAR."""
+MOST_LISTED = 2048
+"""Numbers of a row that a program searches in its registers, if there are many parts."""
+BINS = 64
+"""Sizes of numbers, half a power of two each."""
 APART = 8
 """Counters of arrivals lie as many numbers from each other: in sectors of their own."""
 ALIGNED = 32
@@ -95,6 +100,30 @@ def keep_least(probs: Tensor, min_p: Tensor) -> Tensor:
             *(probs.stride(0), probs.shape[1], team.parts, gpu.processors(x.device)),
             *(gpu.next_power_of_2(team.parts), team.part, team.piece, team.lines),
             *(APART, team.align, team.late),
+            num_warps=WARPS,
+            maxnreg=REGISTERS,
+        )
+    return out
+
+
+def keep_share(probs: Tensor, top_p: Tensor) -> Tensor:
+    """The largest of probs [n, V] up to a mass of top_p [n], divided by their sum."""
+    out, team = _out(probs), _team(probs)
+    parts = gpu.next_power_of_2(team.parts)
+    slots = min(SLOTS, MOST_LISTED // parts)
+    for begin in range(0, len(probs), team.most_rows):
+        at = slice(begin, begin + team.most_rows)
+        x = probs[at]
+        top_p_kernel[(team.parts * len(x),)](
+            *(x, top_p[at], out[at], *_counters(x, team)),
+            _memory(x, team.parts, dtype=torch.int32),
+            _memory(x, team.parts, dtype=torch.float64),
+            _memory(x, team.parts, BINS, dtype=torch.int32),
+            _memory(x, 2, 4, team.parts, dtype=torch.float64),
+            _memory(x, team.parts, slots, dtype=torch.float32),
+            _memory(x, team.parts, dtype=torch.int32),
+            *(probs.stride(0), probs.shape[1], team.parts, parts),
+            *(team.part, team.piece, team.lines, slots, BINS, APART, team.align),
             num_warps=WARPS,
             maxnreg=REGISTERS,
         )

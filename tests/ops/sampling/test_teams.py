@@ -17,6 +17,7 @@ from cairn.ops.sampling import teams
 from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
 from cairn.ops.sampling.top_k_mask_logits import top_k_mask
 from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm
+from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
 
 INF, NAN = math.inf, math.nan
 VOCABULARY = 1501
@@ -24,6 +25,7 @@ LAUNCHES: dict[Op[..., Any], Callable[..., Tensor]] = {
     top_k_mask: teams.mask_logits,
     top_k_renorm: teams.keep_largest,
     min_p_renorm_probs: teams.keep_least,
+    top_p_renorm: teams.keep_share,
 }
 
 
@@ -72,7 +74,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teams, "_memory", memory)
     monkeypatch.setattr(teams, "_out", lambda x: shared(x.shape, x.dtype, x.device))
     monkeypatch.setattr(gpu, "zeros", shared)
-    for name in ("top_k_kernel", "min_p_kernel"):
+    for name in ("top_k_kernel", "min_p_kernel", "top_p_kernel"):
         monkeypatch.setattr(teams, name, InProcesses(getattr(teams, name)))
 
 
@@ -113,6 +115,45 @@ def sparse() -> Tensor:
     return rows
 
 
+def crowded() -> Tensor:
+    """One float and the next one, more of each than lists hold; and some larger ones."""
+    low = torch.full((4, VOCABULARY), 2.0**-11)
+    rows = torch.where(torch.arange(VOCABULARY) % 5 < 2, low, low.nextafter(low + 1))
+    rows[2:, 1000:1020] = 2.0**-7
+    return rows
+
+
+def sixteenths() -> Tensor:
+    """Multiples of 2^-14, whose sums are exact, and many of which are equal."""
+    torch.manual_seed(3)
+    return torch.randint(0, 17, (4, VOCABULARY)) / 2.0**14
+
+
+def shares() -> Iterator[Any]:
+    """Shares that a step or two find, and such as many equal numbers lie at."""
+    near = torch.tensor([0.9, 0.5, 0.97, 0.8])
+    ends = torch.tensor([0.0, 1e-9, 0.999999, 1.0])
+    probs, tied = logits().softmax(-1), ((logits() * 4).round() / 4).softmax(-1)
+    level = torch.full((4, VOCABULARY), 1 / VOCABULARY)
+    for name, values, p in (
+        ("probabilities", probs, near),
+        ("probabilities to the ends", probs, ends),
+        ("sharp ones", (logits() * 6).softmax(-1), near),
+        ("flat ones", (logits() * 0.1).softmax(-1), near),
+        ("equal ones", tied, near),
+        ("equal ones to the ends", tied, ends),
+        ("level ones", level, torch.tensor([0.2, 0.5, 0.9, 0.9999])),
+        ("level ones to the ends", level, ends),
+        ("neighbouring floats", crowded(), torch.tensor([0.1, 0.5, 0.15, 0.7])),
+        ("exact sums", sixteenths(), torch.tensor([1, 512, 1024, 8192]) / 2.0**14),
+        ("zeros", sparse(), near),
+        ("too little", probs * 0.5, torch.tensor([0.6, 0.5, 0.25, 3.0])),
+        ("all in one part", probs.sort().values, near),
+        ("strided ones", torch.randn(4, 2000).softmax(-1)[:, 3 : 3 + VOCABULARY], near - 0.3),
+    ):
+        yield pytest.param(top_p_renorm, values, p, id=f"share of {name}")
+
+
 def few_and_many() -> Iterator[Any]:
     """k that a part lists by itself, that all parts bound together, and that no list holds."""
     tied = (logits() * 4).round() / 4
@@ -134,7 +175,7 @@ def few_and_many() -> Iterator[Any]:
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
-@pytest.mark.parametrize(("op", "values", "parameter"), list(few_and_many()))
+@pytest.mark.parametrize(("op", "values", "parameter"), [*few_and_many(), *shares()])
 def test_programs_that_wait_for_each_other(
     op: Op[..., Any], values: Tensor, parameter: Tensor, small_parts: None
 ) -> None:
@@ -145,7 +186,13 @@ def test_programs_that_wait_for_each_other(
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 def test_rows_that_are_not_finite_keep_all_when_interpreted() -> None:
     rows = torch.tensor([[0.5, INF, 0.25], [0.5, NAN, 0.0]])
-    for op, parameter in ((top_k_renorm, torch.tensor([1, 1])), (min_p_renorm_probs, rows[:, 0])):
+    half = rows[:, 0]
+    for op, parameter in (
+        (top_k_renorm, torch.tensor([1, 1])),
+        (min_p_renorm_probs, half),
+        (top_p_renorm, half),
+        (top_p_renorm, half * 2),
+    ):
         got = LAUNCHES[op](rows, parameter)
         assert got[0, [0, 2]].tolist() == [0.0, 0.0]
         assert got[:, 1].isnan().all()
@@ -182,6 +229,8 @@ def given(op: Op[..., Any], rows: int, width: int) -> tuple[Tensor, Tensor]:
         values = values.softmax(-1)
     if op is min_p_renorm_probs:
         return values, torch.rand(rows, device="cuda") * 0.1
+    if op is top_p_renorm:
+        return values, torch.rand(rows, device="cuda") * 0.2 + 0.8
     return values, torch.randint(1, 51, (rows,), device="cuda")
 
 
@@ -215,6 +264,19 @@ def test_any_k(width: int) -> None:
         assert_as_defined(top_k_mask, teams.mask_logits(values, k), values, k)
     for values in (rows.softmax(-1), tied.softmax(-1)):
         assert_as_defined(top_k_renorm, teams.keep_largest(values, k), values, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [100_278, 40_001, 301, 7])
+@pytest.mark.parametrize("sharpness", [0.0, 0.1, 1.0, 3.0, 9.0])
+def test_any_share(width: int, sharpness: float) -> None:
+    torch.manual_seed(width)
+    p = torch.tensor([0.0, 1e-6, 0.1, 0.5, 0.8, 0.9, 0.99, 0.9999, 0.9999999, 1.0]).cuda()
+    rows = torch.randn(len(p), width, device="cuda") * sharpness
+    for values in (rows, (rows * 8).round() / 8):
+        probs = values.softmax(-1)
+        for whole in (probs, probs * 0.75):
+            assert_as_defined(top_p_renorm, teams.keep_share(whole, p), whole, p)
 
 
 @pytest.mark.gpu
