@@ -292,7 +292,7 @@ def _weigh(source: Source, filters: Filters, found: Survey) -> Tensor | None:
     lists.weigh_kernel[(programs, len(source.values))](
         *(source.values, source.temperature, filters.top_p, filters.min_p),
         *(found.peaks, found.masses, marked),
-        *(*source.sizes, CHUNKS, source.chunk, LINE, MARKS, MARKED_AT_ONCE),
+        *(*source.sizes, CHUNKS, source.chunk, MARKS, MARKED_AT_ONCE),
         *(softmax, filters.share(softmax), source.early),
         num_warps=MARK_WARPS,
         **early_option(source.early),
@@ -318,7 +318,7 @@ def _collect(
     )
     few: tuple[Tensor | None, ...] = (None, None)
     if limited and out is not None:
-        few = (source.empty(FEW), source.empty(FEW, dtype=torch.int32))
+        few = (source.empty(FEW, dtype=torch.int64), source.empty(FEW))
     collect_kernel[(_programs(source, limited), len(source.values))](
         *(source.values, source.temperature, *filters.tensors(), *numbers),
         *(*found, marked, *listed, *few, out, *source.sizes),

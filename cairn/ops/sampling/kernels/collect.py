@@ -20,6 +20,7 @@ from cairn.ops.sampling.kernels.lists import (
     floor_of,
     keep_hits,
     keys_of,
+    load_tops,
     wanted_of,
 )
 from cairn.ops.sampling.kernels.uniform import part_of
@@ -27,15 +28,14 @@ from cairn.ops.sampling.kernels.uniform import part_of
 
 @triton.jit
 def limited(
-    x, tops, counts, weights, few_weights, few_places, row, low, peak, heat, count, share, least,
-    top, total, part, width, chunks,
+    x, near, counts, weights, few_keys, few_weights, row, low, peak, heat, count, share, least,
+    top, total, part, width, lines,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, FEW: tl.constexpr,
     SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Whether few lines hold the top k of a row at x; then the first program lists them, or draws
-    one if they are FEW at most and there is room: the token, or else -2."""
-    lines = chunks * (CHUNK // LINE)
-    near = keys_of(tops, row, peak, heat, lines, CHUNKS * CHUNK // LINE, SOFTMAX)
+    one if they are FEW at most and there is room: the token, or else -2. near: `keys_of` the row's
+    lines."""
     hit = (near >= low) & (near > 0)
     found = tl.sum(hit.to(tl.int32), 0)
     by_line = (count > 0) & (count <= lines) & (found <= CHUNKS)
@@ -43,13 +43,13 @@ def limited(
     if by_line & (tl.program_id(0) == 0):
         keep_hits(hit, counts, CHUNKS)
         listed = collect_lines(
-            x, counts, weights, few_weights, few_places, found, low, peak, heat, width,
+            x, counts, weights, few_keys, found, low, peak, heat, width,
             CHUNKS, CHUNK, LINE, FEW, SOFTMAX,
         )  # fmt: skip
-        if few_weights is not None:  # noqa: SIM102
+        if few_keys is not None:  # noqa: SIM102
             if listed <= FEW:
                 token = draw_few(
-                    few_weights, few_places, listed, top, count, share, least, total, part,
+                    few_keys, few_weights, listed, top, count, share, least, total, part,
                     SHARE, FEW, SLICE,
                 )  # fmt: skip
     return by_line, token
@@ -57,7 +57,7 @@ def limited(
 
 @triton.jit
 def collect_row(
-    x, tops, marked, bounds, counts, aboves, weights, few_weights, few_places,
+    x, top_of_lines, marked, bounds, counts, aboves, weights, few_keys, few_weights,
     row, peak, mass, heat, count, share, least, part, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
     FEW: tl.constexpr, SLICE: tl.constexpr,
@@ -67,10 +67,13 @@ def collect_row(
     else -2."""
     total = tl.sum(mass, 0)
     top = weight_of(peak, peak, heat, SOFTMAX)
+    lines = chunks * (CHUNK // LINE)
+    near = None
+    if LIMITED:
+        near = keys_of(top_of_lines, peak, heat, lines, SOFTMAX)
     low = floor_of(
-        tops, row, peak, heat, total, count, share, least, width, chunks,
-        CHUNKS, CHUNK, LINE, SOFTMAX, SHARE,
-    )  # fmt: skip
+        near, peak, heat, total, count, share, least, width, lines, CHUNKS, SOFTMAX, SHARE
+    )
     high = bits_of(top) + 1
     if marked is not None:  # noqa: SIM102
         if share < 1.0:
@@ -86,12 +89,12 @@ def collect_row(
     by_line = count < 0
     token = tl.full([], -2, tl.int32)
     if LIMITED:
-        if few_weights is not None:
+        if few_keys is not None:
+            few_keys += row * FEW
             few_weights += row * FEW
-            few_places += row * FEW
         by_line, token = limited(
-            x, tops, counts, weights, few_weights, few_places, row, low, peak, heat, count,
-            share, least, top, total, part, width, chunks,
+            x, near, counts, weights, few_keys, few_weights, row, low, peak, heat, count,
+            share, least, top, total, part, width, lines,
             CHUNKS, CHUNK, LINE, FEW, SLICE, SOFTMAX, SHARE,
         )  # fmt: skip
     program = tl.program_id(0)
@@ -113,7 +116,7 @@ def collect_row(
 @triton.jit
 def collect_kernel(
     x, temperature, top_k, top_p, min_p, seed, index, uniform, peaks, firsts, masses, tops, marked,
-    bounds, counts, aboves, weights, few_weights, few_places, out, stride, width, chunks,
+    bounds, counts, aboves, weights, few_keys, few_weights, out, stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
     RUN: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
@@ -122,8 +125,8 @@ def collect_kernel(
 
     bounds [n, 2]: these; counts [n, 2, CHUNKS] int32: of each list, and its chunk; aboves
     [n, CHUNKS] float64; weights [n, CHUNKS, CHUNK]: the first counts of each list in some order.
-    marked: of `weigh_kernel`, or None; few_weights, few_places [n, FEW]: room for `draw_few`, or
-    None. Rows that are not filtered, or not finite, have no lists.
+    marked: of `weigh_kernel`, or None; few_keys [n, FEW] int64, few_weights [n, FEW]: room for
+    `draw_few`, or None. Rows that are not filtered, or not finite, have no lists.
 
     out [n]: the token of a row that needs no lists, -2 of others; or None.
     """
@@ -132,6 +135,10 @@ def collect_kernel(
     row = tl.program_id(1).to(tl.int64)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
     heat = temperature_of(temperature, row)
+    # On their way before it is known whether they are needed.
+    top_of_lines = None
+    if top_k is not None:
+        top_of_lines = load_tops(tops, row, chunks * (CHUNK // LINE), CHUNKS * CHUNK // LINE)
     peak, chunk_peak, scale, mass, finite = summary_of(
         peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX
     )
@@ -142,7 +149,7 @@ def collect_kernel(
     token = tl.full([], -2, tl.int32)
     if finite & (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
         token = collect_row(
-            x, tops, marked, bounds, counts, aboves, weights, few_weights, few_places,
+            x, top_of_lines, marked, bounds, counts, aboves, weights, few_keys, few_weights,
             row, peak, mass, heat, count, share, least, part, width, chunks,
             CHUNKS, CHUNK, LINE, MARKS, FEW, SLICE, SOFTMAX, SHARE, top_k is not None,
         )  # fmt: skip

@@ -3,46 +3,61 @@
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
-from cairn.ops.sampling.kernels.filters import first_beyond
+from cairn.ops.sampling.kernels.filters import bits_of, first_beyond
 
 
 @triton.jit
-def list_few(weights, places, weight, place, listed, FEW: tl.constexpr):
-    """Write those of the lines' weights [N, LINE] that are listed into one list, and their places,
-    if they are FEW at most; how many they are."""
+def list_few(keys, weight, place, listed, FEW: tl.constexpr):
+    """Write those of the lines' weights [N, LINE] that are listed into one list, with their places,
+    if they are FEW at most; how many they are.
+
+    A key, int64, has both: the larger weight has the larger key, of equal ones the first one.
+    """
+    key = bits_of(weight).to(tl.int64) << 32 | (0x7FFFFFFF - place)
     listed = listed.to(tl.int32)
     each = tl.sum(listed, 1)
     total = tl.sum(each, 0)
     if total <= FEW:
         before = tl.cumsum(each, 0) - each
         order = before[:, None] + tl.cumsum(listed, 1) - 1
-        tl.store(weights + order, weight, mask=listed > 0)
-        tl.store(places + order, place, mask=listed > 0)
+        tl.store(keys + order, key, mask=listed > 0)
     return total
 
 
 @triton.jit
-def ranks_of(weights, places, weight, place, listed, FEW: tl.constexpr, SLICE: tl.constexpr):
-    """How many of a list come before each of its weights [FEW]: from the largest down, of equal
-    ones the first first; and in the order of their places."""
+def weight_in(key):
+    """The weight of a key."""
+    return (key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def place_in(key):
+    """The place of a key."""
+    return 0x7FFFFFFF - key.to(tl.int32)
+
+
+@triton.jit
+def ranks_of(keys, key, listed, FEW: tl.constexpr, SLICE: tl.constexpr):
+    """How many of a list come before each of its keys [FEW]: from the largest weight down, and in
+    the order of their places."""
     packed = tl.zeros([FEW], tl.int32)
     for begin in range(0, listed, SLICE):
         j = begin + tl.arange(0, SLICE)
-        rival = tl.load(weights + j, mask=j < listed, other=0.0)[:, None]
-        ahead = tl.load(places + j, mask=j < listed, other=0x7FFFFFFF)[:, None] < place[None, :]
-        more = (rival > weight[None, :]) | ((rival == weight[None, :]) & ahead)
+        rival = tl.load(keys + j, mask=j < listed, other=-1)[:, None]
+        ahead = rival.to(tl.int32) > key.to(tl.int32)[None, :]
         # Two counts in one sum.
-        packed += tl.sum(more.to(tl.int32) + (ahead.to(tl.int32) << 16), 0)
+        more = (rival > key[None, :]).to(tl.int32)
+        packed += tl.sum(more + (ahead.to(tl.int32) << 16), 0)
     return packed & 0xFFFF, packed >> 16
 
 
 @triton.jit
 def draw_few(
-    weights, places, listed, top, k, share, least, total, part,
+    keys, weights, listed, top, k, share, least, total, part,
     SHARE: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row all of whose kept weights are in one list of `listed`, in any order, with
-    their places. The list is changed.
+    """The token of a row all of whose kept weights are in one list of `listed` keys, in any order.
+    The list is changed; weights [FEW] float32 is written.
 
     top, k, share, least, total, SHARE: as of `limit`; part: of the kept sum, a uniform number.
     """
@@ -50,11 +65,9 @@ def draw_few(
     tl.debug_barrier()
     i = tl.arange(0, FEW)
     inside = i < listed
-    weight = tl.load(weights + i, mask=inside, other=0.0)
-    place = tl.load(places + i, mask=inside, other=0x7FFFFFFF)
-    rank, order = ranks_of(weights, places, weight, place, listed, FEW, SLICE)
-    tl.debug_barrier()
-    tl.store(weights + rank, weight, mask=inside)
+    key = tl.load(keys + i, mask=inside, other=0)
+    rank, order = ranks_of(keys, key, listed, FEW, SLICE)
+    tl.store(weights + rank, weight_in(key), mask=inside)
     tl.debug_barrier()
     # From the largest down: filters keep the first ones.
     descending = tl.load(weights + i, mask=inside, other=0.0)
@@ -71,11 +84,10 @@ def draw_few(
     kept = kept & (descending >= least * top)
     left = tl.sum(kept.to(tl.int32), 0)
     mass = tl.sum(tl.where(kept, wide, 0.0), 0)
+    # What is not kept weighs nothing.
+    tl.store(keys + order, tl.where(rank < left, key, key & 0x7FFFFFFF), mask=inside)
     tl.debug_barrier()
-    tl.store(weights + order, tl.where(rank < left, weight, 0.0), mask=inside)
-    tl.store(places + order, place, mask=inside)
-    tl.debug_barrier()
-    in_place = tl.load(weights + i, mask=inside, other=0.0).to(tl.float64)
-    place = tl.load(places + i, mask=inside, other=0)
-    token = first_beyond(in_place, part.to(tl.float64) * mass, place)
+    in_place = tl.load(keys + i, mask=inside, other=0)
+    weight = weight_in(in_place).to(tl.float64)
+    token = first_beyond(weight, part.to(tl.float64) * mass, place_in(in_place))
     return tl.where(mass > 0.0, token, -1)

@@ -29,12 +29,18 @@ def reached_by(key, wanted, enough):
     low = 0
     high = tl.max(key, 0) + 1
     reach = enough + 1
+    # Most rows' numbers lie within 4 powers of two of the largest, or 16: weights as bits.
+    one = tl.maximum(high - (16 << 23), 1)
+    two = tl.maximum(high - (4 << 23), 1)
     while (high - low > 1) & (reach > enough):
-        middle = low + (high - low) // 2
-        found = tl.sum((key >= middle).to(tl.int32), 0)
-        high = tl.where(found >= wanted, high, middle)
-        reach = tl.where(found >= wanted, found, reach)
-        low = tl.where(found >= wanted, middle, low)
+        # Two counts in one sum.
+        found = tl.sum((key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 16), 0)
+        by_one, by_two = (found & 0xFFFF) >= wanted, (found >> 16) >= wanted
+        high = tl.where(by_two, high, tl.where(by_one, two, one))
+        low = tl.where(by_two, two, tl.where(by_one, one, low))
+        reach = tl.where(by_two, found >> 16, tl.where(by_one, found & 0xFFFF, reach))
+        one = low + tl.maximum((high - low) // 3, 1)
+        two = tl.minimum(one + tl.maximum((high - low) // 3, 1), high - 1)
     return low
 
 
@@ -48,33 +54,37 @@ def wanted_of(share, total, SHARE: tl.constexpr):
 
 
 @triton.jit
-def keys_of(tops, row, peak, heat, lines, N: tl.constexpr, SOFTMAX: tl.constexpr):
-    """The largest weights of a row's lines as bits [N]; 0 beyond the last."""
+def load_tops(tops, row, lines, N: tl.constexpr):
+    """The maxima of a row's lines [N]; -inf beyond the last."""
     i = tl.arange(0, N)
-    top = tl.load(tops + row * lines + i, mask=i < lines, other=float("-inf"))
-    return tl.where(i < lines, bits_of(tl.maximum(weight_of(top, peak, heat, SOFTMAX), 0.0)), 0)
+    return tl.load(tops + row * lines + i, mask=i < lines, other=float("-inf"))
+
+
+@triton.jit
+def keys_of(top, peak, heat, lines, SOFTMAX: tl.constexpr):
+    """The largest weights of a row's lines as bits, of `load_tops`; 0 beyond the last."""
+    inside = tl.arange(0, top.shape[0]) < lines
+    return tl.where(inside, bits_of(tl.maximum(weight_of(top, peak, heat, SOFTMAX), 0.0)), 0)
 
 
 @triton.jit
 def floor_of(
-    tops, row, peak, heat, total, count, share, least, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
-    SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
+    near, peak, heat, total, count, share, least, width, lines,
+    CHUNKS: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """A weight, as bits, that all weights which the row's filters keep reach, and few others: of
-    CHUNKS lines at most, if that is possible."""
+    CHUNKS lines at most, if that is possible. near: `keys_of` the row's lines, where count > 0."""
     floor = weight_of(peak, peak, heat, SOFTMAX) * least
     if count > 0:
         # A share of the top k's sum takes all of them.
         floor = tl.where(share < 1.0, 0.0, floor)
-        lines = chunks * (CHUNK // LINE)
-        if count <= lines:
-            key = keys_of(tops, row, peak, heat, lines, CHUNKS * CHUNK // LINE, SOFTMAX)
-            # So few that CHUNKS lists hold their lines, if that is possible, but not one more step
-            # than that takes.
-            enough = tl.maximum(count + count // 8, tl.minimum(count + count // 4 + 4, CHUNKS))
-            bound = reached_by(key, count, enough)
-            floor = tl.maximum(floor, bound.to(tl.float32, bitcast=True))
+        if near is not None:  # noqa: SIM102
+            if count <= lines:
+                # So few that CHUNKS lists hold their lines, if that is possible, but not one more
+                # step than that takes.
+                enough = tl.maximum(count + count // 8, tl.minimum(count + count // 4 + 4, CHUNKS))
+                bound = reached_by(near, count, enough)
+                floor = tl.maximum(floor, bound.to(tl.float32, bitcast=True))
     elif share < 1.0:
         # Weights below (total - wanted) / width sum up to less than total - wanted, so the
         # others reach what is wanted; half of that, and less still, leaves room to round.
@@ -96,8 +106,7 @@ def marks_of(floor, end, MARKS: tl.constexpr):
 @triton.jit
 def weigh_kernel(
     x, temperature, top_p, min_p, peaks, masses, marked, stride, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
-    MARKS: tl.constexpr, STEP: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, MARKS: tl.constexpr, STEP: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """marked [n, programs, MARKS] float32: what each program's chunks of a row that keeps a share
@@ -111,8 +120,8 @@ def weigh_kernel(
         peak, _, _, mass, finite = summary_of(peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX)
         if finite:
             floor = floor_of(
-                None, row, peak, heat, tl.sum(mass, 0), 0, share, least, width, chunks,
-                CHUNKS, CHUNK, LINE, SOFTMAX, SHARE,
+                None, peak, heat, tl.sum(mass, 0), 0, share, least, width, 0,
+                CHUNKS, SOFTMAX, SHARE,
             )  # fmt: skip
             mark = marks_of(floor, bits_of(weight_of(peak, peak, heat, SOFTMAX)) + 1, MARKS)
             sums = tl.zeros([STEP, MARKS], tl.float32)
@@ -223,7 +232,7 @@ def load_lines(
 
 @triton.jit
 def collect_lines(
-    x, counts, weights, few_weights, few_places, found, low, peak, heat, width,
+    x, counts, weights, few_keys, found, low, peak, heat, width,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, FEW: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):  # fmt: skip
@@ -232,7 +241,7 @@ def collect_lines(
     than FEW if they are in the slots' lists."""
     slots = counts + CHUNKS
     total = tl.full([], FEW + 1, tl.int32)
-    if few_weights is not None:
+    if few_keys is not None:
         # Halves of lines: a number for each thread of a warp.
         HALF: tl.constexpr = LINE // 2
         half = tl.arange(0, 2 * CHUNKS)
@@ -240,7 +249,7 @@ def collect_lines(
         weight, place, listed = load_lines(
             x, slots, half // 2, i, found, low, peak, heat, width, CHUNK, LINE, SOFTMAX
         )
-        total = list_few(few_weights, few_places, weight, place, listed, FEW)
+        total = list_few(few_keys, weight, place, listed, FEW)
     if total > FEW:
         s = tl.arange(0, CHUNKS)
         whole, _place, among = load_lines(
