@@ -34,7 +34,7 @@ APART = 8
 """Counters of arrivals lie as many numbers from each other: in sectors of their own."""
 ALIGNED = 32
 """Parts begin where so many numbers do: at a line of memory."""
-LATE, LATE_ROUNDS = 4000, 8
+LATE, LATE_ROUNDS = 5000, 8
 """Cycles between the first programs of a multiprocessor, where each has so many to run."""
 MOST_COUNTED = 512
 """Numbers of a line, counted in 10 bits."""
@@ -122,8 +122,8 @@ def keep_share(probs: Tensor, top_p: Tensor) -> Tensor:
             _memory(x, 2, 4, team.parts, dtype=torch.float64),
             _memory(x, team.parts, slots, dtype=torch.float32),
             _memory(x, team.parts, dtype=torch.int32),
-            *(probs.stride(0), probs.shape[1], team.parts, parts),
-            *(team.part, team.piece, team.lines, slots, BINS, APART, team.align),
+            *(probs.stride(0), probs.shape[1], team.parts, gpu.processors(x.device), parts),
+            *(team.part, team.piece, team.lines, slots, BINS, APART, team.align, team.late),
             num_warps=WARPS,
             maxnreg=REGISTERS,
         )

@@ -334,9 +334,10 @@ def store_first(
 @triton.jit
 def top_p_kernel(
     x, top_p, out, tickets, arrivals, peaks, masses, sizes, tallies, numbers, equals,
-    stride, width, parts,
+    stride, width, parts, places,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
     SLOTS: tl.constexpr, BINS: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = x where it is in the nucleus of its row, divided by the sum of that; else 0.
 
@@ -344,7 +345,7 @@ def top_p_kernel(
     some numbers of each part; tallies [n, 2, 4, parts] float64; numbers [n, parts, SLOTS] float32,
     the lists; equals [n, parts] int32, the numbers that are as large as the least that is kept.
     """
-    row, part = seat_of(tickets, parts)
+    row, part = seat_of(tickets, parts, places, LATE)
     share = tl.load(top_p + row)
     pieces = load_part(x, row, part, stride, width, 0.0, PART, PIECE, ALIGN)
     own_peak = tl.max(tops_of(pieces, LINES), 0)
