@@ -77,21 +77,6 @@ class Filters:
         """Width of the program that searches a row's lists."""
         return WIDTH if self.top_k is None else SHORT_WIDTH
 
-    @property
-    def least_alone(self) -> bool:
-        """Whether min-p is the only one."""
-        return self.min_p is not None and self.top_k is None and self.top_p is None
-
-    @property
-    def largest_alone(self) -> bool:
-        """Whether top-k is the only one."""
-        return self.top_k is not None and self.min_p is None and self.top_p is None
-
-    @property
-    def share_alone(self) -> bool:
-        """Whether top-p is the only one."""
-        return self.top_p is not None and self.top_k is None and self.min_p is None
-
     def part(self, at: slice) -> Filters:
         """The same for some of the rows."""
         top_k, top_p, min_p = (None if t is None else t[at] for t in self.tensors())
@@ -233,15 +218,13 @@ def draw_from(source: Source, rows: Tensor, uniform: Tensor) -> Tensor:
 def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
     """probs [n, V] as the filters leave them, divided by their sum: one launch where there is
     one filter, or else five."""
-    if filters.largest_alone:
-        assert filters.top_k is not None
-        return teams.keep_largest(probs, filters.top_k)
-    if filters.least_alone:
-        assert filters.min_p is not None
-        return teams.keep_least(probs, filters.min_p)
-    if filters.share_alone:
-        assert filters.top_p is not None
-        return teams.keep_share(probs, filters.top_p)
+    match filters.tensors():
+        case (Tensor() as top_k, None, None):
+            return teams.keep_largest(probs, top_k)
+        case (None, Tensor() as top_p, None):
+            return teams.keep_share(probs, top_p)
+        case (None, None, Tensor() as min_p):
+            return teams.keep_least(probs, min_p)
     out = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
     source = Source(probs)
     for begin in range(0, len(probs), source.most_rows):
