@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from cairn.ops import counter_uniform, top_k_renorm_probs
@@ -45,6 +46,20 @@ def test_boundaries_between_chunks(device: str) -> None:
         rows = probs.expand(12, -1).contiguous().to(device)
         got = draw_from_probs.using(name)(rows, uniform.to(device))
         assert got.tolist() == expected, name
+
+
+@pytest.mark.parametrize(("laws", "k"), [(10, 4), (1, 40)])
+def test_each_of_the_top_k_is_drawn_and_no_other(laws: int, k: int, device: str) -> None:
+    # Nearly equal ones: each has one of these uniform numbers.
+    torch.manual_seed(k)
+    probs = torch.softmax(torch.randn(laws, 3000) * 1e-3, dim=-1)
+    expected = probs.topk(k).indices.sort().values
+    uniform = ((torch.arange(k) + 0.5) / k).repeat(laws).to(device)
+    rows = probs.repeat_interleave(k, 0).to(device)
+    top_k = torch.full((laws * k,), k, dtype=torch.int32, device=device)
+    for name in runnable_on(draw_from_probs, device):
+        got = draw_from_probs.using(name)(rows, uniform, top_k).cpu()
+        assert got.view(laws, k).tolist() == expected.tolist(), name
 
 
 def test_law_of_the_draw() -> None:
