@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +61,11 @@ class Team(NamedTuple):
     late: int = 0
 
     @property
+    def padded(self) -> int:
+        """Parts, up to a power of two."""
+        return gpu.next_power_of_2(self.parts)
+
+    @property
     def lines(self) -> int:
         """Lines of a part: as many as threads."""
         return max(32 * WARPS, self.part // MOST_COUNTED)
@@ -89,60 +95,56 @@ def keep_largest(probs: Tensor, top_k: Tensor) -> Tensor:
 
 def keep_least(probs: Tensor, min_p: Tensor) -> Tensor:
     """Those of probs [n, V] that are at least min_p [n] of the largest, divided by their sum."""
-    out, team = _out(probs), _team(probs)
-    for begin in range(0, len(probs), team.most_rows):
-        at = slice(begin, begin + team.most_rows)
-        x = probs[at]
-        min_p_kernel[(team.parts * len(x),)](
-            *(x, min_p[at], out[at], *_counters(x, team)),
-            _memory(x, team.parts, dtype=torch.int32),
-            _memory(x, team.parts, dtype=torch.int64),
-            *(probs.stride(0), probs.shape[1], team.parts, gpu.processors(x.device)),
-            *(gpu.next_power_of_2(team.parts), team.part, team.piece, team.lines),
-            *(APART, team.align, team.late),
-            num_warps=WARPS,
-            maxnreg=REGISTERS,
-        )
-    return out
+    team = _team(probs)
+    memory = (torch.int32, team.parts), (torch.int64, team.parts)
+    return _run(min_p_kernel, probs, min_p, team, memory)
 
 
 def keep_share(probs: Tensor, top_p: Tensor) -> Tensor:
     """The largest of probs [n, V] up to a mass of top_p [n], divided by their sum."""
-    out, team = _out(probs), _team(probs)
-    parts = gpu.next_power_of_2(team.parts)
-    slots = min(SLOTS, MOST_LISTED // parts)
-    for begin in range(0, len(probs), team.most_rows):
-        at = slice(begin, begin + team.most_rows)
-        x = probs[at]
-        top_p_kernel[(team.parts * len(x),)](
-            *(x, top_p[at], out[at], *_counters(x, team)),
-            _memory(x, team.parts, dtype=torch.int32),
-            _memory(x, team.parts, dtype=torch.float64),
-            _memory(x, team.parts, BINS, dtype=torch.int32),
-            _memory(x, 2, 4, team.parts, dtype=torch.float64),
-            _memory(x, team.parts, slots, dtype=torch.float32),
-            _memory(x, team.parts, dtype=torch.int32),
-            *(probs.stride(0), probs.shape[1], team.parts, gpu.processors(x.device), parts),
-            *(team.part, team.piece, team.lines, slots, BINS, APART, team.align, team.late),
-            num_warps=WARPS,
-            maxnreg=REGISTERS,
-        )
-    return out
+    team = _team(probs)
+    slots = min(SLOTS, MOST_LISTED // team.padded)
+    memory = (
+        *((torch.int32, team.parts), (torch.float64, team.parts), (torch.int32, team.parts, BINS)),
+        *((torch.float64, 2, 4, team.parts), (torch.float32, team.parts, slots)),
+        (torch.int32, team.parts),
+    )
+    return _run(top_p_kernel, probs, top_p, team, memory, slots, BINS)
 
 
 def _keep_largest(values: Tensor, top_k: Tensor, *, shares: bool) -> Tensor:
-    out, team = _out(values), _team(values)
+    team = _team(values)
+    memory = (
+        *((torch.int32, 4, team.parts), (torch.float32, team.parts, SLOTS)),
+        (torch.int64, 2, team.parts),
+    )
+    return _run(top_k_kernel, values, top_k, team, memory, NEAR, SLOTS, shares)
+
+
+def _run(
+    kernel: Any,
+    values: Tensor,
+    parameter: Tensor,
+    team: Team,
+    memory: Sequence[tuple[Any, ...]],
+    *sizes: int,
+) -> Tensor:
+    """What a kernel makes of values [n, V] and a parameter of each row [n].
+
+    Args:
+        memory: dtypes and shapes [n, ..] of what the kernel writes for itself.
+        sizes: its own constants.
+    """
+    out = _out(values)
     for begin in range(0, len(values), team.most_rows):
         at = slice(begin, begin + team.most_rows)
         x = values[at]
-        top_k_kernel[(team.parts * len(x),)](
-            *(x, top_k[at], out[at], *_counters(x, team)),
-            _memory(x, 4, team.parts, dtype=torch.int32),
-            _memory(x, team.parts, SLOTS, dtype=torch.float32),
-            _memory(x, 2, team.parts, dtype=torch.int64),
+        kernel[(team.parts * len(x),)](
+            *(x, parameter[at], out[at], *_counters(x, team)),
+            *(_memory(x, *shape, dtype=dtype) for dtype, *shape in memory),
             *(values.stride(0), values.shape[1], team.parts, gpu.processors(x.device)),
-            *(gpu.next_power_of_2(team.parts), team.part, team.piece, team.lines),
-            *(NEAR, SLOTS, APART, team.align, team.late, shares),
+            *(team.padded, team.part, team.piece, team.lines),
+            *(*sizes, APART, team.align, team.late),
             num_warps=WARPS,
             maxnreg=REGISTERS,
         )

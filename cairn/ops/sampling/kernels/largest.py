@@ -268,8 +268,8 @@ def what_is_kept(
 def top_k_kernel(
     x, top_k, out, tickets, arrivals, notes, numbers, tallies, stride, width, parts, places,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
-    NEAR: tl.constexpr, SLOTS: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr,
-    LATE: tl.constexpr, SHARES: tl.constexpr,
+    NEAR: tl.constexpr, SLOTS: tl.constexpr, SHARES: tl.constexpr,
+    APART: tl.constexpr, ALIGN: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = what the row's k largest and their equals are, the others -inf; SHARES: what
     they are divided by their sum, the others 0.
