@@ -28,7 +28,7 @@ from cairn.ops.sampling.kernels.uniform import part_of
 
 @triton.jit
 def limited(
-    x, near, counts, weights, few_keys, few_weights, row, low, peak, heat, count, share, least,
+    x, near, counts, weights, few_keys, few_weights, low, peak, heat, count, share, least,
     top, total, part, width, lines,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, FEW: tl.constexpr,
     SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
@@ -93,7 +93,7 @@ def collect_row(
             few_keys += row * FEW
             few_weights += row * FEW
         by_line, token = limited(
-            x, near, counts, weights, few_keys, few_weights, row, low, peak, heat, count,
+            x, near, counts, weights, few_keys, few_weights, low, peak, heat, count,
             share, least, top, total, part, width, lines,
             CHUNKS, CHUNK, LINE, FEW, SLICE, SOFTMAX, SHARE,
         )  # fmt: skip

@@ -270,8 +270,8 @@ def equals_of(pieces, number, LINES: tl.constexpr):
 def nucleus_of(
     pieces, wanted, total, peak_key, at_low, width, row, part, parts,
     sizes, tallies, numbers, equals, arrivals,
-    PARTS: tl.constexpr, PART: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr,
-    BINS: tl.constexpr, APART: tl.constexpr,
+    PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, BINS: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """The least number that is kept of a row whose sum, `total`, is not less than what is wanted;
     the sum of all that is kept; and how many of a part's numbers that are equal to the least are
@@ -366,7 +366,7 @@ def top_p_kernel(
             threshold, kept, few = nucleus_of(
                 pieces, wanted, kept, peak_key, mass, width, row, part, parts,
                 sizes, tallies, numbers, equals, arrivals,
-                PARTS, PART, LINES, SLOTS, BINS, APART,
+                PARTS, LINES, SLOTS, BINS, APART,
             )  # fmt: skip
         total = tl.maximum(kept.to(tl.float32), 1.1754943508222875e-38)
     if few < 0:
