@@ -1,7 +1,8 @@
 """The kernel behind FlashAttention's front ends: one for prefill and decode, and one that joins.
 
 Lines of a tile are (query, head) pairs of one sequence and KV head: line m is query m // HP, head
-m % HP of a block of the group. Keys are numbered from the first that is there. Whatever the masks,
+m % HP of a block of the group. Few lines of narrow heads are of two KV heads that lie side by side,
+so that whole lines of memory are read: first HP of the one, then HP of the other. Keys are numbered from the first that is there. Whatever the masks,
 a line sees one run of keys, first .. last. Outputs of ragged queries lie as those of one sequence.
 """
 
@@ -118,8 +119,8 @@ def worth_of(descale, pair):
 
 @triton.jit
 def attend_keys(
-    query, extra, best, total, acc, k_head, v_head, table, offset, begin, end, low, high,
-    first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+    query, extra, best, total, acc, other_acc, k_head, v_head, other_k, other_v, others,
+    table, offset, begin, end, low, high, first, last, factor, cap, k_page, k_slot, v_page, v_slot,
     DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, PAGING: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr,
@@ -129,6 +130,8 @@ def attend_keys(
     Args:
         query: [M, DP]; extra: [M, VP], the product with values joins the score, or None.
         best, total: [M] running maximum (base 2) and sum; acc: [M, VP].
+        other_acc: acc of the lines `others` [M] bool, which are of the KV head at other_k and
+            other_v; None, and what it has for the other lines is nothing.
         low, high: no line sees keys outside.
         factor: of the products; times log2(e) where no cap is given.
         EDGE: some keys are not seen by every line.
@@ -141,6 +144,12 @@ def attend_keys(
         line = lines_at(start, offset, inside, table, v_page, v_slot, SIZE, PAGING, KEYS)
         value = load_rows(v_head + line, inside, WIDE, VP).to(query.dtype)
         logits = tl.dot(query, key, input_precision=PRECISION)
+        if other_acc is not None:
+            # Side by side with the first one's: one line of memory has both.
+            line = lines_at(start, offset, inside, table, k_page, k_slot, SIZE, PAGING, KEYS)
+            key = load_columns(other_k + line, inside, DIM, DP).to(query.dtype)
+            theirs = tl.dot(query, key, input_precision=PRECISION)
+            logits = tl.where(others[:, None], theirs, logits)
         if extra is not None:
             logits = tl.dot(extra, tl.trans(value), logits, input_precision=PRECISION)
         logits = logits * factor
@@ -157,14 +166,23 @@ def attend_keys(
         decay = tl.exp2(best - base)
         acc = acc * decay[:, None]
         acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
+        if other_acc is not None:
+            line = lines_at(start, offset, inside, table, v_page, v_slot, SIZE, PAGING, KEYS)
+            value = load_rows(other_v + line, inside, WIDE, VP).to(query.dtype)
+            other_acc = other_acc * decay[:, None]
+            other_acc = tl.dot(
+                weight.to(value.dtype), value, other_acc, input_precision=PRECISION
+            )
         total = total * decay + tl.sum(weight, 1)
         best = higher
+    if other_acc is not None:
+        acc = tl.where(others[:, None], other_acc, acc)
     return best, total, acc
 
 
 @triton.jit
 def attend_blocks(
-    query, extra, k_head, v_head, keys, values, k_line, k_lines, k_column, v_line, v_lines,
+    query, extra, k_head, v_head, other_k, other_v, others, keys, values, k_line, k_lines, k_column, v_line, v_lines,
     v_column, table, offset, split, splits, alive, first, last, factor, cap,
     k_page, k_slot, v_page, v_slot,
     DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, PAGING: tl.constexpr,
@@ -174,18 +192,23 @@ def attend_blocks(
     """(best, total, acc) of all keys of a split: edges, whole blocks, edges again.
 
     Args:
+        other_k, other_v, others: as in `attend_keys`, of few lines; or None.
         keys, values: tables of lines for whole blocks, as in `attend_pairs`; or None.
     """
     begin, middle, after, end, low, high = blocks_of(first, last, alive, split, splits, KEYS)
     best = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
     acc = tl.zeros([query.shape[0], VP], tl.float32)
+    other_acc = None
+    if others is not None:
+        other_acc = acc
     if query.shape[0] == 16:
         # Few lines: masks cost little, and one loop keeps its loads in flight from end to end.
         after = begin
     else:
         best, total, acc = attend_keys(
-            query, extra, best, total, acc, k_head, v_head, table, offset, begin, middle, low, high,
+            query, extra, best, total, acc, None, k_head, v_head, None, None, None,
+            table, offset, begin, middle, low, high,
             first, last, factor, cap, k_page, k_slot, v_page, v_slot,
             DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, True, CAPPED, PRECISION,
         )  # fmt: skip
@@ -197,13 +220,14 @@ def attend_blocks(
             )  # fmt: skip
         else:
             best, total, acc = attend_keys(
-                query, extra, best, total, acc, k_head, v_head, table, offset, middle, after,
-                low, high, first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+                query, extra, best, total, acc, None, k_head, v_head, None, None, None,
+                table, offset, middle, after, low, high, first, last, factor, cap, k_page, k_slot, v_page, v_slot,
                 DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, False, CAPPED, PRECISION,
             )  # fmt: skip
     best, total, acc = attend_keys(
-        query, extra, best, total, acc, k_head, v_head, table, offset, after, end, low, high,
-        first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+        query, extra, best, total, acc, other_acc, k_head, v_head, other_k, other_v, others,
+        table, offset, after, end, low, high, first, last, factor, cap,
+        k_page, k_slot, v_page, v_slot,
         DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, True, CAPPED, PRECISION,
     )  # fmt: skip
     return best, total, acc
@@ -232,8 +256,8 @@ def flash_kernel(
     k_lines, k_head_lines, k_column, v_lines, v_head_lines, v_column,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, PAGING: tl.constexpr, TOKENS: tl.constexpr, HP: tl.constexpr,
-    DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    JOINT: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr,
+    CAPPED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one sequence, a KV head (or a block of its group), a split of the keys.
 
@@ -243,6 +267,7 @@ def flash_kernel(
         even: queries of every sequence; those of all together where they are ragged.
         capacity: keys of a sequence of which nothing else is known.
         keys, values: k and v as tables of lines (`lines.Lines`) for blocks that all see; or None.
+        JOINT: KV heads of a tile, 1 or 2; then there are no scales, and no parts of a group.
         DTYPE: of the products; EARLY: as in `await_previous`.
     """
     await_previous(EARLY)
@@ -251,16 +276,16 @@ def flash_kernel(
     row, split = (tl.program_id(0) % batch).to(tl.int64), tl.program_id(2)
     # Late tiles see the most keys: they start first.
     tile = tiles - 1 - tl.program_id(0) // batch
-    kv = (tl.program_id(1) // parts).to(tl.int64)
+    kv = (tl.program_id(1) // parts * JOINT).to(tl.int64)
     ahead, count, used, own = queries_of(row, even, cu_q, used_q)
     if tile * TOKENS >= count:
         return
     offset, length = keys_of(row, capacity, cu_k, used_k, leftpad)
-    m = tl.arange(0, TOKENS * HP)
-    query = tile * TOKENS + m // HP
+    m = tl.arange(0, TOKENS * JOINT * HP)
+    query = tile * TOKENS + m // (JOINT * HP)
     member = tl.program_id(1) % parts * HP + m % HP
     alive = (query < count) & (member < group)
-    head = kv * group + member
+    head = (kv + m // HP % JOINT) * group + member
     first, last = seen_of(query, used, length, left, right, chunk)
     line = (ahead + query).to(tl.int64)
     place = q + own * q_batch + line * q_token + head * q_head
@@ -282,8 +307,11 @@ def flash_kernel(
             own_keys = tl.load(batch_idx + row).to(tl.int64)
     k_at, k_line = head_of(k, own_keys, kv, offset, k_page, k_head, k_lines, k_head_lines)
     v_at, v_line = head_of(v, own_keys, kv, offset, v_page, v_head, v_lines, v_head_lines)
+    others = None
+    if JOINT == 2:
+        others = m // HP % 2 == 1
     best, total, acc = attend_blocks(
-        asked, extra, k_at, v_at, keys, values, k_line, k_lines, (kv * k_column).to(tl.int32),
+        asked, extra, k_at, v_at, k_at + k_head, v_at + v_head, others, keys, values, k_line, k_lines, (kv * k_column).to(tl.int32),
         v_line, v_lines, (kv * v_column).to(tl.int32), table, offset, split, splits,
         alive, first, last, factor, cap, k_page, k_slot, v_page, v_slot,
         DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, CAPPED, PRECISION,

@@ -103,11 +103,13 @@ class Tiles:
     keys: int
     warps: int
     stages: int
+    joint: int = 1
+    """KV heads of a program."""
 
     @property
     def few(self) -> bool:
         """No more lines than a product takes: decode, mostly."""
-        return self.tokens * self.heads == 16
+        return self.tokens * self.joint * self.heads == 16
 
 
 def tiles_of(task: Task) -> Tiles:
@@ -139,10 +141,10 @@ def attend(task: Task) -> None:
     """Write o and lse of a task."""
     if task.q.numel() == 0 or task.batch == 0 or task.max_seqlen_q == 0:
         return
-    tiles, keys, values = _paired(task, tiles_of(task))
+    tiles, keys, values = _paired(task, _joint(task, tiles_of(task)))
     q, k, v, o = task.q, task.k, task.v, task.o
     heads, kv_heads = q.shape[-2], k.shape[-2]
-    columns = kv_heads * -(-task.group // tiles.heads)
+    columns = kv_heads // tiles.joint * -(-task.group // tiles.heads)
     count = -(-task.max_seqlen_q // tiles.tokens)
     splits = _splits(task, tiles, count * columns * task.batch)
     early = tiles.few and count == 1 and gpu.launches_early(q.device)
@@ -163,7 +165,8 @@ def attend(task: Task) -> None:
         0 if task.page_table is None else task.page_table.stride(0),
         *(*keys[1:], *values[1:]),
         *(heads, kv_heads, q.shape[-1], v.shape[-1], k.shape[1] if paging else 1, paging),
-        *(tiles.tokens, tiles.heads, tiles.key_width, tiles.value_width, tiles.keys),
+        *(tiles.tokens, tiles.heads, tiles.joint),
+        *(tiles.key_width, tiles.value_width, tiles.keys),
         *(task.softcap > 0, dtypes.get(task.dtype, gpu.tl.bfloat16)),
         *("ieee" if task.dtype == torch.float32 else "tf32", early),
         num_warps=tiles.warps,
@@ -181,6 +184,20 @@ def attend(task: Task) -> None:
             **early_option(early),
             **gpu.ONE_SUM,
         )
+
+
+def _joint(task: Task, tiles: Tiles) -> Tiles:
+    """Two narrow KV heads that lie side by side in a tile, if it has room for the lines of both."""
+    heads = 2 * tiles.heads
+    plain = task.qv is None and task.q_descale is None and task.k_descale is None
+    plain = plain and task.v_descale is None
+    plain = plain and (task.q.dtype.itemsize == 2 or gpu.INTERPRETED)
+    narrow = max(tiles.key_width, tiles.value_width) <= NARROW
+    beside = all(x.stride(-2) == x.shape[-1] for x in (task.k, task.v))
+    room = tiles.few and heads <= 16 and task.max_seqlen_q <= 16 // heads
+    if not (plain and narrow and beside and room and task.k.shape[-2] % 2 == 0):
+        return tiles
+    return replace(tiles, tokens=16 // heads, joint=2)
 
 
 def _paired(task: Task, tiles: Tiles) -> tuple[Tiles, Lines, Lines]:
@@ -213,7 +230,7 @@ def _splits(task: Task, tiles: Tiles, programs: int) -> int:
     if not tiles.few:
         return min(-(-PROGRAMS // programs), most)
     wave = DECODE_PROGRAMS
-    if tiles.key_width > NARROW:
+    if tiles.key_width * tiles.joint > NARROW:
         light = tiles.keys < 64 or task.q.dtype.itemsize == 1
         wave = LIGHT_PROGRAMS if light else WIDE_DECODE_PROGRAMS
     return whole_waves(programs, wave, most)
