@@ -137,12 +137,14 @@ class Source:
 
 
 class Survey(NamedTuple):
-    """What `survey_kernel` found; masses and tops only where asked for."""
+    """What `survey_kernel` found, and arrivals, which are 0; all but the first two only where asked
+    for."""
 
     peaks: Tensor
     firsts: Tensor
     masses: Tensor | None
     tops: Tensor | None
+    arrivals: Tensor | None
 
 
 class Listed(NamedTuple):
@@ -193,7 +195,7 @@ def draw(
     """One token of every row [n], drawn by a seed's index-th number; seed None: by the numbers
     `index` [n] float32 themselves.
 
-    Two launches, and one or two more if there may be filters.
+    Two launches, and one more where a share is kept without a top k.
     """
     rows = len(source.values)
     out = torch.empty(rows, dtype=dtype, device=source.values.device)
@@ -250,12 +252,15 @@ def _warps(source: Source) -> int:
     return max(2, min(8, source.chunk // 512))
 
 
-def _survey(source: Source, top_k: Tensor | None = None, *, masses: bool) -> Survey:
+def _survey(
+    source: Source, top_k: Tensor | None = None, *, masses: bool, arrivals: bool = False
+) -> Survey:
     found = Survey(
         source.empty(source.chunks),
         source.empty(source.chunks, dtype=torch.int32),
         source.empty(source.chunks, dtype=torch.float64) if masses else None,
         source.empty(source.chunks, source.chunk // LINE) if masses else None,
+        source.empty(dtype=torch.int32) if arrivals else None,
     )
     kernels.survey_kernel[(source.chunks, len(source.values))](
         *(source.values, source.temperature, top_k, *found, *source.sizes),
@@ -290,7 +295,7 @@ def _collect(
     numbers: Sequence[Tensor | None] = (None,) * 3,
     out: Tensor | None = None,
 ) -> Listed:
-    """Lists for the kernel that comes next; tokens of rows that need none, where `out` is given."""
+    """Lists for the kernel that comes next, or tokens where `out` is given."""
     softmax, marked = source.temperature is not None, _weigh(source, filters, found)
     limited = filters.top_k is not None
     listed = Listed(
@@ -305,7 +310,7 @@ def _collect(
     collect_kernel[(_programs(source, limited), len(source.values))](
         *(source.values, source.temperature, *filters.tensors(), *numbers),
         *(*found, marked, *listed, *few, out, *source.sizes),
-        *(CHUNKS, source.chunk, LINE, MARKS, RUN, FEW, RIVALS),
+        *(CHUNKS, source.chunk, LINE, MARKS, filters.search, RUN, FEW, RIVALS),
         *(softmax, filters.share(softmax), source.early),
         **(LINE_LISTS if limited else {"num_warps": _warps(source)}),
         **early_option(source.early),
@@ -323,26 +328,18 @@ def _draw(
 ) -> None:
     if not len(out):
         return
-    softmax, early = source.temperature is not None, early_option(source.early)
-    found = _survey(source, filters.top_k, masses=True)
+    found = _survey(source, filters.top_k, masses=True, arrivals=not filters.none)
     numbers = (None, None, index) if seed is None else (seed, index, None)
     if filters.none:
         draw_kernels.draw_kernel[(len(out),)](
             *(source.values, source.temperature, *numbers, rows),
             *(found.peaks, found.firsts, found.masses, out, *source.sizes),
-            *(CHUNKS, source.chunk, RUN, softmax, source.early),
+            *(CHUNKS, source.chunk, RUN, source.temperature is not None, source.early),
             num_warps=DRAW_WARPS,
-            **early,
+            **early_option(source.early),
         )
         return
-    listed = _collect(source, filters, found, numbers, out)
-    draw_kernels.draw_listed_kernel[(len(out),)](
-        *(source.values, source.temperature, *filters.tensors(), *numbers),
-        *(found.peaks, found.masses, *listed, out, *source.sizes, CHUNKS, source.chunk),
-        *(filters.search, RUN, softmax, filters.share(softmax), source.early),
-        num_warps=SEARCH_WARPS,
-        **early,
-    )
+    _collect(source, filters, found, numbers, out)
 
 
 def _filter(source: Source, filters: Filters, out: Tensor) -> None:

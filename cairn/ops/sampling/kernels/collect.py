@@ -1,10 +1,10 @@
-"""Lists of rows that are filtered, see `lists`, and the tokens of rows that need none."""
+"""Lists of rows that are filtered, see `lists`, and their tokens."""
 
 from __future__ import annotations
 
 from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
-from cairn.ops.sampling.kernels.draw import draw_plain
+from cairn.ops.sampling.kernels.draw import draw_listed, draw_plain
 from cairn.ops.sampling.kernels.few import draw_few
 from cairn.ops.sampling.kernels.filters import (
     bits_of,
@@ -34,13 +34,14 @@ def limited(
     SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Whether few lines hold the top k of a row at x; then the first program lists them, or draws
-    one if they are FEW at most and there is room: the token, or else -2. near: `keys_of` the row's
-    lines."""
+    one if they are FEW at most and there is room. near: `keys_of` the row's lines. Returns this,
+    and what `collect_row` does."""
     hit = (near >= low) & (near > 0)
     found = tl.sum(hit.to(tl.int32), 0)
     by_line = (count > 0) & (count <= lines) & (found <= CHUNKS)
     token = tl.full([], -2, tl.int32)
-    if by_line & (tl.program_id(0) == 0):
+    listing = by_line & (tl.program_id(0) == 0)
+    if listing:
         keep_hits(hit, counts, CHUNKS)
         listed = collect_lines(
             x, counts, weights, few_keys, found, low, peak, heat, width,
@@ -48,23 +49,34 @@ def limited(
         )  # fmt: skip
         if few_keys is not None:  # noqa: SIM102
             if listed <= FEW:
+                listing = tl.full([], False, tl.int1)
                 token = draw_few(
                     few_keys, few_weights, listed, top, count, share, least, total, part,
                     SHARE, FEW, SLICE,
                 )  # fmt: skip
-    return by_line, token
+    return by_line, token, listing
+
+
+@triton.jit
+def is_last(arrivals):
+    """Whether the other programs of a row have all been here: what they stored can be loaded."""
+    # What all threads stored is done before one of them says so.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    tl.debug_barrier()
+    return last
 
 
 @triton.jit
 def collect_row(
-    x, top_of_lines, marked, bounds, counts, aboves, weights, few_keys, few_weights,
+    x, top_of_lines, marked, bounds, counts, aboves, weights, few_keys, few_weights, arrivals,
     row, peak, mass, heat, count, share, least, part, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
     FEW: tl.constexpr, SLICE: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """The lists of a row at x that is filtered, LIMITED: by a top k, maybe; its token instead, or
-    else -2."""
+    """Lists of a row at x that is filtered, LIMITED: by a top k, maybe. Returns its token instead,
+    or else -2, and whether this program is the one that finds all its lists done."""
     total = tl.sum(mass, 0)
     top = weight_of(peak, peak, heat, SOFTMAX)
     lines = chunks * (CHUNK // LINE)
@@ -88,11 +100,12 @@ def collect_row(
     weights += row * CHUNKS * CHUNK
     by_line = count < 0
     token = tl.full([], -2, tl.int32)
+    done = tl.full([], False, tl.int1)
     if LIMITED:
         if few_keys is not None:
             few_keys += row * FEW
             few_weights += row * FEW
-        by_line, token = limited(
+        by_line, token, done = limited(
             x, near, counts, weights, few_keys, few_weights, low, peak, heat, count,
             share, least, top, total, part, width, lines,
             CHUNKS, CHUNK, LINE, FEW, SLICE, SOFTMAX, SHARE,
@@ -110,28 +123,31 @@ def collect_row(
             x, counts, aboves, weights, low, high, peak, heat, width, chunks,
             CHUNK, SOFTMAX, marked is not None,
         )  # fmt: skip
-    return token
+        if arrivals is not None:
+            done = is_last(arrivals + row)
+    return token, done
 
 
 @triton.jit
 def collect_kernel(
-    x, temperature, top_k, top_p, min_p, seed, index, uniform, peaks, firsts, masses, tops, marked,
-    bounds, counts, aboves, weights, few_keys, few_weights, out, stride, width, chunks,
+    x, temperature, top_k, top_p, min_p, seed, index, uniform, peaks, firsts, masses, tops,
+    arrivals, marked, bounds, counts, aboves, weights, few_keys, few_weights, out,
+    stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
-    RUN: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
+    WIDTH: tl.constexpr, RUN: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Lists the weights > 0 of a filtered row between two bounds.
+    """Lists the weights > 0 of a filtered row between two bounds, and draws a token.
 
     bounds [n, 2]: these; counts [n, 2, CHUNKS] int32: of each list, and its chunk; aboves
     [n, CHUNKS] float64; weights [n, CHUNKS, CHUNK]: the first counts of each list in some order.
     marked: of `weigh_kernel`, or None; few_keys [n, FEW] int64, few_weights [n, FEW]: room for
     `draw_few`, or None. Rows that are not filtered, or not finite, have no lists.
 
-    out [n]: the token of a row that needs no lists, -2 of others; or None.
+    out [n]: the first token whose running kept weight exceeds a uniform number times the sum, as of
+    `draw_kernel`; then arrivals [n] int32 are zeros. Or both are None, for lists alone.
     """
     await_previous(EARLY)
-    program = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
     heat = temperature_of(temperature, row)
@@ -147,18 +163,26 @@ def collect_kernel(
         part = part_of(seed, index, uniform, row)
     x += row * stride
     token = tl.full([], -2, tl.int32)
+    done = tl.full([], False, tl.int1)
     if finite & (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
-        token = collect_row(
+        token, done = collect_row(
             x, top_of_lines, marked, bounds, counts, aboves, weights, few_keys, few_weights,
-            row, peak, mass, heat, count, share, least, part, width, chunks,
+            arrivals, row, peak, mass, heat, count, share, least, part, width, chunks,
             CHUNKS, CHUNK, LINE, MARKS, FEW, SLICE, SOFTMAX, SHARE, top_k is not None,
         )  # fmt: skip
     elif out is not None:  # noqa: SIM102
-        if program == 0:
+        if tl.program_id(0) == 0:
             token = draw_plain(
                 x, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, heat, part, width,
                 chunks, CHUNKS, CHUNK, RUN, SOFTMAX,
             )  # fmt: skip
-    if out is not None:  # noqa: SIM102
-        if program == 0:
+    if out is not None:
+        if done:
+            # What the threads of this program have stored they now load of each other.
+            tl.debug_barrier()
+            token = draw_listed(
+                x, bounds, counts, aboves, weights, row, peak, chunk_peak, scale, mass, heat,
+                count, share, least, part, width, CHUNKS, CHUNK, WIDTH, RUN, SOFTMAX, SHARE,
+            )  # fmt: skip
+        if token != -2:
             tl.store(out + row, token.to(out.dtype.element_ty))

@@ -6,7 +6,6 @@ from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import (
     bits_of,
-    filters_of,
     first_beyond,
     summary_of,
     temperature_of,
@@ -125,36 +124,27 @@ def draw_kernel(
 
 
 @triton.jit
-def draw_listed_kernel(
-    x, temperature, top_k, top_p, min_p, seed, index, uniform, peaks, masses,
-    bounds, counts, aboves, weights, out, stride, width, chunks,
+def draw_listed(
+    x, bounds, counts, aboves, weights, row, peak, chunk_peak, scale, mass, heat,
+    count, share, least, part, width,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
-    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+    SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """out [n], where it is -2: the first token whose running kept weight exceeds a uniform number
-    times the sum of what `collect_kernel` listed."""
-    await_previous(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(out + row) == -2:
-        x += row * stride
-        heat = temperature_of(temperature, row)
-        count, share, least = filters_of(top_k, top_p, min_p, row, width)
-        peak, chunk_peak, scale, mass, _finite = summary_of(
-            peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX
-        )
-        threshold, mass, taken, partly = limit_of(
-            bounds, counts, aboves, weights, row, weight_of(peak, peak, heat, SOFTMAX),
-            count, share, least, tl.sum(mass, 0), CHUNKS, CHUNK, WIDTH, SHARE,
+    """The token of a row at x that has lists, which `collect_kernel` describes; -1 where the sum of
+    what is kept is no number > 0. WIDTH: weights of every list that are held at once; part: of the
+    kept sum, a uniform number; the rest as of `limit` and `summary_of`."""
+    threshold, mass, taken, partly = limit_of(
+        bounds, counts, aboves, weights, row, weight_of(peak, peak, heat, SOFTMAX),
+        count, share, least, tl.sum(mass, 0), CHUNKS, CHUNK, WIDTH, SHARE,
+    )  # fmt: skip
+    total = tl.sum(mass, 0)
+    last = width
+    if partly:
+        last = last_taken(x, threshold, taken, peak, heat, width, CHUNKS, CHUNK, SOFTMAX)
+    token = tl.full([], -1, tl.int32)
+    if (total > 0.0) & (total < float("inf")):
+        token = draw_kept(
+            x, peak, chunk_peak, scale, mass, heat, threshold, last,
+            part.to(tl.float64) * total, width, CHUNKS, CHUNK, RUN, SOFTMAX, True,
         )  # fmt: skip
-        total = tl.sum(mass, 0)
-        last = width
-        if partly:
-            last = last_taken(x, threshold, taken, peak, heat, width, CHUNKS, CHUNK, SOFTMAX)
-        token = tl.full([], -1, tl.int32)
-        if (total > 0.0) & (total < float("inf")):
-            token = draw_kept(
-                x, peak, chunk_peak, scale, mass, heat, threshold, last,
-                part_of(seed, index, uniform, row).to(tl.float64) * total,
-                width, CHUNKS, CHUNK, RUN, SOFTMAX, True,
-            )  # fmt: skip
-        tl.store(out + row, token.to(out.dtype.element_ty))
+    return token

@@ -88,7 +88,7 @@ def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
 
 @triton.jit
 def survey_kernel(
-    x, temperature, top_k, peaks, firsts, masses, tops, stride, width, chunks,
+    x, temperature, top_k, peaks, firsts, masses, tops, arrivals, stride, width, chunks,
     CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk: peaks [n, chunks] float32, firsts int32 where the peak is, masses float64, the
@@ -96,6 +96,7 @@ def survey_kernel(
 
     Rows of temperature 0 have no masses, with masses no others have firsts, only rows of a top k
     have tops; top_k and masses may be None. NaN in a chunk is in its mass, or else in its peak.
+    arrivals [n] int32 become 0, or are None.
     """
     await_previous(EARLY)
     chunk = tl.program_id(0)
@@ -106,6 +107,8 @@ def survey_kernel(
     # What weighs nothing.
     BEYOND: tl.constexpr = float("-inf") if SOFTMAX or masses is None else 0.0
     value = load_chunk(x + row * stride, chunk, width, CHUNK, BEYOND)
+    if arrivals is not None:
+        tl.store(arrivals + row, 0, mask=chunk == 0)
     greedy = heat == 0.0
     if masses is None:
         greedy = True
