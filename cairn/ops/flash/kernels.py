@@ -2,8 +2,9 @@
 
 Lines of a tile are (query, head) pairs of one sequence and KV head: line m is query m // HP, head
 m % HP of a block of the group. Few lines of narrow heads are of two KV heads that lie side by side,
-so that whole lines of memory are read: first HP of the one, then HP of the other. Keys are numbered from the first that is there. Whatever the masks,
-a line sees one run of keys, first .. last. Outputs of ragged queries lie as those of one sequence.
+so that whole lines of memory are read: of every query HP of the one, then HP of the other. Keys are
+numbered from the first that is there. Whatever the masks, a line sees one run of keys, first ..
+last. Outputs of ragged queries lie as those of one sequence.
 """
 
 from __future__ import annotations
@@ -170,9 +171,7 @@ def attend_keys(
             line = lines_at(start, offset, inside, table, v_page, v_slot, SIZE, PAGING, KEYS)
             value = load_rows(other_v + line, inside, WIDE, VP).to(query.dtype)
             other_acc = other_acc * decay[:, None]
-            other_acc = tl.dot(
-                weight.to(value.dtype), value, other_acc, input_precision=PRECISION
-            )
+            other_acc = tl.dot(weight.to(value.dtype), value, other_acc, input_precision=PRECISION)
         total = total * decay + tl.sum(weight, 1)
         best = higher
     if other_acc is not None:
@@ -182,9 +181,9 @@ def attend_keys(
 
 @triton.jit
 def attend_blocks(
-    query, extra, k_head, v_head, other_k, other_v, others, keys, values, k_line, k_lines, k_column, v_line, v_lines,
-    v_column, table, offset, split, splits, alive, first, last, factor, cap,
-    k_page, k_slot, v_page, v_slot,
+    query, extra, k_head, v_head, other_k, other_v, others, keys, values,
+    k_line, k_lines, k_column, v_line, v_lines, v_column, table, offset, split, splits,
+    alive, first, last, factor, cap, k_page, k_slot, v_page, v_slot,
     DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, PAGING: tl.constexpr,
     DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -208,8 +207,8 @@ def attend_blocks(
     else:
         best, total, acc = attend_keys(
             query, extra, best, total, acc, None, k_head, v_head, None, None, None,
-            table, offset, begin, middle, low, high,
-            first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+            table, offset, begin, middle, low, high, first, last, factor, cap,
+            k_page, k_slot, v_page, v_slot,
             DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, True, CAPPED, PRECISION,
         )  # fmt: skip
         if keys is not None:
@@ -221,7 +220,8 @@ def attend_blocks(
         else:
             best, total, acc = attend_keys(
                 query, extra, best, total, acc, None, k_head, v_head, None, None, None,
-                table, offset, middle, after, low, high, first, last, factor, cap, k_page, k_slot, v_page, v_slot,
+                table, offset, middle, after, low, high, first, last, factor, cap,
+                k_page, k_slot, v_page, v_slot,
                 DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, False, CAPPED, PRECISION,
             )  # fmt: skip
     best, total, acc = attend_keys(
@@ -238,7 +238,8 @@ def store_part(
     o, part_lse, part, acc, total, logs, alive, WIDE: tl.constexpr, VP: tl.constexpr
 ):  # fmt: skip
     """Write the states of one split [M], at `part` [M]."""
-    seen = total > 0
+    # NaN is seen too.
+    seen = total != 0
     result = acc / tl.where(seen, total, 1.0)[:, None]
     store_rows(o + part * WIDE, result, alive, WIDE, VP)
     tl.store(part_lse + part, tl.where(seen, logs, float("-inf")), mask=alive)
@@ -311,12 +312,13 @@ def flash_kernel(
     if JOINT == 2:
         others = m // HP % 2 == 1
     best, total, acc = attend_blocks(
-        asked, extra, k_at, v_at, k_at + k_head, v_at + v_head, others, keys, values, k_line, k_lines, (kv * k_column).to(tl.int32),
+        asked, extra, k_at, v_at, k_at + k_head, v_at + v_head, others, keys, values,
+        k_line, k_lines, (kv * k_column).to(tl.int32),
         v_line, v_lines, (kv * v_column).to(tl.int32), table, offset, split, splits,
         alive, first, last, factor, cap, k_page, k_slot, v_page, v_slot,
         DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, CAPPED, PRECISION,
     )  # fmt: skip
-    seen = total > 0
+    seen = total != 0
     logs = (best + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453
     acc = acc * worth_of(v_descale, pair)
     if part_lse is not None:
@@ -358,7 +360,7 @@ def join_splits_kernel(
     base = tl.where(best == float("-inf"), 0.0, best)
     weight = tl.exp(logs - base)
     total = tl.sum(weight, 0)
-    seen = total > 0
+    seen = total != 0
     whole = total
     if sinks is not None:
         whole += tl.exp(tl.load(sinks + head).to(tl.float32) - base)

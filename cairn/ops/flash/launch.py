@@ -187,17 +187,18 @@ def attend(task: Task) -> None:
 
 
 def _joint(task: Task, tiles: Tiles) -> Tiles:
-    """Two narrow KV heads that lie side by side in a tile, if it has room for the lines of both."""
+    """Two narrow KV heads that lie side by side in a tile, if it has room for the lines of both:
+    read by themselves, each takes but half of every line of memory."""
     heads = 2 * tiles.heads
-    plain = task.qv is None and task.q_descale is None and task.k_descale is None
-    plain = plain and task.v_descale is None
-    plain = plain and (task.q.dtype.itemsize == 2 or gpu.INTERPRETED)
+    scaled = (task.q_descale, task.k_descale, task.v_descale)
+    plain = task.qv is None and all(scale is None for scale in scaled)
+    halves = task.k.dtype.itemsize == 2 or gpu.INTERPRETED
     narrow = max(tiles.key_width, tiles.value_width) <= NARROW
     beside = all(x.stride(-2) == x.shape[-1] for x in (task.k, task.v))
     room = tiles.few and heads <= 16 and task.max_seqlen_q <= 16 // heads
-    if not (plain and narrow and beside and room and task.k.shape[-2] % 2 == 0):
-        return tiles
-    return replace(tiles, tokens=16 // heads, joint=2)
+    if plain and halves and narrow and beside and room and task.k.shape[-2] % 2 == 0:
+        return replace(tiles, tokens=16 // heads, joint=2)
+    return tiles
 
 
 def _paired(task: Task, tiles: Tiles) -> tuple[Tiles, Lines, Lines]:

@@ -14,7 +14,7 @@ from cairn.ops.early import early_option
 from cairn.ops.sampling import teams
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
-from cairn.ops.sampling.kernels import lists, renormalise
+from cairn.ops.sampling.kernels import lists
 from cairn.ops.sampling.kernels.collect import collect_kernel
 
 CHUNKS = 64
@@ -38,17 +38,15 @@ FEW, RIVALS = 256, 32
 """Weights of a row that are compared with all others instead of searched, and so many at once."""
 RUN = 16
 """Numbers that are summed up before a token is looked for among them."""
-LINE_LISTS = {"num_warps": 8, "maxnreg": 128}
-"""Programs that list a row of which a top k is kept: two of a multiprocessor."""
+LISTERS = {"num_warps": 8, "maxnreg": 128}
+"""Programs that list a row, and draw from it: two of a multiprocessor."""
 MARKS, MARKED_AT_ONCE, MARK_WARPS = 16, 512, 4
 """Weights from which on a row is summed up, numbers that are summed at once, and warps."""
+WEIGHED = 8
+"""Chunks of a program that sums up: as many for any number of rows, so that sums are the same."""
 PROGRAMS, SHARE_PROGRAMS = 256, 1056
 """Programs that fill a large device when they list: each finds the bound of its row first, which
 is quick where no top k is given."""
-MASK_BLOCK, MASK_WARPS = 2048, 8
-"""Numbers that a program changes, and its warps."""
-ALIGNED = 4
-"""Numbers that it moves at once."""
 EARLY_ROWS = 256
 """At most this many rows launch each kernel before the one in front is done."""
 
@@ -147,16 +145,6 @@ class Survey(NamedTuple):
     arrivals: Tensor | None
 
 
-class Listed(NamedTuple):
-    """What `collect_kernel` listed: bounds [n, 2], counts [n, 2, CHUNKS], aboves [n, CHUNKS],
-    weights [n, CHUNKS, chunk]."""
-
-    bounds: Tensor
-    counts: Tensor
-    aboves: Tensor
-    weights: Tensor
-
-
 def takes(probs: Tensor, *args: Tensor, **kwargs: Tensor) -> bool:
     """`accepts` of a filter's arguments as they are given."""
     return accepts(probs, *args, *kwargs.values())
@@ -195,7 +183,7 @@ def draw(
     """One token of every row [n], drawn by a seed's index-th number; seed None: by the numbers
     `index` [n] float32 themselves.
 
-    Two launches, and one more where a share is kept without a top k.
+    Two launches, and one more if there may be a share of the sum to keep.
     """
     rows = len(source.values)
     out = torch.empty(rows, dtype=dtype, device=source.values.device)
@@ -218,34 +206,21 @@ def draw_from(source: Source, rows: Tensor, uniform: Tensor) -> Tensor:
 
 
 def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
-    """probs [n, V] as the filters leave them, divided by their sum: one launch where there is
-    one filter, or else five."""
-    match filters.tensors():
-        case (Tensor() as top_k, None, None):
-            return teams.keep_largest(probs, top_k)
-        case (None, Tensor() as top_p, None):
-            return teams.keep_share(probs, top_p)
-        case (None, None, Tensor() as min_p):
-            return teams.keep_least(probs, min_p)
-    out = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
-    source = Source(probs)
-    for begin in range(0, len(probs), source.most_rows):
-        at = slice(begin, begin + source.most_rows)
-        _filter(source.part(at), filters.part(at), out[at])
-    return out
+    """probs [n, V] as the filters leave them, divided by their sum: a launch for each."""
+    top_k, top_p, min_p = filters.tensors()
+    if filters.joint and top_p is not None:
+        probs, top_p = teams.keep_share(probs, top_p), None
+    if top_k is not None:
+        probs = teams.keep_largest(probs, top_k)
+    if top_p is not None:
+        probs = teams.keep_share(probs, top_p)
+    return probs if min_p is None else teams.keep_least(probs, min_p)
 
 
 def _programs(source: Source, limited: bool) -> int:
     """That list a row, with a top k or without."""
     programs = PROGRAMS if limited else SHARE_PROGRAMS
     return max(1, min(source.chunks, -(-programs // len(source.values))))
-
-
-def _blocks(source: Source) -> tuple[int, int]:
-    """How many numbers are moved at once, to rows side by side, and blocks of a row."""
-    rows, width = source.values.shape
-    align = ALIGNED if rows == 1 or (source.values.stride(0) - width) % ALIGNED == 0 else 1
-    return align, -(-(width + align - 1) // MASK_BLOCK)
 
 
 def _warps(source: Source) -> int:
@@ -271,51 +246,21 @@ def _survey(
     return found
 
 
-def _weigh(source: Source, filters: Filters, found: Survey) -> Tensor | None:
-    """[n, programs, MARKS] of `weigh_kernel`; None where a top k tells how far down to list."""
-    if filters.top_p is None or filters.top_k is not None:
-        return None
-    softmax, programs = source.temperature is not None, _programs(source, False)
+def _weigh(source: Source, filters: Filters, found: Survey) -> tuple[Tensor | None, int]:
+    """[n, programs, MARKS] of `weigh_kernel`, and how many programs; None without shares."""
+    if filters.top_p is None:
+        return None, 0
+    softmax, programs = source.temperature is not None, -(-source.chunks // WEIGHED)
     marked = source.empty(programs, MARKS)
     lists.weigh_kernel[(programs, len(source.values))](
-        *(source.values, source.temperature, filters.top_p, filters.min_p),
+        *(source.values, source.temperature, *filters.tensors()),
         *(found.peaks, found.masses, marked),
-        *(*source.sizes, CHUNKS, source.chunk, MARKS, MARKED_AT_ONCE),
+        *(*source.sizes, CHUNKS, source.chunk, WEIGHED, MARKS, MARKED_AT_ONCE),
         *(softmax, filters.share(softmax), source.early),
         num_warps=MARK_WARPS,
         **early_option(source.early),
     )
-    return marked
-
-
-def _collect(
-    source: Source,
-    filters: Filters,
-    found: Survey,
-    numbers: Sequence[Tensor | None] = (None,) * 3,
-    out: Tensor | None = None,
-) -> Listed:
-    """Lists for the kernel that comes next, or tokens where `out` is given."""
-    softmax, marked = source.temperature is not None, _weigh(source, filters, found)
-    limited = filters.top_k is not None
-    listed = Listed(
-        source.empty(2, dtype=torch.int32),
-        source.empty(2, CHUNKS, dtype=torch.int32),
-        source.empty(CHUNKS, dtype=torch.float64),
-        source.empty(CHUNKS, source.chunk),
-    )
-    few: tuple[Tensor | None, ...] = (None, None)
-    if limited and out is not None:
-        few = (source.empty(FEW, dtype=torch.int64), source.empty(FEW))
-    collect_kernel[(_programs(source, limited), len(source.values))](
-        *(source.values, source.temperature, *filters.tensors(), *numbers),
-        *(*found, marked, *listed, *few, out, *source.sizes),
-        *(CHUNKS, source.chunk, LINE, MARKS, filters.search, RUN, FEW, RIVALS),
-        *(softmax, filters.share(softmax), source.early),
-        **(LINE_LISTS if limited else {"num_warps": _warps(source)}),
-        **early_option(source.early),
-    )
-    return listed
+    return marked, programs
 
 
 def _draw(
@@ -338,26 +283,31 @@ def _draw(
             num_warps=DRAW_WARPS,
             **early_option(source.early),
         )
-        return
-    _collect(source, filters, found, numbers, out)
+    else:
+        _draw_filtered(source, filters, numbers, found, out)
 
 
-def _filter(source: Source, filters: Filters, out: Tensor) -> None:
-    found = _survey(source, filters.top_k, masses=True)
-    listed = _collect(source, filters, found)
-    cuts = source.empty(2, dtype=torch.int32)
-    totals = source.empty(dtype=torch.float64)
-    renormalise.limit_kernel[(len(out),)](
-        *(source.values, *filters.tensors(), found.peaks, found.masses, *listed, cuts, totals),
-        *(*source.sizes, CHUNKS, source.chunk, filters.search),
-        *(filters.share(softmax=False), source.early),
-        num_warps=SEARCH_WARPS,
-        **early_option(source.early),
-    )
-    align, blocks = _blocks(source)
-    renormalise.renormalise_kernel[(blocks, len(out))](
-        *(source.values, cuts, totals, out, source.values.stride(0), source.values.shape[1]),
-        *(MASK_BLOCK, align, source.early),
-        num_warps=MASK_WARPS,
+def _draw_filtered(
+    source: Source,
+    filters: Filters,
+    numbers: tuple[Tensor | None, ...],
+    found: Survey,
+    out: Tensor,
+) -> None:
+    softmax, limited = source.temperature is not None, filters.top_k is not None
+    marked, weighed = _weigh(source, filters, found)
+    bounds = source.empty(2, dtype=torch.int32)
+    counts = source.empty(2, CHUNKS, dtype=torch.int32)
+    aboves = source.empty(CHUNKS, dtype=torch.float64)
+    weights = source.empty(CHUNKS, source.chunk)
+    few: tuple[Tensor | None, ...] = (None, None)
+    if limited:
+        few = (source.empty(FEW, dtype=torch.int64), source.empty(FEW))
+    collect_kernel[(_programs(source, limited), len(out))](
+        *(source.values, source.temperature, *filters.tensors(), *numbers, *found),
+        *(marked, bounds, counts, aboves, weights, *few, out, *source.sizes, weighed),
+        *(CHUNKS, source.chunk, LINE, MARKS, filters.search, RUN, FEW, RIVALS),
+        *(softmax, filters.share(softmax), source.early),
+        **LISTERS,
         **early_option(source.early),
     )

@@ -10,6 +10,7 @@ import torch
 from cairn.ops import gpu
 from cairn.ops.flash.append_kv import append_kv
 from cairn.ops.flash.flash_attention import drawn, flash_attention
+from cairn.ops.flash.launch import Task, attend
 from cairn.ops.testing import Make, cases_of, check
 
 FEW = {"queries": (1, 1), "keys": (37, 1), "heads": (4, 2), "widths": (16, 16)}
@@ -49,6 +50,21 @@ def test_kernel_agrees_with_definition(base: Any, kind: str, layout: Any) -> Non
         "triton",
         drawn(Make(), torch.float32, **base, **layout, **KINDS[kind]),
     )
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_heads_that_are_read_together_do_not_see_each_other(spoilt: int) -> None:
+    given = list(drawn(Make(), torch.float32, **LONG, page=16, right=0).args)
+    expected, lse = (x.clone() for x in given[3:5])
+    attend(Task(*given[:3], expected, lse, *given[5:]))
+    for cache in given[1:3]:
+        cache[:, :, spoilt] = torch.nan
+    attend(Task(*given))
+    others = slice(2, 4) if spoilt == 0 else slice(0, 2)
+    assert torch.equal(given[3][:, others], expected[:, others])
+    assert torch.equal(given[4][others], lse[others])
+    assert given[3][:, [h for h in range(4) if h not in range(4)[others]]].isnan().all()
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")

@@ -1,5 +1,7 @@
 """Tiles and splits of decode calls."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -53,6 +55,37 @@ def test_pages_take_half_of_the_stages():
     paged = launch.tiles_of(task(1, 32, 128, 131072, paged=True))
     assert paged.stages == 5
     assert launch._splits(task(1, 32, 128, 131072, paged=True), paged, 32) == 4
+
+
+@pytest.mark.parametrize(
+    "options, tokens, joint",
+    [
+        ((64, 2, 64, 8192), 1, 2),
+        ((64, 2, 64, 8192), 2, 2),
+        # Two heads of 4 lines, of as many tokens, fill a tile.
+        ((64, 2, 64, 8192), 3, 1),
+        ((64, 3, 64, 8192), 1, 1),
+        ((64, 2, 128, 8192), 1, 1),
+        ((64, 2, 64, 8192, PACKED), 1, 1),
+        # A number of 4 bytes fills a line of memory alone.
+        ((64, 2, 64, 8192, SINGLE), 1, 1),
+    ],
+)
+def test_two_narrow_heads_are_read_together(options, tokens, joint, monkeypatch):
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    given = task(*options, tokens=tokens)
+    tiles = launch._joint(given, launch.tiles_of(given))
+    assert tiles.joint == joint
+    assert tiles.few == (tiles.tokens * tiles.joint * tiles.heads == 16)
+
+
+def test_heads_that_lie_apart_are_read_alone():
+    given = task(64, 2, 64, 8192)
+    apart = torch.empty(64, 2, 8192, 64, dtype=HALF, device="meta").transpose(1, 2)
+    tiles = launch.tiles_of(given)
+    assert launch._joint(replace(given, k=apart), tiles).joint == 1
+    assert launch._joint(replace(given, v=apart), tiles).joint == 1
+    assert launch._joint(replace(given, k_descale=torch.empty(64, 2)), tiles).joint == 1
 
 
 def test_prefill_is_split_until_a_device_is_full_twice():

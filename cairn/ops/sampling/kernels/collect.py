@@ -33,9 +33,9 @@ def limited(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, FEW: tl.constexpr,
     SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Whether few lines hold the top k of a row at x; then the first program lists them, or draws
-    one if they are FEW at most and there is room. near: `keys_of` the row's lines. Returns this,
-    and what `collect_row` does."""
+    """Whether few lines hold the top k of a row at x, and what `collect_row` returns: then the
+    first program lists them, or draws one if they are FEW at most. near: `keys_of` the row's
+    lines."""
     hit = (near >= low) & (near > 0)
     found = tl.sum(hit.to(tl.int32), 0)
     by_line = (count > 0) & (count <= lines) & (found <= CHUNKS)
@@ -47,13 +47,12 @@ def limited(
             x, counts, weights, few_keys, found, low, peak, heat, width,
             CHUNKS, CHUNK, LINE, FEW, SOFTMAX,
         )  # fmt: skip
-        if few_keys is not None:  # noqa: SIM102
-            if listed <= FEW:
-                listing = tl.full([], False, tl.int1)
-                token = draw_few(
-                    few_keys, few_weights, listed, top, count, share, least, total, part,
-                    SHARE, FEW, SLICE,
-                )  # fmt: skip
+        if listed <= FEW:
+            listing = tl.full([], False, tl.int1)
+            token = draw_few(
+                few_keys, few_weights, listed, top, count, share, least, total, part,
+                SHARE, FEW, SLICE,
+            )  # fmt: skip
     return by_line, token, listing
 
 
@@ -70,7 +69,7 @@ def is_last(arrivals):
 @triton.jit
 def collect_row(
     x, top_of_lines, marked, bounds, counts, aboves, weights, few_keys, few_weights, arrivals,
-    row, peak, mass, heat, count, share, least, part, width, chunks,
+    row, peak, mass, heat, count, share, least, part, width, chunks, weighed,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
     FEW: tl.constexpr, SLICE: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr, LIMITED: tl.constexpr,
@@ -87,14 +86,15 @@ def collect_row(
         near, peak, heat, total, count, share, least, width, lines, CHUNKS, SOFTMAX, SHARE
     )
     high = bits_of(top) + 1
-    if marked is not None:  # noqa: SIM102
-        if share < 1.0:
-            low, high = between(
-                marked, row, tl.num_programs(0), low, high,
-                wanted_of(share, total, SHARE), total, CHUNKS, MARKS,
-            )  # fmt: skip
     c = tl.arange(0, CHUNKS)
-    unweighed = c >= (chunks if marked is not None else 0)
+    summed = chunks * 0
+    if marked is not None:  # noqa: SIM102
+        if (count == 0) & (share < 1.0):
+            summed = chunks
+            low, high = between(
+                marked, row, weighed, low, high, wanted_of(share, total, SHARE), total,
+                CHUNKS, MARKS,
+            )  # fmt: skip
     counts += row * 2 * CHUNKS
     aboves += row * CHUNKS
     weights += row * CHUNKS * CHUNK
@@ -102,19 +102,16 @@ def collect_row(
     token = tl.full([], -2, tl.int32)
     done = tl.full([], False, tl.int1)
     if LIMITED:
-        if few_keys is not None:
-            few_keys += row * FEW
-            few_weights += row * FEW
         by_line, token, done = limited(
-            x, near, counts, weights, few_keys, few_weights, low, peak, heat, count,
-            share, least, top, total, part, width, lines,
+            x, near, counts, weights, few_keys + row * FEW, few_weights + row * FEW, low, peak,
+            heat, count, share, least, top, total, part, width, lines,
             CHUNKS, CHUNK, LINE, FEW, SLICE, SOFTMAX, SHARE,
         )  # fmt: skip
     program = tl.program_id(0)
     if program == 0:
         tl.store(bounds + row * 2, low)
         tl.store(bounds + row * 2 + 1, high)
-        tl.store(aboves + c, tl.zeros([CHUNKS], tl.float64), mask=unweighed)
+        tl.store(aboves + c, tl.zeros([CHUNKS], tl.float64), mask=c >= summed)
     if not by_line:
         if program == 0:
             tl.store(counts + CHUNKS + c, c)
@@ -123,8 +120,7 @@ def collect_row(
             x, counts, aboves, weights, low, high, peak, heat, width, chunks,
             CHUNK, SOFTMAX, marked is not None,
         )  # fmt: skip
-        if arrivals is not None:
-            done = is_last(arrivals + row)
+        done = is_last(arrivals + row)
     return token, done
 
 
@@ -132,20 +128,21 @@ def collect_row(
 def collect_kernel(
     x, temperature, top_k, top_p, min_p, seed, index, uniform, peaks, firsts, masses, tops,
     arrivals, marked, bounds, counts, aboves, weights, few_keys, few_weights, out,
-    stride, width, chunks,
+    stride, width, chunks, weighed,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
     WIDTH: tl.constexpr, RUN: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Lists the weights > 0 of a filtered row between two bounds, and draws a token.
+    """out [n]: the first token whose running kept weight exceeds a uniform number times the sum, as
+    of `draw_kernel`.
 
-    bounds [n, 2]: these; counts [n, 2, CHUNKS] int32: of each list, and its chunk; aboves
-    [n, CHUNKS] float64; weights [n, CHUNKS, CHUNK]: the first counts of each list in some order.
-    marked: of `weigh_kernel`, or None; few_keys [n, FEW] int64, few_weights [n, FEW]: room for
-    `draw_few`, or None. Rows that are not filtered, or not finite, have no lists.
+    Written where it is needed: the row's lists of weights > 0 between two bounds. bounds [n, 2]:
+    these; counts [n, 2, CHUNKS] int32: of each list, and its chunk; aboves [n, CHUNKS] float64;
+    weights [n, CHUNKS, CHUNK]: the first counts of each list in some order. Rows that are not
+    filtered, or not finite, have no lists. arrivals [n] int32: 0 at first.
 
-    out [n]: the first token whose running kept weight exceeds a uniform number times the sum, as of
-    `draw_kernel`; then arrivals [n] int32 are zeros. Or both are None, for lists alone.
+    marked: of `weigh_kernel` with `weighed` programs, or None; few_keys [n, FEW] int64, few_weights
+    [n, FEW]: room for `draw_few`, or None without a top k.
     """
     await_previous(EARLY)
     row = tl.program_id(1).to(tl.int64)
@@ -158,31 +155,27 @@ def collect_kernel(
     peak, chunk_peak, scale, mass, finite = summary_of(
         peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX
     )
-    part = 0.0
-    if out is not None:
-        part = part_of(seed, index, uniform, row)
+    part = part_of(seed, index, uniform, row)
     x += row * stride
     token = tl.full([], -2, tl.int32)
     done = tl.full([], False, tl.int1)
     if finite & (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
         token, done = collect_row(
             x, top_of_lines, marked, bounds, counts, aboves, weights, few_keys, few_weights,
-            arrivals, row, peak, mass, heat, count, share, least, part, width, chunks,
+            arrivals, row, peak, mass, heat, count, share, least, part, width, chunks, weighed,
             CHUNKS, CHUNK, LINE, MARKS, FEW, SLICE, SOFTMAX, SHARE, top_k is not None,
         )  # fmt: skip
-    elif out is not None:  # noqa: SIM102
-        if tl.program_id(0) == 0:
-            token = draw_plain(
-                x, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, heat, part, width,
-                chunks, CHUNKS, CHUNK, RUN, SOFTMAX,
-            )  # fmt: skip
-    if out is not None:
-        if done:
-            # What the threads of this program have stored they now load of each other.
-            tl.debug_barrier()
-            token = draw_listed(
-                x, bounds, counts, aboves, weights, row, peak, chunk_peak, scale, mass, heat,
-                count, share, least, part, width, CHUNKS, CHUNK, WIDTH, RUN, SOFTMAX, SHARE,
-            )  # fmt: skip
-        if token != -2:
-            tl.store(out + row, token.to(out.dtype.element_ty))
+    elif tl.program_id(0) == 0:
+        token = draw_plain(
+            x, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, heat, part, width,
+            chunks, CHUNKS, CHUNK, RUN, SOFTMAX,
+        )  # fmt: skip
+    if done:
+        # What the threads of this program have stored they now load of each other.
+        tl.debug_barrier()
+        token = draw_listed(
+            x, bounds, counts, aboves, weights, row, peak, chunk_peak, scale, mass, heat,
+            count, share, least, part, width, CHUNKS, CHUNK, WIDTH, RUN, SOFTMAX, SHARE,
+        )  # fmt: skip
+    if token != -2:
+        tl.store(out + row, token.to(out.dtype.element_ty))

@@ -105,18 +105,19 @@ def marks_of(floor, end, MARKS: tl.constexpr):
 
 @triton.jit
 def weigh_kernel(
-    x, temperature, top_p, min_p, peaks, masses, marked, stride, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, MARKS: tl.constexpr, STEP: tl.constexpr,
-    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+    x, temperature, top_k, top_p, min_p, peaks, masses, marked, stride, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, EACH: tl.constexpr, MARKS: tl.constexpr,
+    STEP: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """marked [n, programs, MARKS] float32: what each program's chunks of a row that keeps a share
-    weigh from each of `marks_of` on. They are near, not exact; STEP numbers are taken at once."""
+    """marked [n, programs, MARKS] float32: what each program's EACH chunks of a row that keeps a
+    share, and no top k, weigh from each of `marks_of` on. They are near, not exact; STEP numbers
+    are taken at once."""
     await_previous(EARLY)
     program = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    _k, share, least = filters_of(None, top_p, min_p, row, width)
+    count, share, least = filters_of(top_k, top_p, min_p, row, width)
     heat = temperature_of(temperature, row)
-    if (heat != 0.0) & (share < 1.0):
+    if (heat != 0.0) & (count == 0) & (share < 1.0):
         peak, _, _, mass, finite = summary_of(peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX)
         if finite:
             floor = floor_of(
@@ -125,7 +126,7 @@ def weigh_kernel(
             )  # fmt: skip
             mark = marks_of(floor, bits_of(weight_of(peak, peak, heat, SOFTMAX)) + 1, MARKS)
             sums = tl.zeros([STEP, MARKS], tl.float32)
-            for chunk in range(program, chunks, tl.num_programs(0)):
+            for chunk in range(program * EACH, tl.minimum(program * EACH + EACH, chunks)):
                 # Unrolled: all of a chunk is on its way at once.
                 for begin in tl.static_range(0, CHUNK, STEP):
                     place = chunk * CHUNK + begin + tl.arange(0, STEP)[:, None]
@@ -143,7 +144,8 @@ def weigh_kernel(
 def between(
     marked, row, programs, floor, end, wanted, total, PROGRAMS: tl.constexpr, MARKS: tl.constexpr
 ):
-    """The marks between which a sum from the largest weight down gets to what is wanted."""
+    """The marks between which a sum from the largest weight down gets to what is wanted; marked: of
+    so many programs, PROGRAMS at most."""
     p = tl.arange(0, PROGRAMS)[:, None]
     j = tl.arange(0, MARKS)
     at = marked + (row * programs + p) * MARKS + j[None, :]
@@ -240,16 +242,14 @@ def collect_lines(
     few ones, if there is room for these, or else in the slots' lists. How many the few are, more
     than FEW if they are in the slots' lists."""
     slots = counts + CHUNKS
-    total = tl.full([], FEW + 1, tl.int32)
-    if few_keys is not None:
-        # Halves of lines: a number for each thread of a warp.
-        HALF: tl.constexpr = LINE // 2
-        half = tl.arange(0, 2 * CHUNKS)
-        i = half[:, None] % 2 * HALF + tl.arange(0, HALF)[None, :]
-        weight, place, listed = load_lines(
-            x, slots, half // 2, i, found, low, peak, heat, width, CHUNK, LINE, SOFTMAX
-        )
-        total = list_few(few_keys, weight, place, listed, FEW)
+    # Halves of lines: a number for each thread of a warp.
+    HALF: tl.constexpr = LINE // 2
+    half = tl.arange(0, 2 * CHUNKS)
+    i = half[:, None] % 2 * HALF + tl.arange(0, HALF)[None, :]
+    weight, place, listed = load_lines(
+        x, slots, half // 2, i, found, low, peak, heat, width, CHUNK, LINE, SOFTMAX
+    )
+    total = list_few(few_keys, weight, place, listed, FEW)
     if total > FEW:
         s = tl.arange(0, CHUNKS)
         whole, _place, among = load_lines(
