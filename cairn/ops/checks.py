@@ -40,6 +40,8 @@ def expect(
         like: a tensor whose device it must share.
         dense: last dims that must lie side by side; -1: all.
     """
+    if not isinstance(tensor, Tensor):
+        refuse(op, name, f"is {type(tensor).__name__} {tensor!r}, not a tensor")
     # The looks that are mostly enough come first: they take a third of the time.
     if isinstance(shape, int):
         if tensor.dim() != shape:

@@ -392,6 +392,7 @@ class Op(Generic[P, R]):
 
     def check(self, function: Callable[..., None]) -> Callable[..., None]:
         """Decorator: what looks at the arguments of a call first; raises BadArgument."""
+        function.__qualname__ = self.name  # it is the one who misses an argument
         self._check = function
         return function
 

@@ -251,3 +251,16 @@ def test_what_does_not_fit_is_named(
     assert said in str(refused.value)
     after = [arg for arg in args if isinstance(arg, Tensor)]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_a_number_in_place_of_a_tensor_is_named() -> None:
+    x = torch.randn(3, 8)
+    with pytest.raises(BadArgument, match="argument `weight` is float 0.5, not a tensor"):
+        ops.rmsnorm(x, 0.5)
+    with pytest.raises(BadArgument, match="argument `out` is float 1e-06, not a tensor"):
+        ops.rmsnorm(x, x[0], out=1e-6)
+
+
+def test_a_missing_argument_is_told_by_the_op() -> None:
+    with pytest.raises(TypeError, match=r"cutlass_mla_decode\(\) missing 1 .* 'sm_scale'"):
+        ops.cutlass_mla_decode(*[torch.randn(1)] * 6)

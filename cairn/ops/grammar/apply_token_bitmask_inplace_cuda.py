@@ -52,7 +52,7 @@ def apply_token_bitmask_inplace_cuda(
 
     Args:
         logits: [V] or [B, V] float32, bfloat16 or float16.
-        bitmask: [W] or [B, W] int32, W usually ceil(V / 32).
+        bitmask: [W] or [B, W] int32, W usually ceil(V / 32); with indices more or fewer rows.
         indices: the rows (of both) that are masked, none twice: numbers, or [n] int32 or int64 on
             any device; None: all.
     Raises:
@@ -72,7 +72,7 @@ def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
         if value.dim() not in (1, 2):
             refuse(name, argument, f"has shape {list(value.shape)}, not [any] or [any, any]")
     rows, lines = (x.shape[0] if x.dim() == 2 else 1 for x in (logits, bitmask))
-    if rows != lines:
+    if rows != lines and (indices is None or logits.dim() != bitmask.dim()):
         refuse(name, "bitmask", f"has {lines} rows, logits {rows}")
     if indices is not None:
         expect(name, "indices", indices, (None,), INDICES, like=logits)
@@ -118,6 +118,7 @@ def _(make: Make) -> Cases:
     bits = make.randint(low, high, 5, 10, dtype=words)
     yield make.args(make.randn(5, 301, dtype=torch.bfloat16), bits, rows)
     yield make.args(make.randn(5, 301, dtype=torch.float16), bits, rows.int())
+    yield make.args(make.randn(6, 301), bits, rows)
     yield make.args(make.randn(5, 40), bits[:, :2], rows[:0])
     yield make.args(make.randn(0, 40), bits[:0, :2])
 

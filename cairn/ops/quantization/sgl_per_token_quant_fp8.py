@@ -24,15 +24,15 @@ def sgl_per_token_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor) -
 
     Args:
         input: [T, K] float32, bfloat16 or float16, rows of any stride.
-        output_q: [T, K] float8_e4m3fn, written.
-        output_s: [T] or [T, 1] float32, written.
+        output_q: [T or more, K] float8_e4m3fn, the first T rows written.
+        output_s: [T or more] or [T or more, 1] float32, the same.
     Raises:
         BadArgument: for a shape, dtype or device that does not fit.
     """
-    x = input.float()
+    x, tokens = input.float(), len(input)
     scale = scale_for(x.abs().amax(dim=1, keepdim=True), E4M3_MAX)
-    output_s.copy_(scale.view(output_s.shape))
-    output_q.copy_(e4m3(x * inverse(scale)))
+    output_s[:tokens] = scale.view(-1, *output_s.shape[1:])
+    output_q[:tokens] = e4m3(x * inverse(scale))
 
 
 @sgl_per_token_quant_fp8.check
@@ -41,10 +41,12 @@ def _(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:
     expect(name, "input", input, (None, None), FLOATS)
     if not input.shape[1]:
         refuse(name, "input", "has rows of no numbers")
-    expect(name, "output_q", output_q, input.shape, (E4M3,), like=input)
+    expect(name, "output_q", output_q, (None, input.shape[1]), (E4M3,), like=input)
     expect(name, "output_s", output_s, dtypes=(torch.float32,), like=input)
     tokens = input.shape[0]
-    if tuple(output_s.shape) not in ((tokens,), (tokens, 1)):
+    if len(output_q) < tokens:
+        refuse(name, "output_q", f"has {len(output_q)} rows, input {tokens}")
+    if output_s.dim() == 0 or len(output_s) < tokens or output_s.shape[1:] not in ((), (1,)):
         refuse(name, "output_s", f"has shape {list(output_s.shape)}, not [{tokens}]")
 
 
@@ -54,8 +56,9 @@ def _rows(input: Tensor, output_q: Tensor, output_s: Tensor) -> bool:
 
 @sgl_per_token_quant_fp8.implementation("triton", devices=gpu.DEVICES, when=_rows)
 def _(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:
+    tokens = len(input)
     scales = output_s if output_s.dim() == 2 else output_s.unsqueeze(1)
-    launch.quantize(input, output_q, scales, input.shape[1], RULE)
+    launch.quantize(input, output_q[:tokens], scales[:tokens], input.shape[1], RULE)
 
 
 @sgl_per_token_quant_fp8.cases
@@ -67,6 +70,8 @@ def _(make: Make) -> Cases:
             yield make.args(x, make.empty(rows, width, dtype=E4M3), make.empty(rows, 1))
     x = make.randn(6, 200, dtype=torch.bfloat16)[:, :100]
     yield make.args(x, make.empty(6, 100, dtype=E4M3), make.empty(6))
+    spare = make.full((8, 100), 0, torch.uint8).view(E4M3), make.full((9, 1), -1.0)
+    yield make.args(make.randn(6, 100), *spare)
     yield make.args(make.randn(0, 16), make.empty(0, 16, dtype=E4M3), make.empty(0))
 
 
