@@ -14,7 +14,6 @@ from cairn.ops.early import early_option
 from cairn.ops.sampling import teams
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
-from cairn.ops.sampling.kernels import lists
 from cairn.ops.sampling.kernels.collect import collect_kernel
 
 CHUNKS = 64
@@ -25,9 +24,9 @@ LINE = 64
 """Numbers of which the maximum is kept."""
 MOST_VOCABULARY = 1 << 19
 """Counts of a row are packed into 20 bits."""
-WIDTH, SHORT_WIDTH, SEARCH_WARPS = 32, 16, 8
-"""Weights of every list that a program holds while it searches, and where a top k keeps lists
-short, and its warps. A list has as many of these as 10 bits count."""
+WIDTH = 16
+"""Weights of every list that a program holds while it searches. A list has as many of these as 10
+bits count."""
 DRAW_WARPS = 8
 """Of a program that draws from a row without filters."""
 MOST_ROWS = (1 << 16) - 1
@@ -40,13 +39,10 @@ RUN = 16
 """Numbers that are summed up before a token is looked for among them."""
 LISTERS = {"num_warps": 8, "maxnreg": 128}
 """Programs that list a row, and draw from it: two of a multiprocessor."""
-MARKS, MARKED_AT_ONCE, MARK_WARPS = 16, 512, 4
-"""Weights from which on a row is summed up, numbers that are summed at once, and warps."""
-WEIGHED = 8
-"""Chunks of a program that sums up: as many for any number of rows, so that sums are the same."""
-PROGRAMS, SHARE_PROGRAMS = 256, 1056
-"""Programs that fill a large device when they list: each finds the bound of its row first, which
-is quick where no top k is given."""
+MARKS, MARK_STEP = 12, 1.0
+"""Weights from which on a chunk is summed up, and powers of two between them."""
+PROGRAMS = 256
+"""Programs that fill a large device when they list: each finds the bound of its row first."""
 EARLY_ROWS = 256
 """At most this many rows launch each kernel before the one in front is done."""
 
@@ -69,11 +65,6 @@ class Filters:
     def none(self) -> bool:
         """Whether all is kept."""
         return all(tensor is None for tensor in self.tensors())
-
-    @property
-    def search(self) -> int:
-        """Width of the program that searches a row's lists."""
-        return WIDTH if self.top_k is None else SHORT_WIDTH
 
     def part(self, at: slice) -> Filters:
         """The same for some of the rows."""
@@ -136,12 +127,13 @@ class Source:
 
 class Survey(NamedTuple):
     """What `survey_kernel` found, and arrivals, which are 0; all but the first two only where asked
-    for."""
+    for: masses and tops for a draw, the others for a filtered one."""
 
     peaks: Tensor
     firsts: Tensor
     masses: Tensor | None
     tops: Tensor | None
+    marked: Tensor | None
     arrivals: Tensor | None
 
 
@@ -168,7 +160,7 @@ def argmax(logits: Tensor) -> Tensor:
     out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if logits.shape[0]:
         source = Source(logits)
-        found = _survey(source, masses=False)
+        found = _survey(source)
         draw_kernels.argmax_kernel[(logits.shape[0],)](
             *(found.peaks, found.firsts, out, source.chunks, CHUNKS, source.early),
             num_warps=1,
@@ -183,7 +175,7 @@ def draw(
     """One token of every row [n], drawn by a seed's index-th number; seed None: by the numbers
     `index` [n] float32 themselves.
 
-    Two launches, and one more if there may be a share of the sum to keep.
+    Two launches.
     """
     rows = len(source.values)
     out = torch.empty(rows, dtype=dtype, device=source.values.device)
@@ -217,50 +209,29 @@ def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
     return probs if min_p is None else teams.keep_least(probs, min_p)
 
 
-def _programs(source: Source, limited: bool) -> int:
-    """That list a row, with a top k or without."""
-    programs = PROGRAMS if limited else SHARE_PROGRAMS
-    return max(1, min(source.chunks, -(-programs // len(source.values))))
-
-
 def _warps(source: Source) -> int:
     return max(2, min(8, source.chunk // 512))
 
 
-def _survey(
-    source: Source, top_k: Tensor | None = None, *, masses: bool, arrivals: bool = False
-) -> Survey:
+def _survey(source: Source, filters: Filters | None = None) -> Survey:
+    """filters: of a draw; None: there is none."""
+    masses, filtered = filters is not None, filters is not None and not filters.none
+    top_k, top_p, _ = (None,) * 3 if filters is None else filters.tensors()
     found = Survey(
         source.empty(source.chunks),
         source.empty(source.chunks, dtype=torch.int32),
         source.empty(source.chunks, dtype=torch.float64) if masses else None,
-        source.empty(source.chunks, source.chunk // LINE) if masses else None,
-        source.empty(dtype=torch.int32) if arrivals else None,
+        source.empty(source.chunks, source.chunk // LINE) if top_k is not None else None,
+        source.empty(source.chunks, MARKS) if top_p is not None else None,
+        source.empty(dtype=torch.int32) if filtered else None,
     )
     kernels.survey_kernel[(source.chunks, len(source.values))](
-        *(source.values, source.temperature, top_k, *found, *source.sizes),
-        *(source.chunk, LINE, source.temperature is not None, source.early),
+        *(source.values, source.temperature, top_k, top_p, *found, *source.sizes),
+        *(source.chunk, LINE, MARKS, MARK_STEP, source.temperature is not None, source.early),
         num_warps=_warps(source) if masses else min(8, 2 * _warps(source)),
         **early_option(source.early),
     )
     return found
-
-
-def _weigh(source: Source, filters: Filters, found: Survey) -> tuple[Tensor | None, int]:
-    """[n, programs, MARKS] of `weigh_kernel`, and how many programs; None without shares."""
-    if filters.top_p is None:
-        return None, 0
-    softmax, programs = source.temperature is not None, -(-source.chunks // WEIGHED)
-    marked = source.empty(programs, MARKS)
-    lists.weigh_kernel[(programs, len(source.values))](
-        *(source.values, source.temperature, *filters.tensors()),
-        *(found.peaks, found.masses, marked),
-        *(*source.sizes, CHUNKS, source.chunk, WEIGHED, MARKS, MARKED_AT_ONCE),
-        *(softmax, filters.share(softmax), source.early),
-        num_warps=MARK_WARPS,
-        **early_option(source.early),
-    )
-    return marked, programs
 
 
 def _draw(
@@ -273,7 +244,7 @@ def _draw(
 ) -> None:
     if not len(out):
         return
-    found = _survey(source, filters.top_k, masses=True, arrivals=not filters.none)
+    found = _survey(source, filters)
     numbers = (None, None, index) if seed is None else (seed, index, None)
     if filters.none:
         draw_kernels.draw_kernel[(len(out),)](
@@ -294,19 +265,18 @@ def _draw_filtered(
     found: Survey,
     out: Tensor,
 ) -> None:
-    softmax, limited = source.temperature is not None, filters.top_k is not None
-    marked, weighed = _weigh(source, filters, found)
+    softmax, rows = source.temperature is not None, len(out)
     bounds = source.empty(2, dtype=torch.int32)
     counts = source.empty(2, CHUNKS, dtype=torch.int32)
     aboves = source.empty(CHUNKS, dtype=torch.float64)
     weights = source.empty(CHUNKS, source.chunk)
     few: tuple[Tensor | None, ...] = (None, None)
-    if limited:
+    if filters.top_k is not None:
         few = (source.empty(FEW, dtype=torch.int64), source.empty(FEW))
-    collect_kernel[(_programs(source, limited), len(out))](
+    collect_kernel[(min(source.chunks, -(-PROGRAMS // rows)), rows)](
         *(source.values, source.temperature, *filters.tensors(), *numbers, *found),
-        *(marked, bounds, counts, aboves, weights, *few, out, *source.sizes, weighed),
-        *(CHUNKS, source.chunk, LINE, MARKS, filters.search, RUN, FEW, RIVALS),
+        *(bounds, counts, aboves, weights, *few, out, *source.sizes),
+        *(CHUNKS, source.chunk, LINE, MARKS, MARK_STEP, WIDTH, RUN, FEW, RIVALS),
         *(softmax, filters.share(softmax), source.early),
         **LISTERS,
         **early_option(source.early),

@@ -1,4 +1,4 @@
-"""The bound from which on a row's weights are listed."""
+"""The bounds between which a row's weights are listed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.gpu import tl, triton
-from cairn.ops.sampling.kernels.lists import reached_by
+from cairn.ops.sampling import launch
+from cairn.ops.sampling.kernels.filters import bits_of, summary_of
+from cairn.ops.sampling.kernels.lists import between, reached_by
 
 pytestmark = pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 LINES = 64
@@ -20,6 +22,22 @@ def bounds_kernel(keys, wanted, enough, out, N: tl.constexpr):
     row = tl.program_id(0)
     key = tl.load(keys + row * N + tl.arange(0, N))
     tl.store(out + row, reached_by(key, wanted, enough))
+
+
+@triton.jit
+def between_kernel(
+    marked, peaks, masses, share, out, chunks,
+    CHUNKS: tl.constexpr, MARKS: tl.constexpr, STEP: tl.constexpr, TRIALS: tl.constexpr,
+):  # fmt: skip
+    """out [n, 2]: `between` of a share of probabilities that were surveyed."""
+    row = tl.program_id(0)
+    peak, tops, scale, mass, _ = summary_of(peaks, masses, row, 1.0, chunks, CHUNKS, False)
+    low, high = between(
+        marked, row, tl.maximum(tops, 0.0) / peak, scale, mass, peak, 0, bits_of(peak) + 1,
+        tl.load(share + row) * tl.sum(mass, 0), tl.sum(mass, 0), chunks, MARKS, STEP, TRIALS,
+    )  # fmt: skip
+    tl.store(out + row * 2, low)
+    tl.store(out + row * 2 + 1, high)
 
 
 def rows_of(kind: str) -> Tensor:
@@ -46,3 +64,48 @@ def test_as_many_as_are_wanted_and_few_more_reach_the_bound(
     assert (reach >= wanted).all()
     # More of them only where the next number is too much.
     assert ((reach <= enough) | ((keys > out[:, None]).sum(1) < wanted)).all()
+
+
+def surveyed(kind: str, device: str) -> tuple[Tensor, launch.Source, launch.Survey]:
+    """Rows of three chunks, the last of which is short and has hardly anything."""
+    torch.manual_seed(8)
+    probs = torch.softmax(torch.randn(6, 1300) * float(kind), dim=-1).to(device)
+    probs[:, 1024:] *= 1e-9
+    source = launch.Source(probs)
+    return probs, source, launch._survey(source, launch.Filters(top_p=probs[:, 0] * 0 + 0.5))
+
+
+@pytest.mark.parametrize("kind", ["0.001", "1", "3", "8"])
+def test_marks_tell_what_a_chunk_has_from_them_on(kind: str, device: str) -> None:
+    if device == "cpu" and not gpu.INTERPRETED:
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    probs, source, found = surveyed(kind, device)
+    assert found.marked is not None
+    for c, chunk in enumerate(probs.split(source.chunk, dim=1)):
+        peak = chunk.amax(1, keepdim=True)
+        for j in range(launch.MARKS):
+            mark = peak * 2.0 ** (-launch.MARK_STEP * (j + 1))
+            mass = torch.where(chunk >= mark, chunk, 0.0).sum(1)
+            torch.testing.assert_close(found.marked[:, c, j], mass)
+
+
+@pytest.mark.parametrize("share", [1e-3, 0.3, 0.9, 0.99, 1 - 1e-6])
+@pytest.mark.parametrize("kind", ["0.001", "1", "3", "8"])
+def test_a_share_is_reached_between_the_bounds(kind: str, share: float, device: str) -> None:
+    if device == "cpu" and not gpu.INTERPRETED:
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    probs, source, found = surveyed(kind, device)
+    shares = torch.full((len(probs),), share, device=device)
+    out = torch.empty(len(probs), 2, dtype=torch.int32, device=device)
+    between_kernel[(len(probs),)](
+        *(found.marked, found.peaks, found.masses, shares, out, source.chunks),
+        *(launch.CHUNKS, launch.MARKS, launch.MARK_STEP, launch.CHUNKS // 2),
+    )
+    low, high = out[:, :1].view(torch.float32), out[:, 1:].view(torch.float32)
+    wide = probs.double()
+    wanted = share * wide.sum(1)
+    assert (torch.where(probs >= low, wide, 0.0).sum(1) >= wanted).all()
+    assert (torch.where(probs >= high, wide, 0.0).sum(1) < wanted).all()
+    # A few marks apart, where they reach so far down.
+    near = probs.amax(1, keepdim=True) * 2.0**-8 < low
+    assert (high[near] <= low[near] * 2.0 ** (4 * launch.MARK_STEP)).all()

@@ -69,9 +69,9 @@ def is_last(arrivals):
 @triton.jit
 def collect_row(
     x, top_of_lines, marked, bounds, counts, aboves, weights, few_keys, few_weights, arrivals,
-    row, peak, mass, heat, count, share, least, part, width, chunks, weighed,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
-    FEW: tl.constexpr, SLICE: tl.constexpr,
+    row, peak, chunk_peak, scale, mass, heat, count, share, least, part, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
+    MARKS: tl.constexpr, STEP: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """Lists of a row at x that is filtered, LIMITED: by a top k, maybe. Returns its token instead,
@@ -91,9 +91,12 @@ def collect_row(
     if marked is not None:  # noqa: SIM102
         if (count == 0) & (share < 1.0):
             summed = chunks
+            chunk_top = scale.to(tl.float32)
+            if not SOFTMAX:
+                chunk_top = tl.maximum(chunk_peak, 0.0) / peak
             low, high = between(
-                marked, row, weighed, low, high, wanted_of(share, total, SHARE), total,
-                CHUNKS, MARKS,
+                marked, row, chunk_top, scale, mass, top, low, high,
+                wanted_of(share, total, SHARE), total, chunks, MARKS, STEP, CHUNKS // 2,
             )  # fmt: skip
     counts += row * 2 * CHUNKS
     aboves += row * CHUNKS
@@ -127,11 +130,11 @@ def collect_row(
 @triton.jit
 def collect_kernel(
     x, temperature, top_k, top_p, min_p, seed, index, uniform, peaks, firsts, masses, tops,
-    arrivals, marked, bounds, counts, aboves, weights, few_keys, few_weights, out,
-    stride, width, chunks, weighed,
+    marked, arrivals, bounds, counts, aboves, weights, few_keys, few_weights, out,
+    stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
-    WIDTH: tl.constexpr, RUN: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
-    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr, FEW: tl.constexpr,
+    SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [n]: the first token whose running kept weight exceeds a uniform number times the sum, as
     of `draw_kernel`.
@@ -141,8 +144,7 @@ def collect_kernel(
     weights [n, CHUNKS, CHUNK]: the first counts of each list in some order. Rows that are not
     filtered, or not finite, have no lists. arrivals [n] int32: 0 at first.
 
-    marked: of `weigh_kernel` with `weighed` programs, or None; few_keys [n, FEW] int64, few_weights
-    [n, FEW]: room for `draw_few`, or None without a top k.
+    few_keys [n, FEW] int64, few_weights [n, FEW]: room for `draw_few`, or None without a top k.
     """
     await_previous(EARLY)
     row = tl.program_id(1).to(tl.int64)
@@ -162,8 +164,9 @@ def collect_kernel(
     if finite & (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
         token, done = collect_row(
             x, top_of_lines, marked, bounds, counts, aboves, weights, few_keys, few_weights,
-            arrivals, row, peak, mass, heat, count, share, least, part, width, chunks, weighed,
-            CHUNKS, CHUNK, LINE, MARKS, FEW, SLICE, SOFTMAX, SHARE, top_k is not None,
+            arrivals, row, peak, chunk_peak, scale, mass, heat, count, share, least, part,
+            width, chunks, CHUNKS, CHUNK, LINE, MARKS, STEP, FEW, SLICE, SOFTMAX, SHARE,
+            top_k is not None,
         )  # fmt: skip
     elif tl.program_id(0) == 0:
         token = draw_plain(

@@ -68,12 +68,13 @@ def filters_of(top_k, top_p, min_p, row, width):
 
 @triton.jit
 def load_chunk(x, chunk, width, CHUNK: tl.constexpr, BEYOND: tl.constexpr):
-    """Numbers of a row's chunk, float32; BEYOND beyond the last."""
+    """Numbers of a row's chunk, float32; BEYOND beyond the last. What is found of them shall stay
+    in the cache rather than they."""
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     if (chunk + 1) * CHUNK <= width:
-        value = tl.load(x + place)
+        value = tl.load(x + place, eviction_policy="evict_first")
     else:
-        value = tl.load(x + place, mask=place < width, other=BEYOND)
+        value = tl.load(x + place, mask=place < width, other=BEYOND, eviction_policy="evict_first")
     return value.to(tl.float32)
 
 
@@ -87,15 +88,49 @@ def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
 
 
 @triton.jit
+def added(a, b, c, d, e, f, g, h):
+    """Two quadruples, number by number."""
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def store_marks(marked, weight, top, MARKS: tl.constexpr, STEP: tl.constexpr):
+    """What weights [CHUNK] that reach a mark sum up to, MARKS of them; the j-th mark lies (j + 1)
+    STEP powers of two below their largest, `top`."""
+    for begin in range(0, MARKS, 4):
+        one = top * tl.exp2(-STEP * (begin + 1))
+        factor: tl.constexpr = 2.0**-STEP
+        two, three, four = one * factor, one * factor * factor, one * factor * factor * factor
+        first, second, third, fourth = tl.reduce(
+            (
+                tl.where(weight >= one, weight, 0.0),
+                tl.where(weight >= two, weight, 0.0),
+                tl.where(weight >= three, weight, 0.0),
+                tl.where(weight >= four, weight, 0.0),
+            ),
+            0,
+            added,
+        )
+        tl.store(marked + begin, first)
+        tl.store(marked + begin + 1, second)
+        tl.store(marked + begin + 2, third)
+        tl.store(marked + begin + 3, fourth)
+
+
+@triton.jit
 def survey_kernel(
-    x, temperature, top_k, peaks, firsts, masses, tops, arrivals, stride, width, chunks,
-    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
+    x, temperature, top_k, top_p, peaks, firsts, masses, tops, marked, arrivals,
+    stride, width, chunks,
+    CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr, STEP: tl.constexpr,
+    SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk: peaks [n, chunks] float32, firsts int32 where the peak is, masses float64, the
-    sum of weights relative to the peak, and tops [n, chunks, CHUNK / LINE].
+    sum of weights relative to the peak, tops [n, chunks, CHUNK / LINE], and marked [n, chunks,
+    MARKS] float32, as of `store_marks`.
 
     Rows of temperature 0 have no masses, with masses no others have firsts, only rows of a top k
-    have tops; top_k and masses may be None. NaN in a chunk is in its mass, or else in its peak.
+    have tops, only those that keep a share without one have marks; top_k, top_p and masses may be
+    None. NaN in a chunk is in its mass, or else in its peak.
     arrivals [n] int32 become 0, or are None.
     """
     await_previous(EARLY)
@@ -103,7 +138,7 @@ def survey_kernel(
     row = tl.program_id(1).to(tl.int64)
     at = row * chunks + chunk
     heat = temperature_of(temperature, row)
-    count, _, _ = filters_of(top_k, None, None, row, width)
+    count, share, _ = filters_of(top_k, top_p, None, row, width)
     # What weighs nothing.
     BEYOND: tl.constexpr = float("-inf") if SOFTMAX or masses is None else 0.0
     value = load_chunk(x + row * stride, chunk, width, CHUNK, BEYOND)
@@ -126,8 +161,13 @@ def survey_kernel(
             tl.store(peaks + at, peak)
             weight = weight_of(value, tl.where(peak == float("-inf"), 0.0, peak), heat, SOFTMAX)
             tl.store(masses + at, tl.sum(weight.to(tl.float64), 0))
-            if count > 0:
-                store_tops(tops, at, value, CHUNK, LINE)
+            if top_k is not None:  # noqa: SIM102
+                if count > 0:
+                    store_tops(tops, at, value, CHUNK, LINE)
+            if top_p is not None:  # noqa: SIM102
+                if (count == 0) & (share < 1.0):
+                    top = weight_of(peak, peak, heat, SOFTMAX)
+                    store_marks(marked + at * MARKS, weight, top, MARKS, STEP)
 
 
 @triton.jit

@@ -8,18 +8,9 @@ chunk has from `high` on is kept whatever else is, and summed.
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.few import list_few
-from cairn.ops.sampling.kernels.filters import (
-    bits_of,
-    filters_of,
-    limit,
-    load_head,
-    summary_of,
-    temperature_of,
-    weight_of,
-)
+from cairn.ops.sampling.kernels.filters import bits_of, limit, load_head, weight_of
 
 
 @triton.jit
@@ -94,68 +85,36 @@ def floor_of(
 
 
 @triton.jit
-def marks_of(floor, end, MARKS: tl.constexpr):
-    """Bits of MARKS weights from floor up to end: the first is floor, the others lie as many bits
-    apart, within 32 powers of two."""
-    base = tl.maximum(floor, end - (32 << 23))
-    step = (end - base + MARKS - 1) // MARKS
-    j = tl.arange(0, MARKS)
-    return tl.where(j == 0, floor, base + j * step)
-
-
-@triton.jit
-def weigh_kernel(
-    x, temperature, top_k, top_p, min_p, peaks, masses, marked, stride, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, EACH: tl.constexpr, MARKS: tl.constexpr,
-    STEP: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """marked [n, programs, MARKS] float32: what each program's EACH chunks of a row that keeps a
-    share, and no top k, weigh from each of `marks_of` on. They are near, not exact; STEP numbers
-    are taken at once."""
-    await_previous(EARLY)
-    program = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    count, share, least = filters_of(top_k, top_p, min_p, row, width)
-    heat = temperature_of(temperature, row)
-    if (heat != 0.0) & (count == 0) & (share < 1.0):
-        peak, _, _, mass, finite = summary_of(peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX)
-        if finite:
-            floor = floor_of(
-                None, peak, heat, tl.sum(mass, 0), 0, share, least, width, 0,
-                CHUNKS, SOFTMAX, SHARE,
-            )  # fmt: skip
-            mark = marks_of(floor, bits_of(weight_of(peak, peak, heat, SOFTMAX)) + 1, MARKS)
-            sums = tl.zeros([STEP, MARKS], tl.float32)
-            for chunk in range(program * EACH, tl.minimum(program * EACH + EACH, chunks)):
-                # Unrolled: all of a chunk is on its way at once.
-                for begin in tl.static_range(0, CHUNK, STEP):
-                    place = chunk * CHUNK + begin + tl.arange(0, STEP)[:, None]
-                    value = tl.load(
-                        x + row * stride + place, mask=place < width, other=float("-inf")
-                    )
-                    weight = weight_of(value.to(tl.float32), peak, heat, SOFTMAX)
-                    reach = bits_of(weight) >= mark[None, :]
-                    sums += tl.where(reach, weight, 0.0)
-            at = marked + (row * tl.num_programs(0) + program) * MARKS
-            tl.store(at + tl.arange(0, MARKS), tl.sum(sums, 0))
-
-
-@triton.jit
 def between(
-    marked, row, programs, floor, end, wanted, total, PROGRAMS: tl.constexpr, MARKS: tl.constexpr
-):
-    """The marks between which a sum from the largest weight down gets to what is wanted; marked: of
-    so many programs, PROGRAMS at most."""
-    p = tl.arange(0, PROGRAMS)[:, None]
-    j = tl.arange(0, MARKS)
-    at = marked + (row * programs + p) * MARKS + j[None, :]
-    mass = tl.sum(tl.load(at, mask=p < programs, other=0.0).to(tl.float64), 0)
-    mark = marks_of(floor, end, MARKS)
+    marked, row, chunk_top, scale, mass, top, floor, end, wanted, total, chunks,
+    MARKS: tl.constexpr, STEP: tl.constexpr, TRIALS: tl.constexpr,
+):  # fmt: skip
+    """The bounds, as bits, among TRIALS weights between which a sum from the largest weight down
+    gets to what is wanted, or else floor and end.
+
+    Args:
+        marked: of `survey_kernel`; chunk_top: the chunks' largest weights, as parts of the row's;
+            scale, mass: of `summary_of`; top: the row's largest weight.
+    """
+    c = tl.arange(0, scale.shape[0])[:, None]
+    trial = tl.arange(0, TRIALS)
+    # How many marks of a chunk lie above a trial, each STEP powers of two below the last.
+    steps = tl.log2(chunk_top)[:, None] / STEP + trial.to(tl.float32)[None, :]
+    # Rounded such that a chunk has no more than `most`, and no less than `least`.
+    more = tl.floor(steps + 1e-3).to(tl.int32) + 1
+    less = tl.minimum(tl.floor(steps - 1e-3).to(tl.int32), MARKS)
+    at = marked + (row * chunks + c) * MARKS - 1
+    known = (more >= 1) & (more <= MARKS) & (c < chunks)
+    most = tl.load(at + more, mask=known, other=0.0).to(tl.float64) * scale[:, None]
+    most = tl.where(more > MARKS, mass[:, None], most)
+    some = (less >= 1) & (c < chunks)
+    least = tl.load(at + less, mask=some, other=0.0).to(tl.float64) * scale[:, None]
     # More than sums in float32 can be off.
     room = total * 1e-4
-    low = tl.max(tl.where(mass >= wanted + room, mark, floor), 0)
-    high = tl.min(tl.where((j > 0) & (mass < wanted - room), mark, end), 0)
-    return low, high
+    weight = bits_of(top * tl.exp2(-STEP * trial.to(tl.float32)))
+    low = tl.max(tl.where(tl.sum(least, 0) >= wanted + room, weight, floor), 0)
+    high = tl.min(tl.where(tl.sum(most, 0) < wanted - room, weight, end), 0)
+    return tl.maximum(low, floor), high
 
 
 @triton.jit
