@@ -131,6 +131,17 @@ def test_large_vocabulary(width: int, sharpness: float) -> None:
     assert torch.equal(draw_tokens(logits, *args), expected)
 
 
+@pytest.mark.parametrize("top_p", [0.3, 0.999])
+def test_a_least_share_above_the_nucleus(top_p: float, device: str) -> None:
+    torch.manual_seed(6)
+    many = 6
+    logits = torch.randn(many, 1300).to(device)
+    args = parameters([(1.0, 0, top_p, 0.3)] * many, torch.arange(many), device)
+    expected = draw_tokens.using("reference")(logits, *args).tolist()
+    for name in runnable_on(draw_tokens, device):
+        assert draw_tokens.using(name)(logits, *args).tolist() == expected, name
+
+
 @pytest.mark.gpu
 def test_law_of_a_large_vocabulary() -> None:
     many, width, part = 100_000, 32_000, 2_000

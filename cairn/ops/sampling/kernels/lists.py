@@ -114,7 +114,9 @@ def between(
     weight = bits_of(top * tl.exp2(-STEP * trial.to(tl.float32)))
     low = tl.max(tl.where(tl.sum(least, 0) >= wanted + room, weight, floor), 0)
     high = tl.min(tl.where(tl.sum(most, 0) < wanted - room, weight, end), 0)
-    return tl.maximum(low, floor), high
+    low = tl.maximum(low, floor)
+    # What reaches the floor may be less than is wanted: then all of it is kept.
+    return low, tl.maximum(high, low + 1)
 
 
 @triton.jit
