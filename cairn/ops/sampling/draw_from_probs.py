@@ -155,5 +155,11 @@ def _(draw: Draw) -> Points:
             Alternative("definition", draw_from_probs.reference),
             *flashinfer("sampling.top_k_top_p_sampling_from_probs", given),
         )
-        size += ", top 50 and 0.95"
-        yield Point(size, draw.args(probs, uniform, k, p), moved(probs), alternatives=others)
+        both = f"{size}, top 50 and 0.95"
+        yield Point(both, draw.args(probs, uniform, k, p), moved(probs), alternatives=others)
+        others = (
+            Alternative("definition", draw_from_probs.reference),
+            *flashinfer("sampling.top_p_sampling_from_probs", Arguments((probs, 0.95))),
+        )
+        share = draw.args(probs, uniform, None, p)
+        yield Point(f"{size}, 0.95", share, moved(probs), alternatives=others)

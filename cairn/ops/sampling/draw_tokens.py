@@ -131,7 +131,8 @@ def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         logits = draw.randn(rows, vocabulary, dtype=torch.float32, scale=3.0)
         seeds, temperature = draw.randint(0, 1 << 62, rows), draw.full((rows,), 0.8)
-        for name, k, p in (("no filter", -1, 1.0), ("top 50 and 0.95", 50, 0.95)):
+        filters = (("no filter", -1, 1.0), ("top 50 and 0.95", 50, 0.95), ("0.95", -1, 0.95))
+        for name, k, p in filters:
             top_k, top_p = draw.full((rows,), k, torch.int64), draw.full((rows,), p)
             min_p = draw.full((rows,), 0.0)
             yield Point(

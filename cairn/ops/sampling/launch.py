@@ -126,8 +126,8 @@ class Source:
 
 
 class Survey(NamedTuple):
-    """What `survey_kernel` found, and arrivals, which are 0; all but the first two only where asked
-    for: masses and tops for a draw, the others for a filtered one."""
+    """What `survey_kernel` found, and arrivals, which are 0: masses for a draw, tops for one from a
+    top k, marked for one from a share, arrivals for one with any filter."""
 
     peaks: Tensor
     firsts: Tensor

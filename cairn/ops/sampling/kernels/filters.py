@@ -1,10 +1,11 @@
 """Thresholds of probability filters, without sorting.
 
 A row of weights (probabilities, or exp((logit - largest) / temperature)) is split into CHUNKS
-chunks. `survey_kernel` takes each chunk's maximum and sum, and the maxima of lines of LINE weights
-each. From these `collect_kernel` (see `collect`) knows bounds of the threshold, and lists weights
-between. `limit` then searches for the threshold in the lists of a row, by counting and summing what
-reaches three trial values at a time; a row of which few can be kept needs no search (see `few`).
+chunks. `survey_kernel` takes each chunk's maximum and sum, and for a top k the maxima of lines of
+LINE weights each, for a share alone the sums above some marks. From these `collect_kernel` (see
+`collect`) knows bounds of the threshold, and lists weights between. `limit` then searches for the
+threshold in the lists of a row, by counting and summing what reaches three trial values at a time;
+a row of which few can be kept needs no search (see `few`).
 
 Weights are compared as the integers that their bits are: the order of floats >= 0. Sums are in
 float64, in an order that depends on the row alone.
