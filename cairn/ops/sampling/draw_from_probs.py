@@ -112,10 +112,13 @@ def _(
 ) -> Tensor:
     """Thresholds are searched for among the weights that can matter; nothing is sorted."""
     filters = launch.Filters(top_k, top_p, min_p, joint)
-    if indices is None:
+    # A nucleus of probabilities is found sooner by those who hold all of the row.
+    if indices is None and (top_p is None or top_k is not None):
         return launch.draw(launch.Source(probs), filters, None, uniform, torch.int32)
-    kept = probs if filters.none else launch.filter_probs(probs, filters)
-    return launch.draw_from(launch.Source(kept), indices, uniform)
+    kept = launch.Source(probs if filters.none else launch.filter_probs(probs, filters))
+    if indices is None:
+        return launch.draw(kept, launch.Filters(), None, uniform, torch.int32)
+    return launch.draw_from(kept, indices, uniform)
 
 
 @draw_from_probs.cases
