@@ -245,6 +245,20 @@ def store_part(
     tl.store(part_lse + part, tl.where(seen, logs, float("-inf")), mask=alive)
 
 
+@triton.jit
+def store_whole(
+    o, lse, sinks, head, acc, best, total, logs, alive, WIDE: tl.constexpr, VP: tl.constexpr
+):  # fmt: skip
+    """Write the results of all keys [M], at the addresses o and lse [M]; sinks [HEADS], or None."""
+    seen = total != 0
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=alive, other=0.0).to(tl.float32)
+        total += tl.exp2(sink * 1.4426950408889634 - tl.where(seen, best, 0.0))
+    result = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
+    store_rows(o, result, alive, WIDE, VP)
+    tl.store(lse, tl.where(seen, logs, float("inf")), mask=alive)
+
+
 @triton.jit(
     do_not_specialize=["left", "right", "chunk", "batch", "tiles", "even", "capacity", "splits"]
 )
@@ -318,21 +332,15 @@ def flash_kernel(
         alive, first, last, factor, cap, k_page, k_slot, v_page, v_slot,
         DIM, WIDE, SIZE, PAGING, DP, VP, KEYS, CAPPED, PRECISION,
     )  # fmt: skip
-    seen = total != 0
-    logs = (best + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453
+    logs = (best + tl.log2(tl.where(total != 0, total, 1.0))) * 0.6931471805599453
     acc = acc * worth_of(v_descale, pair)
     if part_lse is not None:
         part = ((own * even + line) * HEADS + head) * splits + split
         store_part(o, part_lse, part, acc, total, logs, alive, WIDE, VP)
     else:
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=alive, other=0.0).to(tl.float32)
-            total += tl.exp2(sink * 1.4426950408889634 - tl.where(seen, best, 0.0))
-        result = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
         place = o + own * o_batch + line * o_token + head * o_head
-        store_rows(place, result, alive, WIDE, VP)
         at = lse + own * lse_batch + head * lse_head + line
-        tl.store(at, tl.where(seen, logs, float("inf")), mask=alive)
+        store_whole(place, at, sinks, head, acc, best, total, logs, alive, WIDE, VP)
 
 
 @triton.jit(do_not_specialize=["longest", "even", "splits"])
