@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -41,7 +42,7 @@ def expect(
         dense: last dims that must lie side by side; -1: all.
     """
     if not isinstance(tensor, Tensor):
-        refuse(op, name, f"is {type(tensor).__name__} {tensor!r}, not a tensor")
+        refuse(op, name, f"is {type(tensor).__name__} {reprlib.repr(tensor)}, not a tensor")
     # The looks that are mostly enough come first: they take a third of the time.
     if isinstance(shape, int):
         if tensor.dim() != shape:

@@ -16,6 +16,12 @@ pytestmark = pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 LINES = 64
 
 
+@pytest.fixture(autouse=True)
+def _launches(device: str) -> None:
+    if device == "cpu" and not gpu.INTERPRETED:
+        pytest.skip("needs a GPU, or Triton's interpreter")
+
+
 @triton.jit
 def bounds_kernel(keys, wanted, enough, out, N: tl.constexpr):
     """out [n]: `reached_by` keys [n, N]."""
@@ -55,8 +61,6 @@ def rows_of(kind: str) -> Tensor:
 def test_as_many_as_are_wanted_and_few_more_reach_the_bound(
     kind: str, wanted: int, device: str
 ) -> None:
-    if device == "cpu" and not gpu.INTERPRETED:
-        pytest.skip("needs a GPU, or Triton's interpreter")
     enough = wanted + wanted // 8
     keys = rows_of(kind).to(device).view(torch.int32)
     out = torch.empty(len(keys), dtype=torch.int32, device=device)
@@ -78,8 +82,6 @@ def surveyed(kind: str, device: str) -> tuple[Tensor, launch.Source, launch.Surv
 
 @pytest.mark.parametrize("kind", ["0.001", "3"])
 def test_marks_tell_what_a_chunk_has_from_them_on(kind: str, device: str) -> None:
-    if device == "cpu" and not gpu.INTERPRETED:
-        pytest.skip("needs a GPU, or Triton's interpreter")
     probs, source, found = surveyed(kind, device)
     assert found.marked is not None
     for c, chunk in enumerate(probs.split(source.chunk, dim=1)):
@@ -105,8 +107,6 @@ def bounds_of(
 @pytest.mark.parametrize("share", [1e-3, 0.9, 1 - 1e-6])
 @pytest.mark.parametrize("kind", ["0.001", "3"])
 def test_a_share_is_reached_between_the_bounds(kind: str, share: float, device: str) -> None:
-    if device == "cpu" and not gpu.INTERPRETED:
-        pytest.skip("needs a GPU, or Triton's interpreter")
     probs, source, found = surveyed(kind, device)
     shares = torch.full((len(probs),), share, device=device)
     low, high = bounds_of(source, found, shares, torch.zeros_like(shares))
@@ -121,8 +121,6 @@ def test_a_share_is_reached_between_the_bounds(kind: str, share: float, device: 
 
 @pytest.mark.parametrize("kind", ["0.001", "3"])
 def test_nothing_below_a_floor_is_above_the_bounds(kind: str, device: str) -> None:
-    if device == "cpu" and not gpu.INTERPRETED:
-        pytest.skip("needs a GPU, or Triton's interpreter")
     probs, source, found = surveyed(kind, device)
     floor = probs.amax(1) * 0.3
     low, high = bounds_of(source, found, torch.full_like(floor, 0.99), floor)

@@ -144,7 +144,8 @@ def collect_kernel(
     weights [n, CHUNKS, CHUNK]: the first counts of each list in some order. Rows that are not
     filtered, or not finite, have no lists. arrivals [n] int32: 0 at first.
 
-    few_keys [n, FEW] int64, few_weights [n, FEW]: room for `draw_few`, or None without a top k.
+    peaks to arrivals: of `survey_kernel`. few_keys [n, FEW] int64, few_weights [n, FEW]: room for
+    `draw_few`, or None without a top k.
     """
     await_previous(EARLY)
     row = tl.program_id(1).to(tl.int64)
