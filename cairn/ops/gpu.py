@@ -1,4 +1,5 @@
-"""Triton, where it is installed. Kernel files import `triton` and `tl` from here.
+"""Triton, where it is installed. Kernel files import `triton` and `tl` from here, those in its
+lower language `gluon`, `gl` and what that knows of Hopper.
 
 Without Triton the definitions serve alone: kernels are then plain functions that nobody calls, and
 `DEVICES`, which every Triton implementation registers for, is empty. With TRITON_INTERPRET=1 the
@@ -19,10 +20,18 @@ import torch
 from torch import Tensor
 
 _module: Any = None
+_gluon: Any = None
 tl: Any = None
+gl: Any = None
+hopper: Any = None
 with contextlib.suppress(ImportError):
     _module = importlib.import_module("triton")
     tl = importlib.import_module("triton.language")
+    # Gluon is young: what is written for one release is not for the next.
+    if _module.__version__.startswith("3.6."):
+        _gluon = importlib.import_module("triton.experimental.gluon")
+        gl = importlib.import_module("triton.experimental.gluon.language")
+        hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
 
 AVAILABLE = tl is not None
 DEVICES: tuple[str, ...] = ("cuda",) if AVAILABLE else ()
@@ -80,6 +89,18 @@ class _Triton:
 
 
 triton: Any = _Triton()
+
+
+class _Gluon:
+    """Stands for the module in kernel files."""
+
+    @staticmethod
+    def jit(function: Callable[..., Any]) -> Any:
+        """As Gluon's `jit`; without Gluon it has no effect."""
+        return function if _gluon is None else _gluon.jit(function)
+
+
+gluon = _Gluon()
 
 
 def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -148,6 +169,14 @@ def blocks(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Se
     return tools.TensorDescriptor(base, list(shape), list(strides), list(block))
 
 
+def tiles(table: Any, block: Sequence[int]) -> Any:
+    """A table that `blocks` describes, for kernels in Gluon: in blocks that lie in shared memory as
+    the tensor cores read them."""
+    tools = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+    layout = gl.NVMMASharedLayout(128, 8 * table.base.element_size(), len(block))
+    return tools.TensorDescriptor(table.base, table.shape, table.strides, list(block), layout)
+
+
 def next_power_of_2(number: int) -> int:
     """Smallest power of two >= number, for number >= 1."""
     return 1 << max(0, number - 1).bit_length()
@@ -161,6 +190,16 @@ def warps_for(elements: int) -> int:
 def launches_early(device: torch.device) -> bool:
     """Whether a device can launch a kernel before the one in front is done."""
     return device.type == "cuda" and _capability(device.index) >= (9, 0)
+
+
+def multiplies_in_groups(device: torch.device) -> bool:
+    """Whether kernels in Gluon run on a device, and four of its warps multiply together (wgmma)."""
+    return (
+        gl is not None
+        and device.type == "cuda"
+        and torch.version.hip is None
+        and _capability(device.index) == (9, 0)
+    )
 
 
 def knows_e4m3(device: torch.device) -> bool:

@@ -44,8 +44,8 @@ OPCHECKED_CASES = 3
 FEW_CASES = 3
 FLOAT32_FAMILIES = ("sampling", "speculative", "topk")
 """Families on probabilities and scores."""
-LIBRARIES = {"cudnn", "flashinfer", "sdpa"}
-"""Implementations that are not ours: nothing interprets their kernels."""
+NOT_INTERPRETED = {"cudnn", "flashinfer", "sdpa", "gluon"}
+"""Implementations by libraries or in Gluon: nothing interprets their kernels."""
 ALWAYS_FLOAT32 = ("page_weights", "rotary_cos_sin")
 """Ops on what is float32 in every model: weights of attention states, and angles."""
 OPS = [pytest.param(op, id=op.name) for op in all_ops()]
@@ -76,6 +76,8 @@ def test_implementation_agrees_with_definition(op: Op[..., Any], name: str, devi
     implementation = op._named(name)
     if implementation.missing or device not in implementation.devices:
         pytest.skip(implementation.missing or f"runs on {', '.join(implementation.devices)}")
+    if name == "gluon" and not gpu.multiplies_in_groups(torch.device(device, 0)):
+        pytest.skip("needs Hopper's tensor cores")
     accepted = runnable(implementation, cases_of(op, device), device)
     assert accepted, f"no case of {op.name} reaches {name}: it is never tested"
     for arguments in accepted:
@@ -117,7 +119,7 @@ def test_kernel_agrees_with_definition_in_float16(op: Op[..., Any], name: str) -
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize(
     "op, name",
-    [p for p in CHOICES if of_gpu(*p.values) and not LIBRARIES.intersection(p.values)],
+    [p for p in CHOICES if of_gpu(*p.values) and not NOT_INTERPRETED.intersection(p.values)],
 )
 def test_kernel_agrees_with_definition_when_interpreted(op: Op[..., Any], name: str) -> None:
     implementation = op._named(name)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch
+from cairn.ops.attention.latent_groups import latent_groups_kernel
 from cairn.ops.attention.latent_kernels import latent_split_kernel
-from cairn.ops.attention.lines import NO_LINES, lines_of
+from cairn.ops.attention.lines import NO_LINES, are_lines, lines_of
 from cairn.ops.benching import Alternative, Draw, Point, Points
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 from cairn.ops.registry import op
@@ -99,6 +102,82 @@ def _(
     expect(name, "page_table", page_table, (batch, None), (torch.int32,), q_nope, dense=1)
 
 
+def _fits_groups(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c_and_k_pe_cache: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    workspace: Tensor | None,
+    sm_scale: float,
+    num_kv_splits: int = 1,
+) -> bool:
+    heads, latent = q_nope.shape[1:]
+    return (
+        gpu.multiplies_in_groups(q_nope.device)
+        and heads >= _LEAST_HEADS
+        and (latent, q_pe.shape[2]) == (LATENT, ROPE)
+        and kv_c_and_k_pe_cache.shape[1] % _BLOCK == 0
+        and all(are_lines(part, _BLOCK) for part in _parts(kv_c_and_k_pe_cache, latent))
+    )
+
+
+def _parts(cache: Tensor, latent: int) -> tuple[Tensor, Tensor]:
+    """The cache's values and its other columns: [pages, P, 1, .]."""
+    return cache[..., :latent].unsqueeze(2), cache[..., latent:].unsqueeze(2)
+
+
+@cutlass_mla_decode.implementation(
+    "gluon",
+    devices=gpu.DEVICES,
+    dtypes=(torch.bfloat16, torch.float16),
+    when=_fits_groups,
+    missing="" if gpu.gl else "needs Triton 3.6",
+)
+def _(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c_and_k_pe_cache: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    workspace: Tensor | None,
+    sm_scale: float,
+    num_kv_splits: int = 1,
+) -> Tensor:
+    batch, heads, latent = q_nope.shape
+    cache = kv_c_and_k_pe_cache
+    out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
+    if out.numel() == 0:
+        return out
+    values, rest = lines_of(*_parts(cache, latent), _BLOCK, math.inf)
+    columns = -(-heads // _BLOCK)
+    pairs = -(-page_table.shape[1] * cache.shape[1] // (2 * _BLOCK))
+    most = max(1, min(pairs // _LEAST_PAIRS, launch.MOST_SPLITS))
+    splits = launch.whole_waves(columns * batch, gpu.processors(cache.device), most)
+    part_o, part_lse = _parts_of(out, splits)
+    latent_groups_kernel[(columns, splits, batch)](
+        *(q_nope, q_pe),
+        *(gpu.tiles(values.blocks, (_BLOCK, latent // 2)), gpu.tiles(rest.blocks, (_BLOCK, ROPE))),
+        *(seq_lens, page_table, part_o, part_lse, sm_scale),
+        *(*q_nope.stride()[:2], *q_pe.stride()[:2], values.page, page_table.stride(0)),
+        *(heads, cache.shape[1]),
+        num_warps=4,
+    )
+    if splits > 1:
+        launch.merge(part_o, part_lse, out, None, early=gpu.launches_early(out.device))
+    return out
+
+
+def _parts_of(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Memory for the states of so many splits: o [B, H, splits, latent], `out` itself for one, and
+    lse [B, H, splits] float32."""
+    batch, heads, latent = out.shape
+    part_lse = out.new_empty((batch, heads, splits), dtype=torch.float32)
+    if splits == 1:
+        return out, part_lse
+    return out.new_empty((batch, heads, splits, latent), dtype=torch.float32), part_lse
+
+
 @cutlass_mla_decode.implementation("triton", devices=gpu.DEVICES)
 def _(
     q_nope: Tensor,
@@ -123,18 +202,14 @@ def _(
     wide, size = 64 if large else keys, cache.shape[1]
     if size % wide == 0 and (not single or gpu.INTERPRETED):
         flops = 2 * batch * heads * page_table.shape[1] * size * (latent + cache.shape[2])
-        parts = (cache[..., :latent].unsqueeze(2), cache[..., latent:].unsqueeze(2))
-        values, rest = lines_of(*parts, wide, flops)
+        values, rest = lines_of(*_parts(cache, latent), wide, flops)
     if values.blocks is not None:
         keys = wide
     columns = -(-heads // lines)
     blocks = -(-page_table.shape[1] * cache.shape[1] // keys)
     wanted = -(-_PROGRAMS // (columns * batch))
     splits = max(1, min(blocks // _LEAST_BLOCKS, wanted, launch.MOST_SPLITS))
-    part_o = out
-    if splits > 1:
-        part_o = out.new_empty((batch, heads, splits, latent), dtype=torch.float32)
-    part_lse = out.new_empty((batch, heads, splits), dtype=torch.float32)
+    part_o, part_lse = _parts_of(out, splits)
     padded = (max(16, gpu.next_power_of_2(width)) for width in (latent, q_pe.shape[2]))
     latent_split_kernel[(splits, columns, batch)](
         *(q_nope, q_pe, cache, values.blocks, rest.blocks, seq_lens, page_table),
@@ -146,10 +221,16 @@ def _(
         num_stages=2,
     )
     if splits > 1:
-        launch.merge(part_o, part_lse, out, None)
+        launch.merge(part_o, part_lse, out, None, early=gpu.launches_early(out.device))
     return out
 
 
+_BLOCK = 64
+"""Slots of a block and heads of a program that works in groups of warps."""
+_LEAST_PAIRS = 2
+"""Pairs of such blocks for which a split of their own pays."""
+_LEAST_HEADS = 17
+"""Heads from which on groups of warps are faster: more than a program of the other kernel has."""
 _WIDE_BYTES = 222 << 10
 """Memory of a program of 64 heads with two blocks of 64 slots on their way."""
 _PROGRAMS = 264
@@ -195,6 +276,8 @@ def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
         yield _drawn(make, [7, 0, 300], 16, 64, (LATENT, ROPE), dtype)
     yield _drawn(make, [1000, 63, 100], 128, 16, (LATENT, ROPE), torch.bfloat16)
+    yield _drawn(make, [0, 200], 40, 64, (LATENT, ROPE), torch.bfloat16)
+    yield _drawn(make, [700, 1], 128, 128, (LATENT, ROPE), torch.bfloat16)
 
 
 cutlass_mla_decode.tolerance(

@@ -366,7 +366,7 @@ def merge_kernel(
     DIM: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
     SOFTMAX1: tl.constexpr, LOGS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one (token, head): attention states weighed by their lse.
+    """Merge the splits of DP columns of one (token, head): attention states weighed by their lse.
 
     Args:
         SPLITS: splits, padded to a power of two.
@@ -378,9 +378,10 @@ def merge_kernel(
     await_previous(EARLY)
     place = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
-    d = tl.arange(0, DP)
+    d = tl.program_id(1) * DP + tl.arange(0, DP)
+    shown = (s < splits)[:, None] & (d < DIM)[None, :]
     logs = tl.load(part_lse + place * splits + s, mask=s < splits, other=float("-inf"))
-    part = load_rows(part_o + (place * splits + s) * DIM, s < splits, DIM, DP)
+    part = tl.load(part_o + ((place * splits + s) * DIM)[:, None] + d[None, :], shown, 0.0)
     best = tl.max(logs, 0)
     if SOFTMAX1:
         best = tl.maximum(best, 0.0)
@@ -393,7 +394,8 @@ def merge_kernel(
     merged = tl.sum(part * weight[:, None], 0) / safe
     tl.store(o + place * DIM + d, merged.to(o.dtype.element_ty), mask=d < DIM)
     if LOGS:
-        tl.store(lse + place, tl.where(total > 0, base + tl.log(safe), float("-inf")))
+        first = tl.program_id(1) == 0
+        tl.store(lse + place, tl.where(total > 0, base + tl.log(safe), float("-inf")), mask=first)
 
 
 @triton.jit(do_not_specialize=["lines"])

@@ -261,6 +261,10 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     return o, lse
 
 
+_MERGED = 8192
+"""Numbers of the splits' results that a program of `merge` holds."""
+
+
 def merge(
     part_o: Tensor,
     part_lse: Tensor,
@@ -279,8 +283,8 @@ def merge(
     """
     tokens, heads, splits, dim = part_o.shape
     width = gpu.next_power_of_2(splits)
-    columns = max(16, gpu.next_power_of_2(dim))
-    merge_kernel[(tokens * heads,)](
+    columns = max(16, min(gpu.next_power_of_2(dim), _MERGED // width))
+    merge_kernel[(tokens * heads, -(-dim // columns))](
         *(part_o, part_lse, o, part_lse if lse is None else lse, splits, dim, columns, width),
         *(softmax1, lse is not None, early),
         num_warps=4 if width * columns > 4096 else 2,

@@ -54,6 +54,12 @@ def lines_of(k: Tensor, v: Tensor, keys: int, flops: float) -> tuple[Lines, Line
     return tables[0], tables[1]
 
 
+def are_lines(tokens: Tensor, keys: int) -> bool:
+    """Whether `lines_of` takes tokens."""
+    table = _table(tokens.shape, tokens.stride(), tokens.element_size(), keys)
+    return table is not None and tokens.data_ptr() % _ALIGNED == 0
+
+
 @functools.lru_cache(256)
 def _table(
     shape: tuple[int, ...], strides: tuple[int, ...], size: int, keys: int

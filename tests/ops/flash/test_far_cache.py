@@ -43,13 +43,14 @@ def test_pages_and_heads_far_away(heads_first: bool) -> None:
     assert torch.equal(caches[0][pages - 2, LENGTH % size], new[0][0, 0])
 
 
-def test_latents_far_away() -> None:
+@pytest.mark.parametrize("heads", [16, 64])
+def test_latents_far_away(heads: int) -> None:
     needs(6)
     pages, size, width = (1 << 16) + 3, 64, 576
     near = torch.randn(1, 64, width, device="cuda").half()
     cache = torch.empty(pages, size, width, dtype=torch.float16, device="cuda")
     cache[-1] = near[0]
-    q = torch.randn(1, 16, width, device="cuda").half()
+    q = torch.randn(1, heads, width, device="cuda").half()
     given = (q[..., :512], q[..., 512:])
     length = torch.tensor([LENGTH], dtype=torch.int32, device="cuda")
     table = torch.tensor([[pages - 1]], dtype=torch.int32, device="cuda")

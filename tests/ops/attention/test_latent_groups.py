@@ -1,0 +1,104 @@
+"""cutlass_mla_decode by groups of warps, on the device it is for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cairn.ops import cutlass_mla_decode, gpu
+from cairn.ops.attention import cutlass_mla_decode as latents
+from cairn.ops.attention.cutlass_mla_decode import LATENT, ROPE
+from cairn.ops.testing import Arguments, Make, check, run
+
+needs_groups = pytest.mark.skipif(
+    not (torch.cuda.is_available() and gpu.multiplies_in_groups(torch.device("cuda", 0))),
+    reason="needs Hopper's tensor cores and Triton 3.6",
+)
+pytestmark = pytest.mark.gpu
+WIDTHS = (LATENT, ROPE)
+RAGGED = [1000, 0, 1, 63, 64, 65, 127, 128, 129, 200]
+"""Of one block and several, of an odd number of them, whole and not, none at all."""
+
+
+def drawn(lengths: list[int], heads: int = 128, size: int = 64, seed: int = 0) -> Arguments:
+    torch.manual_seed(seed)
+    return latents._drawn(Make("cuda"), lengths, heads, size, WIDTHS, torch.bfloat16)
+
+
+def by_groups(given: Arguments) -> Tensor:
+    return run(cutlass_mla_decode, "gluon", given)[1][0]
+
+
+@needs_groups
+@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("heads, size", [(128, 64), (100, 128), (64, 192), (33, 64), (1, 64)])
+def test_softmax_over_the_latents(
+    heads: int, size: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latents, "_LEAST_HEADS", 1)
+    monkeypatch.setattr(latents.launch, "whole_waves", lambda *_: splits)
+    check(cutlass_mla_decode, "gluon", drawn(RAGGED, heads, size))
+
+
+@needs_groups
+def test_many_blocks_are_the_same_every_time() -> None:
+    given = drawn([70_001, 3, 40_000, 65_536])
+    first = by_groups(given)
+    check(cutlass_mla_decode, "gluon", given)
+    for _ in range(50):
+        assert torch.equal(by_groups(given), first)
+
+
+@needs_groups
+def test_a_row_is_the_same_alone_where_splits_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latents.launch, "whole_waves", lambda *_: 3)
+    given = drawn(RAGGED)
+    q, pe, cache, lengths, table, *rest = given.args
+    together = by_groups(given)
+    for row in range(len(RAGGED)):
+        one = slice(row, row + 1)
+        alone = Arguments((q[one], pe[one], cache, lengths[one], table[one], *rest), {})
+        assert torch.equal(by_groups(alone), together[one])
+
+
+@needs_groups
+def test_numbers_that_are_none_stay_where_they_are() -> None:
+    given = drawn([300, 300, 300])
+    q, _, cache, _, table, *_ = given.args
+    wanted = by_groups(given)
+    cache[table[1, 2].long(), 5, 17] = torch.nan
+    spoilt = by_groups(given)
+    assert torch.equal(spoilt[::2], wanted[::2])
+    assert spoilt[1].isnan().all()
+    cache[table[1, 2].long(), 5, 17] = 0
+    q[2, 4, 0] = torch.nan
+    spoilt = by_groups(given)
+    assert spoilt[2, 4].isnan().all()
+    assert not spoilt[2, :4].isnan().any()
+    assert not spoilt[:2].isnan().any()
+
+
+@needs_groups
+def test_logits_far_apart() -> None:
+    given = drawn([400, 130])
+    for scale in (0.0, 30.0, -30.0):
+        args = (*given.args[:-1], scale)
+        check(cutlass_mla_decode, "gluon", Arguments(args, given.kwargs))
+
+
+@needs_groups
+def test_what_does_not_fit_is_left_to_the_others() -> None:
+    q, pe, cache, lengths, table, *rest = drawn([300]).args
+    groups = cutlass_mla_decode._named("gluon")
+    assert groups.accepts((q, pe, cache, lengths, table, *rest), {})
+    assert groups.accepts((q, pe, cache, lengths.long(), table, *rest), {})
+    halves = cache.reshape(-1, 32, LATENT + ROPE)
+    wide = torch.nn.functional.pad(cache, (0, 1))[..., :-1]
+    for other in (
+        (q[:, :16], pe[:, :16], cache),
+        (q, pe, halves),
+        (q, pe, wide),
+        (q[..., :-64], pe, cache[..., :-64]),
+    ):
+        assert not groups.accepts((*other, lengths, table, *rest), {})
