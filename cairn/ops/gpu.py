@@ -95,9 +95,11 @@ class _Gluon:
     """Stands for the module in kernel files."""
 
     @staticmethod
-    def jit(function: Callable[..., Any]) -> Any:
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         """As Gluon's `jit`; without Gluon it has no effect."""
-        return function if _gluon is None else _gluon.jit(function)
+        if function is None:
+            return functools.partial(_Gluon.jit, **options)
+        return function if _gluon is None else _gluon.jit(function, **options)
 
 
 gluon = _Gluon()

@@ -10,6 +10,7 @@ The division of work is FlashMLA's (DeepSeek, "A Deep-Dive Into the New Flash ML
 
 from __future__ import annotations
 
+from cairn.ops.attention.groups import base_of, clear, copy, multiply, scaled, summed, tell
 from cairn.ops.gpu import gl, gluon, hopper
 
 
@@ -53,12 +54,6 @@ def line_of(block, table, page_lines, SLOTS: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def copy(lines, place, arrived, tile):
-    """Fill a tile from a table's line and column; `arrived` counts the bytes."""
-    hopper.tma.async_copy_global_to_shared(lines, place, arrived, tile)
-
-
-@gluon.jit
 def query_of(source, head_stride, alive, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     """[64, WIDTH] columns of a query's heads; zeros from head `alive` on."""
     head = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
@@ -82,18 +77,6 @@ def meet(met):
     """Wait until both groups are here, and what they have stored is seen."""
     tell(met)
     hopper.mbarrier.wait(met, 0)
-
-
-@gluon.jit
-def clear(tile, first):
-    """Zeros from line `first` on: a weight of 0 times what is there may be NaN."""
-    LINES: gl.constexpr = tile.shape[0]
-    PARTS: gl.constexpr = tile.shape[1] // 64
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, ROWS))
-    for part in gl.static_range(PARTS):
-        columns = tile.slice(part * 64, 64, dim=1)
-        columns.store(gl.where((line < first)[:, None], columns.load(ROWS), 0.0))
 
 
 @gluon.jit
@@ -127,44 +110,11 @@ def logits_of(rope, query, cached, key, full, phase, inside, factor, WHICH: gl.c
 
 
 @gluon.jit
-def multiply(a, b, acc):
-    """acc + a b, on its way."""
-    return hopper.warpgroup_mma(a, b, acc, is_async=True)
-
-
-@gluon.jit
-def base_of(best):
-    """What a row's exponents are taken over, where it may have seen nothing."""
-    return gl.where(best == float("-inf"), 0.0, best)
-
-
-@gluon.jit
-def scaled(acc, scale):
-    """Rows of acc times scale, in whatever layouts."""
-    return acc * gl.convert_layout(scale, gl.SliceLayout(1, acc.type.layout))[:, None]
-
-
-@gluon.jit
-def tell(signal):
-    """All threads of the group are here: the other group may go on from where it waits."""
-    gl.thread_barrier()
-    hopper.mbarrier.arrive(signal)
-
-
-@gluon.jit
 def hand_over(weights, tile, signal):
     """Give the other group a block's weights."""
     tile.store(weights.to(tile.dtype))
     hopper.fence_async_shared()
     tell(signal)
-
-
-@gluon.jit
-def summed(acc, free):
-    """acc, when its products are done; the tile that they read is free."""
-    acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-    hopper.mbarrier.arrive(free)
-    return acc
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.flash import launch, library
+from cairn.ops.flash import group_launch, launch, library
 from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Cases, Make
 
@@ -173,6 +173,10 @@ def _whole(*args: Any, **kwargs: Any) -> bool:
     return library.whole(launch.Task(*args, **kwargs))
 
 
+def _grouped(*args: Any, **kwargs: Any) -> bool:
+    return group_launch.fits(launch.Task(*args, **kwargs))
+
+
 @flash_attention.implementation(
     "sdpa",
     devices=("cpu",),
@@ -201,6 +205,16 @@ def _(*args: Any, **kwargs: Any) -> None:
 )
 def _(*args: Any, **kwargs: Any) -> None:
     library.attend_whole(launch.Task(*args, **kwargs))
+
+
+@flash_attention.implementation(
+    "gluon",
+    devices=gpu.DEVICES,
+    when=_grouped,
+    missing="" if gpu.gl else "needs Triton 3.6",
+)
+def _(*args: Any, **kwargs: Any) -> None:
+    group_launch.attend(launch.Task(*args, **kwargs))
 
 
 @flash_attention.implementation("triton", devices=gpu.DEVICES)
@@ -294,6 +308,8 @@ def _(make: Make) -> Cases:
     if make.device != "cpu":
         long = {"queries": (1100,), "keys": (1100,), "heads": (4, 2), "widths": (64, 64)}
         yield drawn(make, torch.bfloat16, **long, page=-1, right=0)
+        full = {"queries": (1500, 700), "keys": (2600, 700), "heads": (16, 4), "widths": (128, 128)}
+        yield drawn(make, torch.bfloat16, **full, page=64, right=0)
         for fp8 in (few, some, large):
             yield drawn(make, torch.float8_e4m3fn, **fp8, page=16, right=0, descale=True)
 

@@ -161,7 +161,7 @@ def attend(task: Task) -> None:
         *(task.scale, task.softcap, task.left, task.right, task.chunk),
         *(task.batch, count, q.shape[-3], task.capacity, splits),
         *(*strides(q), *strides(task.qv), *strides(k), *strides(v), *strides(o)),
-        *_lse_strides(task),
+        *lse_strides(task),
         0 if task.page_table is None else task.page_table.stride(0),
         *(*keys[1:], *values[1:]),
         *(heads, kv_heads, q.shape[-1], v.shape[-1], k.shape[1] if paging else 1, paging),
@@ -178,7 +178,7 @@ def attend(task: Task) -> None:
         block = min(_JOINED, tiles.value_width)
         join_splits_kernel[(task.batch * task.max_seqlen_q, heads, tiles.value_width // block)](
             *(part_o, part_lse, o, task.lse, task.sinks, task.cu_seqlens_q),
-            *(task.max_seqlen_q, q.shape[-3], splits, *strides(o), *_lse_strides(task)),
+            *(task.max_seqlen_q, q.shape[-3], splits, *strides(o), *lse_strides(task)),
             *(heads, v.shape[-1], block, max(2, gpu.next_power_of_2(splits)), early),
             num_warps=4 if splits > 16 else 2,
             **early_option(early),
@@ -213,16 +213,25 @@ def _paired(task: Task, tiles: Tiles) -> tuple[Tiles, Lines, Lines]:
     least = PAIRED if width <= NARROW else 2 * PAIRED
     if single or not plain or not alike or lines < least or width > 128:
         return tiles, NO_LINES, NO_LINES
-    k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (task.k, task.v))
-    pairs = task.q.shape[:-2].numel() * task.longest / 2
-    flops = 2 * pairs * task.q.shape[-2] * (k.shape[3] + v.shape[3])
-    keys, values = lines_of(k, v, tiles.keys, flops)
+    keys, values = lines_of(*caches(task), tiles.keys, flops_of(task))
     if keys.blocks is None:
         return tiles, NO_LINES, NO_LINES
     if width <= NARROW:
         # Several programs beside each other hide what one waits for.
         tiles = replace(tiles, tokens=max(1, PAIRED // tiles.heads), heads=min(PAIRED, tiles.heads))
     return replace(tiles, stages=2), keys, values
+
+
+def caches(task: Task) -> tuple[Tensor, Tensor]:
+    """k and v: [pages, slots, heads, d]."""
+    k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (task.k, task.v))
+    return k, v
+
+
+def flops_of(task: Task) -> float:
+    """Operations of a task whose queries see half of the keys."""
+    pairs = task.q.shape[:-2].numel() * task.longest / 2
+    return 2 * pairs * task.q.shape[-2] * (task.k.shape[-1] + task.v.shape[-1])
 
 
 def _splits(task: Task, tiles: Tiles, programs: int) -> int:
@@ -244,6 +253,7 @@ def _paging(task: Task, keys: int) -> int:
     return 2 if task.leftpad is None and task.k.shape[1] % keys == 0 else 1
 
 
-def _lse_strides(task: Task) -> tuple[int, int]:
+def lse_strides(task: Task) -> tuple[int, int]:
+    """Of sequence and head; queries lie side by side."""
     *ahead, head, _ = task.lse.stride()
     return (ahead[0] if ahead else 0, head)
