@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import amx, cpu, gpu
-from cairn.ops.attention import flashinfer, launch, paging, sdpa
+from cairn.ops.attention import flashinfer, launch, paging, prefill, sdpa
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
 from cairn.ops.attention.window_attention import window_attention
@@ -307,6 +307,21 @@ def _by_flashinfer(
     )
 
 
+def _by_groups(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> bool:
+    fitting = prefill.fits(q, k_cache, v_cache, page_table, scale, stretches)
+    return fitting and not mask_landmarks
+
+
 @dense_attention.implementation(
     "triton_splits",
     devices=gpu.DEVICES,
@@ -328,6 +343,26 @@ def _(
     given = (q, k_cache, v_cache, row, slot, page_table)
     task = launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks)
     return launch.attend_splits(task, q.dtype)
+
+
+@dense_attention.implementation(
+    "gluon",
+    devices=gpu.DEVICES,
+    when=_by_groups,
+    missing="" if gpu.gl else "needs Triton 3.6",
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    return prefill.attend(q, k_cache, v_cache, page_table, scale, stretches or ())
 
 
 @dense_attention.implementation(

@@ -31,6 +31,7 @@ def fits(task: Task) -> bool:
         or task.left >= 0
         or task.chunk
         or any(x.dtype != task.q.dtype or x.dtype.itemsize != 2 for x in tensors)
+        or task.q.stride(-1) != 1
         or width not in WIDTHS
         or task.v.shape[-1] != width
         or (task.page_table is not None and task.k.shape[1] % BLOCK)
@@ -44,8 +45,9 @@ def fits(task: Task) -> bool:
     return tokens <= task.max_seqlen_q and filled and all(are_lines(x, BLOCK) for x in caches(task))
 
 
-def attend(task: Task) -> None:
-    """Write o and lse of a task that `fits`."""
+def attend(task: Task, length: int | None = None) -> None:
+    """Write o and lse of a task that `fits`; length: keys of every sequence, where the task does
+    not say."""
     q, k = task.q, task.k
     keys, values = lines_of(*caches(task), BLOCK, math.inf)
     blocks = (BLOCK, BLOCK)
@@ -57,8 +59,8 @@ def attend(task: Task) -> None:
         *(gpu.tiles(keys.blocks, blocks), gpu.tiles(values.blocks, blocks)),
         *(task.page_table, task.batch_idx, task.cu_seqlens_q, task.cu_seqlens_k),
         *(task.seqused_q, task.seqused_k, task.scale, task.right),
-        *(task.batch, count, q.shape[-3], task.capacity),
-        *(*strides(q), *strides(task.o), *lse_strides(task)),
+        *(task.batch, count, q.shape[-3], task.capacity if length is None else length),
+        *(*strides(q), *strides(task.o), *lse_strides(task), task.lse.stride(-1)),
         0 if task.page_table is None else task.page_table.stride(0),
         *(*keys[1:], *values[1:]),
         *(q.shape[-2], k.shape[-2], q.shape[-1], k.shape[1] if paged else 1),

@@ -178,7 +178,7 @@ def store_lines(
 ):  # fmt: skip
     """Write what a group's lines have summed."""
     o, o_token, o_head = given
-    lse, lse_head, sinks = logged
+    lse, lse_token, lse_head, sinks = logged
     first, count, used, length, right, part = numbers
     ROWS: gl.constexpr = total.type.layout
     SUMS: gl.constexpr = acc.type.layout
@@ -190,7 +190,8 @@ def store_lines(
     seen = (total != 0.0) & (last >= 0)
     some = gl.where(seen, total, 1.0)
     logs = (best * factor + gl.log2(some)) * 0.6931471805599453
-    gl.store(lse + member * lse_head + query, gl.where(seen, logs, float("inf")), mask=alive)
+    at = lse + query.to(gl.int64) * lse_token + member * lse_head
+    gl.store(at, gl.where(seen, logs, float("inf")), mask=alive)
     if SINKS:
         sink = gl.load(sinks + member, mask=alive, other=0.0).to(gl.float32)
         some += gl.exp2(sink * 1.4426950408889634 - gl.where(seen, best * factor, 0.0))
@@ -213,8 +214,8 @@ def products(query, key, none):
 def flash_groups_kernel(
     q, o, lse, sinks, keys, values, page_table, batch_idx, cu_q, cu_k, used_q, used_k,
     scale, right, batch, tiles, even, capacity,
-    q_batch, q_token, q_head, o_batch, o_token, o_head, lse_batch, lse_head, table_stride,
-    k_page, k_head, k_column, v_page, v_head, v_column,
+    q_batch, q_token, q_head, o_batch, o_token, o_head, lse_batch, lse_head, lse_token,
+    table_stride, k_page, k_head, k_column, v_page, v_head, v_column,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, SIZE: gl.constexpr,
     TOKENS: gl.constexpr, HP: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     PAGED: gl.constexpr, SINKS: gl.constexpr,
@@ -271,9 +272,10 @@ def flash_groups_kernel(
     asked = (q + own * q_batch + line * q_token + head * q_head, q_token, q_head)
     given = (o + own * o_batch + line * o_token + head * o_head, o_token, o_head)
     # What is not there is not read either.
-    logged = (lse + own * lse_batch + line + head * lse_head, lse_head, lse)
+    logs = lse + own * lse_batch + line * lse_token + head * lse_head
+    logged = (logs, lse_token, lse_head, lse)
     if SINKS:
-        logged = (lse + own * lse_batch + line + head * lse_head, lse_head, sinks + head)
+        logged = (logs, lse_token, lse_head, sinks + head)
     shared = (queries, cached_keys, cached_values, full, free)
     task = (first, count, used, length, right, part, scale * 1.4426950408889634, blocks)
     place = (table, k_line, k_page, kv * k_column, v_line, v_page, kv * v_column)

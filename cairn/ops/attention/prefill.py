@@ -1,0 +1,64 @@
+"""A chunk of consecutive tokens of one row, as flash attention's kernel for prefills takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cairn.ops.flash import group_launch
+from cairn.ops.flash.launch import Task
+
+
+def fits(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    scale: float | None,
+    stretches: Sequence[int] | None,
+) -> bool:
+    """Whether `attend` takes a call of `dense_attention` that masks no landmarks."""
+    if stretches is None or len(stretches) != 3 or k_cache.dtype != q.dtype:
+        return False
+    # Results are not looked at.
+    return group_launch.fits(_task((q, k_cache, v_cache, q, q), page_table, scale, stretches))
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    scale: float | None,
+    stretches: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """o [T, h_q, d] in q's dtype and lse [T, h_q] float32, of a call that `fits`."""
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    task = _task((q, k_cache, v_cache, o, lse), page_table, scale, stretches)
+    group_launch.attend(task, length=stretches[1] + stretches[2])
+    return o, lse
+
+
+def _task(
+    tensors: tuple[Tensor, ...], page_table: Tensor, scale: float | None, stretches: Sequence[int]
+) -> Task:
+    """The one sequence: causal, its queries the last of its slots.
+
+    Args:
+        tensors: q [T, h_q, d], the caches [pages, h_kv, S, d], o as q, lse [T, h_q].
+    """
+    q, k_cache, v_cache, o, lse = tensors
+    row, first, count = stretches
+    pages = -(-(first + count) // k_cache.shape[2])
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    # No rows, pads, lengths, scales and sinks of their own; no windows, chunks and caps.
+    others: tuple[Any, ...] = (*(None,) * 11, factor, -1, 0, 0, 0.0, count)
+    return Task(
+        *(q.unsqueeze(0), k_cache.transpose(1, 2), v_cache.transpose(1, 2), o.unsqueeze(0)),
+        *(lse.transpose(0, 1).unsqueeze(0), page_table[row : row + 1, :pages]),
+        *others,
+    )

@@ -1,0 +1,65 @@
+"""dense_attention of a row's chunk, by flash attention's groups of warps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cairn.ops import gpu
+from cairn.ops.attention import prefill
+from cairn.ops.attention.dense_attention import dense_attention
+from cairn.ops.flash import group_launch
+from cairn.ops.testing import Arguments, Make, check
+
+
+def chunk(
+    device: str, first: int, count: int, dim: int = 64, row: int = 1, page: int = 64
+) -> Arguments:
+    """Tokens first .. first + count - 1 of a row, as the engine gives them."""
+    make = Make(device)
+    filled = [9, 9]
+    filled[row] = first + count
+    paged = make.paged(filled, 2, page, dim, dtype=torch.bfloat16)
+    running = [count if at == row else 0 for at in range(2)]
+    where = paged.queries(running)[:2]
+    q = make.randn(count, 8, dim, dtype=torch.bfloat16)
+    given = (q, paged.k_cache, paged.v_cache, *where, paged.page_table)
+    return make.args(*given, stretches=[row, first, count])
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of any size."""
+    monkeypatch.setattr(group_launch, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(group_launch, "FULL", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and gpu.multiplies_in_groups(torch.device("cuda", 0))),
+    reason="needs Hopper's tensor cores and Triton 3.6",
+)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("first, count", [(0, 200), (65, 64), (1000, 333), (63, 2000)])
+def test_a_chunk_with_and_without_a_past(first: int, count: int, dim: int, small: None) -> None:
+    for row, page in ((0, 64), (1, 128)):
+        given = chunk("cuda", first, count, dim, row, page)
+        assert dense_attention._named("gluon").accepts(given.args, given.kwargs)
+        check(dense_attention, "gluon", given)
+
+
+def test_which_calls_are_one_chunk(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
+    given = chunk("cpu", 100, 200)
+    q, k_cache, v_cache, _, _, page_table = given.args
+
+    def fits(stretches: list[int] | None, cache: torch.Tensor = k_cache) -> bool:
+        return prefill.fits(q, cache, v_cache, page_table, None, stretches)
+
+    assert fits([1, 100, 200])
+    assert not fits(None)
+    assert not fits([0, 0, 100, 1, 100, 100])
+    assert not fits([1, 100, 200], k_cache.float())
+    assert not fits([1, 100, 200], k_cache[..., :32])
+    monkeypatch.setattr(group_launch, "LEAST_FLOPS", 1e12)
+    assert not fits([1, 100, 200])
