@@ -223,7 +223,8 @@ def attend_pairs(
 @triton.jit
 def finish(best, total, acc):
     """(o [M, DP], lse [M], natural logarithm): 0 and -inf for a row that saw no key."""
-    seen = total > 0
+    # NaN is seen too.
+    seen = total != 0
     safe = tl.where(seen, total, 1.0)
     value = (best + tl.log2(safe)) * 0.6931471805599453
     return acc / safe[:, None], tl.where(seen, value, float("-inf"))
@@ -390,12 +391,12 @@ def merge_kernel(
     total = tl.sum(weight, 0)
     if SOFTMAX1:
         total += tl.exp(-base)
-    safe = tl.where(total > 0, total, 1.0)
+    safe = tl.where(total != 0, total, 1.0)
     merged = tl.sum(part * weight[:, None], 0) / safe
     tl.store(o + place * DIM + d, merged.to(o.dtype.element_ty), mask=d < DIM)
     if LOGS:
         first = tl.program_id(1) == 0
-        tl.store(lse + place, tl.where(total > 0, base + tl.log(safe), float("-inf")), mask=first)
+        tl.store(lse + place, tl.where(total != 0, base + tl.log(safe), float("-inf")), mask=first)
 
 
 @triton.jit(do_not_specialize=["lines"])
@@ -417,11 +418,11 @@ def merge_states_kernel(
     weight_a = tl.exp2(a - base)
     weight_b = tl.exp2(b - base)
     total = weight_a + weight_b
-    share = 1.0 / tl.where(total > 0, total, 1.0)
+    share = 1.0 / tl.where(total != 0, total, 1.0)
     at = line.to(tl.int64) * DIM
     first = load_rows(v_a + at, alive & (a > -infinite), DIM, DP).to(tl.float32)
     second = load_rows(v_b + at, alive & (b > -infinite), DIM, DP).to(tl.float32)
     value = first * (weight_a * share)[:, None] + second * (weight_b * share)[:, None]
     store_rows(v + at, value, alive, DIM, DP)
-    joined = (base + tl.log2(tl.where(total > 0, total, 1.0))) / unit
-    tl.store(s + line, tl.where(total > 0, joined, -infinite), mask=alive)
+    joined = (base + tl.log2(tl.where(total != 0, total, 1.0))) / unit
+    tl.store(s + line, tl.where(total != 0, joined, -infinite), mask=alive)

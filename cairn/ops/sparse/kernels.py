@@ -239,7 +239,8 @@ def attend_listed_kernel(
             asked, best, total, acc, k_at, v_at, k_token, v_token, t, inside, place, factor, cap,
             DIM, DP, CAUSAL, CAPPED, PRECISION,
         )  # fmt: skip
-    seen = total > 0
+    # NaN is seen too.
+    seen = total != 0
     divisor = tl.where(seen, total, 1.0)
     result = tl.where(seen[:, None], acc / divisor[:, None], 0.0)
     store_rows(o + own * o_batch + line * o_token + head * o_head, result, alive, DIM, DP)

@@ -1,8 +1,10 @@
 import pytest
 import torch
 
+from cairn.ops import gpu
 from cairn.ops.attention.dense_attention import dense_attention
 from cairn.ops.attention.window_attention import window_attention
+from cairn.ops.testing import Make
 from tests.ops.attention.geometry import (
     STEPS,
     draw,
@@ -181,3 +183,20 @@ def test_strided_caches():
         wanted = op.using("reference")(case.q, case.k_cache, case.v_cache, *case.where, *extra)
         got = op(case.q, k, v, *case.where, *extra)
         torch.testing.assert_close(got[0], wanted[0])
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("count", [1, 60])
+@pytest.mark.parametrize("implementation", ["triton_splits", "triton_tiles"])
+def test_kernels_tell_that_a_row_is_no_number(implementation, count):
+    make = Make("cpu")
+    paged = make.paged((75, 30), 2, 8, 16)
+    row, slot, _ = paged.queries((count, 1))
+    q = make.randn(count + 1, 4, 16)
+    q[-1, 1, 3] = torch.nan
+    given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table)
+    for op, options in ((dense_attention, ()), (window_attention, (20,))):
+        o, lse = op.using(implementation)(*given, *options)
+        assert o[-1, 1].isnan().all() and lse[-1, 1].isnan()
+        o[-1, 1] = lse[-1, 1] = 0
+        assert o.isfinite().all() and lse.isfinite().all()

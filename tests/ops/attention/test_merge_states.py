@@ -102,3 +102,14 @@ def test_forced_definition_serves_the_front() -> None:
     v, s = torch.randn(2, 2, 4), torch.randn(2, 2)
     with force("merge_states=reference"):
         torch.testing.assert_close(merge_state_v2(v, s, v, s)[0], v)
+
+
+@pytest.mark.parametrize("name", runnable_on(merge_states, "cpu"))
+def test_a_part_that_is_no_number_gives_none(name: str) -> None:
+    values, one = torch.ones(1, 2, 3), torch.ones(1, 2)
+    spoilt = torch.tensor([[torch.nan, 1.0]])
+    for parts in ((values, spoilt, values, one), (values, one, values, spoilt)):
+        v, s = torch.empty(1, 2, 3), torch.empty(1, 2)
+        merge_states.using(name)(*parts, v, s)
+        assert v[0, 0].isnan().all() and s[0, 0].isnan()
+        assert v[0, 1].tolist() == [1.0] * 3

@@ -104,6 +104,22 @@ def test_ragged_sequences(chosen: str) -> None:
         torch.testing.assert_close(lse[:, own], wanted[1], rtol=1e-4, atol=1e-5)
 
 
+def test_a_query_that_is_no_number_gives_none(chosen: str) -> None:
+    g = torch.Generator().manual_seed(4)
+    q = torch.randn(1, 5, 2, 16, generator=g)
+    k, v = torch.randn(2, 1, 80, 2, 16, generator=g)
+    q[0, 3, 1, 7] = torch.nan
+    tables = (
+        torch.ones(1, 2, 1).int(),
+        torch.zeros(1, 2, 1, 1).int(),
+        torch.ones(1, 2, 1).int(),
+        torch.full((1, 2, 1, 1), 70).int(),
+    )
+    out, lse = sparse_attn_func(q, k, v, *tables, return_softmax_lse=True)
+    assert out[0, 3, 1].isnan().all() and lse[0, 1, 3].isnan()
+    assert int(out.isnan().sum()) == 16 and int(lse.isnan().sum()) == 1
+
+
 @pytest.mark.parametrize("blocks", [0, 1, 3])
 @pytest.mark.parametrize("queries, keys", [(1, 1), (1, 200), (65, 200)])
 def test_tables_that_list_all_keys_give_full_attention(

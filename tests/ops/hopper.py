@@ -1,0 +1,96 @@
+"""Compiles what kernels in Gluon are launched with for Hopper, on a machine that may have no GPU.
+
+Run as a script: prints a line of JSON for every launch of the calls below, shared memory and
+registers. The interpreter knows no Gluon, so that this is what a machine without a GPU can see.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from cairn.ops import gpu
+from cairn.ops.attention import cutlass_mla_decode as latents
+from cairn.ops.attention.cutlass_mla_decode import cutlass_mla_decode
+from cairn.ops.flash import group_launch
+from cairn.ops.flash.flash_attention import drawn, flash_attention
+from cairn.ops.testing import Make
+
+TARGET = GPUTarget("cuda", 90, 32)
+PTXAS = triton.knobs.nvidia.ptxas.path
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+ALIGNED = [["tt.divisibility", 16]]
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+    return "fp32" if isinstance(value, float) else "i32" if abs(value) < 1 << 31 else "i64"
+
+
+def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, **rest: Any) -> None:
+    """Takes the place of a kernel's launch."""
+    values = dict(zip([p.name for p in kernel.params], args, strict=False)) | rest
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[(place,)] = "constexpr", value
+            continue
+        signature[parameter.name] = type_of(value)
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(place,)] = ALIGNED
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    made = triton.compile(source, target=TARGET, options={"num_warps": num_warps})
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        command = [PTXAS, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.findall(r"Used (\d+) registers", said)
+    spilt = re.findall(r"(\d+) bytes spill stores", said)
+    told = {
+        "kernel": kernel.fn.__name__,
+        "shared": made.metadata.shared,
+        "registers": int(found[0]),
+        "spilt": int(spilt[0]),
+        "serialized": "wgmma.mma_async instructions are serialized" in said,
+    }
+    print(json.dumps(told), flush=True)
+
+
+def main() -> None:
+    GluonJITFunction.run = compiled
+    gpu.multiplies_in_groups = lambda device: True
+    gpu.copies_blocks = lambda device: True
+    group_launch.LEAST_FLOPS = group_launch.FULL = 0
+    latents.launch.merge = lambda *args, **kwargs: None
+    make, dtype = Make("cpu"), torch.bfloat16
+    given = latents._drawn(make, [300, 64], 100, 64, (512, 64), dtype)
+    cutlass_mla_decode._named("gluon").function(*given.args)
+    for width, page, sinks in ((64, 64, True), (128, -1, False), (128, 128, False)):
+        shape = {"queries": (140, 131), "keys": (300, 131), "heads": (4, 2)}
+        options = {**shape, "widths": (width, width), "page": page, "sinks": sinks}
+        given = drawn(make, dtype, **options, right=0)
+        flash_attention._named("gluon").function(*given.args)
+
+
+if __name__ == "__main__":
+    main()

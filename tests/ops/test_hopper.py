@@ -1,0 +1,32 @@
+"""Kernels in Gluon are compiled for Hopper wherever Triton is, with a GPU or without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cairn.ops import gpu
+
+MOST_SHARED = 227 << 10
+"""Bytes of shared memory that a program can have."""
+FEW_SPILT = 512
+"""Bytes that a group may put away before its loop and after it."""
+
+
+@pytest.mark.skipif(gpu.gl is None, reason="needs Triton 3.6")
+def test_launches_compile_and_keep_products_in_flight() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.ops.hopper"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert {one["kernel"] for one in found} == {"latent_groups_kernel", "flash_groups_kernel"}
+    for one in found:
+        assert one["shared"] <= MOST_SHARED, one
+        # The compiler gives up overlapping products where something else reads their sums.
+        assert not one["serialized"], one
+        assert one["spilt"] <= (FEW_SPILT if one["kernel"] == "latent_groups_kernel" else 0), one
