@@ -308,7 +308,7 @@ def _(make: Make) -> Cases:
     if make.device != "cpu":
         long = {"queries": (1100,), "keys": (1100,), "heads": (4, 2), "widths": (64, 64)}
         yield drawn(make, torch.bfloat16, **long, page=-1, right=0)
-        full = {"queries": (1500, 700), "keys": (2600, 700), "heads": (16, 4), "widths": (128, 128)}
+        full = {"queries": (2500, 700), "keys": (3600, 700), "heads": (16, 4), "widths": (128, 128)}
         yield drawn(make, torch.bfloat16, **full, page=64, right=0)
         for fp8 in (few, some, large):
             yield drawn(make, torch.float8_e4m3fn, **fp8, page=16, right=0, descale=True)
