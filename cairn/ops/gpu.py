@@ -101,6 +101,11 @@ class _Gluon:
             return functools.partial(_Gluon.jit, **options)
         return function if _gluon is None else _gluon.jit(function, **options)
 
+    @staticmethod
+    def also(function: Any) -> Any:
+        """What a function of Triton kernels is to those in Gluon."""
+        return function if _gluon is None else _gluon.jit(function.fn)
+
 
 gluon = _Gluon()
 

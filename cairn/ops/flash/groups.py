@@ -16,7 +16,10 @@ from cairn.ops.attention.groups import (
     scaled,
     summed,
 )
+from cairn.ops.flash import kernels
 from cairn.ops.gpu import gl, gluon, hopper
+
+queries_of, keys_of = gluon.also(kernels.queries_of), gluon.also(kernels.keys_of)
 
 
 @gluon.jit
@@ -238,7 +241,7 @@ def flash_groups_kernel(
     kv = gl.program_id(1) // PARTS
     part = gl.program_id(1) % PARTS
     ahead, count, used, own = queries_of(row, even, cu_q, used_q)
-    offset, length = keys_of(row, capacity, cu_k, used_k)
+    offset, length = keys_of(row, capacity, cu_k, used_k, None)
     seen = length
     if right >= 0:
         seen = gl.minimum(gl.minimum(first + TOKENS, used) + length - used + right, length)
@@ -268,7 +271,7 @@ def flash_groups_kernel(
     hopper.fence_async_shared()
 
     head = kv * GROUP
-    line = ahead.to(gl.int64)
+    line = row * 0 + ahead
     asked = (q + own * q_batch + line * q_token + head * q_head, q_token, q_head)
     given = (o + own * o_batch + line * o_token + head * o_head, o_token, o_head)
     # What is not there is not read either.
@@ -288,32 +291,3 @@ def flash_groups_kernel(
         [4, 1],
         [232, 24],
     )
-
-
-@gluon.jit
-def queries_of(row, even, cu_q, used_q):
-    """As `kernels.queries_of`."""
-    ahead = even * 0
-    count = even
-    own = row
-    if cu_q is not None:
-        ahead = gl.load(cu_q + row)
-        count = gl.load(cu_q + row + 1) - ahead
-        own = row * 0
-    used = count
-    if used_q is not None:
-        used = gl.load(used_q + row)
-    return ahead, count, used, own
-
-
-@gluon.jit
-def keys_of(row, capacity, cu_k, used_k):
-    """As `kernels.keys_of`."""
-    offset = capacity * 0
-    length = capacity
-    if cu_k is not None:
-        offset = gl.load(cu_k + row)
-        length = gl.load(cu_k + row + 1) - offset
-    if used_k is not None:
-        length = gl.load(used_k + row)
-    return offset, length
