@@ -57,7 +57,7 @@ def scaled(acc, scale):
 
 @gluon.jit
 def tell(signal):
-    """All threads of the group are here: the other group may go on from where it waits."""
+    """All threads of the group are here: who waits for the signal may go on."""
     gl.thread_barrier()
     hopper.mbarrier.arrive(signal)
 
@@ -66,5 +66,5 @@ def tell(signal):
 def summed(acc, free):
     """acc, when its products are done; the tile that they read is free."""
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-    hopper.mbarrier.arrive(free)
+    tell(free)
     return acc

@@ -118,20 +118,27 @@ def hand_over(weights, tile, signal):
 
 
 @gluon.jit
+def started(pe, pe_head, alive):
+    """(the query's last columns, maxima, sums of weights, sums of values), in registers."""
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    rope = query_of(pe, pe_head, alive, 64, gl.DotOperandLayout(0, LOGITS, 2))
+    highest = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
+    total = gl.zeros([64], gl.float32, layout=ROWS)
+    return rope, highest, total, gl.zeros([64, 256], gl.float32, layout=SUMS)
+
+
+@gluon.jit
 def first_group(
     query, cached, cached_rope, weights, best, sums, full, free, ready, met,
     nope, nope_head, pe, pe_head, o, lse, place, step, alive, factor, begin, pairs, length,
 ):  # fmt: skip
     """The left half of the columns, and the weights of each pair's first block."""
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    rope = query_of(pe, pe_head, alive, 64, gl.DotOperandLayout(0, LOGITS, 2))
+    rope, highest, total, acc = started(pe, pe_head, alive)
     share_query(nope, nope_head, alive, query.index(0), met.index(0))
-    highest = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
-    total = gl.zeros([64], gl.float32, layout=ROWS)
-    acc = gl.zeros([64, 256], gl.float32, layout=SUMS)
+    ROWS: gl.constexpr = total.type.layout
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for pair in range(pairs):
         phase = pair & 1
         inside = length - (begin + 2 * pair) * 64
@@ -167,15 +174,10 @@ def second_group(
     nope, nope_head, pe, pe_head, o, lse, place, step, alive, factor, begin, pairs, length,
 ):  # fmt: skip
     """The right half of the columns, and the weights of each pair's second block."""
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    rope = query_of(pe, pe_head, alive, 64, gl.DotOperandLayout(0, LOGITS, 2))
+    rope, highest, total, acc = started(pe, pe_head, alive)
     share_query(nope + 256, nope_head, alive, query.index(1), met.index(0))
-    highest = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
-    total = gl.zeros([64], gl.float32, layout=ROWS)
-    acc = gl.zeros([64, 256], gl.float32, layout=SUMS)
+    ROWS: gl.constexpr = total.type.layout
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for pair in range(pairs):
         phase = pair & 1
         inside = length - (begin + 2 * pair + 1) * 64

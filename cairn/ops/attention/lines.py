@@ -19,6 +19,7 @@ of microseconds: 4,096 tokens on each other with 16 heads of 64."""
 _ALIGNED = 16
 """Bytes that a table's address and its lines' are multiples of."""
 _MOST_LINES = 1 << 31
+_Table = tuple[tuple[int, int], int, int, int, int]
 
 
 class Lines(NamedTuple):
@@ -45,8 +46,8 @@ def lines_of(k: Tensor, v: Tensor, keys: int, flops: float) -> tuple[Lines, Line
         return NO_LINES, NO_LINES
     tables = []
     for tokens in (k, v):
-        table = _table(tokens.shape, tokens.stride(), tokens.element_size(), keys)
-        if table is None or tokens.data_ptr() % _ALIGNED:
+        table = _table_of(tokens, keys)
+        if table is None:
             return NO_LINES, NO_LINES
         shape, line, *where = table
         blocks = gpu.blocks(tokens, shape, (line, 1), (keys, tokens.shape[3]))
@@ -56,14 +57,17 @@ def lines_of(k: Tensor, v: Tensor, keys: int, flops: float) -> tuple[Lines, Line
 
 def are_lines(tokens: Tensor, keys: int) -> bool:
     """Whether `lines_of` takes tokens."""
-    table = _table(tokens.shape, tokens.stride(), tokens.element_size(), keys)
-    return table is not None and tokens.data_ptr() % _ALIGNED == 0
+    return _table_of(tokens, keys) is not None
+
+
+def _table_of(tokens: Tensor, keys: int) -> _Table | None:
+    if tokens.data_ptr() % _ALIGNED:
+        return None
+    return _table(tokens.shape, tokens.stride(), tokens.element_size(), keys)
 
 
 @functools.lru_cache(256)
-def _table(
-    shape: tuple[int, ...], strides: tuple[int, ...], size: int, keys: int
-) -> tuple[tuple[int, int], int, int, int, int] | None:
+def _table(shape: tuple[int, ...], strides: tuple[int, ...], size: int, keys: int) -> _Table | None:
     """(lines and columns, a line's stride, the three numbers of `Lines`) of the table that a view
     [pages, slots, heads, d] is, of numbers of `size` bytes; None: of none."""
     pages, slots, heads, width = shape

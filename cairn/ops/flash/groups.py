@@ -15,6 +15,7 @@ from cairn.ops.attention.groups import (
     multiply,
     scaled,
     summed,
+    tell,
 )
 from cairn.ops.flash import kernels
 from cairn.ops.gpu import gl, gluon, hopper
@@ -143,7 +144,7 @@ def attend(
     hopper.mbarrier.wait(full.index(0), 0)
     logits = products(own_queries, cached_keys.index(0), none)
     logits = hopper.warpgroup_mma_wait(0, deps=[logits])
-    hopper.mbarrier.arrive(free.index(0))
+    tell(free.index(0))
     weights, best, _ = weights_of(logits, best, last, low, factor, 0)
     total = gl.sum(weights, 1)
     own = gl.convert_layout(weights.to(cached_keys.dtype), WEIGHTS)
@@ -155,7 +156,7 @@ def attend(
         hopper.mbarrier.wait(full.index(2 * before + 1), (block - 1) // STAGES & 1)
         acc = multiply(own, cached_values.index(before), acc)
         logits = hopper.warpgroup_mma_wait(1, deps=[logits])
-        hopper.mbarrier.arrive(free.index(2 * stage))
+        tell(free.index(2 * stage))
         weights, best, decay = weights_of(logits, best, last, low, factor, block * KEYS)
         total = total * decay + gl.sum(weights, 1)
         acc = scaled(summed(acc, free.index(2 * before + 1)), decay)
@@ -249,6 +250,7 @@ def flash_groups_kernel(
     last = gl.maximum(length - 1, 0)
     k_line = kv * k_head + offset
     v_line = kv * v_head + offset
+    # Stands for a table that is not there, and is not read.
     table = lse
     if PAGED:
         table = page_table + row * table_stride
@@ -274,7 +276,7 @@ def flash_groups_kernel(
     line = row * 0 + ahead
     asked = (q + own * q_batch + line * q_token + head * q_head, q_token, q_head)
     given = (o + own * o_batch + line * o_token + head * o_head, o_token, o_head)
-    # What is not there is not read either.
+    # Nor is it read in place of sinks.
     logs = lse + own * lse_batch + line * lse_token + head * lse_head
     logged = (logs, lse_token, lse_head, lse)
     if SINKS:
