@@ -27,7 +27,7 @@ MOST_VOCABULARY = 1 << 19
 WIDTH = 16
 """Weights of every list that a program holds while it searches. A list has as many of these as 10
 bits count."""
-DRAW_WARPS = 16
+DRAW_WARPS = 8
 """Of a program that draws from a row without filters."""
 MOST_ROWS = (1 << 16) - 1
 """Rows of one launch."""
@@ -210,7 +210,7 @@ def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
 
 
 def _warps(source: Source) -> int:
-    return max(4, min(8, source.chunk // 256))
+    return max(2, min(8, source.chunk // 512))
 
 
 def _survey(source: Source, filters: Filters | None = None) -> Survey:
@@ -228,7 +228,7 @@ def _survey(source: Source, filters: Filters | None = None) -> Survey:
     kernels.survey_kernel[(source.chunks, len(source.values))](
         *(source.values, source.temperature, top_k, top_p, *found, *source.sizes),
         *(source.chunk, LINE, MARKS, MARK_STEP, source.temperature is not None, source.early),
-        num_warps=_warps(source),
+        num_warps=_warps(source) if masses else min(8, 2 * _warps(source)),
         **early_option(source.early),
     )
     return found
