@@ -32,15 +32,18 @@ class Step:
         batch: sequences.
         context: slots of each, those of the step included.
         tokens: slots of each that the step runs; 1: a decode step.
+        ordered: pages lie in the cache one after the other, as a pool hands them out at first.
     """
 
     batch: int
     context: int
     tokens: int = 1
+    ordered: bool = False
 
     def __str__(self) -> str:
         if self.tokens == 1:
-            return f"decode {short(self.context)} x {self.batch}"
+            order = ", pages in order" if self.ordered else ""
+            return f"decode {short(self.context)} x {self.batch}{order}"
         return f"prefill {short(self.tokens)} of {short(self.context)}"
 
 
@@ -83,6 +86,7 @@ SIZES: dict[str, tuple[Layer, ...]] = {
                 Step(1, 128 * K),
                 Step(8, 128 * K),
                 Step(64, 8 * K),
+                Step(64, 8 * K, ordered=True),
                 Step(1, 8 * K, 8 * K),
                 Step(1, 128 * K, 8 * K),
             ),
@@ -95,7 +99,7 @@ SIZES: dict[str, tuple[Layer, ...]] = {
     "tiny": (
         Layer(
             *("tiny", 64, 96, 300, 4, 2, 16, 8, 24, 4, (1, 5)),
-            steps=(Step(2, 96), Step(1, 128, 64)),
+            steps=(Step(2, 96), Step(2, 96, ordered=True), Step(1, 128, 64)),
         ),
     ),
 }
@@ -388,7 +392,7 @@ class Draw(Make):
         return plain, Alternative(COMPILED, torch.compile(definition, dynamic=False))
 
     def attention(self) -> Iterator[PagedStep]:
-        """Every layer's steps, each on a cache of its own with its pages in random order."""
+        """Every layer's steps, each on a cache of its own, most with its pages in random order."""
         for layer in self.layers:
             for step in layer.steps:
                 yield self._paged_step(layer, step)
@@ -396,7 +400,9 @@ class Draw(Make):
     def _paged_step(self, layer: Layer, step: Step) -> PagedStep:
         per_row = -(-step.context // layer.page_size)
         pages = step.batch * per_row
-        order = torch.randperm(pages, generator=self.generator, device=self.device)
+        order = torch.arange(pages, device=self.device)
+        if not step.ordered:
+            order = torch.randperm(pages, generator=self.generator, device=self.device)
         shape = (pages, layer.kv_heads, layer.page_size, layer.head_dim)
         row = torch.arange(step.batch, device=self.device).repeat_interleave(step.tokens)
         slot = torch.arange(step.context - step.tokens, step.context, device=self.device)

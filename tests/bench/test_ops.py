@@ -140,6 +140,15 @@ def test_alternatives_compute_the_same(name, alternative):
     assert compared
 
 
+def test_pages_lie_in_order_where_the_size_says_so():
+    jobs = list(Draw("cpu", torch.float32, "tiny").attention())
+    in_order = {str(job): bool((job.page_table.flatten().diff() == 1).all()) for job in jobs}
+    assert len(in_order) == len(jobs)
+    assert {size for size, ordered in in_order.items() if ordered} == {
+        "tiny: decode 96 x 2, pages in order"
+    }
+
+
 def test_lingering_queries_stay_near_their_neighbours():
     z = Draw("cpu", torch.float32, "tiny").lingering(4096, 8)
     near = torch.cosine_similarity(z[:-1], z[1:]).mean()
