@@ -14,6 +14,8 @@ from cairn.errors import BadConfig
 from cairn.models.decoder import build_rotary
 from cairn.models.spec import HilsSpec, LayerSpec, ModelSpec
 from cairn.models.weight_map import weight_map
+from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.rotary.head_norm_rope import rotated
 from cairn.train.tasks import ANSWER
 
 PLAIN_PAGE = 64
@@ -30,9 +32,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> the same shape and dtype."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight).to(x.dtype)
+        # The definition: kernels have no gradients.
+        return rmsnorm.reference(x, self.weight, self.eps)
 
 
 class Linear(nn.Linear):
@@ -44,15 +45,6 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
         return functional.linear(x, self.weight.to(x.dtype))
-
-
-def rotated(heads: Tensor, cos_sin: Tensor | None) -> Tensor:
-    """heads [T, h, d] rotated by cos_sin [T, d]; pairs are (c, c + d / 2)."""
-    if cos_sin is None:
-        return heads
-    cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
-    a, b = heads.float().chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(heads.dtype)
 
 
 class Attention(nn.Module):
@@ -114,12 +106,13 @@ class Layer(nn.Module):
         x = self.input_layernorm(x)
         raw = own.q_proj(x)
         q, k, v = (y.unflatten(-1, (-1, self.dim)) for y in (raw, own.k_proj(x), own.v_proj(x)))
-        q, k = rotated(own.q_norm(q), cos_sin), rotated(own.k_norm(k), cos_sin)
+        q, k = (rotated(y.float(), cos_sin).to(y.dtype) for y in (own.q_norm(q), own.k_norm(k)))
         if own.hils is None:
             return q, k, v
         # The raw query projection is added to the low-rank form, before any norm.
         z = (own.lmk_q_proj(x) + raw).unflatten(-1, (-1, self.dim))
-        z = rotated(own.lmk_q_norm(z), cos_sin)
+        z = own.lmk_q_norm(z)
+        z = rotated(z.float(), cos_sin).to(z.dtype)
         return q, k, v, z, *self._summaries(k, z)
 
     def _summaries(self, k: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
