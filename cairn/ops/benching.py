@@ -400,9 +400,11 @@ class Draw(Make):
     def _paged_step(self, layer: Layer, step: Step) -> PagedStep:
         per_row = -(-step.context // layer.page_size)
         pages = step.batch * per_row
-        order = torch.arange(pages, device=self.device)
-        if not step.ordered:
-            order = torch.randperm(pages, generator=self.generator, device=self.device)
+        order = (
+            torch.arange(pages, device=self.device)
+            if step.ordered
+            else torch.randperm(pages, generator=self.generator, device=self.device)
+        )
         shape = (pages, layer.kv_heads, layer.page_size, layer.head_dim)
         row = torch.arange(step.batch, device=self.device).repeat_interleave(step.tokens)
         slot = torch.arange(step.context - step.tokens, step.context, device=self.device)
