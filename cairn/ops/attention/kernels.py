@@ -351,8 +351,12 @@ def split_kernel(
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program for each split, KV head and token: o and lse as in `attend_split`."""
-    await_previous(EARLY)
+    """A program for each split, KV head and token: o and lse as in `attend_split`.
+
+    Args:
+        EARLY: as in `launch_next`.
+    """
+    launch_next(EARLY)
     attend_split(
         q, k_cache, v_cache, row, slot, page_table, o, lse, parts,
         window, scale, table_stride, page_stride, head_stride,

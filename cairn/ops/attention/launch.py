@@ -233,21 +233,6 @@ def whole_waves(lines: int, wave: int, most: int) -> int:
     return max((max(1, min(n * wave // lines, most)) for n in range(1, MOST_WAVES + 1)), key=fill)
 
 
-def run_splits(
-    task: Task, splits: int, part_o: Tensor, part_lse: Tensor, early: bool = False
-) -> None:
-    """Write the first `splits` states of part_o [T, h_q, n, d] and part_lse [T, h_q, n]; early: as
-    in `merge`."""
-    split_kernel[(splits, task.k_cache.shape[1], task.q.shape[0])](
-        *(*task.inputs(), part_o, part_lse, part_lse.numel() // task.q.shape[0] // task.q.shape[1]),
-        *(*task.numbers(), *task.shape(), max(16, task.group), task.width, task.keys),
-        *(*task.switches(), early),
-        num_warps=4,
-        num_stages=task.stages,
-        **early_option(early),
-    )
-
-
 def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """A program for each token, KV head and split of the keys: for decode. Results as above."""
     o, lse = task.empty(dtype=dtype)
@@ -255,7 +240,12 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
         return o, lse
     splits, early = _splits(task), gpu.launches_early(task.q.device)
     part_o, part_lse = (o, lse) if splits == 1 else task.empty(splits)
-    run_splits(task, splits, part_o, part_lse, early)
+    split_kernel[(splits, task.k_cache.shape[1], task.q.shape[0])](
+        *(*task.inputs(), part_o, part_lse, splits, *task.numbers(), *task.shape()),
+        *(max(16, task.group), task.width, task.keys, *task.switches(), early),
+        num_warps=4,
+        num_stages=task.stages,
+    )
     if splits > 1:
         merge(part_o, part_lse, o, lse, early=early)
     return o, lse

@@ -13,9 +13,11 @@ from cairn.ops.early import early_option
 from cairn.ops.landmark import page_launch, select_launch
 from cairn.ops.landmark.kernels.fused import pick_kernel, read_kernel, scan_kernel
 
-EARLY_TOKENS = 16
-"""At most this many tokens launch each kernel before the one in front is done: with more, programs
-that wait would take the place of others that work."""
+EARLY_TOKENS = 64
+"""At most this many tokens launch kernels before the one in front is done: with more, programs that
+wait would take the place of others that work."""
+EARLY_READS = 8
+"""At most this many launch so the kernel that reads their pages: those of more fill the device."""
 PROGRAMS = 512
 """Programs that fill a large device, no more: a few beyond its places take as long again. Fewer
 tokens are scored by more programs each."""
@@ -176,5 +178,5 @@ def _read(
         *(gpu.next_power_of_2(each), plan.early, pages.precision),
         num_warps=2 if pages.width * pages.keys <= 4096 else 4,
         num_stages=2,
-        **early_option(plan.early),
+        **early_option(plan.early and task.q.shape[0] <= EARLY_READS),
     )

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from cairn.ops import gpu
 from cairn.ops.attention import launch
 from cairn.ops.attention.launch import FULL, MOST_SPLITS, MOST_WAVES, whole_waves
+from tests.ops.launches import on_hopper
 
 HALF, SINGLE, PACKED = torch.bfloat16, torch.float32, torch.uint8
 
@@ -88,3 +90,13 @@ def test_windows_are_split_as_they_are_beside_other_work():
     windowed = task(3, 2, 64, 131072, window=65536)
     assert launch._splits(windowed) == launch.splits_of(windowed) == 88
     assert launch.splits_of(task(1, 1, 64, 131072)) == MOST_SPLITS
+
+
+@pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
+@pytest.mark.parametrize("tokens, kv_heads, merged", [(1, 2, True), (64, 2, True), (132, 2, False)])
+def test_only_the_merge_is_launched_early(tokens, kv_heads, merged, monkeypatch):
+    split, merge = on_hopper(monkeypatch, launch, "split_kernel", "merge_kernel")
+    launch.attend_splits(task(tokens, kv_heads, 64, 8192), HALF)
+    assert (split.early, merge.early) == ([False], [True] * merged)
+    # It says all the same when the next one may begin.
+    assert split.args[0][-1] is True

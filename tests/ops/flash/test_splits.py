@@ -7,6 +7,7 @@ import torch
 
 from cairn.ops import gpu
 from cairn.ops.flash import launch
+from tests.ops.launches import on_hopper
 
 HALF, SINGLE, PACKED = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -100,15 +101,9 @@ def test_prefill_is_split_until_a_device_is_full_twice():
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 @pytest.mark.parametrize("tokens, early", [(1, True), (4, True), (64, False)])
-def test_only_decode_is_launched_early(tokens, early, monkeypatch):
-    launched = []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **options: launched.append((args[-1], "launch_pdl" in options))
-
-    monkeypatch.setattr(launch, "flash_kernel", Kernel())
-    monkeypatch.setattr(launch, "join_splits_kernel", Kernel())
-    monkeypatch.setattr(gpu, "launches_early", lambda device: True)
+def test_only_the_join_of_decode_is_launched_early(tokens, early, monkeypatch):
+    flash, join = on_hopper(monkeypatch, launch, "flash_kernel", "join_splits_kernel")
     launch.attend(task(1, 2, 64, 8192, tokens=tokens))
-    assert launched == [(early, early)] * 2
+    assert (flash.early, join.early) == ([False], [early])
+    # They tell, or wait, where the one behind is.
+    assert flash.args[0][-1] == join.args[0][-1] == early

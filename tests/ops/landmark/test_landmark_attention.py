@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from cairn.ops import gpu
+from cairn.ops.attention import launch
 from cairn.ops.landmark import fused_launch
 from cairn.ops.landmark.landmark_attention import landmark_attention, shared_weights
 from cairn.ops.testing import Make, check
 from tests.ops.attention.geometry import STEPS, draw, near, softmax_attention
+from tests.ops.launches import on_hopper
 
 
 def pages_and_window(case, token, head, window, chosen, scores, lse, softmax1):
@@ -81,3 +83,19 @@ def test_many_chunks_of_candidates_and_their_merge(chunk, short, listed, stored,
     given.kwargs["store_summaries"] = stored
     assert slot[0] % 8 == 7, "the first row completes a page"
     check(landmark_attention, "triton_few", given)
+
+
+@pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
+@pytest.mark.parametrize("tokens, early, reading", [(8, True, True), (9, True, False), (65, 0, 0)])
+def test_what_fills_the_device_is_not_launched_early(tokens, early, reading, monkeypatch):
+    kernels = ("scan_kernel", "pick_kernel", "read_kernel")
+    scan, pick, read = on_hopper(monkeypatch, fused_launch, *kernels)
+    (merge,) = on_hopper(monkeypatch, launch, "merge_kernel")
+    make = Make()
+    paged = make.paged([200] * tokens, 2, 8, 16)
+    row, slot, _ = paged.queries([1] * tokens)
+    q, key = make.randn(tokens, 4, 16), make.randn(len(paged.k_cache), 4, 16)
+    given = (q, q, paged.k_cache, paged.v_cache, key, None, row, slot, paged.page_table, 80, 3)
+    landmark_attention.using("triton_few")(*given, True)
+    assert (scan.early, pick.early, merge.early) == ([early], [early], [early])
+    assert read.early == [reading]
