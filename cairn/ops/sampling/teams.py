@@ -97,19 +97,29 @@ def keep_least(probs: Tensor, min_p: Tensor) -> Tensor:
     """Those of probs [n, V] that are at least min_p [n] of the largest, divided by their sum."""
     team = _team(probs)
     memory = (torch.int32, team.parts), (torch.int64, team.parts)
-    return _run(min_p_kernel, probs, min_p, team, memory)
+    return _run(min_p_kernel, probs, _out(probs), (min_p,), team, memory)
 
 
 def keep_share(probs: Tensor, top_p: Tensor) -> Tensor:
     """The largest of probs [n, V] up to a mass of top_p [n], divided by their sum."""
+    return _share(probs, _out(probs), top_p, None)
+
+
+def draw_share(probs: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """One token of the largest of each row of probs [n, V] up to a mass of top_p [n], by uniform
+    [n]: [n] int32, -1 where their sum is no number > 0."""
+    return _share(probs, _tokens(probs), top_p, uniform)
+
+
+def _share(probs: Tensor, out: Tensor, top_p: Tensor, uniform: Tensor | None) -> Tensor:
     team = _team(probs)
     slots = min(SLOTS, MOST_LISTED // team.padded)
     memory = (
         *((torch.int32, team.parts), (torch.float64, team.parts), (torch.int32, team.parts, BINS)),
         *((torch.float64, 2, 4, team.parts), (torch.float32, team.parts, slots)),
-        (torch.int32, team.parts),
+        *((torch.float64, team.parts), (torch.int32, team.parts)),
     )
-    return _run(top_p_kernel, probs, top_p, team, memory, slots, BINS)
+    return _run(top_p_kernel, probs, out, (top_p, uniform), team, memory, slots, BINS)
 
 
 def _keep_largest(values: Tensor, top_k: Tensor, *, shares: bool) -> Tensor:
@@ -118,29 +128,30 @@ def _keep_largest(values: Tensor, top_k: Tensor, *, shares: bool) -> Tensor:
         *((torch.int32, 4, team.parts), (torch.float32, team.parts, SLOTS)),
         (torch.int64, 2, team.parts),
     )
-    return _run(top_k_kernel, values, top_k, team, memory, NEAR, SLOTS, shares)
+    return _run(top_k_kernel, values, _out(values), (top_k,), team, memory, NEAR, SLOTS, shares)
 
 
 def _run(
     kernel: Any,
     values: Tensor,
-    parameter: Tensor,
+    out: Tensor,
+    parameters: Sequence[Tensor | None],
     team: Team,
     memory: Sequence[tuple[Any, ...]],
     *sizes: int,
 ) -> Tensor:
-    """What a kernel makes of values [n, V] and a parameter of each row [n].
+    """out [n, ..], as a kernel makes it of values [n, V] and parameters of each row [n].
 
     Args:
         memory: dtypes and shapes [n, ..] of what the kernel writes for itself.
         sizes: its own constants.
     """
-    out = _out(values)
     for begin in range(0, len(values), team.most_rows):
         at = slice(begin, begin + team.most_rows)
         x = values[at]
         kernel[(team.parts * len(x),)](
-            *(x, parameter[at], out[at], *_counters(x, team)),
+            *(x, *(None if p is None else p[at] for p in parameters), out[at]),
+            *_counters(x, team),
             *(_memory(x, *shape, dtype=dtype) for dtype, *shape in memory),
             *(values.stride(0), values.shape[1], team.parts, gpu.processors(x.device)),
             *(team.padded, team.part, team.piece, team.lines),
@@ -173,6 +184,10 @@ def _team(values: Tensor) -> Team:
 
 def _out(values: Tensor) -> Tensor:
     return torch.empty(values.shape, dtype=values.dtype, device=values.device)
+
+
+def _tokens(values: Tensor) -> Tensor:
+    return values.new_empty(values.shape[:1], dtype=torch.int32)
 
 
 def _memory(values: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:

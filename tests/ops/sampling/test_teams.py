@@ -73,6 +73,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teams, "_team", split)
     monkeypatch.setattr(teams, "_memory", memory)
     monkeypatch.setattr(teams, "_out", lambda x: shared(x.shape, x.dtype, x.device))
+    monkeypatch.setattr(teams, "_tokens", lambda x: shared(x.shape[:1], torch.int32, x.device))
     monkeypatch.setattr(gpu, "zeros", shared)
     for name in ("top_k_kernel", "min_p_kernel", "top_p_kernel"):
         monkeypatch.setattr(teams, name, InProcesses(getattr(teams, name)))
@@ -85,6 +86,17 @@ def assert_as_defined(op: Op[..., Any], got: Tensor, values: Tensor, parameter: 
     else:
         assert torch.equal(got > 0, expected > 0)
         torch.testing.assert_close(got, expected, rtol=2e-6, atol=0.0)
+
+
+def assert_drawn(tokens: Tensor, probs: Tensor, top_p: Tensor, uniform: Tensor) -> None:
+    """The first kept token whose running sum goes beyond its part of all that is kept."""
+    kept = torch.where(top_p_renorm.reference(probs, top_p) > 0, probs, 0).double()
+    running = kept.cumsum(-1)
+    total, at = running[:, -1], tokens.long().clamp(min=0)[:, None]
+    beyond, own = (x.gather(-1, at)[:, 0] for x in (running, kept))
+    wanted, off = uniform.double() * total, total * 1e-12
+    right = (own > 0) & (beyond > wanted - off) & (beyond - own <= wanted + off)
+    assert torch.where(total > 0, right & (tokens >= 0), tokens == -1).all()
 
 
 def logits() -> Tensor:
@@ -184,6 +196,26 @@ def test_programs_that_wait_for_each_other(
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize(("op", "values", "parameter"), [*shares()])
+def test_draws_of_programs_that_wait_for_each_other(
+    op: Op[..., Any], values: Tensor, parameter: Tensor, small_parts: None
+) -> None:
+    torch.set_num_threads(1)
+    values.share_memory_()
+    uniform = torch.tensor([0.0, 0.37, 0.71, 1 - 2.0**-24])
+    for numbers in (uniform, uniform.flip(0)):
+        assert_drawn(teams.draw_share(values, parameter, numbers), values, parameter, numbers)
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+def test_nothing_is_drawn_of_rows_that_are_not_finite_or_empty() -> None:
+    rows = torch.tensor([[0.5, INF, 0.25], [0.5, NAN, 0.0], [-NAN, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    for share in (0.5, 1.0):
+        p = torch.full((4,), share)
+        assert teams.draw_share(rows, p, p * 0.9).tolist() == [-1] * 4
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 def test_rows_that_are_not_finite_keep_all_when_interpreted() -> None:
     rows = torch.tensor([[0.5, INF, 0.25], [0.5, NAN, 0.0]])
     half = rows[:, 0]
@@ -275,8 +307,25 @@ def test_any_share(width: int, sharpness: float) -> None:
     rows = torch.randn(len(p), width, device="cuda") * sharpness
     for values in (rows, (rows * 8).round() / 8):
         probs = values.softmax(-1)
-        for whole in (probs, probs * 0.75):
+        for whole in (probs, probs * 0.75, probs * 1e-35):
             assert_as_defined(top_p_renorm, teams.keep_share(whole, p), whole, p)
+            for _ in range(3):
+                uniform = torch.rand(len(p), device="cuda")
+                assert_drawn(teams.draw_share(whole, p, uniform), whole, p, uniform)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width"), [(1, 100_278), (3, 100_277), (300, 100_278)])
+def test_draws_of_many_programs(rows: int, width: int) -> None:
+    torch.manual_seed(rows)
+    probs, p = given(top_p_renorm, rows, width)
+    uniform = torch.rand(rows, device="cuda")
+    tokens = teams.draw_share(probs, p, uniform)
+    assert_drawn(tokens, probs, p, uniform)
+    for _ in range(20):
+        assert torch.equal(teams.draw_share(probs, p, uniform), tokens)
+    alone = teams.draw_share(probs[-1:], p[-1:], uniform[-1:])
+    assert torch.equal(alone, tokens[-1:])
 
 
 @pytest.mark.gpu

@@ -62,6 +62,18 @@ def meet(arrivals, row, wanted, PARTS: tl.constexpr, APART: tl.constexpr):
 
 
 @triton.jit
+def last_to_come(arrivals, row, wanted, PARTS: tl.constexpr, APART: tl.constexpr):
+    """Whether all other parts of a row have arrived `wanted` times, as `meet` counts: what they
+    stored before this part can load. Nobody waits."""
+    tl.debug_barrier()
+    last = wanted >= 0
+    if PARTS > 1:
+        last = tl.atomic_add(arrivals + row * APART, 1, sem="acq_rel", scope="gpu") == wanted - 1
+        tl.debug_barrier()
+    return last
+
+
+@triton.jit
 def of_parts(at, parts, other, PARTS: tl.constexpr):
     """What the parts of a row left at `at` [parts] before they met [PARTS]; `other` behind it."""
     p = tl.arange(0, PARTS)
