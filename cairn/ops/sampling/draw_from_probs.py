@@ -137,11 +137,13 @@ def _(make: Make) -> Cases:
     p = make.tensor([0.9, 0.8, 0.3, 1.0, 0.95])
     for joint in (False, True):
         yield make.args(probs, uniform, k, p, joint=joint)
+    for rows in (probs, make.probs(5, 3000, sharpness=1.0)):
+        yield make.args(rows, uniform, None, p)
     yield make.args(probs, uniform, min_p=p * 0.2)
-    rows = make.tensor([3, 0, 0, 4, 1, 1, 2, 3], torch.int32)
-    yield make.args(probs, make.rand(8), k, p, None, rows)
-    yield make.args(probs, make.rand(8), indices=rows.long())
-    yield make.args(probs, make.rand(0), None, p, None, rows[:0])
+    which = make.tensor([3, 0, 0, 4, 1, 1, 2, 3], torch.int32)
+    yield make.args(probs, make.rand(8), k, p, None, which)
+    yield make.args(probs, make.rand(8), indices=which.long())
+    yield make.args(probs, make.rand(0), None, p, None, which[:0])
 
 
 @draw_from_probs.bench
