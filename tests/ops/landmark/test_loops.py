@@ -117,7 +117,7 @@ def test_all_rows_without_a_candidate() -> None:
 def test_strategies_and_summaries_of_a_kv_head(
     lengths: tuple[int, ...], strategy: str, h_r: int
 ) -> None:
-    arguments = step(Make(), lengths, torch.float32, h_r, strategy=strategy, scale=0.3)
+    arguments = step(Make(), lengths, torch.float32, h_r, strategy=strategy, scale=0.5)
     if strategy == "group":
         given = (*arguments.args[:5], None, *arguments.args[6:])
         assert chosen(Arguments(given, arguments.kwargs)) == "composed"

@@ -196,15 +196,14 @@ def test_programs_that_wait_for_each_other(
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
-@pytest.mark.parametrize(("op", "values", "parameter"), [*shares()])
+@pytest.mark.parametrize(("op", "values", "parameter"), [*shares()][::2])
 def test_draws_of_programs_that_wait_for_each_other(
     op: Op[..., Any], values: Tensor, parameter: Tensor, small_parts: None
 ) -> None:
     torch.set_num_threads(1)
     values.share_memory_()
     uniform = torch.tensor([0.0, 0.37, 0.71, 1 - 2.0**-24])
-    for numbers in (uniform, uniform.flip(0)):
-        assert_drawn(teams.draw_share(values, parameter, numbers), values, parameter, numbers)
+    assert_drawn(teams.draw_share(values, parameter, uniform), values, parameter, uniform)
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
