@@ -210,12 +210,10 @@ def test_draws_of_programs_that_wait_for_each_other(
 @pytest.mark.parametrize("tied", [False, True])
 def test_draws_of_a_part_that_has_several_pieces(tied: bool) -> None:
     torch.manual_seed(7)
-    values = torch.randn(5, 3000)
+    values = torch.randn(3, 1500)
     probs = ((values * 4).round() / 4 if tied else values).softmax(-1)
-    top_p = torch.tensor([0.9, 0.8, 0.3, 1.0, 0.95])
-    for _ in range(3):
-        uniform = torch.rand(5)
-        assert_drawn(teams.draw_share(probs, top_p, uniform), probs, top_p, uniform)
+    top_p, uniform = torch.tensor([0.9, 1.0, 0.7]), torch.tensor([0.1, 0.5, 0.9])
+    assert_drawn(teams.draw_share(probs, top_p, uniform), probs, top_p, uniform)
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
