@@ -37,6 +37,8 @@ ALIGNED = 32
 """Parts begin where so many numbers do: at a line of memory."""
 LATE, LATE_ROUNDS = 5000, 8
 """Cycles between the first programs of a multiprocessor, where each has so many to run."""
+BITS = 24
+"""Numbers of which a word tells which are listed: as many bits as float32 sums up."""
 MOST_COUNTED = 512
 """Numbers of a line, counted in 10 bits."""
 WORKSPACE_BYTES = 64 << 20
@@ -119,7 +121,7 @@ def _share(probs: Tensor, out: Tensor, top_p: Tensor, uniform: Tensor | None) ->
         *((torch.float64, 2, 4, team.parts), (torch.float32, team.parts, slots)),
         *((torch.float64, team.parts), (torch.int32, team.parts)),
     )
-    return _run(top_p_kernel, probs, out, (top_p, uniform), team, memory, slots, BINS)
+    return _run(top_p_kernel, probs, out, (top_p, uniform), team, memory, slots, BINS, BITS)
 
 
 def _keep_largest(values: Tensor, top_k: Tensor, *, shares: bool) -> Tensor:
