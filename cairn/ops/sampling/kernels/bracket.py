@@ -255,6 +255,7 @@ def bracket_of(
     one, two = inside(guess - 4 * spread, low, high), inside(guess - spread, low, high)
     three, four = inside(guess + spread, low, high), inside(guess + 4 * spread, low, high)
     missing = (high - low > 1) & (fits(low, at_low, at_high, SLOTS) == 0)
+    # Two loops: in one that has both kinds of sums, a part no longer fits the registers.
     while missing & (phase <= ROUGH_STEPS) & (low >= SMALL):
         low, high, at_low, at_high, one, two, three, four = step_of(
             pieces, low, high, at_low, at_high, one, two, three, four, wanted, phase, row, part,
