@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops.checks import refuse
 from cairn.ops.memory.addresses import tensor_at
+from cairn.ops.untraced import untraced
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ def weak_ref_tensor(tensor: T) -> T:
         refuse("weak_ref_tensor", "tensor", f"is {tensor.layout} on {tensor.device.type}")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         refuse("weak_ref_tensor", "tensor", f"is a {type(tensor).__name__}")
-    return cast(T, torch.compiler.disable(_over_the_same)(tensor.detach()))
+    return cast(T, untraced(_over_the_same, tensor.detach()))
 
 
 def _over_the_same(tensor: Tensor) -> Tensor:

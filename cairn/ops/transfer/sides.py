@@ -11,6 +11,7 @@ from torch import Tensor
 from cairn.ops.checks import expect, refuse
 from cairn.ops.transfer.copy_slots import TABLE, WORD, copy_slots
 from cairn.ops.transfer.layout import Layout
+from cairn.ops.untraced import untraced
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +60,14 @@ def copy(
                 _expect_buffer(name, argument, buffer, side.layout, items)
     (src_k, *src_v), (dst_k, *dst_v) = src.buffers.values(), dst.buffers.values()
     values = (src_v[0], dst_v[0]) if src_v and dst_v else (None, None)
-    run: Any = _untraced if src.tables or dst.tables else copy_slots
-    run(
+    args: tuple[Any, ...] = (
         *(src_indices, dst_indices, src_k, dst_k, *values),
         *(items.size, items.count, items.first, list(src.layout), list(dst.layout)),
     )
-
-
-def _copy(*args: Any) -> None:
-    copy_slots(*args)
-
-
-# Memory behind an address is nothing that torch.compile could see: here it breaks the graph.
-_untraced: Any = torch.compiler.disable(_copy)
+    if src.tables or dst.tables:
+        untraced(copy_slots, *args)
+    else:
+        copy_slots(*args)
 
 
 def _expect_layout(name: str, side: str, layout: Layout, item: int) -> None:
