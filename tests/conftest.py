@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from importlib import import_module
 
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.interpreting import quicken
+
 if not torch.cuda.is_available():
     # Read when a kernel is defined: it then runs on CPU tensors, one program after the other.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    with suppress(ImportError):
+        quicken(import_module("triton.runtime.interpreter"))
 
 # A busy machine may take long over one example; the suite has its own time limits.
 settings.register_profile("cairn", deadline=None)
