@@ -293,7 +293,9 @@ class Scheduler:
         pages = int(self.slots.pages_for(num_tokens))
         while not self._grow(request, pages):
             victim = self._victim(draft)
-            if victim is None:
+            # Later rows that run already in this step will give theirs when they need a page.
+            waits = victim is request and any(r.order > request.order for r in draft.requests)
+            if victim is None or waits:
                 return False
             self._retract(victim)
             if victim is request:

@@ -112,6 +112,23 @@ def test_lower_priority_is_retracted_first():
     assert all(c.request.retractions == 0 for c in high)
 
 
+def test_a_prompt_that_is_first_in_order_keeps_its_pages_while_it_loads():
+    """It was admitted beside rows that grow faster than it does: those are in the step before it."""
+    core = fake_core(page_size=16, pages=70, rows=9, step_slots=16, prefix_caching=False)
+    low = [add(core, f"low{k}", [k], max_tokens=150, priority=1) for k in range(8)]
+    while not all(one.stream.output.token_ids for one in low):
+        core.step()
+    high = add(core, "high", [9] * 600, max_tokens=20, priority=0)
+    while core.has_work:
+        core.step()
+        check_ledger(core)
+    assert high.request.retractions == 0
+    assert sum(one.request.retractions for one in low) > 0
+    for one in (high, *low):
+        assert one.stream.output.token_ids == expected(one)
+    assert all_pages_back(core)
+
+
 def test_smaller_priority_number_starts_first():
     core = fake_core(rows=1)
     for name, priority in (("c", 2), ("a", 0), ("b", 1)):
