@@ -104,7 +104,6 @@ class Request:
             opened.
         doomed: to be released when the steps in flight have retired.
         held_by: a running request that is computing `held_until` tokens this one shares.
-        refused_at: pages that were available when admission last failed.
         retractions: how often its pages were taken back.
         grammar: where the output stands in its grammar; None: any output.
     """
@@ -129,7 +128,6 @@ class Request:
     doomed: bool = False
     held_by: Request | None = None
     held_until: int = 0
-    refused_at: int = -1
     retractions: int = 0
     grammar: GrammarState | None = None
     _tokens: array[int] = field(init=False, repr=False)

@@ -92,6 +92,8 @@ class Scheduler:
         # How many of the requests in flight are doomed.
         self._doomed = 0
         self._known_phases: Phases | None = None
+        # The request that was refused its pages last, and the pages that were available then.
+        self._refused: tuple[Request, int] | None = None
 
     def add(self, request: Request) -> None:
         """Queue a request. It must fit the pool alone: the caller checked."""
@@ -396,8 +398,8 @@ class Scheduler:
 
     def _open(self, request: Request) -> bool:
         """Lease the cached prefix if the rest of the known tokens fits beside the running rows."""
-        spare = self.cache.spare
-        if self.running and spare <= request.refused_at:
+        spare, refused = self.cache.spare, self._refused
+        if self.running and refused and refused[0] is request and spare <= refused[1]:
             return False
         reusable = int(self.slots.slot_of(len(request.tokens) - 1)) // self.slots.page_size
         lease = self.cache.open(request.tokens, reusable if request.caches_prefix else 0)
@@ -407,7 +409,7 @@ class Scheduler:
             step_pages = self.limits.step_slots // self.slots.page_size + 1
             if not self.cache.fits([(lease, needed), *self._promised()], step_pages):
                 self.cache.close(lease)
-                request.refused_at = spare
+                self._refused = request, spare
                 return False
         request.lease = lease
         return True
@@ -432,7 +434,6 @@ class Scheduler:
         self._counts.start(request, computed)
         request.granted = 0
         request.opened = False
-        request.refused_at = -1
         if request.cached is None:
             request.cached = computed
             self.cached_prompt_tokens += computed
@@ -474,7 +475,8 @@ class Scheduler:
         self.cache.close(request.lease)
         request.lease = None
         self.running.remove(request)
-        self._known_phases = None
+        # The pages promised to it are free for others, however few it held.
+        self._known_phases = self._refused = None
         self._free_rows.append(request.row)
         if request.opened:
             self._closed.append(request.row)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cairn.cache.invariants import check
 from cairn.engine.core import Continuation, EngineCore
+from cairn.engine.scheduler import Limits
 from cairn.errors import InvariantError
 from cairn.runner.step import Launched, StepPlan
 from cairn.types import SamplingParams
@@ -126,6 +127,27 @@ def test_a_prompt_that_is_first_in_order_keeps_its_pages_while_it_loads():
     assert sum(one.request.retractions for one in low) > 0
     for one in (high, *low):
         assert one.stream.output.token_ids == expected(one)
+    assert all_pages_back(core)
+
+
+def test_a_request_that_was_refused_pages_starts_once_a_row_ends():
+    """The row had many pages promised and gives few back: as many as others took meanwhile."""
+    core = fake_core(page_size=16, pages=66, rows=4, step_slots=256, prefix_caching=False)
+    core.scheduler.limits = Limits(4, 256, step_seconds=1.0)
+    # Beside a page of one prompt a step has time for the cheap first tokens of another.
+    core.scheduler.times.room = lambda load, first, limit: 160 if load.chunks else 16
+    long = add(core, "long", [1], max_tokens=900)
+    core.step()
+    passing = add(core, "passing", [2] * 870, max_tokens=1)
+    core.step()
+    waiting = add(core, "waiting", [3] * 120, max_tokens=5)
+    while not passing.finished:
+        core.step()
+        assert waiting.request.row < 0
+    core.step()
+    assert not long.finished
+    assert waiting.request.row >= 0
+    drain(core)
     assert all_pages_back(core)
 
 
