@@ -103,6 +103,7 @@ class Request:
         decoding: all that is left to run is the token that was chosen last, since the row was
             opened.
         doomed: to be released when the steps in flight have retired.
+        failed: a step of it has failed: later ones, in flight already, go on from what it lost.
         held_by: a running request that is computing `held_until` tokens this one shares.
         retractions: how often its pages were taken back.
         grammar: where the output stands in its grammar; None: any output.
@@ -126,6 +127,7 @@ class Request:
     opened: bool = False
     decoding: bool = False
     doomed: bool = False
+    failed: bool = False
     held_by: Request | None = None
     held_until: int = 0
     retractions: int = 0

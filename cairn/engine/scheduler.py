@@ -208,7 +208,7 @@ class Scheduler:
         requests = self._in_flight.pop(plan.step_id).requests
         for request in requests:
             self._doomed -= request.doomed
-            request.doomed = False
+            request.doomed, request.failed = False, True
             self.finish(request)
         return requests
 
@@ -447,7 +447,7 @@ class Scheduler:
     def _commit(self, request: Request, computed: int) -> None:
         """Let later requests share the pages that so many computed tokens fill."""
         assert request.lease is not None
-        if self.slots.complete_pages(computed) > request.lease.committed:
+        if not request.failed and self.slots.complete_pages(computed) > request.lease.committed:
             self.cache.commit(request.lease, request.tokens, computed)
 
     def _retract(self, request: Request) -> None:

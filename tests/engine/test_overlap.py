@@ -236,6 +236,23 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(number):
     check_ledger(core)
 
 
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 6])
+def test_nothing_is_shared_of_what_follows_a_failed_step(number):
+    """The step behind it, in flight already, ends pages that the failed one should have filled, or
+    runs a token that nobody knows."""
+    core = fake_core(page_size=4, pages=64, step_slots=8, overlap=True)
+    late = Late(core)
+    late.fail = lambda launched: launched == number
+    add(core, late, "a", [1, 2] * 10, 20)
+    with pytest.raises(RuntimeError, match="device is gone"):
+        drain(core)
+    assert late.pending
+    computed = core.cache.num_cached
+    drain(core)
+    assert core.cache.num_cached == computed
+    check_ledger(core)
+
+
 def test_when_pages_are_short_the_next_step_waits():
     """Rows in flight keep their pages: none is taken back from under a step."""
     core = fake_core(page_size=4, pages=16, rows=8, max_model_len=40, overlap=True)
