@@ -80,7 +80,8 @@ class Rows:
         windowed: some layers have pages of their own, and so a page table.
 
     Attributes:
-        last_token: [num_rows + 1] int64 on the device; the one behind the rows belongs to padding.
+        last_token: [num_rows + 1] int64 on the device, -1 where a row could choose none; the one
+            behind the rows belongs to padding.
     """
 
     def __init__(
@@ -236,5 +237,9 @@ def write_cells(tables: Tensor, grants: Grants) -> None:
 
 
 def filled(ids: Tensor, row: Tensor, last_token: Tensor) -> Tensor:
-    """Token ids [T] on the device, LAST_TOKEN replaced by `last_token` of the slot's row [T]."""
-    return torch.where(ids == LAST_TOKEN, last_token[row], ids)
+    """Token ids [T] on the device, LAST_TOKEN replaced by `last_token` of the slot's row [T].
+
+    A row without a token to choose runs once more before the host knows: any token will do, but
+    the model has none below 0.
+    """
+    return torch.where(ids == LAST_TOKEN, last_token[row].clamp(min=0), ids)

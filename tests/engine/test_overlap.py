@@ -5,6 +5,7 @@ With a fake model, whose results are kept back until they are asked for, and wit
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -251,6 +252,33 @@ def test_nothing_is_shared_of_what_follows_a_failed_step(number):
     drain(core)
     assert core.cache.num_cached == computed
     check_ledger(core)
+
+
+def test_a_row_whose_logits_are_nan_leaves_the_others(device):
+    """The step behind it runs the token that the row does not have."""
+    answers = []
+    for broken in (None, 3):
+        built = engine("qwen_gqa4_prior_lora_inrange", device=device, disable_cuda_graph=True)
+        core, model = built.core, built.runner.model
+        core.overlap = True
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        bad = core.add("bad", list(range(5, 25)), params)
+        good = core.add("good", list(range(9, 40)), params)
+        plain, steps = model.logits, itertools.count()
+
+        def logits(hidden, plain=plain, steps=steps, broken=broken):
+            found = plain(hidden)
+            if next(steps) == broken:
+                found[0] = float("nan")
+            return found
+
+        model.logits = logits
+        drain(core)
+        assert bad.stream.output.finish_reason == ("error" if broken else "length")
+        assert len(bad.stream.output.token_ids) == (broken or 9)
+        answers.append(good.stream.output.token_ids)
+        assert all_pages_back(core)
+    assert answers[0] == answers[1]
 
 
 def test_when_pages_are_short_the_next_step_waits():

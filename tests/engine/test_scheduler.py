@@ -114,7 +114,7 @@ def test_lower_priority_is_retracted_first():
 
 
 def test_a_prompt_that_is_first_in_order_keeps_its_pages_while_it_loads():
-    """It was admitted beside rows that grow faster than it does: those are in the step before it."""
+    """It was admitted beside rows that grow faster than it does, and in a step before it."""
     core = fake_core(page_size=16, pages=70, rows=9, step_slots=16, prefix_caching=False)
     low = [add(core, f"low{k}", [k], max_tokens=150, priority=1) for k in range(8)]
     while not all(one.stream.output.token_ids for one in low):

@@ -35,7 +35,8 @@ def decode_slots(
         row: [T] int64, the rows; R for those that are none, behind all others. T is at least the
             number of slots.
         first: [T] int64, user tokens of each row that have run.
-        last_token: [R + 1] int64, the token that each row runs.
+        last_token: [R + 1] int64, the token that each row runs; below 0 there was none to choose,
+            and the row runs 0.
         page_table: [R, max_pages] int32, physical page of each logical page.
         window_table: the same of layers with pages of their own; None: there are none.
         page_size: S.
@@ -70,7 +71,7 @@ def decode_slots(
     tokens = torch.where(live, start, most)
     position = slot - logical if landmarks else slot
     for line, values in (
-        *((0, last_token[row]), (1, position), (2, row), (3, slot)),
+        *((0, last_token[row].clamp(min=0)), (1, position), (2, row), (3, slot)),
         *((4, locations[0]), (7, locations[1])),
     ):
         out[line].scatter_(0, tokens, values)
@@ -155,6 +156,7 @@ def _arguments(make: Make, num_rows: int, size: int, count: int, most: int) -> A
     first[:some] = first[:some] // (size - 1) * (size - 1) + size - 2
     table = make.randint(0, 99, 2 * num_rows, max_pages, dtype=torch.int32)
     last_token = make.randint(0, 500, num_rows + 1)
+    last_token[row[0]] = -1
     return make.args(
         *(row, first, last_token, table[:num_rows], table[num_rows:]),
         *(size, 500, 99 * size + 1, 99 * size + 2),

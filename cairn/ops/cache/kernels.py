@@ -104,7 +104,7 @@ def decode_slots_kernel(
     live = inside & (row < num_rows)
     row = tl.where(live, row, 0)
     first = tl.load(first_ptr + i, mask=live, other=0)
-    token = tl.load(last_token_ptr + row, mask=live, other=0)
+    token = tl.maximum(tl.load(last_token_ptr + row, mask=live, other=0), 0)
     slot = first
     if PER_PAGE < SIZE:
         slot = first + first // PER_PAGE
