@@ -320,7 +320,9 @@ class EngineClient:
             return
         self._stopping = True
         if self.dead is None and self._shape is not None:
-            self._child.send(Stop())
+            # One that has just ended needs no telling.
+            with contextlib.suppress(EngineDead):
+                self._child.send(Stop())
         else:
             self._child.kill()
         done, _ = await asyncio.wait({self._watcher}, timeout=timeout)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,26 @@ def test_stopping_ends_the_process_and_what_runs():
                 await collect(submission)
             assert str(await client.died()) == "the engine was stopped"
             await client.stop(30)
+
+    asyncio.run(run())
+
+
+def test_stopping_an_engine_that_has_just_died():
+    """Before the watchdog has seen it: the message finds nobody to take it."""
+
+    async def run():
+        async with engine() as client:
+            submission = client.submit([1], LONG)
+            await first_delta(submission)
+            os.kill(client.pid, signal.SIGKILL)
+            while not gone(client.pid):
+                time.sleep(0.001)
+            # The socket learns of it in a thread of its own.
+            time.sleep(0.05)
+            assert client.dead is None
+            await client.stop(30)
+            with pytest.raises(EngineDead):
+                await collect(submission)
 
     asyncio.run(run())
 
