@@ -333,7 +333,8 @@ class EngineLoop:
         scheduler, cache, runner = self._core.scheduler, self._core.cache, self._built.runner
         known = {f.name for f in fields(self._core.stats)}
         totals = {n: getattr(self._core.stats, n) for n in Stats.__struct_fields__ if n in known}
-        running = len(scheduler.running)
+        # Some have ended, and keep their pages until the step in flight is over.
+        running = sum(not request.doomed for request in scheduler.running)
         self._vitals.stats = Stats(
             **totals,
             running=running,

@@ -22,7 +22,7 @@ from cairn.engine.messages import (
 )
 from cairn.errors import EngineDead, InvariantError
 from cairn.types import SamplingParams
-from tests.engine.fakes import all_pages_back, fake_core
+from tests.engine.fakes import all_pages_back, fake_core, next_token
 
 SECONDS = 30
 
@@ -239,6 +239,29 @@ def test_a_lost_page_shows_when_the_engine_rests(make):
         threading.Event().wait(0.1)
     assert running.vitals.stats.pages_leaked == 2
     assert running.vitals.stats.running == running.vitals.stats.waiting == 0
+
+
+def test_what_has_ended_is_not_counted_while_a_step_still_runs_it(make, monkeypatch):
+    """With overlap the step behind the end of an output is in flight when the end shows."""
+    monkeypatch.setattr("cairn.engine.loop.STATS_SECONDS", 0)
+    chosen = [next_token("a.0", index) for index in range(50)]
+    last = next(i for i in range(3, 50) if chosen[i] not in chosen[:i])
+    running = make(overlap=True, eos_ids=(chosen[last],))
+    told, plain = [], running.loop._refresh_stats
+
+    def refresh():
+        plain()
+        told.append((running.vitals.stats.running, running.vitals.stats.waiting))
+
+    monkeypatch.setattr(running.loop, "_refresh_stats", refresh)
+    running.submit("a")
+    running.reach_step()
+    running.step(last + 1)
+    running.steps.leave.release()
+    running.wait(lambda sent: any(d.finish_reason for d in deltas(sent)))
+    running.tell(Call(1, "cache"))
+    running.wait(lambda sent: isinstance(sent[-1], Reply))
+    assert set(told) == {(1, 0), (0, 0)}
 
 
 def test_the_age_of_a_step_is_known_while_it_runs(make):
