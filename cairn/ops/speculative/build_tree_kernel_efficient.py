@@ -176,7 +176,8 @@ def _(
         build_kernel[(retrive_index.shape[0],)](
             *(parent_list, selected_index, verified_seq_len, tree_mask.view(torch.uint8)),
             *(positions, *tree),
-            *(topk, parent_list.shape[1], nodes, tree_mask_mode),
+            # The first expansion is node 0's, whether or not there is a list.
+            *(topk, max(1, parent_list.shape[1]), nodes, tree_mask_mode),
             *(_bytes(nodes), padded, padded.bit_length() - 1),
             num_warps=max(1, min(8, padded * padded // 1024)),
         )

@@ -76,7 +76,7 @@ def build(
     positions = torch.full((batch * nodes,) if flat else (batch, nodes), 99)
     written = (mask, positions, *tree)
     build_tree_kernel_efficient.using(name)(
-        torch.tensor([s.parent_list for s in searches]),
+        torch.tensor([s.parent_list for s in searches], dtype=torch.int64),
         torch.tensor([s.selected for s in searches], dtype=torch.int64).view(batch, nodes - 1),
         torch.tensor(lengths),
         *written,
@@ -162,6 +162,17 @@ def test_a_longer_mask_is_left_alone_behind_its_rows(mode: int, name: str) -> No
         *(3, 3, 6, mode),
     )
     assert torch.equal(mask[:size], exact) and bool((mask[size:] == 1).all())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_trees_of_one_level_need_no_parents(name: str) -> None:
+    search = Search.run(3, 1, 4, random.Random(5))
+    given = ([search, search], [5, 2], 3, 1, 1, name)
+    expected = build(*given)
+    search.parent_list = []
+    assert expected[3].tolist() == [[1, -1, -1, -1]] * 2
+    for got, wanted in zip(build(*given), expected, strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_wide_packed_types_are_taken() -> None:
