@@ -41,12 +41,15 @@ def draw_from_probs(
     Returns:
         [N] int32.
     """
-    filtered = _filtered(probs, top_k, top_p, min_p, joint)
-    rows = filtered if indices is None else filtered[indices.long()]
+    rows = _filtered(probs, top_k, top_p, min_p, joint)
+    # Of the row, not of what is kept of it: a filter drops NaN.
+    finite = probs.amax(dim=-1, keepdim=True).isfinite()
+    if indices is not None:
+        rows, finite = rows[indices.long()], finite[indices.long()]
     running = rows.double().cumsum(dim=-1)
     mass = running[:, -1:]
     token = torch.searchsorted(running, uniform.double()[:, None] * mass, right=True)
-    drawable = (mass > 0) & mass.isfinite()
+    drawable = finite & (mass > 0)
     return torch.where(drawable, token, -1).squeeze(-1).to(torch.int32)
 
 

@@ -102,3 +102,18 @@ def test_rows_without_a_law_give_minus_one(device: str) -> None:
     for name in runnable_on(draw_from_probs, device):
         got = draw_from_probs.using(name)(probs.to(device), torch.full((5,), 0.5).to(device))
         assert got.tolist() == [-1, -1, -1, -1, 1], name
+
+
+@pytest.mark.parametrize("which", [None, [0, 1, 2, 3, 4, 5]])
+def test_filters_do_not_hide_nan(which: list[int] | None, device: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    row = torch.tensor([nan, 0.5, 0.5])
+    rows = torch.stack((row, row, row, row.flip(0), row.nan_to_num(inf), row.nan_to_num(0.0)))
+    k = torch.tensor([1, 2, 0, 3, 2, 1], device=device)
+    indices = None if which is None else torch.tensor(which, device=device)
+    uniform, p = torch.full((6,), 0.5, device=device), torch.full((6,), 0.9, device=device)
+    for name in runnable_on(draw_from_probs, device):
+        draw = draw_from_probs.using(name)
+        for filters in ((k, None, None), (None, p, None), (None, None, p), (k, p, p)):
+            got = draw(rows.to(device), uniform, *filters, indices).tolist()
+            assert got[:5] == [-1] * 5 and got[5] > 0, name
