@@ -12,5 +12,7 @@ def renormalised(probs: Tensor, keep: Tensor) -> Tensor:
     A row without mass stays zero.
     """
     kept = torch.where(keep, probs, 0.0)
-    mass = kept.sum(dim=-1, keepdim=True)
+    # A row alone is summed up by several threads on the CPU, and rounded other than among others.
+    beside = kept if len(kept) > 1 else kept.expand(2 * len(kept), -1)
+    mass = beside.sum(dim=-1, keepdim=True)[: len(kept)]
     return kept.div_(mass.clamp_min(torch.finfo(mass.dtype).tiny))

@@ -176,6 +176,26 @@ def test_rows_do_not_disturb_each_other(device: str) -> None:
             assert torch.equal(alone[0], whole[row])
 
 
+def test_a_row_that_several_threads_would_sum_up_is_as_among_others() -> None:
+    torch.manual_seed(4)
+    probs = torch.rand(2, 100_278).softmax(-1)
+    half = torch.full((2,), 0.5)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for op, parameter in (
+            (top_p_renorm, half),
+            (min_p_renorm_probs, half),
+            (top_k_renorm, torch.full((2,), 50_000)),
+        ):
+            whole = op(probs, parameter)
+            for row in range(2):
+                at = slice(row, row + 1)
+                assert torch.equal(op(probs[at], parameter[at])[0], whole[row]), op.name
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_one_token_with_all_mass_and_rows_without_any(device: str) -> None:
     probs = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], device=device)
     half, one = (
