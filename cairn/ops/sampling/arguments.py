@@ -24,11 +24,13 @@ def check_parameter(
 
 
 def counts(op: str, name: str, value: Tensor | int, rows: Tensor) -> Tensor:
-    """A number, or one for each of `rows` [B, V], as integers [B]."""
+    """A number of tokens, or one for each of `rows` [B, V], as integers [B]; of numbers below 1 and
+    above V any stands for all."""
     if isinstance(value, Tensor):
         check_parameter(op, name, value, rows, INDICES)
         return value.contiguous()
-    return torch.full(rows.shape[:1], int(value), dtype=torch.int32, device=rows.device)
+    count = min(max(int(value), 0), rows.shape[1])
+    return torch.full(rows.shape[:1], count, dtype=torch.int32, device=rows.device)
 
 
 def shares(op: str, name: str, value: Tensor | float, rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cairn.ops import gpu, min_p_renorm_probs
+from cairn.ops import gpu, min_p_renorm_probs, top_k_renorm_probs
 from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm
 from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
 from tests.ops.sampling.variants import interpreted, runnable_on
@@ -194,6 +194,12 @@ def test_a_row_that_several_threads_would_sum_up_is_as_among_others() -> None:
                 assert torch.equal(op(probs[at], parameter[at])[0], whole[row]), op.name
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("k", [1 << 31, 1 << 62, -(1 << 40), 0, 4])
+def test_any_number_of_tokens_may_be_kept(k: int, device: str) -> None:
+    probs = torch.full((2, 4), 0.25, device=device)
+    assert torch.equal(top_k_renorm_probs(probs, k), probs)
 
 
 def test_one_token_with_all_mass_and_rows_without_any(device: str) -> None:
