@@ -72,9 +72,10 @@ def narrow_kernel(
 def candidates(score, places, counts, row, start, length, at, stride, width, lines):
     """Positions, scores and whether there is one, of a row's candidates at [N]."""
     if places is None:
-        column = at.to(tl.int64) + start
-        inside = (at < length) & (column >= 0) & (column < width)
-        place = at
+        # What would lie in front of the row is passed over.
+        place = at + tl.maximum(-start, 0)
+        column = place.to(tl.int64) + start
+        inside = (place < length) & (column >= 0) & (column < width)
         value = tl.load(score + row * stride + column, mask=inside, other=0.0)
     else:
         number = tl.load(counts + row * (width // lines) + at // lines, mask=at < width, other=0)

@@ -16,6 +16,8 @@ from cairn.ops.checks import expect, refuse
 MOST = 4096
 """Largest topk."""
 NONE = -1
+BEYOND = (1 << 31) - 1
+"""Behind all positions of rows of any length."""
 
 
 class Rows(NamedTuple):
@@ -55,19 +57,17 @@ def select(rows: Rows) -> Tensor:
     topk the scores do not matter."""
     score, lengths, starts, topk = rows
     width = score.shape[1]
-    start = torch.zeros_like(lengths) if starts is None else starts
+    start = torch.zeros_like(lengths, dtype=torch.int64) if starts is None else starts.long()
     order = torch.arange(topk, device=score.device)
     whole = torch.where(order < lengths[:, None], order, NONE).to(torch.int32)
-    if width == 0:
-        return whole
     column = torch.arange(width, device=score.device)
     inside = (column >= start[:, None]) & (column < (start + lengths)[:, None])
     key = _ordered(score).masked_fill_(~inside, torch.iinfo(torch.int64).min)
     taken = key.sort(dim=1, descending=True, stable=True).indices[:, :topk]
-    place = torch.where(inside.gather(1, taken), taken - start[:, None], width)
-    place = torch.nn.functional.pad(place, (0, topk - place.shape[1]), value=width)
+    place = torch.where(inside.gather(1, taken), taken - start[:, None], BEYOND)
+    place = torch.nn.functional.pad(place, (0, topk - place.shape[1]), value=BEYOND)
     place = place.sort(dim=1).values
-    chosen = torch.where(place < width, place, NONE).to(torch.int32)
+    chosen = torch.where(place < BEYOND, place, NONE).to(torch.int32)
     return torch.where((lengths > topk)[:, None], chosen, whole)
 
 

@@ -84,6 +84,27 @@ def test_what_a_row_does_not_have_is_padding(device: str) -> None:
         assert got == [[*range(20), *[-1] * 4], [*range(5), *[-1] * 19]], name
 
 
+@pytest.mark.parametrize("width", [100, 20_000])
+def test_candidates_that_lie_outside_of_the_row(width: int, device: str) -> None:
+    far = torch.iinfo(torch.int32)
+    score = torch.arange(float(width), device=device).expand(6, -1)
+    starts = torch.tensor([-30, -width, -width - 1, 3, width - 2, far.min], dtype=torch.int32)
+    lengths = torch.tensor([width + 30, width + 5, far.max, far.max, far.max, far.max]).int()
+    wanted = [
+        [*range(width + 25, width + 30)],
+        [*range(width, width + 5)],
+        [*range(2 * width - 4, 2 * width + 1)],
+        [*range(width - 8, width - 3)],
+        [0, 1, -1, -1, -1],
+        [-1] * 5,
+    ]
+    given = on(device, lengths, starts)
+    for name in runnable_on(fast_topk_v2, device):
+        assert fast_topk_v2.using(name)(score, given[0], 5, given[1]).tolist() == wanted, name
+        empty = fast_topk_v2.using(name)(score[:, :0], given[0], 5, given[1])
+        assert empty.tolist() == [[-1] * 5] * 6, name
+
+
 def test_short_rows_are_not_read() -> None:
     score = torch.full((2, 50), torch.nan)
     got = fast_topk_v2(score, torch.tensor([3, 4], dtype=torch.int32), 4)
