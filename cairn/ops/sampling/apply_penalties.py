@@ -14,6 +14,7 @@ from cairn.ops.early import early_for, early_option
 from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_parameter
 from cairn.ops.sampling.kernels.adjust import penalties_kernel
+from cairn.ops.sampling.launch import MOST_ROWS
 from cairn.ops.testing import Cases, Make
 
 BLOCK, WARPS, ALIGNED = 512, 4, 32
@@ -81,7 +82,8 @@ def _lines(
 ) -> bool:
     rows = (logits, prompt_mask, output_counts)
     single = (presence, frequency, repetition)
-    return all(t.stride(1) == 1 for t in rows) and all(t.is_contiguous() for t in single)
+    near = all(t.stride(1) == 1 for t in rows) and all(t.is_contiguous() for t in single)
+    return near and len(logits) <= MOST_ROWS
 
 
 @apply_penalties.implementation("triton", devices=gpu.DEVICES, when=_lines)

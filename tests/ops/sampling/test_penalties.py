@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from cairn.ops import apply_logit_bias, apply_penalties
+from cairn.ops.sampling.launch import MOST_ROWS
 
 
 def test_bias_adds_up_and_leaves_the_rest() -> None:
@@ -39,6 +41,15 @@ def test_penalties_against_scalars() -> None:
             expected[row, token] = value
     apply_penalties(logits, prompt, counts.int(), presence, frequency, repetition)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [MOST_ROWS, MOST_ROWS + 1])
+def test_more_rows_than_a_launch_has(rows: int, device: str) -> None:
+    logits, counts = torch.ones(rows, 1, device=device), torch.ones(rows, 1, device=device).int()
+    given = (logits, counts > 1, counts, *(torch.ones(rows, device=device) for _ in range(3)))
+    assert apply_penalties.implementations["triton"].accepts(given, {}) == (rows <= MOST_ROWS)
+    apply_penalties(*given)
+    assert torch.equal(logits, -torch.ones_like(logits))
 
 
 def test_neutral_penalties_change_no_bit() -> None:
