@@ -76,6 +76,9 @@ def expect_outcome(
         ("accept_token_num", accept_token_num, (size[0],)),
     ):
         expect(op, name, tensor, shape, (torch.int32,), candidates, dense=-1)
+    for name, tensor in (("candidates", candidates), ("accept_index", accept_index)):
+        if tensor.shape[1] == 0:
+            refuse(op, name, f"has shape {list(tensor.shape)}: node 0 needs a place")
     expect_room(op, "predicts", predicts.numel(), size.numel())
 
 

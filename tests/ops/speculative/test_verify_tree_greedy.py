@@ -73,6 +73,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ((predicts[:9], accept_index, accepted, tokens, *tree, tokens), "predicts"),
         ((predicts, accept_index.long(), accepted, tokens, *tree, tokens), "accept_index"),
         ((predicts, accept_index, accepted, tokens, *tree, tokens.T), "target_predict"),
+        ((predicts, accept_index[:, :0], accepted, tokens, *tree, tokens), "accept_index"),
+        ((predicts, accept_index, accepted, tokens[:, :0], *tree, tokens), "candidates"),
         ((predicts, accept_index, accepted, tokens[0], *tree, tokens), "candidates"),
         ((predicts, accept_index, accepted, tokens, tree[0].int(), *tree[1:], tokens), "retrive"),
     ):
