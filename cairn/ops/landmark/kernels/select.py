@@ -20,8 +20,9 @@ from cairn.ops.gpu import tl, triton
 
 @triton.jit
 def ordered(value):
-    """float32 as uint32 of the same order."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    """float32 as uint32 of the same order, of which none is the last: above it is another. (Devices
+    make a NaN of ones alone.)"""
+    bits = tl.minimum((value + 0.0).to(tl.int32, bitcast=True), 0x7FFFFFF0)
     flipped = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return flipped.to(tl.uint32, bitcast=True) ^ 0x80000000
 
@@ -33,7 +34,6 @@ def largest(value, inside, total, count, N: tl.constexpr):
 
     Args:
         total: how many are inside; a larger number will do if at least `count` are.
-        N: < 2^15.
     """
     key = tl.where(inside, ordered(value), 0)
     wanted = tl.minimum(count, total)
@@ -74,10 +74,17 @@ def largest(value, inside, total, count, N: tl.constexpr):
     above = inside & (key >= high)
     level = inside & (key >= low) & (key < high)
     missing = wanted - at_high
-    places = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)
-    levels = places >> 16
+    # Two counts in one sum.
+    if N < 1 << 15:
+        places = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)
+        levels = places >> 16
+        places = places & 0xFFFF
+    else:
+        both = tl.cumsum(above.to(tl.int64) + (level.to(tl.int64) << 32), 0)
+        levels = (both >> 32).to(tl.int32)
+        places = both.to(tl.int32)
     taken = above | (level & (levels <= missing))
-    return taken, (places & 0xFFFF) + tl.minimum(levels, missing) - 1, wanted
+    return taken, places + tl.minimum(levels, missing) - 1, wanted
 
 
 @triton.jit
