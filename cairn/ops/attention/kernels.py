@@ -257,15 +257,16 @@ def tile_kernel(
     first = first_visible(own_slot, window, SIZE, ALIGNED)
     place = token.to(tl.int64) * HEADS + head
     query = load_rows(q + place * DIM, alive, DIM, DP)
-    best = tl.full([TOKENS * GP], float("-inf"), tl.float32)
-    total = tl.zeros([TOKENS * GP], tl.float32)
-    acc = tl.zeros([TOKENS * GP, DP], tl.float32)
     factor = scale * 1.4426950408889634
     k_head = k_cache + kv * head_stride
     v_head = v_cache + kv * head_stride
     this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
     while this_row < 2147483647:
         mine = alive & (own_row == this_row)
+        # Sums of each row's own: a weight of 0 times another row's NaN would be in them.
+        best = tl.full([TOKENS * GP], float("-inf"), tl.float32)
+        total = tl.zeros([TOKENS * GP], tl.float32)
+        acc = tl.zeros([TOKENS * GP, DP], tl.float32)
         low = tl.min(tl.where(mine, first, 2147483647), 0)
         high = tl.max(tl.where(mine, own_slot, -1), 0)
         table = page_table + this_row * table_stride
@@ -299,10 +300,10 @@ def tile_kernel(
             low, high, first, own_slot, mine, factor,
             DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
         )  # fmt: skip
+        result, value = finish(best, total, acc)
+        store_rows(o + place * DIM, result, mine, DIM, DP)
+        tl.store(lse + place, value, mask=mine)
         this_row = tl.min(tl.where(alive & (own_row > this_row), own_row, 2147483647), 0)
-    result, value = finish(best, total, acc)
-    store_rows(o + place * DIM, result, alive, DIM, DP)
-    tl.store(lse + place, value, mask=alive)
 
 
 @triton.jit

@@ -200,3 +200,19 @@ def test_kernels_tell_that_a_row_is_no_number(implementation, count):
         assert o[-1, 1].isnan().all() and lse[-1, 1].isnan()
         o[-1, 1] = lse[-1, 1] = 0
         assert o.isfinite().all() and lse.isfinite().all()
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("implementation", ["triton_splits", "triton_tiles"])
+def test_what_a_row_holds_stays_in_it(implementation):
+    """Tokens of several rows lie in one tile; a value of the first and of the last is no number."""
+    paged = Make("cpu").paged((12, 20, 9), 2, 8, 16)
+    row, slot, _ = paged.queries((4, 4, 4))
+    q = Make("cpu").randn(12, 4, 16)
+    for spoilt in (0, 2):
+        paged.v_cache[paged.page_table[spoilt, 0], :, 3] = torch.nan
+    given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table)
+    for op, options in ((dense_attention, ()), (window_attention, (30,))):
+        o, _ = op.using(implementation)(*given, *options)
+        assert o[row != 1].isnan().all()
+        assert o[row == 1].isfinite().all()
