@@ -258,8 +258,8 @@ def tile_kernel(
     place = token.to(tl.int64) * HEADS + head
     query = load_rows(q + place * DIM, alive, DIM, DP)
     factor = scale * 1.4426950408889634
-    k_head = k_cache + kv * head_stride
-    v_head = v_cache + kv * head_stride
+    k_head = k_cache + kv.to(tl.int64) * head_stride
+    v_head = v_cache + kv.to(tl.int64) * head_stride
     this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
     while this_row < 2147483647:
         mine = alive & (own_row == this_row)
@@ -334,8 +334,9 @@ def attend_split(
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
     same = tl.zeros([GP], tl.int32)
+    at_head = kv.to(tl.int64) * head_stride
     best, total, acc = attend_blocks(
-        query, best, total, acc, k_cache + kv * head_stride, v_cache + kv * head_stride,
+        query, best, total, acc, k_cache + at_head, v_cache + at_head,
         table, page_stride, begin, end, low, this_slot, same + low, same + this_slot, alive,
         scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
     )  # fmt: skip

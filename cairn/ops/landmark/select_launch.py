@@ -128,6 +128,8 @@ def accepts(lmk_q: Tensor, summary_key: Tensor, page_table: Tensor, groups: int,
         lmk_q.is_contiguous()
         and lmk_q.dtype == summary_key.dtype
         and summary_key.stride(2) == 1
+        # A head's keys of all pages, then the next one's: kernels count so far in 32 bits.
+        and summary_key.stride(1) * summary_key.shape[1] < 1 << 31
         and heads % summary_key.shape[1] == 0
         and 16 <= dim <= 256
         and topk > 0

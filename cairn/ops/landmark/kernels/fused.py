@@ -344,13 +344,14 @@ def read_kernel(
     weights = tl.exp(own - best[:, None])
     total = tl.sum(weights, 1)
     acc = tl.zeros([GP, DP], tl.float32)
+    at_head = kv.to(tl.int64) * head_stride
     for i in range(end - begin):
         this = e == i
         page = tl.sum(tl.where(this, known, 0), 0).to(tl.int64)
         found = tl.max(tl.where(this, logical, -1), 0) >= 0
         weight = tl.sum(tl.where(this[None, :], weights, 0.0), 1)
         value, summed = page_output(
-            query, k_cache + kv * head_stride, v_cache + kv * head_stride, page * page_stride,
+            query, k_cache + at_head, v_cache + at_head, page * page_stride,
             found, scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, PRECISION,
         )  # fmt: skip
         acc += value * (weight / summed)[:, None]

@@ -63,6 +63,7 @@ def pages_kernel(
     begin = split * each
     end = tl.minimum(begin + each, topk)
     acc = tl.zeros([GP, DP], tl.float32)
+    at_head = kv.to(tl.int64) * head_stride
     for place in range(begin, end):
         logical = tl.load(selected + place)
         found = logical >= 0
@@ -70,7 +71,7 @@ def pages_kernel(
         page = tl.where(found, page, 0)
         weight = tl.load(weights + head * topk + place, mask=alive & found, other=0.0)
         value, summed = page_output(
-            query, k_cache + kv * head_stride, v_cache + kv * head_stride, page * page_stride,
+            query, k_cache + at_head, v_cache + at_head, page * page_stride,
             found, scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, PRECISION,
         )  # fmt: skip
         acc += value * (weight / summed)[:, None]
@@ -183,7 +184,8 @@ def unit_kernel(
         first = tl.load(unit_first + unit)
         count = tl.load(unit_pairs + unit)
         kv = line // pages
-        at = (line % pages).to(tl.int64) * page_stride + kv * head_stride + t * DIM
+        page = (line % pages).to(tl.int64)
+        at = page * page_stride + kv.to(tl.int64) * head_stride + t * DIM
         key = load_keys(k_cache, at, t, inside, q.dtype.element_ty, DIM, SIZE, DP)
         value = load_values(v_cache, at, t, inside, q.dtype.element_ty, DIM, SIZE, DP)
         for begin in range(0, count, PAIRS):

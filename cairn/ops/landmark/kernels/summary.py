@@ -28,7 +28,7 @@ def store_summary(
     t = tl.arange(0, KEYS)
     d = tl.arange(0, DP)
     inside = t < SIZE - 1
-    at = page * page_stride + kv * head_stride + t * DIM
+    at = page * page_stride + kv.to(tl.int64) * head_stride + t * DIM
     keys = load_values(k_cache, at, t, inside, tl.float32, DIM, SIZE, DP)
     wide = keys.to(tl.float32)
     for g in range(group):
@@ -83,7 +83,7 @@ def mean_summary_kernel(
     t = tl.arange(0, KEYS)
     d = tl.arange(0, DP)
     page = tl.load(pages + n).to(tl.int64)
-    at = page * page_stride + kv * head_stride + t * DIM
+    at = page * page_stride + kv.to(tl.int64) * head_stride + t * DIM
     keys = load_values(k_cache, at, t, t < SIZE, tl.float32, DIM, SIZE, DP)
     mean = tl.sum(keys.to(tl.float32), 0) / SIZE
     place = (n * KV_HEADS + kv) * DIM + d
