@@ -79,6 +79,8 @@ def _table(shape: tuple[int, ...], strides: tuple[int, ...], size: int, keys: in
         not all(shape)
         or slots < keys
         or one != 1
+        # Narrower ones are padded where products meet them.
+        or width < 16
         or width != gpu.next_power_of_2(width)
         or page % slot
         or (head % slot and not aside)

@@ -68,6 +68,7 @@ def test_a_block_holds_the_slots_it_names(layout: str, anywhere: None) -> None:
     [
         torch.zeros(3, 2, 2, 16),
         torch.zeros(3, 8, 2, 24),
+        torch.zeros(3, 8, 2, 8),
         torch.zeros(3, 8, 2, 32)[..., ::2],
         torch.zeros(3, 8, 2, 18)[..., :16],
         torch.zeros(3 * 8 * 2 * 16 + 1)[1:].view(3, 8, 2, 16),
@@ -75,7 +76,8 @@ def test_a_block_holds_the_slots_it_names(layout: str, anywhere: None) -> None:
         torch.zeros(3, 9 * 24)[:, : 8 * 24].view(3, 8, 24)[:, :, None, :16][:, 1:],
     ],
     ids=[
-        *("pages shorter than a block", "a width that is no power of two", "every other number"),
+        *("pages shorter than a block", "a width that is no power of two", "too narrow"),
+        "every other number",
         *("lines not aligned", "an address not aligned", "nothing", "short pages of wide lines"),
     ],
 )
