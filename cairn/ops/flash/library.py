@@ -91,15 +91,15 @@ def _seen(queries: int, keys: int, task: Task) -> tuple[Tensor, Tensor]:
 def whole(task: Task) -> bool:
     """Whether all sequences are as long as their tensors say, and cuDNN is known to be fast."""
     partial = (task.page_table, task.batch_idx, task.leftpad, task.seqused_q, task.seqused_k)
-    ragged = (task.cu_seqlens_q is not None, task.cu_seqlens_k is not None)
+    # One ragged sequence too may begin behind its tensor's first line, or end before the last.
+    ragged = (task.cu_seqlens_q, task.cu_seqlens_k)
     queries, keys = task.q.shape[-3], task.k.shape[-3]
     return (
         task.q.device.type == "cuda"
-        and all(x is None for x in partial)
+        and all(x is None for x in (*partial, *ragged))
         and task.sinks is None
         and plain(task)
         and task.q.dtype != torch.float32
-        and (ragged == (False, False) or (ragged == (True, True) and task.batch == 1))
         and task.left < 0
         and task.chunk == 0
         and (task.right < 0 or (task.right == 0 and queries == keys))
@@ -112,11 +112,9 @@ def whole(task: Task) -> bool:
 
 def attend_whole(task: Task) -> None:
     """Write o and lse of a task that is `whole`, by cuDNN."""
-    q, k, v = (
-        x.view(task.batch, -1, *x.shape[-2:]).transpose(1, 2) for x in (task.q, task.k, task.v)
-    )
+    q, k, v = (x.transpose(1, 2) for x in (task.q, task.k, task.v))
     o, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, task.right == 0, False, scale=task.scale
     )[:2]
-    task.o.view(task.batch, -1, *task.o.shape[-2:]).copy_(o.transpose(1, 2))
+    task.o.copy_(o.transpose(1, 2))
     task.lse.copy_(lse.reshape(task.lse.shape))
