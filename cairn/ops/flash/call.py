@@ -149,7 +149,7 @@ class Call:
             *(self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k),
             *(self.qv, of_q, of_k, of_v, self.sinks),
             float(scale),
-            *(left, 0 if causal else right, chunk or 0),
+            *(left, 0 if causal else right, max(0, chunk or 0)),
             float(softcap),
             longest,
         )

@@ -93,6 +93,15 @@ def test_masks_and_pages(kind: str, page: int, device: str) -> None:
         near(lse[row], wanted[1])
 
 
+def test_a_negative_chunk_is_none(device: str) -> None:
+    problem = Problem(3)
+    wanted = problem.run(device, causal=True)
+    for got, expected in zip(
+        problem.run(device, causal=True, attention_chunk=-1), wanted, strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
 def test_nothing_seen_is_zero_and_infinite(device: str) -> None:
     problem = Problem(1)
     out, lse = problem.run(device, causal=True, sinks=torch.randn(4))
