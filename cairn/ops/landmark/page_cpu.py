@@ -57,7 +57,7 @@ def _common_pages(row: Tensor, indices: Tensor) -> Tensor | None:
     """All logical pages that a span selects, ascending: [U] int64; None if it shares too few."""
     if bool((row != row[0]).any()):
         return None
-    times = torch.bincount(indices.flatten() + 1)[1:]
+    times = torch.bincount(indices.flatten().clamp(min=-1) + 1)[1:]
     pages = times.nonzero()[:, 0]
     pairs = pages.numel() * indices.shape[0] * indices.shape[1]
     return pages if pairs <= _WASTE * int(times.sum()) else None

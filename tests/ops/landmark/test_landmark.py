@@ -120,6 +120,19 @@ def test_page_attention_of_popular_and_rare_pages(topk):
     )
 
 
+@pytest.mark.parametrize("none", [-2, -(1 << 31)])
+def test_any_negative_place_holds_no_page(none):
+    g = torch.Generator().manual_seed(0)
+    q, cache = torch.randn(40, 2, 16, generator=g), torch.randn(6, 1, 4, 16, generator=g)
+    row, table = torch.zeros(40, dtype=torch.int64), torch.arange(6, dtype=torch.int32).view(1, 6)
+    indices = torch.randint(-1, 3, (40, 1, 3), generator=g, dtype=torch.int32)
+    weights = torch.rand(40, 2, 3, generator=g)
+    run = page_attention.using("page_major")
+    wanted = run(q, cache, cache, row, table, indices, weights)
+    indices[indices < 0] = none
+    assert torch.equal(run(q, cache, cache, row, table, indices, weights), wanted)
+
+
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize("copied", [0, 1 << 16])
 def test_page_attention_by_one_counter_a_page_or_several(copied, monkeypatch):
