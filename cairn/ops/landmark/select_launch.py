@@ -18,6 +18,8 @@ LEAST_PROGRAMS = 8
 """As many programs score a token for one KV head, however many tokens there are."""
 WORKSPACE_BYTES = 512 << 20
 """Scores are held for so many tokens at a time."""
+MOST_TOKENS = (1 << 16) - 16
+"""As many at most: a launch has so few programs along all axes but the first."""
 MANY_PAGES = 4096
 """Beyond them many tokens' scores are computed in wider tiles, those of wide heads always."""
 TILE_NUMBERS = 8192
@@ -151,7 +153,7 @@ def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
     lines = job.heads if few else job.groups
     rounds = -(-tokens * 4 * lines * job.pages // WORKSPACE_BYTES)
     # A whole number of 16: the parts' addresses are as round as those of the whole.
-    step = max(16, -(-tokens // max(1, rounds) // 16) * 16)
+    step = min(MOST_TOKENS, max(16, -(-tokens // max(1, rounds) // 16) * 16))
     for begin in range(0, tokens, step):
         at = slice(begin, begin + step)
         part = job.part(at) if tokens > step else job

@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cairn.ops import gpu
+from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.select_pages import STRATEGIES, candidate_pages, select_pages
 from tests.ops.attention.geometry import STEPS, draw
 
@@ -157,6 +159,32 @@ def test_equal_scores_keep_the_lower_page(tokens, group):
         mine = [float(key[int(table[0, j]), 0, 0]) for j in range(count)]
         best = sorted(range(count), key=lambda j: (-mine[j], j))[:topk]
         assert indices[token, 0].tolist() == sorted(best)
+
+
+class Grids:
+    """A kernel's stand-in that looks at what it would be launched with."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def __getitem__(self, grid):
+        assert all(programs <= most for programs, most in zip(grid, self.most, strict=False))
+        return lambda *args, **options: None
+
+
+@pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
+@pytest.mark.parametrize("name", ["triton_many", "triton_group"])
+def test_no_launch_has_more_programs_than_devices_take(name, monkeypatch):
+    most = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)
+    for kernel in ("score", "choose", "normaliser", "group", "rescore"):
+        monkeypatch.setattr(select_launch.kernels, f"{kernel}_kernel", Grids(most))
+    tokens = 70_000
+    z, row = torch.zeros(tokens, 2, 16), torch.zeros(tokens, dtype=torch.int64)
+    given = (z, torch.zeros(4, 1, 16), None, torch.zeros(tokens, 2), row, row, torch.zeros(1, 4))
+    strategy = "group" if name == "triton_group" else "hils"
+    run = select_pages._named(name).function
+    indices, _ = run(*given, 8, 17, 3, strategy=strategy, num_kv_heads=1)
+    assert len(indices) == tokens
 
 
 def test_one_token_alone_equals_the_step():
