@@ -63,7 +63,7 @@ def latent_split_kernel(
         t = start + tl.arange(0, KEYS)
         inside = t < end
         page = tl.load(table + t // SIZE, mask=inside, other=0).to(tl.int64)
-        line = cache + page * page_stride + t % SIZE * slot_stride
+        line = cache + page * page_stride + (t % SIZE).to(tl.int64) * slot_stride
         value = load_rows(line, inside, LATENT, LP)
         key = load_rows(line + LATENT, inside, ROPE, RP)
         logits = tl.dot(latent, tl.trans(value), input_precision=PRECISION)

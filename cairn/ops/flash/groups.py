@@ -126,7 +126,8 @@ def attend(
         first, count, used, length, right, part, WHICH, GROUP, HP, LINE
     )
     column = gl.arange(0, DIM, layout=gl.SliceLayout(0, LINES))
-    at = q + (query.to(gl.int64) * q_token + member * q_head)[:, None] + column[None, :]
+    place = query.to(gl.int64) * q_token + member.to(gl.int64) * q_head
+    at = q + place[:, None] + column[None, :]
     own_queries = queries.index(WHICH)
     own_queries.store(gl.load(at, mask=alive[:, None], other=0.0))
     hopper.fence_async_shared()
@@ -204,7 +205,8 @@ def store_lines(
         first, count, used, length, right, part, WHICH, GROUP, HP, LINES
     )
     column = gl.arange(0, DIM, layout=gl.SliceLayout(0, SUMS))
-    at = o + (query.to(gl.int64) * o_token + member * o_head)[:, None] + column[None, :]
+    place = query.to(gl.int64) * o_token + member.to(gl.int64) * o_head
+    at = o + place[:, None] + column[None, :]
     gl.store(at, result.to(o.dtype.element_ty), mask=alive[:, None])
 
 
@@ -272,7 +274,7 @@ def flash_groups_kernel(
         hopper.mbarrier.init(free.index(tile), 2)
     hopper.fence_async_shared()
 
-    head = kv * GROUP
+    head = (kv * GROUP).to(gl.int64)
     line = row * 0 + ahead
     asked = (q + own * q_batch + line * q_token + head * q_head, q_token, q_head)
     given = (o + own * o_batch + line * o_token + head * o_head, o_token, o_head)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from cairn.errors import BadArgument
-from cairn.ops import cutlass_mla_decode, cutlass_mla_get_workspace_size
+from cairn.ops import cutlass_mla_decode, cutlass_mla_get_workspace_size, gpu
 from tests.ops.attention.geometry import softmax_attention
 from tests.ops.sampling.variants import runnable_on
 
@@ -58,6 +60,27 @@ def test_half_precision(dtype: torch.dtype, device: str) -> None:
     got = cutlass_mla_decode(*(x.to(device) for x in given), None, 0.3, num_kv_splits=-1)
     assert got.dtype == dtype
     check(given, got.cpu(), 1e-2)
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+def test_slots_of_a_page_far_apart(tmp_path: Path) -> None:
+    """Those of other layers lie between them, so many that 32 bits do not count the numbers."""
+    step, slots = 1 << 26, 40
+    file = tmp_path / "cache"
+    # A file with holes: of memory there need not be as much.
+    with file.open("wb") as empty:
+        empty.truncate(4 * step * slots)
+    memory = torch.from_file(str(file), shared=True, size=step * slots)
+    cache = memory.view(1, slots, step)[..., :24]
+    cache.copy_(torch.randn(1, slots, 24))
+    q = torch.randn(1, 3, 24)
+    length, table = torch.tensor([slots]).int(), torch.zeros(1, 1).int()
+    run = cutlass_mla_decode.using("triton")
+    got, wanted = (
+        run(q[..., :16], q[..., 16:], keys, length, table, None, 0.2)
+        for keys in (cache, cache.clone())
+    )
+    assert torch.equal(got, wanted)
 
 
 def test_workspace_can_be_allocated() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cairn.ops import cutlass_mla_decode, flash_attn_with_kvcache
+from cairn.ops import cutlass_mla_decode, flash_attn_with_kvcache, gpu
+from cairn.ops.flash import group_launch
+from cairn.ops.flash.launch import Task
 
 pytestmark = pytest.mark.gpu
 GIB = 1 << 30
@@ -41,6 +43,30 @@ def test_pages_and_heads_far_away(heads_first: bool) -> None:
     got = flash_attn_with_kvcache(q, *caches, *new, page_table=table, **options)
     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
     assert torch.equal(caches[0][pages - 2, LENGTH % size], new[0][0, 0])
+
+
+def test_queries_of_heads_far_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of warps; all queries of a head lie before the next one's."""
+    if not gpu.multiplies_in_groups(torch.device("cuda", 0)):
+        pytest.skip("needs Hopper's tensor cores and Triton 3.6")
+    needs(24)
+    monkeypatch.setattr(group_launch, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(group_launch, "FULL", 0)
+    heads, dim, count, apart = 32, 64, 200, (1 << 31) // (15 * 64) + 1
+    q, k, v = (torch.randn(1, count, n, dim, device="cuda").half() for n in (heads, 2, 2))
+    far, out = (
+        torch.empty(1, heads, apart, dim, dtype=torch.float16, device="cuda") for _ in range(2)
+    )
+    far, out = (x[:, :, :count].transpose(1, 2) for x in (far, out))
+    far.copy_(q)
+    for x, o in ((q, torch.empty_like(q)), (far, out)):
+        lse = torch.empty(1, heads, count, device="cuda")
+        task = Task(x, k, v, o, lse, *[None] * 12, dim**-0.5, -1, 0, 0, 0.0, count)
+        assert group_launch.fits(task)
+        group_launch.attend(task)
+        if x is q:
+            wanted = o
+    assert torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("heads", [16, 64])
