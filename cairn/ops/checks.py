@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import reprlib
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,12 +22,22 @@ INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 CACHED = (*FLOATS, BYTES)
 """Keys and values in pages, as they are or quantized."""
+_KINDS: dict[str, tuple[Any, str]] = {
+    "Tensor": (Tensor, "a tensor"),
+    "int": ((int, torch.SymInt), "an integer"),
+    "float": ((int, float, torch.SymInt, torch.SymFloat), "a number"),
+    "bool": ((bool, torch.SymBool), "a bool"),
+    "str": (str, "a string"),
+    "list[int]": ((list, tuple), "a list"),
+    "None": (type(None), "None"),
+}
+"""Annotations of ops' parameters: what they stand for, in code and in words."""
 
 
 def expect(
     op: str,
     name: str,
-    tensor: Tensor,
+    tensor: Tensor | None,
     shape: Sequence[int | None] | int | None = None,
     dtypes: Sequence[torch.dtype] | None = None,
     like: Tensor | None = None,
@@ -58,16 +70,46 @@ def expect(
         refuse(op, name, f"has strides {list(tensor.stride())}: {part} must be contiguous")
 
 
+def naming(look: Callable[..., None], definition: Callable[..., Any]) -> Callable[..., None]:
+    """A look at an op's arguments, which stumbles over none that is not even of its kind: that one
+    is refused by name. Arguments of the right kinds cost nothing more."""
+
+    @functools.wraps(look)
+    def named(*args: Any, **kwargs: Any) -> None:
+        try:
+            look(*args, **kwargs)
+        except (AttributeError, TypeError):
+            parameters = inspect.signature(definition).parameters
+            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            for name, parameter in parameters.items():
+                if name in given:
+                    _expect_kind(definition.__name__, name, given[name], parameter.annotation)
+            raise
+
+    return named
+
+
+def _expect_kind(op: str, name: str, value: Any, annotation: Any) -> None:
+    """Raise BadArgument if a value is not what an annotation of known kinds says."""
+    kinds = annotation.split(" | ") if isinstance(annotation, str) else [""]
+    if not all(kind in _KINDS for kind in kinds):
+        return
+    if not any(isinstance(value, _KINDS[kind][0]) for kind in kinds):
+        wanted = " or ".join(_KINDS[kind][1] for kind in kinds)
+        refuse(op, name, f"is {type(value).__name__} {reprlib.repr(value)}, not {wanted}")
+
+
 def check_cache(op: str, cache: Tensor, like: Tensor | None = None) -> tuple[int, int, int, int]:
-    """Raise BadArgument unless `k_cache` is [pages, h_kv, S, d], h_kv > 0, or quantized.
+    """Raise BadArgument unless `k_cache` is [pages, h_kv, S, d], h_kv and S > 0, or quantized.
 
     Returns its (pages, h_kv, S, d).
     """
     small = cache.dtype == BYTES
     expect(op, "k_cache", cache, 4, CACHED, like, -1 if small else 0)
     pages, heads, size, dim = cache.shape
-    if heads == 0:
-        refuse(op, "k_cache", f"has shape {list(cache.shape)}, not [pages, h_kv, S, d], h_kv > 0")
+    if heads == 0 or size == 0:
+        wanted = "[pages, h_kv, S, d], h_kv > 0 and S > 0"
+        refuse(op, "k_cache", f"has shape {list(cache.shape)}, not {wanted}")
     return pages, heads, size, dim - small
 
 
@@ -81,27 +123,33 @@ def check_caches(
 
 
 def check_queries(op: str, name: str, q: Tensor, heads: int, dim: int) -> tuple[int, int]:
-    """Raise BadArgument unless q is [T, h_q, dim] and h_q a multiple of `heads`.
+    """Raise BadArgument unless q is [T, h_q, dim] and h_q > 0 a multiple of `heads`.
 
     Returns (T, h_q).
     """
     expect(op, name, q, 3, FLOATS)
     tokens, own, width = q.shape
-    if own % heads or width != dim:
+    if not own or own % heads or width != dim:
         wanted = f"[any, n * {heads}, {dim}], as the keys are"
         refuse(op, name, f"has shape {list(q.shape)}, not {wanted}")
     return tokens, own
 
 
-def check_slots(
-    op: str, tokens: int, row: Tensor, slot: Tensor | None, page_table: Tensor, like: Tensor
-) -> None:
-    """Raise BadArgument unless `row` and `slot` are [tokens] int64 and `page_table` is
-    [rows, max_pages] int32, its rows dense."""
+def check_rows(op: str, tokens: int, row: Tensor, page_table: Tensor, like: Tensor) -> None:
+    """Raise BadArgument unless `row` is [tokens] int64 and `page_table` is [rows, max_pages] int32,
+    its rows dense."""
     expect(op, "row", row, (tokens,), INT64, like, -1)
-    if slot is not None:
-        expect(op, "slot", slot, (tokens,), INT64, like, -1)
     expect(op, "page_table", page_table, 2, INT32, like, 1)
+
+
+def check_slots(
+    op: str, tokens: int, row: Tensor, slot: Tensor, page_table: Tensor, like: Tensor
+) -> None:
+    """`check_rows`; and `slot` is [tokens] int64, each in a page that the table has."""
+    check_rows(op, tokens, row, page_table, like)
+    expect(op, "slot", slot, (tokens,), INT64, like, -1)
+    if tokens and not page_table.numel():
+        refuse(op, "page_table", f"has shape {list(page_table.shape)}: pages for no token")
 
 
 def check_least(op: str, name: str, number: int, least: int) -> None:

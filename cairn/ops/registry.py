@@ -36,7 +36,7 @@ from torch import Tensor
 
 from cairn.errors import BadConfig
 from cairn.names import suggestion
-from cairn.ops import replay
+from cairn.ops import checks, replay
 from cairn.ops.trust import calls
 
 if TYPE_CHECKING:
@@ -393,7 +393,7 @@ class Op(Generic[P, R]):
     def check(self, function: Callable[..., None]) -> Callable[..., None]:
         """Decorator: what looks at the arguments of a call first; raises BadArgument."""
         function.__qualname__ = self.name  # it is the one who misses an argument
-        self._check = function
+        self._check = checks.naming(function, self.reference)
         return function
 
     def cases(

@@ -12,6 +12,7 @@ from torch import Tensor
 from cairn import ops
 from cairn.errors import BadArgument
 from cairn.ops.cache.quantized import BYTES
+from cairn.ops.checks import naming
 from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, cases_of
 
@@ -55,7 +56,7 @@ FREE = {
 SIZED = [param for param in CHECKED if param.id in FREE]
 
 
-def broken(op: Op[..., Any], change: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Arguments]]:
+def broken(op: Op[..., Any], change: Callable[[Tensor], Any]) -> Iterator[tuple[str, Arguments]]:
     """Calls with one tensor changed, and which: each tensor in the first case that has it."""
     seen: set[str] = set()
     for case in cases_of(op):
@@ -85,6 +86,17 @@ def test_another_device_is_refused(op: Op[..., Any]) -> None:
     for name, arguments in broken(op, lambda x: x.to("meta")):
         if len(_sizes(arguments)) > 1 and name not in SCRATCH and op.name not in COPIES:
             with pytest.raises(BadArgument, match="` lies on "):
+                op(*arguments.args, **arguments.kwargs)
+
+
+@pytest.mark.parametrize("wrong", [None, 0.5, "x", [torch.ones(2)]], ids=repr)
+@pytest.mark.parametrize("op", CHECKED)
+def test_what_is_no_tensor_is_named(op: Op[..., Any], wrong: Any) -> None:
+    for name, arguments in broken(op, lambda _: wrong):
+        optional = "None" in str(op.__signature__.parameters[name].annotation)
+        if name not in SCRATCH and not (wrong is None and optional):
+            said = f"argument `{name}` is {type(wrong).__name__} .*, not a tensor"
+            with pytest.raises(BadArgument, match=said):
                 op(*arguments.args, **arguments.kwargs)
 
 
@@ -153,6 +165,10 @@ TIGHT = (f(3, 4, 8), f(3, 4, 8), f(5, 2, 1, 8), f(5, 2, 1, 8))
 CHOSEN = (i(3), j(2, 9), j(3, 2, 1), f(3, 2, 1))
 NORMED = (None, f(6, 8), None)
 NONE = (None, None, None)
+RAGGED = (f(3, 2, 16), f(3, 2, 16), j(2), j(2))
+MASKED = (j(1, 2, 1), j(1, 2, 1, 1), j(1, 2, 1), j(1, 2, 1, 1))
+LATENT = (f(1, 2, 12), f(1, 2, 4), f(3, 0, 16), i(1), j(1, 2), None, 1.0)
+NO_PAGES = (i(3), i(3), j(0, 9))
 SEQUENCE = (f(1, 8, 2, 4), f(1, 8, 1, 4), f(1, 8, 1, 4), *NONE)
 THIRDS = (f(1, 8, 3, 4), f(1, 8, 2, 4), f(1, 8, 2, 4), *NONE)
 SHAPES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
@@ -203,6 +219,17 @@ SHAPES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = 
     (ops.decode_slots, (*DECODE, j(2, 8), 4, 7, 0, 0), {}, "`window_table` has shape [2, 8]"),
     (ops.ring_read, (i(3)[None], i(0).view(0, 1, 3), i(1)), {}, "`ring` has shape [0, 1, 3]"),
     (ops.ring_write, (i(3), i(4).view(2, 2), i(1)), {}, "`values` has 3 numbers for entries of 2"),
+    (ops.dense_attention, (*PAGED, *NO_PAGES), {}, "`page_table` has shape [0, 9]: pages for no t"),
+    (
+        ops.dense_attention,
+        (f(3, 0, 8), *CACHES, *WHERE),
+        {},
+        "`q` has shape [3, 0, 8], not [any, n",
+    ),
+    (ops.dense_attention, (f(3, 4, 8), *(f(5, 2, 0, 8),) * 2, *WHERE), {}, "h_kv > 0 and S > 0"),
+    (ops.cutlass_mla_decode, LATENT, {}, "_cache` has shape [3, 0, 16]: pages of no slots"),
+    (ops.flash_attn_varlen_func, (f(3, 0, 16), *RAGGED), {}, "`q` has 0 heads, not a multiple"),
+    (ops.sparse_attn_func, (f(1, 5, 0, 8), *(f(1, 5, 2, 8),) * 2, *MASKED), {}, "`q` has 0 heads"),
     (ops.select_pages, (*SELECT, 4, 0, 1), {}, "`window` is 0, not 1 or more"),
     (ops.select_pages, (*SELECT, 4, 3, 0), {}, "`topk` is 0, not 1 or more"),
     (ops.select_pages, (*SELECT, 0, 3, 1), {}, "`page_size` is 0, not 1 or more"),
@@ -251,6 +278,90 @@ def test_what_does_not_fit_is_named(
     assert said in str(refused.value)
     after = [arg for arg in args if isinstance(arg, Tensor)]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+LINES = (f(1, 5, 2, 8),) * 3
+CACHED = (f(2, 1, 2, 8), f(2, 4, 2, 8), f(2, 4, 2, 8))
+TURNED = {"rotary_sin": f(9, 4), "cache_seqlens": j(2)}
+OTHERS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
+    (ops.apply_token_bitmask_inplace_cuda, (None, j(3, 2)), {}, "`logits` is NoneType None, not a"),
+    (
+        ops.apply_token_bitmask_inplace_cuda,
+        (f(3, 9), j(3, 1), "x"),
+        {},
+        "`indices` is 'x', neither",
+    ),
+    (
+        ops.flash_attn_varlen_func,
+        (f(3, 2, 16), *RAGGED[:2], 3, 3),
+        {},
+        "`cu_seqlens_q` is int 3, n",
+    ),
+    (
+        ops.flash_attn_varlen_func,
+        (f(3, 2, 16), 1.0, *RAGGED[1:]),
+        {},
+        "`k` is float 1.0, not a ten",
+    ),
+    (
+        ops.flash_attn_with_kvcache,
+        CACHED,
+        {"cache_seqlens": [1]},
+        "`cache_seqlens` is [1], neither",
+    ),
+    (
+        ops.flash_attn_with_kvcache,
+        CACHED,
+        {"rotary_cos": i(9, 4), **TURNED},
+        "`rotary_cos` is int64",
+    ),
+    (ops.sparse_attn_varlen_func, (*LINES, *MASKED, *NONE[:2], 5, 5), {}, "`cu_seqlens_q` is None"),
+    (ops.top_k_renorm_probs, (f(3, 4), None), {}, "`top_k` is NoneType None, neither a number nor"),
+    (ops.top_p_sampling_from_probs, (f(3, 4), "x"), {}, "`top_p` is str 'x', neither a number nor"),
+    (ops.copy_to_gpu_no_ce, ([1], j(1)), {}, "`input` is list [1], not a tensor"),
+    (
+        ops.transfer_kv_direct,
+        (f(8, 4), f(8, 4), i(1), i(1), 1),
+        {},
+        "`src_layers` is a Tensor, not",
+    ),
+    (
+        ops.transfer_kv_direct,
+        ([f(8, 4)], [0], i(1), i(1), 1),
+        {},
+        "`dst_layers` is int 0, not a te",
+    ),
+    (ops.transfer_kv_direct, ([f()], [f()], i(1), i(1), 1), {}, "`src_layers` holds a number, not"),
+    (
+        ops.transfer_kv_per_layer_mla,
+        (8, f(8, 4), i(1), i(1), 16),
+        {},
+        "`src` is int 8, not a tensor",
+    ),
+]
+"""Functions over ops, which look at what ops are not given."""
+
+
+@pytest.mark.parametrize("call, args, kwargs, said", OTHERS)
+def test_what_is_of_another_kind_is_named(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(BadArgument, match="argument `") as refused:
+        call(*args, **kwargs)
+    assert said in str(refused.value)
+
+
+def test_an_error_that_is_no_argument_s_stays_what_it_is() -> None:
+    def stumbles(x: Tensor, n: int | None = None) -> None:
+        raise AttributeError(f"nothing of {n}")
+
+    def definition(x: Tensor, n: int | None = None) -> None: ...
+
+    look = naming(stumbles, definition)
+    with pytest.raises(AttributeError, match="nothing of 3"):
+        look(torch.ones(1), 3)
+    with pytest.raises(BadArgument, match="definition: argument `n` is str 'x', not an integer or"):
+        look(torch.ones(1), n="x")
 
 
 def test_a_number_in_place_of_a_tensor_is_named() -> None:

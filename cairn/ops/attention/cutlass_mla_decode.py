@@ -98,6 +98,8 @@ def _(
     expect(name, "q_pe", q_pe, (batch, heads, None), same, q_nope, dense=1)
     width = latent + q_pe.shape[2]
     expect(name, "kv_c_and_k_pe_cache", cache, (None, None, width), same, q_nope, dense=1)
+    if not cache.shape[1]:
+        refuse(name, "kv_c_and_k_pe_cache", f"has shape {list(cache.shape)}: pages of no slots")
     expect(name, "seq_lens", seq_lens, (batch,), INDICES, q_nope, dense=-1)
     expect(name, "page_table", page_table, (batch, None), (torch.int32,), q_nope, dense=1)
 

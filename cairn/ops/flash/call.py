@@ -45,6 +45,13 @@ class Call:
     names: tuple[str, str, str, str] = ("k", "v", "seqused_k", "leftpad")
     window: Sequence[int | None] = (-1, -1)
 
+    def __post_init__(self) -> None:
+        # What other looks ask for their sizes.
+        expect(self.name, "q", self.q)
+        expect(self.name, self.names[0], self.k)
+        if self.cu_seqlens_q is not None:
+            expect(self.name, "cu_seqlens_q", self.cu_seqlens_q, 1)
+
     @property
     def sides(self) -> tuple[int, int]:
         """Keys to the left and to the right that the window shows; -1: all of them."""
@@ -71,7 +78,7 @@ class Call:
         lead = (None,) * (1 if self.cu_seqlens_k is not None else 2)
         expect(name, self.names[0], k, (*lead, None, q.shape[-1]), (q.dtype,), q, dense=1)
         kv_heads = k.shape[-2]
-        if kv_heads == 0 or q.shape[-2] % kv_heads:
+        if not kv_heads or not q.shape[-2] or q.shape[-2] % kv_heads:
             refuse(name, "q", f"has {q.shape[-2]} heads, not a multiple of {kv_heads}")
         expect(name, self.names[1], self.v, (*k.shape[:-1], None), (q.dtype,), q, dense=1)
         for what, width, most in (
@@ -102,6 +109,8 @@ class Call:
         if self.page_table is not None:
             shape = (batch if self.batch_idx is None else None, None)
             expect(name, "page_table", self.page_table, shape, _INT32, self.q, dense=1)
+            if not self.k.shape[1]:
+                refuse(name, self.names[0], f"has shape {list(self.k.shape)}: pages of no keys")
         elif self.cu_seqlens_k is None and self.batch_idx is None and len(self.k) != batch:
             refuse(name, self.names[0], f"has {len(self.k)} sequences, q has {batch}")
         for what, tensor, size in (

@@ -66,8 +66,6 @@ def flash_attn_varlen_func(
     name = "flash_attn_varlen_func"
     refuse_modifiers(name, score_mod, aux_tensors)
     paged = page_table is not None
-    if cu_seqlens_k is None and k.dim() == 3:
-        refuse(name, "cu_seqlens_k", "is None", "Only whole or paged keys do without it")
     if paged and seqused_k is None:
         refuse(name, "seqused_k", "is None", "Paged keys need their lengths")
     call = Call(
@@ -75,6 +73,8 @@ def flash_attn_varlen_func(
         *(seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, sinks),
         window=window_size,
     )
+    if cu_seqlens_k is None and k.dim() == 3:
+        refuse(name, "cu_seqlens_k", "is None", "Only whole or paged keys do without it")
     call.check()
     how = (softmax_scale, causal, attention_chunk)
     return call.run(*how, softcap, max_seqlen_q, out, return_softmax_lse)

@@ -104,6 +104,6 @@ def flash_attn_with_kvcache(
 def _lengths(call: Call, given: Tensor | int | None) -> Tensor | None:
     if given is None or isinstance(given, Tensor):
         return given
-    if given < 0:
-        refuse(call.name, "cache_seqlens", f"is {given}, not at least 0")
+    if not hasattr(given, "__index__") or given < 0:
+        refuse(call.name, "cache_seqlens", f"is {given!r}, neither a tensor nor 0 or more")
     return torch.full((call.batch,), given, dtype=torch.int32, device=call.q.device)

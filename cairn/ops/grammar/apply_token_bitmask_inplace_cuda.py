@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ from cairn.ops.grammar.kernels import bitmask_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
+NAME = "apply_token_bitmask_inplace_cuda"
 BITS = 32
 BLOCK, WARPS, ALIGNED = 1024, 8, 32
 """Tokens and warps of a program, which begins at a line of memory."""
@@ -58,24 +60,27 @@ def apply_token_bitmask_inplace_cuda(
     Raises:
         BadArgument: for a shape, dtype or device that does not fit.
     """
+    expect(NAME, "logits", logits)
     if indices is not None and not isinstance(indices, Tensor):
-        indices = torch.tensor(indices, dtype=torch.int32)
+        try:
+            indices = torch.tensor(indices, dtype=torch.int32)
+        except (TypeError, ValueError):
+            refuse(NAME, "indices", f"is {reprlib.repr(indices)}, neither numbers nor a tensor")
     mask_tokens(logits, bitmask, None if indices is None else indices.to(logits.device))
 
 
 @mask_tokens.check
 def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
-    name = "apply_token_bitmask_inplace_cuda"
-    expect(name, "logits", logits, dtypes=FLOATS)
-    expect(name, "bitmask", bitmask, dtypes=(torch.int32,), like=logits)
+    expect(NAME, "logits", logits, dtypes=FLOATS)
+    expect(NAME, "bitmask", bitmask, dtypes=(torch.int32,), like=logits)
     for argument, value in (("logits", logits), ("bitmask", bitmask)):
         if value.dim() not in (1, 2):
-            refuse(name, argument, f"has shape {list(value.shape)}, not [any] or [any, any]")
+            refuse(NAME, argument, f"has shape {list(value.shape)}, not [any] or [any, any]")
     rows, lines = (x.shape[0] if x.dim() == 2 else 1 for x in (logits, bitmask))
     if rows != lines and (indices is None or logits.dim() != bitmask.dim()):
-        refuse(name, "bitmask", f"has {lines} rows, logits {rows}")
+        refuse(NAME, "bitmask", f"has {lines} rows, logits {rows}")
     if indices is not None:
-        expect(name, "indices", indices, (None,), INDICES, like=logits)
+        expect(NAME, "indices", indices, (None,), INDICES, like=logits)
 
 
 def _lines(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> bool:

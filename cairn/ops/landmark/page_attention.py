@@ -10,7 +10,7 @@ from cairn.ops import amx, cpu, gpu
 from cairn.ops.attention import launch, paging, tiles
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
-from cairn.ops.checks import FLOAT32, INT32, check_caches, check_queries, check_slots, expect
+from cairn.ops.checks import FLOAT32, INT32, check_caches, check_queries, check_rows, expect
 from cairn.ops.landmark import page_cpu, page_launch, tile_loops
 from cairn.ops.landmark.looks import check_keys
 from cairn.ops.landmark.select_pages import select_pages
@@ -92,7 +92,7 @@ def _(
     _, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
     check_keys(name, k_cache)
     tokens, heads = check_queries(name, "q", q, kv_heads, dim)
-    check_slots(name, tokens, row, None, page_table, q)
+    check_rows(name, tokens, row, page_table, q)
     expect(name, "indices", indices, (tokens, kv_heads, None), INT32, q)
     expect(name, "weights", weights, (tokens, heads, indices.shape[2]), FLOAT32, q)
 

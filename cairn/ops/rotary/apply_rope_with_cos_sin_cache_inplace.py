@@ -94,7 +94,7 @@ def _(
     launch.check(NAME, positions, query, key, head_size, cos_sin_cache)
     tokens = positions.numel()
     expect(NAME, "value", value, dtypes=FLOATS, like=query)
-    if value.shape[0] != tokens or value.dim() not in (2, 3):
+    if value.dim() not in (2, 3) or value.shape[0] != tokens:
         refuse(NAME, "value", f"has shape {list(value.shape)}, not [{tokens}, nk * dv]")
     expect(NAME, "cache_loc", cache_loc, (tokens,), INDICES, like=query, dense=1)
     for name, buffer, x in (("k_buffer", k_buffer, key), ("v_buffer", v_buffer, value)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
+
 import torch
 from torch import Tensor
 
-from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.checks import FLOAT32, FLOATS, INDICES, expect, refuse
 
 
 def check_rows(op: str, name: str, rows: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -16,11 +18,25 @@ def check_rows(op: str, name: str, rows: Tensor, dtypes: tuple[torch.dtype, ...]
 
 
 def check_parameter(
-    op: str, name: str, parameter: Tensor | None, rows: Tensor, dtypes: tuple[torch.dtype, ...]
+    op: str, name: str, parameter: Tensor, rows: Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """Raise BadArgument unless a parameter is [B], one number for each of `rows` [B, V]."""
-    if parameter is not None:
-        expect(op, name, parameter, rows.shape[:1], dtypes, like=rows)
+    expect(op, name, parameter, rows.shape[:1], dtypes, like=rows)
+
+
+def check_filters(
+    op: str,
+    rows: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None = None,
+) -> None:
+    """`check_parameter` of the filters that there are."""
+    if top_k is not None:
+        check_parameter(op, "top_k", top_k, rows, INDICES)
+    for name, share in (("top_p", top_p), ("min_p", min_p)):
+        if share is not None:
+            check_parameter(op, name, share, rows, FLOAT32)
 
 
 def counts(op: str, name: str, value: Tensor | int, rows: Tensor) -> Tensor:
@@ -29,7 +45,7 @@ def counts(op: str, name: str, value: Tensor | int, rows: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         check_parameter(op, name, value, rows, INDICES)
         return value.contiguous()
-    count = min(max(int(value), 0), rows.shape[1])
+    count = int(min(max(_number(op, name, value), 0), rows.shape[1]))
     return torch.full(rows.shape[:1], count, dtype=torch.int32, device=rows.device)
 
 
@@ -38,7 +54,16 @@ def shares(op: str, name: str, value: Tensor | float, rows: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         check_parameter(op, name, value, rows, (*FLOATS, torch.float64, *INDICES))
         return value.float().contiguous()
-    return torch.full(rows.shape[:1], float(value), dtype=torch.float32, device=rows.device)
+    share = _number(op, name, value)
+    return torch.full(rows.shape[:1], share, dtype=torch.float32, device=rows.device)
+
+
+def _number(op: str, name: str, value: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        given = f"{type(value).__name__} {reprlib.repr(value)}"
+        refuse(op, name, f"is {given}, neither a number nor a tensor")
 
 
 def drawn_uniforms(

@@ -77,12 +77,10 @@ def _(
 ) -> None:
     name = "draw_from_probs"
     arguments.check_rows(name, "probs", probs, (torch.float32,))
-    arguments.check_parameter(name, "top_k", top_k, probs, INDICES)
-    arguments.check_parameter(name, "top_p", top_p, probs, (torch.float32,))
-    arguments.check_parameter(name, "min_p", min_p, probs, (torch.float32,))
-    count = probs.shape[:1] if indices is None else indices.shape
+    arguments.check_filters(name, probs, top_k, top_p, min_p)
     if indices is not None:
         expect(name, "indices", indices, (None,), INDICES, like=probs)
+    count = probs.shape[:1] if indices is None else indices.shape
     expect(name, "uniform", uniform, count, (torch.float32,), like=probs)
 
 

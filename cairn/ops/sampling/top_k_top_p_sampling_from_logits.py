@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
-from cairn.ops.checks import FLOATS, INDICES, expect
+from cairn.ops.checks import FLOATS, expect
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.draw_from_probs import draw_from_probs
@@ -46,8 +46,7 @@ def _(
     joint: bool = False,
 ) -> None:
     arguments.check_rows(NAME, "logits", logits, FLOATS)
-    arguments.check_parameter(NAME, "top_k", top_k, logits, INDICES)
-    arguments.check_parameter(NAME, "top_p", top_p, logits, (torch.float32,))
+    arguments.check_filters(NAME, logits, top_k, top_p)
     expect(NAME, "uniform", uniform, logits.shape[:1], (torch.float32,), like=logits)
 
 

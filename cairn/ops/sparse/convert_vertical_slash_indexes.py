@@ -158,7 +158,8 @@ def _(*args: Any, **kwargs: Any) -> None:
 
 @convert_vertical_slash_indexes_mergehead.check
 def _(*args: Any, **kwargs: Any) -> None:
-    vertical_slash.check("convert_vertical_slash_indexes_mergehead", _merged(*args, **kwargs))
+    name, lines = "convert_vertical_slash_indexes_mergehead", _merged(*args, **kwargs)
+    vertical_slash.check(name, lines, merged=True)
 
 
 @convert_vertical_slash_indexes.implementation("triton", devices=gpu.DEVICES)

@@ -110,6 +110,8 @@ def sparse_attn_varlen_func(
     """
     name = "sparse_attn_varlen_func"
     _refuse_modifiers(name, dropout_p, alibi_slopes, return_attn_probs)
+    expect(name, "cu_seqlens_q", cu_seqlens_q)
+    expect(name, "cu_seqlens_k", cu_seqlens_k)
     lists = (block_count, block_offset, column_count, column_index)
     call = Call(name, q, k, v, *lists, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
     call.check()
@@ -150,7 +152,7 @@ class Call(NamedTuple):
             refuse(name, "q", f"has heads of {width} numbers, not 1 to {WIDEST}")
         expect(name, "k", k, (*lead, None, width), (q.dtype,), q, dense=1)
         expect(name, "v", self.v, k.shape, (q.dtype,), q, dense=1)
-        if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        if not k.shape[-2] or not q.shape[-2] or q.shape[-2] % k.shape[-2]:
             refuse(name, "q", f"has {q.shape[-2]} heads, not a multiple of {k.shape[-2]}")
         batch = q.shape[0]
         if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:

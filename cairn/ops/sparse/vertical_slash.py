@@ -53,22 +53,22 @@ class Lines(NamedTuple):
         return blank(shape), blank((*shape, blocks)), blank(shape), blank((*shape, columns))
 
 
-def check(name: str, lines: Lines) -> None:
-    """Raise BadArgument unless the op of this name takes these lines."""
+def check(name: str, lines: Lines, merged: bool = False) -> None:
+    """Raise BadArgument unless the op of this name takes these lines; merged: with counts."""
     word, q = (torch.int32,), lines.q_seqlens
     expect(name, "q_seqlens", q, (None,), word, dense=-1)
     batch = q.shape[0]
     expect(name, "kv_seqlens", lines.kv_seqlens, (batch,), word, q, dense=-1)
     expect(name, "vertical_indexes", lines.verticals, (batch, None, None), word, q, dense=-1)
     heads = lines.verticals.shape[1]
+    expect(name, "slash_indexes", lines.slashes, (batch, heads, None), word, q, dense=-1)
     if not lines.slashes.shape[-1]:
         refuse(name, "slash_indexes", "has no entries: every list needs slash 0")
-    expect(name, "slash_indexes", lines.slashes, (batch, heads, None), word, q, dense=-1)
     for argument, counts in (
         ("vertical_indices_count", lines.vertical_counts),
         ("slash_indices_count", lines.slash_counts),
     ):
-        if counts is not None:
+        if merged:
             expect(name, argument, counts, (heads,), word, q, dense=-1)
     if lines.context_size < 0:
         refuse(name, "context_size", f"is {lines.context_size}")

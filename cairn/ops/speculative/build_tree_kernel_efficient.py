@@ -131,8 +131,8 @@ def _(
         refuse(name, "tree_mask_mode", f"is {tree_mask_mode}, not 0, 1 or 2")
     if tree_mask_mode == PACKED_MASK and n > 32:
         refuse(name, "draft_token_num", f"is {n}: a packed mask has at most 32 bits")
-    batch = selected_index.shape[0]
     expect(name, "selected_index", selected_index, (None, n - 1), long, dense=-1)
+    batch = selected_index.shape[0]
     width = 0 if depth == 1 and parent_list.shape[1:] == (0,) else topk * (depth - 1) + 1
     expect(name, "parent_list", parent_list, (batch, width), long, selected_index, dense=-1)
     lengths = (torch.int64, torch.int32)

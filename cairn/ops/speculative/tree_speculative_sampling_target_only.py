@@ -129,13 +129,12 @@ def _(
     expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, candidates.shape)
     expect(name, "retrive_index", retrive_index, like=candidates)
     batch, nodes = candidates.shape
-    vocabulary = target_probs.shape[-1]
     final = uniform_samples_for_final_sampling
     for what, tensor, shape in (
         ("uniform_samples", uniform_samples, (batch, nodes)),
         ("uniform_samples_for_final_sampling", final, (batch,)),
-        ("target_probs", target_probs, (batch, nodes, vocabulary)),
-        ("draft_probs", draft_probs, (batch, nodes, vocabulary)),
+        ("target_probs", target_probs, (batch, nodes, None)),
+        ("draft_probs", draft_probs, target_probs.shape),
     ):
         expect(name, what, tensor, shape, (torch.float32,), candidates, dense=-1)
 

@@ -32,6 +32,8 @@ def transfer_kv_direct(
     """
     name = "transfer_kv_direct"
     source, target = _indices(name, src_indices, dst_indices, page_size)
+    _expect_list(name, "src_layers", src_layers)
+    _expect_list(name, "dst_layers", dst_layers)
     if len(src_layers) != len(dst_layers):
         refuse(name, "dst_layers", f"has {len(dst_layers)} buffers, src_layers {len(src_layers)}")
     for src, dst in zip(src_layers, dst_layers, strict=True):
@@ -153,6 +155,8 @@ def _expect_paged(
     page_size: int,
 ) -> int:
     """Check buffers of all layers against those of single layers; how many layers these are."""
+    _expect_list(name, names[0], paged)
+    _expect_list(name, names[1], layers)
     if len(paged) not in (1, 2):
         refuse(name, names[0], f"has {len(paged)} buffers, not keys and values, or one")
     count, odd = divmod(len(layers), len(paged))
@@ -169,6 +173,15 @@ def _expect_paged(
         whole = paged[at // count]
         _expect_rows(name, names[1], x, whole.shape[3:], whole.dtype)
     return count
+
+
+def _expect_list(name: str, argument: str, buffers: Sequence[Tensor]) -> None:
+    if not isinstance(buffers, list | tuple):
+        refuse(name, argument, f"is a {type(buffers).__name__}, not a list of tensors")
+    for x in buffers:
+        expect(name, argument, x)
+        if not x.dim():
+            refuse(name, argument, "holds a number, not [slots, ...]")
 
 
 def _expect_rows(
