@@ -97,7 +97,7 @@ def transfer_kv_all_layer_lf_pf(
     """
     layout = Layout(item_size)
     src = Side({"src_k_layers": src_k_layers, "src_v_layers": src_v_layers}, layout, tables=True)
-    dst = Side({"dst_k": dst_k, "dst_v": dst_v}, Layout(dst_layout_dim))
+    dst = Side({"dst_k": dst_k, "dst_v": dst_v}, Layout(dst_layout_dim), every=True)
     items = Items(item_size, num_layers)
     copy("transfer_kv_all_layer_lf_pf", src, dst, src_indices, dst_indices, items)
 
@@ -124,7 +124,7 @@ def transfer_kv_all_layer_mla_lf_pf(
         BadArgument: for a shape, dtype, size or device that does not fit.
     """
     one = Side({"src_layers": src_layers}, Layout(item_size), tables=True)
-    other = Side({"dst": dst}, Layout(dst_layout_dim))
+    other = Side({"dst": dst}, Layout(dst_layout_dim), every=True)
     items = Items(item_size, num_layers)
     copy("transfer_kv_all_layer_mla_lf_pf", one, other, src_indices, dst_indices, items)
 
@@ -159,6 +159,8 @@ def transfer_kv_all_layer_lf_ph(
     """
     layout = Layout(item_size)
     src = Side({"src_k_layers": src_k_layers, "src_v_layers": src_v_layers}, layout, tables=True)
-    dst = Side({"dst_k": dst_k, "dst_v": dst_v}, Layout(dst_layout_dim, page_size, head_num))
+    dst = Side(
+        {"dst_k": dst_k, "dst_v": dst_v}, Layout(dst_layout_dim, page_size, head_num), every=True
+    )
     items = Items(item_size, num_layers)
     copy("transfer_kv_all_layer_lf_ph", src, dst, src_indices, dst_indices, items)

@@ -94,15 +94,15 @@ def _words(
     own, other = Layout(*src_layout), Layout(*dst_layout)
     runs = max(own.heads, other.heads)
     whole = item_size % (WORD * runs) == 0 and {own.heads, other.heads} <= {1, runs}
-    return whole and all(_reached(x) for x in (src_k, dst_k, src_v, dst_v))
+    return whole and all(_reached(x, src_indices) for x in (src_k, dst_k, src_v, dst_v))
 
 
-def _reached(buffer: Tensor | None) -> bool:
+def _reached(buffer: Tensor | None, indices: Tensor) -> bool:
     if buffer is None:
         return True
     if buffer.data_ptr() % WORD:
         return False
-    return buffer.is_cuda or gpu.INTERPRETED or buffer.is_pinned()
+    return buffer.device == indices.device or (not buffer.is_cuda and buffer.is_pinned())
 
 
 @copy_slots.implementation("triton", devices=gpu.DEVICES, when=_words)

@@ -87,7 +87,7 @@ def transfer_kv_per_layer_pf_lf(
     Raises:
         BadArgument: for a shape, dtype, size or device that does not fit.
     """
-    src = Side({"src_k": src_k, "src_v": src_v}, Layout(src_layout_dim))
+    src = Side({"src_k": src_k, "src_v": src_v}, Layout(src_layout_dim), every=True)
     dst = Side({"dst_k": dst_k, "dst_v": dst_v}, Layout(item_size))
     items = Items(item_size, first=layer_id)
     copy("transfer_kv_per_layer_pf_lf", src, dst, src_indices, dst_indices, items)
@@ -114,7 +114,7 @@ def transfer_kv_per_layer_mla_pf_lf(
     Raises:
         BadArgument: for a shape, dtype, size or device that does not fit.
     """
-    one = Side({"src": src}, Layout(src_layout_dim))
+    one = Side({"src": src}, Layout(src_layout_dim), every=True)
     other = Side({"dst": dst}, Layout(item_size))
     items = Items(item_size, first=layer_id)
     copy("transfer_kv_per_layer_mla_pf_lf", one, other, src_indices, dst_indices, items)
@@ -149,7 +149,9 @@ def transfer_kv_per_layer_ph_lf(
     Raises:
         BadArgument: for a shape, dtype, size or device that does not fit.
     """
-    src = Side({"src_k": src_k, "src_v": src_v}, Layout(src_layout_dim, page_size, head_num))
+    src = Side(
+        {"src_k": src_k, "src_v": src_v}, Layout(src_layout_dim, page_size, head_num), every=True
+    )
     dst = Side({"dst_k": dst_k, "dst_v": dst_v}, Layout(item_size))
     items = Items(item_size, first=layer_id)
     copy("transfer_kv_per_layer_ph_lf", src, dst, src_indices, dst_indices, items)

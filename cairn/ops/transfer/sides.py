@@ -22,11 +22,13 @@ class Side:
         buffers: the keys', and the values' if there are any, by the names of the arguments.
         layout: of all of them.
         tables: the buffers are tables of addresses, one of each layer.
+        every: a buffer holds all layers, not one.
     """
 
     buffers: dict[str, Tensor]
     layout: Layout
     tables: bool = False
+    every: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def copy(
             if side.tables:
                 _expect_table(name, argument, buffer, items, src_indices)
             else:
-                _expect_buffer(name, argument, buffer, side.layout, items)
+                _expect_buffer(name, argument, buffer, side, items)
     (src_k, *src_v), (dst_k, *dst_v) = src.buffers.values(), dst.buffers.values()
     values = (src_v[0], dst_v[0]) if src_v and dst_v else (None, None)
     args: tuple[Any, ...] = (
@@ -85,10 +87,12 @@ def _expect_table(name: str, argument: str, table: Tensor, items: Items, indices
         refuse(name, argument, f"has {table.shape[0]} addresses, not {items.count}")
 
 
-def _expect_buffer(name: str, argument: str, buffer: Tensor, layout: Layout, items: Items) -> None:
+def _expect_buffer(name: str, argument: str, buffer: Tensor, side: Side, items: Items) -> None:
     expect(name, argument, buffer, dense=-1)
-    page, layers = layout.page_size * layout.dim, layout.layers(items.size)
+    if buffer.device.type not in ("cpu", "cuda"):
+        refuse(name, argument, f"lies on {buffer.device}")
+    page, layers = side.layout.page_size * side.layout.dim, side.layout.layers(items.size)
     if buffer.nbytes % page:
         refuse(name, argument, f"has {buffer.nbytes} bytes, not a multiple of {page}")
-    if layers > 1 and items.first + items.count > layers:
+    if side.every and items.first + items.count > layers:
         refuse(name, argument, f"holds {layers} layers, not {items.first + items.count}")

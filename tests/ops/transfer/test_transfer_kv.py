@@ -226,6 +226,12 @@ def test_others_refuse() -> None:
         ops.transfer_kv_per_layer_mla_pf_lf(K, INTO, AT, AT, 1, 16, 16 * 3)
     with pytest.raises(BadArgument, match="`src` holds 2 layers"):
         ops.transfer_kv_per_layer_mla_pf_lf(K, INTO, AT, AT, 2, 16, 32)
+    with pytest.raises(BadArgument, match="`src` holds 1 layers, not 2"):
+        ops.transfer_kv_per_layer_mla_pf_lf(K, INTO, AT, AT, 1, 16, 16)
+    with pytest.raises(BadArgument, match="`dst` holds 1 layers, not 3"):
+        ops.transfer_kv_all_layer_mla_lf_pf(TABLE.repeat(3), INTO, AT, AT, 16, 16, 3)
+    with pytest.raises(BadArgument, match="`dst` lies on meta"):
+        ops.transfer_kv_per_layer_mla(K, INTO.to("meta"), AT, AT, 16)
     with pytest.raises(BadArgument, match="`src_layout_dim`"):
         ops.transfer_kv_per_layer_mla_pf_lf(K, INTO, AT, AT, 0, 16, 24)
     with pytest.raises(BadArgument, match="`head_num`"):
@@ -243,3 +249,13 @@ def test_others_refuse() -> None:
         ops.transfer_kv_per_layer_direct_pf_lf([paged], [INTO], AT[:0], AT[:0], 1, 4)
     with pytest.raises(BadArgument, match="`src_indices` has 2 slots"):
         ops.transfer_kv_per_layer_direct_pf_lf([paged], [INTO], AT, AT, 0, 4)
+
+
+def test_the_kernel_leaves_memory_of_another_device_to_the_definition() -> None:
+    def accepts(source: Tensor) -> bool:
+        layout = [16, 1, 1]
+        copied = (AT, AT, source, INTO, None, None, 16, 1, 0, layout, layout)
+        return ops.transfer.copy_slots.copy_slots.implementations["triton"].accepts(copied, {})
+
+    assert accepts(K)
+    assert not accepts(K.to("meta"))
