@@ -113,7 +113,8 @@ def gated(gate, up):
 def power_of_two(scale):
     """The exponent, with a bias of 127, of the least power of two that is not below a scale, and
     that power; 255 and NaN for what is not finite."""
-    exponent = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) & 255
+    # NaN as infinity: more would be too much for the sum.
+    exponent = (tl.minimum(scale.to(tl.int32, bitcast=True), 0x7F800000) + 0x7FFFFF) >> 23
     bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
     power = bits.to(tl.float32, bitcast=True)
     return exponent, tl.where(exponent == 255, float("nan"), power)

@@ -120,9 +120,10 @@ def _(
     if packed and not scale_ue8m0:
         refuse(name, "output_s", "is int32: exponents need scale_ue8m0")
     expect(name, "output_s", output_s, (*rows, -(-groups // 4) if packed else groups))
-    low, high = _range(output_q, fp8_min, fp8_max)
-    if high <= 0 or low > 0:
-        refuse(name, "fp8_max", f"is {high}, fp8_min {low}: 0 must lie between them")
+    (low, high), (least, most) = (_range(output_q, *x) for x in ((fp8_min, fp8_max), (None, None)))
+    if not least <= low <= 0 < high <= most:
+        hint = f"0 must lie between them, and they between {least:g} and {most:g}"
+        refuse(name, "fp8_max", f"is {high:g}, fp8_min {low:g}", hint)
     if masked_m is not None:
         expect(name, "input", input, (None, None, None))
         expect(name, "masked_m", masked_m, input.shape[:1], (torch.int32,), like=input)

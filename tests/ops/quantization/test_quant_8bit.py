@@ -205,6 +205,20 @@ def test_powers_of_two_as_numbers(device: str) -> None:
         assert q[:3].float().tolist() == [[448.0, 0.0], [224.0, 0.5], [0.0, 0.0]], name
 
 
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x400000])
+def test_powers_of_two_of_nan_are_nan(bits: int, device: str) -> None:
+    x = torch.tensor([[bits, 0], [0, 0]], dtype=torch.int32, device=device).view(torch.float32)
+    for name in runnable_on(sgl_per_token_group_quant_8bit, device):
+        call = sgl_per_token_group_quant_8bit.using(name)
+        q, s = torch.zeros(2, 2, dtype=E4M3, device=device), torch.zeros(2, 1, device=device)
+        call(x, q, s, 2, scale_ue8m0=True)
+        assert bool(s[0].isnan()) and bool(q[0].float().isnan().all()), name
+        assert bool(s[1].isfinite()) and not int(q[1].float().count_nonzero()), name
+        words = torch.zeros(2, 1, dtype=torch.int32, device=device)
+        call(x, q, words, 2, scale_ue8m0=True)
+        assert int(words[0]) == 255, name
+
+
 def test_int8_of_what_is_not_finite_is_zero(device: str) -> None:
     x = torch.tensor([[math.nan, 1.0], [math.inf, 1.0]], device=device)
     for name in runnable_on(per_token_quant_int8, device):
@@ -241,6 +255,10 @@ X, Q, S = torch.zeros(4, 64), torch.zeros(4, 64, dtype=E4M3), torch.zeros(4, 2)
         ("group_size", (X, Q, S, 33)),
         ("group_size", (X, Q, S, 0)),
         ("fp8_max", (X, Q, S, 32, 1e-10, -1.0, 0.0)),
+        ("fp8_max", (X, Q, S, 32, 1e-10, -448.0, 449.0)),
+        ("fp8_max", (X, Q, S, 32, 1e-10, -500.0, 448.0)),
+        ("fp8_max", (X, Q, S, 32, 1e-10, None, math.nan)),
+        ("fp8_max", (X, Q.to(torch.int8), S, 32, 1e-10, -128.0, 128.0)),
         ("output_q", (X, Q.to("meta"), S, 32)),
     ],
 )
