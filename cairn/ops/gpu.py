@@ -189,6 +189,12 @@ def next_power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+def within_32_bits(*strided: Tensor, dim: int = -2) -> bool:
+    """Whether 32 bits hold how far the last line of a dim, with its numbers, lies from the first,
+    in each tensor: kernels reckon so with heads, and in 64 bits with tokens."""
+    return all((x.shape[dim] - 1) * x.stride(dim) + x.shape[-1] <= 1 << 31 for x in strided)
+
+
 def warps_for(elements: int) -> int:
     """Warps of a program that handles this many elements at once: 4 to 16 of them a thread."""
     return min(16, max(1, next_power_of_2(elements) // 256))

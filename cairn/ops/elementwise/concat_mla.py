@@ -71,7 +71,9 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
 @concat_mla_k.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda k, k_nope, k_rope: k.stride(2) == k_nope.stride(2) == k_rope.stride(2) == 1,
+    when=lambda k, k_nope, k_rope: (
+        k.stride(2) == k_nope.stride(2) == k_rope.stride(2) == 1 and gpu.within_32_bits(k, k_nope)
+    ),
 )
 def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
     _launch(k_nope, k_rope, k)
@@ -134,12 +136,12 @@ def _as_heads(x: Tensor) -> Tensor | None:
     """x [..., d] as [T, H, d] in the same memory, or None."""
     if x.stride(-1) != 1 or x.numel() == 0:
         return None
-    if x.dim() == 3:
-        return x
-    try:
-        return x.view(-1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1])
-    except RuntimeError:
-        return None
+    if x.dim() != 3:
+        try:
+            x = x.view(-1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1])
+        except RuntimeError:
+            return None
+    return x if gpu.within_32_bits(x) else None
 
 
 def _in_rows(a: Tensor, b: Tensor, out: Tensor | None = None) -> bool:

@@ -83,7 +83,9 @@ def _dense(
     *,
     head_dim: int = 0,
 ) -> bool:
-    return q.stride(-1) == k.stride(-1) == 1
+    dim = head_dim or q.shape[-1]
+    heads = _heads(q, dim), _heads(k, dim)
+    return q.stride(-1) == k.stride(-1) == 1 and gpu.within_32_bits(*heads)
 
 
 @fused_inplace_qknorm.implementation("triton", devices=gpu.DEVICES, when=_dense)

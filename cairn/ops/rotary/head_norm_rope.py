@@ -67,6 +67,7 @@ def _(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> N
     when=lambda x, weight, cos_sin, eps=1e-6: (
         x.stride(-1) == 1
         and x.shape[-1] % 2 == 0
+        and gpu.within_32_bits(x)
         and weight.is_contiguous()
         and (cos_sin is None or cos_sin.is_contiguous())
     ),

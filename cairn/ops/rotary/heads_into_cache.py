@@ -136,6 +136,7 @@ def _accepts(
         and (cos_sin is None or cos_sin.is_contiguous())
         and k_cache.stride() == v_cache.stride()
         and k_cache.stride()[2:] == (dim, 1)
+        and gpu.within_32_bits(k_cache, dim=1)
     )
 
 

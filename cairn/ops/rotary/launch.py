@@ -70,9 +70,10 @@ def heads_of(x: Tensor, tokens: int, head_size: int) -> Tensor:
 
 
 def strided(x: Tensor, tokens: int, head_size: int) -> Tensor | None:
-    """x as [T, n, head_size] without a copy, or None where its strides do not allow it."""
+    """x as [T, n, head_size] without a copy, or None where its strides do not allow it, or are more
+    than the kernel reckons with."""
     heads = heads_of(x, tokens, head_size)
-    if heads.stride(-1) != 1:
+    if heads.stride(-1) != 1 or not gpu.within_32_bits(heads):
         return None
     try:
         return heads.view(tokens, *heads.shape[-2:])
