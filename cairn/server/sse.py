@@ -70,6 +70,9 @@ class EventStream(Response):
 
     Args:
         events: whole events, as made by `event`.
+
+    Raises (when run):
+        ClientDisconnect: the client went away before the first event.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
@@ -83,8 +86,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run as an ASGI application."""
-        with suppress(ClientDisconnect):
+        try:
             await unless_gone(receive, self._run(scope, receive, send))
+        except ClientDisconnect:
+            # A stream that had not begun has no status yet: it gets that of clients that left.
+            if not self._started:
+                raise
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         pings = asyncio.create_task(self._ping(send))

@@ -139,8 +139,9 @@ def test_every_end_is_counted(api):
     assert found['cairn:time_to_first_token_seconds_count{model_name="tiny"}'] == 3
 
 
-def leaving(api, path, body, stream):
-    """The client leaves while the first token is awaited, or (a stream) after the first one."""
+def leaving(api, path, body, stream, early=False):
+    """The client leaves while the first token is awaited, or (a stream that is not left early)
+    after the first one."""
 
     async def run():
         api.client.hold = asyncio.Event()
@@ -148,7 +149,7 @@ def leaving(api, path, body, stream):
         task = raw.start(api.app)
         while not api.client.submitted:
             await asyncio.sleep(0.001)
-        if stream:
+        if stream and not early:
             api.client.hold.set()
             await raw.until("data: ")
         raw.leave()
@@ -169,11 +170,14 @@ def test_leaving_cancels(api, path, body, stream):
     assert b'num_aborts_total{endpoint="' in api.state.metrics.render()
 
 
-def test_leaving_is_no_failure(api, caplog):
-    """The access log tells the status that stands for a client that is gone, and no error."""
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_is_no_failure(api, caplog, stream):
+    """Log and metrics tell the status that stands for a client that is gone, and no error."""
     caplog.set_level("INFO")
-    raw = leaving(api, CHAT, chat_body(), stream=False)
+    raw = leaving(api, CHAT, chat_body(), stream, early=True)
     assert raw.status == 499
+    assert b'status="499"' in api.state.metrics.render()
+    assert b'status="500"' not in api.state.metrics.render()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
