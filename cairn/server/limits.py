@@ -59,7 +59,7 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> R
                     raise _too_long("longer", limit)
                 more = message.get("more_body", False)
     except TimeoutError:
-        raise HTTPException(
+        raise _last(
             408, f"the request body did not arrive within {options.body_timeout:g} seconds"
         ) from None
     depth = options.max_json_depth
@@ -138,8 +138,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _too_long(size: str, limit: int) -> HTTPException:
-    # Bytes that nobody will read are on their way: the connection cannot be used again.
-    headers = {"Connection": "close"}
-    return HTTPException(
-        413, f"the request body is {size}, at most {limit} bytes are allowed", headers
-    )
+    return _last(413, f"the request body is {size}, at most {limit} bytes are allowed")
+
+
+def _last(status: int, detail: str) -> HTTPException:
+    """The last answer of its connection: bytes that nobody will read are on their way."""
+    return HTTPException(status, detail, {"Connection": "close"})

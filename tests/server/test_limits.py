@@ -101,6 +101,12 @@ def test_too_slow_is_refused():
     assert refused.status_code == 408
 
 
+def test_a_connection_with_bytes_that_nobody_reads_is_not_used_again():
+    for messages in ([part(b"{")], [part(b"x" * 2000)]):
+        refused, _ = read(messages, body_timeout=0.05, max_body_bytes=1024)
+        assert refused.headers == {"Connection": "close"}
+
+
 def test_a_client_that_goes_away_while_it_sends():
     with pytest.raises(ClientDisconnect):
         read([part(b"{"), {"type": "http.disconnect"}])
