@@ -100,6 +100,11 @@ class LLM:
         return self._built
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Text goes in and comes out; without a tokenizer, token ids alone."""
+        return self._core.tokenizer is not None
+
+    @property
     def max_model_len(self) -> int:
         """Longest prompt with its output, in user tokens."""
         return self._built.memory.max_model_len

@@ -30,6 +30,7 @@ class FakeLLM:
     options: dict
     calls: list = field(default_factory=list)
     closed: bool = False
+    has_tokenizer = True
     answer = staticmethod(lambda prompt: "an answer")
 
     def __post_init__(self):

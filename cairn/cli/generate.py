@@ -69,7 +69,7 @@ def generate(
     llm = LLM(str(model_or_default(model)), **engine_arguments(options))
     try:
         if chat or as_json or params.n > 1:
-            _print_whole(_run(llm, given, params, chat), as_json)
+            _print_whole(_run(llm, given, params, chat), as_json, llm.has_tokenizer)
         else:
             _print_stream(llm, given, params)
     finally:
@@ -107,20 +107,19 @@ def _run(llm: LLM, prompt: Prompt, params: SamplingParams, chat: bool) -> Reques
 def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
     for piece, result in llm.stream(prompt, params):
         click.echo(piece, nl=False)
-        if result.finished and not result.outputs[0].text:
-            # A folder without a tokenizer gives ids only.
+        if result.finished and not llm.has_tokenizer:
             click.echo(",".join(map(str, result.outputs[0].token_ids)), nl=False)
     click.echo()
 
 
-def _print_whole(result: RequestOutput, as_json: bool) -> None:
+def _print_whole(result: RequestOutput, as_json: bool, has_text: bool) -> None:
     if as_json:
         click.echo(json.dumps(_plain(result), ensure_ascii=False))
         return
     for output in result.outputs:
         if len(result.outputs) > 1:
             click.echo(f"[{output.index}]", err=True)
-        click.echo(output.text or ",".join(map(str, output.token_ids)))
+        click.echo(output.text if has_text else ",".join(map(str, output.token_ids)))
 
 
 def _plain(value: Any) -> Any:

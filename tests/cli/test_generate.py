@@ -44,7 +44,16 @@ def test_token_prompt(run, llms):
 
 def test_without_a_tokenizer_ids_are_shown(run, llms, monkeypatch):
     monkeypatch.setattr("tests.fake_llm.FakeLLM.answer", staticmethod(lambda prompt: ""))
+    monkeypatch.setattr("tests.fake_llm.FakeLLM.has_tokenizer", False)
     assert run("generate", "--prompt-token-ids", "1")[1] == "7,8\n"
+    assert run("generate", "--prompt-token-ids", "1", "--n", "2")[1] == "7,8\n7,8\n"
+
+
+@pytest.mark.parametrize("options", [(), ("--chat",)])
+def test_an_empty_text_is_shown_as_one(run, llms, monkeypatch, options):
+    """Where the output ends at once, by a stop string or an end of text, no ids stand for it."""
+    monkeypatch.setattr("tests.fake_llm.FakeLLM.answer", staticmethod(lambda prompt: ""))
+    assert run("generate", "--prompt", "x", *options)[1] == "\n"
 
 
 def test_chat(run, llms):
