@@ -121,7 +121,10 @@ def test_content_type_may_have_parameters(api):
         ({"temprature": 1}, "temprature", "Did you mean 'temperature'?"),
         ({"messages": [{"role": "user", "content": "x", "nam": 1}]}, "messages[0].nam", "no field"),
         ({"temperature": 3}, "temperature", "<= 2"),
-        ({"messages": [{"role": "user"}]}, "messages[0]", "content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
+        ({"response_format": {}}, "response_format.type", "missing"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
         ({"stop": [""]}, "stop[0]", ">= 1"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "int"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
@@ -134,6 +137,13 @@ def test_errors_name_the_field(body, param, text):
         read(json.dumps(chat_body() | body).encode(), ChatRequest)
     assert caught.value.param == param
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path, name", [("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")]
+)
+def test_a_field_that_is_missing_is_named(api, path, name):
+    assert api.error(path, {})["param"] == name
 
 
 @pytest.mark.parametrize(

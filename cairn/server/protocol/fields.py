@@ -100,6 +100,10 @@ def _explained(error: msgspec.ValidationError, kind: type) -> BadRequest:
     if isinstance(error.__cause__, BadField):
         inner = error.__cause__
         return BadField(_joined(path, inner.param), inner.message, inner.hint)
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", text)
+    if missing is not None:
+        field = _joined(path, missing[1])
+        return BadField(field, f"{field} is missing")
     unknown = re.search(r"unknown field `(.*)`", text, re.DOTALL)
     if unknown is None:
         return BadField(path or None, f"{path}: {text}" if path else text)
