@@ -202,8 +202,9 @@ class _Worker:
 
     def __init__(self, seconds: float, memory: int) -> None:
         self._seconds = seconds
+        # -P: a module in the working directory must not pass for one of ours.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cairn.server.grammar_worker", str(seconds), str(memory)],
+            [sys.executable, "-P", "-m", "cairn.server.grammar_worker", str(seconds), str(memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -209,3 +209,14 @@ def test_a_worker_that_cannot_start_is_the_servers_fault(
     with pytest.raises(CairnError, match="cannot be started") as caught:
         asyncio.run(checker.check(GOOD))
     assert caught.value.http_status == 500
+
+
+def test_modules_of_the_working_directory_are_not_run(
+    checkers: Callable[..., GrammarChecker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may be started in the folder of a model, and whose files these are is anyone's."""
+    for name in ("msgspec", "numpy", "resource"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    asyncio.run(checkers().check(GOOD))
+    assert not (tmp_path / "ran").exists()
