@@ -34,6 +34,7 @@ from cairn.engine.memory import (
     MemoryPlan,
     PageBytes,
     Usage,
+    check_host,
     gib,
     plan_memory,
     room_for_pages,
@@ -112,6 +113,7 @@ def build(
     memory = planned(usage)
     announce(config.choices, config.warnings)
     if not on_gpu:
+        check_host(memory, free_host_memory())
         bound_kernel_caches()
     random_seed = config.seed if config.load_format == "random" else None
     module = load_model(model, spec, dtype, device, random_seed=random_seed)

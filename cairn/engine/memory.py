@@ -223,6 +223,21 @@ def plan_memory(
     return MemoryPlan(*counts, longest, flag, tuple(choices))
 
 
+def check_host(plan: MemoryPlan, free: int) -> None:
+    """Refuse pages that the host has no memory for. It hands memory out when a page is first
+    written: an engine that began with more would be killed in the middle of its work.
+
+    Raises:
+        OutOfMemory: naming the largest size.
+    """
+    held = sum(count for _, count in plan.table(0, None))
+    if held > free:
+        raise OutOfMemory(
+            f"the pages take {held} bytes, but no more than {free} are free",
+            f"Set {PAGES_FLAG} to at most {free}",
+        )
+
+
 def pages_in(room: int, page_bytes: PageBytes, config: EngineConfig) -> int:
     """Pages that so many bytes hold, with as many of window layers as those need."""
     return _Pools.of(page_bytes, config).divide(max(0, room), 1, max(0, room))[0]

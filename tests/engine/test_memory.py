@@ -13,7 +13,14 @@ from cairn.attention.registry import cache_specs
 from cairn.bench.shapes import config_of
 from cairn.config import GIB, EngineOptions, Machine, ModelFacts, resolve
 from cairn.engine.build import attention_layers, bytes_of_pages, model_facts, page_format
-from cairn.engine.memory import MemoryPlan, PageBytes, Usage, plan_memory, room_for_pages
+from cairn.engine.memory import (
+    MemoryPlan,
+    PageBytes,
+    Usage,
+    check_host,
+    plan_memory,
+    room_for_pages,
+)
 from cairn.errors import BadConfig, OutOfMemory
 from cairn.models.registry import load_spec
 from cairn.models.weight_map import parameter_count
@@ -67,6 +74,14 @@ def test_the_plan_fits_and_holds_what_it_promises(memory, length, rows, landmark
     assert found.num_pages * per_page >= found.max_model_len
     assert found.num_pages <= rows * -(-found.max_model_len // per_page)
     assert found.max_model_len == (length or min(131072, found.num_pages * per_page))
+
+
+def test_a_host_that_has_less_than_was_asked_for():
+    found = plan(MIXED, kv_cache_memory=10_000)
+    taken = sum(count for _, count in found.table(0, None))
+    check_host(found, taken)
+    with pytest.raises(OutOfMemory, match=rf"take {taken} .*--kv-cache-memory. to at most 9000"):
+        check_host(found, 9000)
 
 
 def test_reasons_of_the_length():

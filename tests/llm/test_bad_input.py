@@ -219,6 +219,12 @@ def test_options(token_folder, options, error, words):
     assert "\n" not in str(caught.value)
 
 
+def test_more_pages_than_the_host_has_memory(token_folder, monkeypatch):
+    monkeypatch.setattr("cairn.engine.build.free_host_memory", lambda: 50_000)
+    with pytest.raises(OutOfMemory, match="no more than 50000 are free.*to at most 50000"):
+        LLM(token_folder, kv_cache_memory="1GiB")
+
+
 @pytest.fixture
 def copy(tmp_path, token_folder):
     """A model folder to damage."""
