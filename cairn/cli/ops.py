@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
 from cairn.cli.options import json_option
+from cairn.errors import BadConfig
+
+REMEDY = "Give a file that `cairn bench ops` has written"
 
 
 @click.command()
@@ -57,12 +61,35 @@ def ops(as_json: bool, docs: Path | None, measured: Path | None) -> None:
 def _write_pages(folder: Path, measured: Path | None) -> None:
     from cairn.ops.docs import pages
 
-    records = [] if measured is None else json.loads(measured.read_text(encoding="utf-8"))
-
+    texts = pages([] if measured is None else _records(measured))
     folder.mkdir(parents=True, exist_ok=True)
-    texts = pages(records)
-    for old in set(folder.glob("*.md")) - {folder / name for name in texts}:
+    for old in _pages_of(folder) - {folder / name for name in texts}:
         old.unlink()
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     click.echo(f"{len(texts)} pages in {folder}")
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    """What `cairn bench ops` wrote. Raises BadConfig for any other file."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadConfig(f"{file} is no JSON: {error}", REMEDY) from None
+    if not isinstance(found, list) or not all(
+        isinstance(record, dict) and {"op", "size"} <= record.keys() for record in found
+    ):
+        raise BadConfig(f"{file} holds no records of ops", REMEDY)
+    return found
+
+
+def _pages_of(folder: Path) -> set[Path]:
+    """The pages that a folder holds. Raises BadConfig for a folder with other texts."""
+    from cairn.ops.docs import INDEX, MADE
+
+    found, index = set(folder.glob("*.md")), folder / INDEX
+    if found and not (index in found and MADE in index.read_text(encoding="utf-8")):
+        raise BadConfig(
+            f"{folder} holds texts that are no pages of ops", "Give a folder of their own"
+        )
+    return found

@@ -19,14 +19,16 @@ INDEX = "README.md"
 SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Yields):$")
 ITEM = re.compile(r"^    (?! )([^:]+): (.*)$")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INTRODUCTION = """# Ops
+MADE = "These pages are made by `cairn ops --docs docs/ops`."
+"""Stands in the index: a folder with it holds these pages and nothing else."""
+INTRODUCTION = f"""# Ops
 
 Every function is imported from `cairn.ops` and runs on CUDA and CPU tensors, under `torch.compile`
 and in CUDA graphs. It has a definition in PyTorch, named `reference`, and implementations that are
 tested against it; a call takes the first one that accepts its arguments. `cairn ops` shows the
 choice, and `CAIRN_OPS=NAME=IMPLEMENTATION` forces another.
 
-These pages are made by `cairn ops --docs docs/ops`.
+{MADE}
 """
 
 

@@ -48,6 +48,7 @@ def test_ops_json(run):
 
 
 def test_ops_docs_replaces_the_pages_of_a_folder(run, tmp_path):
+    assert run("ops", "--docs", str(tmp_path))[0] == 0
     (tmp_path / "gone.md").write_text("of a family that is no more")
     (tmp_path / "chart.png").write_text("not a page")
     code, out, _ = run("ops", "--docs", str(tmp_path))
@@ -55,6 +56,23 @@ def test_ops_docs_replaces_the_pages_of_a_folder(run, tmp_path):
     found = {path.name for path in tmp_path.iterdir()}
     assert {"README.md", "norm.md", "chart.png"} <= found
     assert "gone.md" not in found
+
+
+@pytest.mark.parametrize("name", ["notes.md", "README.md"])
+def test_ops_docs_leaves_texts_of_others_alone(run, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    code, _, err = run("ops", "--docs", str(tmp_path))
+    assert code == 2 and "no pages of ops" in err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("text", ["{nope", "{}", "[1]", '[{"op": "rmsnorm"}]', "\xff"])
+def test_ops_docs_of_what_is_no_record(run, tmp_path, text):
+    file = tmp_path / "records.json"
+    file.write_text(text, encoding="latin-1")
+    code, _, err = run("ops", "--docs", str(tmp_path / "pages"), "--measured", str(file))
+    assert code == 2 and err.startswith("error: ") and "records.json" in err
 
 
 def test_doctor(run, folder):
