@@ -27,6 +27,8 @@ from cairn.errors import BadModel, BadRequest, TooLong
 log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+VARIABLES = "chat_template_kwargs"
+"""What requests call a template's further variables."""
 ERROR_LENGTH = 500
 """Characters of a template's error that are passed on; some quote the whole conversation."""
 WORDS_KEPT = 1000
@@ -322,17 +324,23 @@ def _check_variables(
 ) -> None:
     """Raise BadRequest for what the template would ignore or must not be given."""
     if tools and not re.search(r"\btools\b", template):
-        raise BadRequest("the model's chat template has no place for tools", "Leave tools out")
+        raise _refused("tools", "the model's chat template has no place for tools")
     for name in variables:
         if name in reserved:
-            raise BadRequest(f"{name!r} is no variable of a chat template", "Leave it out")
+            raise _refused(VARIABLES, f"{name!r} is no variable of a chat template")
         if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise BadRequest(f"the model's chat template has no variable {name!r}", "Leave it out")
+            raise _refused(VARIABLES, f"the model's chat template has no variable {name!r}")
 
 
 def _refuse_without_template(tools: Any, variables: Mapping[str, Any] | None) -> None:
-    for name, value in (("tools", tools), ("chat template variables", variables)):
+    given = (("tools", "tools", tools), (VARIABLES, "chat template variables", variables))
+    for field, what, value in given:
         if value:
-            raise BadRequest(
-                f"{name} are given, but this model has no chat template", "Leave them out"
-            )
+            raise _refused(field, f"{what} are given, but this model has no chat template")
+
+
+def _refused(field: str, message: str) -> BadRequest:
+    """The error of a field that the model has no place for."""
+    error = BadRequest(message, "Leave it out")
+    error.param = field
+    return error

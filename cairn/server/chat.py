@@ -156,7 +156,7 @@ def encode_chat(
             limit=limit,
         )
     except BadRequest as error:
-        error.param = field_named_by(error, type(asked)) or "messages"
+        error.param = error.param or field_named_by(error, type(asked)) or "messages"
         raise
 
 

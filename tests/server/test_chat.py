@@ -223,6 +223,8 @@ def test_wrong_schema_of_a_tool(tool_api):
         ({"messages": []}, "messages", "1"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "tool"),
         ({"continue_final_message": True}, "messages", "assistant"),
+        ({"chat_template_kwargs": {"unknown": 1}}, "chat_template_kwargs", "'unknown'"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "'tokenize'"),
         ({"cairn": {"selection": True}}, "cairn.selection", "max_tokens"),
         ({"cairn": {"selection": True}, "max_tokens": 4097}, "cairn.selection", "4096"),
     ],
@@ -236,6 +238,11 @@ def test_refused(tool_api, fields, param, text):
 
 def test_tools_without_a_template_are_refused(api):
     assert "template" in api.error(PATH, chat_body(tools=[TOOL]))["message"]
+
+
+def test_variables_without_a_template_are_refused(api):
+    error = api.error(PATH, chat_body(chat_template_kwargs={"x": 1}))
+    assert error["param"] == "chat_template_kwargs" and "template" in error["message"]
 
 
 def test_logprobs_carry_exact_bytes(api):
