@@ -31,6 +31,7 @@ class FakeLLM:
     calls: list = field(default_factory=list)
     closed: bool = False
     has_tokenizer = True
+    finish_reason = "length"
     answer = staticmethod(lambda prompt: "an answer")
 
     def __post_init__(self):
@@ -60,7 +61,7 @@ class FakeLLM:
                 index=i,
                 text=text,
                 token_ids=list(text.encode()) or [7, 8],
-                finish_reason="length",
+                finish_reason=self.finish_reason,
                 logprobs=None
                 if params.logprobs is None
                 else [TokenLogprobs([65, 66], [-0.1, -2.0], [1, 2])],

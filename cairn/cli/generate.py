@@ -21,7 +21,8 @@ from cairn.cli.options import (
     sampling_arguments,
     sampling_options,
 )
-from cairn.types import RequestOutput, SamplingParams
+from cairn.errors import CairnError
+from cairn.types import FinishReason, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from cairn.llm import LLM
@@ -69,11 +70,14 @@ def generate(
     llm = LLM(str(model_or_default(model)), **engine_arguments(options))
     try:
         if chat or as_json or params.n > 1:
-            _print_whole(_run(llm, given, params, chat), as_json, llm.has_tokenizer)
+            result = _run(llm, given, params, chat)
+            _print_whole(result, as_json, llm.has_tokenizer)
         else:
-            _print_stream(llm, given, params)
+            result = _print_stream(llm, given, params)
     finally:
         llm.shutdown()
+    if any(output.finish_reason == FinishReason.ERROR for output in result.outputs):
+        raise CairnError("the engine failed on this prompt", "The log above says where")
 
 
 def _read_prompt(text: str | None, file: Path | None, ids: str | None) -> Prompt:
@@ -104,12 +108,13 @@ def _run(llm: LLM, prompt: Prompt, params: SamplingParams, chat: bool) -> Reques
     return llm.generate([prompt], params)[0]
 
 
-def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+def _print_stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     for piece, result in llm.stream(prompt, params):
         click.echo(piece, nl=False)
         if result.finished and not llm.has_tokenizer:
             click.echo(",".join(map(str, result.outputs[0].token_ids)), nl=False)
     click.echo()
+    return result
 
 
 def _print_whole(result: RequestOutput, as_json: bool, has_text: bool) -> None:

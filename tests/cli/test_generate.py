@@ -56,6 +56,15 @@ def test_an_empty_text_is_shown_as_one(run, llms, monkeypatch, options):
     assert run("generate", "--prompt", "x", *options)[1] == "\n"
 
 
+@pytest.mark.parametrize("options", [(), ("--json",), ("--n", "2")])
+def test_a_failure_of_the_engine_is_one(run, llms, monkeypatch, options):
+    monkeypatch.setattr("tests.fake_llm.FakeLLM.finish_reason", "error")
+    code, out, err = run("generate", "--prompt", "x", *options)
+    assert code == 1 and "an answer" in out
+    assert "error: the engine failed on this prompt. The log above says where" in err
+    assert llms[0].closed
+
+
 def test_chat(run, llms):
     assert run("generate", "--chat", "--prompt", "hello")[1] == "an answer\n"
     assert llms[0].calls[0][0] == "hello"
