@@ -18,14 +18,16 @@ def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
         cache: [pages, h_kv, S, d], or quantized.
         pages: [N, n] int64, physical ids.
     Returns:
-        [N, h_kv, n * S, d], new memory; float32 of a quantized cache.
+        [N, h_kv, n * S, d], new memory, contiguous; float32 of a quantized cache.
     """
     _, heads, size, dim = cache.shape
     count, width = pages.shape
     if quantized.is_quantized(cache):
         return quantized.take(cache, pages).transpose(1, 2).reshape(count, heads, -1, dim - 1)
     if not cache.is_contiguous():
-        return cache[pages].transpose(1, 2).reshape(count, heads, width * size, dim)
+        # What is taken lies in the order of the cache's strides.
+        taken = cache[pages].transpose(1, 2).contiguous()
+        return taken.view(count, heads, width * size, dim)
     lines = (pages * heads).unsqueeze(1)
     if heads > 1:
         lines = lines + torch.arange(heads, device=pages.device).unsqueeze(1)

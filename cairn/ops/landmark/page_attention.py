@@ -117,7 +117,7 @@ def _gather(cache: Tensor, pages: Tensor, head: Tensor) -> Tensor:
     if quantized.is_quantized(cache):
         return quantized.take(cache, pages, head).flatten(0, 1)
     if not cache.is_contiguous():
-        return cache[pages, head].flatten(0, 1)
+        return cache[pages, head].contiguous().flatten(0, 1)
     lines = cache.view(-1, size * dim).index_select(0, (pages * heads + head).view(-1))
     return lines.view(-1, pages.shape[-1], size, dim)
 

@@ -15,6 +15,8 @@ from tests.ops.attention.geometry import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
+ORDERS = [(1, 0, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)]
+"""How a cache's pages, heads, slots and numbers may lie: other than in this order."""
 DENSE = ("reference", "numba", "tiled")
 WINDOW = ("reference", "numba", "tiled")
 
@@ -179,6 +181,18 @@ def test_landmark_with_a_window_of_one_sees_nothing():
 def test_strided_caches():
     case = draw(17, "mixed")
     k, v = (torch.stack([x, x], dim=-1)[..., 0] for x in (case.k_cache, case.v_cache))
+    for op, extra in ((dense_attention, ()), (window_attention, (21,))):
+        wanted = op.using("reference")(case.q, case.k_cache, case.v_cache, *case.where, *extra)
+        got = op(case.q, k, v, *case.where, *extra)
+        torch.testing.assert_close(got[0], wanted[0])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("step", STEPS)
+def test_caches_in_any_order(step, order):
+    case = draw(17, step)
+    back = [order.index(dim) for dim in range(4)]
+    k, v = (x.permute(order).contiguous().permute(back) for x in (case.k_cache, case.v_cache))
     for op, extra in ((dense_attention, ()), (window_attention, (21,))):
         wanted = op.using("reference")(case.q, case.k_cache, case.v_cache, *case.where, *extra)
         got = op(case.q, k, v, *case.where, *extra)

@@ -14,6 +14,8 @@ from cairn.ops.testing import Arguments, check
 from tests.ops.attention.geometry import STEPS, draw, enlarge_landmarks, near, softmax_attention
 
 DTYPES = (torch.float32, torch.bfloat16)
+ORDERS = [(1, 0, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)]
+"""How a cache's pages, heads, slots and numbers may lie: other than in this order."""
 
 
 def complete_pages(case):
@@ -118,6 +120,20 @@ def test_page_attention_of_popular_and_rare_pages(topk):
     torch.testing.assert_close(
         page_attention.using("page_major")(*given), wanted, rtol=2e-5, atol=5e-6
     )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("step", STEPS)
+def test_page_attention_of_caches_in_any_order(step, order):
+    case = draw(3, step)
+    back = [order.index(dim) for dim in range(4)]
+    indices = selection(case, 5, 1)
+    weights = torch.rand(case.row.numel(), case.heads * case.group, 5)
+    others = (case.row, case.page_table, indices, weights)
+    caches = (case.k_cache, case.v_cache)
+    wanted = page_attention.using("reference")(case.q, *caches, *others)
+    moved = (x.permute(order).contiguous().permute(back) for x in caches)
+    torch.testing.assert_close(page_attention(case.q, *moved, *others), wanted)
 
 
 @pytest.mark.parametrize("none", [-2, -(1 << 31)])
