@@ -40,14 +40,11 @@ def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Non
     check_sum("rmsnorm_add", input, residual, weight)
 
 
-@rmsnorm_add.implementation(
-    "torch",
-    devices=("cpu",),
-    when=lambda input, residual, weight, eps=1e-6: input.dtype == weight.dtype,
-)
+@rmsnorm_add.implementation("torch", devices=("cpu",))
 def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
-    """Two calls instead of eight, which few rows notice."""
-    residual += torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+    """Three to five calls instead of eight, which few rows notice."""
+    normed = torch.nn.functional.rms_norm(input.float(), weight.shape, weight.float(), eps)
+    residual.copy_(normed.add_(residual))
 
 
 @rmsnorm_add.implementation("triton", devices=gpu.DEVICES, when=both_in_rows, replayed=True)
