@@ -222,7 +222,9 @@ def _(
     aligned: bool = True,
     mask_landmarks: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    rule = launch.Rule(page_size, window, topk, softmax1, aligned, mask_landmarks)
+    # A wider window shows nothing more, and the kernels add to its width.
+    width = min(window, q.shape[1])
+    rule = launch.Rule(page_size, width, topk, softmax1, aligned, mask_landmarks)
     return launch.attend(q, k, v, lmk_q, summary_key, summary_bias, rule)
 
 

@@ -114,6 +114,12 @@ def test_gradients_when_interpreted(shape: tuple[int, int, int], options: dict[s
     compare(given, torch.float32, **options)
 
 
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("window", [(1 << 31) - 1, 1 << 40])
+def test_a_window_may_be_wider_than_32_bits_tell(window: int) -> None:
+    compare(arguments(1, 1, 32)[:3], torch.float32, window=window)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", OPTIONS)
