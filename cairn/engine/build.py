@@ -113,8 +113,7 @@ def build(
     memory = planned(usage)
     announce(config.choices, config.warnings)
     if not on_gpu:
-        check_host(memory, free_host_memory())
-        bound_kernel_caches()
+        begin_on_cpu(memory)
     random_seed = config.seed if config.load_format == "random" else None
     module = load_model(model, spec, dtype, device, random_seed=random_seed)
     on_phase("weights")
@@ -156,6 +155,12 @@ def build(
         overlap=on_gpu and not config.disable_overlap_schedule,
     )
     return Built(core, runner, spec, config, memory, slots, table)
+
+
+def begin_on_cpu(memory: MemoryPlan) -> None:
+    """What comes before the weights are read. Raises OutOfMemory, see `check_host`."""
+    check_host(memory, free_host_memory())
+    bound_kernel_caches()
 
 
 def settle_on_cpu(dtype: torch.dtype) -> None:
