@@ -86,7 +86,7 @@ class AssistantMessage(Fields, tag_field="role", tag="assistant"):
     refusal: Annotated[Refusable, refused("pass what the assistant said as content")] = None
     audio: Annotated[Refusable, refused(NO_PICTURES)] = None
     function_call: Annotated[Refusable, refused("it was replaced by tool_calls")] = None
-    annotations: Annotated[Refusable, refused("no template reads them")] = None
+    annotations: Annotated[Refusable, refused("no template reads them", [])] = None
 
     def __post_init__(self) -> None:
         Fields.__post_init__(self)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cairn.server.protocol.common import ChoiceExtras, SamplingFields, Usage
-from cairn.server.protocol.fields import Refusable, TokenId, refused
+from cairn.server.protocol.fields import BadField, Refusable, TokenId, refused
 
 Prompt = Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
@@ -28,8 +28,13 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     add_special_tokens: bool | None = None
-    best_of: Annotated[Refusable, refused("ask for n continuations and choose")] = None
+    best_of: Annotated[Refusable, refused("ask for n continuations and choose", 1)] = None
     suffix: Annotated[Refusable, refused("the model continues text, it does not fill in")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.best_of is not None and (self.n or 1) > self.best_of:
+            raise BadField("best_of", f"best_of is {self.best_of}, less than n", "Leave it out")
 
 
 class CompletionLogprobs(Struct, frozen=True):

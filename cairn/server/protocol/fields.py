@@ -25,12 +25,13 @@ Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 
-def refused(reason: str) -> Meta:
-    """Marks a known field that is not served: any value but null is an error that says why."""
+def refused(reason: str, but: Any = None) -> Meta:
+    """Marks a known field that is not served: any value but null is an error that says why. So is
+    none that asks for nothing, as clients write it (`but`)."""
     return Meta(
         description=f"Not served: {reason}.",
-        extra={"refused": reason},
-        extra_json_schema={"type": "null"},
+        extra={"refused": reason, "but": but},
+        extra_json_schema={"type": "null"} if but is None else {"enum": [None, but]},
     )
 
 
@@ -39,7 +40,7 @@ def no_effect(why: str) -> Meta:
     return Meta(description=f"Accepted, without effect: {why}.", extra={"no_effect": why})
 
 
-def marked(struct: type[Struct], mark: str) -> dict[str, str]:
+def marked(struct: type[Struct], mark: str) -> dict[str, Any]:
     """Fields of a struct with the given mark ("refused" or "no_effect") and their reasons."""
     found = {}
     for field in msgspec.structs.fields(struct):
@@ -54,8 +55,10 @@ class Fields(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=Tru
     """A part of a request body. Unknown fields and fields marked `refused` raise an error."""
 
     def __post_init__(self) -> None:
-        for name, reason in _refusals(type(self)).items():
-            if getattr(self, name) is not None:
+        for name, (reason, but) in _refusals(type(self)).items():
+            value = getattr(self, name)
+            asks = type(value) is not type(but) or value != but  # true is no 1
+            if value is not None and asks:
                 raise BadField(name, f"{name} is not served: {reason}", "Leave it out")
 
 
@@ -90,8 +93,9 @@ def read(body: bytes, kind: type[T]) -> T:
 
 
 @functools.cache
-def _refusals(struct: type[Struct]) -> dict[str, str]:
-    return marked(struct, "refused")
+def _refusals(struct: type[Struct]) -> dict[str, tuple[str, Any]]:
+    reasons, values = marked(struct, "refused"), marked(struct, "but")
+    return {name: (reason, values.get(name)) for name, reason in reasons.items()}
 
 
 def _explained(error: msgspec.ValidationError, kind: type) -> BadRequest:
