@@ -129,7 +129,8 @@ class SequenceAttention(torch.autograd.Function):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         batch, length, heads, dim = q.shape
         groups = k.shape[2]
-        o = torch.empty_like(q, dtype=torch.float32 if rule.topk else q.dtype)
+        wide = rule.topk or rule.softmax1
+        o = torch.empty_like(q, dtype=torch.float32 if wide else q.dtype)
         lse = q.new_empty(batch, length, heads, dtype=torch.float32)
         mass = torch.zeros_like(lse)
         shape = _shape(heads // groups, dim, rule.page_size)
@@ -143,6 +144,9 @@ class SequenceAttention(torch.autograd.Function):
         )
         ctx.rule = rule
         if not rule.topk:
+            if rule.softmax1:
+                o = (o * torch.sigmoid(lse).unsqueeze(-1)).to(q.dtype)
+                lse = torch.logaddexp(lse, torch.zeros_like(lse))
             ctx.save_for_backward(q, k, v, o, lse)
             ctx.mark_non_differentiable(mass)
             return o, mass

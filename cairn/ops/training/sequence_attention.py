@@ -250,6 +250,7 @@ def _(make: Make) -> Cases:
         yield make.args(q, k, v, z, key, bias, size, 20, 2, True)
         yield make.args(q, k, v, z, key, bias, size, 17, pages, False)
         yield make.args(q, k, v, None, None, None, size, 21, aligned=False, mask_landmarks=False)
+        yield make.args(q, k, v, None, None, None, size, 20, softmax1=True)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

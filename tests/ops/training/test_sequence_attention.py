@@ -102,12 +102,14 @@ OPTIONS = [
     {"window": 1, "topk": 5, "softmax1": False},
     {"window": 19, "aligned": False, "mask_landmarks": False},
     {"window": 500, "aligned": False, "mask_landmarks": True},
+    {"window": 20, "softmax1": True},
 ]
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize(
-    ("shape", "options"), [*zip(SHAPES, OPTIONS, strict=False), (SHAPES[0], OPTIONS[3])]
+    ("shape", "options"),
+    [*zip(SHAPES, OPTIONS, strict=False), *((SHAPES[0], one) for one in OPTIONS[3:])],
 )
 def test_gradients_when_interpreted(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
     given = arguments(*shape)[: 6 if "topk" in options else 3]
