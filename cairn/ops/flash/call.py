@@ -13,6 +13,8 @@ from cairn.ops.flash.flash_attention import flash_attention
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDEST_KEY, WIDEST_VALUE = 256, 512
+MOST_KEYS = 1 << 30
+"""Of a sequence. Kernels add to a key's number what a window shows beside it, in 32 bits."""
 _INT32 = (torch.int32,)
 
 
@@ -55,7 +57,7 @@ class Call:
     @property
     def sides(self) -> tuple[int, int]:
         """Keys to the left and to the right that the window shows; -1: all of them."""
-        numbers = [-1 if side is None else int(side) for side in self.window]
+        numbers = [-1 if side is None else min(int(side), MOST_KEYS) for side in self.window]
         if len(numbers) != 2 or min(numbers) < -1:
             refuse(self.name, "window_size", f"is {self.window}, not two numbers from -1 on")
         return numbers[0], numbers[1]

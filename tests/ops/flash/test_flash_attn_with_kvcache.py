@@ -93,6 +93,18 @@ def test_masks_and_pages(kind: str, page: int, device: str) -> None:
         near(lse[row], wanted[1])
 
 
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("side", [(1 << 31) - 1, 1 << 31, 1 << 62])
+def test_windows_wider_than_any_sequence_show_all(side: int, monkeypatch) -> None:
+    monkeypatch.setattr("cairn.ops.flash.call.flash_attention", flash_attention.using("triton"))
+    problem = Problem(4)
+    for window in ((3, side), (side, 2), (side, side)):
+        plain = [-1 if one == side else one for one in window]
+        wanted, got = (problem.run(window_size=given) for given in (plain, window))
+        for one, expected in zip(got, wanted, strict=True):
+            assert torch.equal(one, expected)
+
+
 def test_a_negative_chunk_is_none(device: str) -> None:
     problem = Problem(3)
     wanted = problem.run(device, causal=True)
