@@ -25,12 +25,15 @@ def weak_ref_tensor(tensor: T) -> T:
         tensor: on the CPU or a CUDA device, with storage. Anything but a tensor, as lists of
             arguments hold it, is given back as it is.
     Raises:
-        BadArgument: for a tensor without memory of its own (meta, fake or sparse).
+        BadArgument: for a tensor without memory of its own (meta, fake or sparse), or a lazy
+            conjugate or negative of what is there.
     """
     if not isinstance(tensor, Tensor):
         return tensor
     if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
         refuse("weak_ref_tensor", "tensor", f"is {tensor.layout} on {tensor.device.type}")
+    if tensor.is_conj() or tensor.is_neg():
+        refuse("weak_ref_tensor", "tensor", "is not what its memory holds", "Resolve it first")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         refuse("weak_ref_tensor", "tensor", f"is a {type(tensor).__name__}")
     return cast(T, untraced(_over_the_same, tensor.detach()))

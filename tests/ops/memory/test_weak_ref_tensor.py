@@ -57,3 +57,7 @@ def test_refuses_what_has_no_memory() -> None:
         weak_ref_tensor(torch.empty(3, device="meta"))
     with pytest.raises(BadArgument, match="`tensor`"):
         weak_ref_tensor(torch.eye(3).to_sparse())
+    conjugate = torch.tensor([1 + 2j]).conj()
+    for lazy in (conjugate, conjugate.imag):
+        with pytest.raises(BadArgument, match="`tensor` is not what its memory holds"):
+            weak_ref_tensor(lazy)
