@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -71,6 +73,7 @@ def test_as_many_as_are_wanted_and_few_more_reach_the_bound(
     assert ((reach <= enough) | ((keys > out[:, None]).sum(1) < wanted)).all()
 
 
+@cache
 def surveyed(kind: str, device: str) -> tuple[Tensor, launch.Source, launch.Survey]:
     """Rows of three chunks, the last of which is short and has hardly anything."""
     torch.manual_seed(8)
