@@ -10,6 +10,7 @@ from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.elementwise.kernels import downcast_kernel, fp8_kernel
+from cairn.ops.memory.rows import store_rows
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -134,15 +135,16 @@ def downcast_fp8(
         k, v: [T, H, d] float32, bfloat16 or float16, same dtype; tokens may be strided.
         k_out, v_out: [slots, H, d] float8_e4m3fn, or its bytes as uint8, changed.
         k_scale, v_scale: one float32; None: 1.
-        loc: [T] int32 or int64.
+        loc: [T] int32 or int64; a negative one is not written.
         mult, offset: from a location to a row.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
-    rows = loc.long() * mult + offset
+    slots = torch.where(loc < 0, -1, loc.long() * mult + offset)
     for x, out, scale in ((k, k_out, k_scale), (v, v_out, v_scale)):
         factor = 1.0 if scale is None else 1.0 / scale
-        out.view(torch.uint8)[rows] = to_fp8(x.float() * factor, E4M3).view(torch.uint8)
+        rows = to_fp8(x.float() * factor, E4M3).view(torch.uint8)
+        store_rows(out.view(torch.uint8), slots, rows)
 
 
 @downcast_fp8.check
@@ -211,7 +213,7 @@ def _(
 
 @downcast_fp8.cases
 def _(make: Make) -> Cases:
-    spot = make.tensor([4, 0, 9, 2, 7], torch.int64)
+    spot = make.tensor([4, 0, 9, -1, 7], torch.int64)
     scale, other = make.tensor([0.3]), make.tensor([7.0])
     for dtype in FLOATS:
         k, v = (make.randn(5, 2, 24, dtype=dtype, scale=100.0) for _ in range(2))

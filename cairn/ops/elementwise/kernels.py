@@ -98,13 +98,14 @@ def downcast_kernel(
     k_stride, v_stride, k_out_stride, v_out_stride, width,
     BLOCK: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Row location[token] * mult + offset of k_out = the bytes of k[token] / k_scale; so for v.
-    EARLY: as in `await_previous`."""
+    """Row location[token] * mult + offset of k_out = the bytes of k[token] / k_scale; so for v. A
+    negative location is skipped. EARLY: as in `await_previous`."""
     await_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    row = tl.load(location + token).to(tl.int64) * mult + offset
+    at = tl.load(location + token).to(tl.int64)
+    inside = (column < width) & (at >= 0)
+    row = at * mult + offset
     key = tl.load(k + token * k_stride + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(v + token * v_stride + column, mask=inside, other=0.0).to(tl.float32)
     if k_scale is not None:

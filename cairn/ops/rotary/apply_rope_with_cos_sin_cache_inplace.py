@@ -10,6 +10,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.memory.rows import store_rows
 from cairn.ops.registry import op
 from cairn.ops.rotary import launch
 from cairn.ops.rotary.rotary_embedding import rotary_embedding
@@ -29,7 +30,8 @@ class FusedSetKVBufferArg:
         k_buffer: [slots, nk * d] or [slots, nk, d], changed.
         v_buffer: [slots, nk * dv] or [slots, nk, dv], changed.
         k_scale, v_scale: what is stored is divided by them; None: 1.
-        cache_loc: [T] int32 or int64, the slot of each token, none twice.
+        cache_loc: [T] int32 or int64, the slot of each token, none twice; a negative one is not
+            written.
     """
 
     value: Tensor
@@ -64,16 +66,15 @@ def rotary_set_kv(
         k_scale, v_scale: divisors of what is stored, in float32.
     """
     rotary_embedding.reference(positions, query, key, head_size, cos_sin_cache, is_neox)
-    at = cache_loc.long()
     for x, buffer, scale in ((key, k_buffer, k_scale), (value, v_buffer, v_scale)):
         stored = x.float() / scale
         if buffer.dtype == torch.float8_e4m3fn:
             stored = stored.clamp(-E4M3_MAX, E4M3_MAX)
-        rows = stored.to(buffer.dtype).reshape(at.numel(), *buffer.shape[1:])
+        rows = stored.to(buffer.dtype).reshape(len(cache_loc), *buffer.shape[1:])
         if buffer.dtype == torch.float8_e4m3fn:
             # Not every device can index float8.
             buffer, rows = buffer.view(torch.uint8), rows.view(torch.uint8)
-        buffer[at] = rows
+        store_rows(buffer, cache_loc, rows)
 
 
 @rotary_set_kv.check
@@ -190,7 +191,7 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 @rotary_set_kv.cases
 def _(make: Make) -> Cases:
-    spot = make.tensor([8, 0, 3, 11, 5, 2, 7], torch.int64)
+    spot = make.tensor([8, 0, 3, 11, -1, 2, 7], torch.int64)
     positions = make.randint(0, 50, 7, dtype=torch.int32)
     for dtype in (torch.float32, torch.bfloat16):
         cache = make.randn(50, 16)

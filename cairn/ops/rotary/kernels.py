@@ -82,7 +82,7 @@ def rotate_kernel(
 
     With a k_buffer, k / k_scale goes there too, its REST numbers behind the rotated ones as well
     (RP: padded to a power of two), and further programs copy BLOCK of the `width` numbers of
-    value / v_scale to v_buffer. EARLY: as in `await_previous`.
+    value / v_scale to v_buffer; a negative location is skipped. EARLY: as in `await_previous`.
     """
     await_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
@@ -113,7 +113,9 @@ def rotate_kernel(
             tl.store(k + second_at, second, mask=inside)
             if k_buffer is not None:
                 kind = k_buffer.dtype.element_ty
-                k_buffer += tl.load(location + token).to(tl.int64) * buffer_stride
+                slot = tl.load(location + token).to(tl.int64)
+                inside = inside & (slot >= 0)
+                k_buffer += slot * buffer_stride
                 shift = head[:, None] * (buffer_head_stride - k_head_stride)
                 first = tl.div_rn(first.to(tl.float32), k_scale).to(kind)
                 second = tl.div_rn(second.to(tl.float32), k_scale).to(kind)
@@ -121,7 +123,7 @@ def rotate_kernel(
                 tl.store(k_buffer + second_at + shift, second, mask=inside)
                 if REST > 0:
                     column = tl.arange(0, RP)
-                    inside = (head < k_heads)[:, None] & (column < REST)[None, :]
+                    inside = (head < k_heads)[:, None] & (column < REST)[None, :] & (slot >= 0)
                     at += 2 * HALF + column[None, :]
                     rest = tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
                     rest = tl.div_rn(rest, k_scale).to(kind)
@@ -129,10 +131,11 @@ def rotate_kernel(
     if v_buffer is not None:  # noqa: SIM102
         if group >= through:
             column = (group - through) * BLOCK + tl.arange(0, BLOCK)
-            inside = column < width
+            slot = tl.load(location + token).to(tl.int64)
+            inside = (column < width) & (slot >= 0)
             read = value + token * value_stride + column
             number = tl.div_rn(tl.load(read, mask=inside, other=0.0).to(tl.float32), v_scale)
-            v_buffer += tl.load(location + token).to(tl.int64) * v_stride
+            v_buffer += slot * v_stride
             tl.store(v_buffer + column, number.to(v_buffer.dtype.element_ty), mask=inside)
 
 

@@ -107,6 +107,20 @@ def test_downcast(kind: torch.dtype, name: str) -> None:
             assert of_bytes(v_out[row]) == [byte_of(float(x), E4M3) for x in v[token].flatten()]
 
 
+@pytest.mark.parametrize("loc", [[-1, 2], [2, -5], [-1, -1]])
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_a_negative_location_is_not_written(name: str, loc: list[int]) -> None:
+    if name == "triton" and not gpu.INTERPRETED:
+        pytest.skip("needs Triton, and a machine without CUDA")
+    k = torch.ones(2, 1, 4)
+    k_memory, v_memory = (torch.zeros(20, 1, 4, dtype=torch.uint8) for _ in range(2))
+    places = torch.tensor(loc)
+    # Rows in front of what is given, and behind it.
+    downcast_op.using(name)(k, k, k_memory[8:12], v_memory[8:12], None, None, places, 1, 1)
+    for memory in (k_memory, v_memory):
+        assert memory[:, 0, 0].nonzero().flatten().tolist() == ([11] if max(loc) == 2 else [])
+
+
 def test_a_scale_may_have_no_dims() -> None:
     k = torch.randn(2, 1, 4)
     outs = [[torch.zeros(2, 1, 4, dtype=E4M3) for _ in range(2)] for _ in range(2)]

@@ -12,7 +12,9 @@ from cairn.ops import (
     rotary_cos_sin,
     rotary_embedding,
 )
+from cairn.ops.rotary.apply_rope_with_cos_sin_cache_inplace import rotary_set_kv
 from tests.ops.rotary.test_rotary_embedding import oracle
+from tests.ops.sampling.variants import runnable_on
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
@@ -69,6 +71,24 @@ def test_float8_cache_is_cut_off() -> None:
     apply_rope_with_cos_sin_cache_inplace(torch.arange(3), key.clone(), key, 8, table, True, store)
     for buffer in buffers:
         assert buffer.float()[:, 0].tolist() == [448.0, -448.0, 1.0]
+
+
+@pytest.mark.parametrize("slots", [[-1, 2], [2, -3], [-1, -2]])
+@pytest.mark.parametrize("name", runnable_on(rotary_set_kv, "cpu"))
+def test_a_negative_slot_is_not_written(name: str, slots: list[int]) -> None:
+    table, positions = torch.rand(3, 4) + 0.5, torch.tensor([1, 2])
+    query, key, value = (torch.ones(2, 6) for _ in range(3))
+    k_memory, v_memory = torch.zeros(20, 6), torch.zeros(20, 6)
+    # Rows in front of the buffers, and behind them; of a head 4 numbers turn and 2 do not.
+    rotary_set_kv.using(name)(
+        *(positions, query, key, 6, table, value, k_memory[8:12], v_memory[8:12]),
+        torch.tensor(slots),
+    )
+    written = [8 + slot for slot in slots if slot >= 0]
+    for memory in (k_memory, v_memory):
+        assert memory.all(-1).nonzero().flatten().tolist() == written
+        assert memory.any(-1).nonzero().flatten().tolist() == written
+    assert not torch.equal(key[:, :4], torch.ones(2, 4))
 
 
 def test_what_does_not_fit_is_named() -> None:
