@@ -103,8 +103,8 @@ def downcast_kernel(
     await_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
     at = tl.load(location + token).to(tl.int64)
-    inside = (column < width) & (at >= 0)
     row = at * mult + offset
     key = tl.load(k + token * k_stride + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(v + token * v_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -112,8 +112,10 @@ def downcast_kernel(
         key *= tl.div_rn(1.0, tl.load(k_scale))
     if v_scale is not None:
         value *= tl.div_rn(1.0, tl.load(v_scale))
-    tl.store(k_out + row * k_out_stride + column, fp8_code(key, True, HARDWARE), mask=inside)
-    tl.store(v_out + row * v_out_stride + column, fp8_code(value, True, HARDWARE), mask=inside)
+    # Only what is written waits for the location.
+    written = inside & (at >= 0)
+    tl.store(k_out + row * k_out_stride + column, fp8_code(key, True, HARDWARE), mask=written)
+    tl.store(v_out + row * v_out_stride + column, fp8_code(value, True, HARDWARE), mask=written)
 
 
 @triton.jit

@@ -123,20 +123,21 @@ def rotate_kernel(
                 tl.store(k_buffer + second_at + shift, second, mask=inside)
                 if REST > 0:
                     column = tl.arange(0, RP)
-                    inside = (head < k_heads)[:, None] & (column < REST)[None, :] & (slot >= 0)
+                    inside = (head < k_heads)[:, None] & (column < REST)[None, :]
                     at += 2 * HALF + column[None, :]
                     rest = tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
                     rest = tl.div_rn(rest, k_scale).to(kind)
-                    tl.store(k_buffer + at + shift, rest, mask=inside)
+                    tl.store(k_buffer + at + shift, rest, mask=inside & (slot >= 0))
     if v_buffer is not None:  # noqa: SIM102
         if group >= through:
             column = (group - through) * BLOCK + tl.arange(0, BLOCK)
-            slot = tl.load(location + token).to(tl.int64)
-            inside = (column < width) & (slot >= 0)
+            inside = column < width
             read = value + token * value_stride + column
             number = tl.div_rn(tl.load(read, mask=inside, other=0.0).to(tl.float32), v_scale)
+            slot = tl.load(location + token).to(tl.int64)
             v_buffer += slot * v_stride
-            tl.store(v_buffer + column, number.to(v_buffer.dtype.element_ty), mask=inside)
+            written = inside & (slot >= 0)
+            tl.store(v_buffer + column, number.to(v_buffer.dtype.element_ty), mask=written)
 
 
 @triton.jit
