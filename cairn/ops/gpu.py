@@ -38,6 +38,8 @@ DEVICES: tuple[str, ...] = ("cuda",) if AVAILABLE else ()
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 BLOCKS_BYTES = 164 << 10
 """Memory of a program with the most blocks on their way: two pairs of keys and of values of 128."""
+MOST_PROGRAMS = (1 << 16) - 1
+"""Of a launch along its second and along its third axis."""
 STREAM = object()
 """Stands for the stream in what `again` gives."""
 ONE_SUM = {"enable_fp_fusion": False}

@@ -156,7 +156,8 @@ def _dense(
     out: Tensor, lse: Tensor, kv_lens: Tensor, cum_seq_lens: Tensor, max_seq_len: int
 ) -> bool:
     rows = out[:1].is_contiguous() and lse.stride(1) == 1
-    return rows and kv_lens.is_contiguous() and cum_seq_lens.is_contiguous()
+    few = kv_lens.numel() <= gpu.MOST_PROGRAMS
+    return rows and few and kv_lens.is_contiguous() and cum_seq_lens.is_contiguous()
 
 
 @fixup_zero_kv_rows.implementation("triton", devices=gpu.DEVICES, when=_dense)

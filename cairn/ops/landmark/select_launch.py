@@ -18,8 +18,8 @@ LEAST_PROGRAMS = 8
 """As many programs score a token for one KV head, however many tokens there are."""
 WORKSPACE_BYTES = 512 << 20
 """Scores are held for so many tokens at a time."""
-MOST_TOKENS = (1 << 16) - 16
-"""As many at most: a launch has so few programs along all axes but the first."""
+MOST_TOKENS = gpu.MOST_PROGRAMS // 16 * 16
+"""As many at most."""
 MANY_PAGES = 4096
 """Beyond them many tokens' scores are computed in wider tiles, those of wide heads always."""
 TILE_NUMBERS = 8192

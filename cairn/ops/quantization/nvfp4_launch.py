@@ -14,13 +14,12 @@ MOST_BLOCKS = 256
 """Blocks of a program."""
 BLOCKS_A_WARP, EXPERTS_A_WARP = 32, 128
 """Blocks of a warp, and of one that looks for the row's expert before."""
-MOST_PROGRAMS = 65535
-"""Programs of a grid along its second and its third axis."""
 
 
 def in_rows(x: Tensor, groups: int, *others: Tensor) -> bool:
     """Whether the kernels take x [.., K], so many groups of rows, and what belongs to it."""
-    few = groups <= MOST_PROGRAMS and x.shape[-1] <= MOST_PROGRAMS * MOST_BLOCKS * BLOCK
+    few = groups <= gpu.MOST_PROGRAMS
+    few = few and x.shape[-1] <= gpu.MOST_PROGRAMS * MOST_BLOCKS * BLOCK
     return few and x.stride(-1) == 1 and all(one.is_contiguous() for one in others)
 
 

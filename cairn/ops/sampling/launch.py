@@ -29,7 +29,7 @@ WIDTH = 16
 bits count."""
 DRAW_WARPS = 8
 """Of a program that draws from a row without filters."""
-MOST_ROWS = (1 << 16) - 1
+MOST_ROWS = gpu.MOST_PROGRAMS
 """Rows of one launch."""
 WORKSPACE_BYTES = 256 << 20
 """Lists are held for so many rows at a time."""

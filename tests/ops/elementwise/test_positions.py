@@ -11,6 +11,7 @@ from cairn.ops import (
     clamp_position,
     copy_to_gpu_no_ce,
     fixup_zero_kv_rows,
+    gpu,
     resolve_future_token_ids,
 )
 
@@ -53,6 +54,19 @@ def test_rows_without_keys(dtype: torch.dtype) -> None:
         else:
             assert torch.equal(out[token], kept[0][token])
             assert torch.equal(lse[token], kept[1][token])
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_more_requests_than_a_launch_has(more: int, device: str) -> None:
+    requests = gpu.MOST_PROGRAMS + more
+    lens = torch.zeros(requests, dtype=torch.int32, device=device)
+    given = (torch.ones(2, 1, 1, device=device), torch.ones(2, 1, device=device), lens)
+    first = torch.full((requests + 1,), 2, dtype=torch.int32, device=device)
+    first[:-1] = 1
+    args = (*given, first, 1)
+    assert fixup_zero_kv_rows.implementations["triton"].accepts(args, {}) == (more == 0)
+    fixup_zero_kv_rows(*args)
+    assert given[0].flatten().tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("count", [0, 64, 72, 1000])
