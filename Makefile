@@ -21,9 +21,10 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP) ## read a long document on this machine and answer questions about it
 	$(BIN)/cairn demo
 
-# One thread a worker: two workers that both use every core wait for each other.
+# One thread a worker: two workers that both use every core wait for each other. Each takes a half of
+# the files, with the servers and engines that they share, and then what the other has left.
 test: $(STAMP) ## the CPU suite: at most ten minutes, no GPU, nothing marked slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --timeout=300 --session-timeout=$(TEST_SECONDS) -m 'not slow and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist=worksteal --timeout=300 --session-timeout=$(TEST_SECONDS) -m 'not slow and not gpu'
 
 # These use the python3 at hand, not the virtual environment: a GPU machine brings its own torch and
 # triton. They need pytest, hypothesis, click, rich, safetensors, transformers, msgspec and llguidance
