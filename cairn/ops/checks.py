@@ -196,7 +196,7 @@ def _is_dense(tensor: Tensor, dims: int) -> bool:
 
 
 def _any_of(dtypes: Sequence[torch.dtype]) -> str:
-    return " or ".join(map(_short, dtypes))
+    return " or ".join(dict.fromkeys(map(_short, dtypes)))
 
 
 def _short(dtype: torch.dtype) -> str:

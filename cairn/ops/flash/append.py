@@ -47,7 +47,7 @@ class Append:
             shape = (*self.k.shape[:-1], call.v.shape[-1])
             expect(name, "v", self.v, shape, same, call.q, dense=1)
         if self.cos is not None and self.sin is not None:
-            kinds = tuple({call.q.dtype: 0, torch.float32: 0})
+            kinds = (call.q.dtype, torch.float32)
             expect(name, "rotary_cos", self.cos, (None, None), kinds, call.q, dense=1)
             expect(name, "rotary_sin", self.sin, self.cos.shape, (self.cos.dtype,), call.q)
             if 2 * self.cos.shape[1] > call.q.shape[-1]:
