@@ -176,7 +176,7 @@ SHAPES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = 
     (ops.rmsnorm, (f(3, 4), f(4)), {"out": f(3, 5)}, "`out` has shape [3, 5], not [3, 4]"),
     (ops.rmsnorm, (f(3, 0), f(0)), {}, "`input` has shape [3, 0]"),
     (ops.rmsnorm, (f(3, 4), f(8)[::2]), {}, "`weight` has strides [2]"),
-    (ops.gemma_rmsnorm, (f(3, 4), f(4).half()), {}, "`weight` is float16, not float32$"),
+    (ops.gemma_rmsnorm, (f(3, 4), f(4).half()), {}, "`weight` is float16, not float32"),
     (ops.rmsnorm_hf, (f(), f(4)), {}, "rmsnorm_hf: argument `input` has shape []"),
     (ops.fused_add_rmsnorm, (f(3, 4), f(2, 4), f(4)), {}, "`residual` has shape [2, 4]"),
     (ops.gemma_fused_add_rmsnorm, (f(3, 4), f(3, 4).half(), f(4)), {}, "`residual` is float16"),
@@ -375,3 +375,8 @@ def test_a_number_in_place_of_a_tensor_is_named() -> None:
 def test_a_missing_argument_is_told_by_the_op() -> None:
     with pytest.raises(TypeError, match=r"cutlass_mla_decode\(\) missing 1 .* 'sm_scale'"):
         ops.cutlass_mla_decode(*[torch.randn(1)] * 6)
+
+
+def test_a_dtype_is_named_once() -> None:
+    with pytest.raises(BadArgument, match="`weight` is int64, not float32$"):
+        ops.rmsnorm(torch.ones(2, 4), torch.ones(4).long())
