@@ -170,7 +170,8 @@ def _plain(*args: Any, **kwargs: Any) -> bool:
 
 
 def _whole(*args: Any, **kwargs: Any) -> bool:
-    return library.whole(launch.Task(*args, **kwargs))
+    task = launch.Task(*args, **kwargs)
+    return library.whole(task) and not (library.outrun(task) and group_launch.fits(task))
 
 
 def _grouped(*args: Any, **kwargs: Any) -> bool:
@@ -308,6 +309,9 @@ def _(make: Make) -> Cases:
     if make.device != "cpu":
         long = {"queries": (1100,), "keys": (1100,), "heads": (4, 2), "widths": (64, 64)}
         yield drawn(make, torch.bfloat16, **long, page=-1, right=0)
+        every = list(drawn(make, torch.bfloat16, **long, even=True, right=0).args)
+        every[10] = every[11] = None
+        yield make.args(*every)
         full = {"queries": (2500, 700), "keys": (3600, 700), "heads": (16, 4), "widths": (128, 128)}
         yield drawn(make, torch.bfloat16, **full, page=64, right=0)
         for fp8 in (few, some, large):

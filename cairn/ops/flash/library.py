@@ -110,6 +110,12 @@ def whole(task: Task) -> bool:
     )
 
 
+def outrun(task: Task) -> bool:
+    """Whether tensor cores that work in groups (`group_launch`) were measured to be faster than
+    cuDNN: where a key is seen by later queries alone, and these are neither few nor very many."""
+    return task.right == 0 and 2 * _LEAST <= task.max_seqlen_q <= 8 * _LEAST
+
+
 def attend_whole(task: Task) -> None:
     """Write o and lse of a task that is `whole`, by cuDNN."""
     q, k, v = (x.transpose(1, 2) for x in (task.q, task.k, task.v))
