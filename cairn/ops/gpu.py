@@ -36,8 +36,12 @@ with contextlib.suppress(ImportError):
 AVAILABLE = tl is not None
 DEVICES: tuple[str, ...] = ("cuda",) if AVAILABLE else ()
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
+WRITES_PTX = AVAILABLE and not INTERPRETED and torch.version.hip is None
+"""Whether kernels can hold instructions of NVIDIA's assembler."""
 BLOCKS_BYTES = 164 << 10
 """Memory of a program with the most blocks on their way: two pairs of keys and of values of 128."""
+H100_RATE = 3.35e12
+"""Bytes a second that its memory delivers."""
 MOST_PROGRAMS = (1 << 16) - 1
 """Of a launch along its second and along its third axis."""
 STREAM = object()
@@ -91,6 +95,11 @@ class _Triton:
 
 
 triton: Any = _Triton()
+
+
+def constant(value: Any) -> Any:
+    """A module's constant, for its kernels."""
+    return tl.constexpr(value) if AVAILABLE else value
 
 
 class _Gluon:
@@ -229,9 +238,23 @@ def processors(device: torch.device) -> int:
     return _processors(device.index) if device.type == "cuda" else 1
 
 
+def memory_rate(device: torch.device) -> float:
+    """Bytes a second that a device's memory delivers, by its clock and width; an H100's where that
+    is not known."""
+    return _memory_rate(device.index) if device.type == "cuda" else H100_RATE
+
+
 def program_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program can have; interpreted ones know no bound."""
     return _shared_memory(device.index) if device.type == "cuda" else 1 << 62
+
+
+@functools.cache
+def _memory_rate(index: int) -> float:
+    properties = torch.cuda.get_device_properties(index)
+    kilohertz = getattr(properties, "memory_clock_rate", 0)
+    # Twice in a cycle.
+    return 2e3 * kilohertz * getattr(properties, "memory_bus_width", 0) / 8 or H100_RATE
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,11 +19,15 @@ SPLIT_TOKENS = 256
 """At most this many tokens run one program each (and KV head, and split of the keys)."""
 PROGRAMS = 528
 """Programs that fill a large device four times; fewer of them are split over their keys."""
-WAVE, WIDE_WAVE = 264, 132
-"""Programs over all keys that read a large device's memory fastest, and those of heads wider than
-64: two on each multiprocessor, and one."""
+MULTIPROCESSORS = 132
+"""Of a large device."""
+LATENCY = 2.4e-6
+"""Seconds: memory is read fastest with what it delivers in them on its way. Measured: two programs
+on each multiprocessor of an H100 for heads of 64, one for heads of 128; three and two of an H200.
+"""
 LIGHT_WAVE, WIDE_LIGHT_WAVE = 528, 396
-"""The same where each has less on its way: all that run at once."""
+"""Programs over all keys where each has little on its way: all that run at once; of narrow heads,
+and of those wider than 64."""
 MOST_WAVES = 4
 FULL = 0.75
 """Share of their waves that programs fill at least, if they can: one wave as full as this takes no
@@ -98,11 +103,10 @@ class Task:
     @property
     def wave(self) -> int:
         """Programs of `split_kernel` over all keys that a large device is given at once."""
-        narrow = self.width <= 64
         # Stages of a quantized cache hold fewer bytes.
         if self.stages < STAGES or self.k_cache.dtype != self.q.dtype:
-            return LIGHT_WAVE if narrow else WIDE_LIGHT_WAVE
-        return WAVE if narrow else WIDE_WAVE
+            return LIGHT_WAVE if self.width <= 64 else WIDE_LIGHT_WAVE
+        return reading_wave(self.q.device, self.width)
 
     @property
     def longest(self) -> int:
@@ -220,6 +224,13 @@ def _splits(task: Task) -> int:
     blocks = -(-task.longest // task.keys) + 1
     lines = task.q.shape[0] * task.k_cache.shape[1]
     return whole_waves(lines, task.wave, min(blocks, MOST_SPLITS))
+
+
+def reading_wave(device: torch.device, width: int) -> int:
+    """Programs that read a large device's memory fastest, with heads of so many 16-bit numbers,
+    each with two pairs of blocks of 64 keys and values on their way."""
+    on_way = MULTIPROCESSORS * 2 * 2 * 64 * max(64, width) * 2
+    return MULTIPROCESSORS * math.ceil(LATENCY * gpu.memory_rate(device) / on_way)
 
 
 def whole_waves(lines: int, wave: int, most: int) -> int:

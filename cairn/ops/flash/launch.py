@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.launch import NARROW_PAIRS, whole_waves
+from cairn.ops.attention.launch import NARROW_PAIRS, reading_wave, whole_waves
 from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
 from cairn.ops.early import early_option
 from cairn.ops.flash.kernels import flash_kernel, join_splits_kernel
@@ -16,11 +16,8 @@ from cairn.ops.flash.strides import strides
 
 PROGRAMS = 264
 """Programs that fill a large device twice; fewer are split over their keys."""
-DECODE_PROGRAMS, WIDE_DECODE_PROGRAMS = 264, 132
-"""The same for programs of few lines, which wait for memory: two on each multiprocessor, one of
-wide heads."""
 LIGHT_PROGRAMS = 792
-"""Those of wide heads where each has less on its way."""
+"""The same for programs of few lines of wide heads where each has little on its way."""
 NARROW = 64
 """Widest heads of which two programs of few lines share a multiprocessor, and three of 64 lines."""
 MOST_SPLITS = 128
@@ -238,10 +235,9 @@ def _splits(task: Task, tiles: Tiles, programs: int) -> int:
     most = max(1, min(-(-task.longest // tiles.keys) // 2, MOST_SPLITS))
     if not tiles.few:
         return min(-(-PROGRAMS // programs), most)
-    wave = DECODE_PROGRAMS
-    if tiles.key_width * tiles.joint > NARROW:
-        light = tiles.keys < 64 or task.q.dtype.itemsize == 1
-        wave = LIGHT_PROGRAMS if light else WIDE_DECODE_PROGRAMS
+    width = tiles.key_width * tiles.joint
+    light = width > NARROW and (tiles.keys < 64 or task.q.dtype.itemsize == 1)
+    wave = LIGHT_PROGRAMS if light else reading_wave(task.q.device, width)
     return whole_waves(programs, wave, most)
 
 
