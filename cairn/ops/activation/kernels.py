@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from cairn.ops import gpu
 from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid import row_and_part
 from cairn.ops.linear.kernels import silu
+
+PTX = gpu.constant(gpu.WRITES_PTX)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x to 1e-7 of it, of a number from 1 on; a very small result is 0."""
+    if PTX:
+        asm: tl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+        return tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return 1.0 / x
+
+
+@triton.jit
+def power_of_2(x):
+    """2 ** x to 2e-7 of it; 0 where that is no normal number."""
+    if PTX:
+        asm: tl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
+        return tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.exp2(x)
 
 
 @triton.jit
@@ -14,7 +36,7 @@ def gelu(x):
     erfc(z) = exp(-z^2) t q(t), t = 1 / (1 + 0.35 z), z >= 0: q is a polynomial fitted to within
     6.4e-8 of itself for all z; exp alone makes the error grow with z.
     """
-    t = 1.0 / (1.0 + tl.abs(x) * 0.24748737341529164)
+    t = reciprocal(1.0 + tl.abs(x) * 0.24748737341529164)
     q = 0.0402960676 * t - 0.171731686
     q = q * t + 0.217444273
     q = q * t - 0.0833302559
@@ -24,7 +46,7 @@ def gelu(x):
     q = q * t + 0.185263389
     q = q * t + 0.197469176
     q = q * t + 0.197466341
-    tail = tl.exp(-0.5 * x * x) * t * q
+    tail = power_of_2(x * x * -0.7213475204444817) * (t * q)
     return 0.5 * x * tl.where(x < 0, tail, 2.0 - tail)
 
 
@@ -36,25 +58,27 @@ def activated(x, KIND: tl.constexpr):
     if KIND == "gelu":
         return gelu(x)
     if KIND == "gelu_tanh":
-        # (1 + tanh(z)) / 2 is the logistic function of 2z.
-        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    return x / (1.0 + tl.exp(-1.702 * x))
+        # (1 + tanh(z)) / 2 is the logistic function of 2z, 2 ** (z / ln 2) a power of e.
+        z = x * (-2.302208198144325 - 0.1029432397 * x * x)
+    else:
+        z = -2.455466960 * x
+    return x * reciprocal(1.0 + power_of_2(z))
 
 
 @triton.jit
 def activation_kernel(
-    x, out, expert_ids, x_stride, out_stride, width, step, blocks,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+    x, out, expert_ids, x_stride, out_stride, width, step,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = act(x[row, :width]), GATED: * x[row, width:]. A row has `blocks` programs.
+    """out[row] = act(x[row, :width]), GATED: * x[row, width:]. A row has BLOCKS programs.
 
     expert_ids: None, or row r is written where expert_ids[r // step] is not -1.
     EARLY: as in `await_previous`.
     """
     await_previous(EARLY)
-    program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)
-    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    row, block = row_and_part(BLOCKS)
+    column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     if expert_ids is not None:
         inside = inside & (tl.load(expert_ids + row // step) != -1)

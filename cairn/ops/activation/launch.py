@@ -13,9 +13,9 @@ from cairn.ops.activation.kernels import activation_kernel
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 from cairn.ops.early import early_for, early_option
 
-BLOCK, WARPS = 512, 4
+BLOCK, WARPS = 1024, 4
 """Numbers and warps of a program of a gated activation."""
-PLAIN_BLOCK, PLAIN_WARPS = 4096, 16
+PLAIN_BLOCK, PLAIN_WARPS = 2048, 4
 """The same of one without a gate."""
 EARLY_BLOCK, EARLY_WARPS = 256, 4
 """The same of any that is launched before the kernel in front is done."""
@@ -96,7 +96,6 @@ def launch(
     block = min(most, gpu.next_power_of_2(max(1, width)))
     blocks = -(-width // block)
     if x.numel():
-        # Side by side in the grid, a row's blocks are in memory too.
         activation_kernel[(rows * blocks,)](
             *(x, result, expert_ids, x.stride(0), width, width, expert_step, blocks),
             *(block, kind, gates == 2, early),

@@ -14,7 +14,7 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 FEW_TOKENS = 64
-BLOCK, WARPS = 1024, 4
+BLOCK, WARPS = 2048, 4
 """Numbers and warps of a program."""
 FEW_BLOCK, FEW_WARPS = 2048, 8
 """The same of few tokens."""
@@ -58,11 +58,10 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     parts = -(-numbers // block)
     early = early_for(out.device, tokens, parts * warps)
     if out.numel():
-        # Side by side in the grid, a token's parts are in memory too.
         concat_kernel[(tokens * parts,)](
-            *(first, second, out, numbers, parts, *first.stride()[:2]),
+            *(first, second, out, numbers, *first.stride()[:2]),
             *(second.stride(0), 0 if shared else second.stride(1), *out.stride()[:2]),
-            *(first.shape[2], second.shape[2], block, early),
+            *(first.shape[2], second.shape[2], parts, block, early),
             num_warps=warps,
             **early_option(early),
         )

@@ -202,10 +202,10 @@ def _(
     blocks, warps = -(-width // block), gpu.warps_for(block)
     early = early_for(k.device, tokens, blocks * warps)
     if tokens and width:
-        downcast_kernel[(tokens, blocks)](
+        downcast_kernel[(tokens * blocks,)](
             *(k, v, k_bytes, v_bytes, k_scale, v_scale, loc, mult, offset),
             *(k.stride(0), v.stride(0), k_out.stride(0), v_out.stride(0), width),
-            *(block, gpu.knows_e4m3(k.device), early),
+            *(blocks, block, gpu.knows_e4m3(k.device), early),
             num_warps=warps,
             **early_option(early),
         )

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid import row_and_part
 
 
 @triton.jit
 def concat_kernel(
-    first, second, out, numbers, parts,
+    first, second, out, numbers,
     first_stride, first_head_stride, second_stride, second_head_stride, out_stride, out_head_stride,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[token, head] = [first [FIRST] | second [SECOND]]: BLOCK of a token's numbers, which are
-    written in one piece. A token has `parts` programs. EARLY: as in `await_previous`."""
+    written in one piece. A token has PARTS programs. EARLY: as in `await_previous`."""
     await_previous(EARLY)
-    program = tl.program_id(0)
-    token = (program // parts).to(tl.int64)
-    number = program % parts * BLOCK + tl.arange(0, BLOCK)
+    token, part = row_and_part(PARTS)
+    number = part * BLOCK + tl.arange(0, BLOCK)
     head = number // (FIRST + SECOND)
     column = number % (FIRST + SECOND)
     inside = number < numbers
@@ -83,9 +84,8 @@ def fp8_kernel(
     """out[row] = the bytes of x[row] * scale_inv; a row has `blocks` programs. EARLY: as in
     `await_previous`."""
     await_previous(EARLY)
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    row, part = row_and_part(blocks)
+    column = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     number = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     code = fp8_code(number * scale_inv, E4M3, HARDWARE)
@@ -96,13 +96,13 @@ def fp8_kernel(
 def downcast_kernel(
     k, v, k_out, v_out, k_scale, v_scale, location, mult, offset,
     k_stride, v_stride, k_out_stride, v_out_stride, width,
-    BLOCK: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Row location[token] * mult + offset of k_out = the bytes of k[token] / k_scale; so for v. A
-    negative location is skipped. EARLY: as in `await_previous`."""
+    negative location is skipped. A token has BLOCKS programs. EARLY: as in `await_previous`."""
     await_previous(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token, part = row_and_part(BLOCKS)
+    column = part * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     at = tl.load(location + token).to(tl.int64)
     row = at * mult + offset

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid import row_and_part
 from cairn.ops.sampling.kernels.blocks import aligned_block
 
 
 @triton.jit
-def mask_block(logits, words, token, width, WHOLE: tl.constexpr):
-    """-inf to the forbidden ones of tokens [N] at addresses; WHOLE: all lie inside."""
-    inside = None if WHOLE else (token >= 0) & (token < width)
+def mask_inside(logits, words, token, width):
+    """-inf to the forbidden ones of tokens [N] at addresses, as far as they lie inside the row."""
+    inside = (token >= 0) & (token < width)
     word = tl.load(words + (token >> 5), mask=inside)
     value = tl.load(logits, mask=inside)
     allowed = ((word >> (token & 31)) & 1) != 0
     tl.store(logits, tl.where(allowed, value, float("-inf")), mask=inside)
+
+
+@triton.jit
+def mask_whole(logits, words, begin, BLOCK: tl.constexpr):
+    """The same of tokens begin .. begin + BLOCK - 1, which all lie inside: a thread has four in a
+    row, whose bits may lie in two words."""
+    i = tl.arange(0, 4)[None, :]
+    first = tl.arange(0, BLOCK // 4) * 4
+    token = begin + first
+    low = tl.load(words + (token >> 5)).to(tl.uint32, bitcast=True)
+    high = tl.load(words + ((token + 3) >> 5)).to(tl.uint32, bitcast=True)
+    both = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+    bits = (both >> (token & 31).to(tl.uint64)).to(tl.uint32)[:, None]
+    at = logits + first[:, None] + i
+    value = tl.load(at)
+    tl.store(at, tl.where((bits & (1 << i)) != 0, value, float("-inf")))
 
 
 @triton.jit
@@ -28,14 +45,13 @@ def bitmask_kernel(
     All of a block is written: parts of a memory sector cost more. EARLY: as in `await_previous`.
     """
     await_previous(EARLY)
-    program = tl.program_id(0)
-    row = (program // BLOCKS).to(tl.int64)
+    row, block = row_and_part(BLOCKS)
     if indices is not None:
         row = tl.load(indices + row).to(tl.int64)
     words = bitmask + row * mask_stride
-    at, token, whole = aligned_block(row * stride, program % BLOCKS, width, BLOCK, ALIGN)
-    logits += at + tl.arange(0, BLOCK)
+    at, token, whole = aligned_block(row * stride, block, width, BLOCK, ALIGN)
+    logits += at
     if whole:
-        mask_block(logits, words, token, width, True)
+        mask_whole(logits, words, block * BLOCK - (row * stride % ALIGN).to(tl.int32), BLOCK)
     else:
-        mask_block(logits, words, token, width, False)
+        mask_inside(logits + tl.arange(0, BLOCK), words, token, width)

@@ -55,7 +55,7 @@ def _(k_cache: Tensor, pages: Tensor) -> Tensor:
         dim, dtype = dim - 1, torch.float32
     key = torch.empty((pages.numel(), heads, dim), dtype=dtype, device=k_cache.device)
     if pages.numel():
-        mean_summary_kernel[(pages.numel(), heads)](
+        mean_summary_kernel[(pages.numel() * heads,)](
             *(k_cache, pages, key, *k_cache.stride()[:2], heads, dim, size),
             *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size)),
             num_warps=WARPS,

@@ -16,7 +16,7 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 NAME = "fused_inplace_qknorm"
-WARPS = 4
+NUMBERS, WARPS = 2048, 4
 """Of a program."""
 
 
@@ -102,15 +102,14 @@ def _(
     q, k = _heads(q, dim), _heads(k, dim)
     tokens, q_heads, k_heads = q.shape[0], q.shape[1], k.shape[1]
     block = gpu.next_power_of_2(dim)
-    # At most 16 numbers a thread.
-    most = max(1, 2048 // block)
+    most = max(1, NUMBERS // block)
     at_once = min(most, gpu.next_power_of_2(max(q_heads, k_heads)))
     programs = -(-q_heads // at_once) + -(-k_heads // at_once)
     early = early_for(q.device, tokens, programs * WARPS)
     if tokens and programs:
-        qknorm_kernel[(tokens, programs)](
+        qknorm_kernel[(tokens * programs,)](
             *(q, k, q_weight, k_weight, *q.stride()[:2], *k.stride()[:2]),
-            *(q_heads, k_heads, dim, eps, at_once, block, early),
+            *(q_heads, k_heads, dim, eps, programs, at_once, block, early),
             num_warps=WARPS,
             **early_option(early),
         )

@@ -77,7 +77,7 @@ def _(
     warps = gpu.warps_for(max(blocks))
     early = early_for(q.device, tokens, 2 * warps)
     if tokens:
-        qknorm_rows_kernel[(tokens, 2)](
+        qknorm_rows_kernel[(2 * tokens,)](
             *(q, k, q_weight, k_weight, q.stride(0), k.stride(0), q_width, k_width, eps, *blocks),
             early,
             num_warps=warps,

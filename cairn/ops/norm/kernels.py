@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid import row_and_part
 
 
 @triton.jit
@@ -103,14 +104,14 @@ def norm_heads(x, weight, head, heads, head_stride, width, eps, DIM: tl.constexp
 @triton.jit
 def qknorm_kernel(
     q, k, q_weight, k_weight, q_stride, q_head_stride, k_stride, k_head_stride,
-    q_heads, k_heads, width, eps, HEADS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr,
+    q_heads, k_heads, width, eps, PROGRAMS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, in place: first those of q, then those of k. EARLY: as in
-    `await_previous`."""
+    """HEADS heads of one token, in place: first those of q, then those of k. A token has
+    PROGRAMS of them. EARLY: as in `await_previous`."""
     await_previous(EARLY)
-    token = tl.program_id(0).to(tl.int64)
+    token, group = row_and_part(PROGRAMS)
     before = (q_heads + HEADS - 1) // HEADS
-    group = tl.program_id(1)
     if group < before:
         head = group * HEADS + tl.arange(0, HEADS)
         norm_heads(q + token * q_stride, q_weight, head, q_heads, q_head_stride, width, eps, DIM)
@@ -126,8 +127,8 @@ def qknorm_rows_kernel(
 ):  # fmt: skip
     """One row of q or of k, in place. EARLY: as in `await_previous`."""
     await_previous(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 0:
+    row, part = row_and_part(2)
+    if part == 0:
         q += row * q_stride
         norm_row(q, q_weight, q, q_width, eps, Q_BLOCK, False, False)
     else:

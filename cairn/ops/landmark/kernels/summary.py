@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cairn.ops.attention.kernels import load_values
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid import row_and_part
 
 
 @triton.jit
@@ -60,12 +61,12 @@ def prior_summary_kernel(
 ):  # fmt: skip
     """key [N, HEADS, DIM] and bias [N, HEADS] of one page, for the heads of one KV head; BY_PAGE:
     into pools, at the page's number, nowhere for a negative one."""
-    n = tl.program_id(0).to(tl.int64)
+    n, kv = row_and_part(KV_HEADS)
     page = tl.load(pages + n).to(tl.int64)
     if BY_PAGE and page < 0:
         return
     store_summary(
-        query + n * HEADS * DIM, k_cache, page, page if BY_PAGE else n, tl.program_id(1), key, bias,
+        query + n * HEADS * DIM, k_cache, page, page if BY_PAGE else n, kv, key, bias,
         scale, page_stride, head_stride, HEADS * DIM, DIM,
         HEADS, KV_HEADS, DIM, SIZE, DP, KEYS, WITH_KEY, WITH_BIAS,
     )  # fmt: skip
@@ -78,8 +79,7 @@ def mean_summary_kernel(
     DP: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """key [N, KV_HEADS, DIM]: mean of one page's keys, all SIZE slots."""
-    n = tl.program_id(0).to(tl.int64)
-    kv = tl.program_id(1)
+    n, kv = row_and_part(KV_HEADS)
     t = tl.arange(0, KEYS)
     d = tl.arange(0, DP)
     page = tl.load(pages + n).to(tl.int64)
