@@ -41,29 +41,31 @@ def worth(byte, scale, DTYPE: tl.constexpr):
 @triton.jit
 def write_kv_kernel(
     k, v, k_cache, v_cache, location,
-    k_stride, v_stride, page_stride, head_stride, size,
-    HEADS: tl.constexpr, DIM: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
+    k_stride, v_stride, page_stride, head_stride,
+    SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Store one token's key and value heads in its slot; a negative location is not written."""
     token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HP)
+    d = tl.arange(0, DP)
+    inside = (head < HEADS)[:, None] & (d < DIM)[None, :]
+    read = head[:, None] * DIM + d[None, :]
+    # Only what is written waits for the place.
+    key = tl.load(k + token * k_stride + read, mask=inside, other=0.0)
+    value = tl.load(v + token * v_stride + read, mask=inside, other=0.0)
     at = tl.load(location + token)
-    if at >= 0:
-        head = tl.arange(0, HP)
-        d = tl.arange(0, DP)
-        inside = (head < HEADS)[:, None] & (d < DIM)[None, :]
-        read = head[:, None] * DIM + d[None, :]
-        block = (at // size) * page_stride + head.to(tl.int64) * head_stride
-        write = block[:, None] + (at % size) * DIM + d[None, :]
-        key = tl.load(k + token * k_stride + read, mask=inside, other=0.0)
-        value = tl.load(v + token * v_stride + read, mask=inside, other=0.0)
-        if k_cache.dtype.element_ty == tl.uint8:
-            behind = block + size * DIM + at % size
-            key, key_exponent = quantized(key)
-            value, value_exponent = quantized(value)
-            tl.store(k_cache + behind, key_exponent, mask=head < HEADS)
-            tl.store(v_cache + behind, value_exponent, mask=head < HEADS)
-        tl.store(k_cache + write, key, mask=inside)
-        tl.store(v_cache + write, value, mask=inside)
+    inside = inside & (at >= 0)
+    block = (at // SIZE) * page_stride + head.to(tl.int64) * head_stride
+    write = block[:, None] + (at % SIZE) * DIM + d[None, :]
+    if k_cache.dtype.element_ty == tl.uint8:
+        behind = block + SIZE * DIM + at % SIZE
+        key, key_exponent = quantized(key)
+        value, value_exponent = quantized(value)
+        written = (head < HEADS) & (at >= 0)
+        tl.store(k_cache + behind, key_exponent, mask=written)
+        tl.store(v_cache + behind, value_exponent, mask=written)
+    tl.store(k_cache + write, key, mask=inside)
+    tl.store(v_cache + write, value, mask=inside)
 
 
 @triton.jit

@@ -87,7 +87,7 @@ def _(
     padded = (gpu.next_power_of_2(number) for number in (seqlens.numel(), heads, dim, wide))
     warps = min(MOST_WARPS, gpu.warps_for(heads * max(dim, wide)))
     early = early_for(k.device, lines, 2 * warps)
-    append_kernel[(lines, 2)](
+    append_kernel[(2 * lines,)](
         *(k, v, k_cache, v_cache, seqlens, cu_seqlens, page_table, batch_idx),
         *(k.shape[-3], seqlens.numel(), *strides(k), *strides(v)),
         *(*strides(k_cache), *strides(v_cache)),

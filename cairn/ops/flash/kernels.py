@@ -12,6 +12,7 @@ from __future__ import annotations
 from cairn.ops.attention.kernels import attend_pairs, load_columns, load_rows, store_rows
 from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid import row_and_part
 
 
 @triton.jit
@@ -381,6 +382,20 @@ def join_splits_kernel(
     tl.store(lse + own * lse_batch + head * lse_head + line, logged, mask=tl.program_id(2) == 0)
 
 
+@triton.jit
+def end_of(seqlens, page_table, batch_idx, row, place, table_stride, SIZE: tl.constexpr):
+    """Page, or line of the cache, and slot of a sequence's place-th new token (int64)."""
+    slot = tl.load(seqlens + row) + place
+    if page_table is not None:
+        page = tl.load(page_table + row.to(tl.int64) * table_stride + slot // SIZE)
+        slot = slot % SIZE
+    elif batch_idx is not None:
+        page = tl.load(batch_idx + row)
+    else:
+        page = row
+    return page.to(tl.int64), slot.to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["count", "batch"])
 def append_kernel(
     k, v, k_cache, v_cache, seqlens, cu_seqlens, page_table, batch_idx, count, batch,
@@ -390,7 +405,7 @@ def append_kernel(
     ROWS: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
     ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A new key, or (program_id(1) = 1) value, to its place.
+    """A new key or value to its place.
 
     Args:
         count: new tokens of every sequence, of which `batch` is the number; ROWS: that, padded,
@@ -400,7 +415,8 @@ def append_kernel(
         EARLY: as in `await_previous`.
     """
     await_previous(EARLY)
-    line = tl.program_id(0)
+    line, values = row_and_part(2)
+    line = line.to(tl.int32)
     if cu_seqlens is not None:
         n = tl.arange(0, ROWS)
         ends = tl.load(cu_seqlens + 1 + n, mask=n < batch, other=2147483647)
@@ -421,21 +437,17 @@ def append_kernel(
         own = row.to(tl.int64)
         place = line % count
         token = place.to(tl.int64)
-    slot = tl.load(seqlens + row) + place
-    if page_table is not None:
-        page = tl.load(page_table + row.to(tl.int64) * table_stride + slot // SIZE).to(tl.int64)
-        slot = slot % SIZE
-    elif batch_idx is not None:
-        page = tl.load(batch_idx + row).to(tl.int64)
-    else:
-        page = row.to(tl.int64)
-    slot = slot.to(tl.int64)
     h = tl.arange(0, HP).to(tl.int64)
-    if tl.program_id(1) == 0:
+    if values == 0:
         key = load_rows(k + own * k_row + token * k_token + h * k_head, h < HEADS, DIM, DP)
+        # What is copied is asked for before its place: that takes two looks, one after the other.
+        tl.debug_barrier()
+        page, slot = end_of(seqlens, page_table, batch_idx, row, place, table_stride, SIZE)
         to = k_cache + page * to_page + slot * to_slot + h * to_head
         store_rows(to, key, h < HEADS, DIM, DP)
     else:
         value = load_rows(v + own * v_row + token * v_token + h * v_head, h < HEADS, WIDE, VP)
+        tl.debug_barrier()
+        page, slot = end_of(seqlens, page_table, batch_idx, row, place, table_stride, SIZE)
         into = v_cache + page * into_page + slot * into_slot + h * into_head
         store_rows(into, value, h < HEADS, WIDE, VP)

@@ -77,9 +77,10 @@ def _(
     if not tokens or not max(widths):
         return
     block = min(BLOCK, gpu.next_power_of_2(max(widths)))
-    store_rows_kernel[(tokens, -(-max(widths) // block))](
+    blocks = -(-max(widths) // block)
+    store_rows_kernel[(tokens * blocks,)](
         *(_copied(k_cache), _copied(v_cache), loc, _copied(k), _copied(v)),
-        *(k_cache.stride(0), v_cache.stride(0), k.stride(0), v.stride(0), *widths, block),
+        *(k_cache.stride(0), v_cache.stride(0), k.stride(0), v.stride(0), *widths, blocks, block),
         num_warps=gpu.warps_for(block),
     )
 

@@ -207,7 +207,7 @@ def _(make: Make) -> Cases:
         q, k = make.randn(2, 1, 7, dtype=dtype), make.randn(2, 3, 9, dtype=dtype)[..., :7]
         buffers = [make.randn(4, 3, 7, dtype=dtype), make.randn(4, 3, 5, dtype=dtype)]
         value = make.randn(2, 3, 5, dtype=dtype)
-        yield make.args(positions[:2], q, k, 7, cache[:, :4], value, *buffers, spot[1:3])
+        yield make.args(positions[:2], q, k, 7, cache[:, :4], value, *buffers, spot[1:3], 0.3)
     eight = [make.randn(12, 32).to(torch.float8_e4m3fn) for _ in range(2)]
     q, k = make.randn(7, 4, 16, scale=300.0), make.randn(7, 2, 16, scale=300.0)
     yield make.args(positions, q, k, 16, cache, make.randn(7, 32), *eight, spot)

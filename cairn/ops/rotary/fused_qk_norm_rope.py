@@ -166,11 +166,11 @@ def _(
     groups = 1 if tokens >= MANY_TOKENS else -(-heads // at_once)
     early = early_for(qkv.device, tokens, groups * WARPS)
     if tokens and heads:
-        qk_norm_rope_kernel[(tokens, groups)](
+        qk_norm_rope_kernel[(tokens * groups,)](
             *(qkv, position_ids, q_weight, k_weight, qkv.stride(0), num_heads_q, heads),
             *(head_dim, eps, float(factor), float(low), float(_end(low, high))),
             *(float(attention_factor), rotary // 2, gpu.next_power_of_2(rotary // 2), rest),
-            *(at_once, is_neox, factor != 1, math.log2(base), early),
+            *(groups, at_once, is_neox, factor != 1, math.log2(base), early),
             num_warps=WARPS,
             **early_option(early),
         )

@@ -79,10 +79,10 @@ def _(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> T
     groups = -(-heads // at_once)
     early = early_for(x.device, tokens, groups * WARPS)
     if tokens:
-        head_norm_rope_kernel[(tokens, groups)](
+        head_norm_rope_kernel[(tokens * groups,)](
             *(x, weight, out if cos_sin is None else cos_sin, out, x.stride(0), x.stride(1)),
-            *(heads, eps, dim // 2, gpu.next_power_of_2(dim // 2), at_once, cos_sin is not None),
-            early,
+            *(heads, eps, dim // 2, gpu.next_power_of_2(dim // 2), groups, at_once),
+            *(cos_sin is not None, early),
             num_warps=WARPS,
             **early_option(early),
         )

@@ -162,13 +162,13 @@ def _(
     programs, at_once, warps = programs_of(weight, num_heads, kv_heads, most, whole)
     early = gpu.launches_early(projected.device)
     if tokens:
-        heads_into_cache_kernel[(tokens, programs + 1)](
+        heads_into_cache_kernel[(tokens * (programs + 1),)](
             *(projected, projected if added is None else added, weight),
             *(projected if cos_sin is None else cos_sin, q, z, k_cache, v_cache, location),
             *(projected.stride(0), 0 if added is None else added.stride(0)),
-            *(*k_cache.stride()[:2], k_cache.shape[2], eps, num_heads, kv_heads, heads),
+            *(*k_cache.stride()[:2], eps, k_cache.shape[2], num_heads, kv_heads, heads),
             *(heads if added is None else num_heads + kv_heads, dim // 2),
-            *(gpu.next_power_of_2(dim // 2), at_once, gpu.next_power_of_2(kv_heads)),
+            *(gpu.next_power_of_2(dim // 2), programs + 1, at_once, gpu.next_power_of_2(kv_heads)),
             *(whole, added is not None, cos_sin is not None, early),
             num_warps=warps,
             **early_option(early),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid import row_and_part
 
 
 @triton.jit(do_not_specialize=["numbers"])
@@ -25,14 +26,14 @@ def cos_sin_kernel(
 @triton.jit
 def head_norm_rope_kernel(
     x, weight, cos_sin, out, x_stride, head_stride, heads, eps,
-    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, ROTATED: tl.constexpr,
-    EARLY: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    ROTATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token: rmsnorm of each, then the rotation of its two halves. EARLY: as in
-    `await_previous`."""
+    """HEADS heads of one token, one of GROUPS: rmsnorm of each, then the rotation of its two
+    halves. EARLY: as in `await_previous`."""
     await_previous(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    token, group = row_and_part(GROUPS)
+    head = group * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HP)
     inside = (head < heads)[:, None] & (pair < HALF)[None, :]
     at = token * x_stride + head[:, None] * head_stride + pair[None, :]
@@ -70,23 +71,34 @@ def turned(x, at, inside, cos, sin, HALF: tl.constexpr, HP: tl.constexpr, NEOX: 
 
 
 @triton.jit
+def scaled_down(x, scale, kind: tl.constexpr, SCALING: tl.constexpr):
+    """x / scale, rounded once. SCALING: "none": by 1; "times": scale is the exact inverse of what
+    divides; "over"."""
+    if SCALING != "none":
+        x = x.to(tl.float32)
+        x = tl.div_rn(x, scale) if SCALING == "over" else x * scale
+    return x.to(kind)
+
+
+@triton.jit
 def rotate_kernel(
     q, k, positions, cos_sin, k_buffer, v_buffer, value, location,
     q_stride, q_head_stride, k_stride, k_head_stride, row_stride, buffer_stride,
     buffer_head_stride, v_stride, value_stride, q_heads, k_heads, width, k_scale, v_scale,
-    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, REST: tl.constexpr,
-    RP: tl.constexpr, BLOCK: tl.constexpr, NEOX: tl.constexpr, EARLY: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    REST: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, NEOX: tl.constexpr,
+    SCALING: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rotate the first 2 HALF numbers of HEADS heads of one token, in place: first those of q, then
     those of k, which may be None.
 
     With a k_buffer, k / k_scale goes there too, its REST numbers behind the rotated ones as well
     (RP: padded to a power of two), and further programs copy BLOCK of the `width` numbers of
-    value / v_scale to v_buffer; a negative location is skipped. EARLY: as in `await_previous`.
+    value / v_scale to v_buffer; a negative location is skipped. GROUPS: programs of a token.
+    SCALING: as in `scaled_down`. EARLY: as in `await_previous`.
     """
     await_previous(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
+    token, group = row_and_part(GROUPS)
     pair = tl.arange(0, HP)
     angle = cos_sin + tl.load(positions + token).to(tl.int64) * row_stride + pair
     cos = tl.load(angle, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
@@ -117,27 +129,27 @@ def rotate_kernel(
                 inside = inside & (slot >= 0)
                 k_buffer += slot * buffer_stride
                 shift = head[:, None] * (buffer_head_stride - k_head_stride)
-                first = tl.div_rn(first.to(tl.float32), k_scale).to(kind)
-                second = tl.div_rn(second.to(tl.float32), k_scale).to(kind)
+                first = scaled_down(first, k_scale, kind, SCALING)
+                second = scaled_down(second, k_scale, kind, SCALING)
                 tl.store(k_buffer + first_at + shift, first, mask=inside)
                 tl.store(k_buffer + second_at + shift, second, mask=inside)
                 if REST > 0:
                     column = tl.arange(0, RP)
                     inside = (head < k_heads)[:, None] & (column < REST)[None, :]
                     at += 2 * HALF + column[None, :]
-                    rest = tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
-                    rest = tl.div_rn(rest, k_scale).to(kind)
+                    rest = tl.load(k + at, mask=inside, other=0.0)
+                    rest = scaled_down(rest, k_scale, kind, SCALING)
                     tl.store(k_buffer + at + shift, rest, mask=inside & (slot >= 0))
     if v_buffer is not None:  # noqa: SIM102
         if group >= through:
             column = (group - through) * BLOCK + tl.arange(0, BLOCK)
             inside = column < width
             read = value + token * value_stride + column
-            number = tl.div_rn(tl.load(read, mask=inside, other=0.0).to(tl.float32), v_scale)
+            number = tl.load(read, mask=inside, other=0.0)
+            number = scaled_down(number, v_scale, v_buffer.dtype.element_ty, SCALING)
             slot = tl.load(location + token).to(tl.int64)
             v_buffer += slot * v_stride
-            written = inside & (slot >= 0)
-            tl.store(v_buffer + column, number.to(v_buffer.dtype.element_ty), mask=written)
+            tl.store(v_buffer + column, number, mask=inside & (slot >= 0))
 
 
 @triton.jit
@@ -161,18 +173,19 @@ def rope_angles(
 def qk_norm_rope_kernel(
     qkv, positions, q_weight, k_weight, stride, q_heads, heads, dim, eps,
     factor, low, high, attention_factor,
-    HALF: tl.constexpr, HP: tl.constexpr, RP: tl.constexpr, HEADS: tl.constexpr,
-    NEOX: tl.constexpr, SCALED: tl.constexpr, LOG2_BASE: tl.constexpr, EARLY: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, RP: tl.constexpr, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, NEOX: tl.constexpr, SCALED: tl.constexpr, LOG2_BASE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token of qkv, HEADS at a time, in place: rmsnorm, then the first 2 HALF numbers
-    rotated.
+    """Heads of one token of qkv, HEADS at a time, by GROUPS programs, in place: rmsnorm, then the
+    first 2 HALF numbers rotated.
 
     RP: the numbers behind those, padded to a power of two; 0: none. SCALED: as in `rope_angles`,
     which cost more than a few heads and serve all that a program takes. EARLY: as in
     `await_previous`.
     """
     await_previous(EARLY)
-    token = tl.program_id(0).to(tl.int64)
+    token, group = row_and_part(GROUPS)
     pair = tl.arange(0, HP)
     first_in = pair if NEOX else 2 * pair
     second_in = pair + HALF if NEOX else 2 * pair + 1
@@ -182,7 +195,7 @@ def qk_norm_rope_kernel(
         HALF, SCALED, LOG2_BASE,
     )  # fmt: skip
     kind = qkv.dtype.element_ty
-    for start in range(tl.program_id(1) * HEADS, heads, tl.num_programs(1) * HEADS):
+    for start in range(group * HEADS, heads, GROUPS * HEADS):
         head = start + tl.arange(0, HEADS)
         own = head < heads
         inside = own[:, None] & (pair < HALF)[None, :]
@@ -281,18 +294,19 @@ def store_halves(to, head, own, first, second, stride, HALF: tl.constexpr, HP: t
 def split_norm_rope_kernel(
     projected, added, weight, cos_sin, q, k, z, row_stride, added_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
-    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr,
-    ADDED: tl.constexpr, ROTATED: tl.constexpr, EARLY: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, PROGRAMS: tl.constexpr, HEADS: tl.constexpr,
+    WHOLE: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token, those of q, k and z in a row: each into its own tensor.
 
     Args:
+        PROGRAMS: of a token.
         HEADS: of a program; WHOLE: it takes all of q, k or z, which are normed so.
         EARLY: as in `await_previous`.
     """
     await_previous(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    begin, end = heads_of(tl.program_id(1), Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
+    token, program = row_and_part(PROGRAMS)
+    begin, end = heads_of(program, Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
     first, second = normed_heads(
         projected, added, weight, cos_sin, token, begin, end, row_stride, added_stride, eps,
         Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, ADDED, ROTATED,
@@ -312,10 +326,11 @@ def split_norm_rope_kernel(
 @triton.jit
 def heads_into_cache_kernel(
     projected, added, weight, cos_sin, q, z, k_cache, v_cache, location,
-    row_stride, added_stride, page_stride, head_stride, size, eps,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, V_HEAD: tl.constexpr,
-    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, KVP: tl.constexpr,
-    WHOLE: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr, EARLY: tl.constexpr,
+    row_stride, added_stride, page_stride, head_stride, eps,
+    SIZE: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
+    V_HEAD: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, PROGRAMS: tl.constexpr,
+    HEADS: tl.constexpr, KVP: tl.constexpr, WHOLE: tl.constexpr, ADDED: tl.constexpr,
+    ROTATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The same with k in its place in the cache; the last program of a token copies v there.
 
@@ -325,11 +340,11 @@ def heads_into_cache_kernel(
         EARLY: as in `await_previous`.
     """
     launch_next(EARLY)
-    token = tl.program_id(0).to(tl.int64)
+    token, program = row_and_part(PROGRAMS)
     at = tl.load(location + token)
-    to = (at // size) * page_stride + (at % size) * (2 * HALF)
+    to = (at // SIZE) * page_stride + (at % SIZE) * (2 * HALF)
     await_previous(EARLY)
-    if tl.program_id(1) == tl.num_programs(1) - 1:
+    if program == PROGRAMS - 1:
         if at >= 0:
             head = tl.arange(0, KVP)
             pair = tl.arange(0, HP)
@@ -340,7 +355,7 @@ def heads_into_cache_kernel(
             second = tl.load(v + HALF + pair[None, :], mask=inside)
             store_halves(v_cache + to, head, own, first, second, head_stride, HALF, HP)
     else:
-        begin, end = heads_of(tl.program_id(1), Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
+        begin, end = heads_of(program, Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
         first, second = normed_heads(
             projected, added, weight, cos_sin, token, begin, end, row_stride, added_stride, eps,
             Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, ADDED, ROTATED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -97,6 +98,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox: bool) -
     first.copy_(rotated)
 
 
+def _inverts(scale: float) -> bool:
+    """Whether the product with 1 / scale is the quotient, bit for bit: powers of two, themselves
+    and inverted normal numbers of float32."""
+    mantissa, exponent = math.frexp(scale)
+    return abs(mantissa) == 0.5 and -125 <= exponent <= 127
+
+
 def accepts(
     positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor
 ) -> bool:
@@ -128,22 +136,26 @@ def launch(
     at_once = min(16, gpu.next_power_of_2(max(1, heads, k_heads)))
     groups = -(-heads // at_once) + -(-k_heads // at_once)
     buffers: tuple[Tensor | None, ...] = (None,) * 4
-    strides, width, scales = (0,) * 4, 0, (1.0, 1.0)
+    strides, width = (0,) * 4, 0
+    scales: tuple[float, ...] = (1.0, 1.0)
     if store is not None:
         k_buffer, value = store.k_buffer, store.value
         buffers = (k_buffer, store.v_buffer, value, store.location)
         strides = (k_buffer.stride(0), head_size, store.v_buffer.stride(0), value.stride(0))
         width, scales = value.shape[1], (store.k_scale, store.v_scale)
         groups += -(-width // COPY_BLOCK)
+    scaling = "none" if scales == (1.0, 1.0) else "over"
+    if scaling == "over" and all(_inverts(scale) for scale in scales):
+        scaling, scales = "times", tuple(1 / scale for scale in scales)
     rest = head_size - 2 * half if store is not None else 0
     early = early_for(query.device, tokens, groups * WARPS)
     if tokens and groups:
-        rotate_kernel[(tokens, groups)](
+        rotate_kernel[(tokens * groups,)](
             *(q, k, positions, cos_sin_cache, *buffers, *q.stride()[:2]),
             *(q.stride()[:2] if k is None else k.stride()[:2]),
             *(cos_sin_cache.stride(0), *strides, heads, k_heads, width, *scales),
-            *(half, gpu.next_power_of_2(half), at_once, rest, gpu.next_power_of_2(max(1, rest))),
-            *(COPY_BLOCK, is_neox, early),
+            *(half, gpu.next_power_of_2(half), groups, at_once),
+            *(rest, gpu.next_power_of_2(max(1, rest)), COPY_BLOCK, is_neox, scaling, early),
             num_warps=WARPS,
             **early_option(early),
         )

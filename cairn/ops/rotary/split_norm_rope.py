@@ -194,11 +194,11 @@ def _(
     programs, at_once, warps = programs_of(weight, num_heads, num_kv_heads, 16, whole)
     early = early_for(projected.device, tokens, programs * warps)
     if tokens:
-        split_norm_rope_kernel[(tokens, programs)](
+        split_norm_rope_kernel[(tokens * programs,)](
             *(projected, projected if added is None else added, weight),
             *(projected if cos_sin is None else cos_sin, q, k, z, projected.stride(0)),
             *(0 if added is None else added.stride(0), eps, num_heads, num_kv_heads, heads),
-            *(dim // 2, gpu.next_power_of_2(dim // 2), at_once, whole),
+            *(dim // 2, gpu.next_power_of_2(dim // 2), programs, at_once, whole),
             *(added is not None, cos_sin is not None, early),
             num_warps=warps,
             **early_option(early),
