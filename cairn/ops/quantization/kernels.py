@@ -23,24 +23,28 @@ def e4m3_code(number):
 
 
 @triton.jit
-def code_of(number, low, high, ROUNDING: tl.constexpr, HARDWARE: tl.constexpr):
-    """float32 clamped to low .. high as a byte.
+def code_of(
+    number, low, high, ROUNDING: tl.constexpr, CLAMPED: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """float32 as a byte.
 
     Args:
-        ROUNDING: "e4m3"; or of int8 "nearest", "truncate" (NaN is then 0).
+        ROUNDING: "e4m3"; or of int8 "nearest", for numbers that need no clamp (NaN becomes -1), or
+            "truncate" (NaN becomes 0).
+        CLAMPED: to low .. high first. The hardware's e4m3 needs no clamp to -448 .. 448.
         HARDWARE: the device knows e4m3.
     """
-    number = tl.where(number < low, low, number)
-    number = tl.where(number > high, high, number)
+    if ROUNDING == "nearest":
+        # So large that the last bit of the sum is worth 1: its last byte is that of the integer.
+        return ((number + 12582912.0).to(tl.int32, bitcast=True) & 0xFF).to(tl.uint8)
+    if CLAMPED:
+        number = tl.where(number < low, low, number)
+        number = tl.where(number > high, high, number)
     if ROUNDING == "e4m3":
         if HARDWARE:
             return number.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         return tl.where(number == number, e4m3_code(number), 0x7F).to(tl.uint8)
-    number = tl.where(number == number, number, 0.0)
-    if ROUNDING == "nearest":
-        # So large that the last bit of the sum is worth 1.
-        number = (number + 12582912.0) - 12582912.0
-    return (number.to(tl.int32) & 0xFF).to(tl.uint8)
+    return (tl.where(number == number, number, 0.0).to(tl.int32) & 0xFF).to(tl.uint8)
 
 
 @triton.jit
@@ -97,7 +101,7 @@ def tensor_kernel(
             tl.store(scale, own)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
-    code = code_of(number * inverse_of(own), -high, high, "e4m3", HARDWARE)
+    code = code_of(number * inverse_of(own), -high, high, "e4m3", not HARDWARE, HARDWARE)
     tl.store(q + at, code, mask=at < count)
 
 
@@ -122,25 +126,31 @@ def power_of_two(scale):
 
 @triton.jit
 def groups_kernel(
-    x, q, scale, masked_m, total, per_row, columns, rows, width,
+    x, q, scale, masked_m, total, tiles, per_row, rows, width,
     x_expert, x_row, s_expert, s_row, s_group, eps, low, high,
-    T: tl.constexpr, WP: tl.constexpr, ROUNDING: tl.constexpr, INVERSE: tl.constexpr,
-    GATED: tl.constexpr, POWER: tl.constexpr, PACKED: tl.constexpr, HARDWARE: tl.constexpr,
-    EARLY: tl.constexpr,
+    T: tl.constexpr, TILE: tl.constexpr, WP: tl.constexpr, ROUNDING: tl.constexpr,
+    INVERSE: tl.constexpr, CLAMPED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr,
+    PACKED: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """T groups of `width` numbers, each by its own scale.
+    """T groups of `width` numbers, each by its own scale: TILE of a row, of so many rows.
 
-    A row [per_row, width] is row r % rows of expert r // rows; with masked_m only so many rows of
-    an expert are there. `columns`: scales that are stored of every row, per_row or, when four
-    exponents share a word (PACKED), a multiple of 4. EARLY: as in `await_previous`.
+    Of `total` rows [per_row, width] row r is row r % rows of expert r // rows, or r without `rows`;
+    with masked_m only so many rows of an expert are there. `tiles`: of a row, as many as its scales
+    that are stored need, per_row or, when four exponents share a word (PACKED), a multiple of 4.
+    EARLY: as in `await_previous`.
     """
     await_previous(EARLY)
-    line = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
-    row, group = line // columns, line % columns
-    expert, inner = row // rows, row % rows
-    alive = line < total
+    program, place = tl.program_id(0), tl.arange(0, T)
+    row = program // tiles * (T // TILE) + place // TILE
+    group = program % tiles * TILE + place % TILE
+    alive = row < total
+    if rows is None:
+        expert, inner = tl.zeros_like(row), row
+    else:
+        expert, inner = row // rows, row % rows
     if masked_m is not None:
         alive = alive & (inner < tl.load(masked_m + expert, mask=alive, other=0))
+    row, expert, inner = row.to(tl.int64), expert.to(tl.int64), inner.to(tl.int64)
     real = alive & (group < per_row)
     lane = tl.arange(0, WP)
     inside = real[:, None] & (lane < width)[None, :]
@@ -150,7 +160,8 @@ def groups_kernel(
         up = tl.load(x + at + per_row * width, mask=inside, other=0.0)
         number = gated(number, up)
     number = number.to(tl.float32)
-    largest = largest_bits(number, 1).to(tl.float32, bitcast=True)
+    bits = largest_bits(number, 1)
+    largest = bits.to(tl.float32, bitcast=True)
     largest = tl.where(largest < eps, eps, largest)
     own = tl.div_rn(largest, high)
     if POWER:
@@ -160,8 +171,14 @@ def groups_kernel(
     else:
         scaled = tl.div_rn(number, tl.where(own == 0.0, 1.0, own)[:, None])
         scaled = tl.where((own == 0.0)[:, None], 0.0, scaled)
-    to = ((row * per_row + group) * width)[:, None] + lane[None, :]
-    tl.store(q + to, code_of(scaled, low, high, ROUNDING, HARDWARE), mask=inside)
+    to = q + ((row * per_row + group) * width)[:, None] + lane[None, :]
+    code = code_of(scaled, low, high, ROUNDING, CLAMPED, HARDWARE)
+    if ROUNDING == "nearest":
+        # The products are NaN and 0 in a group with NaN or infinity, and all codes 0.
+        finite = (bits < 0x7F800000)[:, None]
+        tl.store(to, tl.zeros_like(code), mask=inside & (finite == 0))
+        inside = inside & finite
+    tl.store(to, code, mask=inside)
     if PACKED:
         # The byte of the word; of a place behind the last group, 0.
         word = expert * s_expert + inner * s_row + (group // 4) * s_group

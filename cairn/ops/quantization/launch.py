@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.early import early_for, early_option
+from cairn.ops.quantization.codes import E4M3_MAX
 from cairn.ops.quantization.kernels import amax_kernel, groups_kernel
 
 TILES = (1024, 4096)
@@ -17,6 +19,9 @@ MANY = 1 << 21
 NUMBERS_A_WARP = 512
 WIDEST = 1 << 15
 """Most numbers of a group."""
+MOST_GROUPS = 1 << 30
+ROUNDED = {"enable_fp_fusion": False}
+"""Launches kernels that round products before they add something to them."""
 AMAX_BLOCK, AMAX_WARPS = 4096, 8
 """Numbers that a program looks at at once for the largest magnitude, and its warps."""
 MOST_PARTS = 512
@@ -50,7 +55,8 @@ def accepts(input: Tensor, output_q: Tensor, group: int, masked_m: Tensor | None
     """Rows that the kernel takes."""
     near = input.stride(-1) == 1 and output_q.is_contiguous()
     mask = masked_m is None or masked_m.is_contiguous()
-    return near and mask and input.dim() in (2, 3) and 0 < group <= WIDEST
+    few = output_q.numel() < group * MOST_GROUPS
+    return near and mask and few and input.dim() in (2, 3) and 0 < group <= WIDEST
 
 
 def quantize(
@@ -75,21 +81,28 @@ def quantize(
     per_row = width // group
     packed = output_s.dtype == torch.int32
     columns = -(-per_row // 4) * 4 if packed else per_row
-    total = output_q.shape[0] * columns * (rows if output_q.dim() == 3 else 1)
-    if not total:
+    experts = output_q.dim() == 3
+    total = output_q.shape[0] * rows if experts else rows
+    if not total * columns:
         return
     block = gpu.next_power_of_2(group)
-    lines = max(1, TILES[total * block >= MANY] // block)
-    programs, warps = -(-total // lines), max(1, min(16, lines * block // NUMBERS_A_WARP))
+    lines = max(1, TILES[total * columns * block >= MANY] // block)
+    tile = math.gcd(columns, lines)
+    tiles = columns // tile
+    programs = tiles * -(-total * tile // lines)
+    warps = max(1, min(16, lines * block // NUMBERS_A_WARP))
+    hardware = gpu.knows_e4m3(input.device)
+    eighths = rule.rounding == "e4m3" and (rule.low, rule.high) == (-E4M3_MAX, E4M3_MAX)
     early = early_for(input.device, 1, programs * warps)
     groups_kernel[(programs,)](
         *(input, output_q.view(torch.uint8), output_s, masked_m),
-        *(total, per_row, columns, rows, group),
-        *(input.stride(0) if input.dim() == 3 else 0, input.stride(-2)),
-        *(output_s.stride(0) if output_s.dim() == 3 else 0, *output_s.stride()[-2:]),
-        *(rule.eps, rule.low, rule.high, lines, block, rule.rounding, rule.inverse),
-        *(rule.gated, rule.power, packed, gpu.knows_e4m3(input.device), early),
+        *(total, tiles, per_row, rows if experts else None, group),
+        *(input.stride(0) if experts else 0, input.stride(-2)),
+        *(output_s.stride(0) if experts else 0, *output_s.stride()[-2:]),
+        *(rule.eps, rule.low, rule.high, lines, tile, block, rule.rounding, rule.inverse),
+        *(not (hardware and eighths), rule.gated, rule.power, packed, hardware, early),
         num_warps=warps,
+        **ROUNDED,
         **early_option(early),
     )
 
