@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid import row_and_part
 from cairn.ops.quantization.kernels import e4m3_code
 
 
@@ -42,11 +43,13 @@ def worth(byte, scale, DTYPE: tl.constexpr):
 def write_kv_kernel(
     k, v, k_cache, v_cache, location,
     k_stride, v_stride, page_stride, head_stride,
-    SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
+    SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    PARTS: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Store one token's key and value heads in its slot; a negative location is not written."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HP)
+    """Store HP key and value heads of one token, which has PARTS programs, in its slot; a negative
+    location is not written."""
+    token, part = row_and_part(PARTS)
+    head = part * HP + tl.arange(0, HP)
     d = tl.arange(0, DP)
     inside = (head < HEADS)[:, None] & (d < DIM)[None, :]
     read = head[:, None] * DIM + d[None, :]

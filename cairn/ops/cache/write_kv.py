@@ -13,6 +13,9 @@ from cairn.ops.checks import FLOATS, INT64, check_caches, expect
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
+NUMBERS = 1024
+"""Of a program, which copies heads of a key and of its value."""
+
 
 @op(mutates=("k_cache", "v_cache"))
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
@@ -85,11 +88,13 @@ def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) 
 def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
     tokens, heads, dim = k.shape
     if tokens:
-        write_kv_kernel[(tokens,)](
+        width = gpu.next_power_of_2(dim)
+        at_once = min(gpu.next_power_of_2(heads), max(1, NUMBERS // width))
+        parts = -(-heads // at_once)
+        write_kv_kernel[(tokens * parts,)](
             *(k, v, k_cache, v_cache, location, k.stride(0), v.stride(0)),
-            *(*k_cache.stride()[:2], k_cache.shape[2], heads, dim),
-            *(gpu.next_power_of_2(heads), gpu.next_power_of_2(dim)),
-            num_warps=4 if heads * dim >= 512 else 1,
+            *(*k_cache.stride()[:2], k_cache.shape[2], heads, dim, parts, at_once, width),
+            num_warps=gpu.warps_for(at_once * width),
         )
 
 

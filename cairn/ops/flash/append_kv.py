@@ -13,8 +13,8 @@ from cairn.ops.flash.strides import strides
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
-MOST_WARPS = 4
-"""Of a program, which copies a key or a value."""
+NUMBERS = 1024
+"""Of a program, which copies heads of a key or of a value."""
 SEQUENCES = 16
 """That are timed at once."""
 
@@ -84,15 +84,16 @@ def _(
     lines, (heads, dim), wide = k.shape[:-2].numel(), k.shape[-2:], v.shape[-1]
     if k.numel() == 0 or seqlens.numel() == 0:
         return
-    padded = (gpu.next_power_of_2(number) for number in (seqlens.numel(), heads, dim, wide))
-    warps = min(MOST_WARPS, gpu.warps_for(heads * max(dim, wide)))
-    early = early_for(k.device, lines, 2 * warps)
-    append_kernel[(2 * lines,)](
+    rows, *widths = (gpu.next_power_of_2(number) for number in (seqlens.numel(), dim, wide))
+    at_once = min(gpu.next_power_of_2(heads), max(1, NUMBERS // max(widths)))
+    parts, warps = -(-heads // at_once), gpu.warps_for(at_once * max(widths))
+    early = early_for(k.device, lines, 2 * parts * warps)
+    append_kernel[(2 * parts * lines,)](
         *(k, v, k_cache, v_cache, seqlens, cu_seqlens, page_table, batch_idx),
         *(k.shape[-3], seqlens.numel(), *strides(k), *strides(v)),
         *(*strides(k_cache), *strides(v_cache)),
         0 if page_table is None else page_table.stride(0),
-        *(heads, dim, wide, k_cache.shape[1], *padded),
+        *(heads, dim, wide, k_cache.shape[1], rows, parts, at_once, *widths),
         *(cu_seqlens is None and k.shape[-3] == 1, early),
         num_warps=warps,
         **early_option(early),

@@ -402,10 +402,10 @@ def append_kernel(
     k_row, k_token, k_head, v_row, v_token, v_head,
     to_page, to_slot, to_head, into_page, into_slot, into_head, table_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
-    ROWS: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
     ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A new key or value to its place.
+    """HP heads of a new key or value, each of which has PARTS programs, to their place.
 
     Args:
         count: new tokens of every sequence, of which `batch` is the number; ROWS: that, padded,
@@ -415,7 +415,7 @@ def append_kernel(
         EARLY: as in `await_previous`.
     """
     await_previous(EARLY)
-    line, values = row_and_part(2)
+    line, part = row_and_part(2 * PARTS)
     line = line.to(tl.int32)
     if cu_seqlens is not None:
         n = tl.arange(0, ROWS)
@@ -437,8 +437,8 @@ def append_kernel(
         own = row.to(tl.int64)
         place = line % count
         token = place.to(tl.int64)
-    h = tl.arange(0, HP).to(tl.int64)
-    if values == 0:
+    h = (part % PARTS * HP + tl.arange(0, HP)).to(tl.int64)
+    if part < PARTS:
         key = load_rows(k + own * k_row + token * k_token + h * k_head, h < HEADS, DIM, DP)
         # What is copied is asked for before its place: that takes two looks, one after the other.
         tl.debug_barrier()

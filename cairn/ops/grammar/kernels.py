@@ -30,8 +30,9 @@ def mask_whole(logits, words, begin, BLOCK: tl.constexpr):
     both = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
     bits = (both >> (token & 31).to(tl.uint64)).to(tl.uint32)[:, None]
     at = logits + first[:, None] + i
-    value = tl.load(at)
-    tl.store(at, tl.where((bits & (1 << i)) != 0, value, float("-inf")))
+    value = tl.load(at, eviction_policy="evict_first")
+    value = tl.where((bits & (1 << i)) != 0, value, float("-inf"))
+    tl.store(at, value, eviction_policy="evict_first")
 
 
 @triton.jit
