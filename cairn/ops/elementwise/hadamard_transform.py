@@ -16,6 +16,8 @@ LEAST, NARROW, LONGEST = 16, 128, 1 << 14
 """Sizes of a matrix product, and of what one program transforms."""
 ROWS, WARPS, PROGRAMS = 64, 4, 132 * 8
 """Rows, warps and number of programs that go from rows to rows with one matrix of signs."""
+STAGES, ON_THE_WAY = 3, 32 << 10
+"""Rows that a program of long ones has in shared memory at most, and their bytes."""
 MEMORY = 192 << 10
 """Bytes of shared memory that the longest row takes."""
 
@@ -70,10 +72,12 @@ def _(x: Tensor, scale: float = 1.0) -> Tensor:
             *(source, out, rows, source.stride(0), width, width, scale, ROWS, size), num_warps=WARPS
         )
         return out
+    # As nearly a square as can be: the fewest products, and matrices of signs that take least room.
+    tall = 1 << size.bit_length() // 2
     hadamard_kernel[(min(PROGRAMS, rows),)](
-        *(source, out, rows, source.stride(0), width, width, scale),
-        *(max(LEAST, size // NARROW), NARROW),
+        *(source, out, rows, source.stride(0), width, width, scale, tall, size // tall),
         num_warps=WARPS if size <= 4096 else 2 * WARPS,
+        num_stages=max(1, min(STAGES, ON_THE_WAY // (size * x.element_size()))),
     )
     return out
 

@@ -193,6 +193,18 @@ def by_signs(number, signs):
 
 
 @triton.jit
+def signs_by(signs, number):
+    """signs [M, M] times number [M, N]; as `by_signs`."""
+    if number.dtype == tl.float32:
+        high, low = halves(number, False)
+        product = tl.dot(signs, high, input_precision="tf32")
+        product = tl.dot(signs, low, product, input_precision="tf32")
+    else:
+        product = tl.dot(signs.to(number.dtype), number)
+    return product
+
+
+@triton.jit
 def hadamard_rows_kernel(
     x, out, rows, x_stride, out_stride, width, scale, ROWS: tl.constexpr, N: tl.constexpr
 ):
@@ -211,20 +223,23 @@ def hadamard_rows_kernel(
 def hadamard_kernel(
     x, out, rows, x_stride, out_stride, width, scale, A: tl.constexpr, B: tl.constexpr
 ):
-    """out[row] = x[row] H_AB * scale, a row at a time, taken as [A, B]: H_A X H_B."""
+    """out[row] = x[row] H_AB * scale, a row at a time, taken as [A, B]: (H_A X) H_B.
+
+    In this order what the first product gives is multiplied out of the registers that it is in.
+    """
     half: tl.constexpr = x.dtype.element_ty != tl.float32
     place = tl.arange(0, A)[:, None] * B + tl.arange(0, B)[None, :]
-    right = hadamard_signs(B)
     left = hadamard_signs(A)
+    right = hadamard_signs(B)
     if half:
-        left = left.to(tl.bfloat16)
+        right = right.to(tl.bfloat16)
     inside = place < width
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         at = tl.zeros([], tl.int64) + row
         number = tl.load(x + at * x_stride + place, mask=inside, other=0.0)
-        high, low = halves(by_signs(number, right), half)
-        result = tl.dot(left, high, input_precision="tf32")
-        result = tl.dot(left, low, result, input_precision="tf32") * scale
+        high, low = halves(signs_by(left, number), half)
+        result = tl.dot(high, right, input_precision="tf32")
+        result = tl.dot(low, right, result, input_precision="tf32") * scale
         tl.store(out + at * out_stride + place, result.to(out.dtype.element_ty), mask=inside)
 
 
