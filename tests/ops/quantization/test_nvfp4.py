@@ -124,20 +124,34 @@ def test_every_scale_and_every_middle(device: str) -> None:
             assert torch.equal(tiles, wanted.view(torch.uint8) + 128 * (g < 0)), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("g", [1.0, 1e6, 1e-38, 1e-42, 0.0, -3.0, math.inf, -math.inf, math.nan])
-def test_extremes_are_those_of_the_definition(g: float, device: str) -> None:
+def test_extremes_are_those_of_the_definition(g: float, dtype: torch.dtype, device: str) -> None:
     odd = [math.nan, -math.nan, math.inf, -math.inf, 1e-45, 3e38, -0.0]
     x = torch.randn(len(odd) + 1, 32, generator=torch.Generator().manual_seed(3))
     x[: len(odd), 3] = torch.tensor(odd)
     x[len(odd)] = 0.0
     x[len(odd) - 3, 16:] = 1e-44
-    x, scale = x.to(device), torch.full((1,), g, device=device)
+    x, scale = x.to(device, dtype), torch.full((1,), g, device=device)
     reference, *others = runnable_on(scaled_fp4_quant, device)
     codes, stored = scaled_fp4_quant.using(reference)(x, scale)
     for name in others:
         got, tiles = scaled_fp4_quant.using(name)(x, scale)
         assert torch.equal(got, codes), name
         torch.testing.assert_close(tiles.float(), stored.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_codes_are_those_of_the_definition(dtype: torch.dtype, device: str) -> None:
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(64, 512, generator=g) * torch.logspace(-6, 4, 64).unsqueeze(1)
+    x, scale = x.to(device, dtype), torch.full((1,), 30.0, device=device)
+    reference, *others = runnable_on(scaled_fp4_quant, device)
+    codes, stored = scaled_fp4_quant.using(reference)(x, scale)
+    for name in others:
+        got, tiles = scaled_fp4_quant.using(name)(x, scale)
+        assert torch.equal(got, codes), name
+        assert torch.equal(tiles.view(torch.uint8), stored.view(torch.uint8)), name
 
 
 def test_suggested_scales(device: str) -> None:

@@ -222,9 +222,24 @@ def test_powers_of_two_of_nan_are_nan(bits: int, device: str) -> None:
 def test_int8_of_what_is_not_finite_is_zero(device: str) -> None:
     x = torch.tensor([[math.nan, 1.0], [math.inf, 1.0]], device=device)
     for name in runnable_on(per_token_quant_int8, device):
+        wide = per_token_quant_int8.using(name)(x.bfloat16().repeat(1, 500))[0]
+        assert not wide.count_nonzero(), name
         q, s = per_token_quant_int8.using(name)(x)
         assert q.tolist() == [[0, 0], [0, 0]], name
         assert bool(s[0].isnan()) and bool(s[1].isinf()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_int8_of_products_that_are_rounded_first(dtype: torch.dtype, device: str) -> None:
+    # Some products end just beside a half and are rounded to it.
+    x = drawn((128, 2048), dtype).to(device)
+    if dtype == torch.float32:
+        x[0] *= 1e-38
+    reference, *others = runnable_on(per_token_quant_int8, device)
+    codes, scale = per_token_quant_int8.using(reference)(x)
+    for name in others:
+        q, s = per_token_quant_int8.using(name)(x)
+        assert torch.equal(q, codes) and torch.equal(s, scale), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
