@@ -16,7 +16,7 @@ LEAST, NARROW, LONGEST = 16, 128, 1 << 14
 """Sizes of a matrix product, and of what one program transforms."""
 ROWS, WARPS, PROGRAMS = 64, 4, 132 * 8
 """Rows, warps and number of programs that go from rows to rows with one matrix of signs."""
-STAGES, ON_THE_WAY = 3, 32 << 10
+STAGES, ON_THE_WAY = 3, 64 << 10
 """Rows that a program of long ones has in shared memory at most, and their bytes."""
 MEMORY = 192 << 10
 """Bytes of shared memory that the longest row takes."""

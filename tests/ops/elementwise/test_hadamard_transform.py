@@ -53,3 +53,14 @@ def test_twice_is_the_size() -> None:
     x = torch.randn(5, 256)
     twice = hadamard_transform(hadamard_transform(x, 1 / 16), 1 / 16)
     torch.testing.assert_close(twice, x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [500, 1024, 2048, 4096, 16384])
+def test_long_rows_on_a_gpu(width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(5, width, device="cuda").to(dtype)
+    scale = gpu.next_power_of_2(width) ** -0.5
+    expected = op.using("reference")(x.float(), scale).to(dtype)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(op.using("triton")(x, scale), expected, rtol=eps + 1e-5, atol=1e-5)
