@@ -113,6 +113,10 @@ def _(make: Make) -> Cases:
     low, high = -(1 << 31), (1 << 31) - 1
     words = torch.int32
     yield make.args(make.randn(3, 70), make.randint(low, high, 3, 3, dtype=words))
+    for dtype in FLOATS:
+        # Blocks inside a row, which begin between the words of the mask.
+        long = make.randn(3, 2501, dtype=dtype)
+        yield make.args(long, make.randint(low, high, 3, 79, dtype=words))
     yield make.args(make.randn(2, 96), make.tensor([[0, -1, low], [1, 0, high]], dtype=words))
     yield make.args(make.randn(2, 96), make.randint(low, high, 2, 2, dtype=words))
     yield make.args(make.randn(2, 33), make.randint(low, high, 2, 5, dtype=words))

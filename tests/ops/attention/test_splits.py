@@ -86,6 +86,15 @@ def test_splits_of_a_task(options, splits):
     assert launch._splits(task(**options)) == splits
 
 
+@pytest.mark.parametrize(
+    "rate, narrow, wide", [(3.35e12, 264, 132), (4.8e12, 396, 264), (2.0e12, 264, 132)]
+)
+def test_more_programs_read_faster_memory(rate, narrow, wide, monkeypatch):
+    monkeypatch.setattr(gpu, "memory_rate", lambda device: rate)
+    device = torch.device("cpu")
+    assert [launch.reading_wave(device, width) for width in (16, 64, 128)] == [narrow, narrow, wide]
+
+
 def test_windows_are_split_as_they_are_beside_other_work():
     windowed = task(3, 2, 64, 131072, window=65536)
     assert launch._splits(windowed) == launch.splits_of(windowed) == 88

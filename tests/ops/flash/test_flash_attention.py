@@ -85,6 +85,16 @@ def test_what_sees_all_of_its_tensors_is_not_ragged(
         assert library.whole(task) == (not ragged)
 
 
+@pytest.mark.parametrize(
+    "queries, right, outrun",
+    [(1024, 0, False), (2048, 0, True), (8192, 0, True), (8192, -1, False)],
+)
+def test_causal_prefills_leave_cudnn(queries: int, right: int, outrun: bool) -> None:
+    q = torch.empty(1, queries, 2, 64, dtype=torch.bfloat16, device="meta")
+    task = Task(*[q] * 5, *[None] * 12, 0.1, -1, right, 0, 0.0, queries)
+    assert library.outrun(task) == outrun
+
+
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 def test_append_agrees_with_definition() -> None:
     for arguments in cases_of(append_kv):

@@ -7,6 +7,8 @@ import torch
 
 from cairn.errors import BadArgument
 from cairn.ops import apply_token_bitmask_inplace_cuda
+from cairn.ops.grammar.apply_token_bitmask_inplace_cuda import BITS, mask_tokens
+from tests.ops.sampling.variants import interpreted, runnable_on
 
 
 def words(rows: list[list[int]], width: int) -> torch.Tensor:
@@ -28,6 +30,22 @@ def test_only_allowed_tokens_keep_their_logit(dtype: torch.dtype) -> None:
         for token in range(70):
             expected = before[row, token] if token in tokens else -torch.inf
             assert logits[row, token] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_inside_a_row(dtype: torch.dtype, device: str) -> None:
+    """Those of odd rows begin between two words of the mask."""
+    logits = torch.randn(3, 2501, device=device).to(dtype)
+    masks = torch.randint(-(1 << 31), 1 << 31, (3, 79), device=device, dtype=torch.int32)
+    token = torch.arange(2501, device=device)
+    allowed = masks[:, token // BITS] >> (token % BITS) & 1 == 1
+    expected = logits.masked_fill(~allowed, -torch.inf)
+    for name in runnable_on(mask_tokens, device):
+        if interpreted(name, device) and dtype == torch.bfloat16:
+            continue  # The interpreter has no constants in bfloat16.
+        own = logits.clone()
+        mask_tokens.using(name)(own, masks)
+        assert torch.equal(own, expected), name
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -73,6 +73,20 @@ def test_float8_cache_is_cut_off() -> None:
         assert buffer.float()[:, 0].tolist() == [448.0, -448.0, 1.0]
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.25, -8.0, 2.0**-126, 2.0**126, 2.0**-140, 0.3, 3e38])
+@pytest.mark.parametrize("name", runnable_on(rotary_set_kv, "cpu"))
+def test_what_is_stored_is_the_quotient(name: str, scale: float) -> None:
+    table = torch.cat((torch.ones(9, 3), torch.zeros(9, 3)), dim=1)
+    key = torch.randn(9, 6) * torch.logspace(-44, 38, 9).unsqueeze(1)
+    k_buffer, v_buffer = torch.zeros(9, 6), torch.zeros(9, 6)
+    rotary_set_kv.using(name)(
+        *(torch.arange(9), torch.ones(9, 6), key.clone(), 6, table, key, k_buffer, v_buffer),
+        *(torch.arange(9), scale, scale),
+    )
+    quotient = key / torch.tensor(scale)
+    assert torch.equal(k_buffer, quotient) and torch.equal(v_buffer, quotient)
+
+
 @pytest.mark.parametrize("slots", [[-1, 2], [2, -3], [-1, -2]])
 @pytest.mark.parametrize("name", runnable_on(rotary_set_kv, "cpu"))
 def test_a_negative_slot_is_not_written(name: str, slots: list[int]) -> None:
