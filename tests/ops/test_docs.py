@@ -14,7 +14,7 @@ from cairn.ops.docs import entries, pages
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "ops"
-RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*-h100-ops.json"))[-1:]
+RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*-ops.json"))[-1:]
 REMAKE = "made anew by: cairn ops --docs docs/ops" + "".join(
     f" --measured {path.relative_to(ROOT)}" for path in RECORDS
 )
