@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import suppress
 from importlib import import_module
@@ -29,6 +30,12 @@ def device(request: pytest.FixtureRequest) -> str:
     """A test that takes this runs on the CPU, and in the GPU suite on the GPU."""
     name: str = request.param
     return name
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
