@@ -28,7 +28,8 @@ and in CUDA graphs. It has a definition in PyTorch, named `reference`, and imple
 tested against it; a call takes the first one that accepts its arguments. `cairn ops` shows the
 choice, and `CAIRN_OPS=NAME=IMPLEMENTATION` forces another.
 
-{MADE}
+{MADE} Tables of speed come from
+`--measured FILE`: records of `cairn bench ops`, as `benchmarks/results` holds them.
 """
 
 
