@@ -181,12 +181,18 @@ def halves(number, HALF: tl.constexpr):
 
 
 @triton.jit
+def halves_by_signs(number, signs, HALF: tl.constexpr):
+    """float32 [M, N] times signs [N, N]; HALF: as in `halves`."""
+    high, low = halves(number, HALF)
+    product = tl.dot(high, signs, input_precision="tf32")
+    return tl.dot(low, signs, product, input_precision="tf32")
+
+
+@triton.jit
 def by_signs(number, signs):
     """number [M, N] times signs [N, N]; numbers of half precision are multiplied as they are."""
     if number.dtype == tl.float32:
-        high, low = halves(number, False)
-        product = tl.dot(high, signs, input_precision="tf32")
-        product = tl.dot(low, signs, product, input_precision="tf32")
+        product = halves_by_signs(number, signs, False)
     else:
         product = tl.dot(number, signs.to(number.dtype))
     return product
@@ -237,9 +243,7 @@ def hadamard_kernel(
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         at = tl.zeros([], tl.int64) + row
         number = tl.load(x + at * x_stride + place, mask=inside, other=0.0)
-        high, low = halves(signs_by(left, number), half)
-        result = tl.dot(high, right, input_precision="tf32")
-        result = tl.dot(low, right, result, input_precision="tf32") * scale
+        result = halves_by_signs(signs_by(left, number), right, half) * scale
         tl.store(out + at * out_stride + place, result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -19,7 +19,7 @@ PROGRAMS = 264
 LIGHT_PROGRAMS = 792
 """The same for programs of few lines of wide heads where each has little on its way."""
 NARROW = 64
-"""Widest heads of which two programs of few lines share a multiprocessor, and three of 64 lines."""
+"""Widest heads of which three programs of 64 lines share a multiprocessor."""
 MOST_SPLITS = 128
 PAIRED = 64
 """Lines of a tile of narrow heads from which on its keys come in pairs of blocks; twice as many of

@@ -9,19 +9,22 @@ from cairn.ops.sampling.kernels.blocks import aligned_block
 
 
 @triton.jit
-def mask_inside(logits, words, token, width):
-    """-inf to the forbidden ones of tokens [N] at addresses, as far as they lie inside the row."""
+def mask_inside(logits, words, begin, width, BLOCK: tl.constexpr):
+    """-inf to the forbidden ones of tokens begin .. begin + BLOCK - 1, as far as they lie inside
+    the row; the first one's logit lies at `logits`."""
+    i = tl.arange(0, BLOCK)
+    token = begin + i
     inside = (token >= 0) & (token < width)
     word = tl.load(words + (token >> 5), mask=inside)
-    value = tl.load(logits, mask=inside)
+    value = tl.load(logits + i, mask=inside)
     allowed = ((word >> (token & 31)) & 1) != 0
-    tl.store(logits, tl.where(allowed, value, float("-inf")), mask=inside)
+    tl.store(logits + i, tl.where(allowed, value, float("-inf")), mask=inside)
 
 
 @triton.jit
 def mask_whole(logits, words, begin, BLOCK: tl.constexpr):
-    """The same of tokens begin .. begin + BLOCK - 1, which all lie inside: a thread has four in a
-    row, whose bits may lie in two words."""
+    """The same of tokens that all lie inside: a thread has four in a row, whose bits may lie in two
+    words."""
     i = tl.arange(0, 4)[None, :]
     first = tl.arange(0, BLOCK // 4) * 4
     token = begin + first
@@ -50,9 +53,9 @@ def bitmask_kernel(
     if indices is not None:
         row = tl.load(indices + row).to(tl.int64)
     words = bitmask + row * mask_stride
-    at, token, whole = aligned_block(row * stride, block, width, BLOCK, ALIGN)
+    at, begin, whole = aligned_block(row * stride, block, width, BLOCK, ALIGN)
     logits += at
     if whole:
-        mask_whole(logits, words, block * BLOCK - (row * stride % ALIGN).to(tl.int32), BLOCK)
+        mask_whole(logits, words, begin.to(tl.int32), BLOCK)
     else:
-        mask_inside(logits + tl.arange(0, BLOCK), words, token, width)
+        mask_inside(logits, words, begin, width, BLOCK)

@@ -12,6 +12,7 @@ from torch import Tensor
 from cairn.ops import downcast_fp8, fp8_quantize, gpu
 from cairn.ops.elementwise.fp8 import downcast_fp8 as downcast_op
 from cairn.ops.elementwise.fp8 import fp8_quantize as quantize_op
+from tests.ops.sampling.variants import runnable_on
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -108,17 +109,16 @@ def test_downcast(kind: torch.dtype, name: str) -> None:
 
 
 @pytest.mark.parametrize("loc", [[-1, 2], [2, -5], [-1, -1]])
-@pytest.mark.parametrize("name", ["reference", "triton"])
-def test_a_negative_location_is_not_written(name: str, loc: list[int]) -> None:
-    if name == "triton" and not gpu.INTERPRETED:
-        pytest.skip("needs Triton, and a machine without CUDA")
-    k = torch.ones(2, 1, 4)
-    k_memory, v_memory = (torch.zeros(20, 1, 4, dtype=torch.uint8) for _ in range(2))
-    places = torch.tensor(loc)
-    # Rows in front of what is given, and behind it.
-    downcast_op.using(name)(k, k, k_memory[8:12], v_memory[8:12], None, None, places, 1, 1)
-    for memory in (k_memory, v_memory):
-        assert memory[:, 0, 0].nonzero().flatten().tolist() == ([11] if max(loc) == 2 else [])
+def test_a_negative_location_is_not_written(loc: list[int], device: str) -> None:
+    k, places = torch.ones(2, 1, 4, device=device), torch.tensor(loc, device=device)
+    for name in runnable_on(downcast_op, device):
+        memories = [torch.zeros(20, 1, 4, dtype=torch.uint8, device=device) for _ in range(2)]
+        # Rows in front of what is given, and behind it.
+        k_out, v_out = (memory[8:12] for memory in memories)
+        downcast_op.using(name)(k, k, k_out, v_out, None, None, places, 1, 1)
+        for memory in memories:
+            written = memory[:, 0, 0].nonzero().flatten().tolist()
+            assert written == ([11] if max(loc) == 2 else []), name
 
 
 def test_a_scale_may_have_no_dims() -> None:

@@ -36,10 +36,11 @@ def penalties_kernel(
     await_previous(EARLY)
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
-    at, token, whole = aligned_block(row * stride, block, width, BLOCK, ALIGN)
+    at, begin, whole = aligned_block(row * stride, block, width, BLOCK, ALIGN)
     of_mask, _, _ = aligned_block(row * mask_stride, block, width, BLOCK, ALIGN)
     of_count, _, _ = aligned_block(row * count_stride, block, width, BLOCK, ALIGN)
     i = tl.arange(0, BLOCK)
+    token = begin + i
     logits += at + i
     prompt_mask += of_mask + i
     output_counts += of_count + i

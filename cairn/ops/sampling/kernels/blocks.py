@@ -8,12 +8,11 @@ from cairn.ops.gpu import tl, triton
 @triton.jit
 def aligned_block(base, block, width, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     """Of a row `base` numbers behind an aligned address: how far its block-th block begins from
-    there, the places [BLOCK] of its numbers in the row, and whether all lie inside.
+    there, the place of its first number in the row, and whether all BLOCK lie inside.
 
     Loads of a whole block need no mask: they move ALIGN numbers at once.
     """
     shift = base % ALIGN
     begin = block * BLOCK - shift
-    place = begin + tl.arange(0, BLOCK)
     whole = (begin >= 0) & (begin + BLOCK <= width)
-    return tl.multiple_of(base - shift + block * BLOCK, ALIGN), place, whole
+    return tl.multiple_of(base - shift + block * BLOCK, ALIGN), begin, whole
