@@ -10,15 +10,15 @@ from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, refuse
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
-from cairn.ops.topk.kernels import few_kernel
+from cairn.ops.topk.kernels import few_kernel, first_kernel
 
 MOST, LONGEST = 16, 1 << 14
 """Most numbers that are found one after the other, in rows of so many."""
 GROUPS, LONG, WARPS = 128, 4096, 1
 """Groups of a row, twice as many of one of more than LONG numbers, and warps of a program."""
-STEP, WHOLE_STEP = 8, 32
-"""Numbers of each group that are read at once: masked ones, or of more groups, take more
-registers."""
+STEP, WHOLE_STEP, ONE_STEP = 8, 32, 16
+"""Numbers of each group that are read at once: masked ones, or of more groups, take more registers;
+numbers without their places fewer."""
 
 
 @op
@@ -52,7 +52,7 @@ def _(values: Tensor, topk: int, dim: int) -> None:
 def _few(values: Tensor, topk: int, dim: int) -> bool:
     last = values.dim() and dim % values.dim() == values.dim() - 1
     plain = values.dtype in FLOATS and values.is_contiguous()
-    return bool(last) and plain and 1 < topk <= MOST and 0 < values.shape[-1] <= LONGEST
+    return bool(last) and plain and 0 < topk <= MOST and 0 < values.shape[-1] <= LONGEST
 
 
 @fast_topk.implementation("triton", devices=gpu.DEVICES, when=_few)
@@ -66,7 +66,12 @@ def _(values: Tensor, topk: int, dim: int) -> tuple[Tensor, Tensor]:
     size = gpu.next_power_of_2(-(-width // groups))
     whole = size * groups == width
     step = WHOLE_STEP if whole and width <= LONG else STEP
-    if rows:
+    if rows and topk == 1:
+        first_kernel[(rows,)](
+            *(values, found, indices, width, width, groups, size, min(ONE_STEP, size), whole),
+            num_warps=WARPS,
+        )
+    elif rows:
         few_kernel[(rows,)](
             *(values, found, indices, width, width, topk),
             *(groups, size, min(step, size), gpu.next_power_of_2(topk)),

@@ -185,3 +185,54 @@ def few_kernel(
     to = row * topk + k
     tl.store(indices + to, taken.to(tl.int64), mask=inside)
     tl.store(values + to, tl.load(x + taken, mask=inside), mask=inside)
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of two numbers, NaN if there is one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def first_kernel(
+    x, values, indices, stride, width,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """values, indices [rows]: the largest number of one row, the first of equal ones.
+
+    Groups as in `few_kernel`, of which numbers are held without their places: the group that has
+    the largest is read again, or if there are several, their numbers in order up to it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    group = tl.arange(0, GROUPS)
+    most = tl.full([GROUPS], float("-inf"), tl.float32)
+    for begin in range(0, SIZE, STEP):
+        place = (begin + tl.arange(0, STEP))[:, None] * GROUPS + group[None, :]
+        if WHOLE:
+            value = tl.load(x + place)
+        else:
+            value = tl.load(x + place, mask=place < width, other=float("-inf"))
+        most = larger(most, tl.reduce(value.to(tl.float32), 0, larger))
+    best = ordered(most)
+    first = tl.max(best, 0)
+    tied = best == first
+    # Nowhere yet.
+    at = tl.full([], 0x7FFFFFFF, tl.int32)
+    # A short row of float32 is read as a whole sooner than a group of it.
+    if SIZE > STEP or x.dtype.element_ty != tl.float32:  # noqa: SIM102
+        if tl.sum(tied.to(tl.int32), 0) == 1:
+            place = tl.arange(0, SIZE) * GROUPS + tl.min(tl.where(tied, group, GROUPS), 0)
+            value = tl.load(x + place, mask=place < width, other=0.0)
+            found = (place < width) & (ordered(value) == first)
+            at = tl.min(tl.where(found, place, 0x7FFFFFFF), 0)
+    begin = 0
+    while at == 0x7FFFFFFF:
+        place = (begin + tl.arange(0, STEP))[:, None] * GROUPS + group[None, :]
+        shown = tied[None, :] & (place < width)
+        value = tl.load(x + place, mask=shown, other=0.0)
+        found = shown & (ordered(value) == first)
+        at = tl.min(tl.min(tl.where(found, place, 0x7FFFFFFF), 0), 0)
+        begin += STEP
+    tl.store(indices + row, at.to(tl.int64))
+    tl.store(values + row, tl.load(x + at))

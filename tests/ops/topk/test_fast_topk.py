@@ -155,6 +155,32 @@ def test_fast_topk_along_any_dim() -> None:
         assert torch.equal(indices, ordered.indices[:, :topk])
 
 
+@pytest.mark.parametrize("kind", ["random", "ties", "constant", "wild"])
+@pytest.mark.parametrize("width", [1, 63, 700, 4096, 5000])
+def test_the_first_of_the_largest_numbers(width: int, kind: str, device: str) -> None:
+    g = torch.Generator().manual_seed(width)
+    x = torch.randn(3, width, generator=g)
+    if kind == "ties":
+        x = torch.randint(-3, 4, (3, width), generator=g).float()
+    elif kind == "constant":
+        x = torch.full((3, width), -math.inf)
+    elif kind == "wild":
+        rare = torch.tensor([math.nan, -math.inf, -0.0, 0.0, math.inf])
+        x = rare[torch.randint(5, (3, width), generator=g)]
+        x[0] = torch.where(x[0] == 0, x[0], -0.0)
+        x[1] = x[1].nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    for dtype in (torch.float32, torch.bfloat16):
+        given = x.to(device, dtype)
+        ordered = given.sort(dim=1, descending=True, stable=True)
+        for topk in (1, min(4, width)):
+            for name in runnable_on(fast_topk, device)[1:]:
+                values, indices = fast_topk.using(name)(given, topk, 1)
+                assert torch.equal(indices, ordered.indices[:, :topk]), (name, dtype, topk)
+                torch.testing.assert_close(
+                    values, ordered.values[:, :topk], rtol=0, atol=0, equal_nan=True
+                )
+
+
 SCORE, LENGTHS = torch.zeros(2, 10), torch.zeros(2, dtype=torch.int32)
 
 
