@@ -37,10 +37,16 @@ FEW, RIVALS = 256, 32
 """Weights of a row that are compared with all others instead of searched, and so many at once."""
 RUN = 16
 """Numbers that are summed up before a token is looked for among them."""
-LISTERS = {"num_warps": 8, "maxnreg": 128}
-"""Programs that list a row, and draw from it: two of a multiprocessor."""
-MARKS, MARK_STEP = 12, 1.0
-"""Weights from which on a chunk is summed up, and powers of two between them."""
+LIST_WARPS, LIST_REGISTERS = 8, 128
+"""Of programs that list a row, and draw from it: two of a multiprocessor."""
+SAMPLE, FEW_ROWS = 64, 16
+"""Numbers of each chunk from which it is guessed where the threshold of a share lies: half of them
+for so few rows, which do not keep the device busy with what a better guess saves."""
+SURE, TRIALS = 4.0, 8
+"""Standard deviations that the guess leaves on each side, and weights that are tried at a time."""
+ABREAST, AHEAD = 4, 8192
+"""Chunks that a program lists at a time, of so many numbers: while the first is, the others are on
+their way."""
 PROGRAMS = 256
 """Programs that fill a large device when they list: each finds the bound of its row first."""
 EARLY_ROWS = 256
@@ -127,13 +133,12 @@ class Source:
 
 class Survey(NamedTuple):
     """What `survey_kernel` found, and arrivals, which are 0: masses for a draw, tops for one from a
-    top k, marked for one from a share, arrivals for one with any filter."""
+    top k, arrivals for one with any filter."""
 
     peaks: Tensor
     firsts: Tensor
     masses: Tensor | None
     tops: Tensor | None
-    marked: Tensor | None
     arrivals: Tensor | None
 
 
@@ -216,18 +221,17 @@ def _warps(source: Source) -> int:
 def _survey(source: Source, filters: Filters | None = None) -> Survey:
     """filters: of a draw; None: there is none."""
     masses, filtered = filters is not None, filters is not None and not filters.none
-    top_k, top_p, _ = (None,) * 3 if filters is None else filters.tensors()
+    top_k = None if filters is None else filters.top_k
     found = Survey(
         source.empty(source.chunks),
         source.empty(source.chunks, dtype=torch.int32),
         source.empty(source.chunks, dtype=torch.float64) if masses else None,
         source.empty(source.chunks, source.chunk // LINE) if top_k is not None else None,
-        source.empty(source.chunks, MARKS) if top_p is not None else None,
         source.empty(dtype=torch.int32) if filtered else None,
     )
     kernels.survey_kernel[(source.chunks, len(source.values))](
-        *(source.values, source.temperature, top_k, top_p, *found, *source.sizes),
-        *(source.chunk, LINE, MARKS, MARK_STEP, source.temperature is not None, source.early),
+        *(source.values, source.temperature, top_k, *found, *source.sizes),
+        *(source.chunk, LINE, source.temperature is not None, source.early),
         num_warps=_warps(source) if masses else min(8, 2 * _warps(source)),
         **early_option(source.early),
     )
@@ -266,18 +270,19 @@ def _draw_filtered(
     out: Tensor,
 ) -> None:
     softmax, rows = source.temperature is not None, len(out)
-    bounds = source.empty(2, dtype=torch.int32)
     counts = source.empty(2, CHUNKS, dtype=torch.int32)
-    aboves = source.empty(CHUNKS, dtype=torch.float64)
     weights = source.empty(CHUNKS, source.chunk)
     few: tuple[Tensor | None, ...] = (None, None)
     if filters.top_k is not None:
         few = (source.empty(FEW, dtype=torch.int64), source.empty(FEW))
     collect_kernel[(min(source.chunks, -(-PROGRAMS // rows)), rows)](
         *(source.values, source.temperature, *filters.tensors(), *numbers, *found),
-        *(bounds, counts, aboves, weights, *few, out, *source.sizes),
-        *(CHUNKS, source.chunk, LINE, MARKS, MARK_STEP, WIDTH, RUN, FEW, RIVALS),
+        *(counts, weights, *few, out, *source.sizes),
+        *(CHUNKS, source.chunk, LINE, min(32 * LIST_WARPS, source.chunk // 4)),
+        *(SAMPLE if rows > FEW_ROWS else SAMPLE // 2, SURE, TRIALS),
+        *(max(1, min(ABREAST, AHEAD // source.chunk)), WIDTH, RUN, FEW, RIVALS),
         *(softmax, filters.share(softmax), source.early),
-        **LISTERS,
+        num_warps=LIST_WARPS,
+        maxnreg=LIST_REGISTERS,
         **early_option(source.early),
     )

@@ -142,6 +142,20 @@ def test_a_least_share_above_the_nucleus(top_p: float, device: str) -> None:
         assert draw_tokens.using(name)(logits, *args).tolist() == expected, name
 
 
+@pytest.mark.parametrize("seen", [-9.0, 4.0])
+def test_a_share_of_rows_that_their_sample_is_unlike(seen: float, device: str) -> None:
+    torch.manual_seed(10)
+    logits = torch.randn(4, 1300) * 0.5
+    for chunk in range(0, 1300, launch.LEAST_CHUNK):
+        logits[:, chunk : chunk + launch.SAMPLE] += seen
+    logits[:, 700] = 5.0
+    shares = [(1.0, 0, top_p, 0.0) for top_p in (0.0, 0.6, 0.9, 0.99)]
+    args = parameters(shares, torch.arange(4), device)
+    expected = draw_tokens.using("reference")(logits.to(device), *args).tolist()
+    for name in runnable_on(draw_tokens, device):
+        assert draw_tokens.using(name)(logits.to(device), *args).tolist() == expected, name
+
+
 @pytest.mark.gpu
 def test_law_of_a_large_vocabulary() -> None:
     many, width, part = 100_000, 32_000, 2_000

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +9,14 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling import launch
-from cairn.ops.sampling.kernels.filters import bits_of, summary_of
-from cairn.ops.sampling.kernels.lists import between, reached_by
+from cairn.ops.sampling.kernels.filters import bits_of, weight_of
+from cairn.ops.sampling.kernels.lists import (
+    bound_of,
+    guess_of,
+    height_of,
+    reached_by,
+    sample_of,
+)
 
 pytestmark = pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 LINES = 64
@@ -33,20 +37,33 @@ def bounds_kernel(keys, wanted, enough, out, N: tl.constexpr):
 
 
 @triton.jit
-def between_kernel(
-    marked, peaks, masses, share, floor, out, chunks,
-    CHUNKS: tl.constexpr, MARKS: tl.constexpr, STEP: tl.constexpr, TRIALS: tl.constexpr,
+def guess_kernel(
+    x, spare, floor, end, out, width,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SAMPLE: tl.constexpr, SURE: tl.constexpr,
+    TRIALS: tl.constexpr,
 ):  # fmt: skip
-    """out [n, 2]: `between` of a share of probabilities that were surveyed."""
+    """out [n, 2]: `guess_of` rows of probabilities whose largest is 1."""
     row = tl.program_id(0)
-    peak, tops, scale, mass, _ = summary_of(peaks, masses, row, 1.0, chunks, CHUNKS, False)
-    low, high = between(
-        marked, row, tl.maximum(tops, 0.0) / peak, scale, mass, peak,
-        bits_of(tl.load(floor + row)), bits_of(peak) + 1,
-        tl.load(share + row) * tl.sum(mass, 0), tl.sum(mass, 0), chunks, MARKS, STEP, TRIALS,
+    sample, stands_for = sample_of(
+        x + row * width, 1.0, 1.0, width, CHUNKS, CHUNK, SAMPLE, False
+    )  # fmt: skip
+    low, high = guess_of(
+        sample, stands_for, tl.load(spare + row), 1.0, tl.load(floor + row), tl.load(end + row),
+        SURE, TRIALS,
     )  # fmt: skip
     tl.store(out + row * 2, low)
     tl.store(out + row * 2 + 1, high)
+
+
+@triton.jit(do_not_specialize=["low"])
+def bound_kernel(values, heat, low, out, SOFTMAX: tl.constexpr, N: tl.constexpr):
+    """out [N] int32: whether each of values [N] is listed for its weight, and whether it must be;
+    the largest is 5."""
+    value = tl.load(values + tl.arange(0, N))
+    weight = weight_of(value, 5.0, heat, SOFTMAX)
+    listed = height_of(value, 5.0, SOFTMAX) >= bound_of(low, heat, SOFTMAX)
+    wanted = bits_of(weight) >= low
+    tl.store(out + tl.arange(0, N), listed.to(tl.int32) + 2 * wanted.to(tl.int32))
 
 
 def rows_of(kind: str) -> Tensor:
@@ -73,59 +90,63 @@ def test_as_many_as_are_wanted_and_few_more_reach_the_bound(
     assert ((reach <= enough) | ((keys > out[:, None]).sum(1) < wanted)).all()
 
 
-@cache
-def surveyed(kind: str, device: str) -> tuple[Tensor, launch.Source, launch.Survey]:
-    """Rows of three chunks, the last of which is short and has hardly anything."""
-    torch.manual_seed(8)
-    probs = torch.softmax(torch.randn(2, 1300) * float(kind), dim=-1).to(device)
-    probs[:, 1024:] *= 1e-9
-    source = launch.Source(probs)
-    return probs, source, launch._survey(source, launch.Filters(top_p=probs[:, 0] * 0 + 0.5))
-
-
-@pytest.mark.parametrize("kind", ["0.001", "3"])
-def test_marks_tell_what_a_chunk_has_from_them_on(kind: str, device: str) -> None:
-    probs, source, found = surveyed(kind, device)
-    assert found.marked is not None
-    for c, chunk in enumerate(probs.split(source.chunk, dim=1)):
-        peak = chunk.amax(1, keepdim=True)
-        for j in range(launch.MARKS):
-            mark = peak * 2.0 ** (-launch.MARK_STEP * (j + 1))
-            mass = torch.where(chunk >= mark, chunk, 0.0).sum(1)
-            torch.testing.assert_close(found.marked[:, c, j], mass)
-
-
-def bounds_of(
-    source: launch.Source, found: launch.Survey, share: Tensor, floor: Tensor
-) -> tuple[Tensor, Tensor]:
-    rows = len(share)
-    out = torch.empty(rows, 2, dtype=torch.int32, device=share.device)
-    between_kernel[(rows,)](
-        *(found.marked, found.peaks, found.masses, share, floor, out, source.chunks),
-        *(launch.CHUNKS, launch.MARKS, launch.MARK_STEP, launch.CHUNKS // 2),
+def guessed(rows: Tensor, share: Tensor, floor: float = 2.0**-100) -> tuple[Tensor, Tensor]:
+    """The bounds of rows whose largest is 1."""
+    device, count = rows.device, len(rows)
+    spare = ((1.0 - share.double()) * rows.double().sum(1)).float()
+    floors = torch.full((count,), floor, device=device).view(torch.int32)
+    ends = torch.ones(count, device=device).view(torch.int32) + 1
+    out = torch.empty(count, 2, dtype=torch.int32, device=device)
+    guess_kernel[(count,)](
+        *(rows, spare, floors, ends, out, rows.shape[1], 4, 1024),
+        *(launch.SAMPLE // 2, launch.SURE, launch.TRIALS),
     )
     return out[:, :1].view(torch.float32), out[:, 1:].view(torch.float32)
 
 
-@pytest.mark.parametrize("share", [1e-3, 0.9, 1 - 1e-6])
-@pytest.mark.parametrize("kind", ["0.001", "3"])
-def test_a_share_is_reached_between_the_bounds(kind: str, share: float, device: str) -> None:
-    probs, source, found = surveyed(kind, device)
-    shares = torch.full((len(probs),), share, device=device)
-    low, high = bounds_of(source, found, shares, torch.zeros_like(shares))
-    wide = probs.double()
+@pytest.mark.parametrize("share", [0.05, 0.9, 1 - 1e-4])
+@pytest.mark.parametrize("sharpness", [0.1, 2.0, 6.0])
+def test_a_share_is_reached_between_guessed_bounds(
+    sharpness: float, share: float, device: str
+) -> None:
+    torch.manual_seed(9)
+    rows = torch.softmax(torch.randn(6, 4000) * sharpness, dim=-1)
+    rows = (rows / rows.amax(1, keepdim=True)).to(device)
+    low, high = guessed(rows, torch.full((6,), share, device=device))
+    wide = rows.double()
     wanted = share * wide.sum(1)
-    assert (torch.where(probs >= low, wide, 0.0).sum(1) >= wanted).all()
-    assert (torch.where(probs >= high, wide, 0.0).sum(1) < wanted).all()
-    # A few marks apart, where they reach so far down.
-    near = probs.amax(1, keepdim=True) * 2.0**-8 < low
-    assert (high[near] <= low[near] * 2.0 ** (4 * launch.MARK_STEP)).all()
+    assert (torch.where(rows >= low, wide, 0.0).sum(1) >= wanted).all()
+    assert (torch.where(rows >= high, wide, 0.0).sum(1) < wanted).all()
+    if share == 0.9 and sharpness > 2:
+        between = ((rows >= low) & (rows < high)).sum(1)
+        assert (between < 1500).all()
 
 
-@pytest.mark.parametrize("kind", ["0.001", "3"])
-def test_nothing_below_a_floor_is_above_the_bounds(kind: str, device: str) -> None:
-    probs, source, found = surveyed(kind, device)
-    floor = probs.amax(1) * 0.3
-    low, high = bounds_of(source, found, torch.full_like(floor, 0.99), floor)
-    assert (low >= floor[:, None]).all()
+def test_guessed_bounds_do_not_leave_the_range(device: str) -> None:
+    torch.manual_seed(9)
+    rows = torch.rand(3, 4000).to(device)
+    rows[:, 0] = 1.0
+    low, high = guessed(rows, torch.tensor([0.5, 1.0, 0.999]).to(device), floor=0.3)
+    assert (low >= 0.3).all()
     assert (high > low).all()
+    assert (high.view(torch.int32) <= torch.ones_like(high).view(torch.int32) + 1).all()
+
+
+@pytest.mark.parametrize("low", [1e-45, 1e-39, 2.0**-126, 1e-30, 1e-7, 0.3, 1.0])
+@pytest.mark.parametrize("heat", [1e-30, 0.01, 0.7, 1.0, 1e30])
+def test_all_that_weigh_enough_are_listed_and_hardly_more(
+    heat: float, low: float, device: str
+) -> None:
+    torch.manual_seed(9)
+    values = 5.0 - torch.rand(4096).pow(3) * heat * 160
+    values[:512] = 5.0 - torch.rand(512) * 1e-5 * heat
+    values[0], values[1] = 5.0, float("-inf")
+    bits = int(torch.tensor(low).view(torch.int32))
+    out = torch.empty(4096, dtype=torch.int32, device=device)
+    for softmax, given in ((True, values), (False, torch.rand(4096).pow(20))):
+        bound_kernel[(1,)](given.to(device), heat, max(bits, 1), out, softmax, 4096)
+        assert (out != 2).all()
+        if not softmax:
+            assert (out != 1).all()
+        elif 2.0**-126 < low < 1.0 and 0.01 <= heat <= 1.0:
+            assert (out == 1).sum() <= 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
-from cairn.ops.sampling.kernels.filters import bits_of
+from cairn.ops.sampling.kernels.filters import added, bits_of
 from cairn.ops.sampling.kernels.teams import (
     grouped,
     meet,
@@ -95,12 +95,6 @@ def again(count):
     """1.0, but not known to the compiler, from what changes in a loop, int32 >= 0: what is made of
     numbers times that is made when it is wanted, not held from the last time."""
     return number_of(0x3F800000 | (count >> 31))
-
-
-@triton.jit
-def added(a, b, c, d, e, f, g, h):
-    """Two quadruples, number by number."""
-    return a + e, b + f, c + g, d + h
 
 
 @triton.jit

@@ -14,14 +14,16 @@ from cairn.ops.sampling.kernels.filters import (
     weight_of,
 )
 from cairn.ops.sampling.kernels.lists import (
-    between,
     collect_chunks,
     collect_lines,
     floor_of,
+    guess_of,
     keep_hits,
     keys_of,
     load_tops,
+    sample_of,
     wanted_of,
+    weigh_lists,
 )
 from cairn.ops.sampling.kernels.uniform import part_of
 
@@ -67,82 +69,112 @@ def is_last(arrivals):
 
 
 @triton.jit
-def collect_row(
-    x, top_of_lines, marked, bounds, counts, aboves, weights, few_keys, few_weights, arrivals,
-    row, peak, chunk_peak, scale, mass, heat, count, share, least, part, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr,
-    MARKS: tl.constexpr, STEP: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
-    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, LIMITED: tl.constexpr,
+def collect_between(
+    x, counts, weights, arrivals, low, high, floor, end, wanted, peak, heat, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr,
+    WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Lists of a row at x that is filtered, LIMITED: by a top k, maybe. Returns its token instead,
-    or else -2, and whether this program is the one that finds all its lists done."""
+    """Lists this program's chunks from `low` up to `high`. The last program of a row weighs all;
+    and if the sum from the largest weight down gets to what is wanted elsewhere between floor and
+    end, it lists that, alone. Whether this is the last; its lists' bounds, and `weigh_lists`."""
+    first, step = tl.program_id(0), tl.num_programs(0)
+    above, reached = tl.zeros([CHUNKS], tl.float64), tl.full([], 0.0, tl.float64)
+    last = tl.full([], False, tl.int1)
+    missing = tl.full([], True, tl.int1)
+    while missing:
+        collect_chunks(
+            x, counts, weights, low, peak, heat, width, chunks, first, step,
+            CHUNK, LINES, ABREAST, SOFTMAX,
+        )  # fmt: skip
+        guessed = last == 0
+        # What the threads of this program have stored they now load of each other.
+        tl.debug_barrier()
+        if guessed:
+            last = is_last(arrivals)
+        missing = tl.full([], False, tl.int1)
+        if last:
+            above, reached = weigh_lists(
+                weights, counts, low, high, peak, heat, CHUNKS, CHUNK, WIDTH, SOFTMAX
+            )
+            if guessed:
+                higher = (tl.sum(above, 0) >= wanted) & (high < end)
+                lower = (reached < wanted) & (low > floor)
+                missing = higher | lower
+                was_low, was_high = low, high
+                low = tl.where(higher, was_high, tl.where(lower, floor, was_low))
+                high = tl.where(higher, end, tl.where(lower, was_low, was_high))
+                first, step = first * 0, step * 0 + 1
+    tl.debug_barrier()
+    return last, low, high, above, reached
+
+
+@triton.jit
+def collect_row(
+    x, top_of_lines, counts, weights, few_keys, few_weights, arrivals, peak, mass, heat,
+    count, share, least, part, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
+    SAMPLE: tl.constexpr, SURE: tl.constexpr, TRIALS: tl.constexpr, FEW: tl.constexpr,
+    SLICE: tl.constexpr, ABREAST: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
+    SHARE: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Lists of a row at x that is filtered, SHARED: by a share, maybe. Returns its token instead,
+    or else -2, whether this program is the one that finds all its lists done, whether they are of
+    lines, their bounds, and `weigh_lists`."""
     total = tl.sum(mass, 0)
     top = weight_of(peak, peak, heat, SOFTMAX)
     lines = chunks * (CHUNK // LINE)
     near = None
-    if LIMITED:
+    if top_of_lines is not None:
         near = keys_of(top_of_lines, peak, heat, lines, SOFTMAX)
-    low = floor_of(
+    floor = floor_of(
         near, peak, heat, total, count, share, least, width, lines, CHUNKS, SOFTMAX, SHARE
     )
-    high = bits_of(top) + 1
-    c = tl.arange(0, CHUNKS)
-    summed = chunks * 0
-    if marked is not None:  # noqa: SIM102
+    # Nothing weighs less.
+    floor, end = tl.maximum(floor, 1), bits_of(top) + 1
+    low, high = floor, end
+    wanted = wanted_of(share, total, SHARE)
+    if SHARED:  # noqa: SIM102
         if (count == 0) & (share < 1.0):
-            summed = chunks
-            chunk_top = scale.to(tl.float32)
-            if not SOFTMAX:
-                chunk_top = tl.maximum(chunk_peak, 0.0) / peak
-            low, high = between(
-                marked, row, chunk_top, scale, mass, top, low, high,
-                wanted_of(share, total, SHARE), total, chunks, MARKS, STEP, CHUNKS // 2,
-            )  # fmt: skip
-    counts += row * 2 * CHUNKS
-    aboves += row * CHUNKS
-    weights += row * CHUNKS * CHUNK
+            sample, stands_for = sample_of(x, peak, heat, width, CHUNKS, CHUNK, SAMPLE, SOFTMAX)
+            spare = ((total - wanted) / top).to(tl.float32)
+            low, high = guess_of(sample, stands_for, spare, top, floor, end, SURE, TRIALS)
     by_line = count < 0
     token = tl.full([], -2, tl.int32)
     done = tl.full([], False, tl.int1)
-    if LIMITED:
+    if top_of_lines is not None:
         by_line, token, done = limited(
-            x, near, counts, weights, few_keys + row * FEW, few_weights + row * FEW, low, peak,
+            x, near, counts, weights, few_keys, few_weights, low, peak,
             heat, count, share, least, top, total, part, width, lines,
             CHUNKS, CHUNK, LINE, FEW, SLICE, SOFTMAX, SHARE,
         )  # fmt: skip
-    program = tl.program_id(0)
-    if program == 0:
-        tl.store(bounds + row * 2, low)
-        tl.store(bounds + row * 2 + 1, high)
-        tl.store(aboves + c, tl.zeros([CHUNKS], tl.float64), mask=c >= summed)
+    above, reached = tl.zeros([CHUNKS], tl.float64), tl.full([], 0.0, tl.float64)
     if not by_line:
-        if program == 0:
-            tl.store(counts + CHUNKS + c, c)
+        c = tl.arange(0, CHUNKS)
+        if tl.program_id(0) == 0:
             tl.store(counts + c, c * 0, mask=c >= chunks)
-        collect_chunks(
-            x, counts, aboves, weights, low, high, peak, heat, width, chunks,
-            CHUNK, SOFTMAX, marked is not None,
+        done, low, high, above, reached = collect_between(
+            x, counts, weights, arrivals, low, high, floor, end, wanted, peak, heat, width,
+            chunks, CHUNKS, CHUNK, LINES, ABREAST, WIDTH, SOFTMAX,
         )  # fmt: skip
-        done = is_last(arrivals + row)
-    return token, done
+    return token, done, by_line, low, high, above, reached
 
 
 @triton.jit
 def collect_kernel(
     x, temperature, top_k, top_p, min_p, seed, index, uniform, peaks, firsts, masses, tops,
-    marked, arrivals, bounds, counts, aboves, weights, few_keys, few_weights, out,
-    stride, width, chunks,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr, FEW: tl.constexpr,
-    SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+    arrivals, counts, weights, few_keys, few_weights, out, stride, width, chunks,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
+    SAMPLE: tl.constexpr, SURE: tl.constexpr, TRIALS: tl.constexpr, ABREAST: tl.constexpr,
+    WIDTH: tl.constexpr, RUN: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
+    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [n]: the first token whose running kept weight exceeds a uniform number times the sum, as
     of `draw_kernel`.
 
-    Written where it is needed: the row's lists of weights > 0 between two bounds. bounds [n, 2]:
-    these; counts [n, 2, CHUNKS] int32: of each list, and its chunk; aboves [n, CHUNKS] float64;
-    weights [n, CHUNKS, CHUNK]: the first counts of each list in some order. Rows that are not
-    filtered, or not finite, have no lists. arrivals [n] int32: 0 at first.
+    Written where it is needed: the row's lists of weights > 0 between two bounds. counts
+    [n, 2, CHUNKS] int32: of each list, and its chunk if that is another; weights
+    [n, CHUNKS, CHUNK]: the first counts of each list in some order. Rows that are not filtered, or
+    not finite, have no lists. arrivals [n] int32: 0 at first.
 
     peaks to arrivals: of `survey_kernel`. few_keys [n, FEW] int64, few_weights [n, FEW]: room for
     `draw_few`, or None without a top k.
@@ -160,14 +192,22 @@ def collect_kernel(
     )
     part = part_of(seed, index, uniform, row)
     x += row * stride
+    counts += row * 2 * CHUNKS
+    weights += row * CHUNKS * CHUNK
     token = tl.full([], -2, tl.int32)
     done = tl.full([], False, tl.int1)
+    by_line = done
+    low, high = token, token
+    above, reached = tl.zeros([CHUNKS], tl.float64), tl.full([], 0.0, tl.float64)
     if finite & (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
-        token, done = collect_row(
-            x, top_of_lines, marked, bounds, counts, aboves, weights, few_keys, few_weights,
-            arrivals, row, peak, chunk_peak, scale, mass, heat, count, share, least, part,
-            width, chunks, CHUNKS, CHUNK, LINE, MARKS, STEP, FEW, SLICE, SOFTMAX, SHARE,
-            top_k is not None,
+        if top_k is not None:
+            few_keys += row * FEW
+            few_weights += row * FEW
+        token, done, by_line, low, high, above, reached = collect_row(
+            x, top_of_lines, counts, weights, few_keys, few_weights, arrivals + row, peak,
+            mass, heat, count, share, least, part, width, chunks,
+            CHUNKS, CHUNK, LINE, LINES, SAMPLE, SURE, TRIALS, FEW, SLICE, ABREAST, WIDTH,
+            SOFTMAX, SHARE, top_p is not None,
         )  # fmt: skip
     elif tl.program_id(0) == 0:
         token = draw_plain(
@@ -175,11 +215,9 @@ def collect_kernel(
             chunks, CHUNKS, CHUNK, RUN, SOFTMAX,
         )  # fmt: skip
     if done:
-        # What the threads of this program have stored they now load of each other.
-        tl.debug_barrier()
         token = draw_listed(
-            x, bounds, counts, aboves, weights, row, peak, chunk_peak, scale, mass, heat,
-            count, share, least, part, width, CHUNKS, CHUNK, WIDTH, RUN, SOFTMAX, SHARE,
+            x, counts, weights, by_line, above, reached, low, high, peak, chunk_peak, scale, mass,
+            heat, count, share, least, part, width, CHUNKS, CHUNK, WIDTH, RUN, SOFTMAX, SHARE,
         )  # fmt: skip
     if token != -2:
         tl.store(out + row, token.to(out.dtype.element_ty))

@@ -125,7 +125,7 @@ def draw_kernel(
 
 @triton.jit
 def draw_listed(
-    x, bounds, counts, aboves, weights, row, peak, chunk_peak, scale, mass, heat,
+    x, counts, weights, by_line, above, reached, low, high, peak, chunk_peak, scale, mass, heat,
     count, share, least, part, width,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
@@ -134,7 +134,7 @@ def draw_listed(
     what is kept is no number > 0. WIDTH: weights of every list that are held at once; part: of the
     kept sum, a uniform number; the rest as of `limit` and `summary_of`."""
     threshold, mass, taken, partly = limit_of(
-        bounds, counts, aboves, weights, row, weight_of(peak, peak, heat, SOFTMAX),
+        counts, weights, by_line, above, reached, weight_of(peak, peak, heat, SOFTMAX), low, high,
         count, share, least, tl.sum(mass, 0), CHUNKS, CHUNK, WIDTH, SHARE,
     )  # fmt: skip
     total = tl.sum(mass, 0)

@@ -2,8 +2,8 @@
 
 A row of weights (probabilities, or exp((logit - largest) / temperature)) is split into CHUNKS
 chunks. `survey_kernel` takes each chunk's maximum and sum, and for a top k the maxima of lines of
-LINE weights each, for a share alone the sums above some marks. From these `collect_kernel` (see
-`collect`) knows bounds of the threshold, and lists weights between. `limit` then searches for the
+LINE weights each. From these, or for a share alone from a sample of the row, `collect_kernel` (see
+`collect`) has bounds of the threshold, and lists weights between. `limit` then searches for the
 threshold in the lists of a row, by counting and summing what reaches three trial values at a time;
 a row of which few can be kept needs no search (see `few`).
 
@@ -89,49 +89,15 @@ def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
 
 
 @triton.jit
-def added(a, b, c, d, e, f, g, h):
-    """Two quadruples, number by number."""
-    return a + e, b + f, c + g, d + h
-
-
-@triton.jit
-def store_marks(marked, weight, top, MARKS: tl.constexpr, STEP: tl.constexpr):
-    """What weights [CHUNK] that reach a mark sum up to, MARKS of them; the j-th mark lies (j + 1)
-    STEP powers of two below their largest, `top`."""
-    for begin in range(0, MARKS, 4):
-        one = top * tl.exp2(-STEP * (begin + 1))
-        factor: tl.constexpr = 2.0**-STEP
-        two, three, four = one * factor, one * factor * factor, one * factor * factor * factor
-        first, second, third, fourth = tl.reduce(
-            (
-                tl.where(weight >= one, weight, 0.0),
-                tl.where(weight >= two, weight, 0.0),
-                tl.where(weight >= three, weight, 0.0),
-                tl.where(weight >= four, weight, 0.0),
-            ),
-            0,
-            added,
-        )
-        tl.store(marked + begin, first)
-        tl.store(marked + begin + 1, second)
-        tl.store(marked + begin + 2, third)
-        tl.store(marked + begin + 3, fourth)
-
-
-@triton.jit
 def survey_kernel(
-    x, temperature, top_k, top_p, peaks, firsts, masses, tops, marked, arrivals,
-    stride, width, chunks,
-    CHUNK: tl.constexpr, LINE: tl.constexpr, MARKS: tl.constexpr, STEP: tl.constexpr,
-    SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
+    x, temperature, top_k, peaks, firsts, masses, tops, arrivals, stride, width, chunks,
+    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk: peaks [n, chunks] float32, firsts int32 where the peak is, masses float64, the
-    sum of weights relative to the peak, tops [n, chunks, CHUNK / LINE], and marked [n, chunks,
-    MARKS] float32, as of `store_marks`.
+    sum of weights relative to the peak, and tops [n, chunks, CHUNK / LINE].
 
     Rows of temperature 0 have no masses, with masses no others have firsts, only rows of a top k
-    have tops, only those that keep a share without one have marks; top_k, top_p and masses may be
-    None. NaN in a chunk is in its mass, or else in its peak.
+    have tops; top_k and masses may be None. NaN in a chunk is in its mass, or else in its peak.
     arrivals [n] int32 become 0, or are None.
     """
     await_previous(EARLY)
@@ -139,7 +105,7 @@ def survey_kernel(
     row = tl.program_id(1).to(tl.int64)
     at = row * chunks + chunk
     heat = temperature_of(temperature, row)
-    count, share, _ = filters_of(top_k, top_p, None, row, width)
+    count, _, _ = filters_of(top_k, None, None, row, width)
     # What weighs nothing.
     BEYOND: tl.constexpr = float("-inf") if SOFTMAX or masses is None else 0.0
     value = load_chunk(x + row * stride, chunk, width, CHUNK, BEYOND)
@@ -165,10 +131,6 @@ def survey_kernel(
             if top_k is not None:  # noqa: SIM102
                 if count > 0:
                     store_tops(tops, at, value, CHUNK, LINE)
-            if top_p is not None:  # noqa: SIM102
-                if (count == 0) & (share < 1.0):
-                    top = weight_of(peak, peak, heat, SOFTMAX)
-                    store_marks(marked + at * MARKS, weight, top, MARKS, STEP)
 
 
 @triton.jit
@@ -224,6 +186,12 @@ def reached(tile, one, two, three, MASS: tl.constexpr):
 
 
 @triton.jit
+def added(a, b, c, d, e, f, g, h):
+    """Two quadruples, number by number."""
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
 def tally(weights, head, count, longest, one, two, three, MASS: tl.constexpr, CHUNK: tl.constexpr):
     """How many of a row's list reach each of three numbers, int64, and with MASS their sums."""
     WIDTH: tl.constexpr = head.shape[1]
@@ -238,20 +206,33 @@ def tally(weights, head, count, longest, one, two, three, MASS: tl.constexpr, CH
             third += c
     # Three counts in one sum.
     wide = (reach & 0x3FF).to(tl.int64) + ((reach >> 10) & 0x3FF).to(tl.int64) * (1 << 20)
-    wide = tl.sum(wide + ((reach >> 20).to(tl.int64) << 40))
+    wide += (reach >> 20).to(tl.int64) << 40
     if MASS:
-        first, second, third = tl.sum(first), tl.sum(second), tl.sum(third)
+        # All at once: what one sum waits for, all do.
+        wide, first, second, third = tl.reduce(
+            (tl.ravel(wide), tl.ravel(first), tl.ravel(second), tl.ravel(third)), 0, added
+        )
+    else:
+        wide = tl.sum(wide)
     return wide & 0xFFFFF, (wide >> 20) & 0xFFFFF, wide >> 40, first, second, third
 
 
 @triton.jit
-def compact(weights, count, longest, low, high, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Leave low <= weight < high in a row's list: their numbers, and each chunk's sum above."""
+def compact(
+    weights, count, longest, low, high, peak, heat,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """Leave 0 < low <= weight < high in a row's lists, of what weighs as `weight_of` says: how many
+    are left, and of each list, float64, the sum above and the sum of these."""
     c = tl.arange(0, count.shape[0])
     left = count * 0
     above = tl.full([count.shape[0], WIDTH], 0.0, tl.float64)
+    among = above
     for begin in range(0, longest, WIDTH):
         tile = load_list(weights, count, begin, CHUNK, WIDTH)
+        if SOFTMAX:
+            inside = begin + tl.arange(0, WIDTH)[None, :] < count[:, None]
+            tile = tl.where(inside, weight_of(tile, peak, heat, True), 0.0)
         key = bits_of(tile)
         live = (key > 0) & (key >= low) & (key < high)
         place = left[:, None] + tl.cumsum(live.to(tl.int32), 1) - 1
@@ -260,8 +241,9 @@ def compact(weights, count, longest, low, high, CHUNK: tl.constexpr, WIDTH: tl.c
         tl.store(weights + c[:, None] * CHUNK + place, tile, mask=live)
         left += tl.sum(live.to(tl.int32), 1)
         above += tl.where(key >= high, tile, 0.0).to(tl.float64)
+        among += tl.where(live, tile, 0.0).to(tl.float64)
     tl.debug_barrier()
-    return left, tl.sum(above, 1)
+    return left, tl.sum(above, 1), tl.sum(among, 1)
 
 
 @triton.jit
@@ -326,7 +308,9 @@ def search(
             live, top = at_low, 0x7FFFFFFF
             searching = searching & (at_low != wanted)
         if (longest > head.shape[1]) & (live * 2 < size):
-            count, more = compact(weights, count, longest, low, top, CHUNK, head.shape[1])
+            count, more, _ = compact(
+                weights, count, longest, low, top, 0.0, 1.0, CHUNK, head.shape[1], False
+            )
             head = load_list(weights, count, 0, CHUNK, head.shape[1])
             longest, size = tl.max(count, 0), tl.sum(count, 0)
             above += more
@@ -345,13 +329,14 @@ def shares_of(tile, threshold):
 
 @triton.jit
 def limit(
-    weights, head, count, above, top, floor, ceiling, k, share, least, total,
+    weights, head, count, above, reached, top, floor, ceiling, k, share, least, total,
     SHARE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """What a row's filters keep.
 
     Args:
         weights, head, count, above: the row's lists, which are changed, as in `search`.
+        reached: float64, the sum of what is listed and above, if k is 0.
         top: the row's largest weight; floor, ceiling: the bounds of the lists, as bits.
         k, share, least: as of `filters_of`.
         total: float64, the row's sum.
@@ -371,15 +356,18 @@ def limit(
         )
     bound = tl.maximum(low, bits_of(least * top))
     if share < 1.0:
-        _, at_bound, _, below, mass, _ = tally(
-            weights, head, count, longest, low, bound, end, True, CHUNK
-        )
-        mass += tl.sum(above, 0)
+        # Without a top k all that is listed reaches the bound.
+        at_bound, below, mass = listed, total, reached
+        if k > 0:
+            _, at_bound, _, below, mass, _ = tally(
+                weights, head, count, longest, low, bound, end, True, CHUNK
+            )
+            mass += tl.sum(above, 0)
         wanted = share.to(tl.float64)
         if SHARE == 1:
             wanted *= total
         if SHARE == 2:
-            wanted *= tl.where(k > 0, below, total)
+            wanted *= below
         # The largest is kept whatever the share.
         wanted = tl.maximum(wanted, 1e-300)
         if mass >= wanted:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import filters_of, ordered
 from cairn.ops.sampling.kernels.teams import (
-    grouped,
+    columns,
     load_part,
     meet,
     nan_in_lines,
@@ -37,13 +37,6 @@ def kth_of(top, k):
     """The k-th largest of [N]: the least of those that fewer than k are larger than."""
     larger = tl.sum((top[:, None] > top[None, :]).to(tl.int32), 0)
     return tl.min(tl.where(larger < k, top, float("inf")), 0)
-
-
-@triton.jit
-def columns(value, LINES: tl.constexpr):
-    """[N] as [N / LINES, LINES]: a column is a line, and a thread's."""
-    tile = tl.permute(grouped(value, LINES), (0, 2, 1))
-    return tl.reshape(tile, [value.shape[0] // LINES, LINES])
 
 
 @triton.jit

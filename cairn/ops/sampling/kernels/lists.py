@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.few import list_few
-from cairn.ops.sampling.kernels.filters import bits_of, limit, load_head, weight_of
+from cairn.ops.sampling.kernels.filters import (
+    bits_of,
+    compact,
+    limit,
+    load_chunk,
+    load_head,
+    weight_of,
+)
+from cairn.ops.sampling.kernels.teams import columns
 
 
 @triton.jit
@@ -37,11 +45,11 @@ def reached_by(key, wanted, enough):
 
 @triton.jit
 def wanted_of(share, total, SHARE: tl.constexpr):
-    """The sum up to which a row without a top k keeps weights."""
+    """The sum up to which a row without a top k keeps weights: the largest whatever the share."""
     wanted = share.to(tl.float64)
     if SHARE > 0:
         wanted *= total
-    return wanted
+    return tl.maximum(wanted, 1e-300)
 
 
 @triton.jit
@@ -85,57 +93,77 @@ def floor_of(
 
 
 @triton.jit
-def between(
-    marked, row, chunk_top, scale, mass, top, floor, end, wanted, total, chunks,
-    MARKS: tl.constexpr, STEP: tl.constexpr, TRIALS: tl.constexpr,
+def sample_of(
+    x, peak, heat, width, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SAMPLE: tl.constexpr,
+    SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """The bounds, as bits, among TRIALS weights between which a sum from the largest weight down
-    gets to what is wanted, or else floor and end.
+    """The first SAMPLE weights of every chunk of a row at x, as parts of its largest, and how many
+    numbers of the row each stands for."""
+    i = tl.arange(0, CHUNKS * SAMPLE)
+    place = i // SAMPLE * CHUNK + i % SAMPLE
+    inside = place < width
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    weight = weight_of(value, peak, heat, SOFTMAX)
+    if not SOFTMAX:
+        weight /= peak
+    stands_for = width / tl.sum(inside.to(tl.float32), 0)
+    return tl.where(inside, weight, 0.0), stands_for
 
-    Args:
-        marked: of `survey_kernel`; chunk_top: the chunks' largest weights, as parts of the row's;
-            scale, mass: of `summary_of`; top: the row's largest weight.
+
+@triton.jit
+def both_added(a, b, c, d):
+    """Two pairs, number by number."""
+    return a + c, b + d
+
+
+@triton.jit
+def sides_of(weight, stands_for, trial, top, spare, SURE: tl.constexpr):
+    """Whether all weights below each trial [N], as bits, surely sum up to less than `spare`, and
+    whether surely to more: by SURE standard deviations of what a sample tells.
+
+    weight, stands_for: of `sample_of`; spare: a part of the largest weight, `top`.
     """
-    c = tl.arange(0, scale.shape[0])[:, None]
-    trial = tl.arange(0, TRIALS)
-    # How many marks of a chunk lie above a trial, each STEP powers of two below the last.
-    steps = tl.log2(chunk_top)[:, None] / STEP + trial.to(tl.float32)[None, :]
-    # Rounded such that a chunk has no more than `most`, and no less than `least`.
-    more = tl.floor(steps + 1e-3).to(tl.int32) + 1
-    less = tl.minimum(tl.floor(steps - 1e-3).to(tl.int32), MARKS)
-    at = marked + (row * chunks + c) * MARKS - 1
-    known = (more >= 1) & (more <= MARKS) & (c < chunks)
-    most = tl.load(at + more, mask=known, other=0.0).to(tl.float64) * scale[:, None]
-    most = tl.where(more > MARKS, mass[:, None], most)
-    some = (less >= 1) & (c < chunks)
-    least = tl.load(at + less, mask=some, other=0.0).to(tl.float64) * scale[:, None]
-    # More than sums in float32 can be off.
-    room = total * 1e-4
-    weight = bits_of(top * tl.exp2(-STEP * trial.to(tl.float32)))
-    low = tl.max(tl.where(tl.sum(least, 0) >= wanted + room, weight, floor), 0)
-    high = tl.min(tl.where(tl.sum(most, 0) < wanted - room, weight, end), 0)
-    low = tl.maximum(low, floor)
-    # What reaches the floor may be less than is wanted: then all of it is kept.
+    bound = trial.to(tl.float32, bitcast=True) / top
+    below = tl.where(weight[None, :] < bound[:, None], weight[None, :], 0.0)
+    total, squares = tl.reduce((below, below * below), 1, both_added)
+    # As if there were one more: who sees nothing cannot be sure of it.
+    off = SURE * tl.sqrt(squares + bound * bound)
+    return (total + off) * stands_for <= spare, (total - off) * stands_for >= spare
+
+
+@triton.jit
+def guess_of(weight, stands_for, spare, top, floor, end, SURE: tl.constexpr, TRIALS: tl.constexpr):
+    """Bounds, as bits, between which the sum of all weights below surely gets to `spare`, or floor
+    and end; of TRIALS between these, and then twice of as many next to what is found, half of them
+    for each bound. The rest: of `sides_of`."""
+    j = tl.arange(0, TRIALS)
+    HALF: tl.constexpr = TRIALS // 2
+    low, high = floor, end
+    step = (end - floor) // TRIALS + 1
+    trial = floor + j * step
+    for _ in range(3):
+        less, more = sides_of(weight, stands_for, trial, top, spare, SURE)
+        low = tl.maximum(low, tl.max(tl.where(less, trial, floor), 0))
+        high = tl.minimum(high, tl.min(tl.where(more, trial, end), 0))
+        step = step // HALF + 1
+        trial = tl.where(j < HALF, low + j * step, high - (j - HALF) * step)
+    low = tl.minimum(low, end - 1)
     return low, tl.maximum(high, low + 1)
 
 
 @triton.jit
-def square_of(chunk, CHUNK: tl.constexpr):
-    """Places of a chunk's numbers, [16, CHUNK / 16]: a thread holds a column or several."""
-    lines: tl.constexpr = CHUNK // 16
-    return chunk * CHUNK + tl.arange(0, 16)[:, None] * lines + tl.arange(0, lines)[None, :]
-
-
-@triton.jit
-def list_chunk(weights, counts, weight, listed):
-    """Write those of a chunk's weights, as of `square_of`, that are listed, column by column, and
-    how many they are."""
-    listed = listed.to(tl.int32)
-    each = tl.sum(listed, 0)
-    before = tl.cumsum(each, 0) - each
-    place = before[None, :] + tl.cumsum(listed, 0) - 1
-    tl.store(weights + place, weight, mask=listed > 0)
-    tl.store(counts, tl.sum(each, 0))
+def list_chunk(numbers, counts, value, listed, LINES: tl.constexpr):
+    """Write those of a chunk's numbers [CHUNK] that are listed, line by line, and how many. With as
+    many lines as threads nothing but a running sum of lines goes from thread to thread."""
+    hit = columns(listed.to(tl.int32), LINES)
+    each = tl.sum(hit, 0)
+    running = tl.cumsum(each, 0)
+    place = (running - each)[None, :] + tl.cumsum(hit, 0) - 1
+    # Stores want rows.
+    at = numbers + tl.trans(place)
+    tl.store(at, tl.trans(columns(value, LINES)), mask=tl.trans(hit) > 0)
+    line = tl.arange(0, LINES)
+    tl.store(counts + line * 0, running, mask=line == LINES - 1)
 
 
 @triton.jit
@@ -223,21 +251,57 @@ def collect_lines(
 
 
 @triton.jit
+def bound_of(low, heat, SOFTMAX: tl.constexpr):
+    """From where on numbers may weigh `low` or more, as bits: all that do are, as `height_of`."""
+    weight = low.to(tl.float32, bitcast=True)
+    bound = weight
+    if SOFTMAX:
+        # More than powers and logarithms are off by; below normal numbers weights are rounded.
+        bound = (tl.log2(weight) - 1e-3) / tl.div_rn(1.4426950408889634, heat)
+        bound = tl.where(low < (1 << 23), float("-inf"), bound)
+    return bound
+
+
+@triton.jit
+def height_of(value, peak, SOFTMAX: tl.constexpr):
+    """What weights follow from: how far logits lie from the largest, or probabilities."""
+    return value - peak if SOFTMAX else value
+
+
+@triton.jit
 def collect_chunks(
-    x, counts, aboves, weights, low, high, peak, heat, width, chunks,
-    CHUNK: tl.constexpr, SOFTMAX: tl.constexpr, WEIGHED: tl.constexpr,
+    x, counts, numbers, low, peak, heat, width, chunks, first, step,
+    CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Lists the weights of a program's chunks of a row at x from `low` up to `high`; WEIGHED: the
-    sums of the others above too."""
-    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
-        place = square_of(chunk, CHUNK)
-        value = tl.load(x + place, mask=place < width, other=float("-inf"))
-        weight = weight_of(value.to(tl.float32), peak, heat, SOFTMAX)
-        key = bits_of(weight)
-        listed = (key >= low) & (key < high) & (weight > 0.0)
-        list_chunk(weights + chunk * CHUNK, counts + chunk, weight, listed)
-        if WEIGHED:
-            tl.store(aboves + chunk, tl.sum(tl.where(key >= high, weight, 0.0).to(tl.float64)))
+    """Lists the numbers of every step-th chunk of a row at x that weigh `low` > 0 or more, and
+    maybe some others. ABREAST: so many chunks are on their way at a time."""
+    bound = bound_of(low, heat, SOFTMAX)
+    for begin in range(first, chunks, ABREAST * step):
+        values = ()
+        for n in tl.static_range(ABREAST):
+            value = load_chunk(x, begin + n * step, width, CHUNK, float("-inf"))
+            values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
+        for n in tl.static_range(ABREAST):
+            chunk = begin + n * step
+            if chunk < chunks:
+                listed = height_of(values[n], peak, SOFTMAX) >= bound
+                list_chunk(numbers + chunk * CHUNK, counts + chunk, values[n], listed, LINES)
+
+
+@triton.jit
+def weigh_lists(
+    weights, counts, low, high, peak, heat,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """Make lists of numbers those of their weights from `low` up to `high`. Of each chunk the sum
+    above, float64, and of the row the sum of that with what is listed."""
+    c = tl.arange(0, CHUNKS)
+    count = tl.load(counts + c)
+    left, above, listed = compact(
+        weights, count, tl.max(count, 0), low, high, peak, heat, CHUNK, WIDTH, SOFTMAX
+    )
+    tl.store(counts + c, left)
+    return above, tl.sum(above + listed, 0)
 
 
 @triton.jit
@@ -249,21 +313,21 @@ def of_chunks(value, slot):
 
 @triton.jit
 def limit_of(
-    bounds, counts, aboves, weights, row, top, k, share, least, total,
+    counts, weights, by_line, above, reached, top, low, high, k, share, least, total,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """`limit` of a row with lists, sums and numbers per chunk."""
+    """`limit` of a row with lists, sums and numbers per chunk. by_line: lists are not of the chunks
+    in their order; above, reached: of `weigh_lists`."""
     c = tl.arange(0, CHUNKS)
-    weights += row * CHUNKS * CHUNK
-    count = tl.load(counts + row * 2 * CHUNKS + c)
-    slot = tl.load(counts + row * 2 * CHUNKS + CHUNKS + c)
-    above = tl.load(aboves + row * CHUNKS + c)
+    count = tl.load(counts + c)
     head = load_head(weights, count, CHUNK, WIDTH)
     threshold, mass, taken, partly = limit(
-        weights, head, count, above, top, tl.load(bounds + row * 2), tl.load(bounds + row * 2 + 1),
-        k, share, least, total, SHARE, CHUNK,
-    )  # fmt: skip
-    return threshold, of_chunks(mass, slot), of_chunks(taken, slot), partly
+        weights, head, count, above, reached, top, low, high, k, share, least, total, SHARE, CHUNK
+    )
+    if by_line:
+        slot = tl.load(counts + CHUNKS + c)
+        mass, taken = of_chunks(mass, slot), of_chunks(taken, slot)
+    return threshold, mass, taken, partly
 
 
 @triton.jit

@@ -98,6 +98,13 @@ def grouped(value, LINES: tl.constexpr):
 
 
 @triton.jit
+def columns(value, LINES: tl.constexpr):
+    """[N] as [N / LINES, LINES]: a column is a line, and a thread's."""
+    tile = tl.permute(grouped(value, LINES), (0, 2, 1))
+    return tl.reshape(tile, [value.shape[0] // LINES, LINES])
+
+
+@triton.jit
 def sum_of_lines(value, LINES: tl.constexpr):
     """Of [N], the sums of its lines [LINES]."""
     return tl.sum(tl.sum(grouped(value, LINES), 2), 0)
