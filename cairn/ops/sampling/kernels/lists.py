@@ -3,7 +3,9 @@
 A row has CHUNKS lists. Mostly they are of its chunks, one each; where few lines hold all that can
 be kept, of these lines. `slots` says to which chunk a list belongs; lists are in the order of the
 chunks. Bounds are weights as bits: what is listed is `low` and more and less than `high`; what a
-chunk has from `high` on is kept whatever else is, and summed.
+chunk has from `high` on is kept whatever else is, and summed. Lists of chunks are at first of
+numbers as the row has them, from `low` on: they are weighed, and left to what lies below `high`,
+when all are there.
 """
 
 from __future__ import annotations
