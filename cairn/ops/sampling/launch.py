@@ -39,9 +39,9 @@ RUN = 16
 """Numbers that are summed up before a token is looked for among them."""
 LIST_WARPS, LIST_REGISTERS = 8, 128
 """Of programs that list a row, and draw from it: two of a multiprocessor."""
-SAMPLE, FEW_ROWS = 64, 16
-"""Numbers of each chunk from which it is guessed where the threshold of a share lies: half of them
-for so few rows, which do not keep the device busy with what a better guess saves."""
+SAMPLE = 64
+"""Numbers of each chunk from which it is guessed where the threshold of a share lies. Not by how
+many rows there are: sums of what is listed are rounded as it is listed."""
 SURE, TRIALS = 4.0, 8
 """Standard deviations that the guess leaves on each side, and weights that are tried at a time."""
 ABREAST, AHEAD = 4, 8192
@@ -279,8 +279,8 @@ def _draw_filtered(
         *(source.values, source.temperature, *filters.tensors(), *numbers, *found),
         *(counts, weights, *few, out, *source.sizes),
         *(CHUNKS, source.chunk, LINE, min(32 * LIST_WARPS, source.chunk // 4)),
-        *(SAMPLE if rows > FEW_ROWS else SAMPLE // 2, SURE, TRIALS),
-        *(max(1, min(ABREAST, AHEAD // source.chunk)), WIDTH, RUN, FEW, RIVALS),
+        *(SAMPLE, SURE, TRIALS, max(1, min(ABREAST, AHEAD // source.chunk))),
+        *(WIDTH, RUN, FEW, RIVALS),
         *(softmax, filters.share(softmax), source.early),
         num_warps=LIST_WARPS,
         maxnreg=LIST_REGISTERS,

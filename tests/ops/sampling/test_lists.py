@@ -99,7 +99,7 @@ def guessed(rows: Tensor, share: Tensor, floor: float = 2.0**-100) -> tuple[Tens
     out = torch.empty(count, 2, dtype=torch.int32, device=device)
     guess_kernel[(count,)](
         *(rows, spare, floors, ends, out, rows.shape[1], 4, 1024),
-        *(launch.SAMPLE // 2, launch.SURE, launch.TRIALS),
+        *(launch.SAMPLE, launch.SURE, launch.TRIALS),
     )
     return out[:, :1].view(torch.float32), out[:, 1:].view(torch.float32)
 

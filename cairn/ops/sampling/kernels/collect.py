@@ -76,12 +76,14 @@ def collect_between(
 ):  # fmt: skip
     """Lists this program's chunks from `low` up to `high`. The last program of a row weighs all;
     and if the sum from the largest weight down gets to what is wanted elsewhere between floor and
-    end, it lists that, alone. Whether this is the last; its lists' bounds, and `weigh_lists`."""
-    first, step = tl.program_id(0), tl.num_programs(0)
+    end, it lists that, alone. Returns whether this is the last, its lists' bounds, and what
+    `weigh_lists` does."""
     above, reached = tl.zeros([CHUNKS], tl.float64), tl.full([], 0.0, tl.float64)
     last = tl.full([], False, tl.int1)
     missing = tl.full([], True, tl.int1)
     while missing:
+        first = tl.where(last, 0, tl.program_id(0))
+        step = tl.where(last, 1, tl.num_programs(0))
         collect_chunks(
             x, counts, weights, low, peak, heat, width, chunks, first, step,
             CHUNK, LINES, ABREAST, SOFTMAX,
@@ -100,10 +102,10 @@ def collect_between(
                 higher = (tl.sum(above, 0) >= wanted) & (high < end)
                 lower = (reached < wanted) & (low > floor)
                 missing = higher | lower
-                was_low, was_high = low, high
-                low = tl.where(higher, was_high, tl.where(lower, floor, was_low))
-                high = tl.where(higher, end, tl.where(lower, was_low, was_high))
-                first, step = first * 0, step * 0 + 1
+                low, high = (
+                    tl.where(higher, high, tl.where(lower, floor, low)),
+                    tl.where(higher, end, tl.where(lower, low, high)),
+                )
     tl.debug_barrier()
     return last, low, high, above, reached
 
@@ -119,7 +121,7 @@ def collect_row(
 ):  # fmt: skip
     """Lists of a row at x that is filtered, SHARED: by a share, maybe. Returns its token instead,
     or else -2, whether this program is the one that finds all its lists done, whether they are of
-    lines, their bounds, and `weigh_lists`."""
+    lines, their bounds, and what `weigh_lists` returns."""
     total = tl.sum(mass, 0)
     top = weight_of(peak, peak, heat, SOFTMAX)
     lines = chunks * (CHUNK // LINE)
