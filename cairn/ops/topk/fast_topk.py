@@ -10,7 +10,7 @@ from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, refuse
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
-from cairn.ops.topk.kernels import few_kernel, first_kernel
+from cairn.ops.topk.kernels.few import few_kernel, first_kernel
 
 MOST, LONGEST = 16, 1 << 14
 """Most numbers that are found one after the other, in rows of so many."""

@@ -8,14 +8,27 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.topk.kernels import choose_kernel, narrow_kernel
+from cairn.ops.early import early_option
+from cairn.ops.topk.kernels.select import bound_kernel, choose_kernel, list_kernel
 from cairn.ops.topk.selection import Rows
 
-LAST = 1 << 14
-"""Most candidates of a row that one program holds; half of them for FEW rows, which leave most of a
-large device to more programs."""
-FEW = 8
-LEAST_CHUNK = 4096
+LEAST_ROOM = 4096
+"""Candidates that one program takes at once, at least; half as many again as are chosen, since
+lists hold some more than that."""
+SAMPLES = (1 << 10, 1 << 12)
+"""Fewest and most scores that are looked at for a bound."""
+PART = 16
+"""One score of so many is, between these."""
+SURE = 4.0
+"""Standard deviations by which a bound is lower than what the sample says."""
+CHUNK = 1 << 10
+"""Candidates that one program lists, if the lists of a row are not too many."""
+MOST_LISTS, MOST_CHUNK = 1 << 10, 1 << 14
+"""Of a row, but for those that have more of the longest lists: a count of one has 16 bits."""
+LINE = 1 << 7
+"""Scores of float32 that a warp loads at once."""
+LIST_REGISTERS = 64
+"""Of a thread that lists: what equal scores take, which most rows do not have, would take more."""
 
 
 class Pages(NamedTuple):
@@ -27,14 +40,12 @@ class Pages(NamedTuple):
     size: int
 
 
-class _Level(NamedTuple):
-    """What a launch reads: scores, positions and counts of the level before, and their sizes."""
+class _Lists(NamedTuple):
+    """What may be among the best of each row: see `bound_kernel` and `list_kernel`."""
 
-    score: Tensor
-    places: Tensor | None
-    counts: Tensor | None
-    width: int
-    lines: int
+    floors: Tensor
+    lists: Tensor
+    counts: Tensor
 
 
 def accepts(rows: Rows) -> bool:
@@ -51,42 +62,53 @@ def select(rows: Rows, pages: Pages | None = None, offset: Tensor | None = None)
     out = torch.empty((batch, topk), dtype=torch.int32, device=score.device)
     if not batch:
         return out
-    level = _Level(score, None, None, width, 1)
-    last = LAST if batch > FEW else LAST // 2
-    chunk = max(LEAST_CHUNK, min(last, gpu.next_power_of_2(8 * topk)))
-    while level.width > last:
-        level = _narrow(rows, level, chunk)
+    room = max(LEAST_ROOM, gpu.next_power_of_2(topk + topk // 2))
+    room = min(room, gpu.next_power_of_2(max(32, width)))
+    floors, lists, counts = None, None, None
+    chunk = max(CHUNK, min(MOST_CHUNK, gpu.next_power_of_2(max(1, width)) // MOST_LISTS))
+    chunks = -(-width // chunk)
+    early = gpu.launches_early(score.device)
+    if width > room:
+        floors, lists, counts = _list(rows, room, chunk, early)
     table, bounds, size = (None, None, 1) if pages is None else pages
     requests = 0 if table is None else table.shape[0]
-    block = gpu.next_power_of_2(max(32, level.width))
+    early = early and lists is not None
     choose_kernel[(batch,)](
-        *(level.score, level.places, level.counts, lengths, starts, table, bounds, offset, out),
-        *(score.stride(0), level.width, level.lines, topk),
-        *(0 if table is None else table.stride(0), requests, size),
-        *(block, gpu.next_power_of_2(topk), gpu.next_power_of_2(requests + 1)),
-        num_warps=_warps(block),
+        *(score, lengths, starts, floors, lists, counts, table, bounds, offset, out),
+        *(score.stride(0), width, chunks, topk),
+        *(0 if table is None else table.stride(0), requests, size, room, chunk),
+        *(gpu.next_power_of_2(x) for x in (chunks, topk, requests + 1)),
+        early,
+        num_warps=_warps(room),
+        **early_option(early),
     )
     return out
 
 
-def _narrow(rows: Rows, level: _Level, chunk: int) -> _Level:
+def _list(rows: Rows, room: int, chunk: int, early: bool) -> _Lists:
+    """Lists of all rows that have more than `room` candidates."""
     score, lengths, starts, topk = rows
-    batch, chunks = score.shape[0], -(-level.width // chunk)
-    found = _Level(
-        score.new_empty((batch, chunks, topk)),
-        lengths.new_empty((batch, chunks, topk)),
+    batch, width = score.shape
+    chunks = -(-width // chunk)
+    found = _Lists(
+        score.new_empty(batch),
+        lengths.new_empty((batch, chunks, chunk)),
         lengths.new_empty((batch, chunks)),
-        chunks * topk,
-        topk,
     )
-    narrow_kernel[(batch, chunks)](
-        *(level.score, level.places, level.counts, lengths, starts),
-        *(found.score, found.places, found.counts),
-        *(score.stride(0), level.width, level.lines, topk, chunk),
+    sample = min(SAMPLES[1], max(SAMPLES[0], gpu.next_power_of_2(width // PART)))
+    bound_kernel[(batch,)](
+        *(score, lengths, starts, found.floors, score.stride(0), width, topk),
+        *(room, sample, SURE, early),
+        num_warps=_warps(sample),
+    )
+    list_kernel[(batch, chunks)](
+        *(score, lengths, starts, *found, score.stride(0), width, room, chunk, LINE, early),
         num_warps=_warps(chunk),
+        maxnreg=LIST_REGISTERS,
+        **early_option(early),
     )
     return found
 
 
 def _warps(block: int) -> int:
-    return max(1, min(16, block // 512))
+    return max(1, min(16, block // 256))

@@ -36,23 +36,48 @@ def largest(value, inside, total, count, N: tl.constexpr):
         total: how many are inside; a larger number will do if at least `count` are.
     """
     key = tl.where(inside, ordered(value), 0)
+    low = tl.min(tl.where(inside, key, 0xFFFFFFFF), 0)
+    return largest_from(key, inside, low, tl.max(key, 0) + 1, None, total, count, N)
+
+
+@triton.jit
+def largest_from(key, inside, low, high, reach, total, count, N: tl.constexpr):
+    """`largest`, of `ordered` keys; inside all of them reach low, none high.
+
+    Args:
+        reach: how far from low the search looks at first, or None: for what lies near to it.
+    """
     wanted = tl.minimum(count, total)
     # At least `wanted` keys reach low, and at_high < wanted reach high.
-    low = tl.min(tl.where(inside, key, 0xFFFFFFFF), 0)
-    high = tl.max(key, 0) + 1
     at_low = total
     at_high = 0
     while (high - low > 1) & (at_low != wanted):
-        step = tl.maximum((high - low) >> 2, 1)
-        one = low + step
-        two = one + step
-        three = two + step
-        # Three counts in one sum. The least key reaches none of the three: a count is < N.
+        # Counts in one sum, as many as it has bits for: where all keys may reach a trial value,
+        # one bit more than where the least key is low.
         if N <= 1024:
+            step = tl.maximum((high - low) >> 2, 1)
+            one = low + step
+            two = one + step
+            three = two + step
             sums = (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 10)
             sums = tl.sum(sums + ((key >= three).to(tl.int32) << 20), 0)
             at_one, at_two, at_three = sums & 1023, (sums >> 10) & 1023, sums >> 20
+        elif N < 1 << 15:
+            step = tl.maximum((high - low) // 3, 1)
+            if reach is not None:
+                step = tl.minimum(step, reach)
+                reach = tl.minimum(reach, 1 << 27) << 3
+            one = low + step
+            two = one + step
+            three = two
+            sums = tl.sum((key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 16), 0)
+            at_one, at_two = sums & 0xFFFF, sums >> 16
+            at_three = at_two
         else:
+            step = tl.maximum((high - low) >> 2, 1)
+            one = low + step
+            two = one + step
+            three = two + step
             wide = (key >= one).to(tl.int64) + ((key >= two).to(tl.int64) << 20)
             wide = tl.sum(wide + ((key >= three).to(tl.int64) << 40), 0)
             at_one = (wide & 0xFFFFF).to(tl.int32)

@@ -1,0 +1,1 @@
+"""Triton kernels of this folder's ops."""
