@@ -195,6 +195,21 @@ def load_listed(
 
 
 @triton.jit
+def best_of(value, inside, least, listed, total, topk, N: tl.constexpr):
+    """What `largest` gives; listed: inside all reach the key `least`, and what is chosen lies close
+    above it."""
+    key = tl.where(inside, ordered(value), 0)
+    low = least
+    high = tl.full([], 0xFFFFFFFF, tl.uint32)
+    reach = tl.full([], NEAR, tl.uint32)
+    if not listed:
+        low = tl.min(tl.where(inside, key, 0xFFFFFFFF), 0)
+        high = tl.max(key, 0) + 1
+        reach = high
+    return largest_from(key, inside, low, high, reach, total, topk, N)
+
+
+@triton.jit
 def choose_kernel(
     score, lengths, starts, floors, lists, counts, table, bounds, offset, out,
     stride, width, chunks, topk, table_stride, requests, page_size,
@@ -260,17 +275,8 @@ def choose_kernel(
                     )
             place = tl.where(fresh < 0, tl.load(into + at, mask=fresh < 0, other=0), first + place)
             value = load_scores(score, row, start, place, inside, stride)
-            key = tl.where(inside, ordered(value), 0)
-            # The least that is chosen lies close above a bound.
-            low = least
-            high = tl.full([], 0xFFFFFFFF, tl.uint32)
-            reach = tl.full([], NEAR, tl.uint32)
-            if not listed:
-                low = tl.min(tl.where(inside, key, 0xFFFFFFFF), 0)
-                high = tl.max(key, 0) + 1
-                reach = high
-            taken, order, found = largest_from(
-                key, inside, low, high, reach, tl.minimum(amount - seen + kept, ROOM), topk, ROOM
+            taken, order, found = best_of(
+                value, inside, least, listed, tl.minimum(amount - seen + kept, ROOM), topk, ROOM
             )
             seen += ROOM - kept
             kept = tl.where(seen < amount, found, -1)
