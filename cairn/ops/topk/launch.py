@@ -27,8 +27,9 @@ MOST_LISTS, MOST_CHUNK = 1 << 10, 1 << 14
 """Of a row, but for those that have more of the longest lists: a count of one has 16 bits."""
 LINE = 1 << 7
 """Scores of float32 that a warp loads at once."""
-LIST_REGISTERS = 64
-"""Of a thread that lists: what equal scores take, which most rows do not have, would take more."""
+REGISTERS = 64
+"""Of a thread that lists or chooses, so that programs lie beside each other: equal scores, which
+most rows do not have, would take more."""
 
 
 class Pages(NamedTuple):
@@ -80,6 +81,7 @@ def select(rows: Rows, pages: Pages | None = None, offset: Tensor | None = None)
         *(gpu.next_power_of_2(x) for x in (chunks, topk, requests + 1)),
         early,
         num_warps=_warps(room),
+        maxnreg=REGISTERS,
         **early_option(early),
     )
     return out
@@ -104,11 +106,11 @@ def _list(rows: Rows, room: int, chunk: int, early: bool) -> _Lists:
     list_kernel[(batch, chunks)](
         *(score, lengths, starts, *found, score.stride(0), width, room, chunk, LINE, early),
         num_warps=_warps(chunk),
-        maxnreg=LIST_REGISTERS,
+        maxnreg=REGISTERS,
         **early_option(early),
     )
     return found
 
 
 def _warps(block: int) -> int:
-    return max(1, min(16, block // 256))
+    return max(1, min(32, block // 256))
