@@ -28,8 +28,8 @@ MOST_LISTS, MOST_CHUNK = 1 << 10, 1 << 14
 LINE = 1 << 7
 """Scores of float32 that a warp loads at once."""
 REGISTERS = 64
-"""Of a thread that lists or chooses, so that programs lie beside each other: equal scores, which
-most rows do not have, would take more."""
+"""Of a thread that lists, and of one that chooses where rows share multiprocessors: more programs
+lie beside each other. Equal scores, which most rows do not have, would take more."""
 
 
 class Pages(NamedTuple):
@@ -81,7 +81,7 @@ def select(rows: Rows, pages: Pages | None = None, offset: Tensor | None = None)
         *(gpu.next_power_of_2(x) for x in (chunks, topk, requests + 1)),
         early,
         num_warps=_warps(room),
-        maxnreg=REGISTERS,
+        **({"maxnreg": REGISTERS} if batch > gpu.processors(score.device) else {}),
         **early_option(early),
     )
     return out
