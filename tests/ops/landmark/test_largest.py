@@ -8,7 +8,7 @@ import torch
 
 from cairn.ops import gpu
 from cairn.ops.gpu import tl, triton
-from cairn.ops.landmark.kernels.select import largest
+from cairn.ops.landmark.kernels.largest import largest
 from cairn.ops.landmark.select_pages import select_pages
 
 pytestmark = pytest.mark.skipif(

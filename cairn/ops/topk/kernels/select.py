@@ -10,7 +10,7 @@ from __future__ import annotations
 from cairn.ops import gpu
 from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
-from cairn.ops.landmark.kernels.select import largest_from, ordered
+from cairn.ops.landmark.kernels.largest import largest_from, ordered
 from cairn.ops.sampling.kernels.lists import reached_by
 
 NEAR = gpu.constant(1 << 20)
