@@ -17,7 +17,8 @@ from cairn.bench.timing import Timing, kernels, measure_calls, rotated
 from cairn.errors import BadConfig, CairnError
 from cairn.names import suggestion
 from cairn.ops.benching import Draw, Point
-from cairn.ops.registry import REFERENCE, Op, all_ops
+from cairn.ops.implementation import REFERENCE
+from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, runnable
 
 log = logging.getLogger(__name__)

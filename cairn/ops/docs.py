@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cairn.ops.registry import REFERENCE, Implementation, Op, all_ops
+from cairn.ops.implementation import REFERENCE, Implementation
+from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import cases_of
 
 INDEX = "README.md"

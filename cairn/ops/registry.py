@@ -27,8 +27,7 @@ import contextlib
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -37,6 +36,7 @@ from torch import Tensor
 from cairn.errors import BadConfig
 from cairn.names import suggestion
 from cairn.ops import checks, replay
+from cairn.ops.implementation import HANDED_ON, REFERENCE, Implementation
 from cairn.ops.trust import calls
 
 if TYPE_CHECKING:
@@ -48,53 +48,10 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 Tolerance = tuple[float, float]
 
-REFERENCE = "reference"
-HANDED_ON = ["args", "kwargs"]
-"""Parameters of an implementation that does not look at its arguments."""
 VARIABLE = "CAIRN_OPS"
 _is_compiling = torch.compiler.is_compiling
 _active_modes = torch._C._len_torch_dispatch_stack
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One way to compute an op, and what it accepts.
-
-    Attributes:
-        name: unique within the op.
-        function: same parameters as the definition, or HANDED_ON.
-        devices: device types it runs on.
-        dtypes: dtypes accepted for the first floating-point tensor argument; None: any.
-        when: called with the op's arguments; False refuses them (by shape). None: always.
-        missing: why it cannot run on this machine, whatever the arguments; empty: it can.
-        replayed: eager calls on CUDA tensors make the launches of earlier ones again (replay.py).
-    """
-
-    name: str
-    function: Callable[..., Any]
-    devices: tuple[str, ...]
-    dtypes: Sequence[torch.dtype] | None = None
-    when: Callable[..., bool] | None = None
-    missing: str = ""
-    replayed: bool = False
-
-    @property
-    def conditional(self) -> bool:
-        """Whether the choice needs a look at the arguments beyond their device."""
-        return self.dtypes is not None or self.when is not None
-
-    def accepts(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether dtype and `when` accept the arguments (the device is the caller's business)."""
-        if self.missing:
-            return False
-        if self.dtypes is not None:
-            given = [*args, *kwargs.values()]
-            floating = (v for v in given if isinstance(v, Tensor) and v.is_floating_point())
-            first = next(floating, None)
-            if first is not None and first.dtype not in self.dtypes:
-                return False
-        return self.when is None or self.when(*args, **kwargs)
 
 
 class Op(Generic[P, R]):
@@ -105,10 +62,16 @@ class Op(Generic[P, R]):
     forms are `cairn::NAME` (no `out`) and `cairn::NAME_out` (mutates `out`, returns nothing).
     """
 
-    def __init__(self, definition: Callable[P, R], mutates: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        definition: Callable[P, R],
+        mutates: Iterable[str] = (),
+        spellings: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = definition.__name__
         self.reference = definition
         self.mutates = tuple(mutates)
+        self.spellings = dict(spellings or {})
         self.family = definition.__module__.rpartition(".")[0].rpartition(".")[2]
         self.implementations: dict[str, Implementation] = {}
         self.case_source: Callable[[Make], Iterable[Arguments | Tensor]] | None = None
@@ -142,6 +105,8 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the chosen implementation; raises TypeError for arguments that do not fit."""
+        if kwargs and self.spellings:
+            self._respell(kwargs)
         position = self._key
         key = args[position] if len(args) > position else kwargs.get(self._key_name)
         if type(key) not in _PLAIN_TENSORS or _is_compiling() or _active_modes():
@@ -166,6 +131,14 @@ class Op(Generic[P, R]):
             return chosen.function(*args, **kwargs)
         return self._with_out(chosen.function, args, kwargs)
 
+    def _respell(self, kwargs: dict[str, Any]) -> None:
+        """Give keywords that are spelled in another way the names of the definition."""
+        for other in self.spellings.keys() & kwargs.keys():
+            name = self.spellings[other]
+            if name in kwargs:
+                raise TypeError(f"{self.name}() got both {name!r} and {other!r}, which is the same")
+            kwargs[name] = kwargs.pop(other)
+
     def using(self, name: str) -> Callable[P, R]:
         """One implementation by name ("reference": the definition). Raises BadConfig if unknown."""
         function = self._named(name).function
@@ -179,6 +152,7 @@ class Op(Generic[P, R]):
 
     def choice(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """Name of what a call with these arguments would run. Raises what a call's look does."""
+        self._respell(kwargs)
         if self._check is not None:
             self._check(*args, **kwargs)
         key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
@@ -424,11 +398,19 @@ class Op(Generic[P, R]):
 @overload
 def op(definition: Callable[P, R], /) -> Op[P, R]: ...
 @overload
-def op(*, mutates: Sequence[str] = ()) -> Callable[[Callable[P, R]], Op[P, R]]: ...
 def op(
-    definition: Callable[P, R] | None = None, /, *, mutates: Sequence[str] = ()
+    *, mutates: Sequence[str] = (), spellings: Mapping[str, str] | None = None
+) -> Callable[[Callable[P, R]], Op[P, R]]: ...
+def op(
+    definition: Callable[P, R] | None = None,
+    /,
+    *,
+    mutates: Sequence[str] = (),
+    spellings: Mapping[str, str] | None = None,
 ) -> Op[P, R] | Callable[[Callable[P, R]], Op[P, R]]:
     """Make a definition an op: `@op`, or `@op(mutates=("k_cache",))` when it changes arguments.
+
+    `spellings` holds other keywords -> names of parameters: calls may use either.
 
     The definition's annotations give the schema (torch.library.infer_schema), so they must be
     Tensor, numbers, bool, str, dtype, device, lists of these or None; results may not alias
@@ -436,7 +418,7 @@ def op(
     """
     if definition is not None:
         return Op(definition)
-    return lambda function: Op(function, mutates)
+    return lambda function: Op(function, mutates, spellings)
 
 
 _ops: dict[str, Op[..., Any]] = {}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops.cache.quantized import pack
-from cairn.ops.registry import Implementation, Op, Tolerance
+from cairn.ops.implementation import Implementation
+from cairn.ops.registry import Op, Tolerance
 
 TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.float64: (1e-9, 1e-12),

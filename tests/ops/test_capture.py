@@ -27,7 +27,8 @@ from cairn.ops import (
     top_p_sampling_from_probs,
     transfer_kv_per_layer,
 )
-from cairn.ops.registry import REFERENCE, Op, all_ops
+from cairn.ops.implementation import REFERENCE
+from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, cases_of, compare, tolerance_of
 
 CAPTURED_CASES = 3

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import cairn.ops
 from cairn.ops import gpu
-from cairn.ops.registry import REFERENCE, Op, all_ops, force
+from cairn.ops.implementation import REFERENCE
+from cairn.ops.registry import Op, all_ops, force
 from cairn.ops.testing import Arguments, Make, cases_of, check, compare, run, runnable, tolerance_of
 
 

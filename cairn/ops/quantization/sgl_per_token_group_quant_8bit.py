@@ -16,7 +16,7 @@ from cairn.ops.testing import Cases, Make
 BYTES = torch.uint8
 
 
-@op(mutates=("output_q", "output_s"))
+@op(mutates=("output_q", "output_s"), spellings={"int8_min": "fp8_min", "int8_max": "fp8_max"})
 def sgl_per_token_group_quant_8bit(
     input: Tensor,
     output_q: Tensor,
@@ -46,7 +46,8 @@ def sgl_per_token_group_quant_8bit(
             last group.
         group_size: G, divides K.
         eps: least magnitude of a group.
-        fp8_min, fp8_max: range of the codes; None: of output_q's dtype.
+        fp8_min, fp8_max: range of the codes; None: of output_q's dtype. As keywords they may be
+            called int8_min and int8_max.
         scale_ue8m0: s is the least power of two that is not below it.
         fuse_silu_and_mul: see input.
         masked_m: [E] int32: of input [E, T, ...] only the first masked_m[e] rows are written.

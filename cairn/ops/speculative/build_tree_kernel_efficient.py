@@ -12,14 +12,21 @@ from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import build_kernel
-from cairn.ops.speculative.trees import WIDEST, expect_positions, expect_room, expect_tree, links
+from cairn.ops.speculative.trees import (
+    SPELLINGS,
+    WIDEST,
+    expect_positions,
+    expect_room,
+    expect_tree,
+    links,
+)
 from cairn.ops.testing import Arguments, Cases, Make
 
 FULL_MASK, DRAFT_MASK, PACKED_MASK = 0, 1, 2
 _CHANGED = ("tree_mask", "positions", "retrive_index", "retrive_next_token", "retrive_next_sibling")
 
 
-@op(mutates=_CHANGED)
+@op(mutates=_CHANGED, spellings=SPELLINGS)
 def build_tree_kernel_efficient(
     parent_list: Tensor,
     selected_index: Tensor,
@@ -40,6 +47,8 @@ def build_tree_kernel_efficient(
     With t = selected_index[i - 1] // topk its parent is node 0 for t = 0, else the node whose
     drafted number is parent_list[t]; a node whose parent is not there is left without links, and
     its ancestors end where the chain does.
+
+    As keywords, names that begin with retrive_ may also begin with retrieve_.
 
     Args:
         parent_list: [B, topk * (depth - 1) + 1] int64, drafted number of every expansion; or

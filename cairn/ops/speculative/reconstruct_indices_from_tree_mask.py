@@ -10,13 +10,20 @@ from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import reconstruct_kernel
-from cairn.ops.speculative.trees import WIDEST, expect_positions, expect_tree, first, links
+from cairn.ops.speculative.trees import (
+    SPELLINGS,
+    WIDEST,
+    expect_positions,
+    expect_tree,
+    first,
+    links,
+)
 from cairn.ops.testing import Arguments, Cases, Make
 
 _CHANGED = ("positions", "retrive_index", "retrive_next_token", "retrive_next_sibling")
 
 
-@op(mutates=_CHANGED)
+@op(mutates=_CHANGED, spellings=SPELLINGS)
 def reconstruct_indices_from_tree_mask(
     tree_mask: Tensor,
     verified_seq_len: Tensor,
@@ -28,6 +35,8 @@ def reconstruct_indices_from_tree_mask(
     draft_token_num: int,
 ) -> None:
     """Node j < i is an ancestor of node i where tree_mask[b, i, j]; the nearest is its parent.
+
+    As keywords, names that begin with retrive_ may also begin with retrieve_.
 
     Args:
         tree_mask: [B * n * n] bool, B = batch_size, n = draft_token_num.

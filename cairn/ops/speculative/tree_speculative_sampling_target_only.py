@@ -14,7 +14,7 @@ from cairn.ops.speculative.kernels import (
     final_token_kernel,
     sampled_path_kernel,
 )
-from cairn.ops.speculative.trees import expect_outcome, expect_tree, random_tree
+from cairn.ops.speculative.trees import SPELLINGS, expect_outcome, expect_tree, random_tree
 from cairn.ops.testing import Arguments, Cases, Make
 
 LEAST_THRESHOLD = 1e-9
@@ -23,7 +23,7 @@ _BLOCK = 2048
 _CHANGED = ("predicts", "accept_index", "accept_token_num", "draft_probs")
 
 
-@op(mutates=_CHANGED)
+@op(mutates=_CHANGED, spellings=SPELLINGS)
 def tree_speculative_sampling_target_only(
     predicts: Tensor,
     accept_index: Tensor,
@@ -49,6 +49,8 @@ def tree_speculative_sampling_target_only(
     S - 1 accepted. The last token is drawn from target_probs[node], less draft_probs[node] (never
     below 0) unless S - 1 were accepted: the first whose running mass, summed in float64, exceeds
     the final coin times all of it. Where nothing has mass it is V - 1.
+
+    As keywords, names that begin with retrive_ may also begin with retrieve_.
 
     Args:
         predicts: [B * n] or longer, int32, written at the nodes of the path: the token that follows
@@ -167,7 +169,7 @@ def _(
     sampled_path_kernel[(batch,)](
         *(predicts, accept_index, accept_token_num, candidates, retrive_index),
         *(retrive_next_token, retrive_next_sibling, uniform_samples, *probs, place),
-        *(float(threshold_single), max(threshold_acc, LEAST_THRESHOLD)),
+        *(float(threshold_single), float(max(threshold_acc, LEAST_THRESHOLD))),
         *(nodes, longest, vocabulary),
         num_warps=1,
     )

@@ -15,6 +15,8 @@ from torch import Tensor
 from cairn.ops.checks import INDICES, expect, refuse
 from cairn.ops.testing import Make
 
+SPELLINGS = {f"retrieve_{end}": f"retrive_{end}" for end in ("index", "next_token", "next_sibling")}
+"""This field writes these names in both ways."""
 WIDEST = 128
 """Most nodes of a tree that the kernels hold, as a square of them."""
 

@@ -10,11 +10,11 @@ from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import greedy_kernel
-from cairn.ops.speculative.trees import expect_outcome, expect_tree, random_tree
+from cairn.ops.speculative.trees import SPELLINGS, expect_outcome, expect_tree, random_tree
 from cairn.ops.testing import Arguments, Cases, Make
 
 
-@op(mutates=("predicts", "accept_index", "accept_token_num"))
+@op(mutates=("predicts", "accept_index", "accept_token_num"), spellings=SPELLINGS)
 def verify_tree_greedy(
     predicts: Tensor,
     accept_index: Tensor,
@@ -28,6 +28,8 @@ def verify_tree_greedy(
     """Walk every tree from node 0, always to the first child that holds the target's prediction.
 
     The walk ends where no child does, or with S - 1 drafted tokens accepted.
+
+    As keywords, names that begin with retrive_ may also begin with retrieve_.
 
     Args:
         predicts: [B * n] or longer, int32, written at every visited node: what the target predicts

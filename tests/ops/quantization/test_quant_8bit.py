@@ -145,6 +145,13 @@ def test_int8_groups_are_cut_towards_zero(device: str) -> None:
         assert (q.cpu().numpy() == wanted).all(), name
 
 
+def test_bounds_of_int8_codes_by_their_own_names(device: str) -> None:
+    x = drawn((2, 32), torch.float32).to(device)
+    q, s = torch.empty(2, 32, dtype=torch.int8, device=device), torch.empty(2, 2, device=device)
+    sgl_per_token_group_quant_int8(x, q, s, 16, int8_min=-5, int8_max=7)
+    assert (q.min().item(), q.max().item()) == (-5, 7)
+
+
 @pytest.mark.parametrize("groups", [1, 4, 6])
 def test_exponents_share_words(groups: int, device: str) -> None:
     x = drawn((5, 16 * groups), torch.float32, 40.0)

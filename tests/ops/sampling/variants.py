@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cairn.ops import gpu
-from cairn.ops.registry import REFERENCE, Op
+from cairn.ops.implementation import REFERENCE
+from cairn.ops.registry import Op
 
 
 def interpreted(name: str, device: str) -> bool:

@@ -65,7 +65,7 @@ def walk(tree, tokens, coins, final, law, draft, longest, single, acc):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("single, acc", [(1.0, 1.0), (0.4, 0.5), (1.0, 0.0)])
+@pytest.mark.parametrize("single, acc", [(1.0, 1.0), (0.4, 0.5), (1.0, 0.0), (1, 2)])
 @pytest.mark.parametrize("seed", range(3))
 def test_path_and_final_token(seed: int, single: float, acc: float, name: str) -> None:
     rng, g = random.Random(seed), torch.Generator().manual_seed(seed)

@@ -80,3 +80,16 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     ):
         with pytest.raises(BadArgument, match=f"`{named}"):
             verify_tree_greedy(*given)
+
+
+def test_both_spellings_of_the_tree() -> None:
+    forest = Forest.grow(1, 5, random.Random(1))
+    names = ("index", "next_token", "next_sibling")
+    tokens, outcomes = torch.zeros(1, 5, dtype=torch.int64), []
+    for prefix in ("retrive", "retrieve"):
+        tree = {f"{prefix}_{n}": x for n, x in zip(names, forest.tensors(), strict=True)}
+        written = (torch.zeros(5).int(), torch.full((1, 3), -1).int(), torch.zeros(1).int())
+        verify_tree_greedy(*written, candidates=tokens, target_predict=tokens, **tree)
+        outcomes.append([x.tolist() for x in written])
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][2] != [0]
