@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops.checks import FLOATS
 from cairn.ops.sampling import arguments
 from cairn.ops.sampling.draw_from_probs import draw_from_probs
-
-FLOAT32 = (torch.float32,)
 
 
 @draw_from_probs.front
@@ -25,7 +24,7 @@ def sampling_from_probs(
     running mass exceeds u times the mass of the row.
 
     Args:
-        probs: [B, V] float32 >= 0, not necessarily normalised.
+        probs: [B, V] float32 (or half precision, taken as float32) >= 0, of any sum.
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
         deterministic: without effect, draws always are.
         generator: where the uniform numbers come from; None: the device's own.
@@ -36,7 +35,7 @@ def sampling_from_probs(
         BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
     """
     name = "sampling_from_probs"
-    _look(name, probs, check_nan)
+    probs = _seen(name, probs, check_nan)
     uniform = arguments.drawn_uniforms(name, probs, indices, generator)
     return draw_from_probs(probs, uniform, indices=indices)
 
@@ -53,7 +52,7 @@ def top_p_sampling_from_probs(
     """One token of every row after the filter of top_p_renorm_probs; see sampling_from_probs.
 
     Args:
-        probs: [B, V] float32, rows that sum to 1.
+        probs: [B, V] float32 (or half precision, taken as float32), rows that sum to 1.
         top_p: a number, or [B] of them.
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
         deterministic: without effect, draws always are.
@@ -65,7 +64,7 @@ def top_p_sampling_from_probs(
         BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
     """
     name = "top_p_sampling_from_probs"
-    _look(name, probs, check_nan)
+    probs = _seen(name, probs, check_nan)
     p = arguments.shares(name, "top_p", top_p, probs)
     uniform = arguments.drawn_uniforms(name, probs, indices, generator)
     return draw_from_probs(probs, uniform, top_p=p, indices=indices)
@@ -84,7 +83,7 @@ def min_p_sampling_from_probs(
     sampling_from_probs.
 
     Args:
-        probs: [B, V] float32 >= 0.
+        probs: [B, V] float32 (or half precision, taken as float32) >= 0.
         min_p: a number, or [B] of them, in [0, 1].
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
         deterministic: without effect, draws always are.
@@ -96,7 +95,7 @@ def min_p_sampling_from_probs(
         BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
     """
     name = "min_p_sampling_from_probs"
-    _look(name, probs, check_nan)
+    probs = _seen(name, probs, check_nan)
     p = arguments.shares(name, "min_p", min_p, probs)
     uniform = arguments.drawn_uniforms(name, probs, indices, generator)
     return draw_from_probs(probs, uniform, min_p=p, indices=indices)
@@ -116,7 +115,7 @@ def top_k_top_p_sampling_from_probs(
     """One token of every row after top-k and top-p; see sampling_from_probs.
 
     Args:
-        probs: [B, V] float32, rows that sum to 1.
+        probs: [B, V] float32 (or half precision, taken as float32), rows that sum to 1.
         top_k: a number, or [B] int32 or int64, as in top_k_renorm_probs.
         top_p: a number, or [B] of them, as in top_p_renorm_probs.
         filter_apply_order: "top_k_first": top-p of what top-k left, divided by its sum; "joint":
@@ -132,14 +131,16 @@ def top_k_top_p_sampling_from_probs(
     """
     name = "top_k_top_p_sampling_from_probs"
     joint = arguments.check_order(name, filter_apply_order)
-    _look(name, probs, check_nan)
+    probs = _seen(name, probs, check_nan)
     k = arguments.counts(name, "top_k", top_k, probs)
     p = arguments.shares(name, "top_p", top_p, probs)
     uniform = arguments.drawn_uniforms(name, probs, indices, generator)
     return draw_from_probs(probs, uniform, k, p, None, indices, joint)
 
 
-def _look(name: str, probs: Tensor, check_nan: bool) -> None:
-    arguments.check_rows(name, "probs", probs, FLOAT32)
+def _seen(name: str, probs: Tensor, check_nan: bool) -> Tensor:
+    """Probabilities after a look at them, float32."""
+    arguments.check_rows(name, "probs", probs, FLOATS)
     if check_nan:
         arguments.refuse_nan(name, "probs", probs)
+    return probs.float()

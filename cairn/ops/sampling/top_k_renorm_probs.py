@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
-from cairn.ops.checks import INDICES
+from cairn.ops.checks import FLOATS, INDICES
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
@@ -45,15 +45,15 @@ def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
     Tokens as probable as the k-th are all kept.
 
     Args:
-        probs: [B, V] float32, finite and not negative.
+        probs: [B, V] float32 (or half precision, taken as float32), finite and not negative.
         top_k: a number, or [B] int32 or int64; k < 1 or k >= V keeps all.
     Returns:
         [B, V] float32.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
-    arguments.check_rows(NAME, "probs", probs, (torch.float32,))
-    return top_k_renorm(probs, arguments.counts(NAME, "top_k", top_k, probs))
+    arguments.check_rows(NAME, "probs", probs, FLOATS)
+    return top_k_renorm(probs.float(), arguments.counts(NAME, "top_k", top_k, probs))
 
 
 top_k_renorm_prob = top_k_renorm_probs

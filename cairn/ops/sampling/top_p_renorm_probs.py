@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.checks import FLOATS
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
@@ -49,15 +50,15 @@ def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float) -> Tensor:
     before it, summed in float64, is below p. The first is always kept.
 
     Args:
-        probs: [B, V] float32, rows that sum to 1.
+        probs: [B, V] float32 (or half precision, taken as float32), rows that sum to 1.
         top_p: a number, or [B] of them; p >= 1 keeps all.
     Returns:
         [B, V] float32.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
-    arguments.check_rows(NAME, "probs", probs, (torch.float32,))
-    return top_p_renorm(probs, arguments.shares(NAME, "top_p", top_p, probs))
+    arguments.check_rows(NAME, "probs", probs, FLOATS)
+    return top_p_renorm(probs.float(), arguments.shares(NAME, "top_p", top_p, probs))
 
 
 top_p_renorm_prob = top_p_renorm_probs

@@ -15,8 +15,10 @@ from cairn.ops import (
     gpu,
     min_p_sampling_from_probs,
     sampling_from_probs,
+    top_k_renorm_probs,
     top_k_top_p_sampling_from_logits,
     top_k_top_p_sampling_from_probs,
+    top_p_renorm_probs,
     top_p_sampling_from_probs,
 )
 from cairn.ops.registry import force
@@ -263,12 +265,30 @@ def test_the_default_dtype_is_not_looked_at(name: str) -> None:
     assert torch.equal(again, drawn)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_probabilities_in_half_precision(dtype: torch.dtype, device: str) -> None:
+    probs = torch.softmax(2 * torch.randn(5, WIDTH, device=device), -1).to(dtype)
+    for sampler, given in (
+        (sampling_from_probs, ()),
+        (top_p_sampling_from_probs, (0.7,)),
+        (min_p_sampling_from_probs, (0.1,)),
+        (top_k_top_p_sampling_from_probs, (9, 0.7)),
+    ):
+        seeded = [torch.Generator(device).manual_seed(3) for _ in range(2)]
+        drawn = sampler(probs, *given, generator=seeded[0])
+        assert torch.equal(drawn, sampler(probs.float(), *given, generator=seeded[1]))
+    for filtered, number in ((top_k_renorm_probs, 9), (top_p_renorm_probs, 0.7)):
+        kept = filtered(probs, number)
+        assert kept.dtype == torch.float32
+        assert torch.equal(kept, filtered(probs.float(), number))
+
+
 def test_what_does_not_fit_is_named() -> None:
     rows = torch.full((3, 4), 0.25)
     with pytest.raises(BadArgument, match="`filter_apply_order` is 'top_p_first'"):
         top_k_top_p_sampling_from_probs(rows, 2, 0.5, filter_apply_order="top_p_first")
-    with pytest.raises(BadArgument, match="`probs` is float16"):
-        top_p_sampling_from_probs(rows.half(), 0.5)
+    with pytest.raises(BadArgument, match="`probs` is float64"):
+        top_p_sampling_from_probs(rows.double(), 0.5)
     with pytest.raises(BadArgument, match="`top_p` is bool"):
         top_p_sampling_from_probs(rows, torch.ones(len(rows), dtype=torch.bool))
     with pytest.raises(BadArgument, match=r"`top_p` has shape \[2\]"):
