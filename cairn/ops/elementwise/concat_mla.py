@@ -9,6 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.early import early_for, early_option
+from cairn.ops.elementwise.fp8 import KINDS
 from cairn.ops.elementwise.kernels import concat_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -29,19 +30,22 @@ def concat_mla_k(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
     """k[t, h] = [k_nope[t, h] | k_rope[t, 0]] for every head, in place.
 
     Args:
-        k: [T, H, dn + dr] float32, bfloat16 or float16, changed; tokens and heads may be strided.
+        k: [T, H, dn + dr] float32, bfloat16, float16 or float8, changed; tokens and heads may be
+            strided.
         k_nope: [T, H, dn], k's dtype, may be strided.
         k_rope: [T, 1, dr], k's dtype, may be strided.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
-    k.copy_(torch.cat((k_nope, k_rope.expand(-1, k.shape[1], -1)), dim=-1))
+    width = k_nope.shape[2]
+    k[..., :width] = k_nope
+    k[..., width:] = k_rope
 
 
 @concat_mla_k.check
 def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
     name = "concat_mla_k"
-    expect(name, "k", k, (None, None, None), FLOATS)
+    expect(name, "k", k, (None, None, None), (*FLOATS, *KINDS))
     expect(name, "k_nope", k_nope, (*k.shape[:2], None), (k.dtype,), like=k)
     expect(name, "k_rope", k_rope, (k.shape[0], 1, None), (k.dtype,), like=k)
     if k_nope.shape[2] + k_rope.shape[2] != k.shape[2]:
@@ -75,7 +79,9 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     ),
 )
 def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
-    _launch(k_nope, k_rope, k)
+    # Triton takes no kind of float8 on every device: they move as bytes.
+    parts = (k_nope, k_rope, k)
+    _launch(*(x.view(torch.uint8) if x.dtype in KINDS else x for x in parts))
 
 
 @concat_mla_k.cases
@@ -87,6 +93,9 @@ def _(make: Make) -> Cases:
         latent = make.randn(7, 13, dtype=dtype)
         k = make.empty(7, 9, 32, dtype=dtype)[..., :28]
         yield make.args(k, joint[..., :23], latent[:, None, 8:])
+    for kind in KINDS:
+        nope, rope = make.randn(5, 3, 16).to(kind), make.randn(5, 1, 8).to(kind)
+        yield make.args(make.empty(5, 3, 24, dtype=kind), nope, rope)
     yield make.args(make.empty(0, 3, 12), make.randn(0, 3, 8), make.randn(0, 1, 4))
 
 

@@ -7,9 +7,10 @@ import torch
 
 from cairn.errors import BadArgument
 from cairn.ops import concat_mla_absorb_q, concat_mla_k
+from cairn.ops.elementwise.fp8 import E4M3, E5M2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E4M3, E5M2])
 @pytest.mark.parametrize("tokens, heads, nope, rope", [(0, 3, 8, 4), (1, 1, 1, 1), (7, 63, 100, 5)])
 def test_keys(tokens: int, heads: int, nope: int, rope: int, dtype: torch.dtype) -> None:
     joint = torch.randn(tokens, heads, nope + 3).to(dtype)
