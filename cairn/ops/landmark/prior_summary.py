@@ -59,7 +59,7 @@ def _(query: Tensor, k_cache: Tensor, pages: Tensor, scale: float | None = None)
 
 
 def warps_of(dim: int, size: int) -> int:
-    """Of a program that pools a page of one KV head, sizes padded to powers of two."""
+    """Of a program that pools a page for one head, sizes padded to powers of two."""
     return min(8, max(1, dim * size // A_WARP))
 
 
@@ -79,7 +79,7 @@ def _(
     bias = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if count:
         padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
-        prior_summary_kernel[(count * kv_heads,)](
+        prior_summary_kernel[(count * heads,)](
             *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
             *(*k_cache.stride()[:2], heads, kv_heads, dim, size, *padded, True, True, False),
             num_warps=warps_of(*padded),

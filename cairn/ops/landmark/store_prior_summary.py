@@ -114,7 +114,7 @@ def _(
     key = query if key_pool is None else key_pool
     bias = query if bias_pool is None else bias_pool
     padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
-    prior_summary_kernel[(count * kv_heads,)](
+    prior_summary_kernel[(count * heads,)](
         *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
         *(*k_cache.stride()[:2], heads, kv_heads, dim, size, *padded),
         *(key_pool is not None, bias_pool is not None, True),

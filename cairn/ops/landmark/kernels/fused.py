@@ -121,6 +121,7 @@ def scan_kernel(
         PAGE: SIZE, padded to a power of two.
     """
     launch_next(EARLY)
+    group: tl.constexpr = HEADS // KV_HEADS
     program = tl.program_id(0)
     kv = tl.program_id(1)
     token = tl.program_id(2)
@@ -146,10 +147,11 @@ def scan_kernel(
         if place % SIZE == SIZE - 1:
             logical = tl.load(row + token) * table_stride + place // SIZE
             page = tl.load(page_table + logical).to(tl.int64)
+            query = lmk_q + token.to(tl.int64) * HEADS * DIM
             store_summary(
-                lmk_q + token.to(tl.int64) * HEADS * DIM, k_cache, page, page, kv, key, bias,
+                query, k_cache, page, page, kv * group, key, bias,
                 score_scale, page_stride, head_stride, key_page_stride, key_head_stride,
-                HEADS, KV_HEADS, DIM, SIZE, DP, PAGE, True, BIAS,
+                HEADS, KV_HEADS, DIM, SIZE, DP, PAGE, True, BIAS, group,
             )  # fmt: skip
 
 

@@ -18,22 +18,22 @@ def again(x):
 
 @triton.jit
 def store_summary(
-    query, k_cache, page, to, kv, key, bias, scale,
+    query, k_cache, page, to, first, key, bias, scale,
     page_stride, head_stride, key_page_stride, key_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     DP: tl.constexpr, KEYS: tl.constexpr, WITH_KEY: tl.constexpr, WITH_BIAS: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
-    """prior_summary of `page` with query [HEADS, DIM], for the heads of one KV head: into place
-    `to` of key [n, HEADS, DIM] and bias [n, HEADS]."""
-    group: tl.constexpr = HEADS // KV_HEADS
+    """prior_summary of `page` with query [HEADS, DIM], for EACH heads of one KV head from `first`
+    on: into place `to` of key [n, HEADS, DIM] and bias [n, HEADS]."""
+    kv = first // (HEADS // KV_HEADS)
     t = tl.arange(0, KEYS)
     d = tl.arange(0, DP)
     inside = t < SIZE - 1
     at = page * page_stride + kv.to(tl.int64) * head_stride + t * DIM
     keys = load_values(k_cache, at, t, inside, tl.float32, DIM, SIZE, DP)
     wide = keys.to(tl.float32)
-    for g in range(group):
-        head = kv * group + g
+    for head in range(first, first + EACH):
         wanted = tl.load(query + head * DIM + d, mask=d < DIM, other=0.0)
         logits = tl.sum(wide * (wanted.to(tl.float32) * scale)[None, :], 1)
         logits = tl.where(inside, logits, float("-inf"))
@@ -42,7 +42,7 @@ def store_summary(
         total = tl.sum(e, 0)
         if WITH_KEY:
             # For a single head, keys of half precision are held as they are: half the registers.
-            keyed = again(keys).to(tl.float32) if group == 1 else wide
+            keyed = again(keys).to(tl.float32) if EACH == 1 else wide
             pooled = tl.sum(keyed * (e / total)[:, None], 0)
             place = to * key_page_stride + head * key_head_stride + d
             tl.store(key + place, pooled.to(key.dtype.element_ty), mask=d < DIM)
@@ -59,16 +59,16 @@ def prior_summary_kernel(
     DP: tl.constexpr, KEYS: tl.constexpr,
     WITH_KEY: tl.constexpr, WITH_BIAS: tl.constexpr, BY_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """key [N, HEADS, DIM] and bias [N, HEADS] of one page, for the heads of one KV head; BY_PAGE:
-    into pools, at the page's number, nowhere for a negative one."""
-    n, kv = row_and_part(KV_HEADS)
+    """key [N, HEADS, DIM] and bias [N, HEADS] of one page, for one head; BY_PAGE: into pools, at
+    the page's number, nowhere for a negative one."""
+    n, head = row_and_part(HEADS)
     page = tl.load(pages + n).to(tl.int64)
     if BY_PAGE and page < 0:
         return
     store_summary(
-        query + n * HEADS * DIM, k_cache, page, page if BY_PAGE else n, kv, key, bias,
+        query + n * HEADS * DIM, k_cache, page, page if BY_PAGE else n, head, key, bias,
         scale, page_stride, head_stride, HEADS * DIM, DIM,
-        HEADS, KV_HEADS, DIM, SIZE, DP, KEYS, WITH_KEY, WITH_BIAS,
+        HEADS, KV_HEADS, DIM, SIZE, DP, KEYS, WITH_KEY, WITH_BIAS, 1,
     )  # fmt: skip
 
 
