@@ -498,26 +498,3 @@ def test_an_out_that_an_op_changes_is_an_argument_like_others() -> None:
             assert out.tolist() == [1.0, 0.0, 1.0]
     finally:
         made.unregister()
-
-
-def test_keywords_that_are_spelled_in_two_ways() -> None:
-    made = op(spellings={"by": "factor"})(toy_scale)
-    try:
-
-        @made.implementation("twice", when=lambda input, factor=2.0, out=None: factor == 5.0)
-        def _(input: Tensor, factor: float = 2.0, out: Tensor | None = None) -> Tensor:
-            return input * (2 * factor)
-
-        assert made(torch.ones(2), by=3.0).tolist() == [3.0, 3.0]
-        assert made(torch.ones(2), by=5.0).tolist() == [10.0, 10.0]
-        assert made.choice(torch.ones(2), by=5.0) == "twice"
-        compiled = torch.compile(
-            lambda x: made(x, by=3.0), fullgraph=True, backend="aot_eager", dynamic=False
-        )
-        assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
-        with pytest.raises(TypeError, match="both 'factor' and 'by'"):
-            made(torch.ones(2), by=3.0, factor=3.0)
-        with pytest.raises(TypeError):
-            made(torch.ones(2), 2.0, by=3.0)
-    finally:
-        made.unregister()

@@ -1,0 +1,37 @@
+"""Keywords of an op that callers spell in another way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cairn.ops.registry import op
+
+
+def spelled(input: Tensor, factor: float = 2.0, out: Tensor | None = None) -> Tensor:
+    """input * factor."""
+    return input * factor
+
+
+def test_keywords_that_are_spelled_in_two_ways() -> None:
+    made = op(spellings={"by": "factor"})(spelled)
+    try:
+
+        @made.implementation("twice", when=lambda input, factor=2.0, out=None: factor == 5.0)
+        def _(input: Tensor, factor: float = 2.0, out: Tensor | None = None) -> Tensor:
+            return input * (2 * factor)
+
+        assert made(torch.ones(2), by=3.0).tolist() == [3.0, 3.0]
+        assert made(torch.ones(2), by=5.0).tolist() == [10.0, 10.0]
+        assert made.choice(torch.ones(2), by=5.0) == "twice"
+        compiled = torch.compile(
+            lambda x: made(x, by=3.0), fullgraph=True, backend="aot_eager", dynamic=False
+        )
+        assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
+        with pytest.raises(TypeError, match="both 'factor' and 'by'"):
+            made(torch.ones(2), by=3.0, factor=3.0)
+        with pytest.raises(TypeError):
+            made(torch.ones(2), 2.0, by=3.0)
+    finally:
+        made.unregister()
