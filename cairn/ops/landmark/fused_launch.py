@@ -117,7 +117,8 @@ def _scan(
     u = job.empty(tokens, job.pages, heads)
     tops, sums = (job.empty(tokens, plan.programs, heads) for _ in range(2))
     kinds = (job.summary_bias is not None, plan.store, plan.early, task.switches()[-1])
-    scan_kernel[(plan.splits + plan.programs + plan.store, job.groups, tokens)](
+    stores = heads // job.groups if plan.store else 0
+    scan_kernel[(plan.splits + plan.programs + stores, job.groups, tokens)](
         *(task.q, task.k_cache, task.v_cache, job.lmk_q, job.summary_key, job.bias),
         *(task.row, task.slot, task.page_table, part_o, part_lse, u, tops, sums),
         *(plan.splits, plan.programs, part_lse.shape[-1], *task.numbers()),

@@ -114,14 +114,14 @@ def scan_kernel(
     STORE: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The first `splits` programs attend the window of a token and KV head, `programs` score; with
-    STORE one more stores the summary of the page whose last slot the token is in, if it is.
+    STORE one more for each head of the group stores the head's summary of the page whose last slot
+    the token is in, if it is.
 
     Args:
         ROWS, GP: heads of the group, padded to a power of two, ROWS >= 16.
         PAGE: SIZE, padded to a power of two.
     """
     launch_next(EARLY)
-    group: tl.constexpr = HEADS // KV_HEADS
     program = tl.program_id(0)
     kv = tl.program_id(1)
     token = tl.program_id(2)
@@ -147,11 +147,12 @@ def scan_kernel(
         if place % SIZE == SIZE - 1:
             logical = tl.load(row + token) * table_stride + place // SIZE
             page = tl.load(page_table + logical).to(tl.int64)
+            head = kv * (HEADS // KV_HEADS) + program - splits - programs
             query = lmk_q + token.to(tl.int64) * HEADS * DIM
             store_summary(
-                query, k_cache, page, page, kv * group, key, bias,
+                query, k_cache, page, page, head, key, bias,
                 score_scale, page_stride, head_stride, key_page_stride, key_head_stride,
-                HEADS, KV_HEADS, DIM, SIZE, DP, PAGE, True, BIAS, group,
+                HEADS, KV_HEADS, DIM, SIZE, DP, PAGE, True, BIAS,
             )  # fmt: skip
 
 

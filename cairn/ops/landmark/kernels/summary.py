@@ -18,38 +18,34 @@ def again(x):
 
 @triton.jit
 def store_summary(
-    query, k_cache, page, to, first, key, bias, scale,
+    query, k_cache, page, to, head, key, bias, scale,
     page_stride, head_stride, key_page_stride, key_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     DP: tl.constexpr, KEYS: tl.constexpr, WITH_KEY: tl.constexpr, WITH_BIAS: tl.constexpr,
-    EACH: tl.constexpr,
 ):  # fmt: skip
-    """prior_summary of `page` with query [HEADS, DIM], for EACH heads of one KV head from `first`
-    on: into place `to` of key [n, HEADS, DIM] and bias [n, HEADS]."""
-    kv = first // (HEADS // KV_HEADS)
+    """prior_summary of `page` with query [HEADS, DIM], for one head: into place `to` of
+    key [n, HEADS, DIM] and bias [n, HEADS]."""
     t = tl.arange(0, KEYS)
     d = tl.arange(0, DP)
     inside = t < SIZE - 1
-    at = page * page_stride + kv.to(tl.int64) * head_stride + t * DIM
+    kv = (head // (HEADS // KV_HEADS)).to(tl.int64)
+    at = page * page_stride + kv * head_stride + t * DIM
     keys = load_values(k_cache, at, t, inside, tl.float32, DIM, SIZE, DP)
-    wide = keys.to(tl.float32)
-    for head in range(first, first + EACH):
-        wanted = tl.load(query + head * DIM + d, mask=d < DIM, other=0.0)
-        logits = tl.sum(wide * (wanted.to(tl.float32) * scale)[None, :], 1)
-        logits = tl.where(inside, logits, float("-inf"))
-        shifted = logits - tl.max(logits, 0)
-        e = tl.exp(shifted)
-        total = tl.sum(e, 0)
-        if WITH_KEY:
-            # For a single head, keys of half precision are held as they are: half the registers.
-            keyed = again(keys).to(tl.float32) if EACH == 1 else wide
-            pooled = tl.sum(keyed * (e / total)[:, None], 0)
-            place = to * key_page_stride + head * key_head_stride + d
-            tl.store(key + place, pooled.to(key.dtype.element_ty), mask=d < DIM)
-        if WITH_BIAS:
-            # -sum p ln p with ln p = shifted - ln total
-            spread = tl.sum(tl.where(inside, e * shifted, 0.0), 0) / total
-            tl.store(bias + to * HEADS + head, tl.log(total) - spread)
+    wanted = tl.load(query + head * DIM + d, mask=d < DIM, other=0.0)
+    logits = tl.sum(keys.to(tl.float32) * (wanted.to(tl.float32) * scale)[None, :], 1)
+    logits = tl.where(inside, logits, float("-inf"))
+    shifted = logits - tl.max(logits, 0)
+    e = tl.exp(shifted)
+    total = tl.sum(e, 0)
+    if WITH_KEY:
+        # Keys of half precision are held as they are: half the registers.
+        pooled = tl.sum(again(keys).to(tl.float32) * (e / total)[:, None], 0)
+        place = to * key_page_stride + head * key_head_stride + d
+        tl.store(key + place, pooled.to(key.dtype.element_ty), mask=d < DIM)
+    if WITH_BIAS:
+        # -sum p ln p with ln p = shifted - ln total
+        spread = tl.sum(tl.where(inside, e * shifted, 0.0), 0) / total
+        tl.store(bias + to * HEADS + head, tl.log(total) - spread)
 
 
 @triton.jit
@@ -68,7 +64,7 @@ def prior_summary_kernel(
     store_summary(
         query + n * HEADS * DIM, k_cache, page, page if BY_PAGE else n, head, key, bias,
         scale, page_stride, head_stride, HEADS * DIM, DIM,
-        HEADS, KV_HEADS, DIM, SIZE, DP, KEYS, WITH_KEY, WITH_BIAS, 1,
+        HEADS, KV_HEADS, DIM, SIZE, DP, KEYS, WITH_KEY, WITH_BIAS,
     )  # fmt: skip
 
 
