@@ -79,7 +79,7 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     ),
 )
 def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
-    # Triton takes no kind of float8 on every device: they move as bytes.
+    # Not every device that runs these kernels knows float8: it moves as bytes.
     parts = (k_nope, k_rope, k)
     _launch(*(x.view(torch.uint8) if x.dtype in KINDS else x for x in parts))
 

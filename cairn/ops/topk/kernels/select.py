@@ -1,8 +1,8 @@
 """Kernels of the selections.
 
 Of a long row a sample says what its best surely reach; chunks list what does, and the best of the
-lists are taken. Neither an unlike sample nor lists that overflow change the result, which is the
-same on every run: nothing is atomic.
+lists are taken. Neither an unlike sample nor lists longer than one program takes at once change the
+result, which is the same on every run: nothing is atomic.
 """
 
 from __future__ import annotations
