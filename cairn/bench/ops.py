@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 SECONDS = {"full": 0.05, "tiny": 0.005}
 """Budget of one measurement, by sizes."""
+TURNS = 3
+"""Times that an op and the best alternative are measured in turns: clocks and heat drift by more
+than such two often differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,8 @@ class OpTiming:
         copy_gb_s: 10^9 bytes a second that a large copy reads and writes in this run.
         launches: GPU kernels of one call; None on a CPU, and after an implementation's first size.
         others: name -> ms of the op's other implementations and of its alternatives.
-        alternative, alternative_ms: the fastest of the alternatives from outside the op.
+        alternative, alternative_ms: the fastest of the alternatives from outside the op, measured
+            in turns with it.
     """
 
     op: str
@@ -218,13 +223,11 @@ def _timing(
     chosen = op.choice(*given.args, **given.kwargs)
     budget = SECONDS[plan.sizes]
 
-    def timed(function: Callable[..., Any], arguments: Arguments, touched: int) -> Timing:
-        return measure_calls(rotated(function, arguments, touched), plan.device, budget)
+    def timed(function: Callable[..., Any], arguments: Arguments) -> Timing:
+        return measure_calls(rotated(function, arguments, point.bytes), plan.device, budget)
 
-    if plan.device.startswith("cuda"):
-        # Whatever is measured first at a size takes up to a tenth longer.
-        timed(op.using(chosen), given, point.bytes)
-    own = timed(op.using(chosen), given, point.bytes)
+    # Whatever is measured first at a size takes up to a tenth longer: not what stands in the row.
+    own = [timed(op.using(chosen), given)]
     implementations = {
         name: op.using(name)
         for name, one in op.implementations.items()
@@ -239,10 +242,17 @@ def _timing(
         *outside.items(),
     ):
         try:
-            others[name] = timed(function, arguments, point.bytes).seconds * 1e3
+            others[name] = timed(function, arguments).seconds * 1e3
         except Exception as error:  # noqa: BLE001 - the op has its row without it
             log.warning("%s at %s: %s cannot run: %s", op.name, point.size, name, error)
     best = min((name for name in outside if name in others), key=others.__getitem__, default=None)
+    against = []
+    for _ in range(TURNS):
+        own.append(timed(op.using(chosen), given))
+        if best is not None:
+            against.append(timed(*outside[best]).seconds * 1e3)
+    if best is not None:
+        others[best] = statistics.median(against)
     floor = max(point.bytes / roofline.bandwidth, point.flops / roofline.gemm)
     return OpTiming(
         op=op.name,
@@ -250,9 +260,9 @@ def _timing(
         size=point.size,
         dtype=plan.dtype,
         implementation=chosen,
-        ms=own.seconds * 1e3,
+        ms=statistics.median(one.seconds for one in own[1:]) * 1e3,
         floor_ms=floor * 1e3,
-        timed=own.how,
+        timed=own[0].how,
         bytes=point.bytes,
         flops=point.flops,
         copy_gb_s=copy,

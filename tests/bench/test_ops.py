@@ -6,9 +6,10 @@ import torch
 from cairn.bench import ops as bench
 from cairn.bench.ops import OpsPlan, run_ops
 from cairn.bench.roofline import Roofline
+from cairn.bench.timing import Timing
 from cairn.errors import BadConfig, CairnError
 from cairn.ops import cpu
-from cairn.ops.benching import Draw, Point
+from cairn.ops.benching import Alternative, Draw, Point
 from cairn.ops.registry import all_ops
 from cairn.ops.testing import Arguments
 
@@ -62,6 +63,31 @@ def test_the_alternative_is_the_fastest_from_outside(line):
             assert row.fields()["speedup"] is None
 
 
+def test_an_op_and_the_best_alternative_are_measured_in_turns(line, monkeypatch):
+    (norm,) = bench.chosen_ops(["rmsnorm"])
+    slow, fast = object(), object()
+    # A device that grows slower from one measurement to the next.
+    took = {None: 1.0, slow: 9.0, fast: 1.0}
+    measured = []
+
+    def measure(calls, device, budget):
+        measured.append(calls)
+        return Timing(took[calls] + len(measured) / 100, "clock")
+
+    def source(draw):
+        others = tuple(Alternative(str(took[one]), one) for one in (slow, fast))
+        yield Point("2 x 8", draw.args(draw.randn(2, 8), draw.randn(8)), 160, alternatives=others)
+
+    monkeypatch.setattr(norm, "bench_source", source)
+    monkeypatch.setattr(bench, "rotated", lambda call, *_: call if call in took else None)
+    monkeypatch.setattr(bench, "measure_calls", measure)
+    ((row, _),) = run_ops(plan("rmsnorm"))
+    turns = measured[-2 * bench.TURNS :]
+    assert turns == [None, fast] * bench.TURNS
+    assert row.alternative == "1.0"
+    assert row.alternative_ms - row.ms == pytest.approx(10.0)
+
+
 def test_an_alternative_that_cannot_run_is_left_out(line, monkeypatch, caplog):
     (norm,) = bench.chosen_ops(["rmsnorm"])
 
@@ -71,8 +97,6 @@ def test_an_alternative_that_cannot_run_is_left_out(line, monkeypatch, caplog):
         yield Point("2 x 8", given, 160, alternatives=(other(torch.linalg.inv, broken),))
 
     def other(call, arguments):
-        from cairn.ops.benching import Alternative
-
         return Alternative("inverse", call, arguments)
 
     monkeypatch.setattr(norm, "bench_source", source)
