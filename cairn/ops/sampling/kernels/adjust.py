@@ -9,17 +9,21 @@ from cairn.ops.sampling.kernels.blocks import aligned_block
 
 @triton.jit
 def penalise(
-    logits, prompt_mask, output_counts, presence, frequency, repetition, token, width,
+    logits, prompt_mask, output_counts, presence, frequency, repetition, inverse, token, width,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Tokens [N] of one row, at addresses; WHOLE: all lie inside."""
+    """Tokens [N] of one row, at addresses; inverse: 1 / repetition in float64; WHOLE: all lie
+    inside."""
     inside = None if WHOLE else (token >= 0) & (token < width)
     logit = tl.load(logits, mask=inside)
     count = tl.load(output_counts, mask=inside)
     generated = count > 0
     seen = tl.load(prompt_mask, mask=inside) != 0
-    factor = tl.where(seen | generated, repetition, 1.0)
-    logit = tl.where(logit > 0.0, tl.div_rn(logit, factor), logit * factor)
+    # Rounded as the quotient is: no quotient of two float32 lies so near the middle of two others,
+    # unless it is subnormal. To divide every number would take longer than to read it.
+    quotient = (logit.to(tl.float64) * inverse).to(tl.float32)
+    changed = tl.where(logit > 0.0, quotient, logit * repetition)
+    logit = tl.where(seen | generated, changed, logit)
     logit -= frequency * count.to(tl.float32)
     logit -= presence * generated.to(tl.float32)
     tl.store(logits, logit, mask=inside)
@@ -47,14 +51,15 @@ def penalties_kernel(
     by_presence = tl.load(presence + row)
     by_frequency = tl.load(frequency + row)
     by_repetition = tl.load(repetition + row)
+    inverse = 1.0 / by_repetition.to(tl.float64)
     if whole:
         penalise(
-            logits, prompt_mask, output_counts, by_presence, by_frequency, by_repetition,
+            logits, prompt_mask, output_counts, by_presence, by_frequency, by_repetition, inverse,
             token, width, True,
         )  # fmt: skip
     else:
         penalise(
-            logits, prompt_mask, output_counts, by_presence, by_frequency, by_repetition,
+            logits, prompt_mask, output_counts, by_presence, by_frequency, by_repetition, inverse,
             token, width, False,
         )  # fmt: skip
 
