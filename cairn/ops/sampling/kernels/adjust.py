@@ -9,11 +9,10 @@ from cairn.ops.sampling.kernels.blocks import aligned_block
 
 @triton.jit
 def penalise(
-    logits, prompt_mask, output_counts, presence, frequency, repetition, inverse, token, width,
+    logits, prompt_mask, output_counts, presence, frequency, repetition, token, width,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Tokens [N] of one row, at addresses; inverse: 1 / repetition in float64; WHOLE: all lie
-    inside."""
+    """Tokens [N] of one row, at addresses; WHOLE: all lie inside."""
     inside = None if WHOLE else (token >= 0) & (token < width)
     logit = tl.load(logits, mask=inside)
     count = tl.load(output_counts, mask=inside)
@@ -21,6 +20,7 @@ def penalise(
     seen = tl.load(prompt_mask, mask=inside) != 0
     # Rounded as the quotient is: no quotient of two float32 lies so near the middle of two others,
     # unless it is subnormal. To divide every number would take longer than to read it.
+    inverse = 1.0 / repetition.to(tl.float64)
     quotient = (logit.to(tl.float64) * inverse).to(tl.float32)
     changed = tl.where(logit > 0.0, quotient, logit * repetition)
     logit = tl.where(seen | generated, changed, logit)
@@ -51,15 +51,14 @@ def penalties_kernel(
     by_presence = tl.load(presence + row)
     by_frequency = tl.load(frequency + row)
     by_repetition = tl.load(repetition + row)
-    inverse = 1.0 / by_repetition.to(tl.float64)
     if whole:
         penalise(
-            logits, prompt_mask, output_counts, by_presence, by_frequency, by_repetition, inverse,
+            logits, prompt_mask, output_counts, by_presence, by_frequency, by_repetition,
             token, width, True,
         )  # fmt: skip
     else:
         penalise(
-            logits, prompt_mask, output_counts, by_presence, by_frequency, by_repetition, inverse,
+            logits, prompt_mask, output_counts, by_presence, by_frequency, by_repetition,
             token, width, False,
         )  # fmt: skip
 
