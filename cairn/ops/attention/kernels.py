@@ -356,9 +356,9 @@ def split_kernel(
     """A program for each split, KV head and token: o and lse as in `attend_split`.
 
     Args:
-        EARLY: as in `launch_next`.
+        EARLY: as in `await_previous`.
     """
-    launch_next(EARLY)
+    await_previous(EARLY)
     attend_split(
         q, k_cache, v_cache, row, slot, page_table, o, lse, parts,
         window, scale, table_stride, page_stride, head_stride,

@@ -256,6 +256,7 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
         *(max(16, task.group), task.width, task.keys, *task.switches(), early),
         num_warps=4,
         num_stages=task.stages,
+        **early_option(early),
     )
     if splits > 1:
         merge(part_o, part_lse, o, lse, early=early)

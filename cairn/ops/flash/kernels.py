@@ -284,9 +284,9 @@ def flash_kernel(
         capacity: keys of a sequence of which nothing else is known.
         keys, values: k and v as tables of lines (`lines.Lines`) for blocks that all see; or None.
         JOINT: KV heads of a tile, 1 or 2; then there are no scales, and no parts of a group.
-        DTYPE: of the products; EARLY: as in `launch_next`.
+        DTYPE: of the products; EARLY: as in `await_previous`.
     """
-    launch_next(EARLY)
+    await_previous(EARLY)
     group: tl.constexpr = HEADS // KV_HEADS
     parts: tl.constexpr = (group + HP - 1) // HP
     row, split = (tl.program_id(0) % batch).to(tl.int64), tl.program_id(2)

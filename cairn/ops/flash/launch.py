@@ -168,6 +168,7 @@ def attend(task: Task) -> None:
         *("ieee" if task.dtype == torch.float32 else "tf32", early),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **early_option(early),
         **(NARROW_PAIRS if keys.blocks is not None and tiles.warps == 4 else {}),
     )
     if part_lse is not None:
