@@ -9,6 +9,7 @@ kernels run on CPU tensors, in float32; the generic op test does that where ther
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import os
@@ -55,8 +56,8 @@ which of them is stored would be nobody's choice."""
 class Watcher(Protocol):
     """Who is told what a call does with the device."""
 
-    def took(self, tensor: Tensor, zero: bool) -> None:
-        """Memory was taken, not written or all 0."""
+    def took(self, tensor: Tensor, take: Callable[[], Tensor]) -> None:
+        """Memory was taken, and how more of its kind is."""
         ...
 
     def spoiled(self) -> None:
@@ -132,7 +133,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """Memory for kernels, not written."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if watch.by is not None:
-        watch.by.took(tensor, zero=False)
+        # Of the ways to get it, the one whose arguments torch reads fastest.
+        strides = tensor.stride()
+        take = functools.partial(
+            torch.empty_strided, tensor.shape, strides, dtype=dtype, device=device
+        )
+        watch.by.took(tensor, take)
     return tensor
 
 
@@ -140,7 +146,9 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """Memory for kernels, all 0."""
     tensor = torch.zeros(shape, dtype=dtype, device=device)
     if watch.by is not None:
-        watch.by.took(tensor, zero=True)
+        watch.by.took(
+            tensor, functools.partial(torch.zeros, tensor.shape, dtype=dtype, device=device)
+        )
     return tensor
 
 
@@ -170,6 +178,21 @@ def hooked() -> bool:
 def stream_of(device: torch.device) -> Any:
     """The current stream of a device, as Triton names it."""
     return _module.runtime.driver.active.get_current_stream(device.index)
+
+
+def capture_of(device: torch.device) -> int:
+    """A number for the graph that the current stream of a device is captured into, another one for
+    every graph; 0 if the driver does not tell."""
+    number = ctypes.c_ulonglong(0)
+    ask = _capture_info()
+    if ask is not None:
+        state, stream = (
+            ctypes.c_int(0),
+            ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream),
+        )
+        if ask(stream, ctypes.byref(state), ctypes.byref(number), None, None, None):
+            return 0
+    return number.value
 
 
 def copies_blocks(device: torch.device) -> bool:
@@ -247,6 +270,14 @@ def memory_rate(device: torch.device) -> float:
 def program_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program can have; interpreted ones know no bound."""
     return _shared_memory(device.index) if device.type == "cuda" else 1 << 62
+
+
+@functools.cache
+def _capture_info() -> Any:
+    """The driver's cuStreamGetCaptureInfo_v2; None without it."""
+    with contextlib.suppress(OSError, AttributeError):
+        return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    return None
 
 
 @functools.cache

@@ -4,8 +4,8 @@ A layer of an eager step enqueues a dozen kernels, and the next layer the same o
 shapes, strides and numbers at other addresses. Finding them again (the checks and the choice of
 the op, its arithmetic on shapes, Triton's look at every argument) takes the host longer than the
 device works. So the first call of an implementation with `replayed=True` (registry.py) is recorded:
-which memory it took from `gpu.empty` and `gpu.zeros`, which kernels it launched, and into whose
-memory each pointer pointed. Later calls of the same signature launch the compiled kernels again
+which memory it took from `gpu` and `arrivals`, which kernels it launched, and into whose memory
+each pointer pointed. Later calls of the same signature launch the compiled kernels again
 (`gpu.again`), with addresses instead of tensors.
 
 Why the results are the same. The signature holds all that such an implementation looks at: every
@@ -86,6 +86,7 @@ class _Piece:
     Attributes:
         take: takes it.
         shape, dtype: of the tensor, which is contiguous.
+        start: where it begins.
         slot: its address's, -1: no kernel needs it.
         last: number of the last step that needs it.
     """
@@ -93,6 +94,7 @@ class _Piece:
     take: Callable[[], Tensor]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    start: int
     slot: int = -1
     last: int = -1
 
@@ -137,24 +139,12 @@ class Recording:
         """The call does what a plan cannot repeat."""
         self._spoiled = True
 
-    def took(self, tensor: Tensor, zero: bool) -> None:
-        """The call took new memory."""
+    def took(self, tensor: Tensor, take: Callable[[], Tensor]) -> None:
+        """The call took memory."""
         storage = StorageWeakRef(tensor.untyped_storage())
         self._storages.append(storage)
         self._made[storage.cdata] = len(self._pieces)
-        # Of the ways to get memory not written, the one whose arguments torch reads fastest.
-        take: Callable[[], Tensor] = functools.partial(
-            torch.empty_strided,
-            tensor.shape,
-            tensor.stride(),
-            dtype=tensor.dtype,
-            device=tensor.device,
-        )
-        if zero:
-            take = functools.partial(
-                torch.zeros, tensor.shape, dtype=tensor.dtype, device=tensor.device
-            )
-        self._pieces.append(_Piece(take, tensor.shape, tensor.dtype))
+        self._pieces.append(_Piece(take, tensor.shape, tensor.dtype, tensor.data_ptr()))
 
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
         """The call launched a kernel with these arguments, and Triton ran `compiled`."""
@@ -213,7 +203,7 @@ class Recording:
                 piece.slot = self._remember(("piece", number), None)
                 step.pieces.append(number)
             piece.last = len(self._steps) - 1
-            base, start = piece.slot, storage.data_ptr()
+            base, start = piece.slot, piece.start
         offset = arg.data_ptr() - start
         if offset == 0:
             return base
