@@ -210,11 +210,11 @@ def tiles_suffice(
     )
 
 
-def splits_of(task: Task) -> int:
-    """Programs that share a token's keys."""
+def splits_of(task: Task, programs: int = PROGRAMS) -> int:
+    """Of `programs` and a few more, those that share a token's keys."""
     blocks = -(-task.longest // task.keys) + 1
     lines = task.q.shape[0] * task.k_cache.shape[1]
-    return max(1, min(blocks, -(-PROGRAMS // lines), MOST_SPLITS))
+    return max(1, min(blocks, -(-programs // lines), MOST_SPLITS))
 
 
 def _splits(task: Task) -> int:

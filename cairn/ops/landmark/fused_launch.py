@@ -1,4 +1,4 @@
-"""How landmark_attention is launched for few tokens on a GPU: four launches."""
+"""How landmark_attention is launched for few tokens on a GPU: once, or four times."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import arrivals, gpu
 from cairn.ops.attention import launch
 from cairn.ops.early import early_option
-from cairn.ops.landmark import page_launch, select_launch
+from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.kernels.fused import pick_kernel, read_kernel, scan_kernel
+from cairn.ops.landmark.kernels.step import step_kernel
+from cairn.ops.landmark.page_launch import Pages
 
 EARLY_TOKENS = 64
 """At most this many tokens launch kernels before the one in front is done: with more, programs that
 wait would take the place of others that work."""
 EARLY_READS = 8
-"""At most this many launch so the kernel that reads their pages: those of more fill the device."""
+"""At most this many launch so the kernel that only reads pages: those of more fill the device."""
 PROGRAMS = 512
 """Programs that fill a large device, no more: a few beyond its places take as long again. Fewer
 tokens are scored by more programs each."""
@@ -34,6 +36,19 @@ as if there could be no more."""
 LONE_TOKENS = 2
 """So many tokens wait for the ranking of their lists, more of them for the choice from chunks:
 theirs may be smaller."""
+WHOLE = 12e-6
+"""Seconds that the step takes to read from memory at least, for one launch to do all of it: what
+programs wait for each other then passes while others read. Of less, launches early in front of each
+other take less time."""
+ABREAST = 8
+"""Programs on a multiprocessor between those of a line that wait for each other: more than have a
+place at once, so that the ones waited for are done."""
+REGISTERS = 128
+"""Of a thread, where programs of all kinds are one launch: four have a place."""
+WINDOW_PROGRAMS = 264
+"""Programs that share the windows where one launch does all: beside others, each reads more."""
+STAGES, READ_STAGES = 3, 2
+"""Of the loops of scanning and of reading programs."""
 WARP_NUMBERS = 1024
 """Scores that a warp of a choosing program holds."""
 TILE_NUMBERS = 4096
@@ -45,36 +60,82 @@ class _Plan:
     """How a step is split up.
 
     Attributes:
+        whole: one launch does all.
         splits: programs that share a token's window, for one KV head.
         tile: candidates that a program scores at a time.
         programs: programs that share a token's candidates.
         chunk, chunks: candidates of a chunk, and how many chunks a row has.
+        reads, each: programs that share a token's selected pages, and the pages of each.
         early: kernels are launched before the one in front is done.
-        store: the step's completed pages get their summaries.
+        stores: programs that share the heads of a KV head whose summaries of a completed page are
+            stored.
     """
 
+    whole: bool
     splits: int
     tile: int
     programs: int
     chunk: int
     chunks: int
+    reads: int
+    each: int
     early: bool
-    store: bool
+    stores: int
+
+    @property
+    def scans(self) -> int:
+        """Programs of a token's scan."""
+        return self.splits + self.programs + self.stores
+
+    @property
+    def parts(self) -> int:
+        """States that are merged for a token and head."""
+        return self.splits + self.reads
+
+    def listed(self, topk: int) -> int:
+        """What all chunks of a token may find, padded to a power of two."""
+        return gpu.next_power_of_2(self.chunks * topk)
 
 
-def _plan(task: launch.Task, job: select_launch.Selection, store: bool) -> _Plan:
-    tokens = task.q.shape[0]
+def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: bool) -> _Plan:
+    tokens, lines = task.q.shape[0], task.q.shape[0] * job.groups
     tile = max(1, TILE_NUMBERS // (job.group * job.width))
-    wanted = max(LEAST_PROGRAMS, -(-PROGRAMS // (tokens * job.groups)))
+    wanted = max(LEAST_PROGRAMS, -(-PROGRAMS // lines))
     programs = max(1, min(-(-job.pages // tile), wanted, MOST_PROGRAMS))
     chunk = max(min(CHUNK, gpu.next_power_of_2(job.pages)), gpu.next_power_of_2(job.topk))
     listed = max(MOST_LISTED // 2 if tokens <= LONE_TOKENS else MOST_LISTED, job.topk)
     while -(-job.pages // chunk) * job.topk > listed:
         chunk *= 2
+    read = lines * (job.topk * job.page_size + task.window) * 2 * pages.line_bytes
+    whole = read >= WHOLE * gpu.memory_rate(task.q.device)
+    splits = launch.splits_of(task, WINDOW_PROGRAMS) if whole else launch.splits_of(task)
     # Programs read summaries before they wait: no token may have a page of the step as candidate.
     early = tokens <= min(EARLY_TOKENS, task.window) and gpu.launches_early(task.q.device)
     chunks = -(-job.pages // chunk)
-    return _Plan(launch.splits_of(task), tile, programs, chunk, chunks, early, store)
+    stores = 0 if not store else 1 if whole else job.heads // job.groups
+    return _Plan(whole, splits, tile, programs, chunk, chunks, *pages.splits, early, stores)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What a step writes: out, indices, scores and lse are its results, the rest is for itself.
+
+    Attributes:
+        part_o, part_lse: states of the window's splits, then of the reading programs.
+        scored: every candidate's score, and the normalisers' parts: u, tops and sums.
+        found: the best of every chunk, as `pick` gives them.
+        order: the best of all chunks, as `listed` ranks them.
+    """
+
+    out: Tensor
+    indices: Tensor
+    scores: Tensor
+    lse: Tensor
+    part_o: Tensor
+    part_lse: Tensor
+    scored: tuple[Tensor, ...]
+    found: tuple[Tensor, ...]
+    order: Tensor
 
 
 def attend(
@@ -92,92 +153,134 @@ def attend(
     out = gpu.empty(task.q.shape, task.q.dtype, task.q.device)
     if tokens == 0:
         return out, indices, scores, lse
-    plan = _plan(task, job, store)
-    pages = page_launch.Pages(
+    pages = Pages(
         *(task.q, task.k_cache, task.v_cache, task.row, task.page_table, indices, scores),
         task.q.shape[2] ** -0.5 if task.scale is None else task.scale,
     )
-    part_o, part_lse = task.empty(plan.splits + pages.splits[0])
-    u, tops, sums = _scan(task, job, plan, part_o, part_lse)
-    found = _pick(job, plan, (u, tops, sums, part_lse), lse)
-    _read(task, job, plan, pages, found, (part_o, part_lse))
-    launch.merge(part_o, part_lse, out, None, softmax1=softmax1, early=plan.early)
+    plan = _plan(task, job, pages, store)
+    u = job.empty(tokens, job.pages, heads)
+    tops, sums = (job.empty(tokens, plan.programs, heads) for _ in range(2))
+    shape = (tokens, job.groups, plan.chunks, job.topk)
+    page, at = (job.empty(*shape, dtype=torch.int32) for _ in range(2))
+    found = (page, at, job.empty(*shape), job.empty(*shape, heads // job.groups))
+    memory = _Memory(
+        *(out, indices, scores, lse, *task.empty(plan.parts), (u, tops, sums), found),
+        job.empty(*indices.shape, dtype=torch.int32),
+    )
+    if plan.whole:
+        _whole(task, job, plan, pages, memory, softmax1)
+    else:
+        _scan(task, job, plan, memory)
+        _pick(job, plan, memory)
+        _read(task, job, plan, pages, memory)
+        parts = (memory.part_o, memory.part_lse)
+        launch.merge(*parts, out, None, softmax1=softmax1, early=plan.early)
     return out, indices, scores, lse
 
 
-def _scan(
-    task: launch.Task,
-    job: select_launch.Selection,
-    plan: _Plan,
-    part_o: Tensor,
-    part_lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _scan(task: launch.Task, job: select_launch.Selection, plan: _Plan, memory: _Memory) -> None:
     """The window's splits; every candidate's score, and the normalisers' parts."""
-    tokens, heads, dim = task.q.shape
-    u = job.empty(tokens, job.pages, heads)
-    tops, sums = (job.empty(tokens, plan.programs, heads) for _ in range(2))
-    kinds = (job.summary_bias is not None, plan.store, plan.early, task.switches()[-1])
-    stores = heads // job.groups if plan.store else 0
-    scan_kernel[(plan.splits + plan.programs + stores, job.groups, tokens)](
-        *(task.q, task.k_cache, task.v_cache, job.lmk_q, job.summary_key, job.bias),
-        *(task.row, task.slot, task.page_table, part_o, part_lse, u, tops, sums),
-        *(plan.splits, plan.programs, part_lse.shape[-1], *task.numbers()),
+    scan_kernel[(plan.scans, job.groups, task.q.shape[0])](
+        *(*_inputs(task, job), memory.part_o, memory.part_lse, *memory.scored),
+        *(plan.splits, plan.programs, plan.parts, *task.numbers()),
         *(job.offset, job.scale, *job.summary_key.stride()[:2], job.pages),
-        *(heads, job.groups, job.summary_key.shape[1], dim, job.page_size),
-        *(task.group, max(16, task.group), task.width, task.keys),
-        *(gpu.next_power_of_2(job.page_size), plan.tile, *kinds),
+        *(*_scan_shape(task, job, plan), plan.early, task.switches()[-1]),
         num_warps=4,
-        num_stages=3,
+        num_stages=STAGES,
         **early_option(plan.early),
     )
-    return u, tops, sums
 
 
-def _pick(
-    job: select_launch.Selection, plan: _Plan, given: tuple[Tensor, ...], lse: Tensor
-) -> tuple[Tensor, ...]:
-    """The best pages of every chunk, as `pick_kernel` gives them."""
-    tokens = job.slot.numel()
-    shape = (tokens, job.groups, plan.chunks, job.topk)
-    page, at = (job.empty(*shape, dtype=torch.int32) for _ in range(2))
-    found = (page, at, job.empty(*shape), job.empty(*shape, job.heads // job.groups))
-    u, tops, sums, part_lse = given
-    short = min(SHORT_CHUNK, plan.chunk)
-    pick_kernel[(plan.chunks, job.groups, tokens)](
-        *(u, tops, sums, part_lse, job.row, job.slot, job.page_table, *found, lse),
-        *(plan.splits, part_lse.shape[-1], plan.programs, job.page_table.stride(0)),
-        *(job.offset, job.page_size),
-        *(job.pages, job.topk, job.heads, job.groups, job.group),
-        *(gpu.next_power_of_2(job.topk), plan.tile, short, (plan.chunk // short).bit_length()),
-        *(gpu.next_power_of_2(plan.programs), gpu.next_power_of_2(plan.splits)),
-        *(job.normalised, plan.early),
+def _pick(job: select_launch.Selection, plan: _Plan, memory: _Memory) -> None:
+    """The best pages of every chunk, and lse."""
+    pick_kernel[(plan.chunks, job.groups, job.slot.numel())](
+        *(*memory.scored, memory.part_lse, job.row, job.slot, job.page_table),
+        *(*memory.found, memory.lse, plan.splits, plan.parts, plan.programs),
+        *(job.page_table.stride(0), job.offset, job.pages, job.topk),
+        *(job.heads, job.groups, job.page_size, job.group, plan.tile),
+        *(*_pick_shape(job, plan), plan.early),
         num_warps=min(8, max(4, plan.chunk * job.group // WARP_NUMBERS)),
         **early_option(plan.early),
     )
-    return found
 
 
 def _read(
     task: launch.Task,
     job: select_launch.Selection,
     plan: _Plan,
-    pages: page_launch.Pages,
-    given: tuple[Tensor, ...],
-    parts: tuple[Tensor, Tensor],
+    pages: Pages,
+    memory: _Memory,
 ) -> None:
     """The selected pages' states behind the window's, and the results' pages and scores."""
-    splits, each = pages.splits
-    listed = gpu.next_power_of_2(plan.chunks * job.topk)
-    order = job.empty(*pages.indices.shape, dtype=torch.int32)
-    numbers = (pages.scale, *task.k_cache.stride()[:2], job.offset, job.topk)
-    read_kernel[(splits, job.groups, task.q.shape[0])](
-        *(task.q, task.k_cache, task.v_cache, task.slot, *given, order),
-        *(pages.indices, pages.weights, *parts, *numbers),
-        *(each, plan.splits, parts[1].shape[-1], plan.chunks, *pages.shape),
+    listed = plan.listed(job.topk)
+    read_kernel[(plan.reads, job.groups, task.q.shape[0])](
+        *(task.q, task.k_cache, task.v_cache, task.slot, *memory.found, memory.order),
+        *(memory.indices, memory.scores, memory.part_o, memory.part_lse),
+        *(pages.scale, *task.k_cache.stride()[:2], job.offset, job.topk),
+        *(plan.each, plan.splits, plan.parts, plan.chunks, *pages.shape),
         *(max(16, pages.group), pages.width, pages.keys),
         *(plan.chunk, min(SHORT_LIST, listed), listed),
-        *(gpu.next_power_of_2(each), plan.early, pages.precision),
+        *(gpu.next_power_of_2(plan.each), plan.early, pages.precision, READ_STAGES),
         num_warps=2 if pages.width * pages.keys <= 4096 else 4,
-        num_stages=2,
+        num_stages=READ_STAGES,
         **early_option(plan.early and task.q.shape[0] <= EARLY_READS),
+    )
+
+
+def _whole(
+    task: launch.Task,
+    job: select_launch.Selection,
+    plan: _Plan,
+    pages: Pages,
+    memory: _Memory,
+    softmax1: bool,
+) -> None:
+    """All of a step, and its merge."""
+    lines, listed = task.q.shape[0] * job.groups, plan.listed(job.topk)
+    round_size = plan.scans + plan.chunks + plan.reads
+    # Rounds from a line's scan to its pick, and from that to its reading.
+    abreast = ABREAST * gpu.processors(task.q.device)
+    lag = 0 if lines * round_size <= abreast else -(-abreast // round_size)
+    step_kernel[((lines + 2 * lag) * round_size,)](
+        *(*_inputs(task, job), memory.part_o, memory.part_lse, *memory.scored, *memory.found),
+        *(memory.order, arrivals.counters(lines, task.q.device)),
+        *(memory.out, memory.indices, memory.scores, memory.lse),
+        *(plan.splits, plan.programs, plan.parts, plan.chunks, plan.reads, plan.each),
+        *(lag, lines, *task.numbers(), job.offset, job.scale, *job.summary_key.stride()[:2]),
+        *(job.pages, job.topk, *_scan_shape(task, job, plan), pages.precision),
+        *(*_pick_shape(job, plan), min(SHORT_LIST, listed), listed),
+        *(gpu.next_power_of_2(plan.each), gpu.next_power_of_2(plan.parts), pages.ahead),
+        *(softmax1, arrivals.APART, READ_STAGES, plan.early),
+        num_warps=4,
+        num_stages=STAGES,
+        maxnreg=REGISTERS,
+        **early_option(plan.early),
+    )
+
+
+def _inputs(task: launch.Task, job: select_launch.Selection) -> tuple[Tensor | None, ...]:
+    """What a step reads, in the kernels' order."""
+    summaries = (job.lmk_q, job.summary_key, job.bias)
+    return (task.q, task.k_cache, task.v_cache, *summaries, task.row, task.slot, task.page_table)
+
+
+def _scan_shape(
+    task: launch.Task, job: select_launch.Selection, plan: _Plan
+) -> tuple[int | bool, ...]:
+    """What `scan` is compiled for, HEADS to STORES."""
+    return (
+        *(job.heads, job.groups, job.summary_key.shape[1], task.q.shape[2], job.page_size),
+        *(task.group, max(16, task.group), task.width, task.keys),
+        *(max(16, gpu.next_power_of_2(job.page_size)), plan.tile),
+        *(job.summary_bias is not None, plan.stores),
+    )
+
+
+def _pick_shape(job: select_launch.Selection, plan: _Plan) -> tuple[int | bool, ...]:
+    """What `pick` is compiled for: K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED."""
+    short = min(SHORT_CHUNK, plan.chunk)
+    return (
+        *(gpu.next_power_of_2(job.topk), short, (plan.chunk // short).bit_length()),
+        *(gpu.next_power_of_2(plan.programs), gpu.next_power_of_2(plan.splits)),
+        job.normalised,
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import arrivals, gpu
+from cairn.ops.early import early_option
 from cairn.ops.landmark.kernels import pages as kernels
 
 SHARING_TOKENS = 256
@@ -19,6 +20,9 @@ UNIT_PAIRS, UNIT_LINES = 256, 512
 """What one program takes on a page at a time: at most so many tokens, or so many of all heads."""
 UNIT_ROWS = 64
 """Rows of a tile of them, tokens times the heads of a group."""
+MERGED, MOST_AHEAD = 8192, 16
+"""Numbers of the parts of a line that its last program adds up at a time, and parts: each is a load
+of its own in the kernel's code."""
 PARTS_BYTES = 1 << 30
 """Workspace of one round of sorted pairs, about."""
 _BLOCK = 256
@@ -85,6 +89,16 @@ class Pages:
         return max(16, gpu.next_power_of_2(self.k_cache.shape[2]))
 
     @property
+    def line_bytes(self) -> int:
+        """Of one head's key, or value, in a slot."""
+        return self.k_cache.stride(2) * self.k_cache.element_size()
+
+    @property
+    def ahead(self) -> int:
+        """Parts of a line that its last program adds up at a time."""
+        return max(1, min(MOST_AHEAD, MERGED // (self.group * self.width)))
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Query heads, KV heads, head width and page size."""
         return (*self.heads, self.q.shape[2], self.k_cache.shape[2])
@@ -123,21 +137,20 @@ def attend_few(job: Pages) -> Tensor:
     out = job.empty(tokens, heads, dim)
     if tokens == 0 or job.indices.shape[-1] == 0:
         return out.zero_()
-    splits, each = job.splits
+    (splits, each), lines = job.splits, tokens * job.k_cache.shape[1]
     parts = out if splits == 1 else job.empty(tokens, heads, splits, dim)
+    counters = None if splits == 1 else arrivals.counters(lines, job.q.device)
+    early = gpu.launches_early(job.q.device)
     strides = (job.page_table.stride(0), *job.k_cache.stride()[:2])
     kernels.pages_kernel[(splits, job.k_cache.shape[1], tokens)](
         *(job.q, job.k_cache, job.v_cache, job.row, job.page_table, job.indices, job.weights),
-        *(parts, job.scale, *strides, job.indices.shape[-1], each),
-        *(*job.shape, max(16, job.group), job.width, job.keys, job.precision),
+        *(parts, out, counters, job.scale, *strides, job.indices.shape[-1], each),
+        *(*job.shape, job.group, max(16, job.group), job.width, job.keys),
+        *(gpu.next_power_of_2(each), job.ahead, arrivals.APART, job.precision, early),
         num_warps=2 if job.width * job.keys <= 4096 else 4,
         num_stages=2,
+        **early_option(early),
     )
-    if splits > 1:
-        width = gpu.next_power_of_2(splits)
-        kernels.sum_kernel[(tokens * heads,)](
-            parts, out, splits, dim, job.width, width, num_warps=2
-        )
     return out
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from cairn.ops import gpu
+from cairn.ops import arrivals, gpu
 from cairn.ops.attention import launch
 from cairn.ops.landmark import fused_launch
 from cairn.ops.landmark.landmark_attention import landmark_attention, shared_weights
@@ -63,12 +63,21 @@ def test_heads_that_share_a_score_share_a_softmax():
     torch.testing.assert_close(window, torch.full((1, 2), (math.e**2 + math.e**3) / total))
 
 
+@pytest.fixture(params=["in turn", "whole"])
+def launches(request, monkeypatch):
+    """How many launches a step of few tokens is, whatever it reads."""
+    monkeypatch.setattr(fused_launch, "WHOLE", 0.0 if request.param == "whole" else math.inf)
+    return request.param
+
+
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(
     "chunk, short, listed", [(4, 256, 256), (4, 4, 8), (512, 8, 8), (16, 8, 8)]
 )
-def test_many_chunks_of_candidates_and_their_merge(chunk, short, listed, stored, monkeypatch):
+def test_many_chunks_of_candidates_and_their_merge(
+    chunk, short, listed, stored, launches, monkeypatch
+):
     """Chunks as small as can be stand for contexts as long as can be."""
     monkeypatch.setattr(fused_launch, "CHUNK", chunk)
     monkeypatch.setattr(fused_launch, "SHORT_CHUNK", short)
@@ -85,11 +94,45 @@ def test_many_chunks_of_candidates_and_their_merge(chunk, short, listed, stored,
     check(landmark_attention, "triton_few", given)
 
 
+WHOLE_STEPS = [
+    (lines, softmax1) for lines in ((1, 9, 150), (9,), (200, 200, 40, 7)) for softmax1 in (0, 1)
+]
+
+
+@pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
+@pytest.mark.parametrize("lengths, softmax1", WHOLE_STEPS)
+@pytest.mark.parametrize("abreast", [1, 3, 1000])
+def test_one_launch_leaves_its_counters_clear(lengths, softmax1, abreast, device, monkeypatch):
+    """However many programs lie between those that wait for each other."""
+    monkeypatch.setattr(fused_launch, "WHOLE", 0.0)
+    monkeypatch.setattr(fused_launch, "ABREAST", abreast)
+    monkeypatch.setattr(fused_launch, "CHUNK", 8)
+    kept = []
+
+    def counters(groups, device):
+        kept.append(taken(groups, device))
+        return kept[-1]
+
+    taken = arrivals.counters
+    monkeypatch.setattr(arrivals, "counters", counters)
+    make = Make(device)
+    paged = make.paged(lengths, 2, 8, 16)
+    row, slot, _ = paged.queries([1] * len(lengths))
+    q, z = (make.randn(len(lengths), 4, 16) for _ in range(2))
+    key = make.randn(len(paged.k_cache), 4, 16)
+    caches = (paged.k_cache, paged.v_cache)
+    given = make.args(q, z, *caches, key, None, row, slot, paged.page_table, 17, 3, bool(softmax1))
+    for _ in range(2):
+        check(landmark_attention, "triton_few", given)
+    assert kept
+    assert not any(tensor.any() for tensor in kept)
+
+
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 @pytest.mark.parametrize("tokens, early, reading", [(8, True, True), (9, True, False), (65, 0, 0)])
 def test_what_fills_the_device_is_not_launched_early(tokens, early, reading, monkeypatch):
-    kernels = ("scan_kernel", "pick_kernel", "read_kernel")
-    scan, pick, read = on_hopper(monkeypatch, fused_launch, *kernels)
+    kernels = ("scan_kernel", "pick_kernel", "read_kernel", "step_kernel")
+    scan, pick, read, step = on_hopper(monkeypatch, fused_launch, *kernels)
     (merge,) = on_hopper(monkeypatch, launch, "merge_kernel")
     make = Make()
     paged = make.paged([200] * tokens, 2, 8, 16)
@@ -99,3 +142,6 @@ def test_what_fills_the_device_is_not_launched_early(tokens, early, reading, mon
     landmark_attention.using("triton_few")(*given, True)
     assert (scan.early, pick.early, merge.early) == ([early], [early], [early])
     assert read.early == [reading]
+    monkeypatch.setattr(fused_launch, "WHOLE", 0.0)
+    landmark_attention.using("triton_few")(*given, True)
+    assert (step.early, len(scan.early), len(merge.early)) == ([early], 1, 1)

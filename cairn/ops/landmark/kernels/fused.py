@@ -1,16 +1,19 @@
-"""Kernels that landmark_attention has of its own, for few tokens: three launches before the merge.
+"""Kernels that landmark_attention has of its own, for few tokens, and what they are made of.
 
 A selected page's share of a layer's softmax is exp of its score, and the window's is exp of its
 lse: pages and splits of the window are states of one ordinary merge. So the window's splits and the
-scores need nothing of each other, and run side by side in `scan_kernel`; neither do the summaries
-of the pages that the step completes, which no token of the step has for a candidate. `pick_kernel`
-finds the best of every chunk of candidates, and `read_kernel` the best of those, whose pages it
-reads. With EARLY each is launched before the one in front is done, and waits for it; what no step
-changes while it runs (row, slot, page table, the summaries of earlier steps) is read before.
+scores need nothing of each other, and run side by side in `scan`; neither do the summaries of the
+pages that the step completes, which no token of the step has for a candidate. `pick` finds the best
+of every chunk of candidates, and `read` the best of those, whose pages it reads. They are launches
+of their own here, and programs of one launch in `step`, where they count and wait for each other.
+
+With EARLY a launch begins before the one in front is done, and waits for it; what no step changes
+while it runs (row, slot, page table, the summaries of earlier steps) is read before.
 """
 
 from __future__ import annotations
 
+from cairn.ops.arrivals import arrive, await_arrivals
 from cairn.ops.attention.kernels import attend_split, load_rows, store_rows
 from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
@@ -102,29 +105,26 @@ def score_tiles(
     tl.store(sums + at, summed, mask=own)
 
 
-@triton.jit(do_not_specialize=["splits", "programs", "parts"])
-def scan_kernel(
-    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table,
-    part_o, part_lse, u, tops, sums,
-    splits, programs, parts, window, scale, table_stride, page_stride, head_stride,
-    offset, score_scale, key_page_stride, key_head_stride, pages,
+@triton.jit
+def scan(
+    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, part_o, part_lse, u, tops, sums,
+    scanned, splits, programs, parts, window, scale, table_stride, page_stride, head_stride,
+    offset, score_scale, key_page_stride, key_head_stride, pages, token, kv, program,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
-    STORE: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    STORES: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The first `splits` programs attend the window of a token and KV head, `programs` score; with
-    STORE one more for each head of the group stores the head's summary of the page whose last slot
-    the token is in, if it is.
+    """The first `splits` programs attend the window of a token and KV head, `programs` score, and
+    STORES share the group's heads, to store their summaries of the page whose last slot the token
+    is in, if it is.
 
     Args:
+        scanned: counts those that attend, and those that have something to score; or None.
         ROWS, GP: heads of the group, padded to a power of two, ROWS >= 16.
-        PAGE: SIZE, padded to a power of two.
+        PAGE: SIZE, padded to a power of two >= 16.
+        STORES: 0, or a divisor of the group's heads.
     """
-    launch_next(EARLY)
-    program = tl.program_id(0)
-    kv = tl.program_id(1)
-    token = tl.program_id(2)
     if program < splits:
         await_previous(EARLY)
         attend_split(
@@ -132,6 +132,8 @@ def scan_kernel(
             window, scale, table_stride, page_stride, head_stride, token, kv, program, splits,
             HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, KEYS, True, True, PRECISION,
         )  # fmt: skip
+        if scanned is not None:
+            arrive(scanned)
     elif program < splits + programs:
         # A row's length decides how many have something to do.
         if (program - splits) * TILE < candidates_of(slot, token, offset, SIZE):
@@ -141,46 +143,76 @@ def scan_kernel(
                 token, kv, program - splits, programs,
                 HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, DP, TILE, BIAS, EARLY,
             )  # fmt: skip
-    elif STORE:
+            if scanned is not None:
+                arrive(scanned)
+    elif STORES > 0:
         await_previous(EARLY)
         place = tl.load(slot + token)
         if place % SIZE == SIZE - 1:
             logical = tl.load(row + token) * table_stride + place // SIZE
             page = tl.load(page_table + logical).to(tl.int64)
-            head = kv * (HEADS // KV_HEADS) + program - splits - programs
+            group: tl.constexpr = HEADS // KV_HEADS
             query = lmk_q + token.to(tl.int64) * HEADS * DIM
-            store_summary(
-                query, k_cache, page, page, head, key, bias,
-                score_scale, page_stride, head_stride, key_page_stride, key_head_stride,
-                HEADS, KV_HEADS, DIM, SIZE, DP, PAGE, True, BIAS,
-            )  # fmt: skip
+            head = kv * group + program - splits - programs
+            for n in range(group // STORES):
+                store_summary(
+                    query, k_cache, page, page, head + n * STORES, key, bias,
+                    score_scale, page_stride, head_stride, key_page_stride, key_head_stride,
+                    HEADS, KV_HEADS, DIM, SIZE, DP, PAGE, True, BIAS,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["splits", "programs", "parts"])
+def scan_kernel(
+    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table,
+    part_o, part_lse, u, tops, sums,
+    splits, programs, parts, window, scale, table_stride, page_stride, head_stride,
+    offset, score_scale, key_page_stride, key_head_stride, pages,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
+    KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
+    STORES: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`scan` of a token and KV head."""
+    launch_next(EARLY)
+    scan(
+        q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, part_o, part_lse, u, tops,
+        sums, None, splits, programs, parts, window, scale, table_stride,
+        page_stride, head_stride, offset, score_scale, key_page_stride, key_head_stride, pages,
+        tl.program_id(2), tl.program_id(1), tl.program_id(0),
+        HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, ROWS, DP, KEYS, PAGE, TILE, BIAS, STORES, EARLY,
+        PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
 def pick_chunk(
     u, tops, sums, part_lse, row, page_table, found_page, found_at, found_value, found_u, lse,
-    splits, parts, programs, table_stride, pages, topk, token, kv, chunk, begin, candidates,
+    scanned, splits, parts, programs, table_stride, pages, topk, chunks, token, kv, chunk, begin,
+    candidates,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr,
     NORMALISED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`pick_kernel`, for CHUNK candidates from `begin` on."""
+    """`pick`, for CHUNK candidates from `begin` on."""
     c = begin + tl.arange(0, CHUNK)
     table = page_table + tl.load(row + token) * table_stride
     physical = tl.load(table + c, mask=c < candidates, other=0)
     await_previous(EARLY)
+    if scanned is not None:
+        await_arrivals(scanned, splits + tl.minimum(programs, (candidates + TILE - 1) // TILE))
     group: tl.constexpr = HEADS // KV_HEADS
     line = token * KV_HEADS + kv
     g = tl.arange(0, GP)
     own = g < group
     shown = (c < candidates)[:, None] & own[None, :]
     at = (line * pages + c)[:, None] * group + g[None, :]
-    value = tl.load(u + at, mask=shown, other=float("-inf"))
+    value = tl.load(u + at, mask=shown, other=float("-inf"), cache_modifier=".cg")
     s = tl.arange(0, SPLITS)
     head = token * HEADS + kv * group + g
     logs = tl.load(
         part_lse + head[None, :] * parts + s[:, None],
-        mask=(s < splits)[:, None] & own[None, :], other=float("-inf"),
+        mask=(s < splits)[:, None] & own[None, :], other=float("-inf"), cache_modifier=".cg",
     )  # fmt: skip
     top = tl.max(logs, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -191,13 +223,13 @@ def pick_chunk(
     at = (line * programs + p)[:, None] * group + g[None, :]
     # Programs without a candidate found nothing, and wrote nothing.
     shown = ((p < programs) & (p * TILE < candidates))[:, None] & own[None, :]
-    tops_of = tl.load(tops + at, mask=shown, other=float("-inf"))
-    sums_of = tl.load(sums + at, mask=shown, other=0.0)
+    tops_of = tl.load(tops + at, mask=shown, other=float("-inf"), cache_modifier=".cg")
+    sums_of = tl.load(sums + at, mask=shown, other=0.0, cache_modifier=".cg")
     normaliser = head_normalisers(tops_of, sums_of, window, NORMALISED)
     best = tl.max(tl.where(own[None, :], value - normaliser[None, :], float("-inf")), 1)
     total = tl.minimum(candidates - begin, CHUNK)
     taken, order, found = largest(best, c < candidates, total, topk, CHUNK)
-    at = (line * tl.num_programs(0) + chunk) * topk
+    at = (line * chunks + chunk) * topk
     tl.store(found_page + at + order, c, mask=taken)
     tl.store(found_at + at + order, physical, mask=taken)
     tl.store(found_value + at + order, best, mask=taken)
@@ -207,13 +239,14 @@ def pick_chunk(
     tl.store(found_page + at + rest, rest * 0 - 1, mask=(rest >= found) & (rest < topk))
 
 
-@triton.jit(do_not_specialize=["splits", "parts", "programs"])
-def pick_kernel(
+@triton.jit
+def pick(
     u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, found_u, lse,
-    splits, parts, programs, table_stride, offset, size, pages, topk,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
-    TILE: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr, PROGRAMS: tl.constexpr,
-    SPLITS: tl.constexpr, NORMALISED: tl.constexpr, EARLY: tl.constexpr,
+    scanned, picked, splits, parts, programs, table_stride, offset, pages, topk, chunks,
+    token, kv, chunk,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, GP: tl.constexpr,
+    TILE: tl.constexpr, K: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr,
+    PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, NORMALISED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The topk best of a chunk of candidates of one token and KV head, in order of their pages.
 
@@ -222,30 +255,48 @@ def pick_kernel(
     candidate are not written. lse [T, HEADS] of the window, from its splits'.
 
     Args:
+        scanned: as in `scan`; picked: counts the chunks that have a candidate, and the first; or
+            None.
         K, PROGRAMS, SPLITS: topk, programs and splits, padded to a power of two.
         TILE: candidates that the scan's programs took at a time.
         SHORT, LEVELS: a chunk has SHORT << LEVELS - 1 candidates; of one that is not full, half as
             many will do, or SHORT. A row's length decides, not the longest that there could be.
     """
-    launch_next(EARLY)
-    chunk = tl.program_id(0)
-    kv = tl.program_id(1)
-    token = tl.program_id(2).to(tl.int64)
-    candidates = candidates_of(slot, token, offset, size)
+    candidates = candidates_of(slot, token, offset, SIZE)
     begin = chunk * (SHORT << (LEVELS - 1))
-    if (chunk > 0) & (begin >= candidates):
-        return
-    left = candidates - begin
-    for level in tl.static_range(LEVELS):
-        # The narrowest that holds what is left.
-        fits = (left <= (SHORT << level)) | (level == LEVELS - 1)
-        if fits & ((level == 0) | (left > (SHORT << level) // 2)):
-            pick_chunk(
-                u, tops, sums, part_lse, row, page_table, found_page, found_at, found_value,
-                found_u, lse, splits, parts, programs, table_stride, pages, topk, token, kv, chunk,
-                begin, candidates, HEADS, KV_HEADS, GP, K, TILE, SHORT << level, PROGRAMS, SPLITS,
-                NORMALISED, EARLY,
-            )  # fmt: skip
+    if (chunk == 0) | (begin < candidates):
+        left = candidates - begin
+        for level in tl.static_range(LEVELS):
+            # The narrowest that holds what is left.
+            fits = (left <= (SHORT << level)) | (level == LEVELS - 1)
+            if fits & ((level == 0) | (left > (SHORT << level) // 2)):
+                pick_chunk(
+                    u, tops, sums, part_lse, row, page_table, found_page, found_at, found_value,
+                    found_u, lse, scanned, splits, parts, programs, table_stride, pages, topk,
+                    chunks, token, kv, chunk, begin, candidates,
+                    HEADS, KV_HEADS, GP, K, TILE, SHORT << level, PROGRAMS, SPLITS, NORMALISED,
+                    EARLY,
+                )  # fmt: skip
+        if picked is not None:
+            arrive(picked)
+
+
+@triton.jit(do_not_specialize=["splits", "parts", "programs"])
+def pick_kernel(
+    u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, found_u, lse,
+    splits, parts, programs, table_stride, offset, pages, topk,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, GP: tl.constexpr,
+    TILE: tl.constexpr, K: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr,
+    PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, NORMALISED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`pick` of a chunk, KV head and token."""
+    launch_next(EARLY)
+    pick(
+        u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, found_u,
+        lse, None, None, splits, parts, programs, table_stride, offset, pages, topk,
+        tl.num_programs(0), tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0),
+        HEADS, KV_HEADS, SIZE, GP, TILE, K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED, EARLY,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -259,8 +310,8 @@ def rank_listed(
     i = tl.arange(0, LISTED)
     shown = (i < chunks * topk) & (i // topk * CHUNK < candidates)
     at = line * chunks * topk + i
-    inside = tl.load(found_page + at, mask=shown, other=-1) >= 0
-    value = tl.load(found_value + at, mask=shown, other=float("-inf"))
+    inside = tl.load(found_page + at, mask=shown, other=-1, cache_modifier=".cg") >= 0
+    value = tl.load(found_value + at, mask=shown, other=float("-inf"), cache_modifier=".cg")
     taken, rank, _ = largest(value, inside, chunks * topk, topk, LISTED)
     tl.store(order + line * topk + rank, i, mask=taken)
 
@@ -290,34 +341,32 @@ def listed(
                 found_page, found_value, order, line, candidates, topk, chunks, CHUNK, LISTED
             )
         tl.debug_barrier()
-        which = tl.load(order + line * topk + place, mask=place < end, other=-1)
+        at = order + line * topk + place
+        which = tl.load(at, mask=place < end, other=-1, cache_modifier=".cg")
     return tl.where(place < end, which, -1)
 
 
-@triton.jit(do_not_specialize=["each", "first", "parts"])
-def read_kernel(
+@triton.jit
+def read(
     q, k_cache, v_cache, slot, found_page, found_at, found_value, found_u, order,
-    indices, scores, part_o, part_lse,
-    scale, page_stride, head_stride, offset, topk, each, first, parts, chunks,
+    indices, scores, part_o, part_lse, picked,
+    scale, page_stride, head_stride, offset, topk, each, first, parts, chunks, token, kv, split,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
     SHORT: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`each` selected pages of one token and KV head: their average and the logarithm of their
     summed weight, part_o [T, HEADS, parts, DIM] and part_lse [T, HEADS, parts] from place `first`
     on; and their places in indices [T, KV_HEADS, topk] and scores [T, HEADS, topk].
 
     Args:
+        picked: as in `pick`.
         order, SHORT, LISTED: as in `listed`.
         GP: heads of the group, padded to a power of two, >= 16.
         EACH: `each`, padded to a power of two.
     """
-    launch_next(EARLY)
     group: tl.constexpr = HEADS // KV_HEADS
-    split = tl.program_id(0)
-    kv = tl.program_id(1)
-    token = tl.program_id(2).to(tl.int64)
     line = token * KV_HEADS + kv
     m = tl.arange(0, GP)
     head = token * HEADS + kv * group + m
@@ -327,6 +376,8 @@ def read_kernel(
     query = load_rows(q + head * DIM, alive, DIM, DP)
     begin = split * each
     end = tl.minimum(begin + each, topk)
+    if picked is not None:
+        await_arrivals(picked, tl.maximum(1, (candidates + CHUNK - 1) // CHUNK))
     which = listed(
         found_page, found_value, order, line, candidates, begin, end, topk, chunks,
         CHUNK, SHORT, LISTED, EACH,
@@ -335,10 +386,12 @@ def read_kernel(
     e = tl.arange(0, EACH)
     there = begin + e < end
     at = line * chunks * topk + which
-    logical = tl.load(found_page + at, mask=which >= 0, other=-1)
-    known = tl.load(found_at + at, mask=which >= 0, other=0)
-    shown = alive[:, None] & (which >= 0)[None, :]
-    own = tl.load(found_u + at[None, :] * group + m[:, None], mask=shown, other=0.0)
+    known_page = which >= 0
+    logical = tl.load(found_page + at, mask=known_page, other=-1, cache_modifier=".cg")
+    known = tl.load(found_at + at, mask=known_page, other=0, cache_modifier=".cg")
+    shown = alive[:, None] & known_page[None, :]
+    at_u = found_u + at[None, :] * group + m[:, None]
+    own = tl.load(at_u, mask=shown, other=0.0, cache_modifier=".cg")
     own = tl.where(shown & (logical >= 0)[None, :], own, float("-inf"))
     tl.store(indices + line * topk + begin + e, logical, mask=there)
     at = scores + head[:, None] * topk + (begin + e)[None, :]
@@ -349,7 +402,7 @@ def read_kernel(
     total = tl.sum(weights, 1)
     acc = tl.zeros([GP, DP], tl.float32)
     at_head = kv.to(tl.int64) * head_stride
-    for i in range(end - begin):
+    for i in tl.range(0, end - begin, num_stages=STAGES):
         this = e == i
         page = tl.sum(tl.where(this, known, 0), 0).to(tl.int64)
         found = tl.max(tl.where(this, logical, -1), 0) >= 0
@@ -364,3 +417,25 @@ def read_kernel(
     at = head * parts + first + split
     tl.store(part_lse + at, tl.where(seen, best + tl.log(safe), float("-inf")), mask=alive)
     store_rows(part_o + at * DIM, acc / safe[:, None], alive, DIM, DP)
+
+
+@triton.jit(do_not_specialize=["each", "first", "parts"])
+def read_kernel(
+    q, k_cache, v_cache, slot, found_page, found_at, found_value, found_u, order,
+    indices, scores, part_o, part_lse,
+    scale, page_stride, head_stride, offset, topk, each, first, parts, chunks,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
+    SHORT: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`read` of a split of the selected pages, KV head and token."""
+    launch_next(EARLY)
+    read(
+        q, k_cache, v_cache, slot, found_page, found_at, found_value, found_u, order,
+        indices, scores, part_o, part_lse, None, scale, page_stride, head_stride, offset, topk,
+        each, first, parts, chunks,
+        tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0),
+        HEADS, KV_HEADS, DIM, SIZE, GP, DP, KEYS, CHUNK, SHORT, LISTED, EACH, EARLY, PRECISION,
+        STAGES,
+    )  # fmt: skip

@@ -13,7 +13,9 @@ programs run; what is computed for a pair, and the order of the sums, do not.
 
 from __future__ import annotations
 
+from cairn.ops.arrivals import arrive
 from cairn.ops.attention.kernels import load_keys, load_rows, load_values, store_rows
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 
 
@@ -38,55 +40,80 @@ def page_output(
 
 
 @triton.jit
+def sum_line(
+    parts, o, splits, token, kv,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GP: tl.constexpr,
+    DP: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """o [T, HEADS, DIM] of one token and KV head: the sum of its splits, parts [T, HEADS, splits,
+    DIM], which programs of the same launch stored. AHEAD of them are on their way at a time."""
+    group: tl.constexpr = HEADS // KV_HEADS
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    shown = (g < group)[:, None] & (d < DIM)[None, :]
+    head = token * HEADS + kv * group + g
+    acc = tl.zeros([GP, DP], tl.float32)
+    for begin in range(0, splits, AHEAD):
+        for n in tl.static_range(AHEAD):
+            at = parts + ((head * splits + begin + n) * DIM)[:, None] + d[None, :]
+            acc += tl.load(at, mask=shown & (begin + n < splits), other=0.0, cache_modifier=".cg")
+    tl.store(o + (head * DIM)[:, None] + d[None, :], acc, mask=shown)
+
+
+@triton.jit(do_not_specialize=["each"])
 def pages_kernel(
-    q, k_cache, v_cache, row, page_table, indices, weights, o,
+    q, k_cache, v_cache, row, page_table, indices, weights, parts, o, counters,
     scale, table_stride, page_stride, head_stride, topk, each,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
+    EACH: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`each` selected pages of one token and KV head: o [T, HEADS, splits, DIM] float32.
+    """`each` selected pages of one token and KV head: parts [T, HEADS, splits, DIM] float32; and
+    their sum, o [T, HEADS, DIM] float32, by the last of the splits.
 
     Args:
-        GP: heads of the group, padded to a power of two, >= 16.
+        counters: [T * KV_HEADS, APART], all 0, see `arrivals`; None: one split, parts is o.
+        GP, ROWS: heads of the group, padded to a power of two, ROWS >= 16.
         KEYS: slots of a page, padded to a power of two, >= 16.
+        EACH: `each`, padded to a power of two.
+        AHEAD: as in `sum_line`.
+        EARLY: as in `await_previous`.
     """
+    await_previous(EARLY)
     group: tl.constexpr = HEADS // KV_HEADS
     split = tl.program_id(0)
     kv = tl.program_id(1)
     token = tl.program_id(2).to(tl.int64)
-    m = tl.arange(0, GP)
+    m = tl.arange(0, ROWS)
     head = token * HEADS + kv * group + m
     alive = m < group
     query = load_rows(q + head * DIM, alive, DIM, DP)
     table = page_table + tl.load(row + token) * table_stride
-    selected = indices + (token * KV_HEADS + kv) * topk
+    line = token * KV_HEADS + kv
     begin = split * each
     end = tl.minimum(begin + each, topk)
-    acc = tl.zeros([GP, DP], tl.float32)
+    e = tl.arange(0, EACH)
+    logical = tl.load(indices + line * topk + begin + e, mask=begin + e < end, other=-1)
+    known = tl.load(table + logical, mask=logical >= 0, other=0)
+    acc = tl.zeros([ROWS, DP], tl.float32)
     at_head = kv.to(tl.int64) * head_stride
-    for place in range(begin, end):
-        logical = tl.load(selected + place)
-        found = logical >= 0
-        page = tl.load(table + tl.maximum(logical, 0)).to(tl.int64)
-        page = tl.where(found, page, 0)
-        weight = tl.load(weights + head * topk + place, mask=alive & found, other=0.0)
+    for i in range(end - begin):
+        page = tl.sum(tl.where(e == i, known, 0), 0).to(tl.int64)
+        found = tl.max(tl.where(e == i, logical, -1), 0) >= 0
+        weight = tl.load(weights + head * topk + begin + i, mask=alive & found, other=0.0)
         value, summed = page_output(
             query, k_cache + at_head, v_cache + at_head, page * page_stride,
             found, scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, PRECISION,
         )  # fmt: skip
         acc += value * (weight / summed)[:, None]
-    at = head * tl.num_programs(0) + split
-    store_rows(o + at * DIM, acc, alive, DIM, DP)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def sum_kernel(parts, o, splits, DIM: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
-    """o [T, HEADS, DIM]: the sum of one (token, head)'s splits."""
-    place = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, SPLITS)
-    d = tl.arange(0, DP)
-    part = load_rows(parts + (place * splits + s) * DIM, s < splits, DIM, DP)
-    tl.store(o + place * DIM + d, tl.sum(part, 0), mask=d < DIM)
+    splits = tl.num_programs(0)
+    store_rows(parts + (head * splits + split) * DIM, acc, alive, DIM, DP)
+    if counters is not None:
+        counters += line * APART
+        if arrive(counters) == splits - 1:
+            sum_line(parts, o, splits, token, kv, HEADS, KV_HEADS, DIM, GP, DP, AHEAD)
+            tl.store(counters, 0)
 
 
 @triton.jit(do_not_specialize=["pairs"])

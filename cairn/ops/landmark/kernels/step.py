@@ -1,0 +1,151 @@
+"""A whole step of landmark_attention, for few tokens, in one launch.
+
+Its programs are those of `fused`, in the order of what they need of each other: who waits, waits
+for programs that have begun before it.
+"""
+
+from __future__ import annotations
+
+from cairn.ops.arrivals import arrive
+from cairn.ops.early import launch_next
+from cairn.ops.gpu import tl, triton
+from cairn.ops.landmark.kernels.fused import pick, read, scan
+
+
+@triton.jit
+def merge_line(
+    part_o, part_lse, o, parts, token, kv,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GP: tl.constexpr,
+    DP: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, SOFTMAX1: tl.constexpr,
+):  # fmt: skip
+    """o [T, HEADS, DIM] of one token and KV head, merged as by `merge_kernel` from what programs of
+    the same launch stored.
+
+    Args:
+        GP: heads of the group, padded to a power of two.
+        PARTS: parts, padded to a power of two; AHEAD: so many are on their way at a time.
+    """
+    group: tl.constexpr = HEADS // KV_HEADS
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    own = g < group
+    place = token.to(tl.int64) * HEADS + kv * group + g
+    p = tl.arange(0, PARTS)
+    shown = (p < parts)[:, None] & own[None, :]
+    all_logs = part_lse + (place * parts)[None, :] + p[:, None]
+    logs = tl.load(all_logs, mask=shown, other=float("-inf"), cache_modifier=".cg")
+    best = tl.max(logs, 0)
+    if SOFTMAX1:
+        best = tl.maximum(best, 0.0)
+    base = tl.where(best == float("-inf"), 0.0, best)
+    # One part after the other: summed by several threads, products would be rounded or not.
+    total = tl.exp(-base) if SOFTMAX1 else tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    wide = (d < DIM)[None, :]
+    for begin in range(0, parts, AHEAD):
+        for n in tl.static_range(AHEAD):
+            alive = own & (begin + n < parts)
+            at = place * parts + begin + n
+            log = tl.load(part_lse + at, mask=alive, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(
+                part_o + (at * DIM)[:, None] + d[None, :],
+                mask=alive[:, None] & wide, other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            weight = tl.exp(log - base)
+            total += weight
+            acc += part * weight[:, None]
+    safe = tl.where(total != 0, total, 1.0)
+    value = (acc / safe[:, None]).to(o.dtype.element_ty)
+    tl.store(o + (place * DIM)[:, None] + d[None, :], value, mask=own[:, None] & wide)
+
+
+@triton.jit
+def finish_line(
+    counters, wanted, part_o, part_lse, o, parts, token, kv,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GP: tl.constexpr,
+    DP: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, SOFTMAX1: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """`merge_line` by the last of the `wanted` programs that come here for it. Nobody counts for
+    the line any more: its counters, [APART], are 0 again."""
+    if arrive(counters) == wanted - 1:
+        merge_line(
+            part_o, part_lse, o, parts, token, kv,
+            HEADS, KV_HEADS, DIM, GP, DP, PARTS, AHEAD, SOFTMAX1,
+        )  # fmt: skip
+        tl.store(counters + tl.arange(0, APART), tl.zeros([APART], tl.int32))
+
+
+@triton.jit
+def place_in(lines, scans, chunks, reads, lag):
+    """(line, item, whether there is one) of this program of a whole step.
+
+    Programs are numbered by rounds: round r has the scan of line r, the pick of line r - lag and
+    the reading of line r - 2 lag. If there are many lines, these so find done what they wait for.
+    """
+    size = scans + chunks + reads
+    item = tl.program_id(0) % size
+    behind = tl.where(item < scans, 0, tl.where(item < scans + chunks, lag, 2 * lag))
+    line = tl.program_id(0) // size - behind
+    return line, item, (line >= 0) & (line < lines)
+
+
+@triton.jit(do_not_specialize=["splits", "programs", "parts", "reads", "each", "lag", "lines"])
+def step_kernel(
+    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table,
+    part_o, part_lse, u, tops, sums, found_page, found_at, found_value, found_u, order, counters,
+    out, indices, scores, lse,
+    splits, programs, parts, chunks, reads, each, lag, lines,
+    window, scale, table_stride, page_stride, head_stride,
+    offset, score_scale, key_page_stride, key_head_stride, pages, topk,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
+    KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
+    STORES: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr, PROGRAMS: tl.constexpr,
+    SPLITS: tl.constexpr, NORMALISED: tl.constexpr, SHORT_LIST: tl.constexpr,
+    LISTED: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    SOFTMAX1: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`scan`, `pick` and `read` of every line, a token and KV head, and the merge of its parts.
+
+    Args:
+        counters: [lines, APART], all 0, see `arrivals`: a line's count the programs that have read,
+            scanned and picked for it.
+    """
+    launch_next(EARLY)
+    scans = splits + programs + STORES
+    line, item, there = place_in(lines, scans, chunks, reads, lag)
+    if there == 0:
+        return
+    kv = line % KV_HEADS
+    token = (line // KV_HEADS).to(tl.int64)
+    counters += line * APART
+    if item < scans:
+        scan(
+            q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, part_o, part_lse,
+            u, tops, sums, counters + 1, splits, programs, parts, window, scale,
+            table_stride, page_stride, head_stride, offset, score_scale, key_page_stride,
+            key_head_stride, pages, token, kv, item,
+            HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, ROWS, DP, KEYS, PAGE, TILE, BIAS, STORES,
+            EARLY, PRECISION,
+        )  # fmt: skip
+    elif item < scans + chunks:
+        pick(
+            u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value,
+            found_u, lse, counters + 1, counters + 2, splits, parts, programs, table_stride, offset,
+            pages, topk, chunks, token, kv, item - scans,
+            HEADS, KV_HEADS, SIZE, GP, TILE, K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED, EARLY,
+        )  # fmt: skip
+    else:
+        read(
+            q, k_cache, v_cache, slot, found_page, found_at, found_value, found_u, order,
+            indices, scores, part_o, part_lse, counters + 2, scale, page_stride, head_stride,
+            offset, topk, each, splits, parts, chunks, token, kv, item - scans - chunks,
+            HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, PAGE, SHORT << (LEVELS - 1), SHORT_LIST, LISTED,
+            EACH, EARLY, PRECISION, STAGES,
+        )  # fmt: skip
+        finish_line(
+            counters, reads, part_o, part_lse, out, parts, token, kv,
+            HEADS, KV_HEADS, DIM, GP, DP, PARTS, AHEAD, SOFTMAX1, APART,
+        )  # fmt: skip
