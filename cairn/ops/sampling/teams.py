@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import arrivals, gpu
 from cairn.ops.sampling.kernels.largest import top_k_kernel
 from cairn.ops.sampling.kernels.least import min_p_kernel
 from cairn.ops.sampling.kernels.nucleus import top_p_kernel
@@ -31,8 +31,6 @@ MOST_LISTED = 2048
 """Numbers of a row that a program searches in its registers, if there are many parts."""
 BINS = 64
 """Sizes of numbers, half a power of two each."""
-APART = 8
-"""Counters of arrivals lie as many numbers from each other: in sectors of their own."""
 ALIGNED = 32
 """Parts begin where so many numbers do: at a line of memory."""
 LATE, LATE_ROUNDS = 5000, 8
@@ -151,13 +149,14 @@ def _run(
     for begin in range(0, len(values), team.most_rows):
         at = slice(begin, begin + team.most_rows)
         x = values[at]
-        kernel[(team.parts * len(x),)](
+        programs = team.parts * len(x)
+        kernel[(programs,)](
             *(x, *(None if p is None else p[at] for p in parameters), out[at]),
             *_counters(x, team),
             *(_memory(x, *shape, dtype=dtype) for dtype, *shape in memory),
-            *(values.stride(0), values.shape[1], team.parts, gpu.processors(x.device)),
-            *(team.padded, team.part, team.piece, team.lines),
-            *(*sizes, APART, team.align, team.late),
+            *(values.stride(0), values.shape[1], programs, team.parts),
+            *(gpu.processors(x.device), team.padded, team.part, team.piece, team.lines),
+            *(*sizes, arrivals.APART, team.align, team.late),
             num_warps=WARPS,
             maxnreg=REGISTERS,
         )
@@ -198,8 +197,8 @@ def _memory(values: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _counters(values: Tensor, team: Team) -> tuple[Tensor | None, Tensor | None]:
-    """The tickets of a launch, and each row's arrivals, all 0; None where they are not needed."""
+    """The tickets of a launch, and each row's arrivals; None where they are not needed."""
     if team.parts == 1:
         return None, None
-    counters = gpu.zeros(((len(values) + 1) * APART,), torch.int32, values.device)
-    return None if team.seated else counters[-1:], counters
+    counters = arrivals.counters(len(values) + 1, values.device)
+    return None if team.seated else counters[-1], counters

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import arrivals, gpu
 from cairn.ops.registry import Op
 from cairn.ops.sampling import teams
 from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
@@ -55,8 +55,9 @@ class InProcesses:
 
 
 @pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of 512 numbers, in memory that processes share."""
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Parts of 512 numbers, in memory that processes share. Counters are left as they were."""
+    counted = []
 
     def split(values: Tensor) -> teams.Team:
         align = 4 if (values.stride(0) - values.shape[1]) % 4 == 0 else 1
@@ -67,6 +68,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         tensor.share_memory_()
         return tensor
 
+    def counters(groups: int, device: torch.device) -> Tensor:
+        counted.append(shared((groups, arrivals.APART), torch.int32, device))
+        return counted[-1]
+
     def memory(values: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
         return shared((len(values), *shape), dtype, values.device).fill_(-7)
 
@@ -74,9 +79,12 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teams, "_memory", memory)
     monkeypatch.setattr(teams, "_out", lambda x: shared(x.shape, x.dtype, x.device))
     monkeypatch.setattr(teams, "_tokens", lambda x: shared(x.shape[:1], torch.int32, x.device))
-    monkeypatch.setattr(gpu, "zeros", shared)
+    monkeypatch.setattr(arrivals, "counters", counters)
     for name in ("top_k_kernel", "min_p_kernel", "top_p_kernel"):
         monkeypatch.setattr(teams, name, InProcesses(getattr(teams, name)))
+    yield
+    assert counted
+    assert not any(tensor.any() for tensor in counted)
 
 
 def assert_as_defined(op: Op[..., Any], got: Tensor, values: Tensor, parameter: Tensor) -> None:

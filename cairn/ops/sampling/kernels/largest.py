@@ -12,6 +12,7 @@ from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import filters_of, ordered
 from cairn.ops.sampling.kernels.teams import (
     columns,
+    leave,
     load_part,
     meet,
     nan_in_lines,
@@ -257,9 +258,10 @@ def what_is_kept(
     return threshold, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def top_k_kernel(
-    x, top_k, out, tickets, arrivals, notes, numbers, tallies, stride, width, parts, places,
+    x, top_k, out, tickets, arrivals, notes, numbers, tallies,
+    stride, width, programs, parts, places,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
     NEAR: tl.constexpr, SLOTS: tl.constexpr, SHARES: tl.constexpr,
     APART: tl.constexpr, ALIGN: tl.constexpr, LATE: tl.constexpr,
@@ -271,7 +273,7 @@ def top_k_kernel(
     bound, how long its list is, and what `bound_of` leaves there; numbers [n, parts, SLOTS]
     float32: the lists; tallies [n, 2, parts] int64: of `search_parts`, and sums.
     """
-    row, part = seat_of(tickets, parts, places, LATE)
+    row, part = seat_of(tickets, programs, parts, places, LATE)
     k, _, _ = filters_of(top_k, None, None, row, width)
     # These are not listed: a row that has fewer than k others keeps all.
     LOWEST: tl.constexpr = 0.0 if SHARES else float("-inf")
@@ -299,3 +301,4 @@ def top_k_kernel(
             kept = tl.where(reach, pieces[n], float("-inf"))
             kept = kept.to(out.dtype.element_ty)
             store_piece(out + at + n * PIECE, begin + n * PIECE, width, kept)
+    leave(arrivals, row, parts, PARTS, APART)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.teams import (
+    leave,
     load_part,
     number_of,
     odd_total,
@@ -16,15 +17,15 @@ from cairn.ops.sampling.kernels.teams import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def min_p_kernel(
-    x, min_p, out, tickets, arrivals, peaks, sums, stride, width, parts, places,
+    x, min_p, out, tickets, arrivals, peaks, sums, stride, width, programs, parts, places,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
     APART: tl.constexpr, ALIGN: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = x where it is at least min_p of its row's largest, divided by the sum of
     these; else 0. peaks [n, parts] int32 and sums [n, parts] int64 are written."""
-    row, part = seat_of(tickets, parts, places, LATE)
+    row, part = seat_of(tickets, programs, parts, places, LATE)
     share = tl.load(min_p + row)
     pieces = load_part(x, row, part, stride, width, 0.0, PART, PIECE, ALIGN)
     own_peak = tl.max(tops_of(pieces, LINES), 0)
@@ -45,3 +46,4 @@ def min_p_kernel(
     else:
         total = odd_total(peak_key)
     store_shares(out, row, part, width, pieces, threshold, total, PART, PIECE, ALIGN)
+    leave(arrivals, row, parts, PARTS, APART)

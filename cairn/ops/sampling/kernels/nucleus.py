@@ -25,6 +25,7 @@ from cairn.ops.sampling.kernels.bracket import (
 from cairn.ops.sampling.kernels.filters import bits_of, first_beyond
 from cairn.ops.sampling.kernels.teams import (
     last_to_come,
+    leave,
     load_part,
     meet,
     number_of,
@@ -229,10 +230,10 @@ def draw_of_row(
     return tl.where(total > 0.0, token, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def top_p_kernel(
     x, top_p, uniform, out, tickets, arrivals, peaks, masses, sizes, tallies, numbers, aboves,
-    counts, stride, width, parts, places,
+    counts, stride, width, programs, parts, places,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
     SLOTS: tl.constexpr, BINS: tl.constexpr, BITS: tl.constexpr, APART: tl.constexpr,
     ALIGN: tl.constexpr, LATE: tl.constexpr,
@@ -245,7 +246,7 @@ def top_p_kernel(
     some numbers of each part; tallies [n, 2, 4, parts] float64; numbers [n, parts, SLOTS] float32,
     the lists, with aboves [n, parts] float64 and counts [n, parts] int32.
     """
-    row, part = seat_of(tickets, parts, places, LATE)
+    row, part = seat_of(tickets, programs, parts, places, LATE)
     share = tl.load(top_p + row)
     pieces = load_part(x, row, part, stride, width, 0.0, PART, PIECE, ALIGN)
     own_mass = rough_mass_of(pieces, LINES)
@@ -297,3 +298,4 @@ def top_p_kernel(
             store_shares(out, row, part, width, pieces, threshold, total, PART, PIECE, ALIGN)
         else:
             store_first(out, row, part, width, pieces, threshold, few, total, PART, PIECE, ALIGN)
+    leave(arrivals, row, parts, PARTS, APART)

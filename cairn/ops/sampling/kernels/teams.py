@@ -23,12 +23,14 @@ def cycles():
 
 
 @triton.jit
-def seat_of(tickets, parts, places, LATE: tl.constexpr):
+def seat_of(tickets, programs, parts, places, LATE: tl.constexpr):
     """A program's row and part.
 
     With tickets programs sit in the order in which they begin. Those that begin fill team after
     team: the first team that is not done has all its members, or they are the next to begin, and
     no team behind it can take their places. Without, all of the launch have a place.
+
+    The last of `programs` sets the tickets back: see `arrivals`.
 
     With LATE the second of a multiprocessor begins so many cycles after the first, and so on: else
     all would read at the same time, and later all wait. There are `places` multiprocessors.
@@ -36,6 +38,8 @@ def seat_of(tickets, parts, places, LATE: tl.constexpr):
     number = tl.program_id(0)
     if tickets is not None:
         number = tl.atomic_add(tickets, 1, sem="relaxed")
+        if number == programs - 1:
+            tl.store(tickets, 0)
         # So many have a place on a multiprocessor.
         ABREAST: tl.constexpr = 4
         if LATE > 0:  # noqa: SIM102
@@ -71,6 +75,16 @@ def last_to_come(arrivals, row, wanted, PARTS: tl.constexpr, APART: tl.constexpr
         last = tl.atomic_add(arrivals + row * APART, 1, sem="acq_rel", scope="gpu") == wanted - 1
         tl.debug_barrier()
     return last
+
+
+@triton.jit
+def leave(arrivals, row, parts, PARTS: tl.constexpr, APART: tl.constexpr):
+    """End a part, which meets no other any more. The last of a row leaves its arrivals as they
+    were: see `arrivals`."""
+    if PARTS > 1:
+        arrivals += row * APART
+        if tl.atomic_add(arrivals + 1, 1, sem="relaxed") == parts - 1:
+            tl.store(arrivals + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit
