@@ -97,9 +97,10 @@ class _Store:
     def of_graph(self, stream: int, groups: int, device: torch.device) -> Tensor:
         """For a launch that a stream is captured with."""
         graph = gpu.capture_of(device)
-        of, found = self._of_graphs.get(stream, (0, None))
-        if graph and of == graph and found is not None and len(found) >= groups:
-            return found[:groups]
+        last = self._of_graphs.get(stream)
+        # Of graphs that cannot be told apart, each launch has its own.
+        if graph and last is not None and last[0] == graph and len(last[1]) >= groups:
+            return last[1][:groups]
         with self._lock:
             if groups > self._left:
                 return torch.zeros((groups, APART), dtype=torch.int32, device=device)

@@ -183,16 +183,13 @@ def stream_of(device: torch.device) -> Any:
 def capture_of(device: torch.device) -> int:
     """A number for the graph that the current stream of a device is captured into, another one for
     every graph; 0 if the driver does not tell."""
-    number = ctypes.c_ulonglong(0)
     ask = _capture_info()
-    if ask is not None:
-        state, stream = (
-            ctypes.c_int(0),
-            ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream),
-        )
-        if ask(stream, ctypes.byref(state), ctypes.byref(number), None, None, None):
-            return 0
-    return number.value
+    if ask is None:
+        return 0
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    state, number = ctypes.c_int(0), ctypes.c_ulonglong(0)
+    failed = ask(stream, ctypes.byref(state), ctypes.byref(number), None, None, None)
+    return 0 if failed else number.value
 
 
 def copies_blocks(device: torch.device) -> bool:

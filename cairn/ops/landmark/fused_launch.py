@@ -108,7 +108,7 @@ def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: 
         chunk *= 2
     read = lines * (job.topk * job.page_size + task.window) * 2 * pages.line_bytes
     whole = read >= WHOLE * gpu.memory_rate(task.q.device)
-    splits = launch.splits_of(task, WINDOW_PROGRAMS) if whole else launch.splits_of(task)
+    splits = launch.splits_of(task, WINDOW_PROGRAMS if whole else launch.PROGRAMS)
     # Programs read summaries before they wait: no token may have a page of the step as candidate.
     early = tokens <= min(EARLY_TOKENS, task.window) and gpu.launches_early(task.q.device)
     chunks = -(-job.pages // chunk)
@@ -221,7 +221,7 @@ def _read(
         *(max(16, pages.group), pages.width, pages.keys),
         *(plan.chunk, min(SHORT_LIST, listed), listed),
         *(gpu.next_power_of_2(plan.each), plan.early, pages.precision, READ_STAGES),
-        num_warps=2 if pages.width * pages.keys <= 4096 else 4,
+        num_warps=pages.warps,
         num_stages=READ_STAGES,
         **early_option(plan.early and task.q.shape[0] <= EARLY_READS),
     )

@@ -94,6 +94,11 @@ class Pages:
         return self.k_cache.stride(2) * self.k_cache.element_size()
 
     @property
+    def warps(self) -> int:
+        """Of a program that reads pages of one token."""
+        return 2 if self.width * self.keys <= 4096 else 4
+
+    @property
     def ahead(self) -> int:
         """Parts of a line that its last program adds up at a time."""
         return max(1, min(MOST_AHEAD, MERGED // (self.group * self.width)))
@@ -147,7 +152,7 @@ def attend_few(job: Pages) -> Tensor:
         *(parts, out, counters, job.scale, *strides, job.indices.shape[-1], each),
         *(*job.shape, job.group, max(16, job.group), job.width, job.keys),
         *(gpu.next_power_of_2(each), job.ahead, arrivals.APART, job.precision, early),
-        num_warps=2 if job.width * job.keys <= 4096 else 4,
+        num_warps=job.warps,
         num_stages=2,
         **early_option(early),
     )

@@ -11,6 +11,7 @@ not depend on how a row is split.
 
 from __future__ import annotations
 
+from cairn.ops.arrivals import arrive
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import bits_of, ordered
 
@@ -69,10 +70,10 @@ def meet(arrivals, row, wanted, PARTS: tl.constexpr, APART: tl.constexpr):
 def last_to_come(arrivals, row, wanted, PARTS: tl.constexpr, APART: tl.constexpr):
     """Whether all other parts of a row have arrived `wanted` times, as `meet` counts: what they
     stored before this part can load. Nobody waits."""
-    tl.debug_barrier()
     last = wanted >= 0
     if PARTS > 1:
-        last = tl.atomic_add(arrivals + row * APART, 1, sem="acq_rel", scope="gpu") == wanted - 1
+        last = arrive(arrivals + row * APART) == wanted - 1
+    else:
         tl.debug_barrier()
     return last
 
