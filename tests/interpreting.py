@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -20,6 +22,8 @@ def quicken(interpreter: ModuleType) -> None:
       what it replaced when the kernel began.
     - It computes whether each sum of integers overflows, and drops the answer unless it debugs.
     - What a kernel reduces by a function of its own it reduces number by number.
+    - Every value has its shape as objects of the language, and every type its name, made anew;
+      shapes are made objects of the language once more whenever they are compared.
     """
     builder = interpreter.interpreter_builder
     if hasattr(builder.options, "sanitize_overflow") and not builder.options.debug:
@@ -28,6 +32,58 @@ def quicken(interpreter: ModuleType) -> None:
         interpreter._patch_lang = _once_a_kernel(interpreter)
     if hasattr(getattr(interpreter, "ReduceOps", None), "generic_reduce"):
         interpreter.ReduceOps.generic_reduce = _by_pairs(interpreter.ReduceOps.generic_reduce)
+    core = interpreter.tl.core
+    core.block_type.__init__ = _once_a_type(core.block_type.__init__, core.constexpr)
+    core.tensor.__init__ = _with_shapes(core)
+    core.tuple.__eq__ = _comparing_lists(core)
+    interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
+
+
+def _once_a_type(initialise: Callable[..., None], constexpr: type) -> Any:
+    known: dict[Any, dict[str, Any]] = {}  # By element and shape: the attributes of such a type.
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(size.value if isinstance(size, constexpr) else size for size in shape)
+        attributes = known.get((element_ty.name, sizes))
+        if attributes is None:
+            initialise(self, element_ty, shape)
+            known[element_ty.name, sizes] = dict(vars(self))
+        else:
+            vars(self).update(attributes)
+
+    return init
+
+
+def _with_shapes(core: ModuleType) -> Any:
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in known:
+            own = core.tuple([core.constexpr(size) for size in sizes])
+            known[sizes] = own, core.constexpr(math.prod(sizes))
+        self.shape, self.numel = known[sizes]
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    return init
+
+
+def _comparing_lists(core: ModuleType) -> Any:
+    def equal(self: Any, other: Any) -> Any:
+        return core.constexpr(self.values == list(other))
+
+    return equal
+
+
+def _once_a_name(find: Callable[[Any], Any]) -> Any:
+    known: dict[str, Any] = {}
+
+    def find_once(dtype: Any) -> Any:
+        if dtype.name not in known:
+            known[dtype.name] = find(dtype)
+        return known[dtype.name]
+
+    return find_once
 
 
 def _by_pairs(one_by_one: Any) -> Any:
@@ -59,10 +115,17 @@ def _by_pairs(one_by_one: Any) -> Any:
 def _once_a_kernel(interpreter: ModuleType) -> Any:
     patch, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
     patched: set[int] = set()  # While a kernel runs: the modules that have been gone through.
+    # By the identity of a module's names, which are kept with it: those of the language's modules.
+    known: dict[int, tuple[Any, set[int]]] = {}
+
+    def of_language(names: dict[str, Any]) -> set[int]:
+        if id(names) not in known:
+            found = {id(value) for value in names.values() if any(value is m for m in language)}
+            known[id(names)] = names, found
+        return known[id(names)][1]
 
     def patch_lang(function: Any) -> Any:
-        names = function.__globals__.values()
-        modules = {id(value) for value in names if any(value is module for module in language)}
+        modules = of_language(function.__globals__)
         if patched and modules <= patched:
             return _Nothing()
         scope = patch(function)
