@@ -1,10 +1,13 @@
-"""Filters of rows that several programs hold: on a GPU, and by the interpreter in processes."""
+"""Filters of rows that several programs hold: on a GPU, and by the interpreter in threads."""
 
 from __future__ import annotations
 
 import math
-import os
+import random
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -29,59 +32,92 @@ LAUNCHES: dict[Op[..., Any], Callable[..., Tensor]] = {
 }
 
 
-class InProcesses:
-    """A kernel each of whose programs is a process: they wait for each other, and take tickets."""
+class InTurns:
+    """A kernel whose programs take turns, drawn by lot: one goes on until it looks at a counter.
+    They wait for each other, and take tickets."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
-            started = [self.start(args, options) for _ in range(grid[0])]
-            assert all(os.waitpid(process, 0)[1] == 0 for process in started)
+            interpreter: Any = import_module("triton.runtime.interpreter")
+            turns = Turns(grid[0])
+            # For all of them: else the first that ends takes the language from the others.
+            language = interpreter._patch_lang(self.kernel.fn)
+            with pytest.MonkeyPatch.context() as patch:
+                count = turns.before(interpreter.interpreter_builder.create_atomic_rmw)
+                patch.setattr(interpreter.interpreter_builder, "create_atomic_rmw", count)
+                try:
+                    turns.run(lambda: self.kernel[1,](*args, **options))
+                finally:
+                    language.restore()
 
         return launch
 
-    def start(self, args: tuple[Any, ...], options: dict[str, Any]) -> int:
-        process = os.fork()
-        if process:
-            return process
-        status = 1
+
+class Turns:
+    """Threads of which one runs, until it gives its turn away or ends."""
+
+    def __init__(self, count: int) -> None:
+        self.turn = [threading.Semaphore(0) for _ in range(count)]
+        self.left = list(range(count))
+        self.lots = random.Random(count)
+        self.own = threading.local()
+
+    def run(self, task: Callable[[], None]) -> None:
+        """As many times as there are threads."""
+        with ThreadPoolExecutor(len(self.turn)) as threads:
+            ends = [threads.submit(self.take_part, number, task) for number in self.left]
+            self.give()
+        for end in ends:
+            end.result()
+
+    def take_part(self, number: int, task: Callable[[], None]) -> None:
+        self.own.number = number
+        self.turn[number].acquire()
         try:
-            self.kernel[1,](*args, **options)
-            status = 0
+            task()
         finally:
-            os._exit(status)
+            self.left.remove(number)
+            self.give()
+
+    def give(self) -> None:
+        if self.left:
+            self.turn[self.lots.choice(self.left)].release()
+
+    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call in front of which another may take the turn."""
+
+        def wait_and_call(*args: Any) -> Any:
+            self.give()
+            self.turn[self.own.number].acquire()
+            return call(*args)
+
+        return wait_and_call
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Parts of 512 numbers, in memory that processes share. Counters are left as they were."""
+    """Parts of 512 numbers, on memory that holds something. Counters are left as they were."""
     counted = []
 
     def split(values: Tensor) -> teams.Team:
         align = 4 if (values.stride(0) - values.shape[1]) % 4 == 0 else 1
         return teams.Team(512, -(-(values.shape[1] + align - 1) // 512), align, seated=False)
 
-    def shared(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        tensor = torch.zeros(tuple(shape), dtype=dtype, device=device)
-        tensor.share_memory_()
-        return tensor
-
     def counters(groups: int, device: torch.device) -> Tensor:
-        counted.append(shared((groups, arrivals.APART), torch.int32, device))
+        counted.append(torch.zeros(groups, arrivals.APART, dtype=torch.int32, device=device))
         return counted[-1]
 
     def memory(values: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
-        return shared((len(values), *shape), dtype, values.device).fill_(-7)
+        return torch.full((len(values), *shape), -7, dtype=dtype, device=values.device)
 
     monkeypatch.setattr(teams, "_team", split)
     monkeypatch.setattr(teams, "_memory", memory)
-    monkeypatch.setattr(teams, "_out", lambda x: shared(x.shape, x.dtype, x.device))
-    monkeypatch.setattr(teams, "_tokens", lambda x: shared(x.shape[:1], torch.int32, x.device))
     monkeypatch.setattr(arrivals, "counters", counters)
     for name in ("top_k_kernel", "min_p_kernel", "top_p_kernel"):
-        monkeypatch.setattr(teams, name, InProcesses(getattr(teams, name)))
+        monkeypatch.setattr(teams, name, InTurns(getattr(teams, name)))
     yield
     assert counted
     assert not any(tensor.any() for tensor in counted)
@@ -199,8 +235,7 @@ def few_and_many() -> Iterator[Any]:
 def test_programs_that_wait_for_each_other(
     op: Op[..., Any], values: Tensor, parameter: Tensor, small_parts: None
 ) -> None:
-    torch.set_num_threads(1)
-    assert_as_defined(op, LAUNCHES[op](values.share_memory_(), parameter), values, parameter)
+    assert_as_defined(op, LAUNCHES[op](values, parameter), values, parameter)
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
@@ -208,8 +243,6 @@ def test_programs_that_wait_for_each_other(
 def test_draws_of_programs_that_wait_for_each_other(
     op: Op[..., Any], values: Tensor, parameter: Tensor, small_parts: None
 ) -> None:
-    torch.set_num_threads(1)
-    values.share_memory_()
     uniform = torch.tensor([0.0, 0.37, 0.71, 1 - 2.0**-24])
     assert_drawn(teams.draw_share(values, parameter, uniform), values, parameter, uniform)
 
