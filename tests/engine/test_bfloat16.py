@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from cairn import LLM, SamplingParams
+from tests.engine.harness import dense
 
 TOKENS = 3000
 
@@ -23,8 +25,7 @@ def likely(dtype: str, step: int) -> tuple[Tensor, list[int]]:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=-1)
     [result] = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
     rows = result.prompt_logprobs[1:]
-    found = torch.tensor([[row[token].logprob for token in range(256)] for row in rows])
-    return found, result.outputs[0].token_ids
+    return torch.tensor(np.array([dense(row, 256) for row in rows])), result.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("step", [64, 777, 4096])

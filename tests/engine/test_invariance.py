@@ -6,6 +6,7 @@ a GPU decode steps are graphs, padded to more rows than run.
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy as np
@@ -39,15 +40,18 @@ def assert_same(a: Trace, b: Trace) -> None:
         assert difference(a.prompt_logprobs, b.prompt_logprobs) < ROUNDING
 
 
+@functools.cache
+def in_chunks_of(chunk: int | None, case: str, device: str) -> Trace:
+    """A prompt read in chunks, or as a whole."""
+    budgets = None if chunk is None else [chunk]
+    built = engine(case, device=device)
+    return run(built, [text(1, 230)], greedy(4, prompt_logprobs=True), budgets=budgets)[0]
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("chunk", [1, 15, 16, 17, 37, 63, 64, 65])
 def test_whole_against_chunked_prefill(case, chunk, device):
-    prompt = text(1, 230)
-    whole = run(engine(case, device=device), [prompt], greedy(4, prompt_logprobs=True))[0]
-    parts = run(
-        engine(case, device=device), [prompt], greedy(4, prompt_logprobs=True), budgets=[chunk]
-    )[0]
-    assert_same(whole, parts)
+    assert_same(in_chunks_of(None, case, device), in_chunks_of(chunk, case, device))
 
 
 @settings(max_examples=12, deadline=None)
