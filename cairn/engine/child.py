@@ -69,12 +69,14 @@ class Child:
         """Send without waiting.
 
         Raises:
-            EngineDead: nobody is there to take it.
+            EngineDead: nobody is there to take it; it says how the process ended if that is known.
             BadRequest: a text is not valid Unicode.
         """
         try:
             self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:
+            if not self.alive:
+                raise self.exit_reason() from None
             raise EngineDead("the engine process cannot be reached") from None
         except UnicodeEncodeError as error:
             raise BadRequest(

@@ -89,8 +89,8 @@ def test_stopping_ends_the_process_and_what_runs():
     asyncio.run(run())
 
 
-def test_stopping_an_engine_that_has_just_died():
-    """Before the watchdog has seen it: the message finds nobody to take it."""
+def test_an_engine_that_has_just_died():
+    """Before the watchdog has seen it: messages find nobody to take them."""
 
     async def run():
         async with engine() as client:
@@ -101,6 +101,8 @@ def test_stopping_an_engine_that_has_just_died():
                 time.sleep(0.001)
             # The socket learns of it in a thread of its own.
             time.sleep(0.05)
+            with pytest.raises(EngineDead, match="killed by SIGKILL"):
+                client.submit([1], LONG)
             assert client.dead is None
             await client.stop(30)
             with pytest.raises(EngineDead):

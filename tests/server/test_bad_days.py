@@ -225,7 +225,9 @@ def test_an_engine_that_is_killed_or_stopped(tmp_path, number):
         async def run():
             streams = [await Stream(server.url, max_tokens=4000).begin() for _ in range(3)]
             plain = asyncio.create_task(asyncio.to_thread(server.complete, max_tokens=4000))
-            await asyncio.sleep(0.3)
+            await asyncio.to_thread(
+                server.wait_for, lambda: metric(server, "num_requests_running") == 4, SLACK
+            )
             engine = server.engine
             engine.send_signal(number)
             began = time.monotonic()
