@@ -161,33 +161,34 @@ class OracleBatch:
         out = torch.empty_like(o_window)
         for g in range(kv_heads):
             mine = slice(g * group, (g + 1) * group)
-            score, weigh = self._scores(u[mine], lse[mine])
-            order = sorted(range(pages), key=lambda j: (-float(score[j]), j))
-            chosen = sorted(order[: self.topk])
+            score, logits, own = self._scores(u[mine], lse[mine])
+            order = sorted((-value, j) for j, value in enumerate(score.tolist()))
+            chosen = sorted(j for _, j in order[: self.topk])
             self.selected[layer, s, g] = chosen
-            for i, h in enumerate(range(heads)[mine]):
-                logits, own = weigh(i)
-                zero = [torch.zeros_like(own)] if self.softmax1 else []
-                w = torch.stack([*logits[chosen], own, *zero]).softmax(0)
-                self.weights[layer, s, h] = w[: len(chosen) + 1].tolist()
-                inside = torch.tensor(chosen, dtype=torch.int64)[:, None] * self.size
-                inside = inside + torch.arange(self.size - 1)
-                p = (kh[inside, h] @ q[s, h] * scale).softmax(1)
-                pages_out = torch.einsum("ji,jid->jd", p, vh[inside, h])
-                out[h] = w[: len(chosen)] @ pages_out + w[len(chosen)] * o_window[h]
+            others = [own, torch.zeros_like(own)] if self.softmax1 else [own]
+            w = torch.cat([logits[:, chosen], torch.stack(others, 1)], 1).softmax(1)
+            for h, weights in zip(range(heads)[mine], w.tolist(), strict=True):
+                self.weights[layer, s, h] = weights[: len(chosen) + 1]
+            inside = torch.tensor(chosen, dtype=torch.int64)[:, None] * self.size
+            inside = inside + torch.arange(self.size - 1)
+            p = torch.einsum("hd,jihd->hji", q[s, mine], kh[:, mine][inside]) * scale
+            pages_out = torch.einsum("hji,jihd->hjd", p.softmax(2), vh[:, mine][inside])
+            of_pages, of_window = w[:, : len(chosen)], w[:, len(chosen), None]
+            out[mine] = torch.einsum("hj,hjd->hd", of_pages, pages_out)
+            out[mine] += of_window * o_window[mine]
         return out
 
-    def _scores(self, u: Tensor, lse: Tensor):
-        """Score [P] of a group's pages, and head in the group -> (page logits, window logit)."""
+    def _scores(self, u: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Score [P] of a group's pages, and by head in the group logits of pages and window."""
         if self.strategy == "group":
             # The key is the same for all heads of the group: the dot product with the summed query.
             total = u.sum(0)
-            return total, lambda i: (total, lse.logsumexp(0))
+            return total, total.expand_as(u), lse.logsumexp(0).expand_as(lse)
         score = u
         if self.strategy != "head":
             score = u - torch.logaddexp(lse, u.logsumexp(1))[:, None]
         best = score.amax(0) if u.shape[1] else u.new_empty(0)
-        return best, lambda i: (u[i], lse[i])
+        return best, u, lse
 
 
 def oracle(built: Built, tokens: Sequence[int], **changes) -> tuple[np.ndarray, OracleBatch]:
