@@ -63,6 +63,7 @@ class Turns:
         self.turn = [threading.Semaphore(0) for _ in range(count)]
         self.left = list(range(count))
         self.lots = random.Random(count)
+        self.error: BaseException | None = None
         self.own = threading.local()
 
     def run(self, task: Callable[[], None]) -> None:
@@ -78,6 +79,9 @@ class Turns:
         self.turn[number].acquire()
         try:
             task()
+        except BaseException as error:
+            self.error = self.error or error
+            raise
         finally:
             self.left.remove(number)
             self.give()
@@ -92,6 +96,8 @@ class Turns:
         def wait_and_call(*args: Any) -> Any:
             self.give()
             self.turn[self.own.number].acquire()
+            if self.error is not None:
+                raise RuntimeError("another program has failed") from self.error
             return call(*args)
 
         return wait_and_call
