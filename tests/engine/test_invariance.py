@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from cairn.engine.build import Built
 from tests.engine.harness import CASES, Trace, difference, engine, greedy, occupy, poison, run
+from tests.failures.oracle import oracle
 
 ROUNDING = 2e-4
 """Float32 noise on log-probabilities whose scale is about 10."""
 
-TIED = ("qwen_rope_fullrank", 2**16)
-"""Texts of this seed have a query whose last page taken and first one left score 1.5e-7 apart.
-Numbers of that size lie 9.5e-7 apart in float32: any rounding may take either."""
+CLOSE = {"cpu": 1e-5, "cuda": 2e-4}
+"""Scores of pages that lie so near each other may take either order by any rounding."""
 
 SMALL = ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4", "qwen_noprior_lmk_k"]
 
@@ -61,7 +61,6 @@ def test_whole_against_chunked_prefill(case, chunk, device):
     budgets=st.lists(st.integers(1, 90), min_size=1, max_size=6),
 )
 def test_random_schedules_of_mixed_lengths_against_single(case, seed, budgets, device):
-    assume((case, seed) != TIED)
     rng = random.Random(seed)
     prompts = [text(seed + i, rng.randint(1, 260)) for i in range(5)]
     counts = [rng.randint(1, 40) for _ in prompts]
@@ -69,7 +68,12 @@ def test_random_schedules_of_mixed_lengths_against_single(case, seed, budgets, d
         engine(case, device=device), prompts, [greedy(n) for n in counts], budgets=budgets
     )
     for prompt, count, got in zip(prompts, counts, together, strict=True):
-        assert_same(run(engine(case, device=device), [prompt], greedy(count))[0], got)
+        single = run(engine(case, device=device), [prompt], greedy(count))[0]
+        if difference(single.logprobs, got.logprobs) >= ROUNDING:
+            # A query whose last page taken and first one left score alike decides nothing.
+            _, batch = oracle(engine(case, device=device), prompt + single.tokens)
+            assume(batch.margin >= CLOSE[device])
+        assert_same(single, got)
 
 
 @pytest.mark.parametrize("case", CASES)

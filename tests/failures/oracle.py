@@ -36,6 +36,7 @@ class OracleBatch:
         device: of the model; attention itself is computed on the CPU.
         selected: (layer, slot, KV head) -> the pages that were chosen.
         weights: (layer, slot, query head) -> their shares in that order, then the window's.
+        margin: the least by which a page that was chosen scored more than one that was not.
     """
 
     spec: ModelSpec
@@ -49,6 +50,7 @@ class OracleBatch:
     device: str = "cpu"
     selected: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
     weights: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
+    margin: float = float("inf")
     _memo: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -164,6 +166,9 @@ class OracleBatch:
             score, logits, own = self._scores(u[mine], lse[mine])
             order = sorted((-value, j) for j, value in enumerate(score.tolist()))
             chosen = sorted(j for _, j in order[: self.topk])
+            if pages > self.topk:
+                margin = order[self.topk][0] - order[self.topk - 1][0]
+                self.margin = min(self.margin, margin)
             self.selected[layer, s, g] = chosen
             others = [own, torch.zeros_like(own)] if self.softmax1 else [own]
             w = torch.cat([logits[:, chosen], torch.stack(others, 1)], 1).softmax(1)
