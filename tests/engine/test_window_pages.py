@@ -15,6 +15,7 @@ from cairn.cache.invariants import check
 from cairn.engine.build import Built
 from cairn.engine.scheduler import Limits
 from tests.engine.harness import Trace, difference, engine, greedy, occupy, poison, run, trace
+from tests.engine.ties import leave_out_ties
 
 ROUNDING = 2e-4
 """Float32 noise on log-probabilities whose scale is about 10."""
@@ -75,7 +76,9 @@ def test_random_schedules_with_few_window_pages(case, seed, budgets, spare, cach
     check(cache, [hostage])
     plain = engine(case, enable_prefix_caching=False)
     for prompt, count, one in zip(prompts, counts, got, strict=True):
-        assert_same(run(plain, [prompt], greedy(count))[0], one)
+        single = run(plain, [prompt], greedy(count))[0]
+        leave_out_ties(single, one, prompt, plain, ROUNDING)
+        assert_same(single, one)
 
 
 @pytest.mark.parametrize("case", CASES)
