@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import torch
 from hypothesis import assume
 
 from cairn.engine.build import Built
 from tests.engine.harness import Trace, difference
 from tests.failures.oracle import oracle
 
-CLOSE = {"cpu": 1e-5, "cuda": 2e-4}
-"""Scores of pages that lie so near each other may take either order by any rounding."""
+CLOSE = 4e-6
+"""Four steps of float32 between 8 and 16, where scores lie: any rounding may take either page."""
 
 
 def leave_out_ties(a: Trace, b: Trace, prompt: list[int], built: Built, rounding: float) -> None:
     """End an example of hypothesis whose answers differ by more than rounding, if a query's last
-    page taken and first one left score alike."""
-    if difference(a.logprobs, b.logprobs) >= rounding:
+    page taken and first one left score alike. NaN, or fewer tokens, is no such difference."""
+    if rounding <= difference(a.logprobs, b.logprobs) < float("inf"):
         _, batch = oracle(built, prompt + a.tokens)
-        assume(batch.margin >= CLOSE[torch.device(built.config.device).type])
+        assume(batch.margin >= CLOSE)
