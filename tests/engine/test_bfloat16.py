@@ -13,15 +13,22 @@ from torch import Tensor
 from cairn import LLM, SamplingParams
 from tests.engine.harness import dense
 
-TOKENS = 3000
+TEXT = Path(__file__).parents[2] / "LICENSE"
+"""English that nobody edits."""
+
+TOKENS = 3130
+"""What the model says after these is sure: each token 3 nats ahead of the next."""
+
+FEW = 3
+"""Where two tokens are nearly as likely, bfloat16 may decide between them: one or two tokens of
+most texts. A model in bfloat16 whose attention is computed in float64 strays as far there."""
 
 
 @functools.cache
 def likely(dtype: str, step: int) -> tuple[Tensor, list[int]]:
     """Log-probabilities [TOKENS - 1, V] of the embedded model, and what it says next."""
     llm = LLM(dtype=dtype, chunked_prefill_size=step, max_num_seqs=1, max_model_len=4000)
-    text = Path(__file__).with_name("test_invariance.py").read_text(encoding="utf-8")
-    ids = [byte for byte in text.encode() if byte < 128][:TOKENS]
+    ids = list(TEXT.read_bytes()[:TOKENS])
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=-1)
     [result] = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
     rows = result.prompt_logprobs[1:]
@@ -35,6 +42,7 @@ def test_steps_of_any_size_agree_with_float32(step: int) -> None:
     assert len(exact) == TOKENS - 1
     divergence = (exact.exp() * (exact - found)).sum(dim=-1)
     assert divergence.mean() < 3e-4
-    assert divergence.max() < 0.03
+    assert divergence.sort().values[-1 - FEW] < 0.005
+    assert divergence.max() < 0.1
     assert (exact.argmax(-1) == found.argmax(-1)).float().mean() > 0.99
     assert also_said == said
