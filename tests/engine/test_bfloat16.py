@@ -14,14 +14,11 @@ from cairn import LLM, SamplingParams
 from tests.engine.harness import dense
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
-"""English that nobody edits."""
+"""English that nobody edits, and none of whose tokens bfloat16 itself decides: in steps of 38 sizes
+the divergence was 0.0074 at most."""
 
 TOKENS = 3130
 """What the model says after these is sure: each token 3 nats ahead of the next."""
-
-FEW = 3
-"""Where two tokens are nearly as likely, bfloat16 may decide between them: one or two tokens of
-most texts. A model in bfloat16 whose attention is computed in float64 strays as far there."""
 
 
 @functools.cache
@@ -42,7 +39,6 @@ def test_steps_of_any_size_agree_with_float32(step: int) -> None:
     assert len(exact) == TOKENS - 1
     divergence = (exact.exp() * (exact - found)).sum(dim=-1)
     assert divergence.mean() < 3e-4
-    assert divergence.sort().values[-1 - FEW] < 0.005
-    assert divergence.max() < 0.1
+    assert divergence.max() < 0.03
     assert (exact.argmax(-1) == found.argmax(-1)).float().mean() > 0.99
     assert also_said == said
