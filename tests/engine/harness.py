@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from cairn.types import SamplingParams
 
 GOLDENS = Path(__file__).parent.parent / "data" / "goldens" / "hils"
 CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
+
+ROUNDING = 2e-4
+"""Float32 noise on log-probabilities whose scale is about 10."""
 
 
 def engine(case: str, **options) -> Built:
@@ -121,6 +125,12 @@ def trace(continuation: Continuation, vocab: int) -> Trace:
     )
 
 
+def text(seed: int, length: int, vocab: int = 200) -> list[int]:
+    """A prompt drawn at random."""
+    rng = random.Random(seed)
+    return [rng.randrange(vocab) for _ in range(length)]
+
+
 def greedy(max_tokens: int, prompt_logprobs: bool = False) -> SamplingParams:
     """Greedy decoding that reports every logit."""
     return SamplingParams(
@@ -162,3 +172,10 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
     if a.shape != b.shape or np.isnan(a).any() or np.isnan(b).any():
         return float("inf")
     return float(np.abs(a - b).max(initial=0.0))
+
+
+def assert_same(a: Trace, b: Trace) -> None:
+    """The same tokens, and log-probabilities but for rounding, of the prompt too if told."""
+    assert a.tokens == b.tokens
+    assert difference(a.logprobs, b.logprobs) < ROUNDING
+    assert difference(a.prompt_logprobs, b.prompt_logprobs) < ROUNDING

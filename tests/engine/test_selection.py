@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,17 +14,22 @@ from cairn.engine.scheduler import Limits
 from cairn.errors import BadRequest
 from cairn.llm import LLM
 from cairn.types import LayerSelection, SamplingParams
-from tests.engine.harness import CASES, GOLDENS, engine, greedy, lengths, poison, trace, vectors
+from tests.engine.harness import (
+    CASES,
+    GOLDENS,
+    engine,
+    greedy,
+    lengths,
+    poison,
+    text,
+    trace,
+    vectors,
+)
 from tests.failures.models import folder, variant, wide
 from tests.failures.oracle import OracleBatch, oracle
 
 SMALL = ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4", "qwen_noprior_lmk_k"]
 Report = tuple[LayerSelection, ...]
-
-
-def text(seed: int, length: int, vocab: int = 200) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(vocab) for _ in range(length)]
 
 
 def asking(max_tokens: int) -> SamplingParams:

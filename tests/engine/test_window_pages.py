@@ -14,23 +14,20 @@ from hypothesis import strategies as st
 from cairn.cache.invariants import check
 from cairn.engine.build import Built
 from cairn.engine.scheduler import Limits
-from tests.engine.harness import Trace, difference, engine, greedy, occupy, poison, run, trace
+from tests.engine.harness import (
+    Trace,
+    assert_same,
+    engine,
+    greedy,
+    occupy,
+    poison,
+    run,
+    text,
+    trace,
+)
 from tests.engine.ties import leave_out_ties
 
-ROUNDING = 2e-4
-"""Float32 noise on log-probabilities whose scale is about 10."""
-
 CASES = ["olmo_mha_interleave4", "qwen_nope_interleave2", "qwen_num_swa_layers2"]
-
-
-def text(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(200) for _ in range(length)]
-
-
-def assert_same(a: Trace, b: Trace) -> None:
-    assert a.tokens == b.tokens
-    assert difference(a.logprobs, b.logprobs) < ROUNDING
 
 
 def serve(built: Built, prompts, counts, budgets, waits, overlap) -> list[Trace]:
@@ -77,7 +74,7 @@ def test_random_schedules_with_few_window_pages(case, seed, budgets, spare, cach
     plain = engine(case, enable_prefix_caching=False)
     for prompt, count, one in zip(prompts, counts, got, strict=True):
         single = run(plain, [prompt], greedy(count))[0]
-        leave_out_ties(single, one, prompt, plain, ROUNDING)
+        leave_out_ties(single, one, prompt, plain)
         assert_same(single, one)
 
 

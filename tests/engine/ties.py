@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import assume
 
 from cairn.engine.build import Built
-from tests.engine.harness import Trace, difference
+from tests.engine.harness import ROUNDING, Trace, difference
 from tests.failures.oracle import oracle
 
 CLOSE = 4e-6
@@ -13,9 +13,9 @@ CLOSE = 4e-6
 of 3. Their hidden states differ in the last bits."""
 
 
-def leave_out_ties(a: Trace, b: Trace, prompt: list[int], built: Built, rounding: float) -> None:
+def leave_out_ties(a: Trace, b: Trace, prompt: list[int], built: Built) -> None:
     """End an example of hypothesis whose answers differ by more than rounding, if a query's last
     page taken and first one left score alike. NaN, or fewer tokens, is no such difference."""
-    if rounding <= difference(a.logprobs, b.logprobs) < float("inf"):
+    if ROUNDING <= difference(a.logprobs, b.logprobs) < float("inf"):
         _, batch = oracle(built, prompt + a.tokens)
         assume(batch.margin >= CLOSE)

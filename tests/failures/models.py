@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,6 @@ import torch
 from cairn.cache.invariants import check
 from cairn.engine.build import Built
 from tests.engine.harness import GOLDENS, Trace, difference, engine, greedy, run
-
-ROUNDING = 2e-4
-"""Float32 noise on log-probabilities whose scale is about 10."""
 
 SIZE, WINDOW, TOPK = 16, 32, 4
 WIDE = {
@@ -69,17 +65,6 @@ def sharpen(built: Built, factor: float) -> None:
         for block in built.runner.model.layers:
             norm = block.attention.lmk_q_norm
             (block.attention.q_norm if norm is None else norm).weight.mul_(factor)
-
-
-def text(seed: int, length: int, vocab: int = 200) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(vocab) for _ in range(length)]
-
-
-def assert_same(a: Trace, b: Trace) -> None:
-    assert a.tokens == b.tokens
-    assert difference(a.logprobs, b.logprobs) < ROUNDING
-    assert difference(a.prompt_logprobs, b.prompt_logprobs) < ROUNDING
 
 
 def again(built: Built, prompt: list[int], got: Trace) -> float:

@@ -17,19 +17,17 @@ from cairn import LLM, BadConfig, BadRequest, SamplingParams, TooLong
 from cairn.bench.shapes import config_of
 from cairn.models.registry import load_spec
 from cairn.models.weight_map import parameter_count
-from tests.engine.harness import GOLDENS, difference, engine, greedy, run
-from tests.failures.models import (
+from tests.engine.harness import (
+    GOLDENS,
     ROUNDING,
-    SIZE,
-    TOPK,
-    WINDOW,
     assert_same,
-    check_ledger,
-    folder,
+    difference,
+    engine,
+    greedy,
+    run,
     text,
-    variant,
-    wide,
 )
+from tests.failures.models import SIZE, TOPK, WINDOW, check_ledger, folder, variant, wide
 from tests.failures.oracle import oracle
 
 PER_PAGE = SIZE - 1

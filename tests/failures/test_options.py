@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cairn.errors import BadConfig
-from tests.engine.harness import CASES, difference, engine, greedy, run
-from tests.failures.models import ROUNDING, folder, rows, text, wide
+from tests.engine.harness import CASES, ROUNDING, difference, engine, greedy, run, text
+from tests.failures.models import folder, rows, wide
 from tests.failures.oracle import oracle
 
 LENGTH = 330

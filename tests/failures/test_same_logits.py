@@ -17,20 +17,18 @@ import numpy as np
 import pytest
 
 from cairn.cache.landmarks import SlotMap
-from tests.engine.harness import Trace, difference, engine, greedy, poison, run
-from tests.failures.models import (
+from tests.engine.harness import (
     ROUNDING,
-    SIZE,
-    TOPK,
-    WINDOW,
-    again,
+    Trace,
     assert_same,
-    folder,
-    rows,
+    difference,
+    engine,
+    greedy,
+    poison,
+    run,
     text,
-    variant,
-    wide,
 )
+from tests.failures.models import SIZE, TOPK, WINDOW, again, folder, rows, variant, wide
 from tests.failures.oracle import oracle
 
 PER_PAGE = SIZE - 1
