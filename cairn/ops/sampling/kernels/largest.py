@@ -12,6 +12,7 @@ from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import filters_of, ordered
 from cairn.ops.sampling.kernels.teams import (
     columns,
+    fetch_later,
     leave,
     load_part,
     meet,
@@ -280,6 +281,8 @@ def top_k_kernel(
     # Shares have a sum even where all are kept.
     UNLIMITED: tl.constexpr = -1 if SHARES else 0
     pieces = load_part(x, row, part, stride, width, LOWEST, PART, PIECE, ALIGN)
+    if tickets is not None:
+        fetch_later(x, row, part, stride, width, programs, parts, places, PART, LINES, ALIGN)
     threshold = LOWEST
     total = 1.0
     if k > UNLIMITED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.teams import (
+    fetch_later,
     leave,
     load_part,
     number_of,
@@ -28,6 +29,8 @@ def min_p_kernel(
     row, part = seat_of(tickets, programs, parts, places, LATE)
     share = tl.load(min_p + row)
     pieces = load_part(x, row, part, stride, width, 0.0, PART, PIECE, ALIGN)
+    if tickets is not None:
+        fetch_later(x, row, part, stride, width, programs, parts, places, PART, LINES, ALIGN)
     own_peak = tl.max(tops_of(pieces, LINES), 0)
     keys = told(
         peaks + row * parts, part, peak_key_of(pieces, own_peak, LINES), parts, 0,

@@ -11,9 +11,12 @@ not depend on how a row is split.
 
 from __future__ import annotations
 
+from cairn.ops import gpu
 from cairn.ops.arrivals import arrive
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import bits_of, ordered
+
+PTX = gpu.constant(gpu.WRITES_PTX)
 
 
 @triton.jit
@@ -50,6 +53,31 @@ def seat_of(tickets, programs, parts, places, LATE: tl.constexpr):
                 while now < begin:
                     now = cycles()
     return (number // parts).to(tl.int64), number % parts
+
+
+@triton.jit
+def fetch_later(
+    x, row, part, stride, width, programs, parts, places,
+    PART: tl.constexpr, LINES: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Bring to the L2 cache what the program loads that begins `places` after this one: so memory
+    works on while a team waits.
+
+    And nothing is done with what this one loads before it has asked for all of it: the compiler
+    would have it wait for the first numbers, and then ask for the last.
+    """
+    later = row * parts + part + places
+    if PTX and later < programs:
+        at, begin = part_at(later // parts * stride, later % parts, PART, ALIGN)
+        # A line of memory each.
+        EACH: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
+        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+        for n in tl.static_range((PART + EACH * LINES - 1) // (EACH * LINES)):
+            i = (n * LINES + tl.arange(0, LINES)) * EACH
+            i = tl.maximum(tl.minimum(i, width - 1 - begin), -begin)
+            tl.inline_asm_elementwise(
+                asm, "=r,l", [(x + at + i).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+            )
 
 
 @triton.jit
