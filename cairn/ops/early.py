@@ -32,12 +32,13 @@ def launch_next(EARLY: tl.constexpr):
 
 
 @triton.jit
-def await_previous(EARLY: tl.constexpr):
+def await_previous(EARLY: tl.constexpr, NEXT: tl.constexpr = True):
     """Begin a kernel: with EARLY it was launched before the one in front of it was done, and waits
-    here for what that one writes; then the next one may be launched."""
+    here for what that one writes; then the next one may be launched, if NEXT."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if NEXT:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 def early_for(device: torch.device, rows: int, warps: int) -> bool:

@@ -13,7 +13,7 @@ float64, in an order that depends on the row alone.
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
+from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 
 
@@ -100,7 +100,7 @@ def survey_kernel(
     have tops; top_k and masses may be None. NaN in a chunk is in its mass, or else in its peak.
     arrivals [n] int32 become 0, or are None.
     """
-    await_previous(EARLY)
+    await_previous(EARLY, False)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     at = row * chunks + chunk
@@ -131,6 +131,8 @@ def survey_kernel(
             if top_k is not None:  # noqa: SIM102
                 if count > 0:
                     store_tops(tops, at, value, CHUNK, LINE)
+    # Only now: programs that wait for this one would take the place of others that read.
+    launch_next(EARLY)
 
 
 @triton.jit
