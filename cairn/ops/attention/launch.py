@@ -263,8 +263,14 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     return o, lse
 
 
-_MERGED = 8192
-"""Numbers of the splits' results that a program of `merge` holds."""
+_MERGED = 2048
+"""Numbers of the splits' results that a program of `merge` holds: few, for all are loaded at once,
+and nothing else is left to do."""
+
+
+def merged_columns(splits: int, width: int) -> int:
+    """Columns, of `width`, that a program merges of so many splits; powers of two."""
+    return max(16, min(width, _MERGED // splits))
 
 
 def merge(
@@ -285,7 +291,7 @@ def merge(
     """
     tokens, heads, splits, dim = part_o.shape
     width = gpu.next_power_of_2(splits)
-    columns = max(16, min(gpu.next_power_of_2(dim), _MERGED // width))
+    columns = merged_columns(width, gpu.next_power_of_2(dim))
     merge_kernel[(tokens * heads, -(-dim // columns))](
         *(part_o, part_lse, o, part_lse if lse is None else lse, splits, dim, columns, width),
         *(softmax1, lse is not None, early),

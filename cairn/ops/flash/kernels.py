@@ -365,6 +365,8 @@ def join_splits_kernel(
     d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     part = ((own * even + line) * HEADS + head) * splits
     logs = tl.load(part_lse + part + s, mask=s < splits, other=float("-inf"))
+    at = part_o + (part + s[:, None]) * WIDE + d[None, :]
+    value = tl.load(at, mask=(s < splits)[:, None] & (d < WIDE)[None, :], other=0.0)
     best = tl.max(logs, 0)
     base = tl.where(best == float("-inf"), 0.0, best)
     weight = tl.exp(logs - base)
@@ -373,8 +375,6 @@ def join_splits_kernel(
     whole = total
     if sinks is not None:
         whole += tl.exp(tl.load(sinks + head).to(tl.float32) - base)
-    at = part_o + (part + s[:, None]) * WIDE + d[None, :]
-    value = tl.load(at, mask=(s < splits)[:, None] & (d < WIDE)[None, :], other=0.0)
     merged = tl.sum(value * weight[:, None], 0) / tl.where(seen, whole, 1.0)
     place = o + own * o_batch + line * o_token + head * o_head + d
     tl.store(place, tl.where(seen, merged, 0.0).to(o.dtype.element_ty), mask=d < WIDE)

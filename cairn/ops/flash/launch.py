@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.launch import NARROW_PAIRS, reading_wave, whole_waves
+from cairn.ops.attention.launch import (
+    NARROW_PAIRS,
+    merged_columns,
+    reading_wave,
+    whole_waves,
+)
 from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
 from cairn.ops.early import early_option
 from cairn.ops.flash.kernels import flash_kernel, join_splits_kernel
@@ -24,7 +29,6 @@ MOST_SPLITS = 128
 PAIRED = 64
 """Lines of a tile of narrow heads from which on its keys come in pairs of blocks; twice as many of
 wider ones."""
-_JOINED = 128
 _SHARED = 200 << 10
 """Bytes of a program's memory that the tiles of a launch may take."""
 _SPARE = 8 << 10
@@ -172,11 +176,12 @@ def attend(task: Task) -> None:
         **(NARROW_PAIRS if keys.blocks is not None and tiles.warps == 4 else {}),
     )
     if part_lse is not None:
-        block = min(_JOINED, tiles.value_width)
+        padded = max(2, gpu.next_power_of_2(splits))
+        block = merged_columns(padded, tiles.value_width)
         join_splits_kernel[(task.batch * task.max_seqlen_q, heads, tiles.value_width // block)](
             *(part_o, part_lse, o, task.lse, task.sinks, task.cu_seqlens_q),
             *(task.max_seqlen_q, q.shape[-3], splits, *strides(o), *lse_strides(task)),
-            *(heads, v.shape[-1], block, max(2, gpu.next_power_of_2(splits)), early),
+            *(heads, v.shape[-1], block, padded, early),
             num_warps=4 if splits > 16 else 2,
             **early_option(early),
             **gpu.ONE_SUM,
