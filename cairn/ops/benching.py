@@ -85,6 +85,7 @@ SIZES: dict[str, tuple[Layer, ...]] = {
                 Step(1, 8 * K),
                 Step(1, 128 * K),
                 Step(8, 128 * K),
+                Step(8, 128 * K, ordered=True),
                 Step(64, 8 * K),
                 Step(64, 8 * K, ordered=True),
                 Step(1, 8 * K, 8 * K),

@@ -188,6 +188,13 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(0, 64), make.randn(7, 64))
 
 
+def _normed_product(x: Tensor, weight: Tensor, _: None, norm: Tensor) -> Tensor:
+    """`linear` by PyTorch."""
+    return torch.nn.functional.linear(
+        torch.nn.functional.rms_norm(x, norm.shape, norm, 1e-6), weight
+    )
+
+
 @linear.bench
 def _(draw: Draw) -> Points:
     for layer, rows in draw.rows():
@@ -197,11 +204,11 @@ def _(draw: Draw) -> Points:
         for name, rows, numbers in shapes:
             x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
             weight = draw.randn(numbers, layer.hidden, scale=layer.hidden**-0.5)
-            plain = Alternative("linear", torch.nn.functional.linear, draw.args(x, weight))
+            by_torch = Alternative("rms_norm, linear", _normed_product)
             yield Point(
                 f"{layer.name} {name}: {rows} x {layer.hidden} x {numbers}",
                 draw.args(x, weight, None, norm),
                 moved(x, weight, norm) + rows * numbers * x.element_size(),
                 2.0 * rows * weight.numel(),
-                (plain,),
+                (by_torch,),
             )
