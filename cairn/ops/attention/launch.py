@@ -269,7 +269,7 @@ and nothing else is left to do."""
 
 
 def merged_columns(splits: int, width: int) -> int:
-    """Columns, of `width`, that a program merges of so many splits; powers of two."""
+    """Columns of a result, of `width`, that a program merges of so many splits; powers of two."""
     return max(16, min(width, _MERGED // splits))
 
 
@@ -290,12 +290,12 @@ def merge(
         early: launch before the kernel in front is done.
     """
     tokens, heads, splits, dim = part_o.shape
-    width = gpu.next_power_of_2(splits)
-    columns = merged_columns(width, gpu.next_power_of_2(dim))
+    padded = gpu.next_power_of_2(splits)
+    columns = merged_columns(padded, gpu.next_power_of_2(dim))
     merge_kernel[(tokens * heads, -(-dim // columns))](
-        *(part_o, part_lse, o, part_lse if lse is None else lse, splits, dim, columns, width),
+        *(part_o, part_lse, o, part_lse if lse is None else lse, splits, dim, columns, padded),
         *(softmax1, lse is not None, early),
-        num_warps=4 if width * columns > 4096 else 2,
+        num_warps=4 if padded * columns > 4096 else 2,
         **early_option(early),
         **gpu.ONE_SUM,
     )

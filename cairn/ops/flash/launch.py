@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.launch import (
-    NARROW_PAIRS,
-    merged_columns,
-    reading_wave,
-    whole_waves,
-)
+from cairn.ops.attention.launch import NARROW_PAIRS, merged_columns, reading_wave, whole_waves
 from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
 from cairn.ops.early import early_option
 from cairn.ops.flash.kernels import flash_kernel, join_splits_kernel
