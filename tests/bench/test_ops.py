@@ -151,10 +151,15 @@ def test_families_names_and_mistakes():
 
 
 @pytest.mark.parametrize(
-    "name, alternative", [("select_pages", "topk"), ("dense_attention", "sdpa flash")]
+    "name, alternative",
+    [
+        ("select_pages", "topk"),
+        ("dense_attention", "sdpa flash"),
+        ("linear", "rms_norm, linear"),
+    ],
 )
 def test_alternatives_compute_the_same(name, alternative):
-    (op,) = bench.chosen_ops([name])
+    [op] = [op for op in all_ops() if op.name == name]
     compared = 0
     for point in op.bench_source(Draw("cpu", torch.float32, "tiny")):
         for other in point.alternatives:
@@ -162,7 +167,7 @@ def test_alternatives_compute_the_same(name, alternative):
                 continue
             given = other.arguments or point.arguments
             got = tensors(other.call(*given.args, **given.kwargs))[0]
-            wanted = op(*point.arguments.args, **point.arguments.kwargs)[0]
+            wanted = tensors(op(*point.arguments.args, **point.arguments.kwargs))[0]
             if name == "dense_attention":
                 got = got.transpose(1, 2).reshape(wanted.shape)
             torch.testing.assert_close(got.to(wanted.dtype), wanted, rtol=2e-5, atol=2e-6)
