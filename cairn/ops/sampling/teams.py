@@ -1,4 +1,4 @@
-"""How teams of programs are launched: one kernel, whose programs hold the rows in registers."""
+"""How teams of programs are launched: one kernel, whose programs share out the rows."""
 
 from __future__ import annotations
 
@@ -14,49 +14,83 @@ from cairn.ops.sampling.kernels.largest import top_k_kernel
 from cairn.ops.sampling.kernels.least import min_p_kernel
 from cairn.ops.sampling.kernels.nucleus import top_p_kernel
 
-LEAST_PART, MOST_PART = 4096, 8704
-"""Numbers of a part where rows are few, and where they are many."""
+LEAST_PART = 4096
+"""Numbers of a part where rows are few."""
 WARPS = 4
 """Of a program."""
 PIECE = 4
-"""Numbers of a line that a program works on at a time."""
-REGISTERS = 128
-"""Of a thread at most: so four programs find place on a multiprocessor, and one waits for the
-others of its team, or for memory, while another works."""
-NEAR = 64
-"""Up to such a k a part lists what may be among the largest of the row, without asking others."""
+"""Numbers of a line that a program works on at a time, of a part that it holds."""
+VECTOR_BYTES, HELD = 16, 4
+"""What a thread reads at once, and lines that it has, of a part that is not held."""
+TOLD = 2048
+"""Maxima that the parts of a row tell each other, for a k that is not small."""
+OWN, ALL_OWN = 32, 512
+"""Numbers of the list that each part makes of its own for a small k, and of all of these where
+parts are few."""
+TOGETHER = 2048
+"""Numbers of the list that all parts of a row make together."""
 SLOTS = 128
-"""Numbers that a part lists: there are seldom more than 88 for a k up to NEAR."""
+"""Numbers that a part lists of a nucleus."""
 MOST_LISTED = 2048
 """Numbers of a row that a program searches in its registers, if there are many parts."""
 BINS = 64
 """Sizes of numbers, half a power of two each."""
 ALIGNED = 32
 """Parts begin where so many numbers do: at a line of memory."""
-LATE, LATE_ROUNDS = 5000, 8
-"""Cycles between the first programs of a multiprocessor, where each has so many to run."""
+LATE_ROUNDS = 8
+"""Programs begin one after the other where each multiprocessor has so many to run."""
 BITS = 24
 """Numbers of which a word tells which are listed: as many bits as float32 sums up."""
 MOST_COUNTED = 512
 """Numbers of a line, counted in 10 bits."""
 WORKSPACE_BYTES = 64 << 20
-"""Lists are held for so many rows at a time."""
+"""What programs tell each other is held for so many rows at a time."""
+
+
+class Kind(NamedTuple):
+    """How the programs of a kernel share a multiprocessor: while one waits for the others of its
+    team, or for memory, another works.
+
+    Attributes:
+        most: numbers of a part where rows are many.
+        fill: programs of a multiprocessor before parts get longer.
+        abreast: programs that have place on a multiprocessor.
+        registers: of a thread at most, so that they have.
+        late: cycles between the first of them: else all would read, and then all wait.
+    """
+
+    most: int
+    fill: int
+    abreast: int
+    registers: int
+    late: int
+
+
+HOLDING = Kind(most=8704, fill=1, abreast=4, registers=128, late=5000)
+"""Programs that hold their part in registers."""
+READING = Kind(most=8192, fill=2, abreast=7, registers=72, late=4000)
+"""Programs that read some of it again. With more of them, what they read again is no longer in the
+cache."""
 
 
 class Team(NamedTuple):
     """How rows are split.
 
     Attributes:
+        kind: of the programs.
         part: numbers of a part.
         parts: of a row.
         align: parts begin where memory is aligned to so many numbers.
+        each: numbers that a thread reads at once.
         seated: whether all programs have a place on the device at once.
         late: cycles between the first programs of a multiprocessor.
     """
 
+    kind: Kind
     part: int
     parts: int
     align: int
+    each: int
     seated: bool
     late: int = 0
 
@@ -67,20 +101,20 @@ class Team(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Lines of a part: as many as threads."""
+        """Lines of a tile: as many as threads."""
         return max(32 * WARPS, self.part // MOST_COUNTED)
 
     @property
-    def piece(self) -> int:
-        """Numbers of a part that programs work on at a time."""
-        return min(self.part, PIECE * self.lines)
+    def pieces(self) -> tuple[int, int, int]:
+        """PART, PIECE and LINES of kernels that hold parts."""
+        return self.part, min(self.part, PIECE * self.lines), self.lines
 
     @property
-    def most_rows(self) -> int:
-        """As many rows as lists are held for at a time."""
-        rows = WORKSPACE_BYTES // (4 * SLOTS * self.parts)
-        # The next ones begin where memory is aligned.
-        return max(ALIGNED, rows // ALIGNED * ALIGNED)
+    def tiles(self) -> tuple[int, int, int, int]:
+        """HELD, DEPTH, LINES and EACH of kernels that do not."""
+        tile = self.lines * self.each
+        held = min(HELD, self.part // tile)
+        return held, self.part // (tile * held), self.lines, self.each
 
 
 def mask_logits(logits: Tensor, top_k: Tensor) -> Tensor:
@@ -95,9 +129,9 @@ def keep_largest(probs: Tensor, top_k: Tensor) -> Tensor:
 
 def keep_least(probs: Tensor, min_p: Tensor) -> Tensor:
     """Those of probs [n, V] that are at least min_p [n] of the largest, divided by their sum."""
-    team = _team(probs)
+    team = _team(probs, READING)
     memory = (torch.int32, team.parts), (torch.int64, team.parts)
-    return _run(min_p_kernel, probs, _out(probs), (min_p,), team, memory)
+    return _run(min_p_kernel, probs, _out(probs), (min_p,), team, memory, *team.tiles)
 
 
 def keep_share(probs: Tensor, top_p: Tensor) -> Tensor:
@@ -112,23 +146,27 @@ def draw_share(probs: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _share(probs: Tensor, out: Tensor, top_p: Tensor, uniform: Tensor | None) -> Tensor:
-    team = _team(probs)
+    team = _team(probs, HOLDING)
     slots = min(SLOTS, MOST_LISTED // team.padded)
     memory = (
         *((torch.int32, team.parts), (torch.float64, team.parts), (torch.int32, team.parts, BINS)),
         *((torch.float64, 2, 4, team.parts), (torch.float32, team.parts, slots)),
         *((torch.float64, team.parts), (torch.int32, team.parts)),
     )
-    return _run(top_p_kernel, probs, out, (top_p, uniform), team, memory, slots, BINS, BITS)
+    sizes = (*team.pieces, slots, BINS, BITS)
+    return _run(top_p_kernel, probs, out, (top_p, uniform), team, memory, *sizes)
 
 
 def _keep_largest(values: Tensor, top_k: Tensor, *, shares: bool) -> Tensor:
-    team = _team(values)
+    team = _team(values, READING)
+    told = min(team.lines, max(4, TOLD // team.padded))
+    own = max(OWN, ALL_OWN // team.padded)
     memory = (
-        *((torch.int32, 4, team.parts), (torch.float32, team.parts, SLOTS)),
+        *((torch.int32, told * team.parts), (torch.float32, own * team.parts + TOGETHER)),
         (torch.int64, 2, team.parts),
     )
-    return _run(top_k_kernel, values, _out(values), (top_k,), team, memory, NEAR, SLOTS, shares)
+    sizes = (*team.tiles, told, own, TOGETHER, shares)
+    return _run(top_k_kernel, values, _out(values), (top_k,), team, memory, *sizes)
 
 
 def _run(
@@ -146,24 +184,32 @@ def _run(
         memory: dtypes and shapes [n, ..] of what the kernel writes for itself.
         sizes: its own constants.
     """
-    for begin in range(0, len(values), team.most_rows):
-        at = slice(begin, begin + team.most_rows)
+    step = _most_rows(memory)
+    for begin in range(0, len(values), step):
+        at = slice(begin, begin + step)
         x = values[at]
         programs = team.parts * len(x)
+        counters = arrivals.counters(len(x) + 1, x.device)
         kernel[(programs,)](
             *(x, *(None if p is None else p[at] for p in parameters), out[at]),
-            *_counters(x, team),
+            *(None if team.seated else counters[-1], counters),
             *(_memory(x, *shape, dtype=dtype) for dtype, *shape in memory),
             *(values.stride(0), values.shape[1], programs, team.parts),
-            *(gpu.processors(x.device), team.padded, team.part, team.piece, team.lines),
-            *(*sizes, arrivals.APART, team.align, team.late),
+            *(gpu.processors(x.device), team.padded, *sizes),
+            *(arrivals.APART, team.align, team.late, team.kind.abreast),
             num_warps=WARPS,
-            maxnreg=REGISTERS,
+            maxnreg=team.kind.registers,
         )
     return out
 
 
-def _team(values: Tensor) -> Team:
+def _most_rows(memory: Sequence[tuple[Any, ...]]) -> int:
+    """As many rows as there is a workspace for; the next ones begin where memory is aligned."""
+    row: int = sum(dtype.itemsize * math.prod(shape) for dtype, *shape in memory)
+    return max(ALIGNED, WORKSPACE_BYTES // row // ALIGNED * ALIGNED)
+
+
+def _team(values: Tensor, kind: Kind) -> Team:
     """Parts as small as keep all of the device busy, and no more of a row than have a place at
     once; the interpreter runs one program after the other, none of which can wait."""
     rows, width = values.shape
@@ -172,15 +218,16 @@ def _team(values: Tensor) -> Team:
     places = gpu.processors(values.device)
     # Parts of a row begin up to so many numbers in front of it.
     width += 0 if width % ALIGNED == 0 else align - 1
-    piece = PIECE * 32 * WARPS
-    least = gpu.next_power_of_2(-(-width * max(1, rows) // places))
-    part = max(min(max(least, LEAST_PART), MOST_PART), gpu.next_power_of_2(-(-width // places)))
+    each = PIECE if kind is HOLDING else VECTOR_BYTES // values.element_size()
+    step = each * 32 * WARPS * (1 if kind is HOLDING else HELD)
+    least = gpu.next_power_of_2(-(-width * max(1, rows) // (places * kind.fill)))
+    part = max(min(max(least, LEAST_PART), kind.most), gpu.next_power_of_2(-(-width // places)))
     parts = 1 if gpu.INTERPRETED else -(-width // part)
-    part = -(-width // (parts * piece)) * piece
-    if part > MOST_PART:
+    part = -(-width // (parts * step)) * step
+    if part > kind.most:
         part = gpu.next_power_of_2(part)
-    late = LATE if parts * rows >= LATE_ROUNDS * places else 0
-    return Team(part, parts, align, parts * rows <= places, late)
+    late = kind.late if parts * rows >= LATE_ROUNDS * places else 0
+    return Team(kind, part, parts, align, each, parts * rows <= places, late)
 
 
 def _out(values: Tensor) -> Tensor:
@@ -194,11 +241,3 @@ def _tokens(values: Tensor) -> Tensor:
 def _memory(values: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     """[n, *shape], not written."""
     return values.new_empty((values.shape[0], *shape), dtype=dtype)
-
-
-def _counters(values: Tensor, team: Team) -> tuple[Tensor | None, Tensor | None]:
-    """The tickets of a launch, and each row's arrivals; None where they are not needed."""
-    if team.parts == 1:
-        return None, None
-    counters = arrivals.counters(len(values) + 1, values.device)
-    return None if team.seated else counters[-1], counters

@@ -108,9 +108,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parts of 512 numbers, on memory that holds something. Counters are left as they were."""
     counted = []
 
-    def split(values: Tensor) -> teams.Team:
+    def split(values: Tensor, kind: teams.Kind) -> teams.Team:
         align = 4 if (values.stride(0) - values.shape[1]) % 4 == 0 else 1
-        return teams.Team(512, -(-(values.shape[1] + align - 1) // 512), align, seated=False)
+        parts = -(-(values.shape[1] + align - 1) // 512)
+        return teams.Team(kind, 512, parts, align, 16 // values.element_size(), seated=False)
 
     def counters(groups: int, device: torch.device) -> Tensor:
         counted.append(torch.zeros(groups, arrivals.APART, dtype=torch.int32, device=device))
@@ -120,6 +121,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return torch.full((len(values), *shape), -7, dtype=dtype, device=values.device)
 
     monkeypatch.setattr(teams, "_team", split)
+    monkeypatch.setattr(teams, "WARPS", 1)
     monkeypatch.setattr(teams, "_memory", memory)
     monkeypatch.setattr(arrivals, "counters", counters)
     for name in ("top_k_kernel", "min_p_kernel", "top_p_kernel"):
@@ -219,7 +221,7 @@ def shares() -> Iterator[Any]:
 def few_and_many() -> Iterator[Any]:
     """k that a part lists by itself, that all parts bound together, and that no list holds."""
     tied = (logits() * 4).round() / 4
-    few, many = torch.tensor([50, 1, 7, 60]), torch.tensor([400, VOCABULARY - 1, 0, 700])
+    few, many = torch.tensor([50, 1, 7, 24]), torch.tensor([400, VOCABULARY - 1, 0, 700])
     for name, k in (("few", few), ("some", torch.tensor([65, 100, 129, 200])), ("many", many)):
         yield pytest.param(top_k_mask, logits(), k, id=f"{name} logits")
         yield pytest.param(top_k_mask, tied, k.int(), id=f"{name} equal logits")
@@ -287,16 +289,20 @@ def test_rows_that_are_not_finite_keep_all_when_interpreted() -> None:
         assert not got[1, 0].isfinite()
 
 
+@pytest.mark.parametrize("kind", [teams.HOLDING, teams.READING])
 @pytest.mark.parametrize("rows", [1, 5, 64, 256, 3000])
 @pytest.mark.parametrize("width", [1, 512, 4097, 9001, 100_278, 131_072, 1 << 19])
 def test_parts_hold_a_row_and_none_is_empty(
-    rows: int, width: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, width: int, kind: teams.Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "INTERPRETED", False)
     monkeypatch.setattr(gpu, "processors", lambda _device: 132)
-    team = teams._team(torch.empty(rows, width, device="meta"))
-    assert team.part % team.piece == 0
-    assert team.part <= teams.MOST_PART
+    team = teams._team(torch.empty(rows, width, device="meta"), kind)
+    assert team.part <= kind.most
+    if kind is teams.HOLDING:
+        assert team.part % team.pieces[1] == 0
+    else:
+        assert team.part == math.prod(team.tiles)
     # The last row may begin just in front of a line of memory.
     longest = width + (0 if width % team.align == 0 else team.align - 1)
     assert (team.parts - 1) * team.part < longest <= team.parts * team.part
@@ -304,10 +310,11 @@ def test_parts_hold_a_row_and_none_is_empty(
     assert (team.late > 0) == (team.parts * rows >= 8 * 132)
 
 
+@pytest.mark.parametrize("kind", [teams.HOLDING, teams.READING])
 @pytest.mark.parametrize(("stride", "align"), [(1000, 32), (1032, 32), (1008, 8), (1001, 1)])
-def test_parts_begin_where_both_rows_are_aligned(stride: int, align: int) -> None:
+def test_parts_begin_where_both_rows_are_aligned(stride: int, align: int, kind: teams.Kind) -> None:
     rows = torch.empty(3, stride)[:, :1000]
-    assert teams._team(rows).align == align
+    assert teams._team(rows, kind).align == align
 
 
 def given(op: Op[..., Any], rows: int, width: int) -> tuple[Tensor, Tensor]:
@@ -345,10 +352,11 @@ def test_many_programs(op: Op[..., Any], rows: int, width: int) -> None:
 @pytest.mark.parametrize("width", [100_278, 40_001])
 def test_any_k(width: int) -> None:
     torch.manual_seed(width)
-    k = torch.tensor([0, 1, 64, 100, 128, 129, 200, 2000, width // 2, width - 1, width]).cuda()
+    k = torch.tensor([0, 1, 24, 64, 100, 128, 129, 200, 2000, width // 2, width - 1, width]).cuda()
     rows = torch.randn(len(k), width, device="cuda")
     tied = (rows * 8).round() / 8
-    for values in (rows, tied, rows.half()):
+    # The largest of a row are all in one of its parts.
+    for values in (rows, tied, rows.half(), rows.sort().values):
         assert_as_defined(top_k_mask, teams.mask_logits(values, k), values, k)
     for values in (rows.softmax(-1), tied.softmax(-1)):
         assert_as_defined(top_k_renorm, teams.keep_largest(values, k), values, k)

@@ -1,72 +1,102 @@
-"""The k largest of a row, by a team: see `teams`.
+"""The k largest of a row, by a team: see `teams` and `lines`.
 
-Each part lists its numbers from a bound on that the largest maxima of its lines tell, its own or
-those of all parts. All lists together hold the row's k largest; every program searches them. Where
-lists are too long, or k is more than there are lines, the team counts what its registers hold, step
-by step.
+For a small k each part lists its own largest numbers, some more than are to be expected of a k-th
+largest share of the row, and all parts search all lists. What they find is the k-th largest if no
+part has left out as large a one. Else, or for a larger k, they list together what reaches a bound:
+what was found, or the k-th largest of some maxima that all parts tell each other. Where this list
+is too long, or k is more than there are maxima, they count what reaches some numbers, step by step.
 """
 
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import filters_of, ordered
+from cairn.ops.sampling.kernels.lines import (
+    first_line,
+    lines_from,
+    load_line,
+    load_tile,
+    most_lines,
+    store_kept,
+    survey_lines,
+    total_from,
+)
 from cairn.ops.sampling.kernels.teams import (
-    columns,
-    fetch_later,
     leave,
-    load_part,
     meet,
-    nan_in_lines,
     number_of,
     odd_total,
     of_parts,
     part_at,
-    peak_key_of,
     seat_of,
-    store_piece,
-    store_shares,
-    sum_of_lines,
     told,
-    tops_of,
     total_of,
-    total_of_parts,
-    whole_sums,
+    units_of,
 )
 
 
 @triton.jit
-def kth_of(top, k):
-    """The k-th largest of [N]: the least of those that fewer than k are larger than."""
-    larger = tl.sum((top[:, None] > top[None, :]).to(tl.int32), 0)
-    return tl.min(tl.where(larger < k, top, float("inf")), 0)
+def bound_of(
+    peaks, k, row, part, parts, arrivals, told_keys,
+    PARTS: tl.constexpr, TOLD: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """A number that k of the row reach, in the order of `ordered`, after the parts have met once;
+    and the largest number of the row.
+
+    Each part tells the maxima of TOLD equal shares of it: of these k <= TOLD * parts reach the
+    number. peaks: of `survey_lines`; told_keys: [TOLD * parts].
+    """
+    shares = tl.max(tl.reshape(peaks, [TOLD, peaks.shape[0] // TOLD]), 1)
+    tl.store(told_keys + part * TOLD + tl.arange(0, TOLD), shares)
+    meet(arrivals, row, parts, PARTS, APART)
+    i = tl.arange(0, PARTS * TOLD)
+    own = i < parts * TOLD
+    keys = tl.load(told_keys + i, mask=own, other=-2147483648, cache_modifier=".cg")
+    peak = tl.max(keys, 0)
+    least = tl.min(tl.where(own, keys, peak), 0)
+    # A few more are listed sooner than these few are told apart.
+    bound = search_list(keys, least.to(tl.int64), peak.to(tl.int64) + 1, k, 16)
+    return bound.to(tl.int32), peak
 
 
 @triton.jit
 def list_part(
-    pieces, bound, numbers, LOWEST: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr
-):
-    """Write the numbers that reach the bound, or are NaN, into numbers [SLOTS] float32, LOWEST
-    behind them; and return how many they are: nothing holds if more than SLOTS."""
-    tl.store(numbers + tl.arange(0, SLOTS), tl.full([SLOTS], LOWEST, tl.float32))
-    each = tl.zeros([LINES], tl.int32)
-    for n in tl.static_range(len(pieces)):
-        tile = columns(pieces[n], LINES)
-        each += tl.sum(((tile < bound) == 0).to(tl.int32), 0)
-    count = tl.sum(each, 0)
-    if count <= SLOTS:
-        # Behind what is written above.
-        tl.debug_barrier()
-        before = tl.cumsum(each, 0) - each
-        # The same number, but not the same comparisons: they would be kept from above.
-        bound += 0.0
-        for n in tl.static_range(len(pieces)):
-            tile = columns(pieces[n], LINES)
-            hit = ((tile < bound) == 0).to(tl.int32)
-            place = before[None, :] + tl.cumsum(hit, 0) - 1
-            # Stores want rows.
-            tl.store(numbers + tl.trans(place), tl.trans(tile), mask=tl.trans(hit) > 0)
-            before += tl.sum(hit, 0)
-    return count
+    x, tops, bound, begin, width, numbers, count, other,
+    DEPTH: tl.constexpr, EACH: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Write a part's numbers that reach the bound, or are NaN, into numbers [SLOTS] float32; beyond
+    SLOTS they are not. How many they are.
+
+    count: where parts count what they add to a list of all, in any order; None: the list is the
+    part's own, `other` behind them.
+    """
+    HELD: tl.constexpr = len(tops)
+    word = lines_from(tops, bound)
+    found = tl.full([], 0, tl.int32)
+    for _ in range(most_lines(word, HELD)):
+        held, rest = first_line(word, HELD)
+        live = word != 0
+        tiles = load_line(x, held, live, begin, width, other, HELD, DEPTH, EACH)
+        each = tl.zeros(word.shape, tl.int32)
+        for d in tl.static_range(DEPTH):
+            each += tl.sum(((tiles[d] < bound) == 0).to(tl.int32), 1)
+        each = tl.where(live, each, 0)
+        if count is None:
+            place = found + tl.cumsum(each, 0) - each
+        else:
+            at = count + tl.zeros(word.shape, tl.int32)
+            place = tl.atomic_add(at, each, mask=each > 0, sem="relaxed")
+        for d in tl.static_range(DEPTH):
+            hit = (tiles[d] < bound) == 0
+            slot = place[:, None] + tl.cumsum(hit.to(tl.int32), 1) - 1
+            tl.store(numbers + slot, tiles[d], mask=hit & live[:, None] & (slot < SLOTS))
+            place += tl.sum(hit.to(tl.int32), 1)
+        found += tl.sum(each, 0)
+        word = rest
+    if count is None:
+        i = tl.arange(0, SLOTS)
+        tl.store(numbers + i, tl.full([SLOTS], other, tl.float32), mask=i >= found)
+    return found
 
 
 @triton.jit
@@ -79,10 +109,11 @@ def trials_of(low, high):
 
 
 @triton.jit
-def narrowed(low, high, at_low, one, two, three, counts, k):
-    """[low, high), and how many reach low, after a step: counts holds, 20 bits each, how many
-    reach each of the trials."""
-    n_one, n_two, n_three = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
+def narrowed(low, high, at_low, one, two, three, counts, k, BITS: tl.constexpr):
+    """[low, high), and how many reach low, after a step: counts holds, BITS each, how many reach
+    each of the trials."""
+    FIELD: tl.constexpr = (1 << BITS) - 1
+    n_one, n_two, n_three = counts & FIELD, (counts >> BITS) & FIELD, counts >> (2 * BITS)
     by_one, by_two, by_three = n_one >= k, n_two >= k, n_three >= k
     high = tl.where(by_three, high, tl.where(by_two, three, tl.where(by_one, two, one)))
     low = tl.where(by_three, three, tl.where(by_two, two, tl.where(by_one, one, low)))
@@ -91,168 +122,228 @@ def narrowed(low, high, at_low, one, two, three, counts, k):
 
 
 @triton.jit
-def packed(one, two, three, LINES: tl.constexpr):
-    """Of booleans [N], three counts of each line [LINES], 10 bits each."""
-    reach = one.to(tl.int32) + (two.to(tl.int32) << 10) + (three.to(tl.int32) << 20)
-    return sum_of_lines(reach, LINES)
+def search_list(keys, low, high, k, spare):
+    """A number that k of keys [N] reach and at most `spare` more, or else the k-th largest of them:
+    in [low, high), int64. At least k reach low, none reaches high."""
+    BITS: tl.constexpr = 10 if keys.shape[0] < 1024 else 20
+    WORD: tl.constexpr = tl.int32 if BITS == 10 else tl.int64
+    at_low = tl.full([], 1 << 29, WORD)
+    while (high - low > 1) & (at_low - k > spare):
+        one, two, three = trials_of(low, high)
+        reach = (keys >= one.to(tl.int32)).to(WORD)
+        reach += (keys >= two.to(tl.int32)).to(WORD) << BITS
+        reach += (keys >= three.to(tl.int32)).to(WORD) << (2 * BITS)
+        counts = tl.sum(reach, 0)
+        low, high, at_low = narrowed(low, high, at_low, one, two, three, counts, k, BITS)
+    return low
 
 
 @triton.jit
-def counted(reach):
-    """Three counts in one int64, 20 bits each, from those of lines."""
+def reach_in_part(
+    x, begin, width, other, first, second, third,
+    HELD: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """How many of a part reach each of three numbers, 20 bits each, int64. NaN reaches all."""
+    TILE: tl.constexpr = LINES * EACH
+    reach = tl.zeros([LINES], tl.int32)
+    for n in range(HELD * DEPTH):
+        tile = load_tile(x + n * TILE, begin + n * TILE, width, other, LINES, EACH, False)
+        bits = ((tile < first) == 0).to(tl.int32) + (((tile < second) == 0).to(tl.int32) << 10)
+        reach += tl.sum(bits + (((tile < third) == 0).to(tl.int32) << 20), 1)
     wide = (reach & 0x3FF).to(tl.int64) + (((reach >> 10) & 0x3FF).to(tl.int64) << 20)
     return tl.sum(wide + ((reach >> 20).to(tl.int64) << 40), 0)
 
 
 @triton.jit
-def search_keys(keys, low, high, k, LINES: tl.constexpr):
-    """A number that exactly k of keys [N] reach, or else the k-th largest of them: in [low, high),
-    int64. At least k reach low, none reaches high."""
-    at_low = tl.full([], -1, tl.int64)
-    while (high - low > 1) & (at_low != k):
-        one, two, three = trials_of(low, high)
-        reach = packed(
-            keys >= one.to(tl.int32), keys >= two.to(tl.int32), keys >= three.to(tl.int32), LINES
-        )
-        low, high, at_low = narrowed(low, high, at_low, one, two, three, counted(reach), k)
-    return low
-
-
-@triton.jit
-def count_parts(
-    reach, row, part, parts, tallies, arrivals, phase, PARTS: tl.constexpr, APART: tl.constexpr
-):
-    """`counted` of the lines of all parts, after they have met `phase` times before.
-
-    tallies: [n, 2, parts] int64: who stores into one half has seen all arrive that loaded from it.
-    """
-    tallies += (row * 2 + phase % 2) * parts
-    counts = told(
-        tallies, part, counted(reach), parts, 0, arrivals, row, (phase + 1) * parts, PARTS, APART
-    )
-    return tl.sum(counts, 0)
+def nan_in_part(
+    x, begin, width, HELD: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr,
+    EACH: tl.constexpr,
+):  # fmt: skip
+    """How many of a part are NaN, int64."""
+    TILE: tl.constexpr = LINES * EACH
+    count = tl.zeros([LINES], tl.int32)
+    for n in range(HELD * DEPTH):
+        tile = load_tile(x + n * TILE, begin + n * TILE, width, 0.0, LINES, EACH, False)
+        count += tl.sum((tile != tile).to(tl.int32), 1)
+    return tl.sum(count.to(tl.int64), 0)
 
 
 @triton.jit
 def search_parts(
-    pieces, low, high, k, row, part, parts, tallies, arrivals, phase,
-    PARTS: tl.constexpr, APART: tl.constexpr, LINES: tl.constexpr,
+    x, begin, width, other, low, high, k, row, part, parts, tallies, arrivals, phase,
+    PARTS: tl.constexpr, APART: tl.constexpr, HELD: tl.constexpr, DEPTH: tl.constexpr,
+    LINES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """The number of `search_keys` among those of all parts; and how often they have met."""
+    """The number of `search_list` among those of all parts, after these have met `phase` times; and
+    how often they have met.
+
+    tallies: [n, 2, parts] int64: who stores into one half has seen all arrive that loaded from it.
+    """
     # NaN counts as infinity at first.
     INFINITY: tl.constexpr = 0x7F800000
     high = tl.minimum(high, INFINITY + 1)
-    at_low = tl.full([], -1, tl.int64)
-    while (high - low > 1) & (at_low != k):
+    at_low = tl.full([], 1 << 29, tl.int64)
+    while (high - low > 1) & (at_low > k):
         one, two, three = trials_of(low, high)
-        first = number_of(one.to(tl.int32))
-        second = number_of(two.to(tl.int32))
-        third = number_of(three.to(tl.int32))
-        reach = tl.zeros([LINES], tl.int32)
-        for n in tl.static_range(len(pieces)):
-            x = pieces[n]
-            reach += packed((x < first) == 0, (x < second) == 0, (x < third) == 0, LINES)
-        counts = count_parts(reach, row, part, parts, tallies, arrivals, phase, PARTS, APART)
+        own = reach_in_part(
+            x, begin, width, other, number_of(one.to(tl.int32)), number_of(two.to(tl.int32)),
+            number_of(three.to(tl.int32)), HELD, DEPTH, LINES, EACH,
+        )  # fmt: skip
+        at = tallies + (row * 2 + phase % 2) * parts
+        counts = told(at, part, own, parts, 0, arrivals, row, (phase + 1) * parts, PARTS, APART)
         phase += 1
-        low, high, at_low = narrowed(low, high, at_low, one, two, three, counts, k)
+        low, high, at_low = narrowed(low, high, at_low, one, two, three, tl.sum(counts, 0), k, 20)
     least = number_of(low.to(tl.int32))
     if low == INFINITY:
-        reach = tl.zeros([LINES], tl.int32)
-        for n in tl.static_range(len(pieces)):
-            reach += nan_in_lines(pieces[n], LINES)
-        counts = count_parts(reach, row, part, parts, tallies, arrivals, phase, PARTS, APART)
+        own = nan_in_part(x, begin, width, HELD, DEPTH, LINES, EACH)
+        at = tallies + (row * 2 + phase % 2) * parts
+        counts = told(at, part, own, parts, 0, arrivals, row, (phase + 1) * parts, PARTS, APART)
         phase += 1
-        least = tl.where((counts & 0xFFFFF) >= k, float("nan"), least)
+        least = tl.where(tl.sum(counts, 0) >= k, float("nan"), least)
     return least, phase
 
 
 @triton.jit
-def bound_of(
-    top, lowest, k, own_share, row, part, parts, arrivals, notes,
-    PARTS: tl.constexpr, LINES: tl.constexpr, NEAR: tl.constexpr, APART: tl.constexpr,
-):  # fmt: skip
-    """From where on a part lists, in the order of `ordered`: `lowest` if it lists nothing. And how
-    often the parts have met.
+def clamped(bound, lowest):
+    """A bound of what is listed, in the order of `ordered`: nothing as low as `lowest` is, and NaN
+    is with infinity."""
+    return tl.minimum(tl.maximum(bound, lowest + 1), 0x7F800000)
 
-    Up to NEAR it is a part's own k-th largest line maximum: what reaches the largest of these are k
-    numbers or more. Beyond, every part takes as many maxima as it has a share of the row, and all
-    list what reaches the least of them: in all parts together k numbers, and few more.
+
+@triton.jit
+def sum_from(number, least, peak_key):
+    """Of [N] float32 the sum of those that are at least `least` >= 0, in `units_of` the row's
+    largest."""
+    one, two = units_of(number_of(peak_key))
+    kept = tl.where(number >= least, number, 0.0)
+    return tl.sum((kept * one * two).to(tl.int64), 0)
+
+
+@triton.jit
+def own_wanted(k, parts):
+    """How many of its largest numbers a part lists at least: seldom are more of the row's k largest
+    in it, if these lie anywhere."""
+    mean = k.to(tl.float32) / parts
+    return tl.minimum(k, tl.math.ceil(mean + 4.0 * tl.sqrt_rn(mean)).to(tl.int32))
+
+
+@triton.jit
+def try_own_lists(
+    x, tops, peaks, wanted, lowest, begin, width, k, row, part, parts, arrivals, notes, numbers,
+    PARTS: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr, OWN: tl.constexpr,
+    APART: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """The k-th largest number of a row, from lists [OWN] of what each part has from its own
+    `wanted`-th largest on, after the parts have met once.
+
+    Returns:
+        Whether the lists tell it; the number, in the order of `ordered`, `lowest` if there are
+        fewer: else one that k reach, or `lowest`; `sum_from` it on; the row's largest number.
     """
-    bound = lowest
-    phase = tl.full([], 0, tl.int32)
-    if (k > 0) & (k <= NEAR):
-        bound = tl.maximum(ordered(kth_of(top, k)), lowest + 1)
-    elif (k > 0) & (k <= LINES * parts):
-        # Too many for a part of its lines: its share of them ends below all its numbers.
-        own = tl.where(own_share <= LINES, ordered(kth_of(top, own_share)), lowest)
-        phase += 1
-        all_bounds = told(
-            notes + 3 * parts, part, own, parts, 0x7FFFFFFF, arrivals, row, parts, PARTS, APART
-        )
-        bound = tl.maximum(tl.min(all_bounds, 0), lowest + 1)
-    return bound, phase
+    own_peak = tl.max(peaks, 0)
+    own_least = tl.min(peaks, 0)
+    bound = search_list(peaks, own_least.to(tl.int64), own_peak.to(tl.int64) + 1, wanted, 4)
+    bound = clamped(bound.to(tl.int32), lowest)
+    found = list_part(
+        x, tops, number_of(bound), begin, width, numbers + part * OWN, None, LOWEST, DEPTH, EACH,
+        OWN,
+    )  # fmt: skip
+    tl.store(notes + part, own_peak)
+    tl.store(notes + parts + part, bound)
+    tl.store(notes + 2 * parts + part, found)
+    meet(arrivals, row, parts, PARTS, APART)
+    i = tl.arange(0, PARTS * OWN)
+    number = tl.load(numbers + i, mask=i < parts * OWN, other=LOWEST, cache_modifier=".cg")
+    peak_key = tl.max(of_parts(notes, parts, -2147483648, PARTS), 0)
+    bounds = of_parts(notes + parts, parts, -2147483648, PARTS)
+    highest = tl.max(bounds, 0)
+    least = tl.min(tl.where(tl.arange(0, PARTS) < parts, bounds, highest), 0)
+    counts = of_parts(notes + 2 * parts, parts, 0, PARTS)
+    key = lowest.to(tl.int64)
+    if tl.sum(tl.minimum(counts, OWN), 0) >= k:
+        key = search_list(ordered(number), least.to(tl.int64), peak_key.to(tl.int64) + 1, k, 0)
+    key = key.to(tl.int32)
+    sure = (tl.max(counts, 0) <= OWN) & ((key >= highest) | (highest == lowest + 1))
+    return sure, key, sum_from(number, number_of(key), peak_key), peak_key
+
+
+@triton.jit
+def least_listed(numbers, found, k, lowest, bound, peak_key, N: tl.constexpr, LOWEST: tl.constexpr):
+    """The k-th largest of a row's list of `found` <= N numbers that reach the bound, or the next
+    larger one; `lowest` if there are fewer. And `sum_from` there on."""
+    i = tl.arange(0, N)
+    number = tl.load(numbers + i, mask=i < found, other=LOWEST, cache_modifier=".cg")
+    key = lowest.to(tl.int64)
+    if found >= k:
+        key = search_list(ordered(number), bound.to(tl.int64), peak_key.to(tl.int64) + 1, k, 0)
+    key = key.to(tl.int32)
+    return key, sum_from(number, number_of(key), peak_key)
 
 
 @triton.jit
 def what_is_kept(
-    pieces, k, own_share, row, part, parts, arrivals, notes, numbers, tallies,
-    PARTS: tl.constexpr, LINES: tl.constexpr, NEAR: tl.constexpr, SLOTS: tl.constexpr,
+    x, tops, peaks, begin, width, k, row, part, parts, arrivals, notes, numbers, tallies,
+    PARTS: tl.constexpr, HELD: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr,
+    EACH: tl.constexpr, TOLD: tl.constexpr, OWN: tl.constexpr, SLOTS: tl.constexpr,
     APART: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """The least number that a row of `top_k_kernel` keeps, and with SHARES the sum of all."""
     LOWEST: tl.constexpr = 0.0 if SHARES else float("-inf")
     lowest = ordered(tl.full([], LOWEST, tl.float32))
-    top = tops_of(pieces, LINES)
-    own_peak = tl.max(top, 0)
-    notes += row * 4 * parts
-    bound, phase = bound_of(
-        top, lowest, k, own_share, row, part, parts, arrivals, notes, PARTS, LINES, NEAR, APART
-    )
-    count = SLOTS + 1
-    numbers += row * parts * SLOTS
-    if bound > lowest:
-        count = list_part(pieces, number_of(bound), numbers + part * SLOTS, LOWEST, LINES, SLOTS)
-    tl.store(notes + part, peak_key_of(pieces, own_peak, LINES))
-    tl.store(notes + parts + part, bound)
-    tl.store(notes + 2 * parts + part, count)
-    phase += 1
-    meet(arrivals, row, phase * parts, PARTS, APART)
-    LEAST: tl.constexpr = -2147483648
-    peak_key = tl.max(of_parts(notes, parts, LEAST, PARTS), 0)
-    # A part with a bound above the least has k numbers from there on.
-    low = tl.max(of_parts(notes + parts, parts, LEAST, PARTS), 0).to(tl.int64)
-    high = peak_key.to(tl.int64) + 1
-    found = of_parts(notes + 2 * parts, parts, 0, PARTS)
+    notes += row * TOLD * parts
+    numbers += row * (parts * OWN + SLOTS)
+    # Lists have room for twice as many, which as many of a thread's maxima tell apart.
+    MOST: tl.constexpr = min(OWN // 2, LINES * 3 // 4)
+    wanted = own_wanted(k, parts)
+    phase = tl.full([], 1, tl.int32)
+    if (k > 0) & (wanted <= MOST):
+        sure, key, sums, peak_key = try_own_lists(
+            x, tops, peaks, wanted, lowest, begin, width, k, row, part, parts, arrivals, notes,
+            numbers, PARTS, DEPTH, EACH, OWN, APART, LOWEST,
+        )  # fmt: skip
+    else:
+        key, peak_key = bound_of(
+            peaks, tl.minimum(k, TOLD * parts), row, part, parts, arrivals, notes, PARTS, TOLD,
+            APART,
+        )  # fmt: skip
+        key = tl.where((k > 0) & (k <= TOLD * parts), clamped(key, lowest), lowest)
+        sure = k < 0
+        sums = tl.full([], 0, tl.int64)
+    found = SLOTS + 1
+    numbers += parts * OWN
+    if (sure == 0) & (key > lowest):
+        count = arrivals + row * APART + 2
+        list_part(x, tops, number_of(key), begin, width, numbers, count, LOWEST, DEPTH, EACH, SLOTS)
+        meet(arrivals, row, 2 * parts, PARTS, APART)
+        phase += 1
+        found = tl.load(count, cache_modifier=".cg")
+        if found <= LINES:
+            sure = found >= 0
+            key, sums = least_listed(numbers, found, k, lowest, key, peak_key, LINES, LOWEST)
+        elif found <= SLOTS:
+            sure = found >= 0
+            key, sums = least_listed(numbers, found, k, lowest, key, peak_key, SLOTS, LOWEST)
+    threshold = number_of(key)
     peak = number_of(peak_key)
     finite = (peak_key < 0x7F800000) & (peak_key >= 0)
-    threshold = number_of(lowest)
     total = 1.0
     if SHARES:
         total = odd_total(peak_key)
-    if tl.max(found, 0) <= SLOTS:
-        HEAD: tl.constexpr = max(PARTS * SLOTS, 4 * LINES)
-        i = tl.arange(0, HEAD)
-        number = tl.load(numbers + i, mask=i < parts * SLOTS, other=LOWEST, cache_modifier=".cg")
-        if tl.sum(found, 0) >= k:
-            least = search_keys(ordered(number), low, high, k, LINES)
-            threshold = number_of(least.to(tl.int32))
-        if SHARES:  # noqa: SIM102
-            if finite:
-                total = total_of(tl.sum(whole_sums(number, threshold, peak, LINES), 0), peak)
-    else:
+        if finite:
+            total = total_of(sums, peak)
+    if sure == 0:
         if k > 0:
             threshold, phase = search_parts(
-                pieces, low, high, k, row, part, parts, tallies, arrivals, phase,
-                PARTS, APART, LINES,
+                x, begin, width, LOWEST, key.to(tl.int64), peak_key.to(tl.int64) + 1, k, row,
+                part, parts, tallies, arrivals, phase, PARTS, APART, HELD, DEPTH, LINES, EACH,
             )  # fmt: skip
-        if SHARES:  # noqa: SIM102
-            if finite:
-                # Not the half from which the last counts are loaded.
-                sums = tallies + (row * 2 + phase % 2) * parts
-                total = total_of_parts(
-                    pieces, threshold, own_peak, peak, row, part, parts, sums, arrivals, phase,
-                    PARTS, APART, LINES,
-                )  # fmt: skip
+        if SHARES & finite:
+            # Not the half from which the last counts are loaded.
+            at = tallies + (row * 2 + phase % 2) * parts
+            total = total_from(
+                x, tops, threshold, peak, begin, width, row, part, parts, at, arrivals, phase,
+                PARTS, APART, HELD, DEPTH, EACH,
+            )  # fmt: skip
     if SHARES:
         # A row that is not finite keeps all.
         threshold = tl.where(finite, threshold, 0.0)
@@ -263,45 +354,34 @@ def what_is_kept(
 def top_k_kernel(
     x, top_k, out, tickets, arrivals, notes, numbers, tallies,
     stride, width, programs, parts, places,
-    PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
-    NEAR: tl.constexpr, SLOTS: tl.constexpr, SHARES: tl.constexpr,
-    APART: tl.constexpr, ALIGN: tl.constexpr, LATE: tl.constexpr,
+    PARTS: tl.constexpr, HELD: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr,
+    EACH: tl.constexpr, TOLD: tl.constexpr, OWN: tl.constexpr, SLOTS: tl.constexpr,
+    SHARES: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr, LATE: tl.constexpr,
+    ABREAST: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = what the row's k largest and their equals are, the others -inf; SHARES: what
     they are divided by their sum, the others 0.
 
-    Written: notes [n, 4, parts] int32: of each part `ordered` of its largest number and of its
-    bound, how long its list is, and what `bound_of` leaves there; numbers [n, parts, SLOTS]
-    float32: the lists; tallies [n, 2, parts] int64: of `search_parts`, and sums.
+    Written: notes [n, TOLD * parts] int32: what parts tell; numbers [n, parts * OWN + SLOTS]
+    float32: their lists, and that of all; tallies [n, 2, parts] int64: of `search_parts`, and sums.
     """
-    row, part = seat_of(tickets, programs, parts, places, LATE)
+    PART: tl.constexpr = HELD * DEPTH * LINES * EACH
+    row, part = seat_of(tickets, programs, parts, places, LATE, ABREAST)
     k, _, _ = filters_of(top_k, None, None, row, width)
     # These are not listed: a row that has fewer than k others keeps all.
     LOWEST: tl.constexpr = 0.0 if SHARES else float("-inf")
     # Shares have a sum even where all are kept.
     UNLIMITED: tl.constexpr = -1 if SHARES else 0
-    pieces = load_part(x, row, part, stride, width, LOWEST, PART, PIECE, ALIGN)
-    if tickets is not None:
-        fetch_later(x, row, part, stride, width, programs, parts, places, PART, LINES, ALIGN)
+    at, begin = part_at(row * stride, part, PART, ALIGN)
+    x += at
+    tops, peaks = survey_lines(x, begin, width, LOWEST, HELD, DEPTH, LINES, EACH)
     threshold = LOWEST
     total = 1.0
     if k > UNLIMITED:
-        _at, begin = part_at(row * stride, part, PART, ALIGN)
-        size = tl.maximum(tl.minimum(begin + PART, width) - tl.maximum(begin, 0), 0)
-        # Of k: those of all parts are k or more.
-        own_share = ((k.to(tl.int64) * size + width - 1) // width).to(tl.int32)
         threshold, total = what_is_kept(
-            pieces, k, own_share, row, part, parts, arrivals, notes, numbers, tallies,
-            PARTS, LINES, NEAR, SLOTS, APART, SHARES,
+            x, tops, peaks, begin, width, k, row, part, parts, arrivals, notes, numbers, tallies,
+            PARTS, HELD, DEPTH, LINES, EACH, TOLD, OWN, SLOTS, APART, SHARES,
         )  # fmt: skip
-    if SHARES:
-        store_shares(out, row, part, width, pieces, threshold, total, PART, PIECE, ALIGN)
-    else:
-        at, begin = part_at(row * width, part, PART, ALIGN)
-        for n in tl.static_range(len(pieces)):
-            # NaN reaches nothing.
-            reach = (pieces[n] >= threshold) | (k == 0)
-            kept = tl.where(reach, pieces[n], float("-inf"))
-            kept = kept.to(out.dtype.element_ty)
-            store_piece(out + at + n * PIECE, begin + n * PIECE, width, kept)
+    at, _ = part_at(row * width, part, PART, ALIGN)
+    store_kept(x, out + at, tops, threshold, total, k == 0, begin, width, DEPTH, EACH, SHARES)
     leave(arrivals, row, parts, PARTS, APART)

@@ -236,7 +236,7 @@ def top_p_kernel(
     counts, stride, width, programs, parts, places,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
     SLOTS: tl.constexpr, BINS: tl.constexpr, BITS: tl.constexpr, APART: tl.constexpr,
-    ALIGN: tl.constexpr, LATE: tl.constexpr,
+    ALIGN: tl.constexpr, LATE: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = x where it is in the nucleus of its row, divided by the sum of that; else 0.
     With uniform [n] float32: out [n] int32 is the first number of the nucleus whose running sum
@@ -246,7 +246,7 @@ def top_p_kernel(
     some numbers of each part; tallies [n, 2, 4, parts] float64; numbers [n, parts, SLOTS] float32,
     the lists, with aboves [n, parts] float64 and counts [n, parts] int32.
     """
-    row, part = seat_of(tickets, programs, parts, places, LATE)
+    row, part = seat_of(tickets, programs, parts, places, LATE, ABREAST)
     share = tl.load(top_p + row)
     pieces = load_part(x, row, part, stride, width, 0.0, PART, PIECE, ALIGN)
     own_mass = rough_mass_of(pieces, LINES)

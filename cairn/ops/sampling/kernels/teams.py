@@ -1,9 +1,10 @@
-"""Filters of rows that a team of programs holds in registers: read once, written once.
+"""Filters of rows that teams of programs share out: read once, written once.
 
-A row is split into parts of PART numbers, each held by one program from the load to the store.
-What the parts have to know of each other they leave in memory, and meet: then each does the same
-with what all have left, so that nobody waits for a leader. What is kept is found in `largest` and
-`least`.
+A row is split into parts of PART numbers, one for each program. What the parts have to know of each
+other they leave in memory, and meet: then each does the same with what all have left, so that
+nobody waits for a leader. What a row keeps is found in `largest`, `least` and `nucleus`. Programs
+hold a part in registers from the load to the store, see `load_part`; or they keep but the maxima of
+its lines, see `lines`.
 
 Sums are of whole numbers, units of 2^-42 of the largest: they are the same in any order, and so do
 not depend on how a row is split.
@@ -11,12 +12,9 @@ not depend on how a row is split.
 
 from __future__ import annotations
 
-from cairn.ops import gpu
 from cairn.ops.arrivals import arrive
 from cairn.ops.gpu import tl, triton
-from cairn.ops.sampling.kernels.filters import bits_of, ordered
-
-PTX = gpu.constant(gpu.WRITES_PTX)
+from cairn.ops.sampling.kernels.filters import bits_of
 
 
 @triton.jit
@@ -27,7 +25,7 @@ def cycles():
 
 
 @triton.jit
-def seat_of(tickets, programs, parts, places, LATE: tl.constexpr):
+def seat_of(tickets, programs, parts, places, LATE: tl.constexpr, ABREAST: tl.constexpr):
     """A program's row and part.
 
     With tickets programs sit in the order in which they begin. Those that begin fill team after
@@ -36,16 +34,15 @@ def seat_of(tickets, programs, parts, places, LATE: tl.constexpr):
 
     The last of `programs` sets the tickets back: see `arrivals`.
 
-    With LATE the second of a multiprocessor begins so many cycles after the first, and so on: else
-    all would read at the same time, and later all wait. There are `places` multiprocessors.
+    With LATE the second of a multiprocessor begins so many cycles after the first, and so on, up to
+    the last of ABREAST: else all would read at the same time, and later all wait. There are
+    `places` multiprocessors.
     """
     number = tl.program_id(0)
     if tickets is not None:
         number = tl.atomic_add(tickets, 1, sem="relaxed")
         if number == programs - 1:
             tl.store(tickets, 0)
-        # So many have a place on a multiprocessor.
-        ABREAST: tl.constexpr = 4
         if LATE > 0:  # noqa: SIM102
             if number < ABREAST * places:
                 now = cycles()
@@ -53,31 +50,6 @@ def seat_of(tickets, programs, parts, places, LATE: tl.constexpr):
                 while now < begin:
                     now = cycles()
     return (number // parts).to(tl.int64), number % parts
-
-
-@triton.jit
-def fetch_later(
-    x, row, part, stride, width, programs, parts, places,
-    PART: tl.constexpr, LINES: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Bring to the L2 cache what the program loads that begins `places` after this one: so memory
-    works on while a team waits.
-
-    And nothing is done with what this one loads before it has asked for all of it: the compiler
-    would have it wait for the first numbers, and then ask for the last.
-    """
-    later = row * parts + part + places
-    if PTX and later < programs:
-        at, begin = part_at(later // parts * stride, later % parts, PART, ALIGN)
-        # A line of memory each.
-        EACH: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
-        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-        for n in tl.static_range((PART + EACH * LINES - 1) // (EACH * LINES)):
-            i = (n * LINES + tl.arange(0, LINES)) * EACH
-            i = tl.maximum(tl.minimum(i, width - 1 - begin), -begin)
-            tl.inline_asm_elementwise(
-                asm, "=r,l", [(x + at + i).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-            )
 
 
 @triton.jit
@@ -108,12 +80,14 @@ def last_to_come(arrivals, row, wanted, PARTS: tl.constexpr, APART: tl.constexpr
 
 @triton.jit
 def leave(arrivals, row, parts, PARTS: tl.constexpr, APART: tl.constexpr):
-    """End a part, which meets no other any more. The last of a row leaves its arrivals as they
-    were: see `arrivals`."""
+    """End a part, which meets no other any more. The last of a row leaves its arrivals, and what
+    else is counted beside them, as they were: see `arrivals`."""
+    arrivals += row * APART
+    last = parts == 1
     if PARTS > 1:
-        arrivals += row * APART
-        if tl.atomic_add(arrivals + 1, 1, sem="relaxed") == parts - 1:
-            tl.store(arrivals + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        last = tl.atomic_add(arrivals + 1, 1, sem="relaxed") == parts - 1
+    if last:
+        tl.store(arrivals + tl.arange(0, 4), tl.zeros([4], tl.int32))
 
 
 @triton.jit
@@ -168,10 +142,13 @@ def part_at(base, part, PART: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def load_piece(x, begin, width, other, PIECE: tl.constexpr):
-    """[PIECE] float32, numbers of a row whose begin-th lies at x, `other` beyond it."""
+def load_piece(x, begin, width, other, PIECE: tl.constexpr, INSIDE: tl.constexpr):
+    """[PIECE] float32, numbers of a row whose begin-th lies at x, `other` beyond it. INSIDE: none
+    is beyond it."""
     i = tl.arange(0, PIECE)
-    if (begin >= 0) & (begin + PIECE <= width):
+    if INSIDE:  # noqa: SIM114
+        value = tl.load(x + i)
+    elif (begin >= 0) & (begin + PIECE <= width):
         value = tl.load(x + i)
     else:
         value = tl.load(x + i, mask=(i >= -begin) & (i < width - begin), other=other)
@@ -180,6 +157,19 @@ def load_piece(x, begin, width, other, PIECE: tl.constexpr):
         # Nothing, but not known to the compiler: it would hold the short numbers too, to store.
         wide = (wide.to(tl.int32, bitcast=True) | (width >> 31)).to(tl.float32, bitcast=True)
     return wide
+
+
+@triton.jit
+def load_pieces(
+    x, begin, width, other, PART: tl.constexpr, PIECE: tl.constexpr, INSIDE: tl.constexpr
+):
+    """The same of a part, in pieces."""
+    pieces = ()
+    for n in tl.static_range(PART // PIECE):
+        piece = load_piece(x + n * PIECE, begin + n * PIECE, width, other, PIECE, INSIDE)
+        # Triton has no other way to make a tuple longer.
+        pieces = pieces + (piece,)  # type: ignore[assignment]  # noqa: RUF005
+    return pieces
 
 
 @triton.jit
@@ -203,42 +193,12 @@ def load_part(
     its numbers and their sum would take as many registers as they do.
     """
     at, begin = part_at(row * stride, part, PART, ALIGN)
-    pieces = ()
-    for n in tl.static_range(PART // PIECE):
-        piece = load_piece(x + at + n * PIECE, begin + n * PIECE, width, other, PIECE)
-        # Triton has no other way to make a tuple longer.
-        pieces = pieces + (piece,)  # type: ignore[assignment]  # noqa: RUF005
+    # Where every load has a branch of its own, each waits for the one before.
+    if (begin >= 0) & (begin + PART <= width):
+        pieces = load_pieces(x + at, begin, width, other, PART, PIECE, True)
+    else:
+        pieces = load_pieces(x + at, begin, width, other, PART, PIECE, False)
     return pieces
-
-
-@triton.jit
-def tops_of(pieces, LINES: tl.constexpr):
-    """The lines' maxima [LINES] float32; infinity for NaN."""
-    top = tl.full([LINES], float("-inf"), tl.float32)
-    for n in tl.static_range(len(pieces)):
-        known = tl.where(pieces[n] != pieces[n], float("inf"), pieces[n])
-        top = tl.maximum(top, tl.max(tl.max(grouped(known, LINES), 2), 0))
-    return top
-
-
-@triton.jit
-def nan_in_lines(value, LINES: tl.constexpr):
-    """How many of [N] are NaN, by line [LINES]."""
-    # As integers: the comparison of `tops_of` would be kept for this, a register of each number.
-    magnitude = bits_of(value) & 0x7FFFFFFF
-    return sum_of_lines((magnitude > 0x7F800000).to(tl.int32), LINES)
-
-
-@triton.jit
-def peak_key_of(pieces, peak, LINES: tl.constexpr):
-    """`ordered` of a part's largest number, `peak` where NaN is infinity; NaN is above all."""
-    key = ordered(peak)
-    if peak == float("inf"):
-        odd = tl.zeros([LINES], tl.int32)
-        for n in tl.static_range(len(pieces)):
-            odd += nan_in_lines(pieces[n], LINES)
-        key = tl.where(tl.max(odd, 0) > 0, 0x7FFFFFFF, key)
-    return key
 
 
 @triton.jit
@@ -249,15 +209,6 @@ def units_of(peak):
     half = shift >> 1
     one = ((half + 127) << 23).to(tl.float32, bitcast=True)
     return one, ((shift - half + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def whole_sums(weight, least, peak, LINES: tl.constexpr):
-    """Of [N] float32 the sums [LINES] of those that are at least `least` >= 0, in `units_of` the
-    row's largest."""
-    one, two = units_of(peak)
-    kept = tl.where(weight >= least, weight, 0.0)
-    return sum_of_lines((kept * one * two).to(tl.int64), LINES)
 
 
 @triton.jit
@@ -272,23 +223,6 @@ def total_of(sums, peak):
 def odd_total(peak_key):
     """The same of a row that is not finite, from `ordered` of its largest."""
     return tl.maximum(number_of(peak_key), 1.1754943508222875e-38)
-
-
-@triton.jit
-def total_of_parts(
-    pieces, least, own_peak, peak, row, part, parts, sums, arrivals, phase,
-    PARTS: tl.constexpr, APART: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    """`total_of` what all parts have from `least` on; sums [parts] int64 is written. A part whose
-    own peak is below does not add up its zeros."""
-    own = tl.full([], 0, tl.int64)
-    if own_peak >= least:
-        mass = tl.zeros([LINES], tl.int64)
-        for n in tl.static_range(len(pieces)):
-            mass += whole_sums(pieces[n], least, peak, LINES)
-        own = tl.sum(mass, 0)
-    all_sums = told(sums, part, own, parts, 0, arrivals, row, (phase + 1) * parts, PARTS, APART)
-    return total_of(tl.sum(all_sums, 0), peak)
 
 
 @triton.jit
