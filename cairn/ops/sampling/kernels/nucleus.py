@@ -96,13 +96,17 @@ def list_hits(
 
 
 @triton.jit
-def load_lists(numbers, parts, PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr):
-    """The lists of a row's parts in pieces, 0 behind them."""
+def load_lists(
+    numbers, parts,
+    PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
+    """The lists of a row's parts in pieces, 0 behind them: of SLOTS numbers, USED at most."""
     PIECE: tl.constexpr = 4 * LINES
     listed = ()
-    for begin in tl.static_range(0, PARTS * SLOTS, PIECE):
+    for begin in tl.static_range(0, PARTS * USED, PIECE):
         i = begin + tl.arange(0, PIECE)
-        piece = tl.load(numbers + i, mask=i < parts * SLOTS, other=0.0, cache_modifier=".cg")
+        at = numbers + i // USED * SLOTS + i % USED
+        piece = tl.load(at, mask=i < parts * USED, other=0.0, cache_modifier=".cg")
         listed = listed + (piece,)  # type: ignore[assignment]  # noqa: RUF005
     return listed
 
@@ -116,9 +120,13 @@ def narrowed(low, high, mass_low, mass_high, mark, mass, wanted):
 
 
 @triton.jit
-def search_lists(listed, low, high, wanted, LINES: tl.constexpr):
+def search_lists(
+    numbers, parts, low, high, wanted,
+    PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
     """[low, high) with one float, or with one of the listed numbers, where their sum gets to what
-    is wanted. All reach low, none high."""
+    is wanted; and what is listed from each of them on. All reach low, none high."""
+    listed = load_lists(numbers, parts, PARTS, LINES, SLOTS, USED)
     mass_low = mass_of(listed, LINES)
     mass_high = tl.full([], 0.0, tl.float64)
     # Two numbers were twice as much as low, and there are too few to be off by half of it.
@@ -132,38 +140,92 @@ def search_lists(listed, low, high, wanted, LINES: tl.constexpr):
             low, high, mass_low, mass_high = narrowed(
                 low, high, mass_low, mass_high, marks[n], masses[n], wanted
             )
-    return low, high
+    return low, high, mass_low, mass_high
+
+
+@triton.jit
+def searched(
+    low, high, wanted, row, parts, aboves, counts, numbers,
+    PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """[low, high) of `search_lists`, or as it is without lists; what the row has between, and what
+    from `high` on, float64. aboves, counts: what `hits_of` gave."""
+    beyond = tl.sum(of_parts(aboves + row * parts, parts, 0.0, PARTS), 0)
+    count = of_parts(counts + row * parts, parts, 0, PARTS)
+    mass_low = tl.sum(count, 0).to(tl.float64) * number_of(low).to(tl.float64)
+    mass_high = tl.full([], 0.0, tl.float64)
+    if high - low > 1:
+        numbers += row * parts * SLOTS
+        # Mostly they are half full at most.
+        HALF: tl.constexpr = SLOTS // 2
+        if tl.max(count, 0) <= HALF:
+            low, high, mass_low, mass_high = search_lists(
+                numbers, parts, low, high, wanted - beyond, PARTS, LINES, SLOTS, HALF
+            )
+        else:
+            low, high, mass_low, mass_high = search_lists(
+                numbers, parts, low, high, wanted - beyond, PARTS, LINES, SLOTS, SLOTS
+            )
+    # Not from sums that have both: what is between may be less than they can tell.
+    return low, high, mass_low - mass_high, beyond + mass_high
+
+
+@triton.jit
+def taken_of(least, equals, above, wanted):
+    """How many of a row's `equals` numbers `least` are kept, one after the other while the sum
+    before is less than wanted; above: what is larger than they are."""
+    room = tl.math.ceil((wanted - above) / tl.maximum(least.to(tl.float64), 1e-300))
+    return tl.minimum(tl.minimum(tl.maximum(room, 0.0), 1073741824.0).to(tl.int32), equals)
 
 
 @triton.jit
 def kept_by_parts(
-    low, high, wanted, row, parts, aboves, counts, numbers,
-    PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr,
+    least, listed, wanted, row, parts, aboves, counts, numbers,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The least number that a row keeps; of each part the sum of what is kept, [PARTS] float64, and
-    how many numbers equal to the least are, the first ones, [PARTS] int32: -1 if all are.
-
-    aboves, counts: what `hits_of` gave.
-    """
+    """Of each part the sum of what a row keeps from `least` on, [PARTS] float64, and how many
+    numbers equal to that are kept, the first ones, [PARTS] int32: -1 if all are. listed: whether
+    there are lists, else all that `hits_of` counted are equal."""
     above = of_parts(aboves + row * parts, parts, 0.0, PARTS)
     equals = of_parts(counts + row * parts, parts, 0, PARTS)
-    if high - low > 1:
-        numbers += row * parts * SLOTS
-        listed = load_lists(numbers, parts, PARTS, LINES, SLOTS)
-        low, high = search_lists(listed, low, high, wanted - tl.sum(above, 0), LINES)
+    if listed:
         p = tl.arange(0, PARTS)[:, None]
-        at = numbers + p * SLOTS + tl.arange(0, SLOTS)[None, :]
+        at = numbers + (row * parts + p) * SLOTS + tl.arange(0, SLOTS)[None, :]
         value = tl.load(at, mask=p < parts, other=0.0, cache_modifier=".cg")
-        above += tl.sum(tl.where(value > number_of(low), value, 0.0).to(tl.float64), 1)
-        equals = tl.sum((value == number_of(low)).to(tl.int32), 1)
-    least = number_of(low)
-    weight = least.to(tl.float64)
-    # Equal ones: kept one after the other while the sum before is less than wanted.
-    room = tl.math.ceil((wanted - tl.sum(above, 0)) / tl.maximum(weight, 1e-300))
-    room = tl.minimum(tl.maximum(room, 0.0), 1073741824.0).to(tl.int32)
+        above += tl.sum(tl.where(value > least, value, 0.0).to(tl.float64), 1)
+        equals = tl.sum((value == least).to(tl.int32), 1)
+    room = taken_of(least, tl.sum(equals, 0), tl.sum(above, 0), wanted)
     before = tl.cumsum(equals, 0) - equals
     taken = tl.minimum(tl.maximum(room - before, 0), equals)
-    return least, above + taken.to(tl.float64) * weight, tl.where(taken < equals, taken, -1)
+    kept = above + taken.to(tl.float64) * least.to(tl.float64)
+    return kept, tl.where(taken < equals, taken, -1)
+
+
+@triton.jit
+def kept_of_row(
+    low, high, wanted, row, part, parts, aboves, counts, numbers,
+    PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The least number that a row keeps, the sum of all, float64, and how many numbers equal to the
+    least a part keeps, the first ones: -1 if all. aboves, counts: what `hits_of` gave."""
+    listed = high - low > 1
+    low, high, between, above = searched(
+        low, high, wanted, row, parts, aboves, counts, numbers, PARTS, LINES, SLOTS
+    )
+    least = number_of(low)
+    total = above + between
+    few = tl.full([], -1, tl.int32)
+    if high - low == 1:
+        weight = tl.maximum(least.to(tl.float64), 1e-300)
+        equals = (between / weight + 0.5).to(tl.int32)
+        taken = taken_of(least, equals, above, wanted)
+        total = above + taken.to(tl.float64) * least.to(tl.float64)
+        if taken < equals:
+            _, first = kept_by_parts(
+                least, listed, wanted, row, parts, aboves, counts, numbers, PARTS, SLOTS
+            )
+            few = tl.sum(tl.where(tl.arange(0, PARTS) == part, first, 0), 0)
+    return least, total, few
 
 
 @triton.jit
@@ -276,15 +338,18 @@ def top_p_kernel(
             )  # fmt: skip
         if uniform is None:
             meet(arrivals, row, (phase + 1) * parts, PARTS, APART)
-            least, kept, first_few = kept_by_parts(
+            threshold, kept, few = kept_of_row(
+                low, high, wanted, row, part, parts, aboves, counts, numbers, PARTS, LINES, SLOTS
+            )
+            total = tl.maximum(kept.to(tl.float32), 1.1754943508222875e-38)
+        elif last_to_come(arrivals, row, (phase + 1) * parts, PARTS, APART):
+            listed = high - low > 1
+            low, _, _, _ = searched(
                 low, high, wanted, row, parts, aboves, counts, numbers, PARTS, LINES, SLOTS
             )
-            threshold = least
-            total = tl.maximum(tl.sum(kept, 0).to(tl.float32), 1.1754943508222875e-38)
-            few = tl.sum(tl.where(tl.arange(0, PARTS) == part, first_few, 0), 0)
-        elif last_to_come(arrivals, row, (phase + 1) * parts, PARTS, APART):
-            least, kept, first_few = kept_by_parts(
-                low, high, wanted, row, parts, aboves, counts, numbers, PARTS, LINES, SLOTS
+            least = number_of(low)
+            kept, first_few = kept_by_parts(
+                least, listed, wanted, row, parts, aboves, counts, numbers, PARTS, SLOTS
             )
             token = draw_of_row(
                 x, row, stride, width, least, kept, first_few, tl.load(uniform + row),
