@@ -1,6 +1,7 @@
 """Random paged geometries for the attention and landmark ops, poisoned wherever no slot lies."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,19 +86,23 @@ def enlarge_landmarks(case: Geometry, value: float = 1e30) -> None:
     case.v_cache[:, :, -1] = -value
 
 
-def softmax_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], scale: float):
-    """One query [d] over lists of [d], float64: (o [d], lse), by loops and nothing shared."""
-    o = np.zeros(q.shape[0])
-    if not keys:
-        return torch.from_numpy(o), torch.tensor(-torch.inf, dtype=torch.float64)
-    query = q.double().numpy()
-    logits = [scale * float(query @ k.double().numpy()) for k in keys]
-    top = max(logits)
-    terms = [math.exp(x - top) for x in logits]
-    for term, value in zip(terms, values, strict=True):
-        o += term * value.double().numpy()
+def softmax_attention(
+    q: Tensor, keys: Sequence[Tensor] | Tensor, values: Sequence[Tensor] | Tensor, scale: float
+):
+    """One query [d] over lists of [d], float64: (o [d], lse), in numpy and nothing shared."""
+    if len(keys) == 0:
+        return torch.zeros(q.shape[0]).double(), torch.tensor(-torch.inf, dtype=torch.float64)
+    logits = scale * (_lines(keys) @ q.double().numpy())
+    top = logits.max()
+    terms = np.exp(logits - top)
     total = math.fsum(terms)
-    return torch.from_numpy(o / total), torch.tensor(top + math.log(total), dtype=torch.float64)
+    o = terms @ _lines(values) / total
+    return torch.from_numpy(o), torch.tensor(top + math.log(total), dtype=torch.float64)
+
+
+def _lines(rows: Sequence[Tensor] | Tensor) -> np.ndarray:
+    """[n, d] float64."""
+    return (rows if isinstance(rows, Tensor) else torch.stack(list(rows))).double().numpy()
 
 
 def sample(case: Geometry, count: int, seed: int = 0) -> list[int]:

@@ -29,11 +29,14 @@ def oracle(case, token, first, mask_landmarks, scale):
         if not (mask_landmarks and t % case.size == case.size - 1)
     ]
     pairs = [case.key(row, t) for t in seen]
+    keys = values = torch.empty(case.heads, 0, case.dim)
+    if pairs:
+        keys, values = (torch.stack(side, dim=1) for side in zip(*pairs, strict=True))
     o, lse = [], []
     for head in range(case.heads * case.group):
         kv = head // case.group
         q = case.q[token, head].double()
-        one = softmax_attention(q, [k[kv] for k, _ in pairs], [v[kv] for _, v in pairs], scale)
+        one = softmax_attention(q, keys[kv], values[kv], scale)
         o.append(one[0])
         lse.append(one[1])
     return torch.stack(o), torch.stack(lse)
