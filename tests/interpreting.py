@@ -24,6 +24,8 @@ def quicken(interpreter: ModuleType) -> None:
     - What a kernel reduces by a function of its own it reduces number by number.
     - Every value has its shape as objects of the language, and every type its name, made anew;
       shapes are made objects of the language once more whenever they are compared.
+    - It looks for the type and the shape that two operands have in common also where they have
+      the same.
     """
     builder = interpreter.interpreter_builder
     if hasattr(builder.options, "sanitize_overflow") and not builder.options.debug:
@@ -36,6 +38,10 @@ def quicken(interpreter: ModuleType) -> None:
     core.block_type.__init__ = _once_a_type(core.block_type.__init__, core.constexpr)
     core.tensor.__init__ = _with_shapes(core)
     core.tuple.__eq__ = _comparing_lists(core)
+    semantic = interpreter.TritonSemantic
+    checked = semantic.binary_op_type_checking_impl
+    semantic.binary_op_type_checking_impl = _unless_alike(checked, core.tensor)
+    semantic.broadcast_impl_value = _unless_of_one_shape(semantic.broadcast_impl_value)
     interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
 
 
@@ -73,6 +79,31 @@ def _comparing_lists(core: ModuleType) -> Any:
         return core.constexpr(self.values == list(other))
 
     return equal
+
+
+_KEPT = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp32"}
+"""Types whose operands give one like them, whatever the operation."""
+
+
+def _unless_alike(check: Callable[..., Any], tensor: type) -> Any:
+    def checked(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(lhs) is tensor and type(rhs) is tensor and lhs.shape is rhs.shape:
+            name = lhs.dtype.name
+            if name in _KEPT and name == rhs.dtype.name:
+                return lhs, rhs
+        return check(self, lhs, rhs, *args, **kwargs)
+
+    return checked
+
+
+def _unless_of_one_shape(broadcast: Callable[..., Any]) -> Any:
+    def value(self: Any, lhs: Any, rhs: Any) -> Any:
+        # Equal shapes are one object, see _with_shapes.
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return value
 
 
 def _once_a_name(find: Callable[[Any], Any]) -> Any:
