@@ -32,10 +32,26 @@ def device(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What is there by now stays: the collector need not look at it again and again."""
+    if len(session.items) >= MANY and not torch.cuda.is_available():
+        compile_a_share()
     gc.collect()
     gc.freeze()
+
+
+MANY = 1000
+"""So many tests surely need all of the CPU's loops."""
+
+
+def compile_a_share() -> None:
+    """Each of the first two workers compiles the loops for another dtype, of which each takes most
+    of a minute where none are kept; later they find each other's. Otherwise both would compile all.
+    """
+    dtypes = {"gw0": torch.float32, "gw1": torch.bfloat16}
+    dtype = dtypes.get(os.environ.get("PYTEST_XDIST_WORKER", ""))
+    if dtype is not None:
+        import_module("cairn.engine.compiling").compile_loops(dtype)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
