@@ -1,10 +1,10 @@
 """The k largest of a row, by a team: see `teams` and `lines`.
 
-For a small k each part lists its own largest numbers, some more than are to be expected of a k-th
-largest share of the row, and all parts search all lists. What they find is the k-th largest if no
-part has left out as large a one. Else, or for a larger k, they list together what reaches a bound:
-what was found, or the k-th largest of some maxima that all parts tell each other. Where this list
-is too long, or k is more than there are maxima, they count what reaches some numbers, step by step.
+For a small k each part lists its own largest numbers, more than are likely to be among the k
+largest of the row, and all parts search all lists. What they find is the k-th largest if no part
+has left out as large a one. Else, or for a larger k, they list together what reaches a bound: what
+was found, or the k-th largest of some maxima that all parts tell each other. Where this list is too
+long, or k is more than there are maxima, they count what reaches some numbers, step by step.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def what_is_kept(
     lowest = ordered(tl.full([], LOWEST, tl.float32))
     notes += row * TOLD * parts
     numbers += row * (parts * OWN + SLOTS)
-    # Lists have room for twice as many, which as many of a thread's maxima tell apart.
+    # So lists have room for twice as many, and not all threads have one of them.
     MOST: tl.constexpr = min(OWN // 2, LINES * 3 // 4)
     wanted = own_wanted(k, parts)
     phase = tl.full([], 1, tl.int32)
