@@ -1,7 +1,8 @@
-"""Compiles what kernels in Gluon are launched with for Hopper, on a machine that may have no GPU.
+"""Compiles what kernels are launched with for Hopper, on a machine that may have no GPU.
 
-Run as a script: prints a line of JSON for every launch of the calls below, shared memory and
-registers. The interpreter knows no Gluon, so that this is what a machine without a GPU can see.
+Run as a script: prints a line of JSON for every launch of the calls below: what the compiler made
+of it. The interpreter knows no Gluon, and nothing of how long a load takes: so this is what a
+machine without a GPU can see.
 """
 
 from __future__ import annotations
@@ -15,22 +16,27 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
 
 from cairn.ops import gpu
 from cairn.ops.attention import cutlass_mla_decode as latents
 from cairn.ops.attention.cutlass_mla_decode import cutlass_mla_decode
 from cairn.ops.flash import group_launch
 from cairn.ops.flash.flash_attention import drawn, flash_attention
+from cairn.ops.sampling import teams
 from cairn.ops.testing import Make
 
 TARGET = GPUTarget("cuda", 90, 32)
 PTXAS = triton.knobs.nvidia.ptxas.path
+DISASSEMBLER = triton.knobs.nvidia.nvdisasm.path
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -45,20 +51,37 @@ def type_of(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32" if abs(value) < 1 << 31 else "i64"
 
 
-def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, **rest: Any) -> None:
+def loads_in_a_row(binary: bytes) -> int:
+    """How many loads of 16 bytes follow one another at most, with no branch between them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [DISASSEMBLER, "-c", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    most = found = 0
+    for name in re.findall(r"\*/ +(?:@!?U?P\d )?([A-Z][A-Z.0-9]*)", code):
+        found = 0 if name.startswith(("BRA", "BSYNC")) else found + name.startswith("LDG.E.128")
+        most = max(most, found)
+    return most
+
+
+def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **rest: Any) -> None:
     """Takes the place of a kernel's launch."""
+    options = {name: rest.pop(name) for name in ("num_warps", "maxnreg") if name in rest}
     values = dict(zip([p.name for p in kernel.params], args, strict=False)) | rest
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        if parameter.is_constexpr or value is None:
+        one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or one:
             signature[parameter.name], constants[(place,)] = "constexpr", value
             continue
         signature[parameter.name] = type_of(value)
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
             attributes[(place,)] = ALIGNED
-    source = GluonASTSource(kernel, signature, constants, attributes)
-    made = triton.compile(source, target=TARGET, options={"num_warps": num_warps})
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(kernel, signature, constants, attributes)
+    made = triton.compile(source, target=TARGET, options=options)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
@@ -72,12 +95,14 @@ def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, *
         "registers": int(found[0]),
         "spilt": int(spilt[0]),
         "serialized": "wgmma.mma_async instructions are serialized" in said,
+        "loads": loads_in_a_row(made.asm["cubin"]),
     }
     print(json.dumps(told), flush=True)
 
 
 def main() -> None:
-    GluonJITFunction.run = compiled
+    JITFunction.run = GluonJITFunction.run = compiled
+    gpu.processors = lambda device: 132
     gpu.multiplies_in_groups = lambda device: True
     gpu.copies_blocks = lambda device: True
     group_launch.LEAST_FLOPS = group_launch.FULL = 0
@@ -90,6 +115,10 @@ def main() -> None:
         options = {**shape, "widths": (width, width), "page": page, "sinks": sinks}
         given = drawn(make, dtype, **options, right=0)
         flash_attention._named("gluon").function(*given.args)
+    rows, shares = torch.empty(1, 100_278, device="meta"), torch.empty(1, device="meta")
+    teams.mask_logits(rows, shares.long())
+    teams.keep_least(rows, shares)
+    teams.keep_share(rows, shares)
 
 
 if __name__ == "__main__":
