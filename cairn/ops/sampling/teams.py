@@ -18,10 +18,8 @@ LEAST_PART = 4096
 """Numbers of a part where rows are few."""
 WARPS = 4
 """Of a program."""
-PIECE = 4
-"""Numbers of a line that a program works on at a time, of a part that it holds."""
-VECTOR_BYTES, HELD = 16, 4
-"""What a thread reads at once, and lines that it has, of a part that is not held."""
+VECTOR_BYTES = 16
+"""What a thread reads at once."""
 TOLD = 2048
 """Maxima that the parts of a row tell each other, for a k that is not small."""
 OWN, ALL_OWN = 32, 512
@@ -54,6 +52,7 @@ class Kind(NamedTuple):
     Attributes:
         most: numbers of a part where rows are many.
         fill: programs of a multiprocessor before parts get longer.
+        lines: that a thread has.
         abreast: programs that have place on a multiprocessor.
         registers: of a thread at most, so that they have.
         late: cycles between the first of them: else all would read, and then all wait.
@@ -61,14 +60,15 @@ class Kind(NamedTuple):
 
     most: int
     fill: int
+    lines: int
     abreast: int
     registers: int
     late: int
 
 
-HOLDING = Kind(most=8704, fill=1, abreast=4, registers=128, late=5000)
+HOLDING = Kind(most=8704, fill=1, lines=1, abreast=4, registers=128, late=5000)
 """Programs that hold their part in registers."""
-READING = Kind(most=8192, fill=2, abreast=7, registers=72, late=4000)
+READING = Kind(most=8192, fill=2, lines=4, abreast=7, registers=72, late=4000)
 """Programs that read some of it again. With more of them, what they read again is no longer in the
 cache."""
 
@@ -107,13 +107,13 @@ class Team(NamedTuple):
     @property
     def pieces(self) -> tuple[int, int, int]:
         """PART, PIECE and LINES of kernels that hold parts."""
-        return self.part, min(self.part, PIECE * self.lines), self.lines
+        return self.part, min(self.part, self.each * self.lines), self.lines
 
     @property
     def tiles(self) -> tuple[int, int, int, int]:
         """HELD, DEPTH, LINES and EACH of kernels that do not."""
         tile = self.lines * self.each
-        held = min(HELD, self.part // tile)
+        held = min(self.kind.lines, self.part // tile)
         return held, self.part // (tile * held), self.lines, self.each
 
 
@@ -218,8 +218,8 @@ def _team(values: Tensor, kind: Kind) -> Team:
     places = gpu.processors(values.device)
     # Parts of a row begin up to so many numbers in front of it.
     width += 0 if width % ALIGNED == 0 else align - 1
-    each = PIECE if kind is HOLDING else VECTOR_BYTES // values.element_size()
-    step = each * 32 * WARPS * (1 if kind is HOLDING else HELD)
+    each = VECTOR_BYTES // values.element_size()
+    step = each * 32 * WARPS * kind.lines
     least = gpu.next_power_of_2(-(-width * max(1, rows) // (places * kind.fill)))
     part = max(min(max(least, LEAST_PART), kind.most), gpu.next_power_of_2(-(-width // places)))
     parts = 1 if gpu.INTERPRETED else -(-width // part)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import added, bits_of
+from cairn.ops.sampling.kernels.held import grouped, sum_of_lines
 from cairn.ops.sampling.kernels.teams import (
-    grouped,
     meet,
     number_of,
     of_parts,
-    sum_of_lines,
 )
 
 

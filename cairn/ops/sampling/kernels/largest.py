@@ -169,16 +169,26 @@ def nan_in_part(
 
 
 @triton.jit
+def count_of_parts(
+    own, row, part, parts, tallies, arrivals, phase, PARTS: tl.constexpr, APART: tl.constexpr
+):
+    """What all parts count, int64, after they have met `phase` times before.
+
+    tallies: [n, 2, parts] int64: who stores into one half has seen all arrive that loaded from it.
+    """
+    at = tallies + (row * 2 + phase % 2) * parts
+    counts = told(at, part, own, parts, 0, arrivals, row, (phase + 1) * parts, PARTS, APART)
+    return tl.sum(counts, 0)
+
+
+@triton.jit
 def search_parts(
     x, begin, width, other, low, high, k, row, part, parts, tallies, arrivals, phase,
     PARTS: tl.constexpr, APART: tl.constexpr, HELD: tl.constexpr, DEPTH: tl.constexpr,
     LINES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """The number of `search_list` among those of all parts, after these have met `phase` times; and
-    how often they have met.
-
-    tallies: [n, 2, parts] int64: who stores into one half has seen all arrive that loaded from it.
-    """
+    how often they have met."""
     # NaN counts as infinity at first.
     INFINITY: tl.constexpr = 0x7F800000
     high = tl.minimum(high, INFINITY + 1)
@@ -189,17 +199,15 @@ def search_parts(
             x, begin, width, other, number_of(one.to(tl.int32)), number_of(two.to(tl.int32)),
             number_of(three.to(tl.int32)), HELD, DEPTH, LINES, EACH,
         )  # fmt: skip
-        at = tallies + (row * 2 + phase % 2) * parts
-        counts = told(at, part, own, parts, 0, arrivals, row, (phase + 1) * parts, PARTS, APART)
+        counts = count_of_parts(own, row, part, parts, tallies, arrivals, phase, PARTS, APART)
         phase += 1
-        low, high, at_low = narrowed(low, high, at_low, one, two, three, tl.sum(counts, 0), k, 20)
+        low, high, at_low = narrowed(low, high, at_low, one, two, three, counts, k, 20)
     least = number_of(low.to(tl.int32))
     if low == INFINITY:
         own = nan_in_part(x, begin, width, HELD, DEPTH, LINES, EACH)
-        at = tallies + (row * 2 + phase % 2) * parts
-        counts = told(at, part, own, parts, 0, arrivals, row, (phase + 1) * parts, PARTS, APART)
+        count = count_of_parts(own, row, part, parts, tallies, arrivals, phase, PARTS, APART)
         phase += 1
-        least = tl.where(tl.sum(counts, 0) >= k, float("nan"), least)
+        least = tl.where(count >= k, float("nan"), least)
     return least, phase
 
 
@@ -208,6 +216,16 @@ def clamped(bound, lowest):
     """A bound of what is listed, in the order of `ordered`: nothing as low as `lowest` is, and NaN
     is with infinity."""
     return tl.minimum(tl.maximum(bound, lowest + 1), 0x7F800000)
+
+
+@triton.jit
+def least_of(number, found, k, bound, lowest, peak_key):
+    """The k-th largest of a list of `found` numbers [N] float32 that reach the bound, or the next
+    larger one, in the order of `ordered`; `lowest` if there are fewer."""
+    key = lowest.to(tl.int64)
+    if found >= k:
+        key = search_list(ordered(number), bound.to(tl.int64), peak_key.to(tl.int64) + 1, k, 0)
+    return key.to(tl.int32)
 
 
 @triton.jit
@@ -259,24 +277,19 @@ def try_own_lists(
     highest = tl.max(bounds, 0)
     least = tl.min(tl.where(tl.arange(0, PARTS) < parts, bounds, highest), 0)
     counts = of_parts(notes + 2 * parts, parts, 0, PARTS)
-    key = lowest.to(tl.int64)
-    if tl.sum(tl.minimum(counts, OWN), 0) >= k:
-        key = search_list(ordered(number), least.to(tl.int64), peak_key.to(tl.int64) + 1, k, 0)
-    key = key.to(tl.int32)
+    listed = tl.sum(tl.minimum(counts, OWN), 0)
+    key = least_of(number, listed, k, least, lowest, peak_key)
     sure = (tl.max(counts, 0) <= OWN) & ((key >= highest) | (highest == lowest + 1))
     return sure, key, sum_from(number, number_of(key), peak_key), peak_key
 
 
 @triton.jit
-def least_listed(numbers, found, k, lowest, bound, peak_key, N: tl.constexpr, LOWEST: tl.constexpr):
-    """The k-th largest of a row's list of `found` <= N numbers that reach the bound, or the next
-    larger one; `lowest` if there are fewer. And `sum_from` there on."""
+def least_listed(numbers, found, k, bound, lowest, peak_key, N: tl.constexpr, LOWEST: tl.constexpr):
+    """`least_of` the list that parts make together, of `found` <= N numbers, and `sum_from` it
+    on."""
     i = tl.arange(0, N)
     number = tl.load(numbers + i, mask=i < found, other=LOWEST, cache_modifier=".cg")
-    key = lowest.to(tl.int64)
-    if found >= k:
-        key = search_list(ordered(number), bound.to(tl.int64), peak_key.to(tl.int64) + 1, k, 0)
-    key = key.to(tl.int32)
+    key = least_of(number, found, k, bound, lowest, peak_key)
     return key, sum_from(number, number_of(key), peak_key)
 
 
@@ -319,10 +332,10 @@ def what_is_kept(
         found = tl.load(count, cache_modifier=".cg")
         if found <= LINES:
             sure = found >= 0
-            key, sums = least_listed(numbers, found, k, lowest, key, peak_key, LINES, LOWEST)
+            key, sums = least_listed(numbers, found, k, key, lowest, peak_key, LINES, LOWEST)
         elif found <= SLOTS:
             sure = found >= 0
-            key, sums = least_listed(numbers, found, k, lowest, key, peak_key, SLOTS, LOWEST)
+            key, sums = least_listed(numbers, found, k, key, lowest, peak_key, SLOTS, LOWEST)
     threshold = number_of(key)
     peak = number_of(peak_key)
     finite = (peak_key < 0x7F800000) & (peak_key >= 0)

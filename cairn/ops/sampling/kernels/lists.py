@@ -20,7 +20,14 @@ from cairn.ops.sampling.kernels.filters import (
     load_head,
     weight_of,
 )
-from cairn.ops.sampling.kernels.teams import columns
+from cairn.ops.sampling.kernels.held import grouped
+
+
+@triton.jit
+def columns(value, LINES: tl.constexpr):
+    """[N] as [N / LINES, LINES]: a column is a line, and a thread's."""
+    tile = tl.permute(grouped(value, LINES), (0, 2, 1))
+    return tl.reshape(tile, [value.shape[0] // LINES, LINES])
 
 
 @triton.jit

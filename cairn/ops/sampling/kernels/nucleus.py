@@ -23,19 +23,16 @@ from cairn.ops.sampling.kernels.bracket import (
     sizes_of,
 )
 from cairn.ops.sampling.kernels.filters import bits_of, first_beyond
+from cairn.ops.sampling.kernels.held import load_part, store_piece, store_shares, sum_of_lines
 from cairn.ops.sampling.kernels.teams import (
     last_to_come,
     leave,
-    load_part,
     meet,
     number_of,
     odd_total,
     of_parts,
     part_at,
     seat_of,
-    store_piece,
-    store_shares,
-    sum_of_lines,
 )
 
 
@@ -251,7 +248,7 @@ def draw_of_part(
 ):  # fmt: skip
     """Where in its row a part's running sum of what is kept first exceeds the target; few: as of
     `kept_by_parts`."""
-    pieces = load_part(x, row, part, stride, width, 0.0, PART, PIECE, ALIGN)
+    pieces = load_part(x, row, part, stride, width, PART, PIECE, ALIGN)
     _, begin = part_at(row * stride, part, PART, ALIGN)
     chosen = tl.zeros([PIECE], tl.float64)
     start, running = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
@@ -310,7 +307,7 @@ def top_p_kernel(
     """
     row, part = seat_of(tickets, programs, parts, places, LATE, ABREAST)
     share = tl.load(top_p + row)
-    pieces = load_part(x, row, part, stride, width, 0.0, PART, PIECE, ALIGN)
+    pieces = load_part(x, row, part, stride, width, PART, PIECE, ALIGN)
     own_mass = rough_mass_of(pieces, LINES)
     tl.store(peaks + row * parts + part, peak_of(pieces, own_mass, LINES))
     tl.store(masses + row * parts + part, own_mass)

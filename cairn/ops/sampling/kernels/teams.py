@@ -3,8 +3,8 @@
 A row is split into parts of PART numbers, one for each program. What the parts have to know of each
 other they leave in memory, and meet: then each does the same with what all have left, so that
 nobody waits for a leader. What a row keeps is found in `largest`, `least` and `nucleus`. Programs
-hold a part in registers from the load to the store, see `load_part`; or they keep but the maxima of
-its lines, see `lines`.
+hold a part in registers from the load to the store, see `held`; or they keep but the maxima of its
+lines, see `lines`.
 
 Sums are of whole numbers, units of 2^-42 of the largest: they are the same in any order, and so do
 not depend on how a row is split.
@@ -109,25 +109,6 @@ def told(
 
 
 @triton.jit
-def grouped(value, LINES: tl.constexpr):
-    """[N] as [N / 4 / LINES, LINES, 4]: with as many lines as threads, each holds a line."""
-    return tl.reshape(value, [value.shape[0] // (4 * LINES), LINES, 4])
-
-
-@triton.jit
-def columns(value, LINES: tl.constexpr):
-    """[N] as [N / LINES, LINES]: a column is a line, and a thread's."""
-    tile = tl.permute(grouped(value, LINES), (0, 2, 1))
-    return tl.reshape(tile, [value.shape[0] // LINES, LINES])
-
-
-@triton.jit
-def sum_of_lines(value, LINES: tl.constexpr):
-    """Of [N], the sums of its lines [LINES]."""
-    return tl.sum(tl.sum(grouped(value, LINES), 2), 0)
-
-
-@triton.jit
 def number_of(key):
     """The float that `ordered` makes `key` of."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -139,66 +120,6 @@ def part_at(base, part, PART: tl.constexpr, ALIGN: tl.constexpr):
     its place in the row, int32, which may lie in front of the row."""
     shift = base % ALIGN
     return tl.multiple_of(base - shift + part * PART, ALIGN), part * PART - shift.to(tl.int32)
-
-
-@triton.jit
-def load_piece(x, begin, width, other, PIECE: tl.constexpr, INSIDE: tl.constexpr):
-    """[PIECE] float32, numbers of a row whose begin-th lies at x, `other` beyond it. INSIDE: none
-    is beyond it."""
-    i = tl.arange(0, PIECE)
-    if INSIDE:  # noqa: SIM114
-        value = tl.load(x + i)
-    elif (begin >= 0) & (begin + PIECE <= width):
-        value = tl.load(x + i)
-    else:
-        value = tl.load(x + i, mask=(i >= -begin) & (i < width - begin), other=other)
-    wide = value.to(tl.float32)
-    if value.dtype != tl.float32:
-        # Nothing, but not known to the compiler: it would hold the short numbers too, to store.
-        wide = (wide.to(tl.int32, bitcast=True) | (width >> 31)).to(tl.float32, bitcast=True)
-    return wide
-
-
-@triton.jit
-def load_pieces(
-    x, begin, width, other, PART: tl.constexpr, PIECE: tl.constexpr, INSIDE: tl.constexpr
-):
-    """The same of a part, in pieces."""
-    pieces = ()
-    for n in tl.static_range(PART // PIECE):
-        piece = load_piece(x + n * PIECE, begin + n * PIECE, width, other, PIECE, INSIDE)
-        # Triton has no other way to make a tuple longer.
-        pieces = pieces + (piece,)  # type: ignore[assignment]  # noqa: RUF005
-    return pieces
-
-
-@triton.jit
-def store_piece(out, begin, width, value):
-    """Write a row's numbers from the begin-th on, which lies at out."""
-    i = tl.arange(0, value.shape[0])
-    if (begin >= 0) & (begin + value.shape[0] <= width):
-        tl.store(out + i, value)
-    else:
-        tl.store(out + i, value, mask=(i >= -begin) & (i < width - begin))
-
-
-@triton.jit
-def load_part(
-    x, row, part, stride, width, other,
-    PART: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """A part of a row in pieces [PIECE], `other` beyond it.
-
-    What is done with a part is done piece by piece: done with all of it at once, what lies between
-    its numbers and their sum would take as many registers as they do.
-    """
-    at, begin = part_at(row * stride, part, PART, ALIGN)
-    # Where every load has a branch of its own, each waits for the one before.
-    if (begin >= 0) & (begin + PART <= width):
-        pieces = load_pieces(x + at, begin, width, other, PART, PIECE, True)
-    else:
-        pieces = load_pieces(x + at, begin, width, other, PART, PIECE, False)
-    return pieces
 
 
 @triton.jit
@@ -223,15 +144,3 @@ def total_of(sums, peak):
 def odd_total(peak_key):
     """The same of a row that is not finite, from `ordered` of its largest."""
     return tl.maximum(number_of(peak_key), 1.1754943508222875e-38)
-
-
-@triton.jit
-def store_shares(
-    out, row, part, width, pieces, least, total,
-    PART: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """A part of a row of out = what is not below `least`, divided by total; else 0."""
-    at, begin = part_at(row * width, part, PART, ALIGN)
-    for n in tl.static_range(len(pieces)):
-        share = tl.where(pieces[n] < least, 0.0, pieces[n]) / total
-        store_piece(out + at + n * PIECE, begin + n * PIECE, width, share)
