@@ -23,6 +23,9 @@ if not torch.cuda.is_available():
 settings.register_profile("cairn", deadline=None)
 settings.load_profile("cairn")
 
+MANY = 1000
+"""So many tests surely need all of the CPU's loops."""
+
 
 # Of the session's scope: fixtures of a module, and hypothesis, take no narrower one.
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -33,15 +36,12 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is there by now stays: the collector need not look at it again and again."""
+    """Before the first test: loops that many need, and what is there by now stays, so that the
+    collector need not look at it again and again."""
     if len(session.items) >= MANY and not torch.cuda.is_available():
         compile_a_share()
     gc.collect()
     gc.freeze()
-
-
-MANY = 1000
-"""So many tests surely need all of the CPU's loops."""
 
 
 def compile_a_share() -> None:
