@@ -17,7 +17,7 @@ FEW_SPILT = 512
 """Bytes that a group may put away before its loop and after it."""
 
 
-SPILT = {"latent_groups_kernel": FEW_SPILT, "top_p_kernel": 16}
+SPILT = {"latent_groups_kernel": FEW_SPILT}
 GROUPS = {"latent_groups_kernel", "flash_groups_kernel"}
 TEAMS = {"top_k_kernel", "min_p_kernel", "top_p_kernel"}
 LOADS = 8

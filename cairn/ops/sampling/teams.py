@@ -37,8 +37,6 @@ ALIGNED = 32
 """Parts begin where so many numbers do: at a line of memory."""
 LATE_ROUNDS = 8
 """Programs begin one after the other where each multiprocessor has so many to run."""
-BITS = 24
-"""Numbers of which a word tells which are listed: as many bits as float32 sums up."""
 MOST_COUNTED = 512
 """Numbers of a line, counted in 10 bits."""
 WORKSPACE_BYTES = 64 << 20
@@ -153,7 +151,7 @@ def _share(probs: Tensor, out: Tensor, top_p: Tensor, uniform: Tensor | None) ->
         *((torch.float64, 2, 4, team.parts), (torch.float32, team.parts, slots)),
         *((torch.float64, team.parts), (torch.int32, team.parts)),
     )
-    sizes = (*team.pieces, slots, BINS, BITS)
+    sizes = (*team.pieces, slots, BINS)
     return _run(top_p_kernel, probs, out, (top_p, uniform), team, memory, *sizes)
 
 

@@ -37,59 +37,46 @@ from cairn.ops.sampling.kernels.teams import (
 
 
 @triton.jit
-def hits_of(pieces, low, high, LINES: tl.constexpr, BITS: tl.constexpr):
-    """Which numbers of a part's lines are in [low, high): words [LINES] int32 of BITS numbers, the
-    first one in the lowest bit; how many of each line; and what the part has from `high` on,
-    float64."""
-    EACH: tl.constexpr = pieces[0].shape[0] // LINES
-    above = tl.zeros([LINES], tl.float64)
-    count = tl.zeros([LINES], tl.float32)
-    words = ()
-    for begin in tl.static_range(0, len(pieces), BITS // EACH):
-        word = tl.zeros([LINES], tl.float32)
-        for n in tl.static_range(begin, min(begin + BITS // EACH, len(pieces))):
-            x = pieces[n]
-            beyond = x >= high
-            above += sum_of_lines(tl.where(beyond, x, 0.0).to(tl.float64), LINES)
-            hit = tl.where((x >= low) & (beyond == 0), 1.0, 0.0)
-            count += sum_of_lines(hit, LINES)
-            bit = (1 << (tl.arange(0, hit.shape[0]) % EACH)).to(tl.float32)
-            word += sum_of_lines(hit * bit, LINES) * 2.0 ** ((n - begin) * EACH)
-        words = words + (word.to(tl.int32),)  # type: ignore[assignment]  # noqa: RUF005
-    return words, count.to(tl.int32), tl.sum(above, 0)
+def quarters(x, LINES: tl.constexpr):
+    """A piece as 4 tensors [LINES]: the first numbers of its lines, and so on."""
+    even, odd = tl.split(tl.permute(tl.reshape(x, [LINES, 2, 2]), (0, 2, 1)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
-def list_hits(
-    x, words, count, numbers,
-    PIECE: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """Write the numbers that `hits_of` found in the part that begins at x, into numbers [SLOTS]
-    float32, 0 behind them."""
-    EACH: tl.constexpr = PIECE // LINES
-    tl.store(numbers + tl.arange(0, SLOTS), tl.zeros([SLOTS], tl.float32))
-    # Behind what is written above.
-    tl.debug_barrier()
-    line = tl.arange(0, LINES)
-    place = tl.cumsum(count, 0) - count
-    for _ in range(tl.max(count, 0)):
-        word = tl.zeros([LINES], tl.int32)
-        first = tl.zeros([LINES], tl.int32)
-        left = ()
-        for w in tl.static_range(len(words)):
-            taken = (word == 0) & (words[w] != 0)
-            word = tl.where(taken, words[w], word)
-            first = tl.where(taken, w * BITS, first)
-            rest = tl.where(taken, words[w] & (words[w] - 1), words[w])
-            left = left + (rest,)  # type: ignore[assignment]  # noqa: RUF005
-        words = left
-        lowest = (word & -word).to(tl.float32)
-        number = first + (bits_of(lowest) >> 23) - 127
-        at = number // EACH * PIECE + line * EACH + number % EACH
-        live = (word != 0) & (place < SLOTS)
-        value = tl.load(x + at, mask=live, other=0.0)
-        tl.store(numbers + place, value, mask=live)
-        place += (word != 0).to(tl.int32)
+def is_between(x, low, high):
+    """Which numbers are in [low, high), as bits: 1 or 0."""
+    span = (high - low).to(tl.uint32, bitcast=True)
+    return tl.where((bits_of(x) - low).to(tl.uint32, bitcast=True) < span, 1, 0)
+
+
+@triton.jit
+def list_part(pieces, low, high, numbers, LINES: tl.constexpr, SLOTS: tl.constexpr):
+    """Write a part's numbers in [low, high), as bits, into numbers [SLOTS] float32, 0 behind them,
+    if that is long enough. How many there are, and what the part has from `high` on, float64."""
+    above = tl.zeros([LINES], tl.float64)
+    count = tl.zeros([LINES], tl.int32)
+    for n in tl.static_range(len(pieces)):
+        larger = tl.where(pieces[n] >= number_of(high), pieces[n], 0.0)
+        above += sum_of_lines(larger.to(tl.float64), LINES)
+        count += sum_of_lines(is_between(pieces[n], low, high), LINES)
+    running = tl.cumsum(count, 0)
+    found = tl.max(running, 0)
+    if found <= SLOTS:
+        # Not known to be what it was: else what is between would be held from there to here.
+        low += found >> 31
+        at = numbers + running - count
+        for n in tl.static_range(len(pieces)):
+            each = quarters(pieces[n], LINES)
+            for k in tl.static_range(4):
+                hit = is_between(each[k], low, high)
+                tl.store(at, each[k], mask=hit > 0)
+                at += hit
+        i = tl.arange(0, SLOTS)
+        tl.store(numbers + i, tl.zeros([SLOTS], tl.float32), mask=i >= found)
+    return found, tl.sum(above, 0)
 
 
 @triton.jit
@@ -146,7 +133,7 @@ def searched(
     PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """[low, high) of `search_lists`, or as it is without lists; what the row has between, and what
-    from `high` on, float64. aboves, counts: what `hits_of` gave."""
+    from `high` on, float64. aboves, counts: what `list_part` gave."""
     beyond = tl.sum(of_parts(aboves + row * parts, parts, 0.0, PARTS), 0)
     count = of_parts(counts + row * parts, parts, 0, PARTS)
     mass_low = tl.sum(count, 0).to(tl.float64) * number_of(low).to(tl.float64)
@@ -182,7 +169,7 @@ def kept_by_parts(
 ):  # fmt: skip
     """Of each part the sum of what a row keeps from `least` on, [PARTS] float64, and how many
     numbers equal to that are kept, the first ones, [PARTS] int32: -1 if all are. listed: whether
-    there are lists, else all that `hits_of` counted are equal."""
+    there are lists, else all that `list_part` counted are equal."""
     above = of_parts(aboves + row * parts, parts, 0.0, PARTS)
     equals = of_parts(counts + row * parts, parts, 0, PARTS)
     if listed:
@@ -204,7 +191,7 @@ def kept_of_row(
     PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """The least number that a row keeps, the sum of all, float64, and how many numbers equal to the
-    least a part keeps, the first ones: -1 if all. aboves, counts: what `hits_of` gave."""
+    least a part keeps, the first ones: -1 if all. aboves, counts: what `list_part` gave."""
     listed = high - low > 1
     low, high, between, above = searched(
         low, high, wanted, row, parts, aboves, counts, numbers, PARTS, LINES, SLOTS
@@ -294,8 +281,8 @@ def top_p_kernel(
     x, top_p, uniform, out, tickets, arrivals, peaks, masses, sizes, tallies, numbers, aboves,
     counts, stride, width, programs, parts, places,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
-    SLOTS: tl.constexpr, BINS: tl.constexpr, BITS: tl.constexpr, APART: tl.constexpr,
-    ALIGN: tl.constexpr, LATE: tl.constexpr, ABREAST: tl.constexpr,
+    SLOTS: tl.constexpr, BINS: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr,
+    LATE: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = x where it is in the nucleus of its row, divided by the sum of that; else 0.
     With uniform [n] float32: out [n] int32 is the first number of the nucleus whose running sum
@@ -324,15 +311,10 @@ def top_p_kernel(
             pieces, share, wanted, peak_key, width, row, part, parts, masses, sizes, tallies,
             arrivals, PARTS, LINES, SLOTS, BINS, APART,
         )  # fmt: skip
-        words, count, above = hits_of(pieces, number_of(low), number_of(high), LINES, BITS)
-        tl.store(aboves + row * parts + part, above)
-        tl.store(counts + row * parts + part, tl.sum(count, 0))
-        if high - low > 1:
-            at, _ = part_at(row * stride, part, PART, ALIGN)
-            list_hits(
-                x + at, words, count, numbers + (row * parts + part) * SLOTS,
-                PIECE, LINES, SLOTS, BITS,
-            )  # fmt: skip
+        at = row * parts + part
+        count, above = list_part(pieces, low, high, numbers + at * SLOTS, LINES, SLOTS)
+        tl.store(aboves + at, above)
+        tl.store(counts + at, count)
         if uniform is None:
             meet(arrivals, row, (phase + 1) * parts, PARTS, APART)
             threshold, kept, few = kept_of_row(
