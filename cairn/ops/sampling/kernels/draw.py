@@ -37,12 +37,18 @@ def argmax_kernel(peaks, firsts, out, chunks, CHUNKS: tl.constexpr, EARLY: tl.co
 
 
 @triton.jit
-def kept_of(x, place, peak, heat, threshold, last, width, SOFTMAX: tl.constexpr):
-    """Weights float64 at places of a row at x, 0 where they are not kept: those above the threshold
-    are, and those equal to it up to `last`."""
+def kept_of(x, place, whole, peak, heat, threshold, last, width, SOFTMAX: tl.constexpr):
+    """Weights float64 at places of a row at x, all of which it has if it is `whole`: 0 where they
+    are not kept. Those above the threshold are, and those equal to it up to `last`."""
     inside = place < width
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.where(inside, weight_of(value, peak, heat, SOFTMAX), 0.0)
+    if SOFTMAX:
+        value = tl.load(x + place, mask=inside, other=0.0)
+    elif whole:
+        # With a mask, each load of probabilities would wait for the one before.
+        value = tl.load(x + place)
+    else:
+        value = tl.load(x + place, mask=inside, other=0.0)
+    weight = tl.where(inside, weight_of(value.to(tl.float32), peak, heat, SOFTMAX), 0.0)
     key = bits_of(weight)
     kept = (key > threshold) | ((key == threshold) & (place <= last))
     return tl.where(kept, weight, 0.0).to(tl.float64)
@@ -67,11 +73,12 @@ def draw_kept(
     run = tl.arange(0, CHUNK // RUN)
     i = tl.arange(0, RUN)
     place = chunk * CHUNK + run[:, None] * RUN + i[None, :]
-    masses = tl.sum(kept_of(x, place, peak, heat, threshold, last, width, SOFTMAX), 1)
+    whole = (chunk + 1) * CHUNK <= width
+    masses = tl.sum(kept_of(x, place, whole, peak, heat, threshold, last, width, SOFTMAX), 1)
     best = first_beyond(masses, target, run)
     target -= tl.sum(tl.where(run < best, masses, 0.0), 0)
     place = chunk * CHUNK + best * RUN + i
-    kept = kept_of(x, place, peak, heat, threshold, last, width, SOFTMAX)
+    kept = kept_of(x, place, whole, peak, heat, threshold, last, width, SOFTMAX)
     return first_beyond(kept, target, place)
 
 
