@@ -38,13 +38,10 @@ def argmax_kernel(peaks, firsts, out, chunks, CHUNKS: tl.constexpr, EARLY: tl.co
 
 @triton.jit
 def kept_of(x, place, whole, peak, heat, threshold, last, width, SOFTMAX: tl.constexpr):
-    """Weights float64 at places of a row at x, all of which it has if it is `whole`: 0 where they
-    are not kept. Those above the threshold are, and those equal to it up to `last`."""
+    """Weights float64 at places of a row at x, 0 where they are not kept: those above the threshold
+    are, and those equal to it up to `last`. whole: the row has all of these places."""
     inside = place < width
-    if SOFTMAX:
-        value = tl.load(x + place, mask=inside, other=0.0)
-    elif whole:
-        # With a mask, each load of probabilities would wait for the one before.
+    if whole:
         value = tl.load(x + place)
     else:
         value = tl.load(x + place, mask=inside, other=0.0)
@@ -73,7 +70,8 @@ def draw_kept(
     run = tl.arange(0, CHUNK // RUN)
     i = tl.arange(0, RUN)
     place = chunk * CHUNK + run[:, None] * RUN + i[None, :]
-    whole = (chunk + 1) * CHUNK <= width
+    # With a mask, each load of probabilities would wait for the one before.
+    whole = False if SOFTMAX else (chunk + 1) * CHUNK <= width
     masses = tl.sum(kept_of(x, place, whole, peak, heat, threshold, last, width, SOFTMAX), 1)
     best = first_beyond(masses, target, run)
     target -= tl.sum(tl.where(run < best, masses, 0.0), 0)

@@ -8,7 +8,8 @@ numbers; a line of the part has as many of each piece.
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
-from cairn.ops.sampling.kernels.teams import part_at
+from cairn.ops.sampling.kernels.teams import load_inside, part_at
+from cairn.ops.sampling.kernels.tuples import with_one_more
 
 
 @triton.jit
@@ -30,15 +31,9 @@ def load_pieces(x, begin, width, PART: tl.constexpr, PIECE: tl.constexpr, INSIDE
     i = tl.arange(0, PIECE)
     pieces = ()
     for n in tl.static_range(PART // PIECE):
-        at = begin + n * PIECE
-        if INSIDE:  # noqa: SIM114
-            piece = tl.load(x + n * PIECE + i)
-        elif (at >= 0) & (at + PIECE <= width):
-            piece = tl.load(x + n * PIECE + i)
-        else:
-            piece = tl.load(x + n * PIECE + i, mask=(i >= -at) & (i < width - at), other=0.0)
-        # Triton has no other way to make a tuple longer.
-        pieces = pieces + (piece,)  # type: ignore[assignment]  # noqa: RUF005
+        at = n * PIECE
+        piece = load_inside(x + at, i, begin + at, width, 0.0, PIECE, INSIDE)
+        pieces = with_one_more(pieces, piece)
     return pieces
 
 

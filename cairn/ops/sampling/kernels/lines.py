@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import ordered
-from cairn.ops.sampling.kernels.teams import told, total_of, units_of
+from cairn.ops.sampling.kernels.teams import load_inside, told, total_of, units_of
+from cairn.ops.sampling.kernels.tuples import with_one_more
 
 
 @triton.jit
@@ -25,13 +26,7 @@ def load_tile(
     """The tile at x as float32: numbers of a row from the begin-th on, `other` beyond the row.
     INSIDE: none is beyond it."""
     i = tile_places(LINES, EACH)
-    if INSIDE:  # noqa: SIM114
-        value = tl.load(x + i)
-    elif (begin >= 0) & (begin + LINES * EACH <= width):
-        value = tl.load(x + i)
-    else:
-        value = tl.load(x + i, mask=(i >= -begin) & (i < width - begin), other=other)
-    return value.to(tl.float32)
+    return load_inside(x, i, begin, width, other, LINES * EACH, INSIDE).to(tl.float32)
 
 
 @triton.jit
@@ -49,8 +44,7 @@ def largest_of(
             at = (h * DEPTH + d) * TILE
             tile = load_tile(x + at, begin + at, width, other, LINES, EACH, INSIDE)
             best = tl.maximum(best, tile, propagate_nan=tl.PropagateNan.ALL)
-        # Triton has no other way to make a tuple longer.
-        largest = largest + (best,)  # type: ignore[assignment]  # noqa: RUF005
+        largest = with_one_more(largest, best)
     return largest
 
 
@@ -74,7 +68,7 @@ def survey_lines(
         odd = tl.maximum(odd, tl.max(unknown.to(tl.int32), 1))
         top = tl.max(tl.where(unknown, float("inf"), largest[h]), 1)
         peak = tl.maximum(peak, top)
-        tops = tops + (top,)  # type: ignore[assignment]  # noqa: RUF005
+        tops = with_one_more(tops, top)
     return tops, tl.where(odd > 0, 0x7FFFFFFF, ordered(peak))
 
 
@@ -124,7 +118,7 @@ def load_line(
         else:
             own = live[:, None] & (place >= -begin) & (place < width - begin)
             tile = tl.load(x + place, mask=own, other=other)
-        tiles = tiles + (tile.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        tiles = with_one_more(tiles, tile.to(tl.float32))
     return tiles
 
 

@@ -21,6 +21,7 @@ from cairn.ops.sampling.kernels.filters import (
     weight_of,
 )
 from cairn.ops.sampling.kernels.held import grouped
+from cairn.ops.sampling.kernels.tuples import with_one_more
 
 
 @triton.jit
@@ -290,7 +291,7 @@ def collect_chunks(
         values = ()
         for n in tl.static_range(ABREAST):
             value = load_chunk(x, begin + n * step, width, CHUNK, float("-inf"))
-            values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
+            values = with_one_more(values, value)
         for n in tl.static_range(ABREAST):
             chunk = begin + n * step
             if chunk < chunks:

@@ -34,6 +34,7 @@ from cairn.ops.sampling.kernels.teams import (
     part_at,
     seat_of,
 )
+from cairn.ops.sampling.kernels.tuples import with_one_more
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def load_lists(
         i = begin + tl.arange(0, PIECE)
         at = numbers + i // USED * SLOTS + i % USED
         piece = tl.load(at, mask=i < parts * USED, other=0.0, cache_modifier=".cg")
-        listed = listed + (piece,)  # type: ignore[assignment]  # noqa: RUF005
+        listed = with_one_more(listed, piece)
     return listed
 
 

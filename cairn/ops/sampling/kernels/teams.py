@@ -123,6 +123,20 @@ def part_at(base, part, PART: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def load_inside(x, i, begin, width, other, COUNT: tl.constexpr, INSIDE: tl.constexpr):
+    """COUNT numbers of a row from the begin-th on, which lies at x, in the order of i; `other`
+    beyond the row. INSIDE: none is beyond it."""
+    whole = INSIDE
+    if not INSIDE:
+        whole = (begin >= 0) & (begin + COUNT <= width)
+    if whole:
+        value = tl.load(x + i)
+    else:
+        value = tl.load(x + i, mask=(i >= -begin) & (i < width - begin), other=other)
+    return value
+
+
+@triton.jit
 def units_of(peak):
     """Two powers of two whose product brings a positive float32 to [2^42, 2^43): sums of 2^19 up to
     it fit int64."""

@@ -1,0 +1,12 @@
+"""Tuples of tensors in kernels."""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import triton
+
+
+@triton.jit
+def with_one_more(values, value):
+    """A tuple and one value behind it."""
+    # Triton knows no star in a tuple.
+    return values + (value,)  # noqa: RUF005
