@@ -20,7 +20,7 @@ CHUNKS = 64
 """Most chunks of a row."""
 LEAST_CHUNK = 512
 """Numbers of the shortest chunk."""
-LINE = 64
+LINE = 32
 """Numbers of which the maximum is kept."""
 MOST_VOCABULARY = 1 << 19
 """Counts of a row are packed into 20 bits."""
@@ -33,6 +33,8 @@ MOST_ROWS = gpu.MOST_PROGRAMS
 """Rows of one launch."""
 WORKSPACE_BYTES = 256 << 20
 """Lists are held for so many rows at a time."""
+MOST_LINES = 192
+"""Lines in which all that is kept of a row is looked for."""
 FEW, RIVALS = 256, 32
 """Weights of a row that are compared with all others instead of searched, and so many at once."""
 RUN = 16
@@ -221,7 +223,8 @@ def _warps(source: Source) -> int:
 def _survey(source: Source, filters: Filters | None = None) -> Survey:
     """filters: of a draw; None: there is none."""
     masses, filtered = filters is not None, filters is not None and not filters.none
-    top_k = None if filters is None else filters.top_k
+    given = (None, None, None) if filters is None else filters.tensors()
+    top_k, _, _ = given
     found = Survey(
         source.empty(source.chunks),
         source.empty(source.chunks, dtype=torch.int32),
@@ -230,7 +233,7 @@ def _survey(source: Source, filters: Filters | None = None) -> Survey:
         source.empty(dtype=torch.int32) if filtered else None,
     )
     kernels.survey_kernel[(source.chunks, len(source.values))](
-        *(source.values, source.temperature, top_k, *found, *source.sizes),
+        *(source.values, source.temperature, *given, *found, *source.sizes),
         *(source.chunk, LINE, source.temperature is not None, source.early),
         num_warps=_warps(source) if masses else min(8, 2 * _warps(source)),
         **early_option(source.early),
@@ -270,17 +273,18 @@ def _draw_filtered(
     out: Tensor,
 ) -> None:
     softmax, rows = source.temperature is not None, len(out)
-    counts = source.empty(2, CHUNKS, dtype=torch.int32)
+    counts = source.empty(CHUNKS + MOST_LINES, dtype=torch.int32)
     weights = source.empty(CHUNKS, source.chunk)
+    sums = source.empty(2, CHUNKS, dtype=torch.float64)
     few: tuple[Tensor | None, ...] = (None, None)
     if filters.top_k is not None:
         few = (source.empty(FEW, dtype=torch.int64), source.empty(FEW))
     collect_kernel[(min(source.chunks, -(-PROGRAMS // rows)), rows)](
         *(source.values, source.temperature, *filters.tensors(), *numbers, *found),
-        *(counts, weights, *few, out, *source.sizes),
+        *(counts, weights, sums, *few, out, *source.sizes),
         *(CHUNKS, source.chunk, LINE, min(32 * LIST_WARPS, source.chunk // 4)),
         *(SAMPLE, SURE, TRIALS, max(1, min(ABREAST, AHEAD // source.chunk))),
-        *(WIDTH, RUN, FEW, RIVALS),
+        *(WIDTH, RUN, FEW, RIVALS, MOST_LINES),
         *(softmax, filters.share(softmax), source.early),
         num_warps=LIST_WARPS,
         maxnreg=LIST_REGISTERS,

@@ -26,8 +26,8 @@ def draw(probs: Tensor, **filters: Tensor) -> Tensor:
     return launch.draw(source, launch.Filters(**filters), None, uniform, torch.int32)
 
 
-def draw_of_logits(logits: Tensor, **filters: Tensor) -> Tensor:
-    source, seeds = launch.Source(logits, torch.ones(ROWS)), torch.arange(ROWS)
+def draw_of_logits(logits: Tensor, temperature: float = 1.0, **filters: Tensor) -> Tensor:
+    source, seeds = launch.Source(logits, torch.full((ROWS,), temperature)), torch.arange(ROWS)
     return launch.draw(source, launch.Filters(**filters), seeds, seeds, torch.int64)
 
 
@@ -43,6 +43,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "draw from both": lambda x: draw(x, top_k=K, top_p=P),
     "draw of logits": draw_of_logits,
     "draw of logits from a share": lambda x: draw_of_logits(x, top_p=P),
+    "draw of logits from lines": lambda x: draw_of_logits(x, 1e-5, top_k=K * 0, top_p=P),
 }
 
 

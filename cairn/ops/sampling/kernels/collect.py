@@ -20,42 +20,39 @@ from cairn.ops.sampling.kernels.lists import (
     guess_of,
     keep_hits,
     keys_of,
+    largest_of,
     load_tops,
     sample_of,
     wanted_of,
+    weigh_chunks,
     weigh_lists,
 )
+from cairn.ops.sampling.kernels.teams import number_of
 from cairn.ops.sampling.kernels.uniform import part_of
 
 
 @triton.jit
-def limited(
-    x, near, counts, weights, few_keys, few_weights, low, peak, heat, count, share, least,
-    top, total, part, width, lines,
+def draw_from_lines(
+    x, near, counts, weights, few_keys, few_weights, low, peak, heat, count, share, least, top,
+    total, part, width,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, FEW: tl.constexpr,
     SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Whether few lines hold the top k of a row at x, and what `collect_row` returns: then the
-    first program lists them, or draws one if they are FEW at most. near: `keys_of` the row's
+    """The token of a row at x of which the lines that reach `low` have all that is kept, if that is
+    FEW at most; else -2, whether it is listed instead, and the sum. near: `keys_of` the row's
     lines."""
-    hit = (near >= low) & (near > 0)
-    found = tl.sum(hit.to(tl.int32), 0)
-    by_line = (count > 0) & (count <= lines) & (found <= CHUNKS)
     token = tl.full([], -2, tl.int32)
-    listing = by_line & (tl.program_id(0) == 0)
-    if listing:
-        keep_hits(hit, counts, CHUNKS)
-        listed = collect_lines(
-            x, counts, weights, few_keys, found, low, peak, heat, width,
-            CHUNKS, CHUNK, LINE, FEW, SOFTMAX,
+    found = keep_hits((near >= low) & (near > 0), counts, CHUNKS)
+    several, reached = collect_lines(
+        x, counts, weights, few_keys, found, low, peak, heat, width,
+        CHUNKS, CHUNK, LINE, FEW, SOFTMAX,
+    )  # fmt: skip
+    if several <= FEW:
+        token = draw_few(
+            few_keys, few_weights, several, top, count, share, least, total, part,
+            SHARE, FEW, SLICE,
         )  # fmt: skip
-        if listed <= FEW:
-            listing = tl.full([], False, tl.int1)
-            token = draw_few(
-                few_keys, few_weights, listed, top, count, share, least, total, part,
-                SHARE, FEW, SLICE,
-            )  # fmt: skip
-    return by_line, token, listing
+    return token, (several > FEW) & (found <= CHUNKS), reached
 
 
 @triton.jit
@@ -70,24 +67,31 @@ def is_last(arrivals):
 
 @triton.jit
 def collect_between(
-    x, counts, weights, arrivals, low, high, floor, end, wanted, peak, heat, width, chunks,
+    x, counts, weights, sums, arrivals, alone, many, low, high, floor, end, wanted, peak, heat,
+    width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr,
     WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Lists this program's chunks from `low` up to `high`. The last program of a row weighs all;
-    and if the sum from the largest weight down gets to what is wanted elsewhere between floor and
-    end, it lists that, alone. Returns whether this is the last, its lists' bounds, and what
-    `weigh_lists` does."""
+    """Lists this program's chunks from `low` up to `high`, or all if it is alone; `many`: numbers
+    are larger than low. The last program of a row weighs all; and if the sum from the largest
+    weight down gets to what is wanted elsewhere between floor and end, it lists that, alone.
+    Returns whether this is the last, its lists' bounds, and what `weigh_lists` does."""
     above, reached = tl.zeros([CHUNKS], tl.float64), tl.full([], 0.0, tl.float64)
-    last = tl.full([], False, tl.int1)
+    last = alone
     missing = tl.full([], True, tl.int1)
     while missing:
         first = tl.where(last, 0, tl.program_id(0))
         step = tl.where(last, 1, tl.num_programs(0))
-        collect_chunks(
-            x, counts, weights, low, peak, heat, width, chunks, first, step,
-            CHUNK, LINES, ABREAST, SOFTMAX,
-        )  # fmt: skip
+        if many:
+            weigh_chunks(
+                x, counts, weights, sums, low, high, peak, heat, width, chunks, first, step,
+                CHUNKS, CHUNK, LINES, SOFTMAX,
+            )  # fmt: skip
+        else:
+            collect_chunks(
+                x, counts, weights, low, peak, heat, width, chunks, first, step,
+                CHUNK, LINES, ABREAST, SOFTMAX,
+            )  # fmt: skip
         guessed = last == 0
         # What the threads of this program have stored they now load of each other.
         tl.debug_barrier()
@@ -96,8 +100,9 @@ def collect_between(
         missing = tl.full([], False, tl.int1)
         if last:
             above, reached = weigh_lists(
-                weights, counts, low, high, peak, heat, CHUNKS, CHUNK, WIDTH, SOFTMAX
-            )
+                weights, counts, sums, many, low, high, peak, heat, chunks,
+                CHUNKS, CHUNK, WIDTH, SOFTMAX,
+            )  # fmt: skip
             if guessed:
                 higher = (tl.sum(above, 0) >= wanted) & (high < end)
                 lower = (reached < wanted) & (low > floor)
@@ -112,16 +117,16 @@ def collect_between(
 
 @triton.jit
 def collect_row(
-    x, top_of_lines, counts, weights, few_keys, few_weights, arrivals, peak, mass, heat,
+    x, top_of_lines, counts, weights, sums, few_keys, few_weights, arrivals, peak, mass, heat,
     count, share, least, part, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     SAMPLE: tl.constexpr, SURE: tl.constexpr, TRIALS: tl.constexpr, FEW: tl.constexpr,
-    SLICE: tl.constexpr, ABREAST: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
-    SHARE: tl.constexpr, SHARED: tl.constexpr,
+    SLICE: tl.constexpr, MOST_LINES: tl.constexpr, ABREAST: tl.constexpr, WIDTH: tl.constexpr,
+    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Lists of a row at x that is filtered, SHARED: by a share, maybe. Returns its token instead,
     or else -2, whether this program is the one that finds all its lists done, whether they are of
-    lines, their bounds, and what `weigh_lists` returns."""
+    lines, their bounds, and what `weigh_lists` does."""
     total = tl.sum(mass, 0)
     top = weight_of(peak, peak, heat, SOFTMAX)
     lines = chunks * (CHUNK // LINE)
@@ -135,28 +140,43 @@ def collect_row(
     floor, end = tl.maximum(floor, 1), bits_of(top) + 1
     low, high = floor, end
     wanted = wanted_of(share, total, SHARE)
-    if SHARED:  # noqa: SIM102
-        if (count == 0) & (share < 1.0):
-            sample, stands_for = sample_of(x, peak, heat, width, CHUNKS, CHUNK, SAMPLE, SOFTMAX)
-            spare = ((total - wanted) / top).to(tl.float32)
-            low, high = guess_of(sample, stands_for, spare, top, floor, end, SURE, TRIALS)
-    by_line = count < 0
     token = tl.full([], -2, tl.int32)
-    done = tl.full([], False, tl.int1)
-    if top_of_lines is not None:
-        by_line, token, done = limited(
-            x, near, counts, weights, few_keys, few_weights, low, peak,
-            heat, count, share, least, top, total, part, width, lines,
-            CHUNKS, CHUNK, LINE, FEW, SLICE, SOFTMAX, SHARE,
-        )  # fmt: skip
+    by_line = count < 0
+    done, alone = by_line, by_line
     above, reached = tl.zeros([CHUNKS], tl.float64), tl.full([], 0.0, tl.float64)
+    if near is not None:
+        if count > 0:
+            found = tl.sum(((near >= low) & (near > 0)).to(tl.int32), 0)
+            by_line = (count <= lines) & (found <= CHUNKS)
+        else:
+            low, found = largest_of(near, floor, end, share, wanted, CHUNKS, MOST_LINES)
+            by_line = found <= MOST_LINES
+            low = tl.where(by_line, low, floor)
+        if by_line & (tl.program_id(0) == 0):
+            token, done, reached = draw_from_lines(
+                x, near, counts, weights, few_keys, few_weights, low, peak, heat, count, share,
+                least, top, total, part, width,
+                CHUNKS, CHUNK, LINE, FEW, SLICE, SOFTMAX, SHARE,
+            )  # fmt: skip
+            # More than there is room for: all others have left it to this program.
+            alone = (token == -2) & (done == 0)
+            by_line = by_line & (alone == 0)
     if not by_line:
+        many = by_line
+        if SHARED:  # noqa: SIM102
+            if (count == 0) & (share < 1.0) & (alone == 0):
+                sample, stands_for = sample_of(x, peak, heat, width, CHUNKS, CHUNK, SAMPLE, SOFTMAX)
+                spare = ((total - wanted) / top).to(tl.float32)
+                low, high = guess_of(sample, stands_for, spare, top, floor, end, SURE, TRIALS)
+                larger = tl.sum((sample * top >= number_of(low)).to(tl.int32), 0)
+                # Lists of numbers would be longer than it takes to weigh all.
+                many = larger > CHUNKS * SAMPLE // 8
         c = tl.arange(0, CHUNKS)
         if tl.program_id(0) == 0:
             tl.store(counts + c, c * 0, mask=c >= chunks)
         done, low, high, above, reached = collect_between(
-            x, counts, weights, arrivals, low, high, floor, end, wanted, peak, heat, width,
-            chunks, CHUNKS, CHUNK, LINES, ABREAST, WIDTH, SOFTMAX,
+            x, counts, weights, sums, arrivals, alone, many, low, high, floor, end, wanted, peak,
+            heat, width, chunks, CHUNKS, CHUNK, LINES, ABREAST, WIDTH, SOFTMAX,
         )  # fmt: skip
     return token, done, by_line, low, high, above, reached
 
@@ -164,19 +184,20 @@ def collect_row(
 @triton.jit
 def collect_kernel(
     x, temperature, top_k, top_p, min_p, seed, index, uniform, peaks, firsts, masses, tops,
-    arrivals, counts, weights, few_keys, few_weights, out, stride, width, chunks,
+    arrivals, counts, weights, sums, few_keys, few_weights, out, stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     SAMPLE: tl.constexpr, SURE: tl.constexpr, TRIALS: tl.constexpr, ABREAST: tl.constexpr,
     WIDTH: tl.constexpr, RUN: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
-    SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+    MOST_LINES: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [n]: the first token whose running kept weight exceeds a uniform number times the sum, as
     of `draw_kernel`.
 
     Written where it is needed: the row's lists of weights > 0 between two bounds. counts
-    [n, 2, CHUNKS] int32: of each list, and its chunk if that is another; weights
-    [n, CHUNKS, CHUNK]: the first counts of each list in some order. Rows that are not filtered, or
-    not finite, have no lists. arrivals [n] int32: 0 at first.
+    [n, CHUNKS + MOST_LINES] int32: of each list, and then its chunk if that is another, or which
+    lines there are; weights [n, CHUNKS, CHUNK]: the first counts of each list in some order; sums
+    [n, 2, CHUNKS] float64: of `weigh_chunks`. Rows that are not filtered, or not finite, have no
+    lists. arrivals [n] int32: 0 at first.
 
     peaks to arrivals: of `survey_kernel`. few_keys [n, FEW] int64, few_weights [n, FEW]: room for
     `draw_few`, or None without a top k.
@@ -194,8 +215,9 @@ def collect_kernel(
     )
     part = part_of(seed, index, uniform, row)
     x += row * stride
-    counts += row * 2 * CHUNKS
+    counts += row * (CHUNKS + MOST_LINES)
     weights += row * CHUNKS * CHUNK
+    sums += row * 2 * CHUNKS
     token = tl.full([], -2, tl.int32)
     done = tl.full([], False, tl.int1)
     by_line = done
@@ -206,10 +228,10 @@ def collect_kernel(
             few_keys += row * FEW
             few_weights += row * FEW
         token, done, by_line, low, high, above, reached = collect_row(
-            x, top_of_lines, counts, weights, few_keys, few_weights, arrivals + row, peak,
+            x, top_of_lines, counts, weights, sums, few_keys, few_weights, arrivals + row, peak,
             mass, heat, count, share, least, part, width, chunks,
-            CHUNKS, CHUNK, LINE, LINES, SAMPLE, SURE, TRIALS, FEW, SLICE, ABREAST, WIDTH,
-            SOFTMAX, SHARE, top_p is not None,
+            CHUNKS, CHUNK, LINE, LINES, SAMPLE, SURE, TRIALS, FEW, SLICE, MOST_LINES,
+            ABREAST, WIDTH, SOFTMAX, SHARE, top_p is not None,
         )  # fmt: skip
     elif tl.program_id(0) == 0:
         token = draw_plain(

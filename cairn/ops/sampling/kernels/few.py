@@ -7,18 +7,18 @@ from cairn.ops.sampling.kernels.filters import bits_of, first_beyond
 
 
 @triton.jit
-def list_few(keys, weight, place, listed, FEW: tl.constexpr):
-    """Write those of the lines' weights [N, LINE] that are listed into one list, with their places,
-    if they are FEW at most; how many they are.
+def list_few(keys, weight, place, listed, already, FEW: tl.constexpr):
+    """Write those of the lines' weights [N, LINE] that are listed behind what is in a list already,
+    with their places, if all are FEW at most; how many they are.
 
     A key, int64, has both: the larger weight has the larger key, of equal ones the first one.
     """
     key = bits_of(weight).to(tl.int64) << 32 | (0x7FFFFFFF - place)
     listed = listed.to(tl.int32)
     each = tl.sum(listed, 1)
-    total = tl.sum(each, 0)
+    total = already + tl.sum(each, 0)
     if total <= FEW:
-        before = tl.cumsum(each, 0) - each
+        before = already + tl.cumsum(each, 0) - each
         order = before[:, None] + tl.cumsum(listed, 1) - 1
         tl.store(keys + order, key, mask=listed > 0)
     return total
@@ -78,7 +78,7 @@ def draw_few(
         if SHARE == 1:
             wanted *= total
         if SHARE == 2:
-            wanted *= tl.sum(tl.where(kept, wide, 0.0), 0)
+            wanted *= tl.where(k > 0, tl.sum(tl.where(kept, wide, 0.0), 0), total)
         # The largest is kept whatever the share.
         kept = kept & (tl.cumsum(wide, 0) - wide < tl.maximum(wanted, 1e-300))
     kept = kept & (descending >= least * top)

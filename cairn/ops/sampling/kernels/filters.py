@@ -1,11 +1,11 @@
 """Thresholds of probability filters, without sorting.
 
 A row of weights (probabilities, or exp((logit - largest) / temperature)) is split into CHUNKS
-chunks. `survey_kernel` takes each chunk's maximum and sum, and for a top k the maxima of lines of
-LINE weights each. From these, or for a share alone from a sample of the row, `collect_kernel` (see
-`collect`) has bounds of the threshold, and lists weights between. `limit` then searches for the
-threshold in the lists of a row, by counting and summing what reaches three trial values at a time;
-a row of which few can be kept needs no search (see `few`).
+chunks. `survey_kernel` takes each chunk's maximum and sum, and where rows are filtered the maxima
+of lines of LINE weights each. From these, or else for a share from a sample of the row,
+`collect_kernel` (see `collect`) has bounds of the threshold, and lists weights between. `limit`
+then searches for the threshold in the lists of a row, by counting and summing what reaches three
+trial values at a time; a row of which few can be kept needs no search (see `few`).
 
 Weights are compared as the integers that their bits are: the order of floats >= 0. Sums are in
 float64, in an order that depends on the row alone.
@@ -90,22 +90,23 @@ def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
 
 @triton.jit
 def survey_kernel(
-    x, temperature, top_k, peaks, firsts, masses, tops, arrivals, stride, width, chunks,
+    x, temperature, top_k, top_p, min_p, peaks, firsts, masses, tops, arrivals,
+    stride, width, chunks,
     CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk: peaks [n, chunks] float32, firsts int32 where the peak is, masses float64, the
     sum of weights relative to the peak, and tops [n, chunks, CHUNK / LINE].
 
-    Rows of temperature 0 have no masses, with masses no others have firsts, only rows of a top k
-    have tops; top_k and masses may be None. NaN in a chunk is in its mass, or else in its peak.
-    arrivals [n] int32 become 0, or are None.
+    Rows of temperature 0 have no masses, with masses no others have firsts, only rows that are
+    filtered have tops; filters, masses and tops may be None. NaN in a chunk is in its mass, or else
+    in its peak. arrivals [n] int32 become 0, or are None.
     """
     await_previous(EARLY, False)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     at = row * chunks + chunk
     heat = temperature_of(temperature, row)
-    count, _, _ = filters_of(top_k, None, None, row, width)
+    count, share, least = filters_of(top_k, top_p, min_p, row, width)
     # What weighs nothing.
     BEYOND: tl.constexpr = float("-inf") if SOFTMAX or masses is None else 0.0
     value = load_chunk(x + row * stride, chunk, width, CHUNK, BEYOND)
@@ -128,8 +129,8 @@ def survey_kernel(
             tl.store(peaks + at, peak)
             weight = weight_of(value, tl.where(peak == float("-inf"), 0.0, peak), heat, SOFTMAX)
             tl.store(masses + at, tl.sum(weight.to(tl.float64), 0))
-            if top_k is not None:  # noqa: SIM102
-                if count > 0:
+            if tops is not None:  # noqa: SIM102
+                if (count > 0) | (share < 1.0) | (least > 0.0):
                     store_tops(tops, at, value, CHUNK, LINE)
     # Only now: programs that wait for this one would take the place of others that read.
     launch_next(EARLY)

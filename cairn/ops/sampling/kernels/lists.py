@@ -5,7 +5,7 @@ be kept, of these lines. `slots` says to which chunk a list belongs; lists are i
 chunks. Bounds are weights as bits: what is listed is `low` and more and less than `high`; what a
 chunk has from `high` on is kept whatever else is, and summed. Lists of chunks are at first of
 numbers as the row has them, from `low` on: they are weighed, and left to what lies below `high`,
-when all are there.
+when all are there. Where many numbers are larger, they are weighed before they are listed.
 """
 
 from __future__ import annotations
@@ -13,22 +13,14 @@ from __future__ import annotations
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.few import list_few
 from cairn.ops.sampling.kernels.filters import (
+    added,
     bits_of,
     compact,
     limit,
-    load_chunk,
     load_head,
     weight_of,
 )
-from cairn.ops.sampling.kernels.held import grouped
 from cairn.ops.sampling.kernels.tuples import with_one_more
-
-
-@triton.jit
-def columns(value, LINES: tl.constexpr):
-    """[N] as [N / LINES, LINES]: a column is a line, and a thread's."""
-    tile = tl.permute(grouped(value, LINES), (0, 2, 1))
-    return tl.reshape(tile, [value.shape[0] // LINES, LINES])
 
 
 @triton.jit
@@ -77,6 +69,54 @@ def keys_of(top, peak, heat, lines, SOFTMAX: tl.constexpr):
 
 
 @triton.jit
+def tally_of(near, one, two, three):
+    """The sums, float32, of what of near [N] reaches each of three numbers, all as bits; and how
+    many reach the second and the third."""
+    first, second, third = near >= one, near >= two, near >= three
+    value = near.to(tl.float32, bitcast=True)
+    by_one, by_two = tl.where(first, value, 0.0), tl.where(second, value, 0.0)
+    # Two counts in one sum.
+    found = second.to(tl.int32) + (third.to(tl.int32) << 16)
+    by_one, by_two, by_three, found = tl.reduce(
+        (by_one, by_two, tl.where(third, value, 0.0), found), 0, added
+    )
+    return by_one, by_two, by_three, found & 0xFFFF, found >> 16
+
+
+@triton.jit
+def largest_of(near, floor, end, share, wanted, CHUNKS: tl.constexpr, MOST: tl.constexpr):
+    """A weight, as bits, that all which is kept of a row without a top k reaches, and a number that
+    the lines which reach it do not exceed: CHUNKS or less, if that is found, or not much more than
+    it takes. More than MOST if it takes more, or the lines' largest weights do not tell.
+
+    near: `keys_of` the row's lines, below end; floor: what surely is reached; wanted: of the row's
+    sum.
+    """
+    low, high = floor, end
+    found, beyond = tl.full([], MOST + 1, tl.int32), tl.full([], 0, tl.int32)
+    # Most rows' numbers lie within 4 powers of two of the largest, or 16: weights as bits.
+    one, two = floor, tl.minimum(tl.maximum(end - (16 << 23), floor), end - 1)
+    three = tl.minimum(tl.maximum(end - (4 << 23), floor), end - 1)
+    # Sums are in float32.
+    enough = (wanted * 1.00001).to(tl.float32)
+    missing = share < 1.0
+    if not missing:
+        found = tl.sum((near >= floor).to(tl.int32), 0)
+    while missing:
+        m_one, m_two, m_three, n_two, n_three = tally_of(near, one, two, three)
+        by_one, by_two, by_three = m_one >= enough, m_two >= enough, m_three >= enough
+        high = tl.where(by_one, tl.where(by_two, tl.where(by_three, high, three), two), one)
+        beyond = tl.where(by_two, tl.where(by_three, beyond, n_three), tl.maximum(beyond, n_two))
+        low = tl.where(by_three, three, tl.where(by_two, two, tl.where(by_one, one, low)))
+        found = tl.where(by_three, n_three, tl.where(by_two, n_two, found))
+        step = tl.maximum((high - low) >> 2, 1)
+        one, two, three = low + step, low + 2 * step, low + 3 * step
+        missing = (found > CHUNKS) & (beyond <= MOST) & (found - beyond > found // 8)
+        missing = missing & (high - low > 1)
+    return low, found
+
+
+@triton.jit
 def floor_of(
     near, peak, heat, total, count, share, least, width, lines,
     CHUNKS: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
@@ -117,7 +157,8 @@ def sample_of(
     weight = weight_of(value, peak, heat, SOFTMAX)
     if not SOFTMAX:
         weight /= peak
-    stands_for = width / tl.sum(inside.to(tl.float32), 0)
+    last = (width - 1) // CHUNK
+    stands_for = width / (last * SAMPLE + tl.minimum(width - last * CHUNK, SAMPLE)).to(tl.float32)
     return tl.where(inside, weight, 0.0), stands_for
 
 
@@ -163,29 +204,85 @@ def guess_of(weight, stands_for, spare, top, floor, end, SURE: tl.constexpr, TRI
 
 
 @triton.jit
-def list_chunk(numbers, counts, value, listed, LINES: tl.constexpr):
-    """Write those of a chunk's numbers [CHUNK] that are listed, line by line, and how many. With as
-    many lines as threads nothing but a running sum of lines goes from thread to thread."""
-    hit = columns(listed.to(tl.int32), LINES)
-    each = tl.sum(hit, 0)
+def bound_of(low, heat, SOFTMAX: tl.constexpr):
+    """From where on numbers may weigh `low` or more, as bits: all that do are, as `height_of`."""
+    weight = low.to(tl.float32, bitcast=True)
+    bound = weight
+    if SOFTMAX:
+        # More than powers and logarithms are off by; below normal numbers weights are rounded.
+        bound = (tl.log2(weight) - 1e-3) / tl.div_rn(1.4426950408889634, heat)
+        bound = tl.where(low < (1 << 23), float("-inf"), bound)
+    return bound
+
+
+@triton.jit
+def height_of(value, peak, SOFTMAX: tl.constexpr):
+    """What weights follow from: how far logits lie from the largest, or probabilities."""
+    return value - peak if SOFTMAX else value
+
+
+@triton.jit
+def list_chunk(
+    numbers, counts, values, first, bound, peak, COUNT: tl.constexpr, SOFTMAX: tl.constexpr
+):
+    """Write those of a chunk's numbers that are listed, from `bound` of `height_of` on, line by
+    line, and how many. The chunk is COUNT of the values from the first on, each [LINES] float32,
+    one of each line: nothing but a running sum of lines goes from thread to thread."""
+    each = tl.zeros(values[first].shape, tl.int32)
+    for n in tl.static_range(COUNT):
+        each += (height_of(values[first + n], peak, SOFTMAX) >= bound).to(tl.int32)
     running = tl.cumsum(each, 0)
-    place = (running - each)[None, :] + tl.cumsum(hit, 0) - 1
-    # Stores want rows.
-    at = numbers + tl.trans(place)
-    tl.store(at, tl.trans(columns(value, LINES)), mask=tl.trans(hit) > 0)
-    line = tl.arange(0, LINES)
-    tl.store(counts + line * 0, running, mask=line == LINES - 1)
+    at = numbers + running - each
+    for n in tl.static_range(COUNT):
+        listed = height_of(values[first + n], peak, SOFTMAX) >= bound
+        tl.store(at, values[first + n], mask=listed)
+        at += listed.to(tl.int32)
+    line = tl.arange(0, running.shape[0])
+    tl.store(counts + line * 0, running, mask=line == running.shape[0] - 1)
+
+
+@triton.jit
+def weigh_chunk(
+    weights, counts, sums, values, first, low, high, peak, heat,
+    CHUNKS: tl.constexpr, COUNT: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """`list_chunk` of its weights from `low` up to `high`; sums [2, CHUNKS] float64: what the chunk
+    has from there on, and what is listed."""
+    above = tl.zeros(values[first].shape, tl.float64)
+    among = tl.zeros(values[first].shape, tl.float64)
+    each = tl.zeros(values[first].shape, tl.int32)
+    weighed = ()
+    for n in tl.static_range(COUNT):
+        weight = weight_of(values[first + n], peak, heat, SOFTMAX)
+        wide = weight.to(tl.float64)
+        listed = (bits_of(weight) >= low) & (bits_of(weight) < high)
+        above += tl.where(bits_of(weight) >= high, wide, 0.0)
+        among += tl.where(listed, wide, 0.0)
+        each += listed.to(tl.int32)
+        weighed = with_one_more(weighed, weight)
+    running = tl.cumsum(each, 0)
+    at = weights + running - each
+    for n in tl.static_range(COUNT):
+        listed = (bits_of(weighed[n]) >= low) & (bits_of(weighed[n]) < high)
+        tl.store(at, weighed[n], mask=listed)
+        at += listed.to(tl.int32)
+    line = tl.arange(0, running.shape[0])
+    tl.store(counts + line * 0, running, mask=line == running.shape[0] - 1)
+    above, among = tl.reduce((above, among), 0, both_added)
+    tl.store(sums, above)
+    tl.store(sums + CHUNKS, among)
 
 
 @triton.jit
 def keep_hits(hit, counts, CHUNKS: tl.constexpr):
-    """Leave the numbers of the lines that are hit, CHUNKS at most, in the lists' slots, in order;
-    the lists are empty."""
+    """Leave the numbers of the lines that are hit in the slots behind the lists' counts, in order;
+    the lists are empty. How many they are."""
     c = tl.arange(0, CHUNKS)
     order = tl.cumsum(hit.to(tl.int32), 0) - 1
     tl.store(counts + c, c * 0)
     tl.store(counts + CHUNKS + order, tl.arange(0, hit.shape[0]), mask=hit)
     tl.debug_barrier()
+    return tl.sum(hit.to(tl.int32), 0)
 
 
 @triton.jit
@@ -239,18 +336,22 @@ def collect_lines(
     SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """Lists the weights of a row at x from `low` on, those of the `found` lines that slots name: as
-    few ones, if there is room for these, or else in the slots' lists. How many the few are, more
-    than FEW if they are in the slots' lists."""
+    few ones, if there is room for these, or else in the slots' lists, if these are enough. How many
+    they are, and the sum of what is in the slots' lists, float64."""
     slots = counts + CHUNKS
     # Halves of lines: a number for each thread of a warp.
     HALF: tl.constexpr = LINE // 2
     half = tl.arange(0, 2 * CHUNKS)
     i = half[:, None] % 2 * HALF + tl.arange(0, HALF)[None, :]
-    weight, place, listed = load_lines(
-        x, slots, half // 2, i, found, low, peak, heat, width, CHUNK, LINE, SOFTMAX
-    )
-    total = list_few(few_keys, weight, place, listed, FEW)
-    if total > FEW:
+    total = tl.full([], 0, tl.int32)
+    for begin in range(0, found, CHUNKS):
+        weight, place, listed = load_lines(
+            x, slots + begin, half // 2, i, found - begin, low, peak, heat, width,
+            CHUNK, LINE, SOFTMAX,
+        )  # fmt: skip
+        total = list_few(few_keys, weight, place, listed, total, FEW)
+    mass = tl.full([], 0.0, tl.float64)
+    if (total > FEW) & (found <= CHUNKS):
         s = tl.arange(0, CHUNKS)
         whole, _place, among = load_lines(
             *(x, slots, s, tl.arange(0, LINE)[None, :], found, low, peak, heat, width),
@@ -258,25 +359,46 @@ def collect_lines(
         )
         list_lines(weights, counts, s, whole, among, CHUNK)
         name_chunks(slots, found, CHUNKS, CHUNK // LINE)
-    return total
+        mass = tl.sum(tl.sum(tl.where(among, whole, 0.0).to(tl.float64), 1), 0)
+    return total, mass
 
 
 @triton.jit
-def bound_of(low, heat, SOFTMAX: tl.constexpr):
-    """From where on numbers may weigh `low` or more, as bits: all that do are, as `height_of`."""
-    weight = low.to(tl.float32, bitcast=True)
-    bound = weight
-    if SOFTMAX:
-        # More than powers and logarithms are off by; below normal numbers weights are rounded.
-        bound = (tl.log2(weight) - 1e-3) / tl.div_rn(1.4426950408889634, heat)
-        bound = tl.where(low < (1 << 23), float("-inf"), bound)
-    return bound
+def load_chunks(
+    x, chunk, step, width,
+    CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr, INSIDE: tl.constexpr,
+):  # fmt: skip
+    """ABREAST chunks of a row at x, each `step` behind the one before, in a tuple of [LINES]
+    float32; -inf beyond the row. INSIDE: nothing is. What is found of them shall stay in the cache
+    rather than they."""
+    values = ()
+    i = tl.arange(0, LINES)
+    for n in tl.static_range(ABREAST):
+        begin = (chunk + n * step) * CHUNK
+        at = x + begin + i
+        for k in tl.static_range(CHUNK // LINES):
+            if INSIDE:
+                value = tl.load(at + k * LINES, eviction_policy="evict_first")
+            else:
+                inside = i < width - begin - k * LINES
+                value = tl.load(
+                    at + k * LINES, mask=inside, other=float("-inf"), eviction_policy="evict_first"
+                )
+            values = with_one_more(values, value.to(tl.float32))
+    return values
 
 
 @triton.jit
-def height_of(value, peak, SOFTMAX: tl.constexpr):
-    """What weights follow from: how far logits lie from the largest, or probabilities."""
-    return value - peak if SOFTMAX else value
+def load_abreast(
+    x, chunk, step, width, CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr
+):
+    """`load_chunks`, some of which may lie beyond the row."""
+    # Where every load has a branch of its own, each waits for the one before.
+    if (chunk + (ABREAST - 1) * step + 1) * CHUNK <= width:
+        values = load_chunks(x, chunk, step, width, CHUNK, LINES, ABREAST, True)
+    else:
+        values = load_chunks(x, chunk, step, width, CHUNK, LINES, ABREAST, False)
+    return values
 
 
 @triton.jit
@@ -287,32 +409,53 @@ def collect_chunks(
     """Lists the numbers of every step-th chunk of a row at x that weigh `low` > 0 or more, and
     maybe some others. ABREAST: so many chunks are on their way at a time."""
     bound = bound_of(low, heat, SOFTMAX)
+    COUNT: tl.constexpr = CHUNK // LINES
     for begin in range(first, chunks, ABREAST * step):
-        values = ()
-        for n in tl.static_range(ABREAST):
-            value = load_chunk(x, begin + n * step, width, CHUNK, float("-inf"))
-            values = with_one_more(values, value)
+        values = load_abreast(x, begin, step, width, CHUNK, LINES, ABREAST)
         for n in tl.static_range(ABREAST):
             chunk = begin + n * step
             if chunk < chunks:
-                listed = height_of(values[n], peak, SOFTMAX) >= bound
-                list_chunk(numbers + chunk * CHUNK, counts + chunk, values[n], listed, LINES)
+                list_chunk(
+                    numbers + chunk * CHUNK, counts + chunk, values, n * COUNT, bound, peak,
+                    COUNT, SOFTMAX,
+                )  # fmt: skip
+
+
+@triton.jit
+def weigh_chunks(
+    x, counts, weights, sums, low, high, peak, heat, width, chunks, first, step,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINES: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """Lists the weights of every step-th chunk of a row at x from `low` > 0 up to `high`; sums
+    [2, CHUNKS]: of `weigh_chunk`."""
+    for chunk in range(first, chunks, step):
+        # With more of them on their way, their weights would not fit the registers.
+        values = load_abreast(x, chunk, step, width, CHUNK, LINES, 1)
+        weigh_chunk(
+            weights + chunk * CHUNK, counts + chunk, sums + chunk, values, 0, low, high, peak, heat,
+            CHUNKS, CHUNK // LINES, SOFTMAX,
+        )  # fmt: skip
 
 
 @triton.jit
 def weigh_lists(
-    weights, counts, low, high, peak, heat,
+    weights, counts, sums, many, low, high, peak, heat, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Make lists of numbers those of their weights from `low` up to `high`. Of each chunk the sum
-    above, float64, and of the row the sum of that with what is listed."""
+    """Make lists of numbers those of their weights from `low` up to `high`; of `many` they are. Of
+    each chunk the sum above, float64, and of the row the sum of that with what is listed. sums: of
+    `weigh_chunks`."""
     c = tl.arange(0, CHUNKS)
-    count = tl.load(counts + c)
-    left, above, listed = compact(
-        weights, count, tl.max(count, 0), low, high, peak, heat, CHUNK, WIDTH, SOFTMAX
-    )
-    tl.store(counts + c, left)
-    return above, tl.sum(above + listed, 0)
+    if many:
+        above = tl.load(sums + c, mask=c < chunks, other=0.0)
+        among = tl.load(sums + CHUNKS + c, mask=c < chunks, other=0.0)
+    else:
+        count = tl.load(counts + c)
+        left, above, among = compact(
+            weights, count, tl.max(count, 0), low, high, peak, heat, CHUNK, WIDTH, SOFTMAX
+        )
+        tl.store(counts + c, left)
+    return above, tl.sum(above + among, 0)
 
 
 @triton.jit
