@@ -131,13 +131,18 @@ def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         logits = draw.randn(rows, vocabulary, dtype=torch.float32, scale=3.0)
         seeds, temperature = draw.randint(0, 1 << 62, rows), draw.full((rows,), 0.8)
-        filters = (("no filter", -1, 1.0), ("top 50 and 0.95", 50, 0.95), ("0.95", -1, 0.95))
-        for name, k, p in filters:
+        # Of which a few have nearly all of the sum, as those of trained models.
+        peaked = logits * logits.abs() / 10
+        filters = (
+            *(("no filter", logits, -1, 1.0), ("top 50 and 0.95", logits, 50, 0.95)),
+            *(("0.95", logits, -1, 0.95), ("0.95, few likely", peaked, -1, 0.95)),
+        )
+        for name, values, k, p in filters:
             top_k, top_p = draw.full((rows,), k, torch.int64), draw.full((rows,), p)
             min_p = draw.full((rows,), 0.0)
             yield Point(
                 f"{rows} x {vocabulary}, {name}",
-                draw.args(logits, temperature, top_k, top_p, min_p, seeds, draw.arange(rows)),
-                moved(logits),
+                draw.args(values, temperature, top_k, top_p, min_p, seeds, draw.arange(rows)),
+                moved(values),
                 alternatives=(Alternative("definition", draw_tokens.reference),),
             )
