@@ -32,7 +32,7 @@ def agree(got: Tensor, x: Tensor) -> bool:
 
 def values(codes: Tensor) -> Tensor:
     """What rows of packed codes stand for, float64, scales apart."""
-    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long().cpu()
     return LEVELS[nibbles & 7] * (1 - (nibbles >> 3) * 2)
 
 
