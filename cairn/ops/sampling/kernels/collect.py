@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.sampling.kernels.bounds import (
+    floor_by_lines,
+    floor_of,
+    guess_of,
+    keys_of,
+    load_tops,
+    sample_of,
+    wanted_of,
+)
 from cairn.ops.sampling.kernels.draw import draw_listed, draw_plain
 from cairn.ops.sampling.kernels.few import draw_few
 from cairn.ops.sampling.kernels.filters import (
@@ -16,14 +25,7 @@ from cairn.ops.sampling.kernels.filters import (
 from cairn.ops.sampling.kernels.lists import (
     collect_chunks,
     collect_lines,
-    floor_of,
-    guess_of,
     keep_hits,
-    keys_of,
-    largest_of,
-    load_tops,
-    sample_of,
-    wanted_of,
     weigh_chunks,
     weigh_lists,
 )
@@ -149,7 +151,7 @@ def collect_row(
             found = tl.sum(((near >= low) & (near > 0)).to(tl.int32), 0)
             by_line = (count <= lines) & (found <= CHUNKS)
         else:
-            low, found = largest_of(near, floor, end, share, wanted, CHUNKS, MOST_LINES)
+            low, found = floor_by_lines(near, floor, end, share, wanted, CHUNKS, MOST_LINES)
             by_line = found <= MOST_LINES
             low = tl.where(by_line, low, floor)
         if by_line & (tl.program_id(0) == 0):

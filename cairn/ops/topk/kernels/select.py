@@ -11,7 +11,7 @@ from cairn.ops import gpu
 from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 from cairn.ops.landmark.kernels.largest import largest_from, ordered
-from cairn.ops.sampling.kernels.lists import reached_by
+from cairn.ops.sampling.kernels.bounds import reached_by
 
 NEAR = gpu.constant(1 << 20)
 """How far above a bound, as keys, what is chosen is looked for at first: an eighth of the numbers

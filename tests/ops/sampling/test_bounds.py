@@ -6,26 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling import launch
-from cairn.ops.sampling.kernels.filters import bits_of, weight_of
-from cairn.ops.sampling.kernels.lists import (
+from cairn.ops.sampling.kernels.bounds import (
     bound_of,
     guess_of,
     height_of,
     reached_by,
     sample_of,
 )
+from cairn.ops.sampling.kernels.filters import bits_of, weight_of
 
-pytestmark = pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
+pytestmark = pytest.mark.usefixtures("launches")
 LINES = 64
-
-
-@pytest.fixture(autouse=True)
-def _launches(device: str) -> None:
-    if device == "cpu" and not gpu.INTERPRETED:
-        pytest.skip("needs a GPU, or Triton's interpreter")
 
 
 @triton.jit

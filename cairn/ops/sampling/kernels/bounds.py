@@ -1,0 +1,208 @@
+"""Between which weights, as bits, the threshold of a row's filters lies: see `filters`.
+
+All that a top k keeps reaches what as many maxima of lines do. Of a share the maxima may tell too,
+where few lines have it; or else a sample of the row does.
+"""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import tl, triton
+from cairn.ops.sampling.kernels.filters import added, bits_of, weight_of
+
+
+@triton.jit
+def reached_by(key, wanted, enough):
+    """A number that `wanted` of key [N] int32 >= 0 reach, and not more than `enough` of them, but
+    for equal ones."""
+    low = 0
+    high = tl.max(key, 0) + 1
+    reach = enough + 1
+    # Most rows' numbers lie within 4 powers of two of the largest, or 16: weights as bits.
+    one = tl.maximum(high - (16 << 23), 1)
+    two = tl.maximum(high - (4 << 23), 1)
+    while (high - low > 1) & (reach > enough):
+        # Two counts in one sum.
+        found = tl.sum((key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 16), 0)
+        by_one, by_two = (found & 0xFFFF) >= wanted, (found >> 16) >= wanted
+        high = tl.where(by_two, high, tl.where(by_one, two, one))
+        low = tl.where(by_two, two, tl.where(by_one, one, low))
+        reach = tl.where(by_two, found >> 16, tl.where(by_one, found & 0xFFFF, reach))
+        one = low + tl.maximum((high - low) // 3, 1)
+        two = tl.minimum(one + tl.maximum((high - low) // 3, 1), high - 1)
+    return low
+
+
+@triton.jit
+def wanted_of(share, total, SHARE: tl.constexpr):
+    """The sum up to which a row without a top k keeps weights: the largest whatever the share."""
+    wanted = share.to(tl.float64)
+    if SHARE > 0:
+        wanted *= total
+    return tl.maximum(wanted, 1e-300)
+
+
+@triton.jit
+def load_tops(tops, row, lines, N: tl.constexpr):
+    """The maxima of a row's lines [N]; -inf beyond the last."""
+    i = tl.arange(0, N)
+    return tl.load(tops + row * lines + i, mask=i < lines, other=float("-inf"))
+
+
+@triton.jit
+def keys_of(top, peak, heat, lines, SOFTMAX: tl.constexpr):
+    """The largest weights of a row's lines as bits, of `load_tops`; 0 beyond the last."""
+    inside = tl.arange(0, top.shape[0]) < lines
+    return tl.where(inside, bits_of(tl.maximum(weight_of(top, peak, heat, SOFTMAX), 0.0)), 0)
+
+
+@triton.jit
+def tally_lines(near, one, two, three):
+    """The sums, float32, of what of near [N] reaches each of three numbers, all as bits; and how
+    many reach the second and the third."""
+    first, second, third = near >= one, near >= two, near >= three
+    value = near.to(tl.float32, bitcast=True)
+    by_one, by_two = tl.where(first, value, 0.0), tl.where(second, value, 0.0)
+    # Two counts in one sum.
+    found = second.to(tl.int32) + (third.to(tl.int32) << 16)
+    by_one, by_two, by_three, found = tl.reduce(
+        (by_one, by_two, tl.where(third, value, 0.0), found), 0, added
+    )
+    return by_one, by_two, by_three, found & 0xFFFF, found >> 16
+
+
+@triton.jit
+def floor_by_lines(near, floor, end, share, wanted, CHUNKS: tl.constexpr, MOST: tl.constexpr):
+    """A weight, as bits, that all which is kept of a row without a top k reaches, and a number that
+    the lines which reach it do not exceed: CHUNKS or less, if that is found, or not much more than
+    it takes. More than MOST if it takes more, or the lines' largest weights do not tell.
+
+    near: `keys_of` the row's lines, below end; floor: what surely is reached; wanted: of the row's
+    sum.
+    """
+    low, high = floor, end
+    found, beyond = tl.full([], MOST + 1, tl.int32), tl.full([], 0, tl.int32)
+    # Most rows' numbers lie within 4 powers of two of the largest, or 16: weights as bits.
+    one, two = floor, tl.minimum(tl.maximum(end - (16 << 23), floor), end - 1)
+    three = tl.minimum(tl.maximum(end - (4 << 23), floor), end - 1)
+    # Sums are in float32.
+    enough = (wanted * 1.00001).to(tl.float32)
+    missing = share < 1.0
+    if not missing:
+        found = tl.sum((near >= floor).to(tl.int32), 0)
+    while missing:
+        m_one, m_two, m_three, n_two, n_three = tally_lines(near, one, two, three)
+        by_one, by_two, by_three = m_one >= enough, m_two >= enough, m_three >= enough
+        high = tl.where(by_one, tl.where(by_two, tl.where(by_three, high, three), two), one)
+        beyond = tl.where(by_two, tl.where(by_three, beyond, n_three), tl.maximum(beyond, n_two))
+        low = tl.where(by_three, three, tl.where(by_two, two, tl.where(by_one, one, low)))
+        found = tl.where(by_three, n_three, tl.where(by_two, n_two, found))
+        step = tl.maximum((high - low) >> 2, 1)
+        one, two, three = low + step, low + 2 * step, low + 3 * step
+        missing = (found > CHUNKS) & (beyond <= MOST) & (found - beyond > found // 8)
+        missing = missing & (high - low > 1)
+    return low, found
+
+
+@triton.jit
+def floor_of(
+    near, peak, heat, total, count, share, least, width, lines,
+    CHUNKS: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """A weight, as bits, that all weights which the row's filters keep reach, and few others: of
+    CHUNKS lines at most, if that is possible. near: `keys_of` the row's lines, where count > 0."""
+    floor = weight_of(peak, peak, heat, SOFTMAX) * least
+    if count > 0:
+        # A share of the top k's sum takes all of them.
+        floor = tl.where(share < 1.0, 0.0, floor)
+        if near is not None:  # noqa: SIM102
+            if count <= lines:
+                # So few that CHUNKS lists hold their lines, if that is possible, but not one more
+                # step than that takes.
+                enough = tl.maximum(count + count // 8, tl.minimum(count + count // 4 + 4, CHUNKS))
+                bound = reached_by(near, count, enough)
+                floor = tl.maximum(floor, bound.to(tl.float32, bitcast=True))
+    elif share < 1.0:
+        # Weights below (total - wanted) / width sum up to less than total - wanted, so the
+        # others reach what is wanted; half of that, and less still, leaves room to round.
+        spare = (total * (1.0 - 1e-5) - wanted_of(share, total, SHARE)) * 0.5 / width
+        floor = tl.maximum(floor, tl.maximum(spare, 0.0).to(tl.float32))
+    return bits_of(floor)
+
+
+@triton.jit
+def sample_of(
+    x, peak, heat, width, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SAMPLE: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """The first SAMPLE weights of every chunk of a row at x, as parts of its largest, and how many
+    numbers of the row each stands for."""
+    i = tl.arange(0, CHUNKS * SAMPLE)
+    place = i // SAMPLE * CHUNK + i % SAMPLE
+    inside = place < width
+    # With a mask, each load would wait for the one before.
+    value = tl.load(x + tl.minimum(place, width - 1)).to(tl.float32)
+    weight = weight_of(value, peak, heat, SOFTMAX)
+    if not SOFTMAX:
+        weight /= peak
+    last = (width - 1) // CHUNK
+    stands_for = width / (last * SAMPLE + tl.minimum(width - last * CHUNK, SAMPLE)).to(tl.float32)
+    return tl.where(inside, weight, 0.0), stands_for
+
+
+@triton.jit
+def both_added(a, b, c, d):
+    """Two pairs, number by number."""
+    return a + c, b + d
+
+
+@triton.jit
+def sides_of(weight, stands_for, trial, top, spare, SURE: tl.constexpr):
+    """Whether all weights below each trial [N], as bits, surely sum up to less than `spare`, and
+    whether surely to more: by SURE standard deviations of what a sample tells.
+
+    weight, stands_for: of `sample_of`; spare: a part of the largest weight, `top`.
+    """
+    bound = trial.to(tl.float32, bitcast=True) / top
+    below = tl.where(weight[None, :] < bound[:, None], weight[None, :], 0.0)
+    total, squares = tl.reduce((below, below * below), 1, both_added)
+    # As if there were one more: who sees nothing cannot be sure of it.
+    off = SURE * tl.sqrt(squares + bound * bound)
+    return (total + off) * stands_for <= spare, (total - off) * stands_for >= spare
+
+
+@triton.jit
+def guess_of(weight, stands_for, spare, top, floor, end, SURE: tl.constexpr, TRIALS: tl.constexpr):
+    """Bounds, as bits, between which the sum of all weights below surely gets to `spare`, or floor
+    and end; of TRIALS between these, and then twice of as many next to what is found, half of them
+    for each bound. The rest: of `sides_of`."""
+    j = tl.arange(0, TRIALS)
+    HALF: tl.constexpr = TRIALS // 2
+    low, high = floor, end
+    step = (end - floor) // TRIALS + 1
+    trial = floor + j * step
+    for _ in range(3):
+        less, more = sides_of(weight, stands_for, trial, top, spare, SURE)
+        low = tl.maximum(low, tl.max(tl.where(less, trial, floor), 0))
+        high = tl.minimum(high, tl.min(tl.where(more, trial, end), 0))
+        step = step // HALF + 1
+        trial = tl.where(j < HALF, low + j * step, high - (j - HALF) * step)
+    low = tl.minimum(low, end - 1)
+    return low, tl.maximum(high, low + 1)
+
+
+@triton.jit
+def bound_of(low, heat, SOFTMAX: tl.constexpr):
+    """From where on numbers may weigh `low` or more, as bits: all that do are, as `height_of`."""
+    weight = low.to(tl.float32, bitcast=True)
+    bound = weight
+    if SOFTMAX:
+        # More than powers and logarithms are off by; below normal numbers weights are rounded.
+        bound = (tl.log2(weight) - 1e-3) / tl.div_rn(1.4426950408889634, heat)
+        bound = tl.where(low < (1 << 23), float("-inf"), bound)
+    return bound
+
+
+@triton.jit
+def height_of(value, peak, SOFTMAX: tl.constexpr):
+    """What weights follow from: how far logits lie from the largest, or probabilities."""
+    return value - peak if SOFTMAX else value
