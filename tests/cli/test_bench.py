@@ -72,7 +72,8 @@ def test_ops_are_timed_and_recorded(run, tmp_path):
 def test_mistakes(run, arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    code, _, err = run("bench", *arguments)
+    code, out, err = run("bench", *arguments)
     assert code == 2
     assert said in err
+    assert not out
     assert not list(tmp_path.iterdir())
