@@ -10,6 +10,7 @@ from cairn.ops.sampling import launch
 
 WIDTH = 9001
 ROWS = 3
+OFF = 1e-6
 
 
 def logits() -> Tensor:
@@ -86,8 +87,9 @@ def test_tokens_are_those_of_what_is_kept(
         beyond, own = (x.gather(-1, tokens[:, None])[:, 0] for x in (running, kept))
         wanted = uniform.double() * total
         assert (own > 0).all()
-        assert (beyond >= wanted - 1e-6).all()
-        assert (beyond - own <= wanted + 1e-6).all()
+        # Kernels round weights to float32.
+        assert (beyond >= wanted - OFF).all()
+        assert (beyond - own <= wanted + OFF).all()
 
 
 @pytest.mark.parametrize("name", ["few numbers", "several lines", "nearly all", "most numbers"])
