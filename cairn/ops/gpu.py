@@ -87,9 +87,7 @@ class _Triton:
             return functools.partial(_Triton.jit, **options)
         if not AVAILABLE:
             return function
-        kernel = _module.jit(function, **options)
-        kernel.run = functools.partial(_run, kernel)
-        return kernel
+        return _watched(_module.jit(function, **options))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_module, name)
@@ -108,10 +106,10 @@ class _Gluon:
 
     @staticmethod
     def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-        """As Gluon's `jit`; without Gluon it has no effect."""
+        """As Gluon's `jit`; who watches is told of launches. Without Gluon it has no effect."""
         if function is None:
             return functools.partial(_Gluon.jit, **options)
-        return function if _gluon is None else _gluon.jit(function, **options)
+        return function if _gluon is None else _watched(_gluon.jit(function, **options))
 
     @staticmethod
     def also(function: Any) -> Any:
@@ -120,6 +118,11 @@ class _Gluon:
 
 
 gluon = _Gluon()
+
+
+def _watched(kernel: Any) -> Any:
+    kernel.run = functools.partial(_run, kernel)
+    return kernel
 
 
 def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
