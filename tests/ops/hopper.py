@@ -26,6 +26,8 @@ from cairn.ops.attention import cutlass_mla_decode as latents
 from cairn.ops.attention.cutlass_mla_decode import cutlass_mla_decode
 from cairn.ops.flash import group_launch
 from cairn.ops.flash.flash_attention import drawn, flash_attention
+from cairn.ops.landmark import select_launch
+from cairn.ops.landmark.select_pages import _selection
 from cairn.ops.sampling import teams
 from cairn.ops.testing import Make
 
@@ -115,6 +117,17 @@ def main() -> None:
         options = {**shape, "widths": (width, width), "page": page, "sinks": sinks}
         given = drawn(make, dtype, **options, right=0)
         flash_attention._named("gluon").function(*given.args)
+    for heads, groups, width in ((16, 2, 64), (2, 1, 128), (2, 2, 128)):
+        z, key = (
+            torch.empty(256, heads, width, dtype=dtype),
+            torch.empty(512, heads, width, dtype=dtype),
+        )
+        lse, slot = torch.empty(256, heads), torch.arange(256)
+        where = (slot, slot, torch.empty(1, 512, dtype=torch.int32), 64, 512, 32)
+        job = _selection(z, key, torch.empty(512, heads), lse, *where, num_kv_heads=groups)
+        assert select_launch.in_groups(job)
+        tops = torch.empty(256, groups, 32)
+        select_launch._score_in_groups(job, lse, torch.empty(256, groups, 512), tops)
     rows, shares = torch.empty(1, 100_278, device="meta"), torch.empty(1, device="meta")
     teams.mask_logits(rows, shares.long())
     teams.keep_least(rows, shares)

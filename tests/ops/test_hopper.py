@@ -17,8 +17,8 @@ FEW_SPILT = 512
 """Bytes that a group may put away before its loop and after it."""
 
 
-SPILT = {"latent_groups_kernel": FEW_SPILT}
-GROUPS = {"latent_groups_kernel", "flash_groups_kernel"}
+SPILT = {"latent_groups_kernel": FEW_SPILT, "group_scores_kernel": FEW_SPILT}
+GROUPS = {"latent_groups_kernel", "flash_groups_kernel", "group_scores_kernel"}
 TEAMS = {"top_k_kernel", "min_p_kernel", "top_p_kernel"}
 LOADS = 8
 """Loads of 16 bytes by which a thread reads its share of the smallest part."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.landmark.kernels import choose as choosers
 from cairn.ops.landmark.kernels import select as kernels
+from cairn.ops.landmark.kernels.scores import group_scores_kernel
 
 FEW_TOKENS = 256
 """At most this many tokens are worth holding every head's scores."""
@@ -20,12 +23,20 @@ WORKSPACE_BYTES = 512 << 20
 """Scores are held for so many tokens at a time."""
 MOST_TOKENS = gpu.MOST_PROGRAMS // 16 * 16
 """As many at most."""
-MANY_PAGES = 4096
+MANY_PAGES = 512
 """Beyond them many tokens' scores are computed in wider tiles, those of wide heads always."""
 TILE_NUMBERS = 8192
 """Numbers of the summaries that a program scores at once."""
-A_WARP = 256
-"""Blocks of candidates that one warp chooses from; of more, two do."""
+TOKENS, TILE, STAGES = 128, 128, 4
+"""Tokens of a program that works in groups of warps, pages that it scores at once, and tiles of
+keys that it holds or that are on their way."""
+MOST_HEADS = {64: 8, 128: 2}
+"""Heads of a group of which it can hold the queries, by their width."""
+LEAST_PAGES, LEAST_SCALE = 32, 1e-6
+"""Pages for each of these heads that pay for it; the least scale by which biases are divided."""
+A_WARP, REGISTERS, LISTED = 256, 64, 4
+"""Blocks of candidates that one warp chooses from, of more two do; its registers; and candidates
+for each that is wanted, so many of which it has room to list."""
 MOST_NUMBERS = 1 << 15
 """Scores that a choosing program can hold."""
 
@@ -171,10 +182,10 @@ def scoring(job: Selection) -> tuple[int, tuple[int, ...]]:
     return programs, (*constants, tile, job.block, job.summary_bias is not None)
 
 
-def choosing(job: Selection, group: int) -> tuple[int, ...]:
-    """GP .. CB as `choose` is compiled for, with `group` scores a candidate, padded."""
+def choosing(job: Selection) -> tuple[int, int, int, int]:
+    """K, KB, BLOCKS and CB of `choose_kernel`."""
     width, blocks = gpu.next_power_of_2(job.topk), gpu.next_power_of_2(job.blocks)
-    return (group, width, min(width, blocks), blocks, job.block)
+    return width, min(width, blocks), blocks, job.block
 
 
 def score(job: Selection, u: Tensor, part_best: Tensor, part_sum: Tensor) -> None:
@@ -192,65 +203,109 @@ def _select_few(job: Selection, indices: Tensor, scores: Tensor) -> None:
     u = job.empty(tokens, job.pages, heads)
     part_best, part_sum = (job.empty(tokens, job.blocks, heads) for _ in range(2))
     score(job, u, part_best, part_sum)
-    kernels.choose_kernel[(job.groups, tokens)](
+    choosers.choose_kernel[(job.groups, tokens)](
         *(u, part_best, part_sum, job.lse, job.slot, indices, scores),
         *(job.offset, job.page_size, job.pages, job.blocks, job.topk),
-        *(heads, job.groups, *choosing(job, job.group), job.normalised, True, True),
+        *(heads, job.groups, job.group, *choosing(job), job.normalised),
         num_warps=4,
     )
 
 
 def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     tokens, heads, dim = job.lmk_q.shape
-    key_heads, has_bias = job.summary_key.shape[1], job.summary_bias is not None
-    half = job.lmk_q.dtype != torch.float32
-    precision = "tf32" if half else "ieee"
-    narrow = half and job.width <= 64
-    rows = (128 if half else 64) if job.width <= 128 else 32
-    stages = 3 if half else 2
-    ahead = 5 if narrow else stages
-    where = (job.slot, job.row, job.page_table)
-    total = job.lse
-    if job.normalised:
-        total = job.empty(heads, tokens)
-        kernels.normaliser_kernel[(heads, -(-tokens // rows))](
-            *(job.lmk_q, job.summary_key, job.bias, job.lse, *where, total),
-            *(tokens, *job.numbers(), heads, key_heads, dim, job.width, rows, max(rows, 64)),
-            *(has_bias, precision, ahead),
-            num_warps=4,
-            num_stages=ahead,
-        )
+    has_bias = job.summary_bias is not None
+    total = _normalisers(job) if job.normalised else job.lse
     # Lines of whole sectors of memory: others would be written number by number.
     line = -(-job.pages // 32) * 32
     blocks = -(-line // job.block // 16) * 16
     best, tops = job.empty(tokens, job.groups, line), job.empty(tokens, job.groups, blocks)
-    large = half and job.width <= 128 and (not narrow or job.pages > MANY_PAGES)
-    rows, columns = (64, 128) if large else (rows, min(rows, 64))
-    tiles = -(-tokens // rows)
-    wanted = 2 * PROGRAMS if large else PROGRAMS
-    programs = max(1, min(-(-job.pages // columns), -(-wanted // (tiles * job.groups))))
-    kernels.group_kernel[(programs, job.groups, tiles)](
-        *(job.lmk_q, job.summary_key, job.bias, total, *where, best, tops),
-        *(tokens, *job.numbers(), line, blocks, heads, job.groups, key_heads, dim),
-        *(job.width, job.group, rows, columns, job.block, has_bias, job.normalised, precision),
-        stages,
-        num_warps=4,
-        num_stages=stages,
-    )
+    (_score_in_groups if in_groups(job) else _score_groups)(job, total, best, tops)
     # The best of a group of one head is that head's u.
     alone = heads == job.groups
-    kernels.choose_kernel[(job.groups, tokens)](
-        *(best, tops, tops, job.lse, job.slot, indices, scores),
+    shape = choosing(job)
+    few = min(LISTED * shape[0], shape[1] * job.block)
+    listed = job.empty(tokens, job.groups, few, dtype=torch.int32)
+    choosers.choose_best_kernel[(job.groups, tokens)](
+        *(best, tops, job.slot, listed, job.empty(tokens, job.groups, few), indices, scores),
         *(job.offset, job.page_size, line, blocks, job.topk),
-        *(job.groups, job.groups, *choosing(job, 1), False, alone, False),
-        num_warps=1 if blocks <= A_WARP else 2,
+        *(job.groups, *shape, few, alone),
+        **({"num_warps": 1, "maxnreg": REGISTERS} if blocks <= A_WARP else {"num_warps": 2}),
     )
     if alone:
         return
     step = max(1, TILE_NUMBERS // (job.group * job.width))
     kernels.rescore_kernel[(tokens, job.groups)](
         *(job.lmk_q, job.summary_key, job.bias, job.row, job.page_table, indices, scores),
-        *(*job.numbers()[2:], job.topk, heads, job.groups, key_heads, dim, job.group),
-        *(job.width, min(step, gpu.next_power_of_2(job.topk)), has_bias),
+        *(*job.numbers()[2:], job.topk, heads, job.groups, job.summary_key.shape[1], dim),
+        *(job.group, job.width, min(step, gpu.next_power_of_2(job.topk)), has_bias),
         num_warps=2,
+    )
+
+
+def _normalisers(job: Selection) -> Tensor:
+    """What is taken off each head's scores: [h_q, T]."""
+    tokens, heads, dim = job.lmk_q.shape
+    half = job.lmk_q.dtype != torch.float32
+    rows = (128 if half else 64) if job.width <= 128 else 32
+    ahead = 2 if not half else 5 if job.width <= 64 else 3
+    total = job.empty(heads, tokens)
+    kernels.normaliser_kernel[(heads, -(-tokens // rows))](
+        *(job.lmk_q, job.summary_key, job.bias, job.lse, job.slot, job.row, job.page_table),
+        *(total, tokens, *job.numbers(), heads, job.summary_key.shape[1], dim, job.width),
+        *(rows, max(rows, 64), job.summary_bias is not None, "tf32" if half else "ieee", ahead),
+        num_warps=4,
+        num_stages=ahead,
+    )
+    return total
+
+
+def in_groups(job: Selection) -> bool:
+    """Whether many tokens' pages are scored in groups of warps."""
+    key, (tokens, heads, dim) = job.summary_key, job.lmk_q.shape
+    group = heads // job.groups
+    addresses = (job.lmk_q.data_ptr(), key.data_ptr(), *key.stride()[:2])
+    return (
+        gpu.multiplies_in_groups(key.device)
+        and key.dtype.itemsize == 2
+        and job.group == group <= MOST_HEADS.get(dim, 0)
+        and job.pages >= LEAST_PAGES * group
+        and tokens >= TOKENS
+        and LEAST_SCALE <= abs(job.scale) < math.inf
+        and all(n % 16 == 0 for n in addresses)
+    )
+
+
+def _score_in_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> None:
+    tokens, heads, dim = job.lmk_q.shape
+    tiles = -(-tokens // TOKENS)
+    # A program has most of a multiprocessor's memory.
+    wanted = round(gpu.processors(best.device) / (tiles * job.groups))
+    programs = max(1, min(-(-job.pages // TILE), wanted))
+    group_scores_kernel[(programs, job.groups, tiles)](
+        *(job.lmk_q, job.summary_key, job.bias, total, job.slot, job.row, job.page_table),
+        *(best, tops, tokens, *job.numbers(), best.shape[2], tops.shape[2]),
+        *(heads, job.groups, job.summary_key.shape[1], dim, TILE, job.block, STAGES),
+        *(job.summary_bias is not None, job.normalised),
+        num_warps=4,
+    )
+
+
+def _score_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> None:
+    tokens, heads, dim = job.lmk_q.shape
+    half = job.lmk_q.dtype != torch.float32
+    large = half and job.width <= 128 and (job.width > 64 or job.pages > MANY_PAGES)
+    rows = 32 if job.width > 128 else 128 if half and not large else 64
+    columns = 128 if large else min(rows, 64)
+    stages = 3 if half else 2
+    tiles = -(-tokens // rows)
+    wanted = 2 * PROGRAMS if large else PROGRAMS
+    programs = max(1, min(-(-job.pages // columns), -(-wanted // (tiles * job.groups))))
+    kernels.group_kernel[(programs, job.groups, tiles)](
+        *(job.lmk_q, job.summary_key, job.bias, total, job.slot, job.row, job.page_table),
+        *(best, tops, tokens, *job.numbers(), best.shape[2], tops.shape[2]),
+        *(heads, job.groups, job.summary_key.shape[1], dim, job.width, job.group),
+        *(rows, columns, job.block, job.summary_bias is not None, job.normalised),
+        *("tf32" if half else "ieee", stages),
+        num_warps=4,
+        num_stages=stages,
     )

@@ -176,8 +176,10 @@ class Grids:
 @pytest.mark.parametrize("name", ["triton_many", "triton_group"])
 def test_no_launch_has_more_programs_than_devices_take(name, monkeypatch):
     most = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)
-    for kernel in ("score", "choose", "normaliser", "group", "rescore"):
+    for kernel in ("score", "normaliser", "group", "rescore"):
         monkeypatch.setattr(select_launch.kernels, f"{kernel}_kernel", Grids(most))
+    for kernel in ("choose", "choose_best"):
+        monkeypatch.setattr(select_launch.choosers, f"{kernel}_kernel", Grids(most))
     tokens = 70_000
     z, row = torch.zeros(tokens, 2, 16), torch.zeros(tokens, dtype=torch.int64)
     given = (z, torch.zeros(4, 1, 16), None, torch.zeros(tokens, 2), row, row, torch.zeros(1, 4))

@@ -5,16 +5,13 @@ of every block of CB candidates, in one pass over the summaries. Many tokens: `n
 sums up every head's candidates and `group_kernel` computes the dots again to store the groups' best
 scores and the blocks' maxima alone.
 
-Then `choose_kernel` finds the best, of one token and KV head: first the topk blocks of largest
-maximum, which hold all of the topk best candidates, then those among their members, in the order of
-their pages.
+Then the best are chosen, see `choose`; of many tokens `rescore_kernel` computes their u.
 """
 
 from __future__ import annotations
 
 from cairn.ops.attention.kernels import load_columns, load_rows
 from cairn.ops.gpu import tl, triton
-from cairn.ops.landmark.kernels.largest import largest
 
 
 @triton.jit
@@ -256,119 +253,16 @@ def group_kernel(
                         value += tl.sum(tl.where((of == g)[:, None], biases, 0.0), 0)[None, :]
                     best = tl.maximum(best, value)
             seen = c[None, :] < own[:, None]
-            tl.store(score + (line * pages)[:, None] + c[None, :], best, mask=seen)
+            # Behind a token's candidates anything may stand: all of a sector of the cache has one
+            # mask, or it would be written number by number.
+            written = mine[:, None] & (c < pages)[None, :]
+            tl.store(score + (line * pages)[:, None] + c[None, :], best, mask=written)
             best = tl.where(seen, best, float("-inf"))
             tops = tl.max(tl.reshape(best, [TOKENS, BLOCK // CB, CB]), 2)
             block = start // CB + tl.arange(0, BLOCK // CB)
             kept = block[None, :] * CB < own[:, None]
             tl.store(part_best + (line * blocks)[:, None] + block[None, :], tops, mask=kept)
         this_row = tl.min(tl.where(alive & (own_row > this_row), own_row, 2147483647), 0)
-
-
-@triton.jit
-def head_normalisers(tops, sums, window, NORMALISED: tl.constexpr):
-    """[GP]: logaddexp of the window's lse and the blocks' (tops, sums [BLOCKS, GP]) logarithms of
-    summed exponentials; 0 where not asked for, and where there is nothing to sum."""
-    normaliser = tl.zeros_like(window)
-    if NORMALISED:
-        base = tl.maximum(tl.max(tops, 0), window)
-        base = tl.where(base == float("-inf"), 0.0, base)
-        total = tl.sum(sums * tl.exp(tops - base[None, :]), 0) + tl.exp(window - base)
-        normaliser = tl.where(total > 0, base + tl.log(total), 0.0)
-    return normaliser
-
-
-@triton.jit
-def choose(
-    u, part_best, part_sum, window, slot, indices, scores,
-    offset, size, pages, blocks, topk, token, kv,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
-    KB: tl.constexpr, BLOCKS: tl.constexpr, CB: tl.constexpr,
-    NORMALISED: tl.constexpr, SCORED: tl.constexpr, FEW: tl.constexpr,
-):  # fmt: skip
-    """The topk best of one token and KV head, from u [T, KV_HEADS, pages, group] and its blocks.
-
-    Args:
-        window: [GP] the window's lse.
-        K: topk, padded to a power of two; KB = min(K, BLOCKS); BLOCKS: blocks, padded.
-        SCORED: u of the winners goes to scores.
-        FEW: there are few programs, which wait for what they load: the first blocks' members, which
-            are all there are unless there are many candidates, are loaded at once.
-    """
-    group: tl.constexpr = HEADS // KV_HEADS
-    line = token.to(tl.int64) * KV_HEADS + kv
-    g = tl.arange(0, GP)
-    b = tl.arange(0, BLOCKS)
-    k = tl.arange(0, KB)
-    heads = (g < group)[None, :]
-    # Loads of which none waits for another: what no candidate reaches is left out afterwards.
-    at = (line * blocks + b)[:, None] * group + g[None, :]
-    shown = (b < blocks)[:, None] & heads
-    tops = tl.load(part_best + at, mask=shown, other=float("-inf"))
-    sums = tops
-    if NORMALISED:
-        sums = tl.load(part_sum + at, mask=shown, other=0.0)
-    c = tl.arange(0, KB * CB)
-    own = tl.full([KB * CB, GP], float("-inf"), tl.float32)
-    if FEW:
-        at = (line * pages + c)[:, None] * group + g[None, :]
-        own = tl.load(u + at, mask=(c < pages)[:, None] & heads, other=float("-inf"))
-    candidates = candidates_of(slot, token, offset, size)
-    reached = (candidates + CB - 1) // CB
-    tops = tl.where((b < reached)[:, None], tops, float("-inf"))
-    sums = tl.where((b < reached)[:, None], sums, 0.0)
-    normaliser = head_normalisers(tops, sums, window, NORMALISED)
-    total = candidates
-    if reached > KB:
-        best = tl.max(tops - normaliser[None, :], 1)
-        kept, order, found = largest(best, b < reached, reached, topk, BLOCKS)
-        # The winners line up in what the results are written to afterwards: to compare every place
-        # with every block takes longer than all else here.
-        tl.store(indices + line * topk + order, b, mask=kept)
-        tl.debug_barrier()
-        winners = tl.load(indices + line * topk + k, mask=k < found, other=reached)
-        c = tl.reshape(winners[:, None] * CB + tl.arange(0, CB)[None, :], [KB * CB])
-        total = found * CB
-        if FEW:
-            at = (line * pages + c)[:, None] * group + g[None, :]
-            own = tl.load(u + at, mask=(c < candidates)[:, None] & heads, other=float("-inf"))
-    if not FEW:
-        at = (line * pages + c)[:, None] * group + g[None, :]
-        own = tl.load(u + at, mask=(c < candidates)[:, None] & heads, other=float("-inf"))
-    inside = c < candidates
-    best = tl.max(tl.where(heads, own - normaliser[None, :], float("-inf")), 1)
-    taken, order, found = largest(best, inside, total, topk, KB * CB)
-    tl.store(indices + line * topk + order, c, mask=taken)
-    rest = tl.arange(0, K)
-    empty = (rest >= found) & (rest < topk)
-    tl.store(indices + line * topk + rest, rest * 0 - 1, mask=empty)
-    if SCORED:
-        at = (token.to(tl.int64) * HEADS + kv * group + g)[None, :] * topk
-        tl.store(scores + at + order[:, None], own, mask=taken[:, None] & heads)
-        none = tl.full([K, GP], float("-inf"), tl.float32)
-        tl.store(scores + at + rest[:, None], none, mask=empty[:, None] & heads)
-
-
-@triton.jit
-def choose_kernel(
-    u, part_best, part_sum, lse, slot, indices, scores, offset, size, pages, blocks, topk,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
-    KB: tl.constexpr, BLOCKS: tl.constexpr, CB: tl.constexpr,
-    NORMALISED: tl.constexpr, SCORED: tl.constexpr, FEW: tl.constexpr,
-):  # fmt: skip
-    """`choose`, for KV heads and tokens."""
-    kv = tl.program_id(0)
-    token = tl.program_id(1)
-    group: tl.constexpr = HEADS // KV_HEADS
-    g = tl.arange(0, GP)
-    window = tl.zeros([GP], tl.float32)
-    if NORMALISED:
-        head = token.to(tl.int64) * HEADS + kv * group + g
-        window = tl.load(lse + head, mask=g < group, other=float("-inf"))
-    choose(
-        u, part_best, part_sum, window, slot, indices, scores, offset, size, pages, blocks, topk,
-        token, kv, HEADS, KV_HEADS, GP, K, KB, BLOCKS, CB, NORMALISED, SCORED, FEW,
-    )  # fmt: skip
 
 
 @triton.jit
