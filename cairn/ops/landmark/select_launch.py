@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.attention.launch import whole_waves
 from cairn.ops.landmark.kernels import choose as choosers
 from cairn.ops.landmark.kernels import select as kernels
 from cairn.ops.landmark.kernels.scores import group_scores_kernel
@@ -279,8 +280,8 @@ def _score_in_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) 
     tokens, heads, dim = job.lmk_q.shape
     tiles = -(-tokens // TOKENS)
     # A program has most of a multiprocessor's memory.
-    wanted = round(gpu.processors(best.device) / (tiles * job.groups))
-    programs = max(1, min(-(-job.pages // TILE), wanted))
+    wave, most = gpu.processors(best.device), -(-job.pages // TILE)
+    programs = whole_waves(tiles * job.groups, wave, most)
     group_scores_kernel[(programs, job.groups, tiles)](
         *(job.lmk_q, job.summary_key, job.bias, total, job.slot, job.row, job.page_table),
         *(best, tops, tokens, *job.numbers(), best.shape[2], tops.shape[2]),
