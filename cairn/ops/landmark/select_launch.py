@@ -38,6 +38,8 @@ LEAST_PAGES, LEAST_SCALE = 32, 1e-6
 A_WARP, REGISTERS, LISTED = 256, 64, 4
 """Blocks of candidates that one warp chooses from, of more two do; its registers; and candidates
 for each that is wanted, so many of which it has room to list."""
+LEAST_BLOCKS = 128
+"""Blocks that are always searched as a whole."""
 MOST_NUMBERS = 1 << 15
 """Scores that a choosing program can hold."""
 
@@ -229,7 +231,7 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     choosers.choose_best_kernel[(job.groups, tokens)](
         *(best, tops, job.slot, listed, job.empty(tokens, job.groups, few), indices, scores),
         *(job.offset, job.page_size, line, blocks, job.topk),
-        *(job.groups, *shape, few, alone),
+        *(job.groups, *shape, max(1, (shape[2] // LEAST_BLOCKS).bit_length()), few, alone),
         **({"num_warps": 1, "maxnreg": REGISTERS} if blocks <= A_WARP else {"num_warps": 2}),
     )
     if alone:

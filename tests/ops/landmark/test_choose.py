@@ -15,6 +15,8 @@ pytestmark = pytest.mark.skipif(
     not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA"
 )
 PAGES, BLOCK, TOPK, K, FEW = 512, 16, 6, 8, 32
+LEVELS = 2
+"""All 32 blocks are searched, or 16."""
 UNTOUCHED = -7
 
 
@@ -32,7 +34,7 @@ def chosen(score: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
     scores = torch.full(indices.shape, float(UNTOUCHED))
     choose_best_kernel[(1, len(counts))](
         *(lines, tops, slot, listed, values, indices, scores),
-        *(0, 1, PAGES, PAGES // BLOCK, TOPK, 1, K, K, PAGES // BLOCK, BLOCK, FEW, True),
+        *(0, 1, PAGES, PAGES // BLOCK, TOPK, 1, K, K, PAGES // BLOCK, BLOCK, LEVELS, FEW, True),
         num_warps=1,
     )
     for memory in (listed[len(counts) :], values[len(counts) :], indices[-1:], scores[-1:]):

@@ -46,6 +46,20 @@ def winners_of(
 
 
 @triton.jit
+def winners_among(
+    c, total, bound, tops, reached, topk, indices,
+    K: tl.constexpr, BLOCKS: tl.constexpr, CB: tl.constexpr,
+):  # fmt: skip
+    """`winners_of` the maxima at tops, where there are more than K and they are the first BLOCKS at
+    most; and what was found of fewer, where bound > 0."""
+    if (reached > K) & (reached <= BLOCKS) & (bound == 0):
+        b = tl.arange(0, BLOCKS)
+        best = tl.load(tops + b, mask=b < reached, other=float("-inf"))
+        c, total, bound = winners_of(best, reached, topk, indices, K, BLOCKS, CB)
+    return c, total, bound
+
+
+@triton.jit
 def choose_kernel(
     u, part_best, part_sum, lse, slot, indices, scores, offset, size, pages, blocks, topk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
@@ -119,7 +133,7 @@ def choose_best_kernel(
     score, tops, slot, listed, listed_score, indices, scores,
     offset, size, pages, blocks, topk,
     KV_HEADS: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, BLOCKS: tl.constexpr,
-    CB: tl.constexpr, FEW: tl.constexpr, SCORED: tl.constexpr,
+    CB: tl.constexpr, LEVELS: tl.constexpr, FEW: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """The topk best of one of many tokens and a KV head, from score [T, KV_HEADS, pages] and the
     maxima of its blocks.
@@ -127,6 +141,7 @@ def choose_best_kernel(
     Args:
         listed, listed_score: [T, KV_HEADS, FEW], room for candidates that reach the bound.
         K, KB, BLOCKS: as in `choose_kernel`.
+        LEVELS: BLOCKS or a half of them are searched, and so on, as few as a token reaches.
         SCORED: the winners' scores go to scores.
     """
     line = tl.program_id(1).to(tl.int64) * KV_HEADS + tl.program_id(0)
@@ -138,10 +153,11 @@ def choose_best_kernel(
     total = candidates
     c = tl.arange(0, KB * CB)
     bound = tl.full([], 0, tl.uint32)
-    if reached > KB:
-        b = tl.arange(0, BLOCKS)
-        best = tl.load(tops + line * blocks + b, mask=b < reached, other=float("-inf"))
-        c, total, bound = winners_of(best, reached, topk, indices, KB, BLOCKS, CB)
+    for level in tl.static_range(LEVELS):
+        c, total, bound = winners_among(
+            c, total, bound, tops + line * blocks, reached, topk, indices,
+            KB, BLOCKS >> (LEVELS - 1 - level), CB,
+        )  # fmt: skip
     own = tl.load(score + c, mask=c < candidates, other=float("-inf"))
     hit = (c < candidates) & (ordered(own) >= bound)
     if reached > KB:
