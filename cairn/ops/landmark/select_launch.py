@@ -20,7 +20,7 @@ PROGRAMS = 528
 """Programs that fill a large device; fewer tokens are scored by more programs each."""
 LEAST_PROGRAMS = 8
 """As many programs score a token for one KV head, however many tokens there are."""
-WORKSPACE_BYTES = 512 << 20
+WORKSPACE_BYTES = 640 << 20
 """Scores are held for so many tokens at a time."""
 MOST_TOKENS = gpu.MOST_PROGRAMS // 16 * 16
 """As many at most."""
