@@ -217,7 +217,7 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     kernels.unit_kernel[(min(most, UNIT_PROGRAMS),)](
         *(job.q, job.k_cache, job.v_cache, token_at, cursors, *units, parts),
         *(job.scale, *job.k_cache.stride()[:2], pages, *job.shape),
-        *(job.group, job.width, job.keys, max(1, rows // job.group), job.precision),
+        *(job.group, job.width, job.keys, max(1, rows // job.group), job.scale > 0, job.precision),
         num_warps=4 if job.width * job.keys <= 8192 else 8,
         num_stages=2 if not half else 5 if job.width * job.keys <= 16384 else 3,
     )

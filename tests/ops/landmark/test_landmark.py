@@ -167,6 +167,22 @@ def test_page_attention_by_one_counter_a_page_or_several(copied, monkeypatch):
     check(page_attention, "triton_sorted", given)
 
 
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("scale", [-20.0, 0.0, 20.0])
+def test_sorted_page_attention_by_any_scale(scale):
+    # Logits hundreds apart: exponents over anything but the largest are not finite.
+    case = draw(3, "prefill")
+    indices = selection(case, 4, 1)
+    weights = torch.rand(case.row.numel(), case.heads * case.group, 4)
+    given = (case.q, case.k_cache, case.v_cache, case.row, case.page_table, indices, weights)
+    torch.testing.assert_close(
+        page_attention._named("triton_sorted").function(*given, scale),
+        page_attention.using("reference")(*given, scale),
+        rtol=1e-3,
+        atol=1e-4,
+    )
+
+
 def test_page_attention_block_budget_changes_nothing(monkeypatch):
     case = draw(8, "prefill")
     indices = selection(case, 5, 1)

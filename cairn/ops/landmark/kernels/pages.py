@@ -198,14 +198,15 @@ def unit_kernel(
     scale, page_stride, head_stride, pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, PAIRS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    POSITIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """parts [pairs, group, DIM], in sorted order: the attention of every pair inside its page;
-    PAIRS at once."""
+    PAIRS at once. POSITIVE: scale > 0."""
     group: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, PAIRS * GP)
     t = tl.arange(0, KEYS)
     inside = t < SIZE - 1
+    factor = scale * 1.4426950408889634
     for unit in range(tl.program_id(0), tl.load(cursors + 1), tl.num_programs(0)):
         line = tl.load(unit_line + unit)
         first = tl.load(unit_first + unit)
@@ -218,12 +219,17 @@ def unit_kernel(
         for begin in range(0, count, PAIRS):
             i = begin + m // GP
             alive = (i < count) & (m % GP < group)
-            token = tl.load(tokens + first + i, mask=alive, other=0).to(tl.int64)
-            head = token * HEADS + kv * group + m % GP
-            query = load_rows(q + head * DIM, alive, DIM, DP)
-            logits = tl.dot(query, key, input_precision=PRECISION) * (scale * 1.4426950408889634)
-            logits = tl.where(inside[None, :], logits, float("-inf"))
-            p = tl.exp2(logits - tl.max(logits, 1)[:, None])
+            # Behind the last pair stands that again: loads need no mask.
+            token = tl.load(tokens + first + tl.minimum(i, count - 1)).to(tl.int64)
+            head = token * HEADS + kv * group + tl.minimum(m % GP, group - 1)
+            query = load_rows(q + head * DIM, m >= 0, DIM, DP)
+            dots = tl.dot(query, key, input_precision=PRECISION)
+            if not POSITIVE:
+                dots *= factor
+            dots = tl.where(inside[None, :], dots, float("-inf"))
+            top = tl.max(dots, 1)[:, None]
+            # Of a scale that keeps the order, one multiplication and subtraction at once.
+            p = tl.exp2(dots * factor - top * factor if POSITIVE else dots - top)
             # One division a row: dividing every number costs more than the products do.
             share = 1.0 / tl.sum(p, 1)
             acc = tl.dot(p.to(value.dtype), value, input_precision=PRECISION) * share[:, None]
