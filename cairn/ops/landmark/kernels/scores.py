@@ -2,8 +2,8 @@
 cores.
 
 A program holds the queries of 128 tokens. Four warps have keys of pages copied, head by head; each
-half of the tokens is another four's, which multiply while the others add up. Biases are columns of
-the keys that meet ones in the queries: as such they cost least.
+half of the tokens is another four's, which multiply while the others add up. A bias is three more
+columns of a key, which meet ones in the query: adding it afterwards, each number, takes longer.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Few tokens: `score_kernel` stores u of every candidate, with the maximum and the summed exponentials
 of every block of CB candidates, in one pass over the summaries. Many tokens: `normaliser_kernel`
-sums up every head's candidates and `group_kernel` computes the dots again to store the groups' best
-scores and the blocks' maxima alone.
+sums up every head's candidates and `group_kernel`, or on Hopper `group_scores_kernel`, computes the
+dots again to store the groups' best scores and the blocks' maxima alone.
 
 Then the best are chosen, see `choose`; of many tokens `rescore_kernel` computes their u.
 """
