@@ -14,7 +14,7 @@ from cairn.ops import gpu
 MOST_SHARED = 227 << 10
 """Bytes of shared memory that a program can have."""
 FEW_SPILT = 512
-"""Bytes that a group may put away before its loop and after it."""
+"""Bytes that a group may put away: before its loop and after it, or a few numbers in it."""
 
 
 SPILT = {"latent_groups_kernel": FEW_SPILT, "group_scores_kernel": FEW_SPILT}

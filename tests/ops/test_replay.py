@@ -253,6 +253,29 @@ def test_an_error_ends_a_recording(as_on_gpu: None) -> None:
     assert gpu.watch.by is None
 
 
+@pytest.mark.parametrize("language", ["triton", "gluon"])
+def test_launches_are_told_in_either_language(
+    language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if gpu.gl is None:
+        pytest.skip("needs Triton 3.6")
+    told: list[Any] = []
+
+    class Told:
+        def launched(self, *launch: Any) -> None:
+            told.append(launch)
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> str:
+        return "compiled"
+
+    kernel = getattr(gpu, language).jit(scaled_sum)
+    monkeypatch.setattr(type(kernel), "run", launch)
+    monkeypatch.setattr(gpu.watch, "by", Told())
+    assert kernel.run(1, 2, grid=(3,), warmup=False, num_warps=4) == "compiled"
+    assert kernel.run(1, 2, grid=(3,), warmup=True) == "compiled"
+    assert told == [(kernel, "compiled", (3,), (1, 2))]
+
+
 @pytest.mark.gpu
 def test_calls_of_ops_are_replayed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = replay.Plans()
