@@ -17,7 +17,7 @@ FEW_SPILT = 512
 """Bytes that a group may put away: before its loop and after it, or a few numbers in it."""
 
 
-SPILT = {"latent_groups_kernel": FEW_SPILT, "group_scores_kernel": FEW_SPILT}
+SPILT = {"group_scores_kernel": FEW_SPILT, "latent_groups_kernel": 16}
 GROUPS = {"latent_groups_kernel", "flash_groups_kernel", "group_scores_kernel"}
 TEAMS = {"top_k_kernel", "min_p_kernel", "top_p_kernel"}
 LOADS = 8

@@ -158,11 +158,11 @@ def _(
     splits = launch.whole_waves(columns * batch, gpu.processors(cache.device), most)
     part_o, part_lse = _parts_of(out, splits)
     latent_groups_kernel[(columns, splits, batch)](
-        *(q_nope, q_pe),
+        *(q_nope, q_pe, cache),
         *(gpu.tiles(values.blocks, (_BLOCK, latent // 2)), gpu.tiles(rest.blocks, (_BLOCK, ROPE))),
         *(seq_lens, page_table, part_o, part_lse, sm_scale),
-        *(*q_nope.stride()[:2], *q_pe.stride()[:2], values.page, page_table.stride(0)),
-        *(heads, cache.shape[1]),
+        *(*q_nope.stride()[:2], *q_pe.stride()[:2], cache.stride(1), values.page),
+        *(page_table.stride(0), heads, cache.shape[1]),
         num_warps=4,
     )
     if splits > 1:

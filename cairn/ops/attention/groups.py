@@ -28,6 +28,17 @@ def clear(tile, first):
 
 
 @gluon.jit
+def unknown_zero(count):
+    """0, from a loop's counter, but not known to the compiler.
+
+    Where a tile lies that is numbered with it, is reckoned in every round, once for all threads. It
+    would else be reckoned before the loop, for all tiles, and each thread would keep it, in memory
+    if need be, from where products have to wait for it.
+    """
+    return count >> 30
+
+
+@gluon.jit
 def multiply(a, b, acc):
     """acc + a b, on its way."""
     return hopper.warpgroup_mma(a, b, acc, is_async=True)

@@ -3,23 +3,54 @@
 The sums of 64 heads fill the registers of two groups of four warps, each of which holds half of
 their columns. Blocks of slots come in pairs. A group finds the weights of one block of a pair and
 hands them to the other, so that each adds both blocks to its columns: while one is at exponents,
-the other multiplies. One more warp has blocks copied ahead.
+the other multiplies. Both add the first block first, so that its place is free for the next pair's.
+One more warp has blocks copied ahead.
 
 The division of work is FlashMLA's (DeepSeek, "A Deep-Dive Into the New Flash MLA Kernel", 2025).
+That sums are scaled only where logits have risen far is FlashAttention-4's.
 """
 
 from __future__ import annotations
 
-from cairn.ops.attention.groups import base_of, clear, copy, multiply, scaled, summed, tell
-from cairn.ops.gpu import gl, gluon, hopper
+from cairn.ops.attention.groups import (
+    base_of,
+    clear,
+    copy,
+    multiply,
+    scaled,
+    summed,
+    tell,
+    unknown_zero,
+)
+from cairn.ops.gpu import constant, gl, gluon, hopper
+
+RISE = constant(8.0)
+"""So far a row's logits, to base 2, rise above the one that its weights are relative to before they
+are relative to the largest: until then nothing summed up has to be scaled, and no weight is above
+2^8."""
+
+
+@gluon.jit
+def fetch(cache, line, slot_stride, SLOTS: gl.constexpr, BYTES: gl.constexpr):
+    """Have a block's lines, of so many bytes each, brought to the cache of the device."""
+    WARP: gl.constexpr = gl.BlockedLayout([SLOTS // 32], [32], [1], [0])
+    slot = line + gl.arange(0, SLOTS, layout=WARP)
+    at = (cache + slot.to(gl.int64) * slot_stride).to(gl.int64)
+    asm: gl.constexpr = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+    for part in gl.static_range((BYTES + 127) // 128):
+        place = at + part * 128
+        gl.inline_asm_elementwise(asm, "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def copy_blocks(
-    values, keys, cached, cached_rope, full, free, table, page_lines, begin, pairs, last,
-    SIZE: gl.constexpr,
+    values, keys, cache, slot_stride, cached, cached_rope, full, free, table, page_lines, begin,
+    pairs, last, SIZE: gl.constexpr,
 ):  # fmt: skip
     """Copy pairs of blocks from number `begin` on, halves of them in the order they become free.
+
+    Until there is place for them, they are on their way to the cache at least: of programs that
+    read the same blocks, the first fetches the first of a pair, the other the second.
 
     Args:
         cached: [4, slots, 256]: of each block the half that its group sums, then the other.
@@ -33,8 +64,13 @@ def copy_blocks(
         block = begin + 2 * pair
         first = line_of(block, table, page_lines, SLOTS, SIZE)
         second = line_of(gl.minimum(block + 1, last), table, page_lines, SLOTS, SIZE)
-        for half in gl.static_range(2):
-            for which in gl.static_range(2):
+        if pair > 0:
+            if gl.program_id(0) == 0:
+                fetch(cache, first, slot_stride, SLOTS, (2 * HALF + ROPE) * BYTES)
+            if gl.program_id(0) == gl.num_programs(0) - 1:
+                fetch(cache, second, slot_stride, SLOTS, (2 * HALF + ROPE) * BYTES)
+        for which in gl.static_range(2):
+            for half in gl.static_range(2):
                 line = first if which == 0 else second
                 tile = 2 * which + half
                 hopper.mbarrier.wait(free.index(tile), (pair & 1) ^ 1)
@@ -80,17 +116,21 @@ def meet(met):
 
 
 @gluon.jit
-def logits_of(rope, query, cached, key, full, phase, inside, factor, WHICH: gl.constexpr):
+def logits_of(
+    rope, query, cached, cached_rope, full, phase, inside, factor, zero, WHICH: gl.constexpr
+):
     """Logits [heads, slots] to base 2 with a block of the pair, once it is there.
 
     Args:
         rope: the query's last columns, in registers.
         inside: slots of the block that the row has; others are cleared.
+        zero: an `unknown_zero`.
     """
     LOGITS: gl.constexpr = rope.type.layout.parent
     SLOTS: gl.constexpr = cached.shape[1]
-    own = cached.index(2 * WHICH)
-    rest = cached.index(2 * WHICH + 1)
+    own = cached.index(2 * WHICH + zero)
+    rest = cached.index(2 * WHICH + 1 + zero)
+    key = cached_rope.index(WHICH + zero)
     hopper.mbarrier.wait(full.index(2 * WHICH), phase)
     if inside < SLOTS:
         hopper.mbarrier.wait(full.index(2 * WHICH + 1), phase)
@@ -99,9 +139,9 @@ def logits_of(rope, query, cached, key, full, phase, inside, factor, WHICH: gl.c
         hopper.fence_async_shared()
     logits = gl.zeros([64, SLOTS], gl.float32, layout=LOGITS)
     logits = multiply(rope, key.permute((1, 0)), logits)
-    logits = multiply(query.index(WHICH), own.permute((1, 0)), logits)
+    logits = multiply(query.index(WHICH + zero), own.permute((1, 0)), logits)
     hopper.mbarrier.wait(full.index(2 * WHICH + 1), phase)
-    logits = multiply(query.index(1 - WHICH), rest.permute((1, 0)), logits)
+    logits = multiply(query.index(1 - WHICH + zero), rest.permute((1, 0)), logits)
     logits = hopper.warpgroup_mma_wait(0, deps=[logits]) * factor
     if inside < SLOTS:
         slot = gl.arange(0, SLOTS, layout=gl.SliceLayout(0, LOGITS))
@@ -110,59 +150,92 @@ def logits_of(rope, query, cached, key, full, phase, inside, factor, WHICH: gl.c
 
 
 @gluon.jit
-def hand_over(weights, tile, signal):
-    """Give the other group a block's weights."""
-    tile.store(weights.to(tile.dtype))
+def risen(base, logits):
+    """What rows' weights are relative to from a block on, see RISE, and whether any row's changes.
+
+    Each row has its own, whatever the others: only the work is left out where none changes.
+    """
+    top = gl.max(logits, 1)
+    higher = gl.where(top > base + RISE, top, base)
+    return higher, gl.max((higher != base).to(gl.int32), 0)
+
+
+@gluon.jit
+def hand_over(weight, base, changed, tile, bases, changes, signal):
+    """Tell the other group a block's weights, what they are relative to, and whether it changed."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    bases.store(base)
+    changes.store(gl.full([1], 0, gl.int32, layout=ONE) + changed)
+    tile.store(weight.to(tile.dtype))
     hopper.fence_async_shared()
     tell(signal)
 
 
 @gluon.jit
+def taken_over(bases, changes, signal, phase, LAYOUT: gl.constexpr):
+    """What the other group handed over beside its weights, once it has."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    hopper.mbarrier.wait(signal, phase)
+    return bases.load(LAYOUT), gl.max(changes.load(ONE), 0)
+
+
+@gluon.jit
+def decay_of(base, higher):
+    """What sums relative to `base` are times when they are relative to `higher`."""
+    return gl.exp2(base - base_of(higher))
+
+
+@gluon.jit
 def started(pe, pe_head, alive):
-    """(the query's last columns, maxima, sums of weights, sums of values), in registers."""
+    """(the query's last columns, what weights are relative to, their sums, sums of values), in
+    registers."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
     rope = query_of(pe, pe_head, alive, 64, gl.DotOperandLayout(0, LOGITS, 2))
-    highest = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
+    base = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
     total = gl.zeros([64], gl.float32, layout=ROWS)
-    return rope, highest, total, gl.zeros([64, 256], gl.float32, layout=SUMS)
+    return rope, base, total, gl.zeros([64, 256], gl.float32, layout=SUMS)
 
 
 @gluon.jit
 def first_group(
-    query, cached, cached_rope, weights, best, sums, full, free, ready, met,
+    query, cached, cached_rope, weights, bases, changes, sums, full, free, ready, met,
     nope, nope_head, pe, pe_head, o, lse, place, step, alive, factor, begin, pairs, length,
 ):  # fmt: skip
     """The left half of the columns, and the weights of each pair's first block."""
-    rope, highest, total, acc = started(pe, pe_head, alive)
+    rope, base, total, acc = started(pe, pe_head, alive)
     share_query(nope, nope_head, alive, query.index(0), met.index(0))
     ROWS: gl.constexpr = total.type.layout
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for pair in range(pairs):
         phase = pair & 1
+        zero = unknown_zero(pair)
         inside = length - (begin + 2 * pair) * 64
-        key = cached_rope.index(0)
-        logits = logits_of(rope, query, cached, key, full, phase, inside, factor, 0)
-        higher = gl.maximum(highest, gl.max(logits, 1))
-        best.index(0).store(higher)
-        tell(ready.index(0))
-        base = base_of(higher)
-        weight = gl.exp2(logits - base[:, None])
-        decay = gl.exp2(highest - base)
-        total = total * decay + gl.sum(weight, 1)
+        logits = logits_of(rope, query, cached, cached_rope, full, phase, inside, factor, zero, 0)
+        higher, changed = risen(base, logits)
+        weight = gl.exp2(logits - base_of(higher)[:, None])
+        hand_over(
+            weight, higher, changed, weights.index(0), bases.index(0), changes.index(0),
+            ready.index(0),
+        )  # fmt: skip
+        if changed != 0:
+            decay = decay_of(base, higher)
+            total = total * decay
+            acc = scaled(acc, decay)
+        total = total + gl.sum(weight, 1)
         own = gl.convert_layout(weight.to(cached.dtype), WEIGHTS)
-        acc = multiply(own, cached.index(0), scaled(acc, decay))
-        hopper.mbarrier.wait(ready.index(1), phase)
-        highest = best.index(1).load(ROWS)
-        decay = gl.exp2(higher - base_of(highest))
-        total = total * decay
-        hand_over(weight * decay[:, None], weights.index(0), ready.index(2))
-        acc = scaled(summed(acc, free.index(0)), decay)
-        acc = summed(multiply(weights.index(1), cached.index(3), acc), free.index(3))
+        acc = multiply(own, cached.index(zero), acc)
+        base, changed = taken_over(bases.index(1), changes.index(1), ready.index(1), phase, ROWS)
+        acc = summed(acc, free.index(0))
+        if changed != 0:
+            decay = decay_of(higher, base)
+            total = total * decay
+            acc = scaled(acc, decay)
+        acc = summed(multiply(weights.index(1 + zero), cached.index(3 + zero), acc), free.index(3))
     total = whole(total, sums, met, 0)
     none = total == 0.0
-    logs = (highest + gl.log2(gl.where(none, 1.0, total))) * 0.6931471805599453
+    logs = (base + gl.log2(gl.where(none, 1.0, total))) * 0.6931471805599453
     row = gl.arange(0, 64, layout=ROWS)
     gl.store(lse + place + row * step, gl.where(none, float("-inf"), logs), mask=row < alive)
     store_half(o, scaled(acc, 1.0 / gl.where(none, 1.0, total)), 0, place, step, alive)
@@ -170,34 +243,40 @@ def first_group(
 
 @gluon.jit
 def second_group(
-    query, cached, cached_rope, weights, best, sums, full, free, ready, met,
+    query, cached, cached_rope, weights, bases, changes, sums, full, free, ready, met,
     nope, nope_head, pe, pe_head, o, lse, place, step, alive, factor, begin, pairs, length,
 ):  # fmt: skip
     """The right half of the columns, and the weights of each pair's second block."""
-    rope, highest, total, acc = started(pe, pe_head, alive)
+    rope, base, total, acc = started(pe, pe_head, alive)
     share_query(nope + 256, nope_head, alive, query.index(1), met.index(0))
     ROWS: gl.constexpr = total.type.layout
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for pair in range(pairs):
         phase = pair & 1
+        zero = unknown_zero(pair)
         inside = length - (begin + 2 * pair + 1) * 64
-        key = cached_rope.index(1)
-        logits = logits_of(rope, query, cached, key, full, phase, inside, factor, 1)
-        higher = gl.max(logits, 1)
-        hopper.mbarrier.wait(ready.index(0), phase)
-        higher = gl.maximum(best.index(0).load(ROWS), higher)
-        base = base_of(higher)
-        weight = gl.exp2(logits - base[:, None])
-        best.index(1).store(higher)
-        hand_over(weight, weights.index(1), ready.index(1))
-        decay = gl.exp2(highest - base)
-        highest = higher
-        total = total * decay + gl.sum(weight, 1)
+        logits = logits_of(rope, query, cached, cached_rope, full, phase, inside, factor, zero, 1)
+        higher, changed = taken_over(bases.index(0), changes.index(0), ready.index(0), phase, ROWS)
+        if changed != 0:
+            decay = decay_of(base, higher)
+            total = total * decay
+            acc = scaled(acc, decay)
+        # The other group's weights first: its block is then done with.
+        acc = multiply(weights.index(zero), cached.index(1 + zero), acc)
+        base, changed = risen(higher, logits)
+        weight = gl.exp2(logits - base_of(base)[:, None])
+        hand_over(
+            weight, base, changed, weights.index(1), bases.index(1), changes.index(1),
+            ready.index(1),
+        )  # fmt: skip
+        acc = summed(acc, free.index(1))
+        if changed != 0:
+            decay = decay_of(higher, base)
+            total = total * decay
+            acc = scaled(acc, decay)
+        total = total + gl.sum(weight, 1)
         own = gl.convert_layout(weight.to(cached.dtype), WEIGHTS)
-        acc = multiply(own, cached.index(2), scaled(acc, decay))
-        hopper.mbarrier.wait(ready.index(2), phase)
-        acc = summed(acc, free.index(2))
-        acc = summed(multiply(weights.index(0), cached.index(1), acc), free.index(1))
+        acc = summed(multiply(own, cached.index(2 + zero), acc), free.index(2))
     total = whole(total, sums, met, 1)
     store_half(o, scaled(acc, 1.0 / gl.where(total == 0.0, 1.0, total)), 256, place, step, alive)
 
@@ -224,8 +303,8 @@ def store_half(o, result, first, place, step, alive):
 
 @gluon.jit
 def latent_groups_kernel(
-    q_nope, q_pe, values, keys, seq_lens, page_table, o, lse, scale,
-    nope_row, nope_head, pe_row, pe_head, page_lines, table_stride,
+    q_nope, q_pe, cache, values, keys, seq_lens, page_table, o, lse, scale,
+    nope_row, nope_head, pe_row, pe_head, slot_stride, page_lines, table_stride,
     HEADS: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
     """As `latent_split_kernel`, for slots of 512 + 64 numbers of 16 bits and pages of whole blocks.
@@ -255,29 +334,29 @@ def latent_groups_kernel(
     cached = gl.allocate_shared_memory(dtype, [4, 64, 256], TILE)
     cached_rope = gl.allocate_shared_memory(dtype, [2, 64, 64], TILE)
     weights = gl.allocate_shared_memory(dtype, [2, 64, 64], TILE)
-    best = gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR)
+    bases = gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR)
+    changes = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
     sums = gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [4, 1], SIGNAL)
     free = gl.allocate_shared_memory(gl.int64, [4, 1], SIGNAL)
-    ready = gl.allocate_shared_memory(gl.int64, [3, 1], SIGNAL)
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], SIGNAL)
     met = gl.allocate_shared_memory(gl.int64, [2, 1], SIGNAL)
     for half in gl.static_range(4):
         hopper.mbarrier.init(full.index(half), 1)
         hopper.mbarrier.init(free.index(half), 1)
-    for signal in gl.static_range(3):
-        hopper.mbarrier.init(ready.index(signal), 1)
     for signal in gl.static_range(2):
+        hopper.mbarrier.init(ready.index(signal), 1)
         hopper.mbarrier.init(met.index(signal), 2)
     hopper.fence_async_shared()
 
     place = (row * HEADS + head) * splits + split
     nope = q_nope + row * nope_row + head * nope_head
     pe = q_pe + row * pe_row + head * pe_head
-    shared = (query, cached, cached_rope, weights, best, sums, full, free, ready, met)
+    shared = (query, cached, cached_rope, weights, bases, changes, sums, full, free, ready, met)
     task = (nope, nope_head, pe, pe_head, o, lse, place, splits, alive)
     slots = (scale * 1.4426950408889634, begin, pairs, length)
     table = page_table + row * table_stride
-    source = (values, keys, cached, cached_rope, full, free)
+    source = (values, keys, cache, slot_stride, cached, cached_rope, full, free)
     where = (table, page_lines, begin, pairs, blocks - 1, SIZE)
     gl.warp_specialize(
         [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,6 +87,30 @@ def test_logits_far_apart() -> None:
     for scale in (0.0, 30.0, -30.0):
         args = (*given.args[:-1], scale)
         check(cutlass_mla_decode, "gluon", Arguments(args, given.kwargs))
+
+
+@needs_groups
+@pytest.mark.parametrize("step", [0.01, 0.06, 0.3, 5.0, -0.06, -5.0])
+def test_logits_that_rise_from_slot_to_slot(step: float) -> None:
+    given = drawn([4000, 700])
+    _, pe, cache, lengths, table, *rest = given.args
+    slots = torch.arange(table.shape[1] * 64, device="cuda").view(table.shape[1], 64)
+    for row in range(len(lengths)):
+        # Logits are the slot times `step`, to base 2, for the heads whose last column is 1.
+        cache[table[row].long(), :, -2] = (slots // 64).to(cache.dtype)
+        cache[table[row].long(), :, -1] = (slots % 64).to(cache.dtype)
+    unit = step * math.log(2) / rest[-1]
+    pe[..., -2:] = torch.tensor([64 * unit, unit], device="cuda")
+    pe[:, ::3, -2:] = 0
+    check(cutlass_mla_decode, "gluon", given)
+
+
+@needs_groups
+def test_a_head_is_the_same_whatever_the_others_see() -> None:
+    given = drawn([5000, 333])
+    wanted = by_groups(given)
+    given.args[0][:, 1::2] *= 40
+    assert torch.equal(by_groups(given)[:, ::2], wanted[:, ::2])
 
 
 @needs_groups
