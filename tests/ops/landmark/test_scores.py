@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
+from cairn.ops import gpu, replay
 from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.select_pages import _selection, select_pages
 from cairn.ops.testing import Arguments, Make, check, run
@@ -161,3 +161,22 @@ def test_which_selections_are_scored_in_groups(monkeypatch: pytest.MonkeyPatch) 
     assert not select_launch.in_groups(_selection(*few.args, **few.kwargs))
     monkeypatch.setattr(select_launch, "LEAST_PAGES", 1000)
     assert not taken(SHAPES[0], torch.bfloat16)
+
+
+@pytest.mark.gpu
+@needs_groups
+def test_launches_made_again_find_the_pages_of_other_queries(only_groups: None) -> None:
+    plans, plain = replay.Plans(), []
+    function = select_pages.using("triton_many")
+
+    def plainly(args: Any, kwargs: Any) -> Any:
+        plain.append(args)
+        return function(*args, **kwargs)
+
+    given = drawn("cuda", SHAPES[0])
+    for factor in (1, -1, 2):
+        args = (given.args[0] * factor, *given.args[1:])
+        found = plans.run(plainly, args, given.kwargs)
+        for own, wanted in zip(found, function(*args, **given.kwargs), strict=True):
+            assert torch.equal(own, wanted)
+    assert len(plain) == 1
