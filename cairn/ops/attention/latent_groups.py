@@ -180,9 +180,14 @@ def taken_over(bases, changes, signal, phase, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def decay_of(base, higher):
-    """What sums relative to `base` are times when they are relative to `higher`."""
-    return gl.exp2(base - base_of(higher))
+def raised(acc, total, base, higher, changed):
+    """Sums relative to `base`, of values and of weights, as those relative to `higher`; `changed`:
+    of `risen`."""
+    if changed != 0:
+        decay = gl.exp2(base - base_of(higher))
+        total = total * decay
+        acc = scaled(acc, decay)
+    return acc, total
 
 
 @gluon.jit
@@ -219,19 +224,13 @@ def first_group(
             weight, higher, changed, weights.index(0), bases.index(0), changes.index(0),
             ready.index(0),
         )  # fmt: skip
-        if changed != 0:
-            decay = decay_of(base, higher)
-            total = total * decay
-            acc = scaled(acc, decay)
+        acc, total = raised(acc, total, base, higher, changed)
         total = total + gl.sum(weight, 1)
         own = gl.convert_layout(weight.to(cached.dtype), WEIGHTS)
         acc = multiply(own, cached.index(zero), acc)
         base, changed = taken_over(bases.index(1), changes.index(1), ready.index(1), phase, ROWS)
         acc = summed(acc, free.index(0))
-        if changed != 0:
-            decay = decay_of(higher, base)
-            total = total * decay
-            acc = scaled(acc, decay)
+        acc, total = raised(acc, total, higher, base, changed)
         acc = summed(multiply(weights.index(1 + zero), cached.index(3 + zero), acc), free.index(3))
     total = whole(total, sums, met, 0)
     none = total == 0.0
@@ -257,10 +256,7 @@ def second_group(
         inside = length - (begin + 2 * pair + 1) * 64
         logits = logits_of(rope, query, cached, cached_rope, full, phase, inside, factor, zero, 1)
         higher, changed = taken_over(bases.index(0), changes.index(0), ready.index(0), phase, ROWS)
-        if changed != 0:
-            decay = decay_of(base, higher)
-            total = total * decay
-            acc = scaled(acc, decay)
+        acc, total = raised(acc, total, base, higher, changed)
         # The other group's weights first: its block is then done with.
         acc = multiply(weights.index(zero), cached.index(1 + zero), acc)
         base, changed = risen(higher, logits)
@@ -270,10 +266,7 @@ def second_group(
             ready.index(1),
         )  # fmt: skip
         acc = summed(acc, free.index(1))
-        if changed != 0:
-            decay = decay_of(higher, base)
-            total = total * decay
-            acc = scaled(acc, decay)
+        acc, total = raised(acc, total, higher, base, changed)
         total = total + gl.sum(weight, 1)
         own = gl.convert_layout(weight.to(cached.dtype), WEIGHTS)
         acc = summed(multiply(own, cached.index(2 + zero), acc), free.index(2))
