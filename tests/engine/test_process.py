@@ -100,9 +100,11 @@ def test_an_engine_that_has_just_died():
             while not gone(client.pid):
                 time.sleep(0.001)
             # The socket learns of it in a thread of its own.
-            time.sleep(0.05)
+            ends = time.monotonic() + 30
             with pytest.raises(EngineDead, match="killed by SIGKILL"):
-                client.submit([1], LONG)
+                while time.monotonic() < ends:
+                    client.submit([1], LONG)
+                    time.sleep(0.05)
             assert client.dead is None
             await client.stop(30)
             with pytest.raises(EngineDead):
