@@ -161,22 +161,24 @@ def risen(base, logits):
 
 
 @gluon.jit
-def hand_over(weight, base, changed, tile, bases, changes, signal):
+def hand_over(exchange, weight, base, changed, WHICH: gl.constexpr):
     """Tell the other group a block's weights, what they are relative to, and whether it changed."""
+    weights, bases, changes, ready = exchange
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    bases.store(base)
-    changes.store(gl.full([1], 0, gl.int32, layout=ONE) + changed)
-    tile.store(weight.to(tile.dtype))
+    bases.index(WHICH).store(base)
+    changes.index(WHICH).store(gl.full([1], 0, gl.int32, layout=ONE) + changed)
+    weights.index(WHICH).store(weight.to(weights.dtype))
     hopper.fence_async_shared()
-    tell(signal)
+    tell(ready.index(WHICH))
 
 
 @gluon.jit
-def taken_over(bases, changes, signal, phase, LAYOUT: gl.constexpr):
-    """What the other group handed over beside its weights, once it has."""
+def taken_over(exchange, phase, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
+    """What group WHICH handed over beside its weights, once it has."""
+    _, bases, changes, ready = exchange
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    hopper.mbarrier.wait(signal, phase)
-    return bases.load(LAYOUT), gl.max(changes.load(ONE), 0)
+    hopper.mbarrier.wait(ready.index(WHICH), phase)
+    return bases.index(WHICH).load(LAYOUT), gl.max(changes.index(WHICH).load(ONE), 0)
 
 
 @gluon.jit
@@ -205,12 +207,13 @@ def started(pe, pe_head, alive):
 
 @gluon.jit
 def first_group(
-    query, cached, cached_rope, weights, bases, changes, sums, full, free, ready, met,
+    query, cached, cached_rope, exchange, sums, full, free, met,
     nope, nope_head, pe, pe_head, o, lse, place, step, alive, factor, begin, pairs, length,
 ):  # fmt: skip
     """The left half of the columns, and the weights of each pair's first block."""
     rope, base, total, acc = started(pe, pe_head, alive)
     share_query(nope, nope_head, alive, query.index(0), met.index(0))
+    weights, _, _, _ = exchange
     ROWS: gl.constexpr = total.type.layout
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for pair in range(pairs):
@@ -220,15 +223,12 @@ def first_group(
         logits = logits_of(rope, query, cached, cached_rope, full, phase, inside, factor, zero, 0)
         higher, changed = risen(base, logits)
         weight = gl.exp2(logits - base_of(higher)[:, None])
-        hand_over(
-            weight, higher, changed, weights.index(0), bases.index(0), changes.index(0),
-            ready.index(0),
-        )  # fmt: skip
+        hand_over(exchange, weight, higher, changed, 0)
         acc, total = raised(acc, total, base, higher, changed)
         total = total + gl.sum(weight, 1)
         own = gl.convert_layout(weight.to(cached.dtype), WEIGHTS)
         acc = multiply(own, cached.index(zero), acc)
-        base, changed = taken_over(bases.index(1), changes.index(1), ready.index(1), phase, ROWS)
+        base, changed = taken_over(exchange, phase, 1, ROWS)
         acc = summed(acc, free.index(0))
         acc, total = raised(acc, total, higher, base, changed)
         acc = summed(multiply(weights.index(1 + zero), cached.index(3 + zero), acc), free.index(3))
@@ -242,12 +242,13 @@ def first_group(
 
 @gluon.jit
 def second_group(
-    query, cached, cached_rope, weights, bases, changes, sums, full, free, ready, met,
+    query, cached, cached_rope, exchange, sums, full, free, met,
     nope, nope_head, pe, pe_head, o, lse, place, step, alive, factor, begin, pairs, length,
 ):  # fmt: skip
     """The right half of the columns, and the weights of each pair's second block."""
     rope, base, total, acc = started(pe, pe_head, alive)
     share_query(nope + 256, nope_head, alive, query.index(1), met.index(0))
+    weights, _, _, _ = exchange
     ROWS: gl.constexpr = total.type.layout
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for pair in range(pairs):
@@ -255,16 +256,13 @@ def second_group(
         zero = unknown_zero(pair)
         inside = length - (begin + 2 * pair + 1) * 64
         logits = logits_of(rope, query, cached, cached_rope, full, phase, inside, factor, zero, 1)
-        higher, changed = taken_over(bases.index(0), changes.index(0), ready.index(0), phase, ROWS)
+        higher, changed = taken_over(exchange, phase, 0, ROWS)
         acc, total = raised(acc, total, base, higher, changed)
         # The other group's weights first: its block is then done with.
         acc = multiply(weights.index(zero), cached.index(1 + zero), acc)
         base, changed = risen(higher, logits)
         weight = gl.exp2(logits - base_of(base)[:, None])
-        hand_over(
-            weight, base, changed, weights.index(1), bases.index(1), changes.index(1),
-            ready.index(1),
-        )  # fmt: skip
+        hand_over(exchange, weight, base, changed, 1)
         acc = summed(acc, free.index(1))
         acc, total = raised(acc, total, higher, base, changed)
         total = total + gl.sum(weight, 1)
@@ -345,7 +343,8 @@ def latent_groups_kernel(
     place = (row * HEADS + head) * splits + split
     nope = q_nope + row * nope_row + head * nope_head
     pe = q_pe + row * pe_row + head * pe_head
-    shared = (query, cached, cached_rope, weights, bases, changes, sums, full, free, ready, met)
+    exchange = (weights, bases, changes, ready)
+    shared = (query, cached, cached_rope, exchange, sums, full, free, met)
     task = (nope, nope_head, pe, pe_head, o, lse, place, splits, alive)
     slots = (scale * 1.4426950408889634, begin, pairs, length)
     table = page_table + row * table_stride

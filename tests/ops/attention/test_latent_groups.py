@@ -95,7 +95,7 @@ def test_logits_that_rise_from_slot_to_slot(step: float) -> None:
     _, pe, cache, lengths, table, *rest = given.args
     slots = torch.arange(table.shape[1] * 64, device="cuda").view(table.shape[1], 64)
     for row in range(len(lengths)):
-        # Logits are the slot times `step`, to base 2, for the heads whose last column is 1.
+        # Of two of three heads logits rise by `step`, to base 2, from one slot to the next.
         cache[table[row].long(), :, -2] = (slots // 64).to(cache.dtype)
         cache[table[row].long(), :, -1] = (slots % 64).to(cache.dtype)
     unit = step * math.log(2) / rest[-1]
