@@ -27,7 +27,7 @@ from cairn.ops.gpu import constant, gl, gluon, hopper
 RISE = constant(8.0)
 """So far a row's logits, to base 2, rise above the one that its weights are relative to before they
 are relative to the largest: until then nothing summed up has to be scaled, and no weight is above
-2^8."""
+2^8. The largest weight is then seldom 1, and is rounded: see `rounded`."""
 
 
 @gluon.jit
@@ -138,10 +138,11 @@ def logits_of(
         clear(rest, inside)
         hopper.fence_async_shared()
     logits = gl.zeros([64, SLOTS], gl.float32, layout=LOGITS)
-    logits = multiply(rope, key.permute((1, 0)), logits)
     logits = multiply(query.index(WHICH + zero), own.permute((1, 0)), logits)
     hopper.mbarrier.wait(full.index(2 * WHICH + 1), phase)
     logits = multiply(query.index(1 - WHICH + zero), rest.permute((1, 0)), logits)
+    # Last: a large logit that these few products make is not rounded again by the many others.
+    logits = multiply(rope, key.permute((1, 0)), logits)
     logits = hopper.warpgroup_mma_wait(0, deps=[logits]) * factor
     if inside < SLOTS:
         slot = gl.arange(0, SLOTS, layout=gl.SliceLayout(0, LOGITS))
@@ -161,13 +162,39 @@ def risen(base, logits):
 
 
 @gluon.jit
+def rounded(weight, tile):
+    """Weights in the 16 bits of a tile, to be multiplied, and these as float32, to be summed up.
+
+    So one that outweighs all others is divided by as it was multiplied.
+    """
+    # In pairs: the compiler would round them one by one, which takes as long as exponents.
+    if tile.dtype == gl.bfloat16:
+        asm: gl.constexpr = """
+            cvt.rn.bf16x2.f32 $0, $4, $3;
+            shl.b32 $1, $0, 16;
+            and.b32 $2, $0, 0xffff0000;
+        """
+    else:
+        asm: gl.constexpr = """{
+            .reg .b16 low, high;
+            cvt.rn.f16x2.f32 $0, $4, $3;
+            mov.b32 {low, high}, $0;
+            cvt.f32.f16 $1, low;
+            cvt.f32.f16 $2, high;
+        }"""
+    return gl.inline_asm_elementwise(
+        asm, "=&r,=&r,=&r,r,r", [weight], dtype=(tile.dtype, gl.float32), is_pure=True, pack=2
+    )
+
+
+@gluon.jit
 def hand_over(exchange, weight, base, changed, WHICH: gl.constexpr):
     """Tell the other group a block's weights, what they are relative to, and whether it changed."""
     weights, bases, changes, ready = exchange
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     bases.index(WHICH).store(base)
     changes.index(WHICH).store(gl.full([1], 0, gl.int32, layout=ONE) + changed)
-    weights.index(WHICH).store(weight.to(weights.dtype))
+    weights.index(WHICH).store(weight)
     hopper.fence_async_shared()
     tell(ready.index(WHICH))
 
@@ -222,11 +249,11 @@ def first_group(
         inside = length - (begin + 2 * pair) * 64
         logits = logits_of(rope, query, cached, cached_rope, full, phase, inside, factor, zero, 0)
         higher, changed = risen(base, logits)
-        weight = gl.exp2(logits - base_of(higher)[:, None])
+        weight, summand = rounded(gl.exp2(logits - base_of(higher)[:, None]), cached)
         hand_over(exchange, weight, higher, changed, 0)
         acc, total = raised(acc, total, base, higher, changed)
-        total = total + gl.sum(weight, 1)
-        own = gl.convert_layout(weight.to(cached.dtype), WEIGHTS)
+        total = total + gl.sum(summand, 1)
+        own = gl.convert_layout(weight, WEIGHTS)
         acc = multiply(own, cached.index(zero), acc)
         base, changed = taken_over(exchange, phase, 1, ROWS)
         acc = summed(acc, free.index(0))
@@ -261,12 +288,12 @@ def second_group(
         # The other group's weights first: its block is then done with.
         acc = multiply(weights.index(zero), cached.index(1 + zero), acc)
         base, changed = risen(higher, logits)
-        weight = gl.exp2(logits - base_of(base)[:, None])
+        weight, summand = rounded(gl.exp2(logits - base_of(base)[:, None]), cached)
         hand_over(exchange, weight, base, changed, 1)
         acc = summed(acc, free.index(1))
         acc, total = raised(acc, total, higher, base, changed)
-        total = total + gl.sum(weight, 1)
-        own = gl.convert_layout(weight.to(cached.dtype), WEIGHTS)
+        total = total + gl.sum(summand, 1)
+        own = gl.convert_layout(weight, WEIGHTS)
         acc = summed(multiply(own, cached.index(2 + zero), acc), free.index(2))
     total = whole(total, sums, met, 1)
     store_half(o, scaled(acc, 1.0 / gl.where(total == 0.0, 1.0, total)), 256, place, step, alive)

@@ -23,9 +23,11 @@ RAGGED = [1000, 0, 1, 63, 64, 65, 127, 128, 129, 200]
 """Of one block and several, of an odd number of them, whole and not, none at all."""
 
 
-def drawn(lengths: list[int], heads: int = 128, size: int = 64, seed: int = 0) -> Arguments:
-    torch.manual_seed(seed)
-    return latents._drawn(Make("cuda"), lengths, heads, size, WIDTHS, torch.bfloat16)
+def drawn(
+    lengths: list[int], heads: int = 128, size: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> Arguments:
+    torch.manual_seed(0)
+    return latents._drawn(Make("cuda"), lengths, heads, size, WIDTHS, dtype)
 
 
 def by_groups(given: Arguments) -> Tensor:
@@ -89,7 +91,7 @@ def test_logits_far_apart() -> None:
 
 
 @needs_groups
-@pytest.mark.parametrize("step", [0.01, 0.06, 0.3, -0.06, -5.0])
+@pytest.mark.parametrize("step", [0.01, 0.06, 0.3, 5.0, -0.06, -5.0])
 def test_logits_that_rise_from_slot_to_slot(step: float) -> None:
     given = drawn([4000, 700])
     _, pe, cache, lengths, table, *rest = given.args
@@ -102,6 +104,31 @@ def test_logits_that_rise_from_slot_to_slot(step: float) -> None:
     pe[..., -2:] = torch.tensor([64 * unit, unit], device="cuda")
     pe[:, ::3, -2:] = 0
     check(cutlass_mla_decode, "gluon", given)
+
+
+@needs_groups
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_slot_that_outweighs_all_others_is_as_it_is(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latents.launch, "whole_waves", lambda *_: 1)
+    given = drawn([1000], dtype=dtype)
+    q, pe, cache, lengths, table, spare, _ = given.args
+    q.zero_()
+    pe.zero_()
+    pe[..., 0] = torch.linspace(1, 1.25, 128).to(pe)
+    # Powers of two that slots weigh, as logits: the first block says what weights are relative to,
+    # and the largest is less above it than has sums scaled.
+    logits = torch.full((table.shape[1], 64), -40.0, device="cuda")
+    logits[0, 7], logits[3, 5] = 0.0, 6.25
+    cache[table[0].long(), :, LATENT] = logits.to(dtype)
+    args = (q, pe, cache, lengths, table, spare, math.log(2))
+    found = by_groups(Arguments(args, {}))[0].double()
+    slots = cache[table[0].long()].reshape(-1, LATENT + ROPE)[:1000].double()
+    weights = torch.softmax(pe[0].double() @ slots[:, LATENT:].T * math.log(2), -1)
+    wanted = weights @ slots[:, :LATENT]
+    half = torch.finfo(dtype).eps / 2
+    assert ((found - wanted).abs() <= 1.1 * half * wanted.abs() + half / 32).all()
 
 
 @needs_groups
