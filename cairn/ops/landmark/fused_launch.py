@@ -30,12 +30,8 @@ CHUNK = 512
 """Candidates that one program chooses from, unless there are very many."""
 SHORT_CHUNK = 256
 """Candidates of a chunk that is chosen from as if there could be no more."""
-MOST_LISTED, SHORT_LIST = 1024, 256
-"""What all chunks of a token may find for one KV head, before the chunks grow; and what is ranked
-as if there could be no more."""
-LONE_TOKENS = 2
-"""So many tokens wait for the ranking of their lists, more of them for the choice from chunks:
-theirs may be smaller."""
+MOST_LISTED = 256
+"""What all chunks of a token may find for one KV head, before the chunks grow."""
 WHOLE = 12e-6
 """Seconds that the step takes to read from memory at least, for one launch to do all of it: what
 programs wait for each other then passes while others read. Of less, launches early in front of each
@@ -103,8 +99,7 @@ def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: 
     wanted = max(LEAST_PROGRAMS, -(-PROGRAMS // lines))
     programs = max(1, min(-(-job.pages // tile), wanted, MOST_PROGRAMS))
     chunk = max(min(CHUNK, gpu.next_power_of_2(job.pages)), gpu.next_power_of_2(job.topk))
-    listed = max(MOST_LISTED // 2 if tokens <= LONE_TOKENS else MOST_LISTED, job.topk)
-    while -(-job.pages // chunk) * job.topk > listed:
+    while -(-job.pages // chunk) * job.topk > max(MOST_LISTED, job.topk):
         chunk *= 2
     read = lines * (job.topk * job.page_size + task.window) * 2 * pages.line_bytes
     whole = read >= WHOLE * gpu.memory_rate(task.q.device)
@@ -124,7 +119,6 @@ class _Memory:
         part_o, part_lse: states of the window's splits, then of the reading programs.
         scored: every candidate's score, and the normalisers' parts: u, tops and sums.
         found: the best of every chunk, as `pick` gives them.
-        order: the best of all chunks, as `listed` ranks them.
     """
 
     out: Tensor
@@ -135,7 +129,11 @@ class _Memory:
     part_lse: Tensor
     scored: tuple[Tensor, ...]
     found: tuple[Tensor, ...]
-    order: Tensor
+
+    @property
+    def line(self) -> int:
+        """Numbers from one head's scores to the next one's."""
+        return self.scored[0].shape[2]
 
 
 def attend(
@@ -158,15 +156,13 @@ def attend(
         task.q.shape[2] ** -0.5 if task.scale is None else task.scale,
     )
     plan = _plan(task, job, pages, store)
-    u = job.empty(tokens, job.pages, heads)
+    # Lines of whole sectors of memory.
+    u = job.empty(tokens, heads, -(-job.pages // 32) * 32)
     tops, sums = (job.empty(tokens, plan.programs, heads) for _ in range(2))
     shape = (tokens, job.groups, plan.chunks, job.topk)
     page, at = (job.empty(*shape, dtype=torch.int32) for _ in range(2))
-    found = (page, at, job.empty(*shape), job.empty(*shape, heads // job.groups))
-    memory = _Memory(
-        *(out, indices, scores, lse, *task.empty(plan.parts), (u, tops, sums), found),
-        job.empty(*indices.shape, dtype=torch.int32),
-    )
+    found = (page, at, job.empty(*shape))
+    memory = _Memory(out, indices, scores, lse, *task.empty(plan.parts), (u, tops, sums), found)
     if plan.whole:
         _whole(task, job, plan, pages, memory, softmax1)
     else:
@@ -183,7 +179,7 @@ def _scan(task: launch.Task, job: select_launch.Selection, plan: _Plan, memory: 
     scan_kernel[(plan.scans, job.groups, task.q.shape[0])](
         *(*_inputs(task, job), memory.part_o, memory.part_lse, *memory.scored),
         *(plan.splits, plan.programs, plan.parts, *task.numbers()),
-        *(job.offset, job.scale, *job.summary_key.stride()[:2], job.pages),
+        *(job.offset, job.scale, *job.summary_key.stride()[:2], memory.line),
         *(*_scan_shape(task, job, plan), plan.early, task.switches()[-1]),
         num_warps=4,
         num_stages=STAGES,
@@ -196,7 +192,7 @@ def _pick(job: select_launch.Selection, plan: _Plan, memory: _Memory) -> None:
     pick_kernel[(plan.chunks, job.groups, job.slot.numel())](
         *(*memory.scored, memory.part_lse, job.row, job.slot, job.page_table),
         *(*memory.found, memory.lse, plan.splits, plan.parts, plan.programs),
-        *(job.page_table.stride(0), job.offset, job.pages, job.topk),
+        *(job.page_table.stride(0), job.offset, memory.line, job.topk),
         *(job.heads, job.groups, job.page_size, job.group, plan.tile),
         *(*_pick_shape(job, plan), plan.early),
         num_warps=min(8, max(4, plan.chunk * job.group // WARP_NUMBERS)),
@@ -212,16 +208,16 @@ def _read(
     memory: _Memory,
 ) -> None:
     """The selected pages' states behind the window's, and the results' pages and scores."""
-    listed = plan.listed(job.topk)
     read_kernel[(plan.reads, job.groups, task.q.shape[0])](
-        *(task.q, task.k_cache, task.v_cache, task.slot, *memory.found, memory.order),
+        *(task.q, task.k_cache, task.v_cache, task.slot, memory.scored[0], *memory.found),
         *(memory.indices, memory.scores, memory.part_o, memory.part_lse),
-        *(pages.scale, *task.k_cache.stride()[:2], job.offset, job.topk),
+        *(pages.scale, *task.k_cache.stride()[:2], job.offset, memory.line, job.topk),
         *(plan.each, plan.splits, plan.parts, plan.chunks, *pages.shape),
         *(max(16, pages.group), pages.width, pages.keys),
-        *(plan.chunk, min(SHORT_LIST, listed), listed),
-        *(gpu.next_power_of_2(plan.each), plan.early, pages.precision, READ_STAGES),
-        num_warps=pages.warps,
+        *(plan.chunk, plan.listed(job.topk), gpu.next_power_of_2(plan.each)),
+        *(plan.early, pages.precision, READ_STAGES),
+        # For one page alone half as many: they wait for each other less.
+        num_warps=pages.warps // 2 if plan.each == 1 else pages.warps,
         num_stages=READ_STAGES,
         **early_option(plan.early and task.q.shape[0] <= EARLY_READS),
     )
@@ -236,19 +232,19 @@ def _whole(
     softmax1: bool,
 ) -> None:
     """All of a step, and its merge."""
-    lines, listed = task.q.shape[0] * job.groups, plan.listed(job.topk)
+    lines = task.q.shape[0] * job.groups
     round_size = plan.scans + plan.chunks + plan.reads
     # Rounds from a line's scan to its pick, and from that to its reading.
     abreast = ABREAST * gpu.processors(task.q.device)
     lag = 0 if lines * round_size <= abreast else -(-abreast // round_size)
     step_kernel[((lines + 2 * lag) * round_size,)](
         *(*_inputs(task, job), memory.part_o, memory.part_lse, *memory.scored, *memory.found),
-        *(memory.order, arrivals.counters(lines, task.q.device)),
-        *(memory.out, memory.indices, memory.scores, memory.lse),
+        *(arrivals.counters(lines, task.q.device), memory.out),
+        *(memory.indices, memory.scores, memory.lse),
         *(plan.splits, plan.programs, plan.parts, plan.chunks, plan.reads, plan.each),
         *(lag, lines, *task.numbers(), job.offset, job.scale, *job.summary_key.stride()[:2]),
-        *(job.pages, job.topk, *_scan_shape(task, job, plan), pages.precision),
-        *(*_pick_shape(job, plan), min(SHORT_LIST, listed), listed),
+        *(memory.line, job.topk, *_scan_shape(task, job, plan), pages.precision),
+        *(*_pick_shape(job, plan), plan.listed(job.topk)),
         *(gpu.next_power_of_2(plan.each), gpu.next_power_of_2(plan.parts), pages.ahead),
         *(softmax1, arrivals.APART, READ_STAGES, plan.early),
         num_warps=4,

@@ -5,7 +5,7 @@ import torch
 
 from cairn.ops import arrivals, gpu
 from cairn.ops.attention import launch
-from cairn.ops.landmark import fused_launch
+from cairn.ops.landmark import fused_launch, page_launch
 from cairn.ops.landmark.landmark_attention import landmark_attention, shared_weights
 from cairn.ops.testing import Make, check
 from tests.ops.attention.geometry import STEPS, draw, near, softmax_attention
@@ -73,15 +73,20 @@ def launches(request, monkeypatch):
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(
-    "chunk, short, listed", [(4, 256, 256), (4, 4, 8), (512, 8, 8), (16, 8, 8)]
+    "chunk, short, listed, programs",
+    [(4, 256, 256, 512), (4, 4, 256, 6), (512, 8, 256, 12), (16, 8, 256, 6), (4, 4, 9, 512)],
 )
 def test_many_chunks_of_candidates_and_their_merge(
-    chunk, short, listed, stored, launches, monkeypatch
+    chunk, short, listed, programs, stored, launches, monkeypatch
 ):
-    """Chunks as small as can be stand for contexts as long as can be."""
+    """Chunks as small as can be stand for contexts as long as can be.
+
+    The programs that read take one selected page each, two, or all three.
+    """
     monkeypatch.setattr(fused_launch, "CHUNK", chunk)
     monkeypatch.setattr(fused_launch, "SHORT_CHUNK", short)
-    monkeypatch.setattr(fused_launch, "SHORT_LIST", listed)
+    monkeypatch.setattr(fused_launch, "MOST_LISTED", listed)
+    monkeypatch.setattr(page_launch, "SPLIT_PROGRAMS", programs)
     make = Make()
     paged = make.paged((176, 65, 121), 2, 8, 16)
     row, slot, _ = paged.queries((1, 1, 1))

@@ -54,8 +54,8 @@ def score_tiles(
     SIZE: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """u [T, KV_HEADS, pages, group] of a token's candidates for the heads of one KV head; and
-    the maximum and sum of exponentials of this program's, [T, KV_HEADS, programs, group].
+    """u [T, HEADS, pages] of a token's candidates for the heads of one KV head; and the maximum
+    and sum of exponentials of this program's, [T, KV_HEADS, programs, group].
 
     Args:
         program, programs: this program's share of the tiles of TILE candidates.
@@ -89,7 +89,8 @@ def score_tiles(
         next_page = tl.load(table + c + 2 * step, mask=c + 2 * step < candidates, other=0)
         value = tl.sum(summary.to(tl.float32) * query[None, :, :], 2) + extra
         shown = (c < candidates)[:, None] & own[None, :]
-        tl.store(u + (line * pages + c)[:, None] * group + g[None, :], value, mask=shown)
+        at = (token.to(tl.int64) * HEADS + head) * pages
+        tl.store(u + at[None, :] + c[:, None], value, mask=shown)
         value = tl.where(shown, value, float("-inf"))
         higher = tl.maximum(top, value)
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -188,7 +189,7 @@ def scan_kernel(
 
 @triton.jit
 def pick_chunk(
-    u, tops, sums, part_lse, row, page_table, found_page, found_at, found_value, found_u, lse,
+    u, tops, sums, part_lse, row, page_table, found_page, found_at, found_value, lse,
     scanned, splits, parts, programs, table_stride, pages, topk, chunks, token, kv, chunk, begin,
     candidates,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
@@ -206,43 +207,43 @@ def pick_chunk(
     line = token * KV_HEADS + kv
     g = tl.arange(0, GP)
     own = g < group
-    shown = (c < candidates)[:, None] & own[None, :]
-    at = (line * pages + c)[:, None] * group + g[None, :]
+    head = token * HEADS + kv * group + g
+    # No load waits for another. What no candidate reaches is left out afterwards: a mask would cost
+    # the wide loads.
+    at = (head * pages)[:, None] + c[None, :]
+    shown = own[:, None] & (c < pages)[None, :]
     value = tl.load(u + at, mask=shown, other=float("-inf"), cache_modifier=".cg")
     s = tl.arange(0, SPLITS)
-    head = token * HEADS + kv * group + g
     logs = tl.load(
         part_lse + head[None, :] * parts + s[:, None],
         mask=(s < splits)[:, None] & own[None, :], other=float("-inf"), cache_modifier=".cg",
     )  # fmt: skip
-    top = tl.max(logs, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    window = base + tl.log(tl.sum(tl.exp(logs - base[None, :]), 0))
-    if chunk == 0:
-        tl.store(lse + head, window, mask=own)
     p = tl.arange(0, PROGRAMS)
     at = (line * programs + p)[:, None] * group + g[None, :]
     # Programs without a candidate found nothing, and wrote nothing.
     shown = ((p < programs) & (p * TILE < candidates))[:, None] & own[None, :]
     tops_of = tl.load(tops + at, mask=shown, other=float("-inf"), cache_modifier=".cg")
     sums_of = tl.load(sums + at, mask=shown, other=0.0, cache_modifier=".cg")
+    top = tl.max(logs, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    window = base + tl.log(tl.sum(tl.exp(logs - base[None, :]), 0))
+    if chunk == 0:
+        tl.store(lse + head, window, mask=own)
     normaliser = head_normalisers(tops_of, sums_of, window, NORMALISED)
-    best = tl.max(tl.where(own[None, :], value - normaliser[None, :], float("-inf")), 1)
+    best = tl.max(tl.where(own[:, None], value - normaliser[:, None], float("-inf")), 0)
     total = tl.minimum(candidates - begin, CHUNK)
     taken, order, found = largest(best, c < candidates, total, topk, CHUNK)
     at = (line * chunks + chunk) * topk
     tl.store(found_page + at + order, c, mask=taken)
     tl.store(found_at + at + order, physical, mask=taken)
     tl.store(found_value + at + order, best, mask=taken)
-    at_u = found_u + (at + order)[:, None] * group + g[None, :]
-    tl.store(at_u, value, mask=taken[:, None] & own[None, :])
     rest = tl.arange(0, K)
     tl.store(found_page + at + rest, rest * 0 - 1, mask=(rest >= found) & (rest < topk))
 
 
 @triton.jit
 def pick(
-    u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, found_u, lse,
+    u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, lse,
     scanned, picked, splits, parts, programs, table_stride, offset, pages, topk, chunks,
     token, kv, chunk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, GP: tl.constexpr,
@@ -252,8 +253,8 @@ def pick(
     """The topk best of a chunk of candidates of one token and KV head, in order of their pages.
 
     found_page (logical; -1 where there are fewer), found_at (physical) and found_value: [T,
-    KV_HEADS, chunks, topk], found_u [T, KV_HEADS, chunks, topk, group]. Chunks behind the last
-    candidate are not written. lse [T, HEADS] of the window, from its splits'.
+    KV_HEADS, chunks, topk]. Chunks behind the last candidate are not written. lse [T, HEADS] of the
+    window, from its splits'.
 
     Args:
         scanned: as in `scan`; picked: counts the chunks that have a candidate, and the first; or
@@ -273,7 +274,7 @@ def pick(
             if fits & ((level == 0) | (left > (SHORT << level) // 2)):
                 pick_chunk(
                     u, tops, sums, part_lse, row, page_table, found_page, found_at, found_value,
-                    found_u, lse, scanned, splits, parts, programs, table_stride, pages, topk,
+                    lse, scanned, splits, parts, programs, table_stride, pages, topk,
                     chunks, token, kv, chunk, begin, candidates,
                     HEADS, KV_HEADS, GP, K, TILE, SHORT << level, PROGRAMS, SPLITS, NORMALISED,
                     EARLY,
@@ -284,7 +285,7 @@ def pick(
 
 @triton.jit(do_not_specialize=["splits", "parts", "programs"])
 def pick_kernel(
-    u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, found_u, lse,
+    u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, lse,
     splits, parts, programs, table_stride, offset, pages, topk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, GP: tl.constexpr,
     TILE: tl.constexpr, K: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr,
@@ -293,69 +294,54 @@ def pick_kernel(
     """`pick` of a chunk, KV head and token."""
     launch_next(EARLY)
     pick(
-        u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, found_u,
-        lse, None, None, splits, parts, programs, table_stride, offset, pages, topk,
+        u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, lse,
+        None, None, splits, parts, programs, table_stride, offset, pages, topk,
         tl.num_programs(0), tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0),
         HEADS, KV_HEADS, SIZE, GP, TILE, K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED, EARLY,
     )  # fmt: skip
 
 
 @triton.jit
-def rank_listed(
-    found_page, found_value, order, line, candidates, topk, chunks,
+def pages_at(
+    found_page, found_at, found_value, line, candidates, place, end, topk, chunks,
     CHUNK: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """order [T, KV_HEADS, topk]: where in the list of all chunks the selection is, in its order;
-    LISTED of them hold a candidate at most."""
-    # Pages ascend from chunk to chunk: of equal values the first is the lowest page again.
-    i = tl.arange(0, LISTED)
-    shown = (i < chunks * topk) & (i // topk * CHUNK < candidates)
-    at = line * chunks * topk + i
-    inside = tl.load(found_page + at, mask=shown, other=-1, cache_modifier=".cg") >= 0
-    value = tl.load(found_value + at, mask=shown, other=float("-inf"), cache_modifier=".cg")
-    taken, rank, _ = largest(value, inside, chunks * topk, topk, LISTED)
-    tl.store(order + line * topk + rank, i, mask=taken)
-
-
-@triton.jit
-def listed(
-    found_page, found_value, order, line, candidates, begin, end, topk, chunks,
-    CHUNK: tl.constexpr, SHORT: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
-    """[EACH] int32, where in the list of all chunks the places begin .. end - 1 of the selection
-    are, -1 where nothing is.
+    """The selection's pages at some places, logical (-1 where nothing is) and physical, int32.
 
     Args:
-        order: as in `rank_listed`; every program of a line writes the same there.
-        LISTED: chunks * topk, padded to a power of two; SHORT: with which it begins for rows that
-            fill no more of it.
+        place: [N] int32; those from `end` on are nobody's.
+        LISTED: chunks * topk, padded to a power of two.
     """
-    place = begin + tl.arange(0, EACH)
-    which = place
+    found_page += line * chunks * topk
+    found_at += line * chunks * topk
+    found_value += line * chunks * topk
     if candidates > CHUNK:
-        if (SHORT < LISTED) & ((candidates + CHUNK - 1) // CHUNK * topk <= SHORT):
-            rank_listed(
-                found_page, found_value, order, line, candidates, topk, chunks, CHUNK, SHORT
-            )
-        else:
-            rank_listed(
-                found_page, found_value, order, line, candidates, topk, chunks, CHUNK, LISTED
-            )
-        tl.debug_barrier()
-        at = order + line * topk + place
-        which = tl.load(at, mask=place < end, other=-1, cache_modifier=".cg")
-    return tl.where(place < end, which, -1)
+        # Pages ascend from chunk to chunk: of equal values the first is the lowest page again.
+        i = tl.arange(0, LISTED)
+        shown = (i < chunks * topk) & (i // topk * CHUNK < candidates)
+        page = tl.load(found_page + i, mask=shown, other=-1, cache_modifier=".cg")
+        physical = tl.load(found_at + i, mask=shown, other=0, cache_modifier=".cg")
+        value = tl.load(found_value + i, mask=shown, other=float("-inf"), cache_modifier=".cg")
+        taken, rank, _ = largest(value, page >= 0, chunks * topk, topk, LISTED)
+        own = taken[:, None] & (rank[:, None] == place[None, :])
+        page = tl.max(tl.where(own, page[:, None], -1), 0)
+        physical = tl.max(tl.where(own, physical[:, None], 0), 0)
+    else:
+        page = tl.load(found_page + place, mask=place < end, other=-1, cache_modifier=".cg")
+        physical = tl.load(found_at + place, mask=place < end, other=0, cache_modifier=".cg")
+    return page, physical
 
 
 @triton.jit
 def read(
-    q, k_cache, v_cache, slot, found_page, found_at, found_value, found_u, order,
+    q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
     indices, scores, part_o, part_lse, picked,
-    scale, page_stride, head_stride, offset, topk, each, first, parts, chunks, token, kv, split,
+    scale, page_stride, head_stride, offset, pages, topk, each, first, parts, chunks, token, kv,
+    split,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
-    SHORT: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """`each` selected pages of one token and KV head: their average and the logarithm of their
     summed weight, part_o [T, HEADS, parts, DIM] and part_lse [T, HEADS, parts] from place `first`
@@ -363,7 +349,7 @@ def read(
 
     Args:
         picked: as in `pick`.
-        order, SHORT, LISTED: as in `listed`.
+        LISTED: as in `pages_at`.
         GP: heads of the group, padded to a power of two, >= 16.
         EACH: `each`, padded to a power of two.
     """
@@ -379,40 +365,34 @@ def read(
     end = tl.minimum(begin + each, topk)
     if picked is not None:
         await_arrivals(picked, tl.maximum(1, (candidates + CHUNK - 1) // CHUNK))
-    which = listed(
-        found_page, found_value, order, line, candidates, begin, end, topk, chunks,
-        CHUNK, SHORT, LISTED, EACH,
-    )  # fmt: skip
-    # Three loads of which none waits for another: what is not listed is left out afterwards.
     e = tl.arange(0, EACH)
-    there = begin + e < end
-    at = line * chunks * topk + which
-    known_page = which >= 0
-    logical = tl.load(found_page + at, mask=known_page, other=-1, cache_modifier=".cg")
-    known = tl.load(found_at + at, mask=known_page, other=0, cache_modifier=".cg")
-    shown = alive[:, None] & known_page[None, :]
-    at_u = found_u + at[None, :] * group + m[:, None]
-    own = tl.load(at_u, mask=shown, other=0.0, cache_modifier=".cg")
-    own = tl.where(shown & (logical >= 0)[None, :], own, float("-inf"))
-    tl.store(indices + line * topk + begin + e, logical, mask=there)
-    at = scores + head[:, None] * topk + (begin + e)[None, :]
-    tl.store(at, own, mask=alive[:, None] & there[None, :])
-    best = tl.max(own, 1)
-    best = tl.where(best == float("-inf"), 0.0, best)
-    weights = tl.exp(own - best[:, None])
-    total = tl.sum(weights, 1)
+    logical, physical = pages_at(
+        found_page, found_at, found_value, line, candidates, begin + e, end, topk, chunks,
+        CHUNK, LISTED,
+    )  # fmt: skip
+    tl.store(indices + line * topk + begin + e, logical, mask=begin + e < end)
+    best = tl.full([GP], float("-inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
     at_head = kv.to(tl.int64) * head_stride
     for i in tl.range(0, end - begin, num_stages=STAGES):
-        this = e == i
-        page = tl.sum(tl.where(this, known, 0), 0).to(tl.int64)
-        found = tl.max(tl.where(this, logical, -1), 0) >= 0
-        weight = tl.sum(tl.where(this[None, :], weights, 0.0), 1)
+        this = tl.max(tl.where(e == i, logical, -1), 0)
+        page = tl.max(tl.where(e == i, physical, 0), 0).to(tl.int64)
+        own = tl.load(
+            u + head * pages + this,
+            mask=alive & (this >= 0), other=float("-inf"), cache_modifier=".cg",
+        )  # fmt: skip
         value, summed = page_output(
             query, k_cache + at_head, v_cache + at_head, page * page_stride,
-            found, scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, PRECISION,
+            this >= 0, scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, PRECISION,
         )  # fmt: skip
-        acc += value * (weight / summed)[:, None]
+        tl.store(scores + head * topk + begin + i, own, mask=alive)
+        higher = tl.maximum(best, own)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        decay, weight = tl.exp(best - base), tl.exp(own - base)
+        total = total * decay + weight
+        acc = acc * decay[:, None] + value * (weight / summed)[:, None]
+        best = higher
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
     at = head * parts + first + split
@@ -422,21 +402,20 @@ def read(
 
 @triton.jit(do_not_specialize=["each", "first", "parts"])
 def read_kernel(
-    q, k_cache, v_cache, slot, found_page, found_at, found_value, found_u, order,
+    q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
     indices, scores, part_o, part_lse,
-    scale, page_stride, head_stride, offset, topk, each, first, parts, chunks,
+    scale, page_stride, head_stride, offset, pages, topk, each, first, parts, chunks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
-    SHORT: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """`read` of a split of the selected pages, KV head and token."""
     launch_next(EARLY)
     read(
-        q, k_cache, v_cache, slot, found_page, found_at, found_value, found_u, order,
-        indices, scores, part_o, part_lse, None, scale, page_stride, head_stride, offset, topk,
-        each, first, parts, chunks,
+        q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
+        indices, scores, part_o, part_lse, None, scale, page_stride, head_stride, offset, pages,
+        topk, each, first, parts, chunks,
         tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0),
-        HEADS, KV_HEADS, DIM, SIZE, GP, DP, KEYS, CHUNK, SHORT, LISTED, EACH, EARLY, PRECISION,
-        STAGES,
+        HEADS, KV_HEADS, DIM, SIZE, GP, DP, KEYS, CHUNK, LISTED, EACH, EARLY, PRECISION, STAGES,
     )  # fmt: skip

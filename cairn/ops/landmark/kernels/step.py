@@ -93,7 +93,7 @@ def place_in(lines, scans, chunks, reads, lag):
 @triton.jit(do_not_specialize=["splits", "programs", "parts", "reads", "each", "lag", "lines"])
 def step_kernel(
     q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table,
-    part_o, part_lse, u, tops, sums, found_page, found_at, found_value, found_u, order, counters,
+    part_o, part_lse, u, tops, sums, found_page, found_at, found_value, counters,
     out, indices, scores, lse,
     splits, programs, parts, chunks, reads, each, lag, lines,
     window, scale, table_stride, page_stride, head_stride,
@@ -103,7 +103,7 @@ def step_kernel(
     KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
     STORES: tl.constexpr, PRECISION: tl.constexpr,
     K: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr, PROGRAMS: tl.constexpr,
-    SPLITS: tl.constexpr, NORMALISED: tl.constexpr, SHORT_LIST: tl.constexpr,
+    SPLITS: tl.constexpr, NORMALISED: tl.constexpr,
     LISTED: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
     SOFTMAX1: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -133,16 +133,16 @@ def step_kernel(
     elif item < scans + chunks:
         pick(
             u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value,
-            found_u, lse, counters + 1, counters + 2, splits, parts, programs, table_stride, offset,
+            lse, counters + 1, counters + 2, splits, parts, programs, table_stride, offset,
             pages, topk, chunks, token, kv, item - scans,
             HEADS, KV_HEADS, SIZE, GP, TILE, K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED, EARLY,
         )  # fmt: skip
     else:
         read(
-            q, k_cache, v_cache, slot, found_page, found_at, found_value, found_u, order,
+            q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
             indices, scores, part_o, part_lse, counters + 2, scale, page_stride, head_stride,
-            offset, topk, each, splits, parts, chunks, token, kv, item - scans - chunks,
-            HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, PAGE, SHORT << (LEVELS - 1), SHORT_LIST, LISTED,
+            offset, pages, topk, each, splits, parts, chunks, token, kv, item - scans - chunks,
+            HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, PAGE, SHORT << (LEVELS - 1), LISTED,
             EACH, EARLY, PRECISION, STAGES,
         )  # fmt: skip
         finish_line(
