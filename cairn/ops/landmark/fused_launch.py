@@ -30,6 +30,9 @@ CHUNK = 512
 """Candidates that one program chooses from, unless there are very many."""
 SHORT_CHUNK = 256
 """Candidates of a chunk that is chosen from as if there could be no more."""
+LONE_TOKENS = 1
+"""Of more tokens, half as many warps as usual read a page alone: they wait for each other less. The
+code of such a program is longer, and where there are few programs, each waits for its code."""
 MOST_LISTED = 256
 """What all chunks of a token may find for one KV head, before the chunks grow."""
 WHOLE = 12e-6
@@ -208,7 +211,8 @@ def _read(
     memory: _Memory,
 ) -> None:
     """The selected pages' states behind the window's, and the results' pages and scores."""
-    read_kernel[(plan.reads, job.groups, task.q.shape[0])](
+    tokens = task.q.shape[0]
+    read_kernel[(plan.reads, job.groups, tokens)](
         *(task.q, task.k_cache, task.v_cache, task.slot, memory.scored[0], *memory.found),
         *(memory.indices, memory.scores, memory.part_o, memory.part_lse),
         *(pages.scale, *task.k_cache.stride()[:2], job.offset, memory.line, job.topk),
@@ -216,10 +220,9 @@ def _read(
         *(max(16, pages.group), pages.width, pages.keys),
         *(plan.chunk, plan.listed(job.topk), gpu.next_power_of_2(plan.each)),
         *(plan.early, pages.precision, READ_STAGES),
-        # For one page alone half as many: they wait for each other less.
-        num_warps=pages.warps // 2 if plan.each == 1 else pages.warps,
+        num_warps=pages.warps // 2 if plan.each == 1 and tokens > LONE_TOKENS else pages.warps,
         num_stages=READ_STAGES,
-        **early_option(plan.early and task.q.shape[0] <= EARLY_READS),
+        **early_option(plan.early and tokens <= EARLY_READS),
     )
 
 

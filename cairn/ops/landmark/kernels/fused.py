@@ -208,10 +208,10 @@ def pick_chunk(
     g = tl.arange(0, GP)
     own = g < group
     head = token * HEADS + kv * group + g
-    # No load waits for another. What no candidate reaches is left out afterwards: a mask would cost
-    # the wide loads.
+    # No load waits for another. Up to a round number: a mask of the candidates would cost the wide
+    # loads. What is no candidate is left out afterwards.
     at = (head * pages)[:, None] + c[None, :]
-    shown = own[:, None] & (c < pages)[None, :]
+    shown = own[:, None] & (c < (candidates + 15) // 16 * 16)[None, :]
     value = tl.load(u + at, mask=shown, other=float("-inf"), cache_modifier=".cg")
     s = tl.arange(0, SPLITS)
     logs = tl.load(
