@@ -25,7 +25,8 @@ def quicken(interpreter: ModuleType) -> None:
     - Every value has its shape as objects of the language, and every type its name, made anew;
       shapes are made objects of the language once more whenever they are compared.
     - It looks for the type and the shape that two operands have in common also where they have
-      the same.
+      the same, and makes a block of a constant anew for every operation with it.
+    - Whatever a kernel calls of the language goes through two functions more.
     """
     builder = interpreter.interpreter_builder
     if hasattr(builder.options, "sanitize_overflow") and not builder.options.debug:
@@ -43,13 +44,15 @@ def quicken(interpreter: ModuleType) -> None:
     semantic.binary_op_type_checking_impl = _unless_alike(checked, core.tensor)
     semantic.broadcast_impl_value = _unless_of_one_shape(semantic.broadcast_impl_value)
     interpreter._get_np_dtype = _once_a_name(interpreter._get_np_dtype)
+    if hasattr(interpreter, "_patch_attr"):
+        interpreter._patch_attr = _straight(semantic)
 
 
 def _once_a_type(initialise: Callable[..., None], constexpr: type) -> Any:
     known: dict[Any, dict[str, Any]] = {}  # By element and shape: the attributes of such a type.
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple(size.value if isinstance(size, constexpr) else size for size in shape)
+        sizes = tuple([size.value if isinstance(size, constexpr) else size for size in shape])
         attributes = known.get((element_ty.name, sizes))
         if attributes is None:
             initialise(self, element_ty, shape)
@@ -86,11 +89,23 @@ _KEPT = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
 
 
 def _unless_alike(check: Callable[..., Any], tensor: type) -> Any:
+    known: dict[Any, Any] = {}  # By constant, and the type and shape beside it: such a block.
+
     def checked(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(lhs) is tensor and type(rhs) is tensor and lhs.shape is rhs.shape:
-            name = lhs.dtype.name
-            if name in _KEPT and name == rhs.dtype.name:
-                return lhs, rhs
+        if type(lhs) is not tensor or (name := lhs.dtype.name) not in _KEPT:
+            return check(self, lhs, rhs, *args, **kwargs)
+        if type(rhs) is tensor:
+            if name == rhs.dtype.name:
+                return self.broadcast_impl_value(lhs, rhs)
+        elif type(rhs) in (bool, int, float):
+            key = type(rhs), rhs, name, id(lhs.shape), args, *kwargs.items()
+            if key in known:
+                return lhs, known[key]
+            first, second = check(self, lhs, rhs, *args, **kwargs)
+            if first is lhs and second.shape is lhs.shape:
+                second.handle.data.flags.writeable = False
+                known[key] = second
+            return first, second
         return check(self, lhs, rhs, *args, **kwargs)
 
     return checked
@@ -125,10 +140,11 @@ def _by_pairs(one_by_one: Any) -> Any:
             return one_by_one(self, given)
         dtypes = [tensor.dtype for tensor in given]
         values = [tensor.handle.data for tensor in given]
+        before = [slice(None)] * (axis or 0)
         while length > 1:
             # Neighbours stay neighbours: functions need not commute.
             halves = [
-                self.to_tensor(value.take(range(begin, length, 2), axis), dtype)
+                self.to_tensor(value[*before, begin::2], dtype)
                 for begin in (0, 1)
                 for value, dtype in zip(values, dtypes, strict=True)
             ]
@@ -141,6 +157,21 @@ def _by_pairs(one_by_one: Any) -> Any:
         return [self.to_tensor(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
 
     return reduce
+
+
+def _straight(semantic_of: Any) -> Any:
+    def patch_attr(of: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic = semantic_of(builder)
+        # What marks a function as the language's only looks whether it is given this.
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(of, name, call)
+
+    return patch_attr
 
 
 def _once_a_kernel(interpreter: ModuleType) -> Any:
