@@ -1,6 +1,7 @@
 """`cairn ops`, `cairn doctor` and `cairn inspect`."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -47,6 +48,21 @@ def test_ops_json(run):
     assert kernel["torch"] == ["cpu"]
 
 
+@functools.cache
+def made():
+    from cairn.ops.docs import pages
+
+    return pages()
+
+
+@pytest.fixture
+def pages_once(monkeypatch):
+    """What the pages say is for tests of the ops: here they are made once."""
+    once = made()
+    monkeypatch.setattr("cairn.ops.docs.pages", lambda measured: once)
+
+
+@pytest.mark.usefixtures("pages_once")
 def test_ops_docs_replaces_the_pages_of_a_folder(run, tmp_path):
     assert run("ops", "--docs", str(tmp_path))[0] == 0
     (tmp_path / "gone.md").write_text("of a family that is no more")
@@ -58,6 +74,7 @@ def test_ops_docs_replaces_the_pages_of_a_folder(run, tmp_path):
     assert "gone.md" not in found
 
 
+@pytest.mark.usefixtures("pages_once")
 @pytest.mark.parametrize("name", ["notes.md", "README.md"])
 def test_ops_docs_leaves_texts_of_others_alone(run, tmp_path, name):
     (tmp_path / name).write_text("mine")
