@@ -99,9 +99,8 @@ def test_many_chunks_of_candidates_and_their_merge(
     check(landmark_attention, "triton_few", given)
 
 
-WHOLE_STEPS = [
-    (lines, softmax1) for lines in ((1, 9, 150), (9,), (200, 200, 40, 7)) for softmax1 in (0, 1)
-]
+WHOLE_STEPS = [((1, 9, 150), 0), ((9,), 1), ((200, 200, 40, 7), 1)]
+"""Rows without pages and with them by either softmax, which is no matter of the counters."""
 
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
