@@ -196,7 +196,7 @@ def test_a_thousand_short_requests_leak_nothing() -> None:
 # no heap. A prefix is the tuple of its page patterns; patterns are few, so prefixes really collide.
 
 POOL = 40
-STEPS = 10_000
+STEPS = 5_000
 Prefix = tuple[int, ...]
 
 
