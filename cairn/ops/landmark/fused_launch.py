@@ -26,15 +26,16 @@ tokens are scored by more programs each."""
 MOST_PROGRAMS = 256
 """Programs that score a token for one KV head, at most: one program adds up what they found."""
 LEAST_PROGRAMS = 4
-CHUNK = 512
-"""Candidates that one program chooses from, unless there are very many."""
+CHUNK, CHUNKS = 512, 5
+"""Candidates that one program chooses from; twice as many in rows of more than so many chunks, and
+still more where there are very many."""
 SHORT_CHUNK = 256
 """Candidates of a chunk that is chosen from as if there could be no more."""
 LONE_TOKENS = 1
 """Of more tokens, half as many warps as usual read a page alone: they wait for each other less. The
 code of such a program is longer, and where there are few programs, each waits for its code."""
-MOST_LISTED = 256
-"""What all chunks of a token may find for one KV head, before the chunks grow."""
+MOST_LISTED = 384
+"""What all chunks of a token may find for one KV head, before the chunks grow further."""
 WHOLE = 12e-6
 """Seconds that the step takes to read from memory at least, for one launch to do all of it: what
 programs wait for each other then passes while others read. Of less, launches early in front of each
@@ -101,7 +102,8 @@ def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: 
     tile = max(1, TILE_NUMBERS // (job.group * job.width))
     wanted = max(LEAST_PROGRAMS, -(-PROGRAMS // lines))
     programs = max(1, min(-(-job.pages // tile), wanted, MOST_PROGRAMS))
-    chunk = max(min(CHUNK, gpu.next_power_of_2(job.pages)), gpu.next_power_of_2(job.topk))
+    most = CHUNK if job.pages <= CHUNKS * CHUNK else 2 * CHUNK
+    chunk = max(min(most, gpu.next_power_of_2(job.pages)), gpu.next_power_of_2(job.topk))
     while -(-job.pages // chunk) * job.topk > max(MOST_LISTED, job.topk):
         chunk *= 2
     read = lines * (job.topk * job.page_size + task.window) * 2 * pages.line_bytes
