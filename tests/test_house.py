@@ -39,6 +39,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@cache
 def functions(path: Path) -> list[Function]:
     return [node for node in ast.walk(tree(path)) if isinstance(node, Function)]
 
