@@ -348,6 +348,7 @@ def read(
     on; and their places in indices [T, KV_HEADS, topk] and scores [T, HEADS, topk].
 
     Args:
+        u: of `score_tiles`; found_page, found_at and found_value: of `pick`.
         picked: as in `pick`.
         LISTED: as in `pages_at`.
         GP: heads of the group, padded to a power of two, >= 16.
