@@ -211,18 +211,18 @@ def test_a_step_writes_the_slots_it_runs_and_no_others(case, device):
 
 
 @pytest.mark.parametrize(
-    "case, every", [("qwen_gqa4_prior_lora_inrange", 300), ("olmo_mha_interleave4", 1)]
+    "case, all_below", [("qwen_gqa4_prior_lora_inrange", 300), ("olmo_mha_interleave4", 1)]
 )
-def test_lengths_from_1_to_700(case, every, device):
-    """Rows 0 .. n of a prompt do not depend on how much follows; no length gives a NaN. Steps
-    of 4, which those beyond `every` come in, meet every place of a page, which has 15 tokens."""
+def test_lengths_from_1_to_700(case, all_below, device):
+    """Rows 0 .. n of a prompt do not depend on how much follows; no length gives a NaN. From
+    `all_below` on they are 4 apart, which meets every place of a page, of 15 tokens."""
     built = engine(
         case, device=device, enable_prefix_caching=False, max_num_seqs=64, kv_cache_memory="64MiB"
     )
     prompt = text(11, 700)
     whole = run(built, [prompt], greedy(1, prompt_logprobs=True), poisoned=False)[0]
     reference = np.concatenate([whole.prompt_logprobs, whole.logprobs])
-    all_lengths = [*range(1, every), *range(every, 701, 4)]
+    all_lengths = [*range(1, all_below), *range(all_below, 701, 4)]
     for at in range(0, len(all_lengths), 50):
         part = all_lengths[at : at + 50]
         got = run(built, [prompt[:n] for n in part], greedy(1), poisoned=False)

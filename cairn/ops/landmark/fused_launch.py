@@ -26,9 +26,9 @@ tokens are scored by more programs each."""
 MOST_PROGRAMS = 256
 """Programs that score a token for one KV head, at most: one program adds up what they found."""
 LEAST_PROGRAMS = 4
-CHUNK, CHUNKS = 512, 5
-"""Candidates that one program chooses from; twice as many in rows of more than so many chunks, and
-still more where there are very many."""
+CHUNK, LONG_ROW = 512, 2560
+"""Candidates that one program chooses from; twice as many in rows of more than LONG_ROW, and still
+more where there are very many."""
 SHORT_CHUNK = 256
 """Candidates of a chunk that is chosen from as if there could be no more."""
 LONE_TOKENS = 1
@@ -102,7 +102,7 @@ def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: 
     tile = max(1, TILE_NUMBERS // (job.group * job.width))
     wanted = max(LEAST_PROGRAMS, -(-PROGRAMS // lines))
     programs = max(1, min(-(-job.pages // tile), wanted, MOST_PROGRAMS))
-    most = CHUNK if job.pages <= CHUNKS * CHUNK else 2 * CHUNK
+    most = CHUNK if job.pages <= LONG_ROW else 2 * CHUNK
     chunk = max(min(most, gpu.next_power_of_2(job.pages)), gpu.next_power_of_2(job.topk))
     while -(-job.pages // chunk) * job.topk > max(MOST_LISTED, job.topk):
         chunk *= 2
@@ -122,7 +122,7 @@ class _Memory:
 
     Attributes:
         part_o, part_lse: states of the window's splits, then of the reading programs.
-        scored: every candidate's score, and the normalisers' parts: u, tops and sums.
+        u: every candidate's score, [T, h_q, line]; tops, sums: the normalisers' parts.
         found: the best of every chunk, as `pick` gives them.
     """
 
@@ -132,13 +132,20 @@ class _Memory:
     lse: Tensor
     part_o: Tensor
     part_lse: Tensor
-    scored: tuple[Tensor, ...]
+    u: Tensor
+    tops: Tensor
+    sums: Tensor
     found: tuple[Tensor, ...]
 
     @property
     def line(self) -> int:
         """Numbers from one head's scores to the next one's."""
-        return self.scored[0].shape[2]
+        return self.u.shape[2]
+
+    @property
+    def scored(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What scanning programs score, in the kernels' order."""
+        return self.u, self.tops, self.sums
 
 
 def attend(
@@ -167,7 +174,7 @@ def attend(
     shape = (tokens, job.groups, plan.chunks, job.topk)
     page, at = (job.empty(*shape, dtype=torch.int32) for _ in range(2))
     found = (page, at, job.empty(*shape))
-    memory = _Memory(out, indices, scores, lse, *task.empty(plan.parts), (u, tops, sums), found)
+    memory = _Memory(out, indices, scores, lse, *task.empty(plan.parts), u, tops, sums, found)
     if plan.whole:
         _whole(task, job, plan, pages, memory, softmax1)
     else:
@@ -215,7 +222,7 @@ def _read(
     """The selected pages' states behind the window's, and the results' pages and scores."""
     tokens = task.q.shape[0]
     read_kernel[(plan.reads, job.groups, tokens)](
-        *(task.q, task.k_cache, task.v_cache, task.slot, memory.scored[0], *memory.found),
+        *(task.q, task.k_cache, task.v_cache, task.slot, memory.u, *memory.found),
         *(memory.indices, memory.scores, memory.part_o, memory.part_lse),
         *(pages.scale, *task.k_cache.stride()[:2], job.offset, memory.line, job.topk),
         *(plan.each, plan.splits, plan.parts, plan.chunks, *pages.shape),

@@ -58,6 +58,7 @@ def score_tiles(
     and sum of exponentials of this program's, [T, KV_HEADS, programs, group].
 
     Args:
+        pages: room for candidates, a multiple of 16.
         program, programs: this program's share of the tiles of TILE candidates.
     """
     group: tl.constexpr = HEADS // KV_HEADS
@@ -189,9 +190,8 @@ def scan_kernel(
 
 @triton.jit
 def pick_chunk(
-    u, tops, sums, part_lse, row, page_table, found_page, found_at, found_value, lse,
-    scanned, splits, parts, programs, table_stride, pages, topk, chunks, token, kv, chunk, begin,
-    candidates,
+    u, tops, sums, part_lse, row, page_table, found_page, found_at, found_value, lse, scanned,
+    splits, parts, programs, table_stride, pages, topk, chunks, token, kv, chunk, begin, candidates,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr,
     NORMALISED: tl.constexpr, EARLY: tl.constexpr,
@@ -274,8 +274,8 @@ def pick(
             if fits & ((level == 0) | (left > (SHORT << level) // 2)):
                 pick_chunk(
                     u, tops, sums, part_lse, row, page_table, found_page, found_at, found_value,
-                    lse, scanned, splits, parts, programs, table_stride, pages, topk,
-                    chunks, token, kv, chunk, begin, candidates,
+                    lse, scanned, splits, parts, programs, table_stride, pages, topk, chunks,
+                    token, kv, chunk, begin, candidates,
                     HEADS, KV_HEADS, GP, K, TILE, SHORT << level, PROGRAMS, SPLITS, NORMALISED,
                     EARLY,
                 )  # fmt: skip

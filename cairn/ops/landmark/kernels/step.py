@@ -93,8 +93,8 @@ def place_in(lines, scans, chunks, reads, lag):
 @triton.jit(do_not_specialize=["splits", "programs", "parts", "reads", "each", "lag", "lines"])
 def step_kernel(
     q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table,
-    part_o, part_lse, u, tops, sums, found_page, found_at, found_value, counters,
-    out, indices, scores, lse,
+    part_o, part_lse, u, tops, sums, found_page, found_at, found_value, counters, out, indices,
+    scores, lse,
     splits, programs, parts, chunks, reads, each, lag, lines,
     window, scale, table_stride, page_stride, head_stride,
     offset, score_scale, key_page_stride, key_head_stride, pages, topk,
@@ -103,9 +103,9 @@ def step_kernel(
     KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
     STORES: tl.constexpr, PRECISION: tl.constexpr,
     K: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr, PROGRAMS: tl.constexpr,
-    SPLITS: tl.constexpr, NORMALISED: tl.constexpr,
-    LISTED: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr,
-    SOFTMAX1: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, NORMALISED: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr,
+    PARTS: tl.constexpr, AHEAD: tl.constexpr, SOFTMAX1: tl.constexpr, APART: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`scan`, `pick` and `read` of every line, a token and KV head, and the merge of its parts.
 
@@ -133,8 +133,8 @@ def step_kernel(
     elif item < scans + chunks:
         pick(
             u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value,
-            lse, counters + 1, counters + 2, splits, parts, programs, table_stride, offset,
-            pages, topk, chunks, token, kv, item - scans,
+            lse, counters + 1, counters + 2, splits, parts, programs, table_stride, offset, pages,
+            topk, chunks, token, kv, item - scans,
             HEADS, KV_HEADS, SIZE, GP, TILE, K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED, EARLY,
         )  # fmt: skip
     else:
