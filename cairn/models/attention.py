@@ -122,23 +122,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: AttentionBatch, norm: RMSNorm | None = None) -> Tensor:
         """x [T, hidden], normed first if there is a norm, -> [T, h_q d], which `out` takes."""
-        index, cos_sin = self._angles(x, batch)
-        q, k, v, z = self._project(self.qkv(x, norm), index, cos_sin, batch)
+        cos_sin = self._angles(x, batch)
+        q, k, v, z = self._project(self.qkv(x, norm), cos_sin, batch)
         if self.hils is None:
             return batch.attend(self.index, q, k, v).flatten(1)
         mu = self._summary_query(cos_sin, batch)
         return batch.attend(self.index, q, k, v, lmk_q=z, summary_query=mu).flatten(1)
 
-    def _angles(self, x: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor | None]:
-        """Row numbers [T] and this layer's [cos | sin] by row, shared by the step's layers."""
-        index = batch.memo(
-            "rotary index", lambda: torch.arange(x.shape[0], dtype=torch.int64, device=x.device)
-        )
+    def _angles(self, x: Tensor, batch: AttentionBatch) -> Tensor | None:
+        """This layer's [cos | sin] by row, shared by the step's layers."""
         rotary = self.rotary
         if rotary is None:
-            return index, None
-        key = (id(rotary), x.dtype)
-        return index, batch.memo(key, lambda: rotary.cos_sin(batch.positions, x.dtype))
+            return None
+        return batch.memo((id(rotary), x.dtype), lambda: rotary.cos_sin(batch.positions, x.dtype))
 
     def _summary_query(self, cos_sin: Tensor | None, batch: AttentionBatch) -> Tensor | None:
         """The prior query [N, h_q, d] of every page this step completes; None: its landmark's z."""
@@ -152,7 +148,7 @@ class Attention(nn.Module):
         return constant
 
     def _project(
-        self, projected: Tensor, index: Tensor, cos_sin: Tensor | None, batch: AttentionBatch
+        self, projected: Tensor, cos_sin: Tensor | None, batch: AttentionBatch
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """q, k, v, z; q, k, z after norm and rotation. z is q where it has no projection; k and v
         are None where they are in the cache already."""
@@ -178,6 +174,10 @@ class Attention(nn.Module):
             for part, norm in zip(self._parts(projected, added), self._norms(), strict=True)
         ]
         if cos_sin is not None:
+            count, device = projected.shape[0], projected.device
+            index = batch.memo(
+                "rotary index", lambda: torch.arange(count, dtype=torch.int64, device=device)
+            )
             for part in parts:
                 rotate(index, part, None, cos_sin)
         z = parts[-1] if len(parts) > 2 else parts[0]

@@ -42,6 +42,7 @@ from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
 from cairn.ops.memory.set_kv_buffer_kernel import set_kv_buffer_kernel
+from cairn.ops.memory.take_rows import take_rows
 from cairn.ops.memory.weak_ref_tensor import weak_ref_tensor
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.fused_inplace_qknorm import fused_inplace_qknorm
@@ -220,6 +221,7 @@ __all__ = [
     "split_norm_rope",
     "store_prior_summary",
     "suggest_nvfp4_global_scale",
+    "take_rows",
     "top_k_mask_logits",
     "top_k_renorm_prob",
     "top_k_renorm_probs",

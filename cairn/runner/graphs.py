@@ -269,7 +269,7 @@ class DecodeGraphs:
         self.place.tables.view(-1).index_copy_(0, lines[2], granted)
         batch, last = self._batch(bucket)
         hidden = self.model(batch)
-        logits = self.model.logits(hidden[last])
+        logits = self.model.logits(ops.take_rows(hidden, last))
         if ending is Ending.LOGITS:
             return logits
         if ending is Ending.GREEDY:
@@ -280,6 +280,5 @@ class DecodeGraphs:
                 for name, line in zip(Draws._fields, self._device[ROW_LINES:], strict=True)
             ]
             tokens = ops.draw_tokens(logits, *draws)
-        self.place.last_token[lines[0]] = tokens
-        self._lines.answer(tokens, rehearsal)
+        self._lines.answer(tokens, self.place.last_token, lines[0], rehearsal)
         return tokens

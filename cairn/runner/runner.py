@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cairn import ops
 from cairn.attention.base import AttentionLayer, Batch
 from cairn.attention.registry import assign
 from cairn.cache.landmarks import SlotMap
@@ -261,7 +262,7 @@ class Runner:
         choice = Choice(hidden.new_empty(0, dtype=torch.int64), {})
         if len(last):
             index, row = send((last, picks.row), hidden.device)
-            choice = self.sampler.sample(self.model.logits(hidden[index]), picks)
+            choice = self.sampler.sample(self.model.logits(ops.take_rows(hidden, index)), picks)
             self.rows.remember(row, choice.tokens)
         reads = selections(batch.reads, len(watched)) if watched else []
         prompt = tuple(

@@ -175,10 +175,13 @@ class Lines:
         ring = self._rehearsed if rehearsal else self._ring
         ops.ring_read(self.device[:lines, :width], ring.numbers[:, :lines, :width], ring.count)
 
-    def answer(self, tokens: Tensor, rehearsal: bool = False) -> None:
-        """Queue the tokens [n <= width] int64 of the step that fetched last to the host."""
+    def answer(
+        self, tokens: Tensor, last_token: Tensor, rows: Tensor, rehearsal: bool = False
+    ) -> None:
+        """Queue the tokens [n <= width] int64 of the step that fetched last to the host, and to
+        `last_token` at `rows` [n] for the next step."""
         ring = self._rehearsed if rehearsal else self._ring
-        ops.ring_write(tokens, ring.tokens, ring.count)
+        ops.ring_write(tokens, ring.tokens, ring.count, last_token, rows)
 
 
 class Arriving:

@@ -43,12 +43,13 @@ FREE = {
     "page_weights": "scores:2",
     "prior_summary": "k_cache:0 k_cache:2",
     "ring_read": "ring:0",
-    "ring_write": "values:0 ring:0 ring:1",
+    "ring_write": "values:0 ring:0 ring:1 kept:0",
     "rotary_cos_sin": "positions:0 inv_freq:0",
     "select_pages": "page_table:0 page_table:1",
     "sequence_attention": "",
     "split_norm_rope": "projected:1",
     "store_prior_summary": "k_cache:2",
+    "take_rows": "table:0 table:1 index:0",
     "window_attention": "page_table:0 page_table:1",
     "write_kv": "",
 }
@@ -219,6 +220,7 @@ SHAPES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = 
     (ops.decode_slots, (*DECODE, j(2, 8), 4, 7, 0, 0), {}, "`window_table` has shape [2, 8]"),
     (ops.ring_read, (i(3)[None], i(0).view(0, 1, 3), i(1)), {}, "`ring` has shape [0, 1, 3]"),
     (ops.ring_write, (i(3), i(4).view(2, 2), i(1)), {}, "`values` has 3 numbers for entries of 2"),
+    (ops.ring_write, (i(3), i(8).view(2, 4), i(1), i(5)), {}, "`place` is None: `kept` and"),
     (ops.dense_attention, (*PAGED, *NO_PAGES), {}, "`page_table` has shape [0, 9]: pages for no t"),
     (
         ops.dense_attention,

@@ -28,10 +28,10 @@ class Model:
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         self.batch = batch
-        return (batch.slot * 7 + batch.row)[:, None]
+        return (batch.slot * 7 + batch.row)[:, None].float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(hidden[:, 0] % VOCAB, VOCAB).float()
+        return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB, VOCAB).float()
 
 
 def chosen(slot: int, row: int) -> int:

@@ -63,6 +63,8 @@ def test_lines_of_steps_that_are_on_their_way_at_once():
     lines = Lines([7, -1, 0], 32, device)
     rows = [np.arange(n) for n in (4, 9)]
     ahead, chosen = [], torch.zeros(32, dtype=torch.int64, device=device)
+    last_token, place = torch.zeros_like(chosen), torch.arange(32, device=device).flip(0)
+    kept = torch.ones(32, dtype=torch.bool, device=device)
     for step in range(200):
         row = rows[rng.random() < 0.1]
         cells = np.arange(rng.choice([0, 0, 0, 3]))
@@ -70,7 +72,7 @@ def test_lines_of_steps_that_are_on_their_way_at_once():
         if rng.random() < 0.1:
             # Takes nothing of the steps on their way.
             lines.fetch(3, 32, rehearsal=True)
-            lines.answer(chosen, rehearsal=True)
+            lines.answer(chosen, torch.zeros_like(chosen), place, rehearsal=True)
             assert lines.device.tolist() == [[7] * 32, [-1] * 32, [0] * 32]
         trip = lines.send((row, cells, pages))
         if rng.random() < 0.3:
@@ -82,8 +84,10 @@ def test_lines_of_steps_that_are_on_their_way_at_once():
         if rng.random() < 0.5:
             trip.bring(chosen[: len(row)])
         else:
-            lines.answer(chosen)
+            lines.answer(chosen, last_token, place)
             trip.returns(len(row))
+            # Looked at in the end: nobody waits here.
+            kept &= last_token.flip(0) == chosen
         sent = [np.full(32, padding) for padding in (7, -1, 0)]
         for line, array in zip(sent, (row, cells, pages), strict=True):
             line[: len(array)] = array
@@ -91,3 +95,4 @@ def test_lines_of_steps_that_are_on_their_way_at_once():
         if len(ahead) > rng.randrange(RING + 2):
             arrived, wanted = ahead.pop(0)
             assert arrived.tokens() == wanted
+    assert kept.all()

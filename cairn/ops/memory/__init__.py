@@ -1,1 +1,1 @@
-"""Caches that models other than this engine's use, and memory that is only looked at."""
+"""Caches that models other than this engine's use, rows of tables, memory that is looked at."""

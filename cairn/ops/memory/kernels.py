@@ -1,7 +1,8 @@
-"""Kernel of the cache store."""
+"""Kernels of the cache store, and of rows that are taken from a table."""
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
 
@@ -21,3 +22,18 @@ def store_rows_kernel(
     at = tl.load(loc + token).to(tl.int64)
     tl.store(k_cache + at * k_cache_stride + column, key, mask=(column < k_width) & (at >= 0))
     tl.store(v_cache + at * v_cache_stride + column, value, mask=(column < v_width) & (at >= 0))
+
+
+@triton.jit
+def take_rows_kernel(
+    table, index, out, stride, width,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out[row] = table[index[row]], BLOCK numbers of it: a row has BLOCKS programs. EARLY: as in
+    `await_previous`."""
+    await_previous(EARLY)
+    row, part = row_and_part(BLOCKS)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(index + row).to(tl.int64)
+    value = tl.load(table + at * stride + column, mask=column < width)
+    tl.store(out + row * width + column, value, mask=column < width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 
 
@@ -74,9 +75,17 @@ def ring_read_kernel(
 
 
 @triton.jit
-def ring_write_kernel(values, ring, count, entries, width, numbers, BLOCK: tl.constexpr):
-    """One program answers the entry that was taken last."""
+def ring_write_kernel(
+    values, ring, count, kept, place, entries, width, numbers,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program answers the entry that was taken last; kept and place may be None. EARLY: as in
+    `await_previous`."""
+    await_previous(EARLY)
     at = tl.arange(0, BLOCK)
     value = tl.load(values + at, mask=at < numbers)
     entry = (tl.load(count) - 1) % entries
     tl.store(ring + entry * width + at, value, mask=at < numbers)
+    if kept is not None:
+        own = tl.load(place + at, mask=at < numbers, other=0)
+        tl.store(kept + own, value, mask=at < numbers)
