@@ -220,9 +220,11 @@ class DecodeGraphs:
         lines = ops.decode_slots(
             self._device[0, :width],
             self._device[1, :width],
+            self._device[2, :width],
+            self._device[3].view(torch.int32)[:width],
             place.last_token,
-            place.page_table,
-            own,
+            place.tables,
+            own is not None,
             size,
             place.landmark_id if place.slots.landmarks else None,
             place.spare_page * size,
@@ -264,9 +266,6 @@ class DecodeGraphs:
     def _run(self, bucket: int, ending: Ending, rehearsal: bool = False) -> Tensor:
         count = len(self._device) if ending is Ending.DRAW else ROW_LINES
         self._lines.fetch(count, _whole(bucket), rehearsal)
-        lines = self._device[:, :bucket]
-        granted = lines[3].view(torch.int32)[:bucket]
-        self.place.tables.view(-1).index_copy_(0, lines[2], granted)
         batch, last = self._batch(bucket)
         hidden = self.model(batch)
         logits = self.model.logits(ops.take_rows(hidden, last))
@@ -280,5 +279,5 @@ class DecodeGraphs:
                 for name, line in zip(Draws._fields, self._device[ROW_LINES:], strict=True)
             ]
             tokens = ops.draw_tokens(logits, *draws)
-        self._lines.answer(tokens, self.place.last_token, lines[0], rehearsal)
+        self._lines.answer(tokens, self.place.last_token, self._device[0, :bucket], rehearsal)
         return tokens

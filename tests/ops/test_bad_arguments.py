@@ -29,7 +29,7 @@ FREE = {
     "argmax_tokens": "logits:0 logits:1",
     "blend_window": "",
     "counter_uniform": "",
-    "decode_slots": "",
+    "decode_slots": "last_token:0 tables:0 tables:1",
     "dense_attention": "page_table:0 page_table:1",
     "draw_tokens": "logits:1",
     "gated_linear": "input:0",
@@ -159,7 +159,7 @@ CACHES, HALVES = (f(5, 2, 4, 8),) * 2, (f(5, 2, 4, 8).half(),) * 2
 WIDE = (f(5, 2, 4, 9),) * 2
 BYTE_CACHES = (b(5, 2, 4, 18)[..., ::2], b(5, 2, 4, 9))
 PAGED, WHERE = (f(3, 4, 8), *CACHES), (i(3), i(3), j(2, 9))
-DECODE = (i(4), i(4), i(3), j(2, 9))
+DECODE = (i(4), i(4), i(4), i(4).int(), i(3), j(2, 9))
 SELECT = (f(3, 4, 8), f(5, 2, 8), None, f(3, 4), *WHERE)
 LANDMARK = (f(3, 4, 8), f(3, 4, 8), *CACHES, f(5, 2, 8), None, *WHERE)
 TIGHT = (f(3, 4, 8), f(3, 4, 8), f(5, 2, 1, 8), f(5, 2, 1, 8))
@@ -216,8 +216,8 @@ SHAPES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = 
     (ops.write_kv, (f(3, 2, 8), f(3, 2, 8), *CACHES, i(6)[::2]), {}, "`location` has strides [2]"),
     (ops.write_kv, (f(3, 2, 8).half(), f(3, 2, 8), *CACHES, i(3)), {}, "`k` is float16, not float"),
     (ops.write_kv, (f(3, 2, 8), f(3, 2, 8), *BYTE_CACHES[::-1], i(3)), {}, "`v_cache` has strides"),
-    (ops.decode_slots, (*DECODE, None, 1, 7, 0, 0), {}, "`page_size` is 1, not 2 or more"),
-    (ops.decode_slots, (*DECODE, j(2, 8), 4, 7, 0, 0), {}, "`window_table` has shape [2, 8]"),
+    (ops.decode_slots, (*DECODE, False, 1, 7, 0, 0), {}, "`page_size` is 1, not 2 or more"),
+    (ops.decode_slots, (*DECODE, True, 4, 7, 0, 0), {}, "`tables` has 2 rows, not 4 for"),
     (ops.ring_read, (i(3)[None], i(0).view(0, 1, 3), i(1)), {}, "`ring` has shape [0, 1, 3]"),
     (ops.ring_write, (i(3), i(4).view(2, 2), i(1)), {}, "`values` has 3 numbers for entries of 2"),
     (ops.ring_write, (i(3), i(8).view(2, 4), i(1), i(5)), {}, "`place` is None: `kept` and"),

@@ -8,7 +8,8 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.kernels import decode_slots_kernel
-from cairn.ops.checks import INT32, INT64, check_least, expect
+from cairn.ops.checks import INT32, INT64, check_least, expect, refuse
+from cairn.ops.early import early_option
 from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Cases, Make
 
@@ -17,28 +18,36 @@ MOST = 2048
 """Slots that one program lays out."""
 
 
-@op
+@op(mutates=("tables",))
 def decode_slots(
     row: Tensor,
     first: Tensor,
+    cells: Tensor,
+    pages: Tensor,
     last_token: Tensor,
-    page_table: Tensor,
-    window_table: Tensor | None,
+    tables: Tensor,
+    windowed: bool,
     page_size: int,
     landmark_id: int | None,
     spare: int,
     window_spare: int,
 ) -> Tensor:
-    """Lay out the next token of each row, with the landmark that follows where it fills a page.
+    """Write what rows were granted into their page tables; then lay out the next token of each row,
+    with the landmark that follows where it fills a page.
 
     Args:
         row: [T] int64, the rows; R for those that are none, behind all others. T is at least the
             number of slots.
         first: [T] int64, user tokens of each row that have run.
+        cells: [T] int64, cells of the tables, counted through all rows, that change. One that comes
+            twice must get the same page.
+        pages: [T] int32, what they hold then.
         last_token: [R + 1] int64, the token that each row runs; below 0 there was none to choose,
             and the row runs 0.
-        page_table: [R, max_pages] int32, physical page of each logical page.
-        window_table: the same of layers with pages of their own; None: there are none.
+        tables: [rows, max_pages] int32, changed: the physical page of each logical page. First of
+            the R rows, then with `windowed` of these again, of layers with pages of their own; more
+            rows are nobody's.
+        windowed: whether there are such layers.
         page_size: S.
         landmark_id: token id of landmarks; None: there are none, and slots are tokens.
         spare, window_spare: location of padding in either pool.
@@ -50,7 +59,8 @@ def decode_slots(
     Raises:
         BadArgument: for another shape, dtype, device, layout or page size.
     """
-    most, (num_rows, _) = row.shape[0], page_table.shape
+    most, num_rows = row.shape[0], last_token.shape[0] - 1
+    tables.view(-1).index_copy_(0, cells, pages)
     landmarks = landmark_id is not None
     live = row < num_rows
     slot = first + first // (page_size - 1) if landmarks else first
@@ -60,9 +70,9 @@ def decode_slots(
     count = live.long() + (fills.long() if landmarks else 0)
     start = count.cumsum(0) - count
     known = row.clamp(max=num_rows - 1)
-    pages = [t[known, logical].long() for t in (page_table, window_table) if t is not None]
-    locations = [page * page_size + place for page in pages]
-    if window_table is None:
+    held = [tables[known + n * num_rows, logical].long() for n in range(1 + windowed)]
+    locations = [page * page_size + place for page in held]
+    if not windowed:
         locations.append(torch.full_like(row, window_spare))
     # What is for nobody goes to a column behind the last.
     out = row.new_zeros(LINES, most + 1)
@@ -77,7 +87,7 @@ def decode_slots(
         out[line].scatter_(0, tokens, values)
     if landmark_id is not None:
         behind = torch.where(fills, start + 1, most)
-        more = 0 if window_table is None else 1
+        more = 1 if windowed else 0
         for line, values in (
             *((0, torch.full_like(row, landmark_id)), (1, position + 1), (2, row), (3, slot + 1)),
             *((4, locations[0] + 1), (7, locations[1] + more)),
@@ -85,7 +95,7 @@ def decode_slots(
             out[line].scatter_(0, behind, values)
     ends = torch.where(fills, fills.long().cumsum(0) - 1, most)
     out[5].scatter_(0, ends, start + landmarks)
-    out[6].scatter_(0, ends, pages[0])
+    out[6].scatter_(0, ends, held[0])
     out[8, :most] = torch.where(live, start, 0)
     return out[:, :most].contiguous()
 
@@ -94,9 +104,11 @@ def decode_slots(
 def _(
     row: Tensor,
     first: Tensor,
+    cells: Tensor,
+    pages: Tensor,
     last_token: Tensor,
-    page_table: Tensor,
-    window_table: Tensor | None,
+    tables: Tensor,
+    windowed: bool,
     page_size: int,
     landmark_id: int | None,
     spare: int,
@@ -105,26 +117,32 @@ def _(
     name = "decode_slots"
     expect(name, "row", row, 1, INT64)
     expect(name, "first", first, row.shape, INT64, row)
-    expect(name, "page_table", page_table, 2, INT32, row, 1)
-    expect(name, "last_token", last_token, (page_table.shape[0] + 1,), INT64, row)
-    if window_table is not None:
-        expect(name, "window_table", window_table, page_table.shape, INT32, row, 1)
+    expect(name, "cells", cells, row.shape, INT64, row)
+    expect(name, "pages", pages, row.shape, INT32, row)
+    expect(name, "last_token", last_token, 1, INT64, row)
+    expect(name, "tables", tables, 2, INT32, row, dense=-1)
+    needed = (last_token.shape[0] - 1) * (1 + windowed)
+    if not 0 < needed <= tables.shape[0]:
+        refuse(name, "tables", f"has {tables.shape[0]} rows, not {needed} for `last_token`")
     check_least(name, "page_size", page_size, 1 if landmark_id is None else 2)
 
 
 @decode_slots.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda row, first, last_token, *args, **kwargs: (
-        row.shape[0] <= MOST and row.stride(0) == first.stride(0) == last_token.stride(0) == 1
+    when=lambda row, first, cells, pages, last_token, *args, **kwargs: (
+        row.shape[0] <= MOST
+        and all(t.stride(0) == 1 for t in (row, first, cells, pages, last_token))
     ),
 )
 def _(
     row: Tensor,
     first: Tensor,
+    cells: Tensor,
+    pages: Tensor,
     last_token: Tensor,
-    page_table: Tensor,
-    window_table: Tensor | None,
+    tables: Tensor,
+    windowed: bool,
     page_size: int,
     landmark_id: int | None,
     spare: int,
@@ -134,13 +152,14 @@ def _(
     out = row.new_empty(LINES, most)
     if most == 0:
         return out
-    other = page_table if window_table is None else window_table
     per_page = page_size if landmark_id is None else page_size - 1
+    early = gpu.launches_early(row.device)
     decode_slots_kernel[(1,)](
-        *(row, first, last_token, page_table, other, out, page_table.shape[0], most),
-        *(page_table.stride(0), other.stride(0), spare, window_spare, landmark_id or 0),
-        *(page_size, per_page, window_table is not None, gpu.next_power_of_2(most)),
+        *(row, first, cells, pages, last_token, tables, out, last_token.shape[0] - 1, most),
+        *(tables.shape[1], spare, window_spare, landmark_id or 0),
+        *(page_size, per_page, windowed, gpu.next_power_of_2(most), early),
         num_warps=gpu.warps_for(2 * most),
+        **early_option(early),
     )
     return out
 
@@ -154,11 +173,16 @@ def _arguments(make: Make, num_rows: int, size: int, count: int, most: int) -> A
     first[:count] = make.randint(0, (size - 1) * max_pages, count)
     some = -(-count // 3)
     first[:some] = first[:some] // (size - 1) * (size - 1) + size - 2
-    table = make.randint(0, 99, 2 * num_rows, max_pages, dtype=torch.int32)
+    tables = make.randint(0, 99, 2 * num_rows + 1, max_pages, dtype=torch.int32)
     last_token = make.randint(0, 500, num_rows + 1)
     last_token[row[0]] = -1
+    # Some cells are granted, among them those that the rows look at; the others are nobody's.
+    cells = make.randint(0, 1, most) + tables.numel() - 1
+    pages = make.randint(0, 1, most, dtype=torch.int32)
+    own = row[:some] * max_pages + (first[:some] + first[:some] // (size - 1)) // size
+    cells[:some], pages[:some] = own, make.randint(0, 99, some, dtype=torch.int32)
     return make.args(
-        *(row, first, last_token, table[:num_rows], table[num_rows:]),
+        *(row, first, cells, pages, last_token, tables, True),
         *(size, 500, 99 * size + 1, 99 * size + 2),
     )
 
@@ -168,9 +192,9 @@ def _(make: Make) -> Cases:
     for sizes in ((1, 4, 1, 2), (5, 4, 3, 16), (40, 16, 40, 80), (64, 64, 50, 128), (9, 2, 9, 18)):
         given = _arguments(make, *sizes)
         yield given
-        for window_table, landmark_id in ((None, 500), (given.args[4], None), (None, None)):
+        for windowed, landmark_id in ((False, 500), (True, None), (False, None)):
             args = list(given.clone().args)
-            args[4], args[6] = window_table, landmark_id
+            args[6], args[8] = windowed, landmark_id
             yield make.args(*args)
     yield _arguments(make, 3, 4, 0, 16)
 

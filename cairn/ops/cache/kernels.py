@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
 from cairn.ops.quantization.kernels import e4m3_code
@@ -86,14 +87,14 @@ def _put_slots(at, most, token, position, row, slot, location, own, mask):
 def decode_slots_kernel(
     row_ptr,
     first_ptr,
+    cells_ptr,
+    pages_ptr,
     last_token_ptr,
-    table_ptr,
-    window_table_ptr,
+    tables_ptr,
     out_ptr,
     num_rows,
     most,
-    line,
-    window_line,
+    width,
     spare,
     window_spare,
     landmark_id,
@@ -101,10 +102,17 @@ def decode_slots_kernel(
     PER_PAGE: tl.constexpr,
     WINDOWED: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One program: each of its numbers is a row, then a slot of padding."""
+    """One program: each of its numbers is a cell of the tables, a row, then a slot of padding.
+    EARLY: as in `await_previous`; the next kernel is not launched before this one is done."""
+    await_previous(EARLY, False)
     i = tl.arange(0, BLOCK)
     inside = i < most
+    cell = tl.load(cells_ptr + i, mask=inside, other=0)
+    tl.store(tables_ptr + cell, tl.load(pages_ptr + i, mask=inside, other=0), mask=inside)
+    # What all threads stored, all can load.
+    tl.debug_barrier()
     row = tl.load(row_ptr + i, mask=inside, other=0)
     live = inside & (row < num_rows)
     row = tl.where(live, row, 0)
@@ -121,7 +129,7 @@ def decode_slots_kernel(
         count += fills.to(tl.int32)
     start = tl.cumsum(count, 0) - count
     ended = tl.cumsum(fills.to(tl.int32), 0)
-    page = tl.load(table_ptr + row * line + logical, mask=live, other=0).to(tl.int64)
+    page = tl.load(tables_ptr + row * width + logical, mask=live, other=0).to(tl.int64)
     location = page * SIZE + place
     position = slot
     if PER_PAGE < SIZE:
@@ -129,16 +137,16 @@ def decode_slots_kernel(
     nothing = tl.zeros([BLOCK], tl.int64)
     own = nothing + window_spare
     if WINDOWED:
-        own_page = tl.load(window_table_ptr + row * window_line + logical, mask=live, other=0)
-        own = own_page.to(tl.int64) * SIZE + place
-    at, end = out_ptr + start, start
-    _put_slots(at, most, token, position, row, slot, location, own, live)
+        at = tables_ptr + (row + num_rows) * width + logical
+        own = tl.load(at, mask=live, other=0).to(tl.int64) * SIZE + place
+    to, end = out_ptr + start, start
+    _put_slots(to, most, token, position, row, slot, location, own, live)
     if PER_PAGE < SIZE:
         end = start + 1
         if WINDOWED:
             own += 1
         token = nothing + landmark_id
-        _put_slots(at + 1, most, token, position + 1, row, slot + 1, location + 1, own, fills)
+        _put_slots(to + 1, most, token, position + 1, row, slot + 1, location + 1, own, fills)
     tl.store(out_ptr + 5 * most + ended - 1, end.to(tl.int64), mask=fills)
     tl.store(out_ptr + 6 * most + ended - 1, page, mask=fills)
     tl.store(out_ptr + 8 * most + i, tl.where(live, start, 0).to(tl.int64), mask=inside)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
+from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 
 
@@ -57,9 +57,10 @@ def copy_kernel(
 @triton.jit
 def ring_read_kernel(
     target, ring, count, entries, words, width, target_line, ring_entry, ring_line,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program takes the entry and counts it."""
+    """One program takes the entry and counts it. EARLY: as in `launch_next`."""
+    launch_next(EARLY)
     taken = tl.load(count)
     source = ring + (taken % entries) * ring_entry
     for begin in range(0, words, BLOCK):

@@ -57,7 +57,7 @@ def _(target: Tensor, ring: Tensor, count: Tensor) -> None:
     block = min(BLOCK, gpu.next_power_of_2(max(1, words)))
     ring_read_kernel[(1,)](
         *(target, ring, count, len(ring), words, target.shape[1]),
-        *(target.stride(0), *ring.stride()[:2], block),
+        *(target.stride(0), *ring.stride()[:2], block, gpu.launches_early(target.device)),
         num_warps=gpu.warps_for(block),
     )
 
