@@ -49,6 +49,10 @@ def rotated(x: Tensor) -> Tensor:
     return x
 
 
+def taken(x: Tensor) -> Tensor:
+    return ops.take_rows(x, torch.arange(len(x), device="cuda"))
+
+
 def in_four_bits(x: Tensor) -> Tensor:
     return ops.scaled_fp4_quant(x, torch.ones(1, device="cuda"))[0]
 
@@ -58,6 +62,7 @@ CALLS: list[Callable[[Tensor], Tensor]] = [
     added,
     headed,
     rotated,
+    taken,
     ops.silu_and_mul,
     ops.gelu_quick,
     ops.fp8_quantize,
