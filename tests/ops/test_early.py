@@ -15,6 +15,7 @@ from cairn.ops import (
     head_norm_rope,
     rmsnorm,
     silu_and_mul,
+    take_rows,
 )
 
 ROUNDS = 16
@@ -26,6 +27,7 @@ def chain(rows: int, width: int, device: str, after_each: Callable[[], None]) ->
     x, residual = (torch.randn(rows, width, device=device) for _ in range(2))
     weight = torch.rand(width, device=device) + 0.5
     by_head = weight.view(4, -1)
+    backwards = torch.arange(rows, device=device).flip(0)
     for _ in range(ROUNDS):
         fused_add_rmsnorm(x, residual, weight)
         after_each()
@@ -38,6 +40,8 @@ def chain(rows: int, width: int, device: str, after_each: Callable[[], None]) ->
         x = silu_and_mul(both)
         after_each()
         x = rmsnorm(x, weight, out=x)
+        after_each()
+        x = take_rows(x, backwards)
         after_each()
     return [x, residual]
 

@@ -121,9 +121,12 @@ def _(
     expect(name, "pages", pages, row.shape, INT32, row)
     expect(name, "last_token", last_token, 1, INT64, row)
     expect(name, "tables", tables, 2, INT32, row, dense=-1)
-    needed = (last_token.shape[0] - 1) * (1 + windowed)
-    if not 0 < needed <= tables.shape[0]:
-        refuse(name, "tables", f"has {tables.shape[0]} rows, not {needed} for `last_token`")
+    num_rows = last_token.shape[0] - 1
+    if num_rows < 1:
+        refuse(name, "last_token", f"has {num_rows + 1} numbers, not one for a row and one behind")
+    needed = num_rows * (1 + windowed)
+    if tables.shape[0] < needed:
+        refuse(name, "tables", f"has {tables.shape[0]} rows, not {needed} or more")
     check_least(name, "page_size", page_size, 1 if landmark_id is None else 2)
 
 
