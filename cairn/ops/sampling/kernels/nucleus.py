@@ -27,6 +27,7 @@ from cairn.ops.sampling.kernels.held import load_part, store_piece, store_shares
 from cairn.ops.sampling.kernels.teams import (
     last_to_come,
     leave,
+    load_inside,
     meet,
     number_of,
     odd_total,
@@ -215,18 +216,21 @@ def kept_of_row(
 
 @triton.jit
 def store_first(
-    out, row, part, width, pieces, least, few, total,
+    x, out, row, part, stride, width, least, few, total,
     PART: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """`store_shares` that keeps but the first few of the part's numbers that are equal to
-    `least`."""
-    at, begin = part_at(row * width, part, PART, ALIGN)
-    for n in tl.static_range(len(pieces)):
-        equal = (pieces[n] == least).to(tl.int32)
-        kept = (pieces[n] > least) | ((equal > 0) & (tl.cumsum(equal, 0) <= few))
+    """`store_shares` that keeps but the first few of the part's numbers that are equal to `least`.
+
+    It is rare: the part is read again, so that the code is not there for every piece."""
+    at, begin = part_at(row * stride, part, PART, ALIGN)
+    into, _ = part_at(row * width, part, PART, ALIGN)
+    i = tl.arange(0, PIECE)
+    for n in range(0, PART, PIECE):
+        value = load_inside(x + at + n, i, begin + n, width, 0.0, PIECE, False)
+        equal = (value == least).to(tl.int32)
+        kept = (value > least) | ((equal > 0) & (tl.cumsum(equal, 0) <= few))
         few -= tl.sum(equal, 0)
-        share = tl.where(kept, pieces[n], 0.0) / total
-        store_piece(out + at + n * PIECE, begin + n * PIECE, width, share)
+        store_piece(out + into + n, begin + n, width, tl.where(kept, value, 0.0) / total)
 
 
 @triton.jit
@@ -342,5 +346,7 @@ def top_p_kernel(
         if few < 0:
             store_shares(out, row, part, width, pieces, threshold, total, PART, PIECE, ALIGN)
         else:
-            store_first(out, row, part, width, pieces, threshold, few, total, PART, PIECE, ALIGN)
+            store_first(
+                x, out, row, part, stride, width, threshold, few, total, PART, PIECE, ALIGN
+            )  # fmt: skip
     leave(arrivals, row, parts, PARTS, APART)
