@@ -13,6 +13,7 @@ from cairn.ops import (
     fused_add_rmsnorm,
     gelu_quick,
     head_norm_rope,
+    min_p_renorm_probs,
     rmsnorm,
     silu_and_mul,
     take_rows,
@@ -28,6 +29,7 @@ def chain(rows: int, width: int, device: str, after_each: Callable[[], None]) ->
     weight = torch.rand(width, device=device) + 0.5
     by_head = weight.view(4, -1)
     backwards = torch.arange(rows, device=device).flip(0)
+    least = torch.full((rows,), 1e-3, device=device)
     for _ in range(ROUNDS):
         fused_add_rmsnorm(x, residual, weight)
         after_each()
@@ -42,6 +44,8 @@ def chain(rows: int, width: int, device: str, after_each: Callable[[], None]) ->
         x = rmsnorm(x, weight, out=x)
         after_each()
         x = take_rows(x, backwards)
+        after_each()
+        x = min_p_renorm_probs(x.square(), least)
         after_each()
     return [x, residual]
 

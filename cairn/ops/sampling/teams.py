@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import arrivals, gpu
+from cairn.ops.early import early_option
 from cairn.ops.sampling.kernels.largest import top_k_kernel
 from cairn.ops.sampling.kernels.least import min_p_kernel
 from cairn.ops.sampling.kernels.nucleus import top_p_kernel
@@ -54,6 +55,8 @@ class Kind(NamedTuple):
         abreast: programs that have place on a multiprocessor.
         registers: of a thread at most, so that they have.
         late: cycles between the first of them: else all would read, and then all wait.
+        early: they are launched before the kernel in front is done, even if not all have a place at
+            once.
     """
 
     most: int
@@ -62,11 +65,12 @@ class Kind(NamedTuple):
     abreast: int
     registers: int
     late: int
+    early: bool
 
 
-HOLDING = Kind(most=8704, fill=1, lines=1, abreast=4, registers=128, late=5000)
+HOLDING = Kind(most=8704, fill=1, lines=1, abreast=4, registers=128, late=5000, early=False)
 """Programs that hold their part in registers."""
-READING = Kind(most=8192, fill=2, lines=4, abreast=7, registers=72, late=4000)
+READING = Kind(most=8192, fill=2, lines=4, abreast=7, registers=72, late=4000, early=True)
 """Programs that read some of it again. With more of them, what they read again is no longer in the
 cache."""
 
@@ -188,15 +192,17 @@ def _run(
         x = values[at]
         programs = team.parts * len(x)
         counters = arrivals.counters(len(x) + 1, x.device)
+        early = (team.seated or team.kind.early) and gpu.launches_early(x.device)
         kernel[(programs,)](
             *(x, *(None if p is None else p[at] for p in parameters), out[at]),
             *(None if team.seated else counters[-1], counters),
             *(_memory(x, *shape, dtype=dtype) for dtype, *shape in memory),
             *(values.stride(0), values.shape[1], programs, team.parts),
             *(gpu.processors(x.device), team.padded, *sizes),
-            *(arrivals.APART, team.align, team.late, team.kind.abreast),
+            *(arrivals.APART, team.align, team.late, team.kind.abreast, early),
             num_warps=WARPS,
             maxnreg=team.kind.registers,
+            **early_option(early),
         )
     return out
 

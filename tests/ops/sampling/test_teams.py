@@ -21,6 +21,7 @@ from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
 from cairn.ops.sampling.top_k_mask_logits import top_k_mask
 from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm
 from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
+from tests.ops.launches import on_hopper
 
 INF, NAN = math.inf, math.nan
 VOCABULARY = 1501
@@ -316,6 +317,24 @@ def test_parts_hold_a_row_and_none_is_empty(
 def test_parts_begin_where_both_rows_are_aligned(stride: int, align: int, kind: teams.Kind) -> None:
     rows = torch.empty(3, stride)[:, :1000]
     assert teams._team(rows, kind).align == align
+
+
+@pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
+@pytest.mark.parametrize(("rows", "seated"), [(1, True), (300, False)])
+def test_teams_that_hold_their_parts_are_launched_early_if_all_have_a_place(
+    rows: int, seated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    monkeypatch.setattr(gpu, "processors", lambda _device: 132)
+    kernels = ("top_k_kernel", "min_p_kernel", "top_p_kernel")
+    top_k, min_p, top_p = on_hopper(monkeypatch, teams, *kernels)
+    probs, parameter = torch.empty(rows, 9001), torch.empty(rows)
+    teams.keep_largest(probs, parameter.long())
+    teams.keep_least(probs, parameter)
+    teams.keep_share(probs, parameter)
+    assert (top_k.early, min_p.early, top_p.early) == ([True], [True], [seated])
+    for launched in (top_k, min_p, top_p):
+        assert launched.args[0][-1] == launched.early[0], "who is launched early waits"
 
 
 def given(op: Op[..., Any], rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ long, or k is more than there are maxima, they count what reaches some numbers, 
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import filters_of, ordered
 from cairn.ops.sampling.kernels.lines import (
@@ -370,7 +371,7 @@ def top_k_kernel(
     PARTS: tl.constexpr, HELD: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr,
     EACH: tl.constexpr, TOLD: tl.constexpr, OWN: tl.constexpr, SLOTS: tl.constexpr,
     SHARES: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr, LATE: tl.constexpr,
-    ABREAST: tl.constexpr,
+    ABREAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = what the row's k largest and their equals are, the others -inf; SHARES: what
     they are divided by their sum, the others 0.
@@ -379,6 +380,7 @@ def top_k_kernel(
     float32: their lists, and that of all; tallies [n, 2, parts] int64: of `search_parts`, and sums.
     """
     PART: tl.constexpr = HELD * DEPTH * LINES * EACH
+    await_previous(EARLY)
     row, part = seat_of(tickets, programs, parts, places, LATE, ABREAST)
     k, _, _ = filters_of(top_k, None, None, row, width)
     # These are not listed: a row that has fewer than k others keeps all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.lines import store_kept, survey_lines, total_from
 from cairn.ops.sampling.kernels.teams import (
@@ -19,11 +20,12 @@ def min_p_kernel(
     x, min_p, out, tickets, arrivals, peaks, sums, stride, width, programs, parts, places,
     PARTS: tl.constexpr, HELD: tl.constexpr, DEPTH: tl.constexpr, LINES: tl.constexpr,
     EACH: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr, LATE: tl.constexpr,
-    ABREAST: tl.constexpr,
+    ABREAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = x where it is at least min_p of its row's largest, divided by the sum of
     these; else 0. peaks [n, parts] int32 and sums [n, parts] int64 are written."""
     PART: tl.constexpr = HELD * DEPTH * LINES * EACH
+    await_previous(EARLY)
     row, part = seat_of(tickets, programs, parts, places, LATE, ABREAST)
     share = tl.load(min_p + row)
     at, begin = part_at(row * stride, part, PART, ALIGN)

@@ -12,6 +12,7 @@ float64, in an order that the split of the row gives.
 
 from __future__ import annotations
 
+from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.bracket import (
     mass_of,
@@ -287,7 +288,7 @@ def top_p_kernel(
     counts, stride, width, programs, parts, places,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
     SLOTS: tl.constexpr, BINS: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr,
-    LATE: tl.constexpr, ABREAST: tl.constexpr,
+    LATE: tl.constexpr, ABREAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = x where it is in the nucleus of its row, divided by the sum of that; else 0.
     With uniform [n] float32: out [n] int32 is the first number of the nucleus whose running sum
@@ -297,6 +298,7 @@ def top_p_kernel(
     some numbers of each part; tallies [n, 2, 4, parts] float64; numbers [n, parts, SLOTS] float32,
     the lists, with aboves [n, parts] float64 and counts [n, parts] int32.
     """
+    await_previous(EARLY)
     row, part = seat_of(tickets, programs, parts, places, LATE, ABREAST)
     share = tl.load(top_p + row)
     pieces = load_part(x, row, part, stride, width, PART, PIECE, ALIGN)
