@@ -41,6 +41,14 @@ def await_previous(EARLY: tl.constexpr, NEXT: tl.constexpr = True):
             tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def ask_for(at):
+    """Bring the lines of the addresses `at` into the cache; nobody waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1
+    )
+
+
 def early_for(device: torch.device, rows: int, warps: int) -> bool:
     """Whether a kernel of rows, with so many warps for each, is launched early."""
     few = rows <= MOST_ROWS and rows * warps <= MOST_WARPS

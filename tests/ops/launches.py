@@ -1,10 +1,11 @@
-"""Kernels that are not run: what they would be launched with is written down."""
+"""Kernels as they are launched on a GPU that can launch them early, where there is none."""
 
 from cairn.ops import gpu
+from cairn.ops.gpu import tl
 
 
 class Launched:
-    """A kernel's stand-in.
+    """A kernel's stand-in: it is not run, what it would be launched with is written down.
 
     Attributes:
         early: of every launch, whether it may begin before the kernel in front is done.
@@ -29,3 +30,17 @@ def on_hopper(monkeypatch, module, *kernels):
     for name, stand in zip(kernels, stands, strict=True):
         monkeypatch.setattr(module, name, stand)
     return stands
+
+
+def as_if_early(monkeypatch):
+    """Interpreted kernels do what those do that are launched early: reading before they wait, too.
+    That they wait is not seen, nor what they ask for."""
+    monkeypatch.setattr(gpu, "launches_early", lambda device: True)
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
+    monkeypatch.setattr(tl, "inline_asm_elementwise", _unchanged)
+
+
+def _unchanged(asm, constraints, args, *types, **options):
+    """What kernels have the machine do before they wait gives back what it is given, if at all."""
+    return args[0]

@@ -11,7 +11,7 @@ mask, or an index that is not plainly ascending, would cost the wide loads.
 from __future__ import annotations
 
 from cairn.ops.cache.kernels import scales, worth
-from cairn.ops.early import await_previous, launch_next
+from cairn.ops.early import ask_for, await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 
 
@@ -117,13 +117,12 @@ def block_lines(
 
 
 @triton.jit
-def attend_blocks(
-    query, best, total, acc, k_head, v_head, table, page_stride, begin, end, low, high,
-    first, last, mine, factor,
+def attend_block(
+    query, best, total, acc, k_head, v_head, line, start, low, high, first, last, mine, factor,
     DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     EDGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the blocks of slots begin .. end - 1, begin a multiple of KEYS.
+    """A step of the online softmax: KEYS slots from `start` on, which lie at `line` [KEYS].
 
     Args:
         query: [M, DP]; best, total: [M] running maximum (base 2) and sum; acc: [M, DP].
@@ -133,36 +132,54 @@ def attend_blocks(
         factor: scale of the dot products, times log2(e).
         EDGE: some slots are outside low .. high, or not visible to every row.
     """
-    n = tl.arange(0, KEYS)
+    t = start + tl.arange(0, KEYS)
+    if EDGE:
+        inside = (t >= low) & (t <= high)
+    else:
+        inside = t >= 0
+    if MASKED:
+        inside = inside & (t % SIZE != SIZE - 1)
+    key = load_keys(k_head, line, t % SIZE, inside, query.dtype, DIM, SIZE, DP)
+    value = load_values(v_head, line, t % SIZE, inside, query.dtype, DIM, SIZE, DP)
+    logits = tl.dot(query, key, input_precision=PRECISION) * factor
+    if EDGE:
+        visible = mine[:, None] & (t[None, :] <= last[:, None])
+        visible = visible & (t[None, :] >= first[:, None]) & inside[None, :]
+        logits = tl.where(visible, logits, float("-inf"))
+    elif MASKED:
+        logits = tl.where(inside[None, :], logits, float("-inf"))
+    higher = tl.maximum(best, tl.max(logits, 1))
+    if EDGE:
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+    else:
+        base = higher
+    weight = tl.exp2(logits - base[:, None])
+    decay = tl.exp2(best - base)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
+    return higher, total * decay + tl.sum(weight, 1), acc
+
+
+@triton.jit
+def attend_blocks(
+    query, best, total, acc, k_head, v_head, table, page_stride, begin, end, low, high,
+    first, last, mine, factor,
+    DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
+    EDGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`attend_block` of slots begin .. end - 1, begin a multiple of KEYS, through the page table of
+    their row."""
     for start in range(begin, end, KEYS):
-        t = start + n
+        t = start + tl.arange(0, KEYS)
         if EDGE:
             inside = (t >= low) & (t <= high)
         else:
             inside = t >= 0
         line = block_lines(table, start, inside, page_stride, DIM, SIZE, KEYS)
-        if MASKED:
-            inside = inside & (t % SIZE != SIZE - 1)
-        key = load_keys(k_head, line, t % SIZE, inside, query.dtype, DIM, SIZE, DP)
-        value = load_values(v_head, line, t % SIZE, inside, query.dtype, DIM, SIZE, DP)
-        logits = tl.dot(query, key, input_precision=PRECISION) * factor
-        if EDGE:
-            visible = mine[:, None] & (t[None, :] <= last[:, None])
-            visible = visible & (t[None, :] >= first[:, None]) & inside[None, :]
-            logits = tl.where(visible, logits, float("-inf"))
-        elif MASKED:
-            logits = tl.where(inside[None, :], logits, float("-inf"))
-        higher = tl.maximum(best, tl.max(logits, 1))
-        if EDGE:
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-        else:
-            base = higher
-        weight = tl.exp2(logits - base[:, None])
-        decay = tl.exp2(best - base)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
-        total = total * decay + tl.sum(weight, 1)
-        best = higher
+        best, total, acc = attend_block(
+            query, best, total, acc, k_head, v_head, line, start, low, high, first, last, mine,
+            factor, DIM, SIZE, DP, KEYS, EDGE, MASKED, PRECISION,
+        )  # fmt: skip
     return best, total, acc
 
 
@@ -307,16 +324,30 @@ def tile_kernel(
 
 
 @triton.jit
+def ask_for_block(k_head, v_head, line, DIM: tl.constexpr):
+    """Bring the keys and values of slots that lie at `line` [KEYS] into the cache."""
+    LINE: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth
+    for part in tl.static_range(0, DIM, LINE):
+        ask_for(k_head + line + part)
+        ask_for(v_head + line + part)
+
+
+@triton.jit
 def attend_split(
     q, k_cache, v_cache, row, slot, page_table, o, lse, parts,
     window, scale, table_stride, page_stride, head_stride, token, kv, split, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
-    ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, ALIGNED: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token, one KV head and one of the splits of its keys.
 
     o: [T, HEADS, parts, DIM] and lse: [T, HEADS, parts] float32; splits <= parts.
+
+    Args:
+        SINGLE: there are as many splits as blocks of KEYS slots: each has one at most.
+        EARLY: as in `await_previous`; row, slot and page_table are read before, and the keys of a
+            SINGLE block are asked for.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, GP)
@@ -324,22 +355,40 @@ def attend_split(
     this_slot = tl.load(slot + token).to(tl.int32)
     table = page_table + tl.load(row + token) * table_stride
     low = first_visible(this_slot, window, SIZE, ALIGNED)
-    blocks = this_slot // KEYS - low // KEYS + 1
-    each = (blocks + splits - 1) // splits
-    begin = (low // KEYS + split * each) * KEYS
-    end = tl.minimum(begin + each * KEYS, this_slot + 1)
     place = token.to(tl.int64) * HEADS + kv * group + m
-    query = load_rows(q + place * DIM, alive, DIM, DP)
+    at_head = kv.to(tl.int64) * head_stride
     best = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
     same = tl.zeros([GP], tl.int32)
-    at_head = kv.to(tl.int64) * head_stride
-    best, total, acc = attend_blocks(
-        query, best, total, acc, k_cache + at_head, v_cache + at_head,
-        table, page_stride, begin, end, low, this_slot, same + low, same + this_slot, alive,
-        scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
-    )  # fmt: skip
+    factor = scale * 1.4426950408889634
+    if SINGLE:
+        begin = (low // KEYS + split) * KEYS
+        inside = begin + tl.arange(0, KEYS) <= this_slot
+        # Of a block behind the last slot nothing is read; the table need not go so far.
+        known = tl.maximum(tl.minimum(begin, this_slot // KEYS * KEYS), 0)
+        line = block_lines(table, known, inside, page_stride, DIM, SIZE, KEYS)
+        if EARLY:  # noqa: SIM102
+            if begin <= this_slot:
+                ask_for_block(k_cache + at_head, v_cache + at_head, line, DIM)
+    await_previous(EARLY)
+    query = load_rows(q + place * DIM, alive, DIM, DP)
+    if SINGLE:
+        best, total, acc = attend_block(
+            query, best, total, acc, k_cache + at_head, v_cache + at_head, line, begin, low,
+            this_slot, same + low, same + this_slot, alive, factor,
+            DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
+        )  # fmt: skip
+    else:
+        blocks = this_slot // KEYS - low // KEYS + 1
+        each = (blocks + splits - 1) // splits
+        begin = (low // KEYS + split * each) * KEYS
+        end = tl.minimum(begin + each * KEYS, this_slot + 1)
+        best, total, acc = attend_blocks(
+            query, best, total, acc, k_cache + at_head, v_cache + at_head, table, page_stride,
+            begin, end, low, this_slot, same + low, same + this_slot, alive, factor,
+            DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
+        )  # fmt: skip
     result, value = finish(best, total, acc)
     store_rows(o + (place * parts + split) * DIM, result, alive, DIM, DP)
     tl.store(lse + place * parts + split, value, mask=alive)
@@ -363,7 +412,7 @@ def split_kernel(
         q, k_cache, v_cache, row, slot, page_table, o, lse, parts,
         window, scale, table_stride, page_stride, head_stride,
         tl.program_id(2), tl.program_id(1), tl.program_id(0), tl.num_programs(0),
-        HEADS, KV_HEADS, DIM, SIZE, GP, DP, KEYS, ALIGNED, MASKED, PRECISION,
+        HEADS, KV_HEADS, DIM, SIZE, GP, DP, KEYS, ALIGNED, MASKED, PRECISION, False, False,
     )  # fmt: skip
 
 

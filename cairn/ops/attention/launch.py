@@ -115,6 +115,11 @@ class Task:
         most = self.page_table.shape[1] * size
         return min(self.window + size, most) if self.window else most
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of keys that they lie in at most."""
+        return -(-self.longest // self.keys) + 1
+
     def empty(self, *splits: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """o [T, h_q, *splits, d] of a dtype and lse [T, h_q, *splits] float32, not yet written."""
         tokens, heads, dim = self.q.shape
@@ -212,18 +217,16 @@ def tiles_suffice(
 
 def splits_of(task: Task, programs: int = PROGRAMS) -> int:
     """Of `programs` and a few more, those that share a token's keys."""
-    blocks = -(-task.longest // task.keys) + 1
     lines = task.q.shape[0] * task.k_cache.shape[1]
-    return max(1, min(blocks, -(-programs // lines), MOST_SPLITS))
+    return max(1, min(task.blocks, -(-programs // lines), MOST_SPLITS))
 
 
 def _splits(task: Task) -> int:
     """`splits_of` a program that does nothing else."""
     if task.window:
         return splits_of(task)
-    blocks = -(-task.longest // task.keys) + 1
     lines = task.q.shape[0] * task.k_cache.shape[1]
-    return whole_waves(lines, task.wave, min(blocks, MOST_SPLITS))
+    return whole_waves(lines, task.wave, min(task.blocks, MOST_SPLITS))
 
 
 def reading_wave(device: torch.device, width: int) -> int:

@@ -32,8 +32,10 @@ more where there are very many."""
 SHORT_CHUNK = 256
 """Candidates of a chunk that is chosen from as if there could be no more."""
 LONE_TOKENS = 1
-"""Of more tokens, half as many warps as usual read a page alone: they wait for each other less. The
-code of such a program is longer, and where there are few programs, each waits for its code."""
+"""Of more tokens, half as many warps as usual read a page alone: they wait for each other less. Few
+programs wait for memory, and for their code, which is shorter the more warps share a page."""
+LONE_NUMBERS, LONE_WARPS = 1024, 4
+"""Numbers of a page's keys that a warp of a lone token has, and most warps."""
 MOST_LISTED = 384
 """What all chunks of a token may find for one KV head, before the chunks grow further."""
 WHOLE = 12e-6
@@ -62,6 +64,7 @@ class _Plan:
     Attributes:
         whole: one launch does all.
         splits: programs that share a token's window, for one KV head.
+        single: each of them has one block of keys at most.
         tile: candidates that a program scores at a time.
         programs: programs that share a token's candidates.
         chunk, chunks: candidates of a chunk, and how many chunks a row has.
@@ -73,6 +76,7 @@ class _Plan:
 
     whole: bool
     splits: int
+    single: bool
     tile: int
     programs: int
     chunk: int
@@ -113,7 +117,8 @@ def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: 
     early = tokens <= min(EARLY_TOKENS, task.window) and gpu.launches_early(task.q.device)
     chunks = -(-job.pages // chunk)
     stores = 0 if not store else 1 if whole else job.heads // job.groups
-    return _Plan(whole, splits, tile, programs, chunk, chunks, *pages.splits, early, stores)
+    window = (splits, splits >= task.blocks)
+    return _Plan(whole, *window, tile, programs, chunk, chunks, *pages.splits, early, stores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +234,18 @@ def _read(
         *(max(16, pages.group), pages.width, pages.keys),
         *(plan.chunk, plan.listed(job.topk), gpu.next_power_of_2(plan.each)),
         *(plan.early, pages.precision, READ_STAGES),
-        num_warps=pages.warps // 2 if plan.each == 1 and tokens > LONE_TOKENS else pages.warps,
+        num_warps=_reading_warps(plan, pages),
         num_stages=READ_STAGES,
         **early_option(plan.early and tokens <= EARLY_READS),
     )
+
+
+def _reading_warps(plan: _Plan, pages: Pages) -> int:
+    if plan.each > 1:
+        return pages.warps
+    if pages.q.shape[0] > LONE_TOKENS:
+        return pages.warps // 2
+    return max(pages.warps, min(LONE_WARPS, pages.width * pages.keys // LONE_NUMBERS))
 
 
 def _whole(
@@ -275,12 +288,12 @@ def _inputs(task: launch.Task, job: select_launch.Selection) -> tuple[Tensor | N
 def _scan_shape(
     task: launch.Task, job: select_launch.Selection, plan: _Plan
 ) -> tuple[int | bool, ...]:
-    """What `scan` is compiled for, HEADS to STORES."""
+    """What `scan` is compiled for, HEADS to SINGLE."""
     return (
         *(job.heads, job.groups, job.summary_key.shape[1], task.q.shape[2], job.page_size),
         *(task.group, max(16, task.group), task.width, task.keys),
         *(max(16, gpu.next_power_of_2(job.page_size)), plan.tile),
-        *(job.summary_bias is not None, plan.stores),
+        *(job.summary_bias is not None, plan.stores, plan.single),
     )
 
 

@@ -9,7 +9,7 @@ divided by comes after the product. `block_kernel` is for more tokens and very m
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous, launch_next
+from cairn.ops.early import ask_for, await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 
 
@@ -218,14 +218,6 @@ def block_kernel(
         result += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     at = out + t.to(tl.int64)[None, :] * out_stride + n[:, None]
     tl.store(at, result.to(out.dtype.element_ty), mask=inside[:, None] & alive[None, :])
-
-
-@triton.jit
-def ask_for(at):
-    """Bring the lines of the addresses `at` into the cache; nobody waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit(do_not_specialize=["tokens", "numbers"])

@@ -9,7 +9,7 @@ from cairn.ops.landmark import fused_launch, page_launch
 from cairn.ops.landmark.landmark_attention import landmark_attention, shared_weights
 from cairn.ops.testing import Make, check
 from tests.ops.attention.geometry import STEPS, draw, near, softmax_attention
-from tests.ops.launches import on_hopper
+from tests.ops.launches import as_if_early, on_hopper
 
 
 def pages_and_window(case, token, head, window, chosen, scores, lse, softmax1):
@@ -97,6 +97,34 @@ def test_many_chunks_of_candidates_and_their_merge(
     given.kwargs["store_summaries"] = stored
     assert slot[0] % 8 == 7, "the first row completes a page"
     check(landmark_attention, "triton_few", given)
+
+
+@pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("programs, single", [(4, False), (8, False), (1000, True)])
+def test_windows_of_a_block_for_each_program_and_of_several(
+    programs, single, size, early, device, monkeypatch
+):
+    """Of rows as short as a block too, and of a token that is nobody's."""
+    if early and gpu.INTERPRETED:
+        as_if_early(monkeypatch)
+    elif not early:
+        monkeypatch.setattr(gpu, "launches_early", lambda device: False)
+    monkeypatch.setattr(launch, "PROGRAMS", programs)
+    monkeypatch.setattr(fused_launch, "WHOLE", math.inf)
+    plans, plan = [], fused_launch._plan
+    monkeypatch.setattr(fused_launch, "_plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+    make = Make(device)
+    paged = make.paged((400, 1, 63, 200), 1, size, 16)
+    row, slot, _ = paged.queries((1, 1, 1, 1))
+    slot[3] = -1
+    q, z = (make.randn(4, 2, 16) for _ in range(2))
+    key = make.randn(len(paged.k_cache), 2, 16)
+    caches = (paged.k_cache, paged.v_cache)
+    given = make.args(q, z, *caches, key, None, row, slot, paged.page_table, 230, 3, True)
+    check(landmark_attention, "triton_few", given)
+    assert {plan.single for plan in plans} == {single}
 
 
 WHOLE_STEPS = [((1, 9, 150), 0), ((9,), 1), ((200, 200, 40, 7), 1)]

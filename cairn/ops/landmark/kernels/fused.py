@@ -116,7 +116,7 @@ def scan(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
-    STORES: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    STORES: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The first `splits` programs attend the window of a token and KV head, `programs` score, and
     STORES share the group's heads, to store their summaries of the page whose last slot the token
@@ -127,13 +127,14 @@ def scan(
         ROWS, GP: heads of the group, padded to a power of two, ROWS >= 16.
         PAGE: SIZE, padded to a power of two >= 16.
         STORES: 0, or a divisor of the group's heads.
+        SINGLE: as in `attend_split`.
     """
     if program < splits:
-        await_previous(EARLY)
         attend_split(
             q, k_cache, v_cache, row, slot, page_table, part_o, part_lse, parts,
             window, scale, table_stride, page_stride, head_stride, token, kv, program, splits,
-            HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, KEYS, True, True, PRECISION,
+            HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, KEYS, True, True, PRECISION, SINGLE,
+            EARLY,
         )  # fmt: skip
         if scanned is not None:
             arrive(scanned)
@@ -174,7 +175,7 @@ def scan_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
-    STORES: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    STORES: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`scan` of a token and KV head."""
     launch_next(EARLY)
@@ -183,8 +184,8 @@ def scan_kernel(
         sums, None, splits, programs, parts, window, scale, table_stride,
         page_stride, head_stride, offset, score_scale, key_page_stride, key_head_stride, pages,
         tl.program_id(2), tl.program_id(1), tl.program_id(0),
-        HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, ROWS, DP, KEYS, PAGE, TILE, BIAS, STORES, EARLY,
-        PRECISION,
+        HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, ROWS, DP, KEYS, PAGE, TILE, BIAS, STORES,
+        SINGLE, EARLY, PRECISION,
     )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def step_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
-    STORES: tl.constexpr, PRECISION: tl.constexpr,
+    STORES: tl.constexpr, SINGLE: tl.constexpr, PRECISION: tl.constexpr,
     K: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr, PROGRAMS: tl.constexpr,
     SPLITS: tl.constexpr, NORMALISED: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr,
     PARTS: tl.constexpr, AHEAD: tl.constexpr, SOFTMAX1: tl.constexpr, APART: tl.constexpr,
@@ -128,7 +128,7 @@ def step_kernel(
             table_stride, page_stride, head_stride, offset, score_scale, key_page_stride,
             key_head_stride, pages, token, kv, item,
             HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, ROWS, DP, KEYS, PAGE, TILE, BIAS, STORES,
-            EARLY, PRECISION,
+            SINGLE, EARLY, PRECISION,
         )  # fmt: skip
     elif item < scans + chunks:
         pick(
