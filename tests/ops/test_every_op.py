@@ -13,6 +13,7 @@ from cairn.ops import gpu
 from cairn.ops.implementation import REFERENCE
 from cairn.ops.registry import Op, all_ops, force
 from cairn.ops.testing import Arguments, Make, cases_of, check, compare, run, runnable, tolerance_of
+from tests.ops.launches import as_if_early
 
 
 def of_gpu(op: Op[..., Any], name: str) -> bool:
@@ -122,7 +123,12 @@ def test_kernel_agrees_with_definition_in_float16(op: Op[..., Any], name: str) -
     "op, name",
     [p for p in CHOICES if of_gpu(*p.values) and not NOT_INTERPRETED.intersection(p.values)],
 )
-def test_kernel_agrees_with_definition_when_interpreted(op: Op[..., Any], name: str) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_kernel_agrees_with_definition_when_interpreted(
+    op: Op[..., Any], name: str, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if early:
+        as_if_early(monkeypatch)
     implementation = op._named(name)
     cases = [case for case in cases_of(op) if not has_half(case) and smallest_of(case)]
     accepted = [case for case in cases if implementation.accepts(case.args, case.kwargs)]
