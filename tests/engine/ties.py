@@ -8,9 +8,10 @@ from cairn.engine.build import Built
 from tests.engine.harness import ROUNDING, Trace, difference
 from tests.failures.oracle import oracle
 
-CLOSE = 4e-6
-"""Three times the widest gap that two schedules were seen to order differently: 1.3e-6, of scores
-of 3. Their hidden states differ in the last bits."""
+CLOSE = 1e-4
+"""Two pages whose scores lie closer may be taken either way: hidden states of two schedules differ
+in the last bits, and scores of 20 were seen to differ by 4.2e-5, so their gaps by twice that. The
+widest gap that two schedules ordered differently was 1.2e-5."""
 
 
 def leave_out_ties(a: Trace, b: Trace, prompt: list[int], built: Built) -> None:
