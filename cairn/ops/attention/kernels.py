@@ -105,14 +105,15 @@ def store_rows(at, value, alive, DIM: tl.constexpr, DP: tl.constexpr, ONCE: tl.c
 
 @triton.jit
 def block_lines(
-    table, start, inside, page_stride, DIM: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr
+    table, start, high, page_stride, DIM: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr
 ):
-    """[KEYS] int64, where slots start .. of a row lie in a head of the cache. start % KEYS = 0."""
+    """[KEYS] int64, where slots start .. of a row lie in a head of the cache; anywhere behind slot
+    `high`. start % KEYS = 0."""
     t = start + tl.arange(0, KEYS)
     if SIZE % KEYS == 0:
         page = tl.load(table + start // SIZE).to(tl.int64)
     else:
-        page = tl.load(table + t // SIZE, mask=inside, other=0).to(tl.int64)
+        page = tl.load(table + t // SIZE, mask=t <= high, other=0).to(tl.int64)
     return page * page_stride + t % SIZE * DIM
 
 
@@ -170,12 +171,7 @@ def attend_blocks(
     """`attend_block` of slots begin .. end - 1, begin a multiple of KEYS, through the page table of
     their row."""
     for start in range(begin, end, KEYS):
-        t = start + tl.arange(0, KEYS)
-        if EDGE:
-            inside = (t >= low) & (t <= high)
-        else:
-            inside = t >= 0
-        line = block_lines(table, start, inside, page_stride, DIM, SIZE, KEYS)
+        line = block_lines(table, start, high, page_stride, DIM, SIZE, KEYS)
         best, total, acc = attend_block(
             query, best, total, acc, k_head, v_head, line, start, low, high, first, last, mine,
             factor, DIM, SIZE, DP, KEYS, EDGE, MASKED, PRECISION,
@@ -364,10 +360,9 @@ def attend_split(
     factor = scale * 1.4426950408889634
     if SINGLE:
         begin = (low // KEYS + split) * KEYS
-        inside = begin + tl.arange(0, KEYS) <= this_slot
         # Of a block behind the last slot nothing is read; the table need not go so far.
         known = tl.maximum(tl.minimum(begin, this_slot // KEYS * KEYS), 0)
-        line = block_lines(table, known, inside, page_stride, DIM, SIZE, KEYS)
+        line = block_lines(table, known, this_slot, page_stride, DIM, SIZE, KEYS)
         if EARLY:  # noqa: SIM102
             if begin <= this_slot:
                 ask_for_block(k_cache + at_head, v_cache + at_head, line, DIM)
