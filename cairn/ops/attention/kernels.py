@@ -118,15 +118,35 @@ def block_lines(
 
 
 @triton.jit
+def add_values(best, total, acc, logits, value, EDGE: tl.constexpr, PRECISION: tl.constexpr):
+    """A step of the online softmax: logits [M, N] to base 2, value [N, DP].
+
+    Args:
+        best, total: [M] running maximum (base 2) and sum; acc: [M, DP].
+        EDGE: a row may have seen nothing yet.
+    """
+    higher = tl.maximum(best, tl.max(logits, 1))
+    if EDGE:
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+    else:
+        base = higher
+    weight = tl.exp2(logits - base[:, None])
+    decay = tl.exp2(best - base)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
+    return higher, total * decay + tl.sum(weight, 1), acc
+
+
+@triton.jit
 def attend_block(
     query, best, total, acc, k_head, v_head, line, start, low, high, first, last, mine, factor,
     DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     EDGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A step of the online softmax: KEYS slots from `start` on, which lie at `line` [KEYS].
+    """`add_values` of KEYS slots from `start` on, which lie at `line` [KEYS].
 
     Args:
-        query: [M, DP]; best, total: [M] running maximum (base 2) and sum; acc: [M, DP].
+        query: [M, DP].
         k_head, v_head: where the head lies in page 0.
         low, high: slots outside are not written, or nobody's.
         first, last, mine: [M] first and last slot of every row, and whether it takes part.
@@ -149,16 +169,7 @@ def attend_block(
         logits = tl.where(visible, logits, float("-inf"))
     elif MASKED:
         logits = tl.where(inside[None, :], logits, float("-inf"))
-    higher = tl.maximum(best, tl.max(logits, 1))
-    if EDGE:
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-    else:
-        base = higher
-    weight = tl.exp2(logits - base[:, None])
-    decay = tl.exp2(best - base)
-    acc = acc * decay[:, None]
-    acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
-    return higher, total * decay + tl.sum(weight, 1), acc
+    return add_values(best, total, acc, logits, value, EDGE, PRECISION)
 
 
 @triton.jit

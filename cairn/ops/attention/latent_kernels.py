@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from cairn.ops.attention.kernels import block_of, finish, load_rows, store_rows
+from cairn.ops.attention.kernels import add_values, block_of, finish, load_rows, store_rows
 from cairn.ops.gpu import tl, triton
-
-
-@triton.jit
-def add_values(best, total, acc, logits, value, PRECISION: tl.constexpr):
-    """The online softmax of one block: logits [M, N] to base 2, value [N, DP]."""
-    higher = tl.maximum(best, tl.max(logits, 1))
-    weight = tl.exp2(logits - higher[:, None])
-    decay = tl.exp2(best - higher)
-    acc = acc * decay[:, None]
-    acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
-    return higher, total * decay + tl.sum(weight, 1), acc
 
 
 @triton.jit
@@ -57,7 +46,7 @@ def latent_split_kernel(
             key = block_of(keys, start, 0, page_lines, 0, table, SIZE, True)
             logits = tl.dot(latent, tl.trans(value), input_precision=PRECISION)
             logits = tl.dot(rope, tl.trans(key), logits, input_precision=PRECISION) * factor
-            best, total, acc = add_values(best, total, acc, logits, value, PRECISION)
+            best, total, acc = add_values(best, total, acc, logits, value, False, PRECISION)
         begin = whole
     for start in range(begin, end, KEYS):
         t = start + tl.arange(0, KEYS)
@@ -69,7 +58,7 @@ def latent_split_kernel(
         logits = tl.dot(latent, tl.trans(value), input_precision=PRECISION)
         logits = tl.dot(rope, tl.trans(key), logits, input_precision=PRECISION) * factor
         logits = tl.where(inside[None, :], logits, float("-inf"))
-        best, total, acc = add_values(best, total, acc, logits, value, PRECISION)
+        best, total, acc = add_values(best, total, acc, logits, value, False, PRECISION)
     result, logs = finish(best, total, acc)
     place = (row * HEADS + head) * splits + split
     store_rows(o + place * LATENT, result, alive, LATENT, LP)
