@@ -117,7 +117,7 @@ class Task:
 
     @property
     def blocks(self) -> int:
-        """Blocks of keys that they lie in at most."""
+        """Blocks of keys that the slots of a token lie in at most."""
         return -(-self.longest // self.keys) + 1
 
     def empty(self, *splits: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

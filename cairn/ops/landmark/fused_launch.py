@@ -32,10 +32,11 @@ more where there are very many."""
 SHORT_CHUNK = 256
 """Candidates of a chunk that is chosen from as if there could be no more."""
 LONE_TOKENS = 1
-"""Of more tokens, half as many warps as usual read a page alone: they wait for each other less. Few
-programs wait for memory, and for their code, which is shorter the more warps share a page."""
+"""Of more tokens, half as many warps as usual read a page alone. An engine's steps decided, not the
+op by itself, which is quicker with one warp at every size."""
 LONE_NUMBERS, LONE_WARPS = 1024, 4
-"""Numbers of a page's keys that a warp of a lone token has, and most warps."""
+"""Numbers of a page's keys that each warp has of those that read it for a lone token, and most of
+these warps: decided so too."""
 MOST_LISTED = 384
 """What all chunks of a token may find for one KV head, before the chunks grow further."""
 WHOLE = 12e-6
@@ -117,8 +118,10 @@ def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: 
     early = tokens <= min(EARLY_TOKENS, task.window) and gpu.launches_early(task.q.device)
     chunks = -(-job.pages // chunk)
     stores = 0 if not store else 1 if whole else job.heads // job.groups
-    window = (splits, splits >= task.blocks)
-    return _Plan(whole, *window, tile, programs, chunk, chunks, *pages.splits, early, stores)
+    single = splits >= task.blocks
+    return _Plan(
+        *(whole, splits, single, tile, programs, chunk, chunks, *pages.splits, early, stores)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +244,7 @@ def _read(
 
 
 def _reading_warps(plan: _Plan, pages: Pages) -> int:
+    """Warps of a program of `_read`."""
     if plan.each > 1:
         return pages.warps
     if pages.q.shape[0] > LONE_TOKENS:
