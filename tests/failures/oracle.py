@@ -36,7 +36,8 @@ class OracleBatch:
         device: of the model; attention itself is computed on the CPU.
         selected: (layer, slot, KV head) -> the pages that were chosen.
         weights: (layer, slot, query head) -> their shares in that order, then the window's.
-        margin: the least by which a page that was chosen scored more than one that was not.
+        margin: the least by which a page that was chosen scored more than one that was not, as a
+            part of the largest score of that query and KV head, before what normalises it.
     """
 
     spec: ModelSpec
@@ -168,7 +169,7 @@ class OracleBatch:
             chosen = sorted(j for _, j in order[: self.topk])
             if pages > self.topk:
                 margin = order[self.topk][0] - order[self.topk - 1][0]
-                self.margin = min(self.margin, margin)
+                self.margin = min(self.margin, margin / max(float(u[mine].abs().max()), 1e-30))
             self.selected[layer, s, g] = chosen
             others = [own, torch.zeros_like(own)] if self.softmax1 else [own]
             w = torch.cat([logits[:, chosen], torch.stack(others, 1)], 1).softmax(1)
