@@ -28,7 +28,7 @@ from cairn.ops.flash import group_launch
 from cairn.ops.flash.flash_attention import drawn, flash_attention
 from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.select_pages import _selection
-from cairn.ops.sampling import teams
+from cairn.ops.sampling import passes, teams
 from cairn.ops.testing import Make
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -132,6 +132,9 @@ def main() -> None:
     teams.mask_logits(rows, shares.long())
     teams.keep_least(rows, shares)
     teams.keep_share(rows, shares)
+    several = torch.empty(16, 100_278, device="meta")
+    teams.keep_share = lambda *args: None
+    passes.keep_share(several, several[:, 0])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
 from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
-from cairn.ops.sampling import arguments, launch, teams
+from cairn.ops.sampling import arguments, launch, passes
 from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
 from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm
 from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
@@ -117,7 +117,7 @@ def _(
     if indices is None and (top_p is None or top_k is not None):
         return launch.draw(launch.Source(probs), filters, None, uniform, torch.int32)
     if indices is None and top_p is not None and min_p is None:
-        return teams.draw_share(probs, top_p, uniform)
+        return passes.draw_share(probs, top_p, uniform)
     kept = launch.Source(probs if filters.none else launch.filter_probs(probs, filters))
     if indices is None:
         return launch.draw(kept, launch.Filters(), None, uniform, torch.int32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.early import early_option
-from cairn.ops.sampling import teams
+from cairn.ops.sampling import passes, teams
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
 from cairn.ops.sampling.kernels.collect import collect_kernel
@@ -208,11 +208,11 @@ def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
     """probs [n, V] as the filters leave them, divided by their sum: a launch for each."""
     top_k, top_p, min_p = filters.tensors()
     if filters.joint and top_p is not None:
-        probs, top_p = teams.keep_share(probs, top_p), None
+        probs, top_p = passes.keep_share(probs, top_p), None
     if top_k is not None:
         probs = teams.keep_largest(probs, top_k)
     if top_p is not None:
-        probs = teams.keep_share(probs, top_p)
+        probs = passes.keep_share(probs, top_p)
     return probs if min_p is None else teams.keep_least(probs, min_p)
 
 

@@ -136,18 +136,45 @@ def keep_least(probs: Tensor, min_p: Tensor) -> Tensor:
     return _run(min_p_kernel, probs, _out(probs), (min_p,), team, memory, *team.tiles)
 
 
-def keep_share(probs: Tensor, top_p: Tensor) -> Tensor:
-    """The largest of probs [n, V] up to a mass of top_p [n], divided by their sum."""
-    return _share(probs, _out(probs), top_p, None)
+def keep_share(
+    probs: Tensor, top_p: Tensor, out: Tensor | None = None, settled: Settled | None = None
+) -> Tensor:
+    """The largest of probs [n, V] up to a mass of top_p [n], divided by their sum.
+
+    Args:
+        out: what is written, and returned; None: something new.
+        settled: which rows it has already; None: none.
+    """
+    return _share(probs, _out(probs) if out is None else out, top_p, None, settled)
 
 
-def draw_share(probs: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+def draw_share(
+    probs: Tensor,
+    top_p: Tensor,
+    uniform: Tensor,
+    out: Tensor | None = None,
+    settled: Settled | None = None,
+) -> Tensor:
     """One token of the largest of each row of probs [n, V] up to a mass of top_p [n], by uniform
-    [n]: [n] int32, -1 where their sum is no number > 0."""
-    return _share(probs, _tokens(probs), top_p, uniform)
+    [n]: [n] int32, -1 where their sum is no number > 0. out, settled: as of `keep_share`."""
+    return _share(probs, _tokens(probs) if out is None else out, top_p, uniform, settled)
 
 
-def _share(probs: Tensor, out: Tensor, top_p: Tensor, uniform: Tensor | None) -> Tensor:
+class Settled(NamedTuple):
+    """Which rows are there already, of so many as a team takes at a time.
+
+    Attributes:
+        verdicts: [n, 4] int32, the first: not 0 if it is.
+        open: [1] int32: how many are not.
+    """
+
+    verdicts: Tensor
+    open: Tensor
+
+
+def _share(
+    probs: Tensor, out: Tensor, top_p: Tensor, uniform: Tensor | None, settled: Settled | None
+) -> Tensor:
     team = _team(probs, HOLDING)
     slots = min(SLOTS, MOST_LISTED // team.padded)
     memory = (
@@ -156,7 +183,8 @@ def _share(probs: Tensor, out: Tensor, top_p: Tensor, uniform: Tensor | None) ->
         *((torch.float64, team.parts), (torch.int32, team.parts)),
     )
     sizes = (*team.pieces, slots, BINS)
-    return _run(top_p_kernel, probs, out, (top_p, uniform), team, memory, *sizes)
+    given = settled or (None, None)
+    return _run(top_p_kernel, probs, out, (top_p, uniform), team, memory, *sizes, given=given)
 
 
 def _keep_largest(values: Tensor, top_k: Tensor, *, shares: bool) -> Tensor:
@@ -179,12 +207,14 @@ def _run(
     team: Team,
     memory: Sequence[tuple[Any, ...]],
     *sizes: int,
+    given: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """out [n, ..], as a kernel makes it of values [n, V] and parameters of each row [n].
 
     Args:
         memory: dtypes and shapes [n, ..] of what the kernel writes for itself.
         sizes: its own constants.
+        given: what it reads besides; then there are no more rows than are taken at a time.
     """
     step = _most_rows(memory)
     for begin in range(0, len(values), step):
@@ -197,6 +227,7 @@ def _run(
             *(x, *(None if p is None else p[at] for p in parameters), out[at]),
             *(None if team.seated else counters[-1], counters),
             *(_memory(x, *shape, dtype=dtype) for dtype, *shape in memory),
+            *given,
             *(values.stride(0), values.shape[1], programs, team.parts),
             *(gpu.processors(x.device), team.padded, *sizes),
             *(arrivals.APART, team.align, team.late, team.kind.abreast, early),

@@ -107,14 +107,10 @@ def narrowed(low, high, mass_low, mass_high, mark, mass, wanted):
 
 
 @triton.jit
-def search_lists(
-    numbers, parts, low, high, wanted,
-    PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, USED: tl.constexpr,
-):  # fmt: skip
+def search_listed(listed, low, high, mass_low, wanted, LINES: tl.constexpr):
     """[low, high) with one float, or with one of the listed numbers, where their sum gets to what
-    is wanted; and what is listed from each of them on. All reach low, none high."""
-    listed = load_lists(numbers, parts, PARTS, LINES, SLOTS, USED)
-    mass_low = mass_of(listed, LINES)
+    is wanted; and what is listed from each of them on. All reach low, and are mass_low; none
+    reaches high."""
     mass_high = tl.full([], 0.0, tl.float64)
     # Two numbers were twice as much as low, and there are too few to be off by half of it.
     while (high - low > 1) & (mass_low - mass_high > 1.5 * number_of(low).to(tl.float64)):
@@ -128,6 +124,16 @@ def search_lists(
                 low, high, mass_low, mass_high, marks[n], masses[n], wanted
             )
     return low, high, mass_low, mass_high
+
+
+@triton.jit
+def search_lists(
+    numbers, parts, low, high, wanted,
+    PARTS: tl.constexpr, LINES: tl.constexpr, SLOTS: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
+    """`search_listed` for lists of which USED numbers are used at most."""
+    listed = load_lists(numbers, parts, PARTS, LINES, SLOTS, USED)
+    return search_listed(listed, low, high, mass_of(listed, LINES), wanted, LINES)
 
 
 @triton.jit
@@ -181,6 +187,12 @@ def kept_by_parts(
         value = tl.load(at, mask=p < parts, other=0.0, cache_modifier=".cg")
         above += tl.sum(tl.where(value > least, value, 0.0).to(tl.float64), 1)
         equals = tl.sum((value == least).to(tl.int32), 1)
+    return kept_of_parts(least, above, equals, wanted)
+
+
+@triton.jit
+def kept_of_parts(least, above, equals, wanted):
+    """`kept_by_parts` of what the parts have above the least number, and how many equal to it."""
     room = taken_of(least, tl.sum(equals, 0), tl.sum(above, 0), wanted)
     before = tl.cumsum(equals, 0) - equals
     taken = tl.minimum(tl.maximum(room - before, 0), equals)
@@ -282,24 +294,14 @@ def draw_of_row(
     return tl.where(total > 0.0, token, -1)
 
 
-@triton.jit(do_not_specialize=["programs"])
-def top_p_kernel(
-    x, top_p, uniform, out, tickets, arrivals, peaks, masses, sizes, tallies, numbers, aboves,
-    counts, stride, width, programs, parts, places,
+@triton.jit
+def nucleus_of_part(
+    x, top_p, uniform, out, arrivals, peaks, masses, sizes, tallies, numbers, aboves, counts,
+    stride, width, row, part, parts,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
     SLOTS: tl.constexpr, BINS: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr,
-    LATE: tl.constexpr, ABREAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out [n, width] = x where it is in the nucleus of its row, divided by the sum of that; else 0.
-    With uniform [n] float32: out [n] int32 is the first number of the nucleus whose running sum
-    exceeds as much of its sum; -1 if that is no number > 0.
-
-    Written: peaks [n, parts] int32, masses [n, parts] float64, and sizes [n, parts, BINS] int32 of
-    some numbers of each part; tallies [n, 2, 4, parts] float64; numbers [n, parts, SLOTS] float32,
-    the lists, with aboves [n, parts] float64 and counts [n, parts] int32.
-    """
-    await_previous(EARLY)
-    row, part = seat_of(tickets, programs, parts, places, LATE, ABREAST)
+    """`top_p_kernel` for a part of a row."""
     share = tl.load(top_p + row)
     pieces = load_part(x, row, part, stride, width, PART, PIECE, ALIGN)
     own_mass = rough_mass_of(pieces, LINES)
@@ -352,3 +354,36 @@ def top_p_kernel(
                 x, out, row, part, stride, width, threshold, few, total, PART, PIECE, ALIGN
             )  # fmt: skip
     leave(arrivals, row, parts, PARTS, APART)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def top_p_kernel(
+    x, top_p, uniform, out, tickets, arrivals, peaks, masses, sizes, tallies, numbers, aboves,
+    counts, verdicts, open, stride, width, programs, parts, places,
+    PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
+    SLOTS: tl.constexpr, BINS: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr,
+    LATE: tl.constexpr, ABREAST: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [n, width] = x where it is in the nucleus of its row, divided by the sum of that; else 0.
+    With uniform [n] float32: out [n] int32 is the first number of the nucleus whose running sum
+    exceeds as much of its sum; -1 if that is no number > 0. With verdicts and `open`, which
+    `settle_kernel` of `passes` wrote: of those rows only that it left open.
+
+    Written: peaks [n, parts] int32, masses [n, parts] float64, and sizes [n, parts, BINS] int32 of
+    some numbers of each part; tallies [n, 2, 4, parts] float64; numbers [n, parts, SLOTS] float32,
+    the lists, with aboves [n, parts] float64 and counts [n, parts] int32.
+    """
+    await_previous(EARLY)
+    some = programs > 0
+    if open is not None:
+        some = tl.load(open) > 0
+    if some:
+        row, part = seat_of(tickets, programs, parts, places, LATE, ABREAST)
+        if open is not None:
+            some = tl.load(verdicts + row * 4) == 0
+        if some:
+            nucleus_of_part(
+                x, top_p, uniform, out, arrivals, peaks, masses, sizes, tallies, numbers, aboves,
+                counts, stride, width, row, part, parts,
+                PARTS, PART, PIECE, LINES, SLOTS, BINS, APART, ALIGN,
+            )  # fmt: skip
