@@ -261,7 +261,7 @@ def _team(values: Tensor, kind: Kind) -> Team:
     part = -(-width // (parts * step)) * step
     if part > kind.most:
         part = gpu.next_power_of_2(part)
-    late = kind.late if parts * rows >= LATE_ROUNDS * places else 0
+    late = kind.late if parts * rows >= LATE_ROUNDS * places and not gpu.INTERPRETED else 0
     return Team(kind, part, parts, align, each, parts * rows <= places, late)
 
 

@@ -13,7 +13,14 @@ from cairn.ops.registry import Op
 from cairn.ops.sampling import passes, teams
 from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
 from tests.ops.launches import on_hopper
-from tests.ops.sampling.test_teams import assert_as_defined, assert_drawn, given, shares
+from tests.ops.sampling.test_teams import (
+    assert_any_share,
+    assert_as_defined,
+    assert_drawn,
+    assert_draws_again,
+    given,
+    shares,
+)
 
 INF, NAN = float("inf"), float("nan")
 INTERPRETED = pytest.mark.skipif(
@@ -214,27 +221,12 @@ def test_all_are_launched_early_and_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_many_rows(rows: int, width: int) -> None:
     torch.manual_seed(rows)
     probs, p = given(top_p_renorm, rows, width)
-    uniform = torch.rand(rows, device="cuda")
     assert_as_defined(top_p_renorm, passes.keep_share(probs, p), probs, p)
-    tokens = passes.draw_share(probs, p, uniform)
-    assert_drawn(tokens, probs, p, uniform)
-    for _ in range(20):
-        assert torch.equal(passes.draw_share(probs, p, uniform), tokens)
-    alone = passes.draw_share(probs[-1:], p[-1:], uniform[-1:])
-    assert torch.equal(alone, tokens[-1:])
+    assert_draws_again(passes, probs, p)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [100_278, 40_001, 301, 7])
 @pytest.mark.parametrize("sharpness", [0.0, 0.1, 1.0, 3.0, 9.0])
 def test_any_share(width: int, sharpness: float) -> None:
-    torch.manual_seed(width)
-    p = torch.tensor([0.0, 1e-6, 0.1, 0.5, 0.8, 0.9, 0.99, 0.9999, 0.9999999, 1.0]).cuda()
-    rows = torch.randn(len(p), width, device="cuda") * sharpness
-    for values in (rows, (rows * 8).round() / 8):
-        probs = values.softmax(-1)
-        for whole in (probs, probs * 0.75, probs * 1e-35):
-            assert_as_defined(top_p_renorm, passes.keep_share(whole, p), whole, p)
-            for _ in range(3):
-                uniform = torch.rand(len(p), device="cuda")
-                assert_drawn(passes.draw_share(whole, p, uniform), whole, p, uniform)
+    assert_any_share(passes, width, sharpness, "cuda")

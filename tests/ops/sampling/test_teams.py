@@ -276,6 +276,17 @@ def test_nothing_is_drawn_of_rows_that_are_not_finite_or_empty() -> None:
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in LAUNCHES])
+def test_many_rows_when_interpreted(op: Op[..., Any]) -> None:
+    torch.manual_seed(9)
+    values = torch.randn(20, 301)
+    probs = values if op is top_k_mask else values.softmax(-1)
+    k = torch.randint(1, 51, (20,))
+    parameter = k if op in (top_k_mask, top_k_renorm) else torch.rand(20)
+    assert_as_defined(op, LAUNCHES[op](probs, parameter), probs, parameter)
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 def test_rows_that_are_not_finite_keep_all_when_interpreted() -> None:
     rows = torch.tensor([[0.5, INF, 0.25], [0.5, NAN, 0.0]])
     half = rows[:, 0]
@@ -382,34 +393,43 @@ def test_any_k(width: int) -> None:
         assert_as_defined(top_k_renorm, teams.keep_largest(values, k), values, k)
 
 
+def assert_any_share(by: Any, width: int, sharpness: float, device: str) -> None:
+    """Shares of all sizes, kept and drawn by a module."""
+    torch.manual_seed(width)
+    ends = [0.0, 1e-6, 0.1, 0.5, 0.8, 0.9, 0.99, 0.9999, 0.9999999, 1.0]
+    p = torch.tensor(ends, device=device)
+    rows = torch.randn(len(p), width, device=device) * sharpness
+    for values in (rows, (rows * 8).round() / 8):
+        probs = values.softmax(-1)
+        for whole in (probs, probs * 0.75, probs * 1e-35):
+            assert_as_defined(top_p_renorm, by.keep_share(whole, p), whole, p)
+            for _ in range(3):
+                uniform = torch.rand(len(p), device=device)
+                assert_drawn(by.draw_share(whole, p, uniform), whole, p, uniform)
+
+
+def assert_draws_again(by: Any, probs: Tensor, p: Tensor) -> None:
+    """A module draws the same in a batch, again and alone."""
+    uniform = torch.rand(len(p), device=p.device)
+    tokens = by.draw_share(probs, p, uniform)
+    assert_drawn(tokens, probs, p, uniform)
+    for _ in range(20):
+        assert torch.equal(by.draw_share(probs, p, uniform), tokens)
+    assert torch.equal(by.draw_share(probs[-1:], p[-1:], uniform[-1:]), tokens[-1:])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [100_278, 40_001, 301, 7])
 @pytest.mark.parametrize("sharpness", [0.0, 0.1, 1.0, 3.0, 9.0])
 def test_any_share(width: int, sharpness: float) -> None:
-    torch.manual_seed(width)
-    p = torch.tensor([0.0, 1e-6, 0.1, 0.5, 0.8, 0.9, 0.99, 0.9999, 0.9999999, 1.0]).cuda()
-    rows = torch.randn(len(p), width, device="cuda") * sharpness
-    for values in (rows, (rows * 8).round() / 8):
-        probs = values.softmax(-1)
-        for whole in (probs, probs * 0.75, probs * 1e-35):
-            assert_as_defined(top_p_renorm, teams.keep_share(whole, p), whole, p)
-            for _ in range(3):
-                uniform = torch.rand(len(p), device="cuda")
-                assert_drawn(teams.draw_share(whole, p, uniform), whole, p, uniform)
+    assert_any_share(teams, width, sharpness, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "width"), [(1, 100_278), (3, 100_277), (300, 100_278)])
 def test_draws_of_many_programs(rows: int, width: int) -> None:
     torch.manual_seed(rows)
-    probs, p = given(top_p_renorm, rows, width)
-    uniform = torch.rand(rows, device="cuda")
-    tokens = teams.draw_share(probs, p, uniform)
-    assert_drawn(tokens, probs, p, uniform)
-    for _ in range(20):
-        assert torch.equal(teams.draw_share(probs, p, uniform), tokens)
-    alone = teams.draw_share(probs[-1:], p[-1:], uniform[-1:])
-    assert torch.equal(alone, tokens[-1:])
+    assert_draws_again(teams, *given(top_p_renorm, rows, width))
 
 
 @pytest.mark.gpu
