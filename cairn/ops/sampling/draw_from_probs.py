@@ -113,7 +113,7 @@ def _(
 ) -> Tensor:
     """Thresholds are searched for among the weights that can matter; nothing is sorted."""
     filters = launch.Filters(top_k, top_p, min_p, joint)
-    # A nucleus of probabilities is found sooner by those who hold all of the row.
+    # A nucleus of probabilities is found sooner without the maxima of lines that others begin with.
     if indices is None and (top_p is None or top_k is not None):
         return launch.draw(launch.Source(probs), filters, None, uniform, torch.int32)
     if indices is None and top_p is not None and min_p is None:

@@ -22,9 +22,9 @@ from cairn.ops.sampling.kernels.passes import list_kernel, settle_kernel, store_
 BLOCK = 4096
 """Numbers that a program reads at once."""
 WARPS = 4
-"""Of programs that read a part."""
+"""Of a program that reads a part."""
 MOST_PARTS = 32
-"""Of a row."""
+"""Parts of a row at most."""
 LISTED, SLOTS = 4096, 512
 """Numbers that all parts of a row list, and a part, at most."""
 ALIGNED = 4
@@ -35,14 +35,14 @@ SOME, RUN, BINS = 4096, 16, 256
 """Numbers of a row from which it is guessed where its nucleus ends, how many of them lie side by
 side, and the bins in which they are counted, a quarter of a power of two each."""
 ROW_WARPS, ROW_REGISTERS = 8, 128
-"""Of programs for a row, and of their threads at most: two of them have place on a
+"""Of a program for a row, and registers of its threads at most: two such programs have place on a
 multiprocessor."""
 FEW_ROWS, FEW_DRAWS = 8, 1
-"""Rows with which a team is as fast, where they are stored and where tokens are drawn."""
+"""Rows with which a team is not slower, where they are stored and where tokens are drawn."""
 MOST_ROWS = 512
 """Rows at a time: so many keep a device busy, and more take more memory."""
 MOST_PART = 4 * BLOCK
-"""Numbers of a part, which who stores it holds in registers."""
+"""Numbers of a part at most: the program that stores it holds them in registers."""
 
 
 def keep_share(probs: Tensor, top_p: Tensor) -> Tensor:
@@ -107,14 +107,14 @@ def _pass(probs: Tensor, top_p: Tensor, uniform: Tensor | None, out: Tensor) -> 
     def memory(dtype: torch.dtype, *shape: int) -> Tensor:
         return probs.new_empty(shape, dtype=dtype)
 
-    bounds, open = memory(torch.int32, rows, 2), memory(torch.int32, 1)
+    bounds, left_open = memory(torch.int32, rows, 2), memory(torch.int32, 1)
     peaks, counts, firsts = (memory(torch.int32, rows, parts) for _ in range(3))
     aboves, amongs = (memory(torch.float64, rows, parts) for _ in range(2))
     numbers, verdicts = memory(torch.float32, rows, parts, slots), memory(torch.int32, rows, 4)
     early = gpu.launches_early(probs.device)
     option, lines = early_option(early), 32 * WARPS
     guess_kernel[(rows,)](
-        *(probs, top_p, bounds, open, stride, width, slots * parts * FILLED),
+        *(probs, top_p, bounds, left_open, stride, width, slots * parts * FILLED),
         *(SOME, RUN, BINS, align, early),
         num_warps=ROW_WARPS,
         **option,
@@ -128,14 +128,14 @@ def _pass(probs: Tensor, top_p: Tensor, uniform: Tensor | None, out: Tensor) -> 
     row_lines = 32 * ROW_WARPS
     settle_kernel[(rows,)](
         *(probs, top_p, uniform, out, bounds, peaks, aboves, amongs, counts, numbers, firsts),
-        *(verdicts, open, stride, width, parts, gpu.next_power_of_2(parts)),
+        *(verdicts, left_open, stride, width, parts, gpu.next_power_of_2(parts)),
         *(part, min(part, 4 * row_lines), row_lines),
         *(slots, gpu.next_power_of_2(parts * slots), align, early),
         num_warps=ROW_WARPS,
         maxnreg=ROW_REGISTERS,
         **option,
     )
-    settled = teams.Settled(verdicts, open)
+    settled = teams.Settled(verdicts, left_open)
     if uniform is not None:
         teams.draw_share(probs, top_p, uniform, out, settled)
         return

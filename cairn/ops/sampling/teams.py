@@ -161,15 +161,15 @@ def draw_share(
 
 
 class Settled(NamedTuple):
-    """Which rows are there already, of so many as a team takes at a time.
+    """Which rows are there already.
 
     Attributes:
         verdicts: [n, 4] int32, the first: not 0 if it is.
-        open: [1] int32: how many are not.
+        left_open: [1] int32: how many are not.
     """
 
     verdicts: Tensor
-    open: Tensor
+    left_open: Tensor
 
 
 def _share(
@@ -183,7 +183,8 @@ def _share(
         *((torch.float64, team.parts), (torch.int32, team.parts)),
     )
     sizes = (*team.pieces, slots, BINS)
-    given = settled or (None, None)
+    # One number for all rows.
+    given = (settled.verdicts, settled.left_open.expand(len(probs))) if settled else (None, None)
     return _run(top_p_kernel, probs, out, (top_p, uniform), team, memory, *sizes, given=given)
 
 
@@ -214,7 +215,7 @@ def _run(
     Args:
         memory: dtypes and shapes [n, ..] of what the kernel writes for itself.
         sizes: its own constants.
-        given: what it reads besides; then there are no more rows than are taken at a time.
+        given: [n, ..], what else it reads of each row.
     """
     step = _most_rows(memory)
     for begin in range(0, len(values), step):
@@ -227,7 +228,7 @@ def _run(
             *(x, *(None if p is None else p[at] for p in parameters), out[at]),
             *(None if team.seated else counters[-1], counters),
             *(_memory(x, *shape, dtype=dtype) for dtype, *shape in memory),
-            *given,
+            *(None if p is None else p[at] for p in given),
             *(values.stride(0), values.shape[1], programs, team.parts),
             *(gpu.processors(x.device), team.padded, *sizes),
             *(arrivals.APART, team.align, team.late, team.kind.abreast, early),

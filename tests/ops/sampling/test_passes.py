@@ -43,7 +43,7 @@ def open_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def watched(call: Any) -> Any:
         def share(*args: Any) -> Tensor:
-            counts.append(int(args[-1].open))
+            counts.append(int(args[-1].left_open))
             result: Tensor = call(*args)
             return result
 
@@ -96,6 +96,21 @@ def test_open_rows_beside_others(open_rows: list[int]) -> None:
     assert open_rows == [2, 2]
 
 
+@INTERPRETED
+def test_open_rows_of_more_than_a_team_takes_at_a_time(
+    open_rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teams, "WORKSPACE_BYTES", 0)
+    probs = drawn("sharp")[:, :300].repeat(7, 1)[:40]
+    probs /= probs.sum(-1, keepdim=True)
+    probs[[3, 35, 38]] = torch.linspace(1e-3, 0.3, 40)[:3, None]
+    p = torch.linspace(0.5, 0.99, 40)
+    monkeypatch.setattr(passes, "LISTED", 256)
+    assert_as_defined(top_p_renorm, passes.keep_share(probs, p), probs, p)
+    assert_drawn(passes.draw_share(probs, p, p), probs, p, p)
+    assert open_rows == [3, 3]
+
+
 @pytest.mark.parametrize("rows", [2, 300])
 @pytest.mark.parametrize("width", [1, 512, 4097, 9001, 100_278, 131_073, 500_000])
 def test_parts_hold_a_row_and_none_is_empty(rows: int, width: int) -> None:
@@ -124,7 +139,7 @@ class Guess:
 
 @INTERPRETED
 @pytest.mark.parametrize(
-    ("low", "high", "several"),
+    ("low", "high", "crowded"),
     [
         (9e-4, 2e-3, 1),
         (1.05e-3, 2e-3, 1),
@@ -137,21 +152,21 @@ class Guess:
 def test_any_guess(
     low: float,
     high: float,
-    several: int,
+    crowded: int,
     small: None,
     open_rows: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # One part has more numbers between than it lists; what the others list is enough of a sum.
+    # Crowded: a part has more numbers between than it lists; what the others list is enough.
     row = torch.full((3 * 512 - 8,), 1e-6)
-    row[: 300 if several else 100] = 1.1e-3
+    row[: 300 if crowded else 100] = 1.1e-3
     row[600:720] = row[1100:1220] = 1e-3
     row[-1] = 0.35
     probs, p = (row / row.sum())[None], torch.tensor([0.5])
     monkeypatch.setattr(passes, "guess_kernel", Guess(low, high))
     assert_as_defined(top_p_renorm, passes.keep_share(probs, p), probs, p)
     assert_drawn(passes.draw_share(probs, p, p), probs, p, p)
-    assert open_rows == [several] * 2
+    assert open_rows == [crowded] * 2
 
 
 @INTERPRETED

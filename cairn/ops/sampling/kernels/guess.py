@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.sampling.kernels.bounds import both_added
 from cairn.ops.sampling.kernels.filters import bits_of
 from cairn.ops.sampling.kernels.teams import number_of
 
@@ -32,12 +33,6 @@ def some_of_row(x, row, stride, width, SOME: tl.constexpr, RUN: tl.constexpr, AL
     else:
         some = tl.load(x + at + place, mask=place < width - begin, other=0.0)
     return some
-
-
-@triton.jit
-def both_added(a, b, c, d):
-    """Two pairs, number by number."""
-    return a + c, b + d
 
 
 @triton.jit
@@ -108,6 +103,7 @@ def near_of(some, spare, stands_for, near, BINS: tl.constexpr):
     if (many > 4 * near) & (bin > 0):
         # Bins of these numbers alone: 2 ** FINE floats each.
         FINE: tl.constexpr = 13
+        tl.static_assert(BINS << FINE == 1 << WIDE)
         first = FIRST + (bin << WIDE)
         inside = place == bin
         finer = tl.histogram(tl.where(inside, (bits_of(some) - first) >> FINE, 0), BINS)
@@ -126,18 +122,19 @@ def near_of(some, spare, stands_for, near, BINS: tl.constexpr):
 
 @triton.jit
 def guess_kernel(
-    x, top_p, bounds, open, stride, width, room,
+    x, top_p, bounds, left_open, stride, width, room,
     SOME: tl.constexpr, RUN: tl.constexpr, BINS: tl.constexpr, ALIGN: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """bounds [n, 2] int32: between which numbers, as bits, the threshold of a row's nucleus may
-    lie, with about `room` of the row's numbers; 0 and 0 if it keeps all. open [1] becomes 0."""
+    """bounds [n, 2] int32: between which numbers, as bits, the threshold of the nucleus of a row of
+    x [n, width] with a share of top_p [n] may lie, with about `room` of the row's numbers; 0 and 0
+    if it keeps all. left_open [1] int32 becomes 0."""
     await_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     share = tl.load(top_p + row)
     some = some_of_row(x, row, stride, width, SOME, RUN, ALIGN)
     stands_for = step_between(width, SOME, RUN) / RUN
     low, high = near_of(some, 1.0 - share, stands_for, 0.5 * room / stands_for, BINS)
-    tl.store(open, 0, mask=row == 0)
+    tl.store(left_open, 0, mask=row == 0)
     tl.store(bounds + 2 * row, tl.where(share < 1.0, low, 0))
     tl.store(bounds + 2 * row + 1, tl.where(share < 1.0, high, 0))

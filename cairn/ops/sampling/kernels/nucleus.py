@@ -359,14 +359,14 @@ def nucleus_of_part(
 @triton.jit(do_not_specialize=["programs"])
 def top_p_kernel(
     x, top_p, uniform, out, tickets, arrivals, peaks, masses, sizes, tallies, numbers, aboves,
-    counts, verdicts, open, stride, width, programs, parts, places,
+    counts, verdicts, left_open, stride, width, programs, parts, places,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
     SLOTS: tl.constexpr, BINS: tl.constexpr, APART: tl.constexpr, ALIGN: tl.constexpr,
     LATE: tl.constexpr, ABREAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [n, width] = x where it is in the nucleus of its row, divided by the sum of that; else 0.
     With uniform [n] float32: out [n] int32 is the first number of the nucleus whose running sum
-    exceeds as much of its sum; -1 if that is no number > 0. With verdicts and `open`, which
+    exceeds as much of its sum; -1 if that is no number > 0. With verdicts and left_open, which
     `settle_kernel` of `passes` wrote: of those rows only that it left open.
 
     Written: peaks [n, parts] int32, masses [n, parts] float64, and sizes [n, parts, BINS] int32 of
@@ -374,14 +374,14 @@ def top_p_kernel(
     the lists, with aboves [n, parts] float64 and counts [n, parts] int32.
     """
     await_previous(EARLY)
-    some = programs > 0
-    if open is not None:
-        some = tl.load(open) > 0
-    if some:
+    wanted = programs > 0
+    if left_open is not None:
+        wanted = tl.load(left_open) > 0
+    if wanted:
         row, part = seat_of(tickets, programs, parts, places, LATE, ABREAST)
-        if open is not None:
-            some = tl.load(verdicts + row * 4) == 0
-        if some:
+        if left_open is not None:
+            wanted = tl.load(verdicts + row * 4) == 0
+        if wanted:
             nucleus_of_part(
                 x, top_p, uniform, out, arrivals, peaks, masses, sizes, tallies, numbers, aboves,
                 counts, stride, width, row, part, parts,

@@ -148,15 +148,15 @@ def kept_by_lists(least, wanted, above, numbers, parts, PARTS: tl.constexpr, SLO
 
 @triton.jit
 def settle_kernel(
-    x, top_p, uniform, out, bounds, peaks, aboves, amongs, counts, numbers, firsts, verdicts, open,
-    stride, width, parts,
+    x, top_p, uniform, out, bounds, peaks, aboves, amongs, counts, numbers, firsts, verdicts,
+    left_open, stride, width, parts,
     PARTS: tl.constexpr, PART: tl.constexpr, PIECE: tl.constexpr, LINES: tl.constexpr,
     SLOTS: tl.constexpr, LISTED: tl.constexpr, ALIGN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """verdicts [n, 4] int32: 1 if it is known what a row keeps; then the least number that it keeps
     and the sum of all, float32, as bits, and 1 if some parts keep but the first of their numbers
-    equal to the least: then firsts [n, parts] int32 says how many, -1 for all. open [1] int32: how
-    many rows it is not known of.
+    equal to the least: then firsts [n, parts] int32 says how many, -1 for all. left_open [1] int32:
+    of how many rows it is not known.
 
     With uniform [n] float32: out [n] int32 is the token instead. The rest is of `list_kernel`.
     """
@@ -217,7 +217,7 @@ def settle_kernel(
             tl.store(verdicts + 2, bits_of(divisor))
             tl.store(verdicts + 3, partly)
     else:
-        tl.atomic_add(open, 1, sem="relaxed")
+        tl.atomic_add(left_open, 1, sem="relaxed")
 
 
 @triton.jit
