@@ -92,10 +92,12 @@ class Source:
 
     Attributes:
         values: [n, V] float32, logits in half precision too, rows of any stride.
-        temperature: [n] float32, then the values are logits; None: they are probabilities.
+        softmax: whether they are logits, else probabilities.
+        temperature: [n] float32, of logits; None: 1.
     """
 
     values: Tensor
+    softmax: bool = False
     temperature: Tensor | None = None
 
     @property
@@ -126,7 +128,7 @@ class Source:
     def part(self, at: slice) -> Source:
         """The same for some of the rows."""
         heat = self.temperature
-        return Source(self.values[at], None if heat is None else heat[at])
+        return Source(self.values[at], self.softmax, None if heat is None else heat[at])
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """[n, *shape] on the device, not written."""
@@ -234,7 +236,7 @@ def _survey(source: Source, filters: Filters | None = None) -> Survey:
     )
     kernels.survey_kernel[(source.chunks, len(source.values))](
         *(source.values, source.temperature, *given, *found, *source.sizes),
-        *(source.chunk, LINE, source.temperature is not None, source.early),
+        *(source.chunk, LINE, source.softmax, source.early),
         num_warps=_warps(source) if masses else min(8, 2 * _warps(source)),
         **early_option(source.early),
     )
@@ -257,7 +259,7 @@ def _draw(
         draw_kernels.draw_kernel[(len(out),)](
             *(source.values, source.temperature, *numbers, rows),
             *(found.peaks, found.firsts, found.masses, out, *source.sizes),
-            *(CHUNKS, source.chunk, RUN, source.temperature is not None, source.early),
+            *(CHUNKS, source.chunk, RUN, source.softmax, source.early),
             num_warps=DRAW_WARPS,
             **early_option(source.early),
         )
@@ -272,7 +274,7 @@ def _draw_filtered(
     found: Survey,
     out: Tensor,
 ) -> None:
-    softmax, rows = source.temperature is not None, len(out)
+    rows = len(out)
     counts = source.empty(CHUNKS + MOST_LINES, dtype=torch.int32)
     weights = source.empty(CHUNKS, source.chunk)
     sums = source.empty(2, CHUNKS, dtype=torch.float64)
@@ -285,7 +287,7 @@ def _draw_filtered(
         *(CHUNKS, source.chunk, LINE, min(32 * LIST_WARPS, source.chunk // 4)),
         *(SAMPLE, SURE, TRIALS, max(1, min(ABREAST, AHEAD // source.chunk))),
         *(WIDTH, RUN, FEW, RIVALS, MOST_LINES),
-        *(softmax, filters.share(softmax), source.early),
+        *(source.softmax, filters.share(source.softmax), source.early),
         num_warps=LIST_WARPS,
         maxnreg=LIST_REGISTERS,
         **early_option(source.early),

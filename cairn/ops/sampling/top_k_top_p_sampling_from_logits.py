@@ -112,7 +112,7 @@ def _(
     joint: bool = False,
 ) -> Tensor:
     """As draw_tokens does, at temperature 1."""
-    source = launch.Source(logits, torch.ones_like(uniform))
+    source = launch.Source(logits, softmax=True)
     filters = launch.Filters(top_k, top_p, joint=joint)
     return launch.draw(source, filters, None, uniform, torch.int32)
 

@@ -27,7 +27,8 @@ def draw(probs: Tensor, **filters: Tensor) -> Tensor:
 
 
 def draw_of_logits(logits: Tensor, temperature: float = 1.0, **filters: Tensor) -> Tensor:
-    source, seeds = launch.Source(logits, torch.full((ROWS,), temperature)), torch.arange(ROWS)
+    source = launch.Source(logits, True, torch.full((ROWS,), temperature))
+    seeds = torch.arange(ROWS)
     return launch.draw(source, launch.Filters(**filters), seeds, seeds, torch.int64)
 
 

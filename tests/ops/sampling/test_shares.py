@@ -58,7 +58,7 @@ def kept_of(rows: Tensor, share: float, least: float) -> Tensor:
 def drawn(rows: Tensor, share: float, least: float, uniform: Tensor, device: str) -> Tensor:
     count = torch.zeros(len(rows), dtype=torch.int64)
     filters = (count, *(torch.full((len(rows),), x) for x in (share, least)))
-    source = launch.Source(rows.to(device), torch.ones(len(rows), device=device))
+    source = launch.Source(rows.to(device), softmax=True)
     kept = launch.Filters(*(x.to(device) for x in filters))
     return launch.draw(source, kept, None, uniform.to(device), torch.int64).cpu()
 

@@ -207,7 +207,7 @@ def collect_kernel(
     await_previous(EARLY)
     row = tl.program_id(1).to(tl.int64)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
-    heat = temperature_of(temperature, row)
+    heat = temperature_of(temperature, row, SOFTMAX)
     # On their way before it is known whether they are needed.
     top_of_lines = None
     if top_k is not None:

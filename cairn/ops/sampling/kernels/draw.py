@@ -116,7 +116,7 @@ def draw_kernel(
     row = number
     if rows is not None:
         row = tl.load(rows + number).to(tl.int64)
-    heat = temperature_of(temperature, row)
+    heat = temperature_of(temperature, row, SOFTMAX)
     part = part_of(seed, index, uniform, number)
     peak, chunk_peak, scale, mass, finite = summary_of(
         peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX

@@ -42,11 +42,14 @@ def ordered(value):
 
 
 @triton.jit
-def temperature_of(temperature, row):
+def temperature_of(temperature, row, SOFTMAX: tl.constexpr):
     """The row's temperature; 1 where there are none."""
-    heat = 1.0
     if temperature is not None:
         heat = tl.load(temperature + row)
+    elif SOFTMAX:
+        heat = tl.full([], 1.0, tl.float32)
+    else:
+        heat = 1.0
     return heat
 
 
@@ -105,7 +108,7 @@ def survey_kernel(
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     at = row * chunks + chunk
-    heat = temperature_of(temperature, row)
+    heat = temperature_of(temperature, row, SOFTMAX)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
     # What weighs nothing.
     BEYOND: tl.constexpr = float("-inf") if SOFTMAX or masses is None else 0.0
