@@ -56,7 +56,7 @@ def counters(groups: int, device: torch.device) -> Tensor:
     """[groups, APART] int32, all 0, for the one launch that comes next. It leaves them 0."""
     tensor = _taken(groups, device)
     if gpu.watch.by is not None:
-        gpu.watch.by.took(tensor, functools.partial(_taken, groups, device))
+        gpu.watch.by.took(tensor, functools.partial(_taken, groups, device), False)
     return tensor
 
 
@@ -64,8 +64,8 @@ def _taken(groups: int, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.zeros((groups, APART), dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
-        return _store(device.index).of_graph(gpu.stream_of(device), groups, device)
-    return _store(device.index).of_stream(gpu.stream_of(device), groups, device)
+        return _store(device.index).of_graph(gpu.stream_of(device.index), groups, device)
+    return _store(device.index).of_stream(gpu.stream_of(device.index), groups, device)
 
 
 class _Store:

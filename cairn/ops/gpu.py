@@ -56,8 +56,8 @@ which of them is stored would be nobody's choice."""
 class Watcher(Protocol):
     """Who is told what a call does with the device."""
 
-    def took(self, tensor: Tensor, take: Callable[[], Tensor]) -> None:
-        """Memory was taken, and how more of its kind is."""
+    def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
+        """Memory was taken, and how more of its kind is; blank: it is not written."""
         ...
 
     def spoiled(self) -> None:
@@ -136,12 +136,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """Memory for kernels, not written."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if watch.by is not None:
-        # Of the ways to get it, the one whose arguments torch reads fastest.
-        strides = tensor.stride()
-        take = functools.partial(
-            torch.empty_strided, tensor.shape, strides, dtype=dtype, device=device
-        )
-        watch.by.took(tensor, take)
+        watch.by.took(tensor, taking(tensor.shape, dtype, device), True)
     return tensor
 
 
@@ -149,10 +144,20 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """Memory for kernels, all 0."""
     tensor = torch.zeros(shape, dtype=dtype, device=device)
     if watch.by is not None:
-        watch.by.took(
-            tensor, functools.partial(torch.zeros, tensor.shape, dtype=dtype, device=device)
-        )
+        take = functools.partial(torch.zeros, tensor.shape, dtype=dtype, device=device)
+        watch.by.took(tensor, take, False)
     return tensor
+
+
+def taking(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """What takes memory as `empty` does, on the current device: of the ways to get it, the one
+    whose arguments torch reads fastest."""
+    shape, strides = tuple(shape), torch.empty(shape, device="meta").stride()
+    # That of torch.compile's code.
+    quickly = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if device.type == "cuda" and quickly is not None:
+        return functools.partial(quickly, shape, strides, dtype)
+    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
 def again(
@@ -167,8 +172,13 @@ def again(
         return None
     # Loads the kernel, and with it the function.
     run = compiled.run
-    kernel = (compiled.function, compiled.packed_metadata)
-    return run, (*(*grid, 1, 1)[:3], STREAM, *kernel, None, None, None, *args)
+    where = (*(*grid, 1, 1)[:3], STREAM, compiled.function)
+    rest = (compiled.packed_metadata, None, None, None, *args)
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+        return run, (*where, *rest)
+    # What that calls where a kernel needs no memory of Triton's.
+    options = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    return run.launch, (*where, *options, *rest)
 
 
 def hooked() -> bool:
@@ -178,9 +188,14 @@ def hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def stream_of(device: torch.device) -> Any:
-    """The current stream of a device, as Triton names it."""
-    return _module.runtime.driver.active.get_current_stream(device.index)
+def is_current(index: int) -> bool:
+    """Whether kernels are launched on the device of this number; -1: the host, which always is."""
+    return index < 0 or torch._C._cuda_getDevice() == index
+
+
+def stream_of(index: int) -> Any:
+    """The current stream of the device of this number, as Triton names it."""
+    return _module.runtime.driver.active.get_current_stream(index)
 
 
 def capture_of(device: torch.device) -> int:
@@ -208,6 +223,11 @@ def blocks(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Se
     """A kernel's argument for a table that begins where `base` does, copied in blocks."""
     tools = importlib.import_module("triton.tools.tensor_descriptor")
     return tools.TensorDescriptor(base, list(shape), list(strides), list(block))
+
+
+def is_table(argument: Any) -> bool:
+    """Whether a kernel's argument is what `blocks` or `tiles` gives."""
+    return type(argument).__name__ == "TensorDescriptor"
 
 
 def tiles(table: Any, block: Sequence[int]) -> Any:

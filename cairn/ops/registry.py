@@ -49,9 +49,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 Tolerance = tuple[float, float]
 
 VARIABLE = "CAIRN_OPS"
-_is_compiling = torch.compiler.is_compiling
-_active_modes = torch._C._len_torch_dispatch_stack
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 class Op(Generic[P, R]):
@@ -83,6 +80,7 @@ class Op(Generic[P, R]):
         self._fake: Callable[..., Any] = definition
         self._chosen: dict[str, tuple[Implementation, ...]] = {}
         self._plans: replay.Plans | None = None
+        self._front_plans: list[replay.Plans] = []
         self.__doc__ = definition.__doc__
         self.__name__ = definition.__name__
         self.__qualname__ = definition.__qualname__
@@ -109,7 +107,7 @@ class Op(Generic[P, R]):
             self._respell(kwargs)
         position = self._key
         key = args[position] if len(args) > position else kwargs.get(self._key_name)
-        if type(key) not in _PLAIN_TENSORS or _is_compiling() or _active_modes():
+        if replay.is_traced(key):
             if self._check is not None:
                 self._check(*args, **kwargs)
             if isinstance(key, Tensor):
@@ -355,14 +353,27 @@ class Op(Generic[P, R]):
         self._fake = function
         return function
 
-    def front(self, function: F) -> F:
+    @overload
+    def front(self, function: F, /) -> F: ...
+    @overload
+    def front(self, /, *, replayed: bool) -> Callable[[F], F]: ...
+    def front(
+        self, function: Callable[..., Any] | None = None, /, *, replayed: bool = False
+    ) -> Callable[..., Any]:
         """Decorator: a public function over this op, for a signature that no schema can hold.
 
         It checks, allocates and splits unions, then calls the op. An op with fronts is exported
-        through them alone.
+        through them alone. replayed: as of an implementation, but for what it has ops do.
         """
-        self.fronts[function.__name__] = function
-        return function
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            if replayed:
+                self._front_plans.append(replay.Plans())
+                function = self._front_plans[-1].of(function)
+            self.fronts[function.__name__] = function
+            return function
+
+        return register if function is None else register(function)
 
     def check(self, function: Callable[..., None]) -> Callable[..., None]:
         """Decorator: what looks at the arguments of a call first; raises BadArgument."""
@@ -472,7 +483,8 @@ def _set_forced(forced: dict[str, str]) -> None:
     _forced.update(forced)
     for entry in _ops.values():
         entry._chosen.clear()
-        entry._plans = entry._plans and replay.Plans()
+        for plans in (*entry._front_plans, *filter(None, [entry._plans])):
+            plans.forget()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

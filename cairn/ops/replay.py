@@ -9,25 +9,26 @@ each pointer pointed. Later calls of the same signature launch the compiled kern
 (`gpu.again`), with addresses instead of tensors.
 
 Why the results are the same. The signature holds all that such an implementation looks at: every
-tensor's shape, strides, dtype and device, which of them begin at the same address, and the type and
-value of every other argument. So the numbers, grids and kernels of a replay are those of the
-recording; and of what else Triton specialises a kernel on, pointers that are multiples of 16, both
-are asked, or the call is run plainly. An implementation of this kind does nothing on the device but
-take memory and launch, since nothing else would be repeated. Signatures of which a pointer is
-neither into an argument nor into memory from here, or which call an op whose choice is not of this
-kind, are run plainly for good. Streams, graph capture and launches before the kernel in front is
-done are as in a plain call; while somebody hooks launches, as profilers do, all calls are plain. A
-plan holds no memory: it takes each piece for the first kernel that needs it and frees it behind the
-last, in the sizes of a plain call.
+tensor's shape, strides, dtype and device, how far it begins behind a multiple of 16 bytes, which of
+them begin at the same address, and the type and value of every other argument. So the numbers,
+grids and kernels of a replay are those of the recording. An implementation of this kind does
+nothing on the device but take memory and launch, since nothing else would be repeated, and looks at
+no number in a tensor. Signatures of which a pointer is neither into an argument nor into memory
+from here, or which call an op whose choice is not of this kind, are run plainly for good. Streams,
+graph capture and launches before the kernel in front is done are as in a plain call; while somebody
+hooks launches, as profilers do, or another device is the current one, all calls are plain. A plan
+holds no memory: it takes each large piece for the first kernel that needs it and frees it behind
+the last, in the sizes of a plain call. Small ones share memory, which is taken once a call.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,45 +39,62 @@ from cairn.ops import gpu
 MOST_PLANS = 64
 """Signatures that an op remembers. Every layer of a step has the same; the next step may be of any
 number of tokens."""
+SHARED_BYTES = 1 << 20
+"""Pieces of memory that no result needs lie side by side up to so many bytes: to take one takes the
+host nearly as long as a launch."""
 _LOW_BITS = 15
+_APART = 512
+"""Bytes of whose multiples pieces begin, as those that torch takes do."""
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_is_compiling = torch.compiler.is_compiling
+_active_modes = torch._C._len_torch_dispatch_stack
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call of an op.
 
     Attributes:
         signature: what a plan for it depends on.
         tensors: those among the arguments, in order.
-        addresses: where they begin, multiples of 16.
+        addresses: where they begin.
+        device: number of that on which they lie, -1: the host.
     """
 
     signature: tuple[Any, ...]
     tensors: list[Tensor]
     addresses: list[int]
+    device: int
 
 
 def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
     """A call of an op; None for one that no plan serves."""
     key: list[Any] = []
     tensors: list[Tensor] = []
+    home: int | None = None
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if kind in _PLAIN_TENSORS:
             tensors.append(value)
-            key += (value.shape, value.stride(), value.dtype, value.device)
+            device = value.get_device()
+            if device != home:
+                # One on the host may be pinned or not.
+                if home is not None:
+                    return None
+                home = device
+            key += (value.shape, value.stride(), value.dtype, device)
+        elif kind is list and all(type(x) is int for x in value):
+            key += (kind, tuple(value))
         elif isinstance(value, Tensor) or kind.__hash__ is None:
             return None
         else:
             key += (kind, value)
     addresses = list(map(Tensor.data_ptr, tensors))
     if functools.reduce(operator.or_, addresses) & _LOW_BITS:
-        return None
+        key.append(("behind", *(address & _LOW_BITS for address in addresses)))
     if len(set(addresses)) < len(addresses):
-        key += map(addresses.index, addresses)
+        key.append(("same", *map(addresses.index, addresses)))
     key += kwargs
-    return Call(tuple(key), tensors, addresses)
+    return Call(tuple(key), tensors, addresses, -1 if home is None else home)
 
 
 @dataclass(slots=True)
@@ -85,6 +103,7 @@ class _Piece:
 
     Attributes:
         take: takes it.
+        blank: whether it is not written.
         shape, dtype: of the tensor, which is contiguous.
         start: where it begins.
         slot: its address's, -1: no kernel needs it.
@@ -92,11 +111,50 @@ class _Piece:
     """
 
     take: Callable[[], Tensor]
+    blank: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
     slot: int = -1
     last: int = -1
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Place:
+    """An address, as Triton asks a tensor for it."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+@dataclass(slots=True)
+class _Table:
+    """What describes a table to the copy engine, without where it begins.
+
+    Attributes:
+        slot: its own; start: its address's.
+        kind, rest: its class, and its attributes but `base`.
+    """
+
+    slot: int
+    start: int
+    kind: type
+    rest: dict[str, Any]
+
+    def at(self, address: int) -> Any:
+        """The same of a table elsewhere. What its class looks at is as it was."""
+        table: Any = object.__new__(self.kind)
+        table.__dict__.update(self.rest, base=_Place(address))
+        return table
 
 
 @dataclass(slots=True)
@@ -107,6 +165,7 @@ class _Step:
         run: what launches.
         pieces: numbers of those taken before it.
         views: addresses behind others: (slot, slot of the other, bytes).
+        tables: those among its arguments.
         pick: its arguments out of the slots.
         free: numbers of the pieces that nothing needs after it.
     """
@@ -114,6 +173,7 @@ class _Step:
     run: Callable[..., None]
     pieces: list[int] = field(default_factory=list)
     views: list[tuple[int, int, int]] = field(default_factory=list)
+    tables: list[_Table] = field(default_factory=list)
     pick: Callable[[Sequence[Any]], Any] = tuple
     free: list[int] = field(default_factory=list)
 
@@ -139,12 +199,12 @@ class Recording:
         """The call does what a plan cannot repeat."""
         self._spoiled = True
 
-    def took(self, tensor: Tensor, take: Callable[[], Tensor]) -> None:
-        """The call took memory."""
+    def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
+        """The call took memory; blank: which is not written."""
         storage = StorageWeakRef(tensor.untyped_storage())
         self._storages.append(storage)
         self._made[storage.cdata] = len(self._pieces)
-        self._pieces.append(_Piece(take, tensor.shape, tensor.dtype, tensor.data_ptr()))
+        self._pieces.append(_Piece(take, blank, tensor.shape, tensor.dtype, tensor.data_ptr()))
 
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
         """The call launched a kernel with these arguments, and Triton ran `compiled`."""
@@ -163,14 +223,25 @@ class Recording:
         """The plan of the call that gave this result; None if there is none."""
         parts = result if isinstance(result, tuple) else () if result is None else (result,)
         sources = [source for source in map(self._source, parts) if source is not None]
-        if self._spoiled or len(sources) < len(parts):
+        # What launches nothing may have done anything else.
+        if self._spoiled or len(sources) < len(parts) or not self._steps:
             return None
         kept = {-1 - source for source in sources}
+        shared, size = [], 0
         for number, piece in enumerate(self._pieces):
-            if piece.slot >= 0 and number not in kept:
+            if piece.slot < 0 or number in kept:
+                continue
+            if piece.blank and size + piece.size <= SHARED_BYTES:
+                shared.append((piece.slot, size))
+                size += -(-piece.size // _APART) * _APART
+                for step in self._steps:
+                    step.pieces = [other for other in step.pieces if other != number]
+            else:
                 self._steps[piece.last].free.append(number)
+        take = gpu.taking((size,), torch.uint8, self._call.tensors[0].device)
+        memory = _Shared(take, shared) if shared else None
         single = isinstance(result, Tensor)
-        return Plan(self._slots, self._pieces, self._steps, sources, single)
+        return Plan(self._slots, self._pieces, self._steps, memory, sources, single)
 
     def _source(self, result: Any) -> int | None:
         """Number of the argument, or -1 - that of the piece, that a result is."""
@@ -189,6 +260,12 @@ class Recording:
         """Of an argument of a launch."""
         if arg is gpu.STREAM:
             return len(self._call.tensors)
+        if gpu.is_table(arg):
+            slot = len(self._slots)
+            self._slots.append(None)
+            rest = {name: value for name, value in vars(arg).items() if name != "base"}
+            step.tables.append(_Table(slot, self._slot(arg.base, step), type(arg), rest))
+            return slot
         if not isinstance(arg, Tensor):
             return self._remember((type(arg), arg), arg)
         if id(arg) in self._inputs:
@@ -240,6 +317,18 @@ def _extent(tensor: Tensor) -> int:
     return (sum((size - 1) * step for size, step in sides) + 1) * tensor.itemsize
 
 
+class _Shared(NamedTuple):
+    """Memory of small pieces.
+
+    Attributes:
+        take: takes it.
+        parts: a piece's slot, and how many bytes behind the first it begins.
+    """
+
+    take: Callable[[], Tensor]
+    parts: list[tuple[int, int]]
+
+
 class Plan:
     """What a call does, but for the addresses of its arguments; made by `Recording.plan`."""
 
@@ -248,11 +337,13 @@ class Plan:
         slots: list[Any],
         pieces: list[_Piece],
         steps: list[_Step],
+        shared: _Shared | None,
         sources: list[int],
         single: bool,
     ) -> None:
         self._slots, self._pieces, self._sources, self._single = slots, pieces, sources, single
-        self._steps = [(s.pieces, s.views, s.run, s.pick, s.free) for s in steps]
+        self._steps = [(s.pieces, s.views, s.tables, s.run, s.pick, s.free) for s in steps]
+        self._shared = shared
         # Results that no kernel writes are those of no tokens.
         self._rest = [-1 - s for s in sources if s < 0 and pieces[-1 - s].slot < 0]
 
@@ -261,13 +352,20 @@ class Plan:
         slots = self._slots.copy()
         slots[: len(call.addresses) + 1] = (*call.addresses, stream)
         memory: dict[int, Tensor] = {}
-        for pieces, views, run, pick, free in self._steps:
+        if self._shared is not None:
+            together = self._shared.take()
+            start = together.data_ptr()
+            for slot, offset in self._shared.parts:
+                slots[slot] = start + offset
+        for pieces, views, tables, run, pick, free in self._steps:
             for number in pieces:
                 piece = self._pieces[number]
                 memory[number] = taken = piece.take()
                 slots[piece.slot] = taken.data_ptr()
             for slot, base, offset in views:
                 slots[slot] = slots[base] + offset
+            for table in tables:
+                slots[table.slot] = table.at(slots[table.start])
             run(*pick(slots))
             for number in free:
                 del memory[number]
@@ -283,6 +381,24 @@ class Plans:
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
 
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function, of which calls whose first argument is a tensor on CUDA are replayed."""
+
+        def plainly(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            return function(*args, **kwargs)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not args or is_traced(args[0]) or not args[0].is_cuda:
+                return function(*args, **kwargs)
+            return self.run(plainly, args, kwargs)
+
+        return call
+
+    def forget(self) -> None:
+        """What ops choose has changed."""
+        self._plans.clear()
+
     def run(
         self,
         plainly: Callable[[Sequence[Any], dict[str, Any]], Any],
@@ -291,11 +407,11 @@ class Plans:
     ) -> Any:
         """What plainly(args, kwargs) gives; the tensors lie on one CUDA device."""
         call = None if gpu.watch.by is not None or gpu.hooked() else call_of(args, kwargs)
-        if call is None:
+        if call is None or not gpu.is_current(call.device):
             return plainly(args, kwargs)
         plan = self._plans.get(call.signature)
         if plan is not None:
-            return plan.run(call, gpu.stream_of(call.tensors[0].device))
+            return plan.run(call, gpu.stream_of(call.device))
         if call.signature in self._plans:
             return plainly(args, kwargs)
         gpu.watch.by = recording = Recording(call)
@@ -307,6 +423,12 @@ class Plans:
             self._plans.clear()
         self._plans[call.signature] = recording.plan(result)
         return result
+
+
+def is_traced(first: Any) -> bool:
+    """Whether somebody else looks on, or a call's first argument is no plain tensor: such calls go
+    through the dispatcher."""
+    return type(first) not in _PLAIN_TENSORS or _is_compiling() or _active_modes() > 0
 
 
 def spoil() -> None:

@@ -53,7 +53,7 @@ def _(
     launch.check("gelu_and_mul", input, out, expert_ids, expert_step)
 
 
-@gelu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows)
+@gelu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
 def _(
     input: Tensor,
     out: Tensor | None = None,

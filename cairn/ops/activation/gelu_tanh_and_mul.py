@@ -56,7 +56,7 @@ def _(
     launch.check("gelu_tanh_and_mul", input, out, expert_ids, expert_step)
 
 
-@gelu_tanh_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows)
+@gelu_tanh_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
 def _(
     input: Tensor,
     out: Tensor | None = None,

@@ -134,6 +134,7 @@ def _parts(cache: Tensor, latent: int) -> tuple[Tensor, Tensor]:
     dtypes=(torch.bfloat16, torch.float16),
     when=_fits_groups,
     missing="" if gpu.gl else "needs Triton 3.6",
+    replayed=True,
 )
 def _(
     q_nope: Tensor,
@@ -147,7 +148,7 @@ def _(
 ) -> Tensor:
     batch, heads, latent = q_nope.shape
     cache = kv_c_and_k_pe_cache
-    out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
+    out = gpu.empty(q_nope.shape, q_nope.dtype, q_nope.device)
     if out.numel() == 0:
         return out
     values, rest = lines_of(*_parts(cache, latent), _BLOCK, math.inf)
@@ -173,13 +174,13 @@ def _parts_of(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     """Memory for the states of so many splits: o [B, H, splits, latent], `out` itself for one, and
     lse [B, H, splits] float32."""
     batch, heads, latent = out.shape
-    part_lse = out.new_empty((batch, heads, splits), dtype=torch.float32)
+    part_lse = gpu.empty((batch, heads, splits), torch.float32, out.device)
     if splits == 1:
         return out, part_lse
-    return out.new_empty((batch, heads, splits, latent), dtype=torch.float32), part_lse
+    return gpu.empty((batch, heads, splits, latent), torch.float32, out.device), part_lse
 
 
-@cutlass_mla_decode.implementation("triton", devices=gpu.DEVICES)
+@cutlass_mla_decode.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -192,7 +193,7 @@ def _(
 ) -> Tensor:
     cache = kv_c_and_k_pe_cache
     batch, heads, latent = q_nope.shape
-    out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
+    out = gpu.empty(q_nope.shape, q_nope.dtype, q_nope.device)
     if out.numel() == 0:
         return out
     single = q_nope.dtype == torch.float32

@@ -328,6 +328,7 @@ def _by_groups(
     when=lambda q, k_cache, v_cache, *args, **kwargs: (
         q.shape[0] <= launch.SPLIT_TOKENS and launch.accepts(q, k_cache, v_cache)
     ),
+    replayed=True,
 )
 def _(
     q: Tensor,
@@ -350,6 +351,7 @@ def _(
     devices=gpu.DEVICES,
     when=_by_groups,
     missing="" if gpu.gl else "needs Triton 3.6",
+    replayed=True,
 )
 def _(
     q: Tensor,
@@ -391,6 +393,7 @@ def _(
     "triton_tiles",
     devices=gpu.DEVICES,
     when=lambda q, k_cache, v_cache, *args, **kwargs: launch.accepts(q, k_cache, v_cache),
+    replayed=True,
 )
 def _(
     q: Tensor,

@@ -52,7 +52,7 @@ def merge_states(
     s_merged.copy_(s)
 
 
-@merge_states.implementation("triton", devices=gpu.DEVICES)
+@merge_states.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(
     v_a: Tensor,
     s_a: Tensor,
@@ -73,7 +73,7 @@ def _(
         )
 
 
-@merge_states.front
+@merge_states.front(replayed=True)
 def merge_state_v2(
     v_a: Tensor,
     s_a: Tensor,
@@ -100,7 +100,7 @@ def merge_state_v2(
     return _merge("merge_state_v2", False, v_a, s_a, v_b, s_b, v_merged, s_merged)
 
 
-@merge_states.front
+@merge_states.front(replayed=True)
 def merge_state(
     v_a: Tensor,
     s_a: Tensor,
@@ -124,8 +124,8 @@ def _merge(
     s_merged: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     expect(name, "v_a", v_a, (None, None, None), FLOATS, dense=-1)
-    v = torch.empty_like(v_a) if v_merged is None else v_merged
-    s = torch.empty_like(s_a) if s_merged is None else s_merged
+    v = gpu.empty(v_a.shape, v_a.dtype, v_a.device) if v_merged is None else v_merged
+    s = gpu.empty(s_a.shape, s_a.dtype, s_a.device) if s_merged is None else s_merged
     for what, tensor in (("v_b", v_b), ("v_merged", v)):
         expect(name, what, tensor, v_a.shape, (v_a.dtype,), v_a, dense=-1)
     for what, tensor in (("s_a", s_a), ("s_b", s_b), ("s_merged", s)):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.flash import group_launch
 from cairn.ops.flash.launch import Task
 
@@ -36,8 +37,8 @@ def attend(
     stretches: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """o [T, h_q, d] in q's dtype and lse [T, h_q] float32, of a call that `fits`."""
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    o = gpu.empty(q.shape, q.dtype, q.device)
+    lse = gpu.empty(q.shape[:2], torch.float32, q.device)
     task = _task((q, k_cache, v_cache, o, lse), page_table, scale, stretches)
     group_launch.attend(task, length=stretches[1] + stretches[2])
     return o, lse

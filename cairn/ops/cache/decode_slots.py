@@ -137,6 +137,7 @@ def _(
         row.shape[0] <= MOST
         and all(t.stride(0) == 1 for t in (row, first, cells, pages, last_token))
     ),
+    replayed=True,
 )
 def _(
     row: Tensor,
@@ -152,7 +153,7 @@ def _(
     window_spare: int,
 ) -> Tensor:
     most = row.shape[0]
-    out = row.new_empty(LINES, most)
+    out = gpu.empty((LINES, most), row.dtype, row.device)
     if most == 0:
         return out
     per_page = page_size if landmark_id is None else page_size - 1

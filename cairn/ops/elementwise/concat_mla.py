@@ -77,6 +77,7 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     when=lambda k, k_nope, k_rope: (
         k.stride(2) == k_nope.stride(2) == k_rope.stride(2) == 1 and gpu.within_32_bits(k, k_nope)
     ),
+    replayed=True,
 )
 def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
     # Not every device that runs these kernels knows float8: it moves as bytes.
@@ -156,12 +157,12 @@ def _in_rows(a: Tensor, b: Tensor, out: Tensor | None = None) -> bool:
     return _as_heads(a) is not None and _as_heads(b) is not None
 
 
-@concat_mla_absorb_q.implementation("triton", devices=gpu.DEVICES, when=_in_rows)
+@concat_mla_absorb_q.implementation("triton", devices=gpu.DEVICES, when=_in_rows, replayed=True)
 def _(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     result, into = out, None if out is None else _as_heads(out)
     if result is None or into is None:
         shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
-        result = torch.empty(shape, dtype=a.dtype, device=a.device)
+        result = gpu.empty(shape, a.dtype, a.device)
         into = _as_heads(result)
     first, second = _as_heads(a), _as_heads(b)
     assert first is not None and second is not None and into is not None

@@ -65,7 +65,7 @@ def _(
         expect("fp8_quantize", "out", out, x.shape, (fp8_dtype,), like=x)
 
 
-@fp8_quantize.implementation("triton", devices=gpu.DEVICES)
+@fp8_quantize.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(
     x: Tensor,
     scale_inv: float = 1.0,
@@ -75,7 +75,7 @@ def _(
 ) -> Tensor:
     result = out
     if result is None or not result.is_contiguous():
-        result = torch.empty(x.shape, dtype=fp8_dtype, device=x.device)
+        result = gpu.empty(x.shape, fp8_dtype, x.device)
     if x.numel():
         # What lies in one piece is one row.
         rows = x.view(1, -1) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
@@ -184,7 +184,7 @@ def _dense(
     return loc.is_contiguous() and all(x[:1].is_contiguous() for x in (k, v, k_out, v_out))
 
 
-@downcast_fp8.implementation("triton", devices=gpu.DEVICES, when=_dense)
+@downcast_fp8.implementation("triton", devices=gpu.DEVICES, when=_dense, replayed=True)
 def _(
     k: Tensor,
     v: Tensor,

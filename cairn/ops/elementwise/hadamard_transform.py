@@ -58,12 +58,12 @@ def _short(x: Tensor, scale: float = 1.0) -> bool:
     return x.shape[-1] <= LONGEST // 2 or gpu.program_memory(x.device) >= MEMORY
 
 
-@hadamard_transform.implementation("triton", devices=gpu.DEVICES, when=_short)
+@hadamard_transform.implementation("triton", devices=gpu.DEVICES, when=_short, replayed=True)
 def _(x: Tensor, scale: float = 1.0) -> Tensor:
     """By matrix products: H_ab of a row is H_a X H_b of the row as [a, b]."""
     width = x.shape[-1]
     source = x.reshape(-1, width)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = gpu.empty(x.shape, x.dtype, x.device)
     rows, size = source.shape[0], max(LEAST, gpu.next_power_of_2(width))
     if not rows:
         return out

@@ -35,10 +35,10 @@ def _(seq_lens: Tensor) -> None:
 
 
 @clamp_position.implementation(
-    "triton", devices=gpu.DEVICES, when=lambda seq_lens: seq_lens.is_contiguous()
+    "triton", devices=gpu.DEVICES, when=lambda seq_lens: seq_lens.is_contiguous(), replayed=True
 )
 def _(seq_lens: Tensor) -> Tensor:
-    out = torch.empty(seq_lens.shape, dtype=seq_lens.dtype, device=seq_lens.device)
+    out = gpu.empty(seq_lens.shape, seq_lens.dtype, seq_lens.device)
     count = seq_lens.numel()
     if count:
         clamp_kernel[(-(-count // BLOCK),)](seq_lens, out, count, BLOCK, num_warps=4)
@@ -89,6 +89,7 @@ def _(input_ids: Tensor, future_map: Tensor) -> None:
     "triton",
     devices=gpu.DEVICES,
     when=lambda input_ids, future_map: input_ids.is_contiguous() and future_map.is_contiguous(),
+    replayed=True,
 )
 def _(input_ids: Tensor, future_map: Tensor) -> None:
     count = input_ids.numel()
@@ -160,7 +161,7 @@ def _dense(
     return rows and few and kv_lens.is_contiguous() and cum_seq_lens.is_contiguous()
 
 
-@fixup_zero_kv_rows.implementation("triton", devices=gpu.DEVICES, when=_dense)
+@fixup_zero_kv_rows.implementation("triton", devices=gpu.DEVICES, when=_dense, replayed=True)
 def _(out: Tensor, lse: Tensor, kv_lens: Tensor, cum_seq_lens: Tensor, max_seq_len: int) -> None:
     requests, heads = kv_lens.numel(), out.shape[1]
     if out.numel() and requests and max_seq_len:

@@ -70,7 +70,7 @@ def positions(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     return row, torch.where(inside, line - cu_seqlens.long()[row], 0)
 
 
-@append_kv.implementation("triton", devices=gpu.DEVICES)
+@append_kv.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(
     k: Tensor,
     v: Tensor,

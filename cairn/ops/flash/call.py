@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.flash.flash_attention import flash_attention
 
@@ -140,10 +141,10 @@ class Call:
         q, width = self.q, self.v.shape[-1]
         shape, dtype = (*q.shape[:-1], width), torch.bfloat16 if q.dtype in FP8 else q.dtype
         if out is None:
-            out = torch.empty(shape, dtype=dtype, device=q.device)
+            out = gpu.empty(shape, dtype, q.device)
         expect(self.name, "out", out, shape, (dtype,), q, dense=1)
         lines = (q.shape[-2], *q.shape[:-2][-1:])
-        lse = torch.empty((*q.shape[:-3], *lines), dtype=torch.float32, device=q.device)
+        lse = gpu.empty((*q.shape[:-3], *lines), torch.float32, q.device)
         left, right = self.sides
         if scale is None:
             scale = (q.shape[-1] + (0 if self.qv is None else width)) ** -0.5

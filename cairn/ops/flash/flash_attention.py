@@ -213,12 +213,13 @@ def _(*args: Any, **kwargs: Any) -> None:
     devices=gpu.DEVICES,
     when=_grouped,
     missing="" if gpu.gl else "needs Triton 3.6",
+    replayed=True,
 )
 def _(*args: Any, **kwargs: Any) -> None:
     group_launch.attend(launch.Task(*args, **kwargs))
 
 
-@flash_attention.implementation("triton", devices=gpu.DEVICES)
+@flash_attention.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(*args: Any, **kwargs: Any) -> None:
     launch.attend(launch.Task(*args, **kwargs))
 

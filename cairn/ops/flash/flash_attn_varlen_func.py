@@ -11,7 +11,7 @@ from cairn.ops.flash.call import Call, refuse_modifiers
 from cairn.ops.flash.flash_attention import flash_attention
 
 
-@flash_attention.front
+@flash_attention.front(replayed=True)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

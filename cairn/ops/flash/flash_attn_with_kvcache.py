@@ -18,7 +18,7 @@ _NAMES = ("k_cache", "v_cache", "cache_seqlens", "cache_leftpad")
 
 
 @append_kv.front
-@flash_attention.front
+@flash_attention.front(replayed=True)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

@@ -146,8 +146,8 @@ def attend(task: Task) -> None:
     early = tiles.few and count == 1 and gpu.launches_early(q.device)
     part_o, part_lse, lines = o, None, q.shape[:-2].numel()
     if splits > 1:
-        part_o = o.new_empty((lines, heads, splits, v.shape[-1]), dtype=torch.float32)
-        part_lse = o.new_empty((lines, heads, splits), dtype=torch.float32)
+        part_o = gpu.empty((lines, heads, splits, v.shape[-1]), torch.float32, o.device)
+        part_lse = gpu.empty((lines, heads, splits), torch.float32, o.device)
     paging = _paging(task, tiles.keys)
     dtypes = {torch.float32: gpu.tl.float32, torch.float16: gpu.tl.float16}
     flash_kernel[(count * task.batch, columns, splits)](

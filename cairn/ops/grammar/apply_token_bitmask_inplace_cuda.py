@@ -43,7 +43,7 @@ def mask_tokens(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) 
         logits[rows] = part
 
 
-@mask_tokens.front
+@mask_tokens.front(replayed=True)
 def apply_token_bitmask_inplace_cuda(
     logits: Tensor, bitmask: Tensor, indices: Tensor | Sequence[int] | None = None
 ) -> None:
@@ -88,7 +88,7 @@ def _lines(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> bo
     return near and (indices is None or indices.is_contiguous())
 
 
-@mask_tokens.implementation("triton", devices=gpu.DEVICES, when=_lines)
+@mask_tokens.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
 def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
     width = min(logits.shape[-1], BITS * bitmask.shape[-1])
     rows = logits.shape[0] if logits.dim() == 2 else 1

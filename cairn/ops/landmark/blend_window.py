@@ -48,9 +48,9 @@ def _dense(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torc
     return o_pages.is_contiguous() and o_window.is_contiguous() and window_weight.is_contiguous()
 
 
-@blend_window.implementation("triton", devices=gpu.DEVICES, when=_dense)
+@blend_window.implementation("triton", devices=gpu.DEVICES, when=_dense, replayed=True)
 def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(o_pages.shape, dtype=dtype, device=o_pages.device)
+    out = gpu.empty(o_pages.shape, dtype, o_pages.device)
     if out.numel():
         lines, dim = window_weight.numel(), out.shape[-1]
         width = gpu.next_power_of_2(dim)

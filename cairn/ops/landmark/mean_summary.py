@@ -47,13 +47,14 @@ def _(k_cache: Tensor, pages: Tensor) -> None:
     when=lambda k_cache, pages: (
         quantized.is_quantized(k_cache) or k_cache.stride()[2:] == (k_cache.shape[3], 1)
     ),
+    replayed=True,
 )
 def _(k_cache: Tensor, pages: Tensor) -> Tensor:
     heads, size, dim = k_cache.shape[1:]
     dtype = k_cache.dtype
     if quantized.is_quantized(k_cache):
         dim, dtype = dim - 1, torch.float32
-    key = torch.empty((pages.numel(), heads, dim), dtype=dtype, device=k_cache.device)
+    key = gpu.empty((pages.numel(), heads, dim), dtype, k_cache.device)
     if pages.numel():
         mean_summary_kernel[(pages.numel() * heads,)](
             *(k_cache, pages, key, *k_cache.stride()[:2], heads, dim, size),

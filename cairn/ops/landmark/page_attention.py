@@ -258,7 +258,9 @@ def _pages(
     return page_launch.Pages(*given, factor)
 
 
-@page_attention.implementation("triton_sorted", devices=gpu.DEVICES, when=_sorted_on_gpu)
+@page_attention.implementation(
+    "triton_sorted", devices=gpu.DEVICES, when=_sorted_on_gpu, replayed=True
+)
 def _(
     q: Tensor,
     k_cache: Tensor,
@@ -274,7 +276,7 @@ def _(
     return page_launch.attend_sorted(job)
 
 
-@page_attention.implementation("triton_few", devices=gpu.DEVICES, when=_on_gpu)
+@page_attention.implementation("triton_few", devices=gpu.DEVICES, when=_on_gpu, replayed=True)
 def _(
     q: Tensor,
     k_cache: Tensor,

@@ -49,9 +49,10 @@ def _(scores: Tensor, lse: Tensor, softmax1: bool) -> None:
     "triton",
     devices=gpu.DEVICES,
     when=lambda scores, lse, softmax1: scores.is_contiguous() and lse.is_contiguous(),
+    replayed=True,
 )
 def _(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
-    weights, window_weight = torch.empty_like(scores), torch.empty_like(lse)
+    weights, window_weight = (gpu.empty(x.shape, x.dtype, x.device) for x in (scores, lse))
     topk = scores.shape[-1]
     width = gpu.next_power_of_2(max(1, topk))
     per_program = max(1, 2048 // width)

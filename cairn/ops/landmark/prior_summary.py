@@ -69,14 +69,15 @@ def warps_of(dim: int, size: int) -> int:
     when=lambda query, k_cache, pages, scale=None: (
         query.is_contiguous() and quantized.fits(query, k_cache)
     ),
+    replayed=True,
 )
 def _(
     query: Tensor, k_cache: Tensor, pages: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     count, heads, dim = query.shape
     kv_heads, size = k_cache.shape[1:3]
-    key = torch.empty_like(query)
-    bias = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    key = gpu.empty(query.shape, query.dtype, query.device)
+    bias = gpu.empty(query.shape[:2], torch.float32, query.device)
     if count:
         padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
         prior_summary_kernel[(count * heads,)](

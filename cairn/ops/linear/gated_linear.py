@@ -49,10 +49,11 @@ def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e
     "triton_panel",
     devices=gpu.DEVICES,
     when=lambda input, weight, norm=None, eps=1e-6: panel.accepts(input, weight, gated=True),
+    replayed=True,
 )
 def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     x = input if norm is None else rmsnorm(input, norm, eps)
-    out = input.new_empty(input.shape[0], weight.shape[0] // 2)
+    out = gpu.empty((input.shape[0], weight.shape[0] // 2), input.dtype, input.device)
     return panel.multiply(x, weight, out, gated=True)
 
 
@@ -60,9 +61,10 @@ def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e
     "triton_few",
     devices=gpu.DEVICES,
     when=lambda input, weight, norm=None, eps=1e-6: few.accepts(input, weight, gated=True),
+    replayed=True,
 )
 def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    out = input.new_empty(input.shape[0], weight.shape[0] // 2)
+    out = gpu.empty((input.shape[0], weight.shape[0] // 2), input.dtype, input.device)
     given = None if norm is None else (norm, eps)
     return few.multiply(input, weight, out, norm=given, gated=True)
 

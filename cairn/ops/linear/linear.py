@@ -67,6 +67,7 @@ def _(
     when=lambda input, weight, bias=None, *args, **kwargs: (
         bias is None and panel.accepts(input, weight)
     ),
+    replayed=True,
 )
 def _(
     input: Tensor,
@@ -78,7 +79,7 @@ def _(
 ) -> Tensor:
     x = input if norm is None else rmsnorm(input, norm, eps)
     shape = (input.shape[0], weight.shape[0])
-    out = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
+    out = gpu.empty(shape, dtype or input.dtype, input.device)
     return panel.multiply(x, weight, out)
 
 
@@ -86,6 +87,7 @@ def _(
     "triton_few",
     devices=gpu.DEVICES,
     when=lambda input, weight, *args, **kwargs: few.accepts(input, weight),
+    replayed=True,
 )
 def _(
     input: Tensor,
@@ -96,7 +98,7 @@ def _(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     shape = (input.shape[0], weight.shape[0])
-    out = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
+    out = gpu.empty(shape, dtype or input.dtype, input.device)
     return few.multiply(input, weight, out, bias, None if norm is None else (norm, eps))
 
 
@@ -104,6 +106,7 @@ def _(
     "triton_block",
     devices=gpu.DEVICES,
     when=lambda input, weight, *args, **kwargs: few.accepts_block(input, weight),
+    replayed=True,
 )
 def _(
     input: Tensor,
@@ -115,7 +118,7 @@ def _(
 ) -> Tensor:
     x = input if norm is None else rmsnorm(input, norm, eps)
     shape = (input.shape[0], weight.shape[0])
-    out = torch.empty(shape, dtype=dtype or input.dtype, device=input.device)
+    out = gpu.empty(shape, dtype or input.dtype, input.device)
     return few.multiply_block(x, weight, out, bias)
 
 

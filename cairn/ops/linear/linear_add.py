@@ -45,6 +45,7 @@ def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = Non
     when=lambda input, residual, weight, bias=None: (
         few.accepts(input, weight) and residual.stride(1) == 1
     ),
+    replayed=True,
 )
 def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     few.multiply(input, weight, residual, bias, add=True)

@@ -68,7 +68,7 @@ def _rows(
     return near and loc.is_contiguous() and k.element_size() == v.element_size()
 
 
-@set_kv_buffer_kernel.implementation("triton", devices=gpu.DEVICES, when=_rows)
+@set_kv_buffer_kernel.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
 def _(
     k_cache: Tensor, v_cache: Tensor, loc: Tensor, k: Tensor, v: Tensor, fallback: bool = False
 ) -> None:

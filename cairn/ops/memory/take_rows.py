@@ -41,10 +41,11 @@ def _(table: Tensor, index: Tensor) -> None:
     "triton",
     devices=gpu.DEVICES,
     when=lambda table, index: table.stride(1) == 1 and index.is_contiguous(),
+    replayed=True,
 )
 def _(table: Tensor, index: Tensor) -> Tensor:
     rows, width = index.shape[0], table.shape[1]
-    out = torch.empty((rows, width), dtype=table.dtype, device=table.device)
+    out = gpu.empty((rows, width), table.dtype, table.device)
     if out.numel():
         block = min(BLOCK, gpu.next_power_of_2(width))
         blocks, warps = -(-width // block), gpu.warps_for(block)

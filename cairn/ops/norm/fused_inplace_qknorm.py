@@ -88,7 +88,7 @@ def _dense(
     return q.stride(-1) == k.stride(-1) == 1 and gpu.within_32_bits(*heads)
 
 
-@fused_inplace_qknorm.implementation("triton", devices=gpu.DEVICES, when=_dense)
+@fused_inplace_qknorm.implementation("triton", devices=gpu.DEVICES, when=_dense, replayed=True)
 def _(
     q: Tensor,
     k: Tensor,

@@ -64,7 +64,9 @@ def _rows(
     return all(x.stride(1) == 1 and 0 < x.shape[1] <= LONGEST for x in (q, k))
 
 
-@fused_inplace_qknorm_across_heads.implementation("triton", devices=gpu.DEVICES, when=_rows)
+@fused_inplace_qknorm_across_heads.implementation(
+    "triton", devices=gpu.DEVICES, when=_rows, replayed=True
+)
 def _(
     q: Tensor,
     k: Tensor,

@@ -49,7 +49,9 @@ def _(
     check_sum("gemma_fused_add_rmsnorm", input, residual, weight)
 
 
-@gemma_fused_add_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=both_in_rows)
+@gemma_fused_add_rmsnorm.implementation(
+    "triton", devices=gpu.DEVICES, when=both_in_rows, replayed=True
+)
 def _(
     input: Tensor,
     residual: Tensor,

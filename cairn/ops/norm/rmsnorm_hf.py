@@ -50,7 +50,7 @@ def _(
     check_rows("rmsnorm_hf", input, weight, out)
 
 
-@rmsnorm_hf.implementation("triton", devices=gpu.DEVICES, when=in_rows)
+@rmsnorm_hf.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
 def _(
     input: Tensor,
     weight: Tensor,

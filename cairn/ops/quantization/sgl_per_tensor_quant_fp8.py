@@ -59,7 +59,7 @@ def _flat(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) ->
     return input.is_contiguous() and output_q.is_contiguous()
 
 
-@sgl_per_tensor_quant_fp8.implementation("triton", devices=gpu.DEVICES, when=_flat)
+@sgl_per_tensor_quant_fp8.implementation("triton", devices=gpu.DEVICES, when=_flat, replayed=True)
 def _(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> None:
     count = input.numel()
     if 0 < count <= launch.ONE_PROGRAM and not is_static:

@@ -146,7 +146,9 @@ def _groups(
     return launch.accepts(input, output_q, group_size, masked_m)
 
 
-@sgl_per_token_group_quant_8bit.implementation("triton", devices=gpu.DEVICES, when=_groups)
+@sgl_per_token_group_quant_8bit.implementation(
+    "triton", devices=gpu.DEVICES, when=_groups, replayed=True
+)
 def _(
     input: Tensor,
     output_q: Tensor,

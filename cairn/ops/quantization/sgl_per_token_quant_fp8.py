@@ -54,7 +54,7 @@ def _rows(input: Tensor, output_q: Tensor, output_s: Tensor) -> bool:
     return launch.accepts(input, output_q, input.shape[1])
 
 
-@sgl_per_token_quant_fp8.implementation("triton", devices=gpu.DEVICES, when=_rows)
+@sgl_per_token_quant_fp8.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
 def _(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:
     tokens = len(input)
     scales = output_s if output_s.dim() == 2 else output_s.unsqueeze(1)

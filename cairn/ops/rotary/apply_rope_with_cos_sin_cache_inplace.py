@@ -128,7 +128,7 @@ def _accepts(
     )
 
 
-@rotary_set_kv.implementation("triton", devices=gpu.DEVICES, when=_accepts)
+@rotary_set_kv.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(
     positions: Tensor,
     query: Tensor,

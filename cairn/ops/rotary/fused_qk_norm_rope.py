@@ -140,7 +140,7 @@ def _rows(
     return qkv.stride(1) == 1 and position_ids.is_contiguous()
 
 
-@fused_qk_norm_rope.implementation("triton", devices=gpu.DEVICES, when=_rows)
+@fused_qk_norm_rope.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
 def _(
     qkv: Tensor,
     num_heads_q: int,

@@ -71,10 +71,11 @@ def _(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> N
         and weight.is_contiguous()
         and (cos_sin is None or cos_sin.is_contiguous())
     ),
+    replayed=True,
 )
 def _(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> Tensor:
     tokens, heads, dim = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = gpu.empty(x.shape, x.dtype, x.device)
     at_once = min(16, gpu.next_power_of_2(heads))
     groups = -(-heads // at_once)
     early = early_for(x.device, tokens, groups * WARPS)

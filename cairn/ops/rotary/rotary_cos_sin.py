@@ -43,10 +43,11 @@ def _(positions: Tensor, inv_freq: Tensor) -> None:
     "triton",
     devices=gpu.DEVICES,
     when=lambda positions, inv_freq: positions.is_contiguous() and inv_freq.is_contiguous(),
+    replayed=True,
 )
 def _(positions: Tensor, inv_freq: Tensor) -> Tensor:
     tokens, half = positions.numel(), inv_freq.numel()
-    out = torch.empty((tokens, 2 * half), dtype=torch.float32, device=positions.device)
+    out = gpu.empty((tokens, 2 * half), torch.float32, positions.device)
     if tokens:
         programs = -(-tokens * half // AT_ONCE)
         early = early_for(positions.device, tokens, -(-half // AT_ONCE) * WARPS)

@@ -55,7 +55,7 @@ def _plain(
     return launch.accepts(positions, query, key, head_size, cos_sin_cache)
 
 
-@rotary_embedding.implementation("triton", devices=gpu.DEVICES, when=_plain)
+@rotary_embedding.implementation("triton", devices=gpu.DEVICES, when=_plain, replayed=True)
 def _(
     positions: Tensor,
     query: Tensor,

@@ -41,7 +41,7 @@ def _entries(logits: Tensor, index: Tensor, bias: Tensor) -> bool:
     return logits.stride(1) == 1 and index.is_contiguous() and bias.is_contiguous()
 
 
-@apply_logit_bias.implementation("triton", devices=gpu.DEVICES, when=_entries)
+@apply_logit_bias.implementation("triton", devices=gpu.DEVICES, when=_entries, replayed=True)
 def _(logits: Tensor, index: Tensor, bias: Tensor) -> None:
     """One atomic addition for each entry, where torch sorts them."""
     count = len(bias)

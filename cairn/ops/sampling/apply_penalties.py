@@ -86,7 +86,7 @@ def _lines(
     return near and len(logits) <= MOST_ROWS
 
 
-@apply_penalties.implementation("triton", devices=gpu.DEVICES, when=_lines)
+@apply_penalties.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
 def _(
     logits: Tensor,
     prompt_mask: Tensor,

@@ -38,7 +38,7 @@ def _accepts(logits: Tensor) -> bool:
     return launch.accepts(logits) and logits.shape[0] <= launch.MOST_ROWS
 
 
-@argmax_tokens.implementation("triton", devices=gpu.DEVICES, when=_accepts)
+@argmax_tokens.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(logits: Tensor) -> Tensor:
     return launch.argmax(logits)
 

@@ -59,9 +59,9 @@ def _vectors(seed: Tensor, index: Tensor) -> bool:
     return seed.is_contiguous() and index.is_contiguous()
 
 
-@counter_uniform.implementation("triton", devices=gpu.DEVICES, when=_vectors)
+@counter_uniform.implementation("triton", devices=gpu.DEVICES, when=_vectors, replayed=True)
 def _(seed: Tensor, index: Tensor) -> Tensor:
-    out = torch.empty(seed.shape, dtype=torch.float32, device=seed.device)
+    out = gpu.empty(seed.shape, torch.float32, seed.device)
     if out.numel():
         programs = -(-out.numel() // UNIFORM_BLOCK)
         early = early_for(seed.device, 1, programs * UNIFORM_WARPS)

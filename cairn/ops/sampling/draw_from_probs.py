@@ -101,7 +101,7 @@ def _accepts(
     return near and launch.accepts(probs, *given)
 
 
-@draw_from_probs.implementation("triton", devices=gpu.DEVICES, when=_accepts)
+@draw_from_probs.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(
     probs: Tensor,
     uniform: Tensor,

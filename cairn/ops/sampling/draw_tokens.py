@@ -82,7 +82,7 @@ def _rows(
     return launch.accepts(logits, temperature, top_k, top_p, min_p, seed, index)
 
 
-@draw_tokens.implementation("triton", devices=gpu.DEVICES, when=_rows)
+@draw_tokens.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
 def _(
     logits: Tensor,
     temperature: Tensor,

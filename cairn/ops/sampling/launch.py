@@ -132,7 +132,7 @@ class Source:
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """[n, *shape] on the device, not written."""
-        return self.values.new_empty((self.values.shape[0], *shape), dtype=dtype)
+        return gpu.empty((self.values.shape[0], *shape), dtype, self.values.device)
 
 
 class Survey(NamedTuple):
@@ -166,7 +166,7 @@ def accepts(
 
 def argmax(logits: Tensor) -> Tensor:
     """`argmax_tokens` in two launches."""
-    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    out = gpu.empty(logits.shape[:1], torch.int64, logits.device)
     if logits.shape[0]:
         source = Source(logits)
         found = _survey(source)
@@ -187,7 +187,7 @@ def draw(
     Two launches.
     """
     rows = len(source.values)
-    out = torch.empty(rows, dtype=dtype, device=source.values.device)
+    out = gpu.empty((rows,), dtype, source.values.device)
     step = MOST_ROWS if filters.none else source.most_rows
     if rows <= step:
         _draw(source, filters, seed, index, out)
@@ -201,7 +201,7 @@ def draw(
 
 def draw_from(source: Source, rows: Tensor, uniform: Tensor) -> Tensor:
     """One token [n] int32 of each of `rows` [n] of unfiltered probabilities, in two launches."""
-    out = torch.empty(rows.shape, dtype=torch.int32, device=rows.device)
+    out = gpu.empty(rows.shape, torch.int32, rows.device)
     _draw(source, Filters(), None, uniform, out, rows)
     return out
 

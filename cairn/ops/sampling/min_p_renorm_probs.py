@@ -34,7 +34,7 @@ def _(probs: Tensor, min_p: Tensor) -> None:
     arguments.check_parameter(name, "min_p", min_p, probs, (torch.float32,))
 
 
-@min_p_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.takes)
+@min_p_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
 def _(probs: Tensor, min_p: Tensor) -> Tensor:
     return launch.filter_probs(probs, launch.Filters(min_p=min_p))
 

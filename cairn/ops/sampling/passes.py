@@ -49,7 +49,7 @@ def keep_share(probs: Tensor, top_p: Tensor) -> Tensor:
     """`teams.keep_share`, by passes if there are so many rows that it is sooner done."""
     if len(probs) <= FEW_ROWS or _too_wide(probs):
         return teams.keep_share(probs, top_p)
-    out = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
+    out = gpu.empty(probs.shape, probs.dtype, probs.device)
     for begin in range(0, len(probs), MOST_ROWS):
         at = slice(begin, begin + MOST_ROWS)
         _pass(probs[at], top_p[at], None, out[at])
@@ -60,7 +60,7 @@ def draw_share(probs: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     """`teams.draw_share`, by passes unless rows are few."""
     if len(probs) <= FEW_DRAWS or _too_wide(probs):
         return teams.draw_share(probs, top_p, uniform)
-    out = probs.new_empty(probs.shape[:1], dtype=torch.int32)
+    out = gpu.empty(probs.shape[:1], torch.int32, probs.device)
     for begin in range(0, len(probs), MOST_ROWS):
         at = slice(begin, begin + MOST_ROWS)
         _pass(probs[at], top_p[at], uniform[at], out[at])
@@ -105,7 +105,7 @@ def _pass(probs: Tensor, top_p: Tensor, uniform: Tensor | None, out: Tensor) -> 
     align, part, parts, slots = split(probs)
 
     def memory(dtype: torch.dtype, *shape: int) -> Tensor:
-        return probs.new_empty(shape, dtype=dtype)
+        return gpu.empty(shape, dtype, probs.device)
 
     bounds, left_open = memory(torch.int32, rows, 2), memory(torch.int32, 1)
     peaks, counts, firsts = (memory(torch.int32, rows, parts) for _ in range(3))

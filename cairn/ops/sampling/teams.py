@@ -267,13 +267,13 @@ def _team(values: Tensor, kind: Kind) -> Team:
 
 
 def _out(values: Tensor) -> Tensor:
-    return torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    return gpu.empty(values.shape, values.dtype, values.device)
 
 
 def _tokens(values: Tensor) -> Tensor:
-    return values.new_empty(values.shape[:1], dtype=torch.int32)
+    return gpu.empty(values.shape[:1], torch.int32, values.device)
 
 
 def _memory(values: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     """[n, *shape], not written."""
-    return values.new_empty((values.shape[0], *shape), dtype=dtype)
+    return gpu.empty((values.shape[0], *shape), dtype, values.device)

@@ -38,7 +38,7 @@ def _(logits: Tensor, top_k: Tensor) -> None:
     arguments.check_parameter(NAME, "top_k", top_k, logits, INDICES)
 
 
-@top_k_mask.front
+@top_k_mask.front(replayed=True)
 def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:
     """The k largest logits of each row and their equals as they are, the others -inf.
 
@@ -60,7 +60,7 @@ def _rows(logits: Tensor, top_k: Tensor) -> bool:
     return launch.accepts(logits, top_k, dtypes=FLOATS)
 
 
-@top_k_mask.implementation("triton", devices=gpu.DEVICES, when=_rows)
+@top_k_mask.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
 def _(logits: Tensor, top_k: Tensor) -> Tensor:
     """The k-th largest is searched for; nothing is sorted."""
     return teams.mask_logits(logits, top_k)

@@ -38,7 +38,7 @@ def _(probs: Tensor, top_k: Tensor) -> None:
     arguments.check_parameter(NAME, "top_k", top_k, probs, INDICES)
 
 
-@top_k_renorm.front
+@top_k_renorm.front(replayed=True)
 def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
     """Keep the k most probable tokens of each row and divide by their sum.
 
@@ -70,7 +70,7 @@ def _(probs: Tensor, top_k: Tensor) -> Tensor:
     return renormalised(probs, (probs >= threshold) | ~limited[:, None])
 
 
-@top_k_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes)
+@top_k_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
 def _(probs: Tensor, top_k: Tensor) -> Tensor:
     return launch.filter_probs(probs, launch.Filters(top_k=top_k))
 

@@ -103,7 +103,7 @@ def _accepts(
     return launch.accepts(logits, uniform, *given, dtypes=FLOATS)
 
 
-@draw_from_logits.implementation("triton", devices=gpu.DEVICES, when=_accepts)
+@draw_from_logits.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(
     logits: Tensor,
     uniform: Tensor,

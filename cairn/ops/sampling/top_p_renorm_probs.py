@@ -42,7 +42,7 @@ def _(probs: Tensor, top_p: Tensor) -> None:
     arguments.check_parameter(NAME, "top_p", top_p, probs, (torch.float32,))
 
 
-@top_p_renorm.front
+@top_p_renorm.front(replayed=True)
 def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float) -> Tensor:
     """Keep the most probable tokens of each row until their mass reaches p; divide by their sum.
 
@@ -101,7 +101,7 @@ def _last_kept(probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     return last, count
 
 
-@top_p_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes)
+@top_p_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
 def _(probs: Tensor, top_p: Tensor) -> Tensor:
     return launch.filter_probs(probs, launch.Filters(top_p=top_p))
 

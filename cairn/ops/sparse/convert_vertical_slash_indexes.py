@@ -162,7 +162,7 @@ def _(*args: Any, **kwargs: Any) -> None:
     vertical_slash.check(name, lines, merged=True)
 
 
-@convert_vertical_slash_indexes.implementation("triton", devices=gpu.DEVICES)
+@convert_vertical_slash_indexes.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(
     q_seqlens: Tensor,
     kv_seqlens: Tensor,
@@ -184,7 +184,9 @@ def _(
     )
 
 
-@convert_vertical_slash_indexes_mergehead.implementation("triton", devices=gpu.DEVICES)
+@convert_vertical_slash_indexes_mergehead.implementation(
+    "triton", devices=gpu.DEVICES, replayed=True
+)
 def _(
     q_seqlens: Tensor,
     kv_seqlens: Tensor,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.sparse.vertical_slash_attention import BLOCK, vertical_slash_attention
 
@@ -14,7 +15,7 @@ WIDEST = 256
 _INT32 = (torch.int32,)
 
 
-@vertical_slash_attention.front
+@vertical_slash_attention.front(replayed=True)
 def sparse_attn_func(
     q: Tensor,
     k: Tensor,
@@ -68,7 +69,7 @@ def sparse_attn_func(
     return call.run(softmax_scale, causal, softcap, out, return_softmax_lse)
 
 
-@vertical_slash_attention.front
+@vertical_slash_attention.front(replayed=True)
 def sparse_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -191,9 +192,9 @@ class Call(NamedTuple):
         """out, or (out, lse); arguments as in the public functions. Call `check` before."""
         q = self.q
         if out is None:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            out = gpu.empty(q.shape, q.dtype, q.device)
         expect(self.name, "out", out, q.shape, (q.dtype,), q, dense=1)
-        lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+        lse = gpu.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.float32, q.device)
         vertical_slash_attention(
             *(q, self.k, self.v, out, lse, self.block_count, self.block_offset),
             *(self.column_count, self.column_index, self.cu_seqlens_q, self.cu_seqlens_k),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.checks import expect, refuse
 
 
@@ -48,7 +49,10 @@ class Lines(NamedTuple):
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Block counts, block offsets, column counts and column indices, all zero."""
         shape = (*self.slashes.shape[:2], self.row_blocks)
-        blank = self.slashes.new_zeros
+
+        def blank(shape: tuple[int, ...]) -> Tensor:
+            return gpu.zeros(shape, torch.int32, self.slashes.device)
+
         blocks, columns = self.slashes.shape[2], self.verticals.shape[2]
         return blank(shape), blank((*shape, blocks)), blank(shape), blank((*shape, columns))
 

@@ -119,7 +119,7 @@ def _sequences(
     yield from (((own,), (keys,), row) for row, (own, keys) in enumerate(zip(*spans, strict=True)))
 
 
-@vertical_slash_attention.implementation("triton", devices=gpu.DEVICES)
+@vertical_slash_attention.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(
     q: Tensor,
     k: Tensor,
@@ -144,7 +144,7 @@ def _(
     exact = q.dtype == torch.float32
     keys = max(16, min(BLOCK, (2048 if exact else 8192) // width))
     *ahead, lse_head, _ = lse.stride()
-    single = torch.empty_like(column_index)
+    single = gpu.empty(column_index.shape, column_index.dtype, column_index.device)
     if single.numel():
         single_columns_kernel[(batch * heads * rows,)](
             *(block_count, block_offset, column_count, column_index, single),

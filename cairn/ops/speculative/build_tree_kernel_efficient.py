@@ -158,7 +158,7 @@ def _(
         expect_room(name, "tree_mask", tree_mask.numel(), batch * n * n)
 
 
-@build_tree_kernel_efficient.implementation("triton", devices=gpu.DEVICES)
+@build_tree_kernel_efficient.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(
     parent_list: Tensor,
     selected_index: Tensor,

@@ -85,7 +85,7 @@ def _(
     expect(name, "retrive_index", retrive_index, like=tree_mask)
 
 
-@reconstruct_indices_from_tree_mask.implementation("triton", devices=gpu.DEVICES)
+@reconstruct_indices_from_tree_mask.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(
     tree_mask: Tensor,
     verified_seq_len: Tensor,

@@ -56,7 +56,7 @@ def _(x: Tensor, input_indptr: Tensor, output_indptr: Tensor, y: Tensor, batch_s
             refuse(name, what, f"has {tensor.numel()} elements, not at least {batch_size + 1}")
 
 
-@segment_packbits.implementation("triton", devices=gpu.DEVICES)
+@segment_packbits.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(x: Tensor, input_indptr: Tensor, output_indptr: Tensor, y: Tensor, batch_size: int) -> None:
     if batch_size and x.numel():
         columns = min(_MOST_COLUMNS, -(-x.numel() // (8 * _BLOCK * batch_size)))

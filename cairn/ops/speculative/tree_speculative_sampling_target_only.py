@@ -141,7 +141,7 @@ def _(
         expect(name, what, tensor, shape, (torch.float32,), candidates, dense=-1)
 
 
-@tree_speculative_sampling_target_only.implementation("triton", devices=gpu.DEVICES)
+@tree_speculative_sampling_target_only.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(
     predicts: Tensor,
     accept_index: Tensor,
@@ -163,8 +163,8 @@ def _(
         return
     longest, vocabulary = accept_index.shape[1], target_probs.shape[2]
     chunks = -(-vocabulary // _BLOCK)
-    place = torch.empty((2, batch), dtype=torch.int64, device=candidates.device)
-    masses = torch.empty((batch, chunks), dtype=torch.float64, device=candidates.device)
+    place = gpu.empty((2, batch), torch.int64, candidates.device)
+    masses = gpu.empty((batch, chunks), torch.float64, candidates.device)
     probs = (target_probs, draft_probs)
     sampled_path_kernel[(batch,)](
         *(predicts, accept_index, accept_token_num, candidates, retrive_index),

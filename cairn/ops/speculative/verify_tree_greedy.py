@@ -82,7 +82,7 @@ def _(
     expect(name, "target_predict", target_predict, shape, INDICES, candidates, dense=-1)
 
 
-@verify_tree_greedy.implementation("triton", devices=gpu.DEVICES)
+@verify_tree_greedy.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(
     predicts: Tensor,
     accept_index: Tensor,

@@ -55,13 +55,13 @@ def _few(values: Tensor, topk: int, dim: int) -> bool:
     return bool(last) and plain and 0 < topk <= MOST and 0 < values.shape[-1] <= LONGEST
 
 
-@fast_topk.implementation("triton", devices=gpu.DEVICES, when=_few)
+@fast_topk.implementation("triton", devices=gpu.DEVICES, when=_few, replayed=True)
 def _(values: Tensor, topk: int, dim: int) -> tuple[Tensor, Tensor]:
     """One program a row, which is read once but for the neighbours of what is found."""
     width = values.shape[-1]
     rows, shape = values.numel() // width, (*values.shape[:-1], topk)
-    found = torch.empty(shape, dtype=values.dtype, device=values.device)
-    indices = torch.empty(shape, dtype=torch.int64, device=values.device)
+    found = gpu.empty(shape, values.dtype, values.device)
+    indices = gpu.empty(shape, torch.int64, values.device)
     groups = GROUPS if width <= LONG else 2 * GROUPS
     size = gpu.next_power_of_2(-(-width // groups))
     whole = size * groups == width

@@ -53,7 +53,7 @@ def _lines(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None 
     return launch.accepts(Rows(score, lengths, row_starts, topk))
 
 
-@fast_topk_v2.implementation("triton", devices=gpu.DEVICES, when=_lines)
+@fast_topk_v2.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
 def _(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> Tensor:
     return launch.select(Rows(score, lengths, row_starts, topk))
 

@@ -60,7 +60,7 @@ def select(rows: Rows, pages: Pages | None = None, offset: Tensor | None = None)
     """[B, topk] int32: `selection.select`, through a page table or moved by an offset [B]."""
     score, lengths, starts, topk = rows
     batch, width = score.shape
-    out = torch.empty((batch, topk), dtype=torch.int32, device=score.device)
+    out = gpu.empty((batch, topk), torch.int32, score.device)
     if not batch:
         return out
     room = max(LEAST_ROOM, gpu.next_power_of_2(topk + topk // 2))
@@ -93,9 +93,9 @@ def _list(rows: Rows, room: int, chunk: int, early: bool) -> _Lists:
     batch, width = score.shape
     chunks = -(-width // chunk)
     found = _Lists(
-        score.new_empty(batch),
-        lengths.new_empty((batch, chunks, chunk)),
-        lengths.new_empty((batch, chunks)),
+        gpu.empty((batch,), score.dtype, score.device),
+        gpu.empty((batch, chunks, chunk), lengths.dtype, score.device),
+        gpu.empty((batch, chunks), lengths.dtype, score.device),
     )
     sample = min(SAMPLES[1], max(SAMPLES[0], gpu.next_power_of_2(width // PART)))
     bound_kernel[(batch,)](

@@ -105,7 +105,7 @@ def _reached(buffer: Tensor | None, indices: Tensor) -> bool:
     return buffer.device == indices.device or (not buffer.is_cuda and buffer.is_pinned())
 
 
-@copy_slots.implementation("triton", devices=gpu.DEVICES, when=_words)
+@copy_slots.implementation("triton", devices=gpu.DEVICES, when=_words, replayed=True)
 def _(
     src_indices: Tensor,
     dst_indices: Tensor,

@@ -51,7 +51,7 @@ def _(target: Tensor, ring: Tensor, count: Tensor) -> None:
     check_ring("ring_read", ring, count, target)
 
 
-@ring_read.implementation("triton", devices=gpu.DEVICES)
+@ring_read.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(target: Tensor, ring: Tensor, count: Tensor) -> None:
     words = target.numel()
     block = min(BLOCK, gpu.next_power_of_2(max(1, words)))

@@ -60,7 +60,7 @@ def _(
         expect("ring_write", "place", place, values.shape, INT64, values, dense=-1)
 
 
-@ring_write.implementation("triton", devices=gpu.DEVICES)
+@ring_write.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(
     values: Tensor,
     ring: Tensor,
