@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 from cairn import ops as _every_op  # noqa: F401  (importing the package registers its ops)
 from cairn.bench.ahead import compile_ahead
 from cairn.bench.roofline import Roofline, measure, measure_copy
-from cairn.bench.timing import Timing, kernels, measure_calls, rotated
+from cairn.bench.timing import Timing, host_seconds, kernels, measure_calls, rotated
 from cairn.errors import BadConfig, CairnError
 from cairn.names import suggestion
 from cairn.ops.benching import Draw, Point
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 SECONDS = {"full": 0.05, "tiny": 0.005}
 """Budget of one measurement, by sizes."""
+HOSTED = 1e-3
+"""Seconds of a call from which on it does not matter what the host takes for it."""
 TURNS = 3
 """Times that an op and the best alternative are measured in turns: clocks and heat drift by more
 than such two often differ."""
@@ -64,9 +67,12 @@ class OpTiming:
         bytes, flops: that count.
         copy_gb_s: 10^9 bytes a second that a large copy reads and writes in this run.
         launches: GPU kernels of one call; None on a CPU, and after an implementation's first size.
+        host_ms: that the host takes for a call of the op by itself, outside of a graph; None on a
+            CPU, of a call that waits for the device, or keeps it busy for HOSTED seconds or more.
         others: name -> ms of the op's other implementations and of its alternatives.
         alternative, alternative_ms: the fastest of the alternatives from outside the op, measured
             in turns with it.
+        least_host, least_host_ms: which of them takes the host least, and how long.
     """
 
     op: str
@@ -81,9 +87,12 @@ class OpTiming:
     flops: float
     copy_gb_s: float
     launches: int | None = None
+    host_ms: float | None = None
     others: dict[str, float] = field(default_factory=dict)
     alternative: str | None = None
     alternative_ms: float | None = None
+    least_host: str | None = None
+    least_host_ms: float | None = None
 
     @property
     def gb_s(self) -> float:
@@ -253,6 +262,13 @@ def _timing(
             against.append(timed(*outside[best]).seconds * 1e3)
     if best is not None:
         others[best] = statistics.median(against)
+    seconds = statistics.median(one.seconds for one in own[1:])
+    host_ms, hosts = None, {}
+    if plan.device.startswith("cuda") and seconds < HOSTED:
+        host_ms = _host_ms(op, given)
+        beside = {name: _host_ms(*outside[name]) for name in outside if name in others}
+        hosts = {name: took for name, took in beside.items() if took is not None}
+    least_host = min(hosts, key=hosts.__getitem__, default=None)
     floor = max(point.bytes / roofline.bandwidth, point.flops / roofline.gemm)
     return OpTiming(
         op=op.name,
@@ -260,16 +276,25 @@ def _timing(
         size=point.size,
         dtype=plan.dtype,
         implementation=chosen,
-        ms=statistics.median(one.seconds for one in own[1:]) * 1e3,
+        ms=seconds * 1e3,
         floor_ms=floor * 1e3,
         timed=own[0].how,
         bytes=point.bytes,
         flops=point.flops,
         copy_gb_s=copy,
+        host_ms=host_ms,
         others=others,
         alternative=best,
         alternative_ms=None if best is None else others[best],
+        least_host=least_host,
+        least_host_ms=None if least_host is None else hosts[least_host],
     )
+
+
+def _host_ms(function: Callable[..., Any], given: Arguments) -> float | None:
+    """What the host takes for a call on a GPU; None if it waits for the device."""
+    seconds = host_seconds(functools.partial(function, *given.args, **given.kwargs))
+    return None if seconds is None else seconds * 1e3
 
 
 def kernels_of(op: Op[..., Any], point: Point) -> int:

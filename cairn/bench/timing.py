@@ -38,6 +38,9 @@ REPEATS = (3, 20)
 """Fewest and most measurements that the median is taken of."""
 SLOW = 0.25
 """One call of so many seconds is measurement enough."""
+ENQUEUED, ROUNDS = 20, 5
+"""Calls that the host enqueues while it is timed, fewer than a device has room for, and how often
+it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,23 @@ def measure_calls(calls: Sequence[Call], device: str, budget: float) -> Timing:
         if seconds > SLOW:
             return Timing(seconds, "stream")
         return _on_stream(calls, budget) if _waits(calls[0]) else _replayed(calls, budget)
+
+
+def host_seconds(call: Call) -> float | None:
+    """Seconds that the host takes for a call on a GPU by itself, one after the other, as eager code
+    makes them: median. None for a call that waits for the device."""
+    with torch.inference_mode():
+        if _warmed_up(call) > SLOW or _waits(call):
+            return None
+        seconds = []
+        for _ in range(ROUNDS):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(ENQUEUED):
+                call()
+            seconds.append((time.perf_counter() - began) / ENQUEUED)
+        torch.cuda.synchronize()
+        return statistics.median(seconds)
 
 
 def kernels(work: Call) -> int:

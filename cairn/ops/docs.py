@@ -201,8 +201,8 @@ def _measured(records: list[Mapping[str, Any]]) -> Iterator[str]:
     where = f"{_text(last['devices'][-1])}, {last['dtype']}, {at}"
     yield f"Measured on {where}:"
     yield ""
-    yield "| size | implementation | µs | GB/s | of the floor | of a copy | beside it |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| size | implementation | µs | GB/s | of the floor | of a copy | beside it | host, µs |"
+    yield "|---|---|---|---|---|---|---|---|"
     for record in records:
         other = "-"
         if record["alternative"] is not None:
@@ -210,10 +210,20 @@ def _measured(records: list[Mapping[str, Any]]) -> Iterator[str]:
         cells = (
             *(_text(record["size"]), record["implementation"], f"{record['ms'] * 1e3:.1f}"),
             *(f"{record['gb_s']:.0f}", f"{record['fraction']:.0%}", f"{record['of_copy']:.0%}"),
-            other,
+            *(other, _host_of(record)),
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
+
+
+def _host_of(record: Mapping[str, Any]) -> str:
+    """What the host takes for a call outside of a graph, and for the least of those beside it."""
+    if record.get("host_ms") is None:
+        return "-"
+    own = f"{record['host_ms'] * 1e3:.0f}"
+    if record["least_host_ms"] is None:
+        return own
+    return f"{own}, {record['least_host']} {record['least_host_ms'] * 1e3:.0f}"
 
 
 def tested(op: Op[..., Any], implementation: Implementation) -> list[torch.dtype]:

@@ -1,5 +1,6 @@
 """`cairn bench ops` at tiny sizes on the CPU, and the truth of what ops declare."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -41,7 +42,7 @@ def test_every_op_is_timed_at_every_size_it_declares(line):
     for row in rows:
         assert row.ms > 0
         assert row.timed == "clock"
-        assert row.launches is None
+        assert row.launches is None and row.host_ms is None and row.least_host is None
         assert row.bytes > 0, row
         floor = max(row.bytes / LINE.bandwidth, row.flops / LINE.gemm) * 1e3
         assert row.floor_ms == pytest.approx(floor)
@@ -92,6 +93,34 @@ def test_an_op_and_the_best_alternative_are_measured_in_turns(line, monkeypatch)
     assert turns == [None, fast] * bench.TURNS
     assert row.alternative == "1.0"
     assert row.alternative_ms - row.ms == pytest.approx(10.0)
+
+
+def test_the_host_is_timed_by_calls_of_the_op_and_of_those_beside_it(line, monkeypatch):
+    (norm,) = bench.chosen_ops(["rmsnorm"])
+    took = {"definition": 3e-6, "waits": None, "fast": 2e-6, "rmsnorm": 1e-6}
+
+    def source(draw):
+        others = tuple(Alternative(name, lambda *_, name=name: name) for name in took)
+        given = draw.args(draw.randn(2, 8), draw.randn(8))
+        yield Point("2 x 8", given, 160, alternatives=others)
+
+    def host_seconds(call):
+        result = call()
+        return took[result] if isinstance(result, str) else 8e-6
+
+    monkeypatch.setattr(norm, "bench_source", source)
+    monkeypatch.setattr(norm, "choice", lambda *_: "reference")
+    monkeypatch.setattr(bench, "host_seconds", host_seconds)
+    monkeypatch.setattr(bench, "kernels_of", lambda *_: 1)
+    seconds = 1e-4
+    monkeypatch.setattr(bench, "measure_calls", lambda *_: Timing(seconds, "graph"))
+    on_gpu = dataclasses.replace(plan("rmsnorm"), device="cuda")
+    draw = Draw("cpu", torch.float32, "tiny")
+    (row,) = bench._rows(norm, draw, on_gpu, LINE, 5.0)
+    assert (row.host_ms, row.least_host, row.least_host_ms) == (8e-3, "rmsnorm", 1e-3)
+    seconds = bench.HOSTED
+    (row,) = bench._rows(norm, draw, on_gpu, LINE, 5.0)
+    assert (row.host_ms, row.least_host, row.least_host_ms) == (None, None, None)
 
 
 def test_an_alternative_that_cannot_run_is_left_out(line, monkeypatch, caplog):

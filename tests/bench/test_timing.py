@@ -55,6 +55,19 @@ def test_graphs_last_long_enough(microseconds, different, calls):
 
 @pytest.mark.gpu
 @GPU
+def test_the_host_is_timed_without_the_device():
+    x = torch.randn(1 << 24, device="cuda")
+
+    def call():
+        time.sleep(1e-4)
+        return x.sin().cos().sin().cos()
+
+    assert 1e-4 < timing.host_seconds(call) < 5e-4
+    assert timing.host_seconds(lambda: x.sum().item()) is None
+
+
+@pytest.mark.gpu
+@GPU
 def test_a_call_is_replayed_and_one_that_waits_is_not():
     x = torch.randn(1 << 20, device="cuda")
     replayed = timing.measure_calls([lambda: x + 1], "cuda", budget=0.02)
