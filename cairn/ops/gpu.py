@@ -136,7 +136,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """Memory for kernels, not written."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if watch.by is not None:
-        watch.by.took(tensor, taking(tensor.shape, dtype, device), True)
+        watch.by.took(tensor, taking(tensor.shape, tensor.stride(), dtype, device), True)
     return tensor
 
 
@@ -149,10 +149,11 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return tensor
 
 
-def taking(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+def taking(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], Tensor]:
     """What takes memory as `empty` does, on the current device: of the ways to get it, the one
     whose arguments torch reads fastest."""
-    shape, strides = tuple(shape), torch.empty(shape, device="meta").stride()
     # That of torch.compile's code.
     quickly = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     if device.type == "cuda" and quickly is not None:

@@ -238,7 +238,7 @@ class Recording:
                     step.pieces = [other for other in step.pieces if other != number]
             else:
                 self._steps[piece.last].free.append(number)
-        take = gpu.taking((size,), torch.uint8, self._call.tensors[0].device)
+        take = gpu.taking((size,), (1,), torch.uint8, self._call.tensors[0].device)
         memory = _Shared(take, shared) if shared else None
         single = isinstance(result, Tensor)
         return Plan(self._slots, self._pieces, self._steps, memory, sources, single)
@@ -261,11 +261,7 @@ class Recording:
         if arg is gpu.STREAM:
             return len(self._call.tensors)
         if gpu.is_table(arg):
-            slot = len(self._slots)
-            self._slots.append(None)
-            rest = {name: value for name, value in vars(arg).items() if name != "base"}
-            step.tables.append(_Table(slot, self._slot(arg.base, step), type(arg), rest))
-            return slot
+            return self._table(arg, step)
         if not isinstance(arg, Tensor):
             return self._remember((type(arg), arg), arg)
         if id(arg) in self._inputs:
@@ -288,6 +284,14 @@ class Recording:
         if key not in self._known:
             step.views.append((self._remember(key, None), base, offset))
         return self._known[key]
+
+    def _table(self, arg: Any, step: _Step) -> int:
+        """Slot of a table's description."""
+        slot = len(self._slots)
+        self._slots.append(None)
+        rest = {name: value for name, value in vars(arg).items() if name != "base"}
+        step.tables.append(_Table(slot, self._slot(arg.base, step), type(arg), rest))
+        return slot
 
     def _behind(self, view: Tensor) -> tuple[int, int]:
         """Slot and address of the one argument in whose memory a view begins."""
