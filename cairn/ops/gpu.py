@@ -157,7 +157,7 @@ def taking(
     # That of torch.compile's code.
     quickly = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     if device.type == "cuda" and quickly is not None:
-        return functools.partial(quickly, shape, strides, dtype)
+        return functools.partial(quickly, tuple(shape), tuple(strides), dtype)
     return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 

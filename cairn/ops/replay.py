@@ -184,9 +184,9 @@ class Recording:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._inputs = {id(tensor): number for number, tensor in enumerate(call.tensors)}
-        # The arguments' addresses, the stream, and what `_remember` adds.
+        # The arguments' addresses, the stream, and what `_fresh` adds.
         self._slots: list[Any] = [None] * (len(call.tensors) + 1)
-        self._known: dict[Any, int] = {}
+        self._views: dict[tuple[int, int], int] = {}
         self._pieces: list[_Piece] = []
         self._made: dict[int, int] = {}
         # While there is a weak reference no other storage is known by the same number; the memory
@@ -201,6 +201,8 @@ class Recording:
 
     def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
         """The call took memory; blank: which is not written."""
+        if self._spoiled:
+            return
         storage = StorageWeakRef(tensor.untyped_storage())
         self._storages.append(storage)
         self._made[storage.cdata] = len(self._pieces)
@@ -208,10 +210,12 @@ class Recording:
 
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
         """The call launched a kernel with these arguments, and Triton ran `compiled`."""
+        if self._spoiled:
+            return
         found = None
         if not callable(grid) and len(args) == len(kernel.arg_names):
             found = gpu.again(compiled, grid, args)
-        if found is None or self._spoiled:
+        if found is None:
             self._spoiled = True
             return
         run, given = found
@@ -226,22 +230,28 @@ class Recording:
         # What launches nothing may have done anything else.
         if self._spoiled or len(sources) < len(parts) or not self._steps:
             return None
-        kept = {-1 - source for source in sources}
-        shared, size = [], 0
+        shared = self._share({-1 - source for source in sources})
+        single = isinstance(result, Tensor)
+        return Plan(self._slots, self._pieces, self._steps, shared, sources, single)
+
+    def _share(self, kept: set[int]) -> _Shared | None:
+        """Memory for small pieces, but those `kept` as results; others are freed when they can."""
+        parts: dict[int, tuple[int, int]] = {}
+        size = 0
         for number, piece in enumerate(self._pieces):
             if piece.slot < 0 or number in kept:
                 continue
             if piece.blank and size + piece.size <= SHARED_BYTES:
-                shared.append((piece.slot, size))
+                parts[number] = piece.slot, size
                 size += -(-piece.size // _APART) * _APART
-                for step in self._steps:
-                    step.pieces = [other for other in step.pieces if other != number]
             else:
                 self._steps[piece.last].free.append(number)
+        if not parts:
+            return None
+        for step in self._steps:
+            step.pieces = [number for number in step.pieces if number not in parts]
         take = gpu.taking((size,), (1,), torch.uint8, self._call.tensors[0].device)
-        memory = _Shared(take, shared) if shared else None
-        single = isinstance(result, Tensor)
-        return Plan(self._slots, self._pieces, self._steps, memory, sources, single)
+        return _Shared(take, list(parts.values()))
 
     def _source(self, result: Any) -> int | None:
         """Number of the argument, or -1 - that of the piece, that a result is."""
@@ -260,10 +270,8 @@ class Recording:
         """Of an argument of a launch."""
         if arg is gpu.STREAM:
             return len(self._call.tensors)
-        if gpu.is_table(arg):
-            return self._table(arg, step)
         if not isinstance(arg, Tensor):
-            return self._remember((type(arg), arg), arg)
+            return self._table(arg, step) if gpu.is_table(arg) else self._fresh(arg)
         if id(arg) in self._inputs:
             return self._inputs[id(arg)]
         storage = arg.untyped_storage()
@@ -273,22 +281,21 @@ class Recording:
         else:
             piece = self._pieces[number]
             if piece.slot < 0:
-                piece.slot = self._remember(("piece", number), None)
+                piece.slot = self._fresh(None)
                 step.pieces.append(number)
             piece.last = len(self._steps) - 1
             base, start = piece.slot, piece.start
         offset = arg.data_ptr() - start
         if offset == 0:
             return base
-        key = ("view", base, offset)
-        if key not in self._known:
-            step.views.append((self._remember(key, None), base, offset))
-        return self._known[key]
+        if (base, offset) not in self._views:
+            self._views[base, offset] = self._fresh(None)
+            step.views.append((self._views[base, offset], base, offset))
+        return self._views[base, offset]
 
     def _table(self, arg: Any, step: _Step) -> int:
         """Slot of a table's description."""
-        slot = len(self._slots)
-        self._slots.append(None)
+        slot = self._fresh(None)
         rest = {name: value for name, value in vars(arg).items() if name != "base"}
         step.tables.append(_Table(slot, self._slot(arg.base, step), type(arg), rest))
         return slot
@@ -308,11 +315,10 @@ class Recording:
         ((start, number),) = found.items()
         return number, start
 
-    def _remember(self, key: Any, value: Any) -> int:
-        if key not in self._known:
-            self._known[key] = len(self._slots)
-            self._slots.append(value)
-        return self._known[key]
+    def _fresh(self, value: Any) -> int:
+        """A slot that holds a value."""
+        self._slots.append(value)
+        return len(self._slots) - 1
 
 
 def _extent(tensor: Tensor) -> int:
@@ -384,6 +390,12 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
+        # Shapes with which no plan came of a call: nobody looks at the rest of the arguments then.
+        self._hopeless: set[tuple[Any, ...]] = set()
+        # What has come once, and whether the last plan was of use: where each call is of another
+        # number of tokens, plans would be made for nothing.
+        self._seen: set[tuple[Any, ...]] = set()
+        self._useful = True
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function, of which calls whose first argument is a tensor on CUDA are replayed."""
@@ -400,8 +412,10 @@ class Plans:
         return call
 
     def forget(self) -> None:
-        """What ops choose has changed."""
+        """What ops choose has changed, or there are too many."""
         self._plans.clear()
+        self._hopeless.clear()
+        self._seen.clear()
 
     def run(
         self,
@@ -410,13 +424,18 @@ class Plans:
         kwargs: dict[str, Any],
     ) -> Any:
         """What plainly(args, kwargs) gives; the tensors lie on one CUDA device."""
-        call = None if gpu.watch.by is not None or gpu.hooked() else call_of(args, kwargs)
+        if self._hopeless and _shapes(args) in self._hopeless:
+            return plainly(args, kwargs)
+        if gpu.watch.by is not None or gpu.hooked():
+            return plainly(args, kwargs)
+        call = call_of(args, kwargs)
         if call is None or not gpu.is_current(call.device):
             return plainly(args, kwargs)
         plan = self._plans.get(call.signature)
         if plan is not None:
+            self._useful = True
             return plan.run(call, gpu.stream_of(call.device))
-        if call.signature in self._plans:
+        if call.signature in self._plans or not self._worth_it(call.signature):
             return plainly(args, kwargs)
         gpu.watch.by = recording = Recording(call)
         try:
@@ -424,9 +443,29 @@ class Plans:
         finally:
             gpu.watch.by = None
         if len(self._plans) >= MOST_PLANS:
-            self._plans.clear()
-        self._plans[call.signature] = recording.plan(result)
+            self.forget()
+        self._useful = False
+        plan = self._plans[call.signature] = recording.plan(result)
+        if plan is None and (shapes := _shapes(args)):
+            self._hopeless.add(shapes)
         return result
+
+    def _worth_it(self, signature: tuple[Any, ...]) -> bool:
+        """Whether to make a plan for what has none: the last one was of use, or it comes again."""
+        if self._useful or signature in self._seen:
+            return True
+        if len(self._seen) >= MOST_PLANS:
+            self._seen.clear()
+        self._seen.add(signature)
+        return False
+
+
+def _shapes(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Of the first two arguments, if they are tensors: those of products tell how they are done."""
+    try:
+        return args[0].shape, args[1].shape
+    except (AttributeError, IndexError):
+        return ()
 
 
 def is_traced(first: Any) -> bool:

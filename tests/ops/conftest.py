@@ -1,0 +1,35 @@
+"""Fixtures of ops' tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.registry import Op
+from tests.ops.replays import Compiled
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops choose as on a GPU; kernels are interpreted and give what launches them again."""
+    if not gpu.INTERPRETED:
+        pytest.skip("needs Triton, and a machine without CUDA")
+    interpreter = pytest.importorskip("triton.runtime.interpreter").InterpretedFunction
+    interpret = interpreter.run
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Compiled:
+        with torch.utils._python_dispatch._disable_current_modes():
+            interpret(kernel, *args, grid=grid, warmup=warmup, **options)
+        return Compiled(lambda *a, **k: interpret(kernel, *a, **k), args, options)
+
+    def select(op: Op[..., Any], key: Tensor, args: Any, kwargs: Any) -> Any:
+        *others, last = op.candidates("cuda")
+        return next((i for i in others if i.accepts(args, kwargs)), last)
+
+    monkeypatch.setattr(interpreter, "run", run)
+    monkeypatch.setattr(Op, "_select", select)
+    monkeypatch.setattr(gpu, "stream_of", lambda device: "stream")

@@ -1,0 +1,72 @@
+"""Calls by plans; the interpreter stands for the device: a "compiled" kernel takes addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu, replay
+from cairn.ops.testing import Arguments
+
+
+class Compiled:
+    """Runs an interpreted kernel on addresses."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, interpret: Callable[..., Any], args: Sequence[Any], options: Any) -> None:
+        self._interpret, self._options = interpret, options
+        self._dtypes = [getattr(getattr(arg, "base", arg), "dtype", None) for arg in args]
+
+    def run(self, x: int, y: int, z: int, *given: Any) -> None:
+        assert given[:6] == ("stream", "function", "metadata", None, None, None)
+        args = [
+            arg if dtype is None else located(arg, dtype)
+            for arg, dtype in zip(given[6:], self._dtypes, strict=True)
+        ]
+        self._interpret(*args, grid=(x, y, z), warmup=False, **self._options)
+
+
+def located(arg: Any, dtype: torch.dtype) -> Any:
+    """What the interpreter takes for an address, or for a table that knows its address alone."""
+    if isinstance(arg, int):
+        return tensor_at(arg, dtype)
+    return gpu.blocks(
+        tensor_at(arg.base.data_ptr(), dtype), arg.shape, arg.strides, arg.block_shape
+    )
+
+
+def tensor_at(address: int, dtype: torch.dtype) -> Tensor:
+    if address == 0:
+        return torch.empty(0, dtype=dtype)
+    memory = (ctypes.c_byte * dtype.itemsize).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def tensors_of(arguments: Arguments) -> list[Tensor]:
+    values = (*arguments.args, *arguments.kwargs.values())
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    if result is None:
+        return ()
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+class Calls:
+    """Calls of a function by plans of its own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.plans, self.plain = function, replay.Plans(), 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plans.run(self._plainly, args, kwargs)
+
+    def _plainly(self, args: Any, kwargs: Any) -> Any:
+        self.plain += 1
+        return self.function(*args, **kwargs)
