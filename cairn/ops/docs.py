@@ -30,7 +30,11 @@ tested against it; a call takes the first one that accepts its arguments. `cairn
 choice, and `CAIRN_OPS=NAME=IMPLEMENTATION` forces another.
 
 {MADE} Tables of speed come from
-`--measured FILE`: records of `cairn bench ops`, as `benchmarks/results` holds them.
+`--measured FILE`: records of `cairn bench ops`, as `benchmarks/results` holds them. Times are of
+replays of a CUDA graph; beside them stand shares of what memory and tensor cores allow and of what
+a copy reaches, the fastest of other ways to compute it, and what the host takes for a call outside
+of a graph, with the least of these others'. A call of shapes and numbers that came before is
+launched again without a look at them; the first of its kind take the host several times as long.
 """
 
 
