@@ -154,9 +154,9 @@ def taking(
 ) -> Callable[[], Tensor]:
     """What takes memory as `empty` does, on the current device: of the ways to get it, the one
     whose arguments torch reads fastest."""
-    # That of torch.compile's code.
-    quickly = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-    if device.type == "cuda" and quickly is not None:
+    # That of torch.compile's code, which takes nothing but tuples.
+    quickly = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if quickly is not None:
         return functools.partial(quickly, tuple(shape), tuple(strides), dtype)
     return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
