@@ -158,13 +158,14 @@ def run_ops(plan: OpsPlan) -> Iterator[tuple[OpTiming | OpFailure, Roofline]]:
     chosen = chosen_ops(plan.names)
     if plan.device.startswith("cuda") and not torch.cuda.is_available():
         raise BadConfig(f"device {plan.device!r} is not there", "Give --device cpu")
-    draw = Draw(plan.device, getattr(torch, plan.dtype), plan.sizes)
+    made_as = (plan.device, getattr(torch, plan.dtype), plan.sizes)
     if plan.device.startswith("cuda"):
-        compile_ahead(chosen, draw)
+        compile_ahead(chosen, Draw(*made_as))
     roofline, copy = measure(plan.dtype, plan.device), measure_copy(plan.device) / 1e9
     failed = 0
     for op in chosen:
-        for row in _rows(op, draw, plan, roofline, copy):
+        # From the beginning for each: its numbers are the same whatever is timed with it.
+        for row in _rows(op, Draw(*made_as), plan, roofline, copy):
             failed += isinstance(row, OpFailure)
             yield row, roofline
     if failed:

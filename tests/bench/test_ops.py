@@ -95,6 +95,20 @@ def test_an_op_and_the_best_alternative_are_measured_in_turns(line, monkeypatch)
     assert row.alternative_ms - row.ms == pytest.approx(10.0)
 
 
+def test_an_op_has_the_same_numbers_whatever_is_timed_with_it(line, monkeypatch):
+    drawn = []
+
+    def source(draw):
+        drawn.append(draw.randn(2, 8))
+        yield Point("2 x 8", draw.args(drawn[-1]), 64)
+
+    names = ("gelu_quick", "gelu_tanh_and_mul")
+    for op in bench.chosen_ops(names):
+        monkeypatch.setattr(op, "bench_source", source)
+    list(run_ops(plan(*names)))
+    assert torch.equal(*drawn)
+
+
 def test_the_host_is_timed_by_calls_of_the_op_and_of_those_beside_it(line, monkeypatch):
     (norm,) = bench.chosen_ops(["rmsnorm"])
     took = {"definition": 3e-6, "waits": None, "fast": 2e-6, "rmsnorm": 1e-6}
