@@ -431,7 +431,10 @@ class Plans:
         call = call_of(args, kwargs)
         if call is None or not gpu.is_current(call.device):
             return plainly(args, kwargs)
-        plan = self._plans.get(call.signature)
+        try:
+            plan = self._plans.get(call.signature)
+        except TypeError:  # a list in a tuple: the call says what it thinks of that
+            return plainly(args, kwargs)
         if plan is not None:
             self._useful = True
             return plan.run(call, gpu.stream_of(call.device))

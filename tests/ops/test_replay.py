@@ -146,10 +146,11 @@ def test_what_does_more_than_launch_is_run_plainly(
 
 
 def test_arguments_of_no_signature_reach_the_call(as_on_gpu: None) -> None:
-    call = Calls(lambda x, sides: x.expand(sides))
-    for _ in range(2):
-        assert call(numbers(1), [3]).shape == (3,)
-    assert call.plain == 2
+    call = Calls(lambda x, sides: x.expand(sides[-1]))
+    for sides in ([[3]], (1, [3])):
+        for _ in range(2):
+            assert call(numbers(1), sides).shape == (3,)
+    assert call.plain == 4
 
 
 def test_what_never_comes_again_is_not_recorded(as_on_gpu: None) -> None:
