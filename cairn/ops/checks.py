@@ -6,13 +6,15 @@ import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from cairn.errors import BadArgument
 from cairn.ops.cache.quantized import BYTES
+
+R = TypeVar("R")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What models compute in."""
@@ -29,6 +31,9 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "bool": ((bool, torch.SymBool), "a bool"),
     "str": (str, "a string"),
     "list[int]": ((list, tuple), "a list"),
+    "Sequence[int]": ((list, tuple), "a list"),
+    "torch.Generator": (torch.Generator, "a generator"),
+    "torch.dtype": (torch.dtype, "a dtype"),
     "None": (type(None), "None"),
 }
 """Annotations of ops' parameters: what they stand for, in code and in words."""
@@ -70,23 +75,32 @@ def expect(
         refuse(op, name, f"has strides {list(tensor.stride())}: {part} must be contiguous")
 
 
-def naming(look: Callable[..., None], definition: Callable[..., Any]) -> Callable[..., None]:
+def naming(look: Callable[..., R], definition: Callable[..., Any]) -> Callable[..., R]:
     """A look at an op's arguments, which stumbles over none that is not even of its kind: that one
     is refused by name. Arguments of the right kinds cost nothing more."""
 
     @functools.wraps(look)
-    def named(*args: Any, **kwargs: Any) -> None:
+    def named(*args: Any, **kwargs: Any) -> R:
         try:
-            look(*args, **kwargs)
-        except (AttributeError, TypeError):
-            parameters = inspect.signature(definition).parameters
-            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            for name, parameter in parameters.items():
-                if name in given:
-                    _expect_kind(definition.__name__, name, given[name], parameter.annotation)
+            return look(*args, **kwargs)
+        except Exception as error:
+            explain(error, definition, args, kwargs)
             raise
 
     return named
+
+
+def explain(
+    error: Exception, definition: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Raise BadArgument in place of an error, if an argument is not even of its kind."""
+    if isinstance(error, BadArgument):
+        return
+    parameters = inspect.signature(definition).parameters
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    for name, parameter in parameters.items():
+        if name in given:
+            _expect_kind(definition.__name__, name, given[name], parameter.annotation)
 
 
 def _expect_kind(op: str, name: str, value: Any, annotation: Any) -> None:

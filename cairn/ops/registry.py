@@ -121,13 +121,17 @@ class Op(Generic[P, R]):
         """Check the arguments, choose and run."""
         if self._check is not None and not calls.trusted:
             self._check(*args, **kwargs)
-        key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
-        chosen = self._select(key, args, kwargs)
-        if not chosen.replayed:
-            replay.spoil()
-        if self._out is None:
-            return chosen.function(*args, **kwargs)
-        return self._with_out(chosen.function, args, kwargs)
+        try:
+            key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
+            chosen = self._select(key, args, kwargs)
+            if not chosen.replayed:
+                replay.spoil()
+            if self._out is None:
+                return chosen.function(*args, **kwargs)
+            return self._with_out(chosen.function, args, kwargs)
+        except Exception as error:
+            checks.explain(error, self.reference, args, kwargs)
+            raise
 
     def _respell(self, kwargs: dict[str, Any]) -> None:
         """Give keywords that are spelled in another way the names of the definition."""
@@ -362,11 +366,13 @@ class Op(Generic[P, R]):
     ) -> Callable[..., Any]:
         """Decorator: a public function over this op, for a signature that no schema can hold.
 
-        It checks, allocates and splits unions, then calls the op. An op with fronts is exported
-        through them alone. replayed: as of an implementation, but for what it has ops do.
+        It checks, allocates, then calls the op, which is exported through its fronts alone.
+        replayed: as of an implementation, but for what it has ops do.
         """
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            if not hasattr(function, "__wrapped__"):  # else it is a front of another op, too
+                function = checks.naming(function, function)
             if replayed:
                 self._front_plans.append(replay.Plans())
                 function = self._front_plans[-1].of(function)

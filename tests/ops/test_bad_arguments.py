@@ -101,6 +101,22 @@ def test_what_is_no_tensor_is_named(op: Op[..., Any], wrong: Any) -> None:
                 op(*arguments.args, **arguments.kwargs)
 
 
+@pytest.mark.parametrize("wrong", ["x", {}, torch.zeros(2, 2)], ids=("str", "dict", "tensor"))
+@pytest.mark.parametrize("op", CHECKED)
+def test_what_is_no_number_is_named(op: Op[..., Any], wrong: Any) -> None:
+    case = next(case for case in cases_of(op) if all(_sizes(case)))
+    given = case.named(list(op.__signature__.parameters))
+    for name in (name for name, value in given.items() if not isinstance(value, Tensor)):
+        try:
+            op(**{**case.clone().named(list(given)), name: wrong})
+        except BadArgument as error:
+            said = str(error)
+        else:
+            # What has no effect is not looked at, and many a thing is true or a tensor.
+            continue
+        assert f"`{name}`" in said
+
+
 def longer(dim: int) -> Callable[[Tensor], Tensor]:
     """What repeats the first line of a tensor along a dim."""
     return lambda x: torch.cat((x, x.narrow(dim, 0, 1)), dim) if x.dim() > dim else x

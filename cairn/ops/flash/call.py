@@ -58,7 +58,10 @@ class Call:
     @property
     def sides(self) -> tuple[int, int]:
         """Keys to the left and to the right that the window shows; -1: all of them."""
-        numbers = [-1 if side is None else min(int(side), MOST_KEYS) for side in self.window]
+        try:
+            numbers = [-1 if side is None else min(int(side), MOST_KEYS) for side in self.window]
+        except (TypeError, ValueError):
+            numbers = []
         if len(numbers) != 2 or min(numbers) < -1:
             refuse(self.name, "window_size", f"is {self.window}, not two numbers from -1 on")
         return numbers[0], numbers[1]

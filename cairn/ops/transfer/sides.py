@@ -60,6 +60,8 @@ def copy(
                 _expect_table(name, argument, buffer, items, src_indices)
             else:
                 _expect_buffer(name, argument, buffer, side, items)
+                if tokens[0] and not buffer.nbytes:
+                    refuse(name, argument, f"has no slots, {tokens[0]} tokens are to be copied")
     (src_k, *src_v), (dst_k, *dst_v) = src.buffers.values(), dst.buffers.values()
     values = (src_v[0], dst_v[0]) if src_v and dst_v else (None, None)
     args: tuple[Any, ...] = (

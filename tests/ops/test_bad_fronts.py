@@ -1,0 +1,119 @@
+"""Fronts refuse what is not of its kind, by name; nothing else comes out of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cairn import ops
+from cairn.errors import BadArgument
+from cairn.ops.registry import all_ops
+
+ODD = ("x", [1], (1, "a"), {}, object(), -3, 1.5, math.nan, torch.zeros(3, 3, 3), torch.zeros(0))
+FRONTS = {name: front for op in all_ops() for name, front in op.fronts.items()}
+
+
+def random(*shape: int) -> Tensor:
+    return torch.rand(shape)
+
+
+def words(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def copied(sides: str, **others: Any) -> dict[str, Any]:
+    """Arguments of a transfer of the slots 0 to 3."""
+    slots = {f"{side}_indices": torch.arange(4) for side in ("src", "dst")}
+    buffers = {name: random(32, 2, 16) for name in sides.split()}
+    return {**buffers, **slots, "item_size": 128, **others}
+
+
+def calls() -> dict[str, dict[str, Any]]:
+    """Of every front a call that it takes."""
+    probs, top = random(4, 50), {"top_k": 3, "top_p": 0.9}
+    v, s = random(8, 4, 16), random(8, 4)
+    states = {"v_a": v, "s_a": s, "v_b": v, "s_b": s, "v_merged": None, "s_merged": None}
+    cache, new = random(8, 4, 2, 16), random(2, 1, 2, 16)
+    how = {"softmax_scale": None, "causal": True, "window_size": (-1, -1), "softcap": 0.0}
+    pages = {"cache_seqlens": words(9, 5), "page_table": words(*range(8)).view(2, 4)}
+    steps = {"k": new, "v": new, "attention_chunk": None, "out": None, "cache_leftpad": None}
+    ragged = {"k": random(10, 2, 16), "v": random(10, 2, 16), "max_seqlen_q": 6, "max_seqlen_k": 6}
+    ends = {"cu_seqlens_q": words(0, 4, 10), "cu_seqlens_k": words(0, 4, 10)}
+    turned = {"query": random(8, 64), "key": random(8, 32), "cos_sin_cache": random(64, 16)}
+    turned |= {"positions": torch.arange(8), "head_size": 16, "is_neox": True}
+    return {
+        "sampling_from_probs": {"probs": probs, "indices": None, "generator": None},
+        "top_p_sampling_from_probs": {"probs": probs, "top_p": 0.9, "check_nan": False},
+        "min_p_sampling_from_probs": {"probs": probs, "min_p": 0.1, "indices": words(0, 3, 3)},
+        "top_k_top_p_sampling_from_probs": {"probs": probs, **top, "filter_apply_order": "joint"},
+        "top_k_top_p_sampling_from_logits": {"logits": probs, **top, "generator": None},
+        "top_k_renorm_probs": {"probs": probs, "top_k": 3},
+        "top_p_renorm_probs": {"probs": probs, "top_p": 0.4},
+        "top_k_mask_logits": {"logits": probs, "top_k": words(1, 2, 3, 4)},
+        "merge_state": states,
+        "merge_state_v2": states,
+        "flash_attn_with_kvcache": {
+            "q": random(2, 1, 4, 16),
+            "k_cache": cache,
+            "v_cache": cache,
+            "sinks": None,
+            **pages,
+            **steps,
+            **how,
+        },
+        "flash_attn_varlen_func": {"q": random(10, 4, 16), **ragged, **ends, **how},
+        "apply_rope_with_cos_sin_cache_inplace": turned,
+        "rotary_embedding": turned,
+        "apply_token_bitmask_inplace_cuda": {
+            "logits": random(4, 50),
+            "bitmask": words(*[-1] * 8).view(4, 2),
+            "indices": [1, 2],
+        },
+        "copy_to_gpu_no_ce": {"input": words(1, 2), "output": words(0, 0)},
+        "transfer_kv_per_layer": copied("src_k dst_k src_v dst_v"),
+        "transfer_kv_per_layer_mla": copied("src dst"),
+    }
+
+
+CALLS = calls()
+
+
+def fresh(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+
+
+def refusal(front: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
+    """What it says; None if it takes the arguments. Other errors than BadArgument are none."""
+    try:
+        front(**arguments)
+    except BadArgument as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_of_another_kind_is_refused_by_name(name: str) -> None:
+    front, given = getattr(ops, name), CALLS[name]
+    assert refusal(front, fresh(given)) is None
+    for argument in given:
+        for odd in ODD:
+            said = refusal(front, {**fresh(given), argument: odd})
+            if isinstance(odd, (str, dict)) or type(odd) is object:
+                # What has no effect is not looked at.
+                assert said is None or f"`{argument}`" in said, odd
+
+
+def test_buffers_without_slots_are_refused() -> None:
+    given = copied("src dst")
+    with pytest.raises(BadArgument, match="`dst` has no slots, 4 tokens are to be copied"):
+        ops.transfer_kv_per_layer_mla(**{**given, "dst": torch.empty(0, 2, 16)})
+
+
+def test_every_front_is_called_here_or_is_like_one_that_is() -> None:
+    others = {name for name in FRONTS if name.startswith(("transfer_kv_", "sparse_attn_"))}
+    assert FRONTS.keys() - others == CALLS.keys() - others
