@@ -398,14 +398,16 @@ class Plans:
         self._useful = True
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function, of which calls whose first argument is a tensor on CUDA are replayed."""
+        """A function, of which calls whose first argument, as given, is a tensor on CUDA are
+        replayed."""
 
         def plainly(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return function(*args, **kwargs)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not args or is_traced(args[0]) or not args[0].is_cuda:
+            first: Any = args[0] if args else next(iter(kwargs.values()), None)
+            if is_traced(first) or not first.is_cuda:
                 return function(*args, **kwargs)
             return self.run(plainly, args, kwargs)
 

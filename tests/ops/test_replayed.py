@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -134,26 +135,28 @@ def test_calls_of_fronts_are_replayed_on_a_gpu() -> None:
     plans = flash_attention._front_plans
     before = [dict(one._plans) for one in plans]
     run = decode(lambda *shape: torch.randn(shape, device="cuda"))
-    for _ in range(3):
-        torch.manual_seed(1)
-        got = run(lambda *args, **kwargs: on_gpu(flash_attn_with_kvcache, args, kwargs))
-        torch.manual_seed(1)
-        wanted = run(
-            lambda *args, **kwargs: on_gpu(flash_attn_with_kvcache.__wrapped__, args, kwargs)
-        )
-        for a, b in zip(got, wanted, strict=True):
-            compare(a, b, (0.0, 0.0), "flash_attn_with_kvcache")
+    plain = flash_attn_with_kvcache.__wrapped__
+
+    def named(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+        return flash_attn_with_kvcache(q=q, k_cache=k, v_cache=v, **kwargs)
+
+    for front in (flash_attn_with_kvcache, named):
+        for _ in range(3):
+            results = []
+            for function in (front, plain):
+                torch.manual_seed(1)
+                results.append(run(functools.partial(on_gpu, function)))
+            for own, wanted in zip(*results, strict=True):
+                compare(own, wanted, (0.0, 0.0), "flash_attn_with_kvcache")
     made = [one._plans.keys() - old.keys() for one, old in zip(plans, before, strict=True)]
-    assert sum(map(len, made)) == 1
+    assert sum(map(len, made)) == 2
     assert all(one._plans[key] for one, keys in zip(plans, made, strict=True) for key in keys)
 
 
-def on_gpu(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def on_gpu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A call with its tensors on the GPU."""
-    args = [x.cuda() for x in args]
-    return function(
-        *args, **{n: x.cuda() if isinstance(x, Tensor) else x for n, x in kwargs.items()}
-    )
+    moved = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in kwargs.items()}
+    return function(*(x.cuda() for x in args), **moved)
 
 
 @pytest.mark.gpu
