@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -26,9 +27,9 @@ CACHED = (*FLOATS, BYTES)
 """Keys and values in pages, as they are or quantized."""
 _KINDS: dict[str, tuple[Any, str]] = {
     "Tensor": (Tensor, "a tensor"),
-    "int": ((int, torch.SymInt), "an integer"),
-    "float": ((int, float, torch.SymInt, torch.SymFloat), "a number"),
-    "bool": ((bool, torch.SymBool), "a bool"),
+    "int": ((numbers.Integral, torch.SymInt), "an integer"),
+    "float": ((numbers.Real, torch.SymInt, torch.SymFloat), "a number"),
+    "bool": ((numbers.Integral, torch.SymBool), "a bool"),
     "str": (str, "a string"),
     "list[int]": ((list, tuple), "a list"),
     "Sequence[int]": ((list, tuple), "a list"),
@@ -37,6 +38,8 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "None": (type(None), "None"),
 }
 """Annotations of ops' parameters: what they stand for, in code and in words."""
+_OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors that no argument's kind explains."""
 
 
 def expect(
@@ -94,7 +97,7 @@ def explain(
     error: Exception, definition: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     """Raise BadArgument in place of an error, if an argument is not even of its kind."""
-    if isinstance(error, BadArgument):
+    if isinstance(error, (BadArgument, *_OF_THE_DEVICE)):
         return
     parameters = inspect.signature(definition).parameters
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}

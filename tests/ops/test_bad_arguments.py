@@ -383,6 +383,24 @@ def test_an_error_that_is_no_argument_s_stays_what_it_is() -> None:
         look(torch.ones(1), n="x")
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_error_of_the_device_is_no_argument_s(error: type[Exception]) -> None:
+    def fails(x: Tensor, n: int) -> None:
+        raise error("no memory")
+
+    with pytest.raises(error, match="no memory"):
+        naming(fails, fails)(torch.ones(1), "x")
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    def fails(x: Tensor, n: int, scale: float, causal: bool) -> None:
+        raise RuntimeError("something else")
+
+    look, numpy = naming(fails, fails), pytest.importorskip("numpy")
+    with pytest.raises(RuntimeError, match="something else"):
+        look(torch.ones(1), numpy.int64(3), numpy.float32(0.5), 1)
+
+
 def test_a_number_in_place_of_a_tensor_is_named() -> None:
     x = torch.randn(3, 8)
     with pytest.raises(BadArgument, match="argument `weight` is float 0.5, not a tensor"):
