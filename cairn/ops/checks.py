@@ -78,16 +78,19 @@ def expect(
         refuse(op, name, f"has strides {list(tensor.stride())}: {part} must be contiguous")
 
 
-def naming(look: Callable[..., R], definition: Callable[..., Any]) -> Callable[..., R]:
-    """A look at an op's arguments, which stumbles over none that is not even of its kind: that one
-    is refused by name. Arguments of the right kinds cost nothing more."""
+def naming(
+    function: Callable[..., R], definition: Callable[..., Any] | None = None
+) -> Callable[..., R]:
+    """A function, or a look at the arguments of a definition, which stumbles over none that is not
+    even of its kind: that one is refused by name. Arguments of the right kinds cost nothing more.
+    """
 
-    @functools.wraps(look)
+    @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> R:
         try:
-            return look(*args, **kwargs)
+            return function(*args, **kwargs)
         except Exception as error:
-            explain(error, definition, args, kwargs)
+            explain(error, definition or function, args, kwargs)
             raise
 
     return named

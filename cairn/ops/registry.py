@@ -35,7 +35,7 @@ from torch import Tensor
 
 from cairn.errors import BadConfig
 from cairn.names import suggestion
-from cairn.ops import checks, replay
+from cairn.ops import checks, plans, replay
 from cairn.ops.implementation import HANDED_ON, REFERENCE, Implementation
 from cairn.ops.trust import calls
 
@@ -79,8 +79,8 @@ class Op(Generic[P, R]):
         self._check: Callable[..., None] | None = None
         self._fake: Callable[..., Any] = definition
         self._chosen: dict[str, tuple[Implementation, ...]] = {}
-        self._plans: replay.Plans | None = None
-        self._front_plans: list[replay.Plans] = []
+        self._plans: plans.Plans | None = None
+        self._front_plans: list[plans.Plans] = []
         self.__doc__ = definition.__doc__
         self.__name__ = definition.__name__
         self.__qualname__ = definition.__qualname__
@@ -107,7 +107,7 @@ class Op(Generic[P, R]):
             self._respell(kwargs)
         position = self._key
         key = args[position] if len(args) > position else kwargs.get(self._key_name)
-        if replay.is_traced(key):
+        if plans.is_traced(key):
             if self._check is not None:
                 self._check(*args, **kwargs)
             if isinstance(key, Tensor):
@@ -342,7 +342,7 @@ class Op(Generic[P, R]):
                 name, function, tuple(devices), dtypes and tuple(dtypes), when, missing, replayed
             )
             if replayed:
-                self._plans = replay.Plans()
+                self._plans = plans.Plans()
             self._chosen.clear()
             return function
 
@@ -372,9 +372,9 @@ class Op(Generic[P, R]):
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
             if not hasattr(function, "__wrapped__"):  # else it is a front of another op, too
-                function = checks.naming(function, function)
+                function = checks.naming(function)
             if replayed:
-                self._front_plans.append(replay.Plans())
+                self._front_plans.append(plans.Plans())
                 function = self._front_plans[-1].of(function)
             self.fronts[function.__name__] = function
             return function
@@ -489,8 +489,8 @@ def _set_forced(forced: dict[str, str]) -> None:
     _forced.update(forced)
     for entry in _ops.values():
         entry._chosen.clear()
-        for plans in (*entry._front_plans, *filter(None, [entry._plans])):
-            plans.forget()
+        for own in (*entry._front_plans, *filter(None, [entry._plans])):
+            own.forget()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

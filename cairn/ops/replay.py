@@ -3,10 +3,10 @@
 A layer of an eager step enqueues a dozen kernels, and the next layer the same ones: the same
 shapes, strides and numbers at other addresses. Finding them again (the checks and the choice of
 the op, its arithmetic on shapes, Triton's look at every argument) takes the host longer than the
-device works. So the first call of an implementation with `replayed=True` (registry.py) is recorded:
-which memory it took from `gpu` and `arrivals`, which kernels it launched, and into whose memory
-each pointer pointed. Later calls of the same signature launch the compiled kernels again
-(`gpu.again`), with addresses instead of tensors.
+device works. So a call of an implementation with `replayed=True` (registry.py) is recorded: which
+memory it took from `gpu` and `arrivals`, which kernels it launched, and into whose memory each
+pointer pointed. Later calls of the same signature launch the compiled kernels again (`gpu.again`),
+with addresses instead of tensors. Which calls are recorded, and when, is decided in plans.py.
 
 Why the results are the same. The signature holds all that such an implementation looks at: every
 tensor's shape, strides, dtype and device, how far it begins behind a multiple of 16 bytes, which of
@@ -36,18 +36,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cairn.ops import gpu
 
-MOST_PLANS = 64
-"""Signatures that an op remembers. Every layer of a step has the same; the next step may be of any
-number of tokens."""
 SHARED_BYTES = 1 << 20
 """Pieces of memory that no result needs lie side by side up to so many bytes: to take one takes the
 host nearly as long as a launch."""
 _LOW_BITS = 15
 _APART = 512
 """Bytes of whose multiples pieces begin, as those that torch takes do."""
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-_is_compiling = torch.compiler.is_compiling
-_active_modes = torch._C._len_torch_dispatch_stack
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+"""Kinds of tensors that nobody overrides."""
 
 
 class Call(NamedTuple):
@@ -73,7 +69,7 @@ def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
     home: int | None = None
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
-        if kind in _PLAIN_TENSORS:
+        if kind in PLAIN_TENSORS:
             tensors.append(value)
             device = value.get_device()
             if device != home:
@@ -87,7 +83,8 @@ def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
         elif isinstance(value, Tensor) or kind.__hash__ is None:
             return None
         else:
-            key += (kind, value)
+            # Zeros of either sign are equal.
+            key += (kind, value if value or kind is not float else str(value))
     addresses = list(map(Tensor.data_ptr, tensors))
     if functools.reduce(operator.or_, addresses) & _LOW_BITS:
         key.append(("behind", *(address & _LOW_BITS for address in addresses)))
@@ -383,100 +380,6 @@ class Plan:
             memory[number] = self._pieces[number].take()
         results = [call.tensors[s] if s >= 0 else memory[-1 - s] for s in self._sources]
         return results[0] if self._single else tuple(results) if results else None
-
-
-class Plans:
-    """The plans of an op, by their signatures."""
-
-    def __init__(self) -> None:
-        self._plans: dict[tuple[Any, ...], Plan | None] = {}
-        # Shapes with which no plan came of a call: nobody looks at the rest of the arguments then.
-        self._hopeless: set[tuple[Any, ...]] = set()
-        # What has come once, and whether the last plan was of use: where each call is of another
-        # number of tokens, plans would be made for nothing.
-        self._seen: set[tuple[Any, ...]] = set()
-        self._useful = True
-
-    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function, of which calls whose first argument, as given, is a tensor on CUDA are
-        replayed."""
-
-        def plainly(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            return function(*args, **kwargs)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            first: Any = args[0] if args else next(iter(kwargs.values()), None)
-            if is_traced(first) or not first.is_cuda:
-                return function(*args, **kwargs)
-            return self.run(plainly, args, kwargs)
-
-        return call
-
-    def forget(self) -> None:
-        """What ops choose has changed, or there are too many."""
-        self._plans.clear()
-        self._hopeless.clear()
-        self._seen.clear()
-
-    def run(
-        self,
-        plainly: Callable[[Sequence[Any], dict[str, Any]], Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """What plainly(args, kwargs) gives; the tensors lie on one CUDA device."""
-        if self._hopeless and _shapes(args) in self._hopeless:
-            return plainly(args, kwargs)
-        if gpu.watch.by is not None or gpu.hooked():
-            return plainly(args, kwargs)
-        call = call_of(args, kwargs)
-        if call is None or not gpu.is_current(call.device):
-            return plainly(args, kwargs)
-        try:
-            plan = self._plans.get(call.signature)
-        except TypeError:  # a list in a tuple: the call says what it thinks of that
-            return plainly(args, kwargs)
-        if plan is not None:
-            self._useful = True
-            return plan.run(call, gpu.stream_of(call.device))
-        if call.signature in self._plans or not self._worth_it(call.signature):
-            return plainly(args, kwargs)
-        gpu.watch.by = recording = Recording(call)
-        try:
-            result = plainly(args, kwargs)
-        finally:
-            gpu.watch.by = None
-        if len(self._plans) >= MOST_PLANS:
-            self.forget()
-        self._useful = False
-        plan = self._plans[call.signature] = recording.plan(result)
-        if plan is None and (shapes := _shapes(args)):
-            self._hopeless.add(shapes)
-        return result
-
-    def _worth_it(self, signature: tuple[Any, ...]) -> bool:
-        """Whether to make a plan for what has none: the last one was of use, or it comes again."""
-        if self._useful or signature in self._seen:
-            return True
-        if len(self._seen) >= MOST_PLANS:
-            self._seen.clear()
-        self._seen.add(signature)
-        return False
-
-
-def _shapes(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Of the first two arguments, if they are tensors: those of products tell how they are done."""
-    try:
-        return args[0].shape, args[1].shape
-    except (AttributeError, IndexError):
-        return ()
-
-
-def is_traced(first: Any) -> bool:
-    """Whether somebody else looks on, or a call's first argument is no plain tensor: such calls go
-    through the dispatcher."""
-    return type(first) not in _PLAIN_TENSORS or _is_compiling() or _active_modes() > 0
 
 
 def spoil() -> None:

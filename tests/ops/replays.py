@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu, replay
+from cairn.ops import gpu
+from cairn.ops.gpu import tl, triton
+from cairn.ops.plans import Plans
 from cairn.ops.testing import Arguments
 
 
@@ -62,7 +64,7 @@ class Calls:
     """Calls of a function by plans of its own."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.plans, self.plain = function, replay.Plans(), 0
+        self.function, self.plans, self.plain = function, Plans(), 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.plans.run(self._plainly, args, kwargs)
@@ -70,3 +72,26 @@ class Calls:
     def _plainly(self, args: Any, kwargs: Any) -> Any:
         self.plain += 1
         return self.function(*args, **kwargs)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scaled_sum_kernel(x, y, out, factor, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out = (x + y) * factor."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    both = tl.load(x + at, mask=at < n) + tl.load(y + at, mask=at < n)
+    tl.store(out + at, both * factor, mask=at < n)
+
+
+def scaled_sum(
+    x: Tensor, y: Tensor, factor: float, make: Callable[..., Tensor] = gpu.empty
+) -> Tensor:
+    """(x + y) * factor, by way of memory that is not the result's."""
+    n = x.numel()
+    between, out = (make((n,), dtype=x.dtype, device=x.device) for _ in range(2))
+    scaled_sum_kernel[(-(-n // 16),)](x, y, between, factor, n, 16)
+    scaled_sum_kernel[(-(-n // 16),)](between, gpu.zeros((n,), x.dtype, x.device), out, 1, n, 16)
+    return out
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape)

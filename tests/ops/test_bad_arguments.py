@@ -389,14 +389,14 @@ def test_an_error_of_the_device_is_no_argument_s(error: type[Exception]) -> None
         raise error("no memory")
 
     with pytest.raises(error, match="no memory"):
-        naming(fails, fails)(torch.ones(1), "x")
+        naming(fails)(torch.ones(1), "x")
 
 
 def test_numbers_of_other_libraries_are_numbers() -> None:
     def fails(x: Tensor, n: int, scale: float, causal: bool) -> None:
         raise RuntimeError("something else")
 
-    look, numpy = naming(fails, fails), pytest.importorskip("numpy")
+    look, numpy = naming(fails), pytest.importorskip("numpy")
     with pytest.raises(RuntimeError, match="something else"):
         look(torch.ones(1), numpy.int64(3), numpy.float32(0.5), 1)
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cairn.ops import flash_attn_with_kvcache, merge_state_v2, replay, rmsnorm, top_k_renorm_probs
+from cairn.ops import flash_attn_with_kvcache, merge_state_v2, rmsnorm, top_k_renorm_probs
 from cairn.ops.flash.flash_attention import flash_attention
+from cairn.ops.plans import Plans
 from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, cases_of, compare
 from tests.ops.replays import Calls, Compiled, as_tuple, tensors_of
@@ -79,7 +80,7 @@ def test_what_is_replayed_takes_memory_and_launches_and_does_no_more(
     call, planned = Calls(op.using(name)), 0
     for case in cases_of(op):
         if op._named(name).accepts(case.args, case.kwargs):
-            call.plans = replay.Plans()
+            call.plans = Plans()
             with Operators() as operators:
                 call(*case.args, **case.kwargs)
             if any(call.plans._plans.values()):
@@ -120,7 +121,7 @@ def test_fronts_are_replayed_with_what_they_have_ops_do(as_on_gpu: None) -> None
 
 @pytest.mark.gpu
 def test_calls_of_ops_are_replayed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = replay.Plans()
+    plans = Plans()
     monkeypatch.setattr(rmsnorm, "_plans", plans)
     weight = torch.randn(64, device="cuda")
     for rows in (3, 3, 3, 5):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu, replay
+from cairn.ops import gpu
 from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.select_pages import _selection, select_pages
+from cairn.ops.plans import Plans
 from cairn.ops.testing import Arguments, Make, check, run
 
 needs_groups = pytest.mark.skipif(
@@ -166,7 +167,7 @@ def test_which_selections_are_scored_in_groups(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.gpu
 @needs_groups
 def test_launches_made_again_find_the_pages_of_other_queries(only_groups: None) -> None:
-    plans, plain = replay.Plans(), []
+    plans, plain = Plans(), []
     function = select_pages.using("triton_many")
 
     def plainly(args: Any, kwargs: Any) -> Any:
