@@ -93,7 +93,7 @@ def _(
     index: Tensor,
 ) -> Tensor:
     """Thresholds are searched for among the weights that can matter; nothing is sorted."""
-    source = launch.Source(logits, True, temperature)
+    source = launch.Source(logits, softmax=True, temperature=temperature)
     filters = launch.Filters(top_k, top_p, min_p)
     return launch.draw(source, filters, seed, index, torch.int64)
 

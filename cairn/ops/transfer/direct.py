@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cairn.ops.checks import expect, refuse
+from cairn.ops.checks import expect, naming, refuse
 
 
+@naming
 def transfer_kv_direct(
     src_layers: Sequence[Tensor],
     dst_layers: Sequence[Tensor],
@@ -46,6 +47,7 @@ def transfer_kv_direct(
             dst[write : write + count].copy_(src[read : read + count], non_blocking=True)
 
 
+@naming
 def transfer_kv_per_layer_direct_pf_lf(
     src_ptrs: Sequence[Tensor],
     dst_ptrs: Sequence[Tensor],
@@ -79,6 +81,7 @@ def transfer_kv_per_layer_direct_pf_lf(
             dst[write : write + page_size].copy_(page, non_blocking=True)
 
 
+@naming
 def transfer_kv_all_layer_direct_lf_pf(
     src_ptrs: Sequence[Tensor],
     dst_ptrs: Sequence[Tensor],

@@ -27,7 +27,7 @@ def draw(probs: Tensor, **filters: Tensor) -> Tensor:
 
 
 def draw_of_logits(logits: Tensor, temperature: float = 1.0, **filters: Tensor) -> Tensor:
-    source = launch.Source(logits, True, torch.full((ROWS,), temperature))
+    source = launch.Source(logits, softmax=True, temperature=torch.full((ROWS,), temperature))
     seeds = torch.arange(ROWS)
     return launch.draw(source, launch.Filters(**filters), seeds, seeds, torch.int64)
 
