@@ -108,6 +108,9 @@ SIZES: dict[str, tuple[Layer, ...]] = {
 SAMPLED = {"full": (1, 256), "tiny": (1, 5)}
 """Rows of sampled steps; the most are 100 MB of float32."""
 
+PRODUCTS = {"full": (1, 4, 16, 64), "tiny": ()}
+"""Tokens of decode steps, that products with weights are timed with besides."""
+
 LINGER = {1: 0.25, 4: 0.25, 16: 0.3, 64: 0.4, 256: 1.0}
 """Tokens -> weight of what stays equal over so many. With 1024 candidates of random summaries the
 32 pages of 4 / 8 / 16 / 64 neighbouring queries are then 55 / 76 / 101 / 191 different ones; a
@@ -328,6 +331,12 @@ class Draw(Make):
     def rows(self) -> Iterator[tuple[Layer, int]]:
         """Every layer with every number of tokens that it is timed with."""
         return ((layer, rows) for layer in self.layers for rows in layer.rows)
+
+    def products(self) -> Iterator[tuple[Layer, int]]:
+        """The same for products with weights."""
+        for layer in self.layers:
+            for rows in sorted({*PRODUCTS[self.sizes], *layer.rows}):
+                yield layer, rows
 
     def matrices(self) -> Iterator[tuple[str, int, int]]:
         """(size in words, rows, width) of every layer's activations."""

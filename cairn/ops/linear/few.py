@@ -14,6 +14,11 @@ ROWS_TOKENS = 2
 """At most this many tokens pass by a program's rows one by one."""
 TILE_TOKENS = 16
 """At most this many make one tile; more are left to the library's matrix products."""
+TILE_BYTES = 1 << 24
+"""Of a weight with its rows padded, that a tile passes by at most: where they are a quarter more,
+the library's product of several tokens takes two thirds of the time."""
+WIDE_TILE_BYTES = 1 << 22
+"""The same of rows longer than SPAN and more than 8 tokens."""
 BLOCK_TOKENS = 64
 """At most this many are one block of a head's product, which the library rounds and pads."""
 BLOCK, PART, STAGES = 64, 64, 6
@@ -32,17 +37,21 @@ SPAN, SPLIT_ROWS, SPLIT_PROGRAMS = 1 << 10, 8, 1 << 10
 """Columns and rows of a tile whose sums are split, and how many of them run at once."""
 
 
-def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
-    """Few tokens [T, K] with their numbers side by side, and a plain weight [N, K].
+def accepts(input: Tensor, weight: Tensor, gated: bool = False, add: bool = False) -> bool:
+    """Few tokens [T, K] with their numbers side by side, and a plain weight [N, K], where these
+    kernels are faster than the library's product. That adds (`add`) to what is there in passing.
 
     Several tokens' tile must fit in a program's memory beside the weight's rows, both rows of a
     pair if `gated`.
     """
-    return (
-        _takes(input, weight)
-        and 16 <= weight.shape[1] <= MOST_WIDTH
-        and (input.shape[0] <= ROWS_TOKENS or _fits(input, weight, gated))
-    )
+    if not _takes(input, weight) or not 16 <= weight.shape[1] <= MOST_WIDTH:
+        return False
+    tokens, (numbers, width) = input.shape[0], weight.shape
+    held = numbers * gpu.next_power_of_2(width) * weight.element_size()
+    if tokens <= ROWS_TOKENS:
+        return tokens == 1 or not add or held <= TILE_BYTES
+    most = WIDE_TILE_BYTES if width > SPAN and tokens > 8 else TILE_BYTES
+    return held <= most and _fits(input, weight, gated)
 
 
 def accepts_split(input: Tensor, weight: Tensor) -> bool:
@@ -178,7 +187,7 @@ def accepts_block(input: Tensor, weight: Tensor) -> bool:
     """
     return (
         input.dim() == 2
-        and TILE_TOKENS < input.shape[0] <= BLOCK_TOKENS
+        and ROWS_TOKENS < input.shape[0] <= BLOCK_TOKENS
         and weight.shape[0] >= MANY_ROWS
         and input.dtype == weight.dtype
         and (input.dtype != torch.float32 or input.device.type != "cuda")

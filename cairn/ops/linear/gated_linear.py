@@ -123,7 +123,7 @@ def _(make: Make) -> Cases:
 
 @gated_linear.bench
 def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
+    for layer, rows in draw.products():
         x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
         weight = draw.randn(2 * layer.intermediate, layer.hidden, scale=layer.hidden**-0.5)
         yield Point(

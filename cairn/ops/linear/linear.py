@@ -200,10 +200,10 @@ def _normed_product(x: Tensor, weight: Tensor, _: None, norm: Tensor) -> Tensor:
 
 @linear.bench
 def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
+    for layer, rows in draw.products():
         shapes = [("qkv", rows, 2 * (layer.heads + layer.kv_heads) * layer.head_dim)]
         if rows == 1:
-            shapes += [("head", count, layer.vocabulary) for count in (1, few.BLOCK_TOKENS)]
+            shapes += [("head", count, layer.vocabulary) for count in (1, 8, few.BLOCK_TOKENS)]
         for name, rows, numbers in shapes:
             x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
             weight = draw.randn(numbers, layer.hidden, scale=layer.hidden**-0.5)

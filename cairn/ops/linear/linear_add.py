@@ -43,7 +43,7 @@ def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = Non
     "triton_few",
     devices=gpu.DEVICES,
     when=lambda input, residual, weight, bias=None: (
-        few.accepts(input, weight) and residual.stride(1) == 1
+        few.accepts(input, weight, add=True) and residual.stride(1) == 1
     ),
     replayed=True,
 )
@@ -85,7 +85,7 @@ def _(make: Make) -> Cases:
 
 @linear_add.bench
 def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
+    for layer, rows in draw.products():
         for name, width in (("out", layer.heads * layer.head_dim), ("down", layer.intermediate)):
             x, residual = draw.randn(rows, width), draw.randn(rows, layer.hidden)
             weight = draw.randn(layer.hidden, width, scale=width**-0.5)

@@ -145,7 +145,7 @@ def _(make: Make) -> Cases:
 
 @linear_add_rmsnorm.bench
 def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
+    for layer, rows in draw.products():
         for name, width in (("out", layer.heads * layer.head_dim), ("down", layer.intermediate)):
             x, residual = draw.randn(rows, width), draw.randn(rows, layer.hidden)
             weight = draw.randn(layer.hidden, width, scale=width**-0.5)

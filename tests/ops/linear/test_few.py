@@ -82,3 +82,36 @@ def test_sums_that_are_split(make: Make, tokens: int, width: int, numbers: int) 
     residual = poisoned(make, tokens, numbers, beside=3)
     assert few.accepts_split(x, weight)
     expect_same(ops.linear_add_rmsnorm, x, residual, weight, vector(make, numbers), changed=1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "numbers", "taken"),
+    [
+        *((1, 4096, 12288, True), (2, 4096, 12288, True), (3, 4096, 12288, False)),
+        *((16, 1024, 8192, True), (17, 1024, 8192, False), (16, 1024, 8200, False)),
+        # Rows are padded: these are 21 MB.
+        *((3, 2560, 2560, False), (8, 2560, 1024, True), (9, 2560, 1024, False)),
+        *((8, 2048, 2048, True), (9, 2048, 2048, False), (9, 2048, 1024, True)),
+    ],
+)
+def test_tiles_take_what_they_are_faster_with(tokens, width, numbers, taken):
+    """Measured on an H100 in bfloat16, beside the library's products."""
+    meta = {"dtype": torch.bfloat16, "device": "meta"}
+    x, weight = torch.empty(tokens, width, **meta), torch.empty(numbers, width, **meta)
+    assert few.accepts(x, weight) == taken
+
+
+@pytest.mark.parametrize(("tokens", "taken"), [(1, True), (2, False), (3, False)])
+def test_two_tokens_are_added_by_the_library_where_the_weight_is_large(tokens, taken):
+    meta = {"dtype": torch.bfloat16, "device": "meta"}
+    x, weight = torch.empty(tokens, 4096, **meta), torch.empty(4096, 4096, **meta)
+    assert few.accepts(x, weight, add=True) == taken
+    assert few.accepts(x[:, :1024], weight[:1024, :1024].contiguous(), add=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 16, 64, 65])
+def test_a_large_head_is_taken_in_blocks_from_three_tokens_on(tokens):
+    meta = {"dtype": torch.bfloat16, "device": "meta"}
+    x, head = torch.empty(tokens, 1024, **meta), torch.empty(100278, 1024, **meta)
+    assert few.accepts(x, head) == (tokens <= 2)
+    assert few.accepts_block(x, head) == (2 < tokens <= 64)
