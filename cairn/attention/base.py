@@ -81,6 +81,10 @@ class LayerReads:
     window: Tensor
 
 
+CHUNK = 16
+"""Slots of a row in the mean, from which on a step's slots count as chunks."""
+
+
 @dataclass(slots=True)
 class Batch:
     """The tensors of one step. T slots run, in R rows; a row's slots are consecutive and ascending.
@@ -98,6 +102,7 @@ class Batch:
         stretches: row, first slot and number of slots of each row that runs, one after the other,
             known on the host; None: the host does not say.
         backends: layer index -> (backend, layer).
+        chunked: the slots are chunks of rows, dozens side by side, and not each of another row.
         window_place: page table and locations of window layers that have pages of their own; None:
             all layers share the pages. Only entries under a window are anything.
         watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
@@ -115,6 +120,7 @@ class Batch:
     max_slot: int
     backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]]
     stretches: list[int] | None = None
+    chunked: bool = False
     window_place: tuple[Tensor, Tensor] | None = None
     watch: Tensor | None = None
     reads: list[LayerReads] = field(default_factory=list)
@@ -158,6 +164,9 @@ class AttentionBackend(ABC):
     """One way to attend. `run` may not allocate memory that grows with the context."""
 
     name: ClassVar[str]
+    GRAPHED: ClassVar[int | None] = None
+    """Slots of the longest rows that a graph may prefill: with longer ones `run` is faster where
+    the host says which they are. None: they make no difference."""
 
     def __init__(self, pools: CachePools) -> None:
         self.pools = pools

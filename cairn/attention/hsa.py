@@ -19,6 +19,7 @@ from torch import Tensor
 from cairn import ops
 from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, LayerReads
 from cairn.cache.pools import CacheSpec
+from cairn.ops.attention.launch import in_tiles
 from cairn.ops.landmark.landmark_attention import shared_weights
 
 FEW_TOKENS = 64
@@ -72,7 +73,8 @@ class HsaBackend(AttentionBackend):
         k_cache, v_cache = self.write(k, v, layer, batch)
         # Where each landmark's own z pools its page, a few of them do it on the way: no launch.
         own = summary_query is None and rule.summary == "prior" and not rule.group_query
-        few = q.is_cuda and own and q.shape[0] <= min(FEW_TOKENS, rule.window)
+        tiled = in_tiles(q, layer.num_kv_heads, batch.chunked)
+        few = q.is_cuda and own and not tiled and q.shape[0] <= min(FEW_TOKENS, rule.window)
         if batch.completed.numel() and not few:
             if summary_query is None and (rule.bias or rule.summary == "prior"):
                 summary_query = lmk_q[batch.completed]
@@ -96,6 +98,7 @@ class HsaBackend(AttentionBackend):
             rule.softmax1,
             strategy=rule.strategy,
             store_summaries=few,
+            chunked=batch.chunked,
         )
         if batch.watch is not None:
             at = batch.watch

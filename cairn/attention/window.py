@@ -54,6 +54,7 @@ class WindowBackend(AttentionBackend):
             aligned=layer.landmark is not None,
             mask_landmarks=layer.mask_landmarks,
             dtype=q.dtype,
+            chunked=batch.chunked,
         )
         return o
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
+from cairn.attention.base import CHUNK, AttentionBackend, AttentionLayer, Batch
 from cairn.cache.landmarks import SlotMap
 from cairn.runner.staging import send
 from cairn.runner.step import Ints, StepPlan
@@ -59,6 +59,11 @@ class Layout(NamedTuple):
     grants: Grants
     start: Ints
     last: Ints
+
+    @property
+    def chunked(self) -> bool:
+        """See Batch."""
+        return len(self.slot) >= CHUNK * len(self.start)
 
     def stretches(self) -> list[int]:
         """Row, first slot and number of slots of each work, one after the other."""
@@ -193,6 +198,7 @@ class Rows:
             window_place=None if window_table is None else (window_table, pages[2]),
             max_slot=int(layout.slot.max()),
             stretches=layout.stretches(),
+            chunked=layout.chunked,
             backends=backends,
         )
 

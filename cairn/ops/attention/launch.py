@@ -17,6 +17,9 @@ from cairn.ops.early import early_option
 
 SPLIT_TOKENS = 256
 """At most this many tokens run one program each (and KV head, and split of the keys)."""
+CHUNK_LINES = 512
+"""Tokens of chunks, times KV heads, that make tiles at least. Measured on an H100: with 16 heads
+that share 2 tiles are faster from 128 to 256 tokens on, with 32 that share none from 8 to 16 on."""
 PROGRAMS = 528
 """Programs that fill a large device four times; fewer of them are split over their keys."""
 MULTIPROCESSORS = 132
@@ -53,6 +56,12 @@ def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
         and 16 <= dim <= 256
         and heads // kv_heads <= 16
     )
+
+
+def in_tiles(q: Tensor, kv_heads: int, chunked: bool) -> bool:
+    """Whether tiles of consecutive tokens take the queries; else one program takes each."""
+    tokens = q.shape[0]
+    return tokens > SPLIT_TOKENS or (chunked and tokens * kv_heads >= CHUNK_LINES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ def window_attention(
     aligned: bool = False,
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every token over its last slots.
 
@@ -48,6 +49,8 @@ def window_attention(
         aligned: start the window at a page.
         mask_landmarks: the last slot of every page is no key.
         dtype: of o; None: float32.
+        chunked: the tokens are chunks of rows, dozens side by side, and not each of another row: a
+            hint how to cut them, whatever they are.
     Returns:
         (o [T, h_q, d], lse [T, h_q] float32); a token without a visible key has o = 0, lse = -inf.
     Raises:
@@ -86,6 +89,7 @@ def _(
     aligned: bool = False,
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
+    chunked: bool = False,
 ) -> None:
     name = "window_attention"
     _, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
@@ -108,6 +112,7 @@ def _(
     aligned: bool = False,
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     o = q.new_empty(q.shape, dtype=dtype or torch.float32)
     return o, q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -132,6 +137,7 @@ def _(
     aligned: bool = False,
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     o = torch.empty(q.shape, dtype=dtype or torch.float32)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
@@ -156,6 +162,7 @@ def _accepts(
     aligned: bool = False,
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
+    chunked: bool = False,
 ) -> bool:
     # With a window of 1 a landmark may see nothing, which the flash kernel reports differently; the
     # mask of a tile grows with the window.
@@ -174,6 +181,7 @@ def _by_amx(
     aligned: bool = False,
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
+    chunked: bool = False,
 ) -> bool:
     fits = tiling.amx_takes(q, k_cache, v_cache, scale, row, slot, page_table)
     return fits and dtype in (None, torch.float32, torch.bfloat16)
@@ -194,6 +202,7 @@ def _(
     aligned: bool = False,
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     o = q.new_empty(q.shape, dtype=dtype or torch.float32)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -222,6 +231,7 @@ def _(
     aligned: bool = False,
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, query_heads, dim = q.shape
     _, heads, page_size, _ = k_cache.shape
@@ -313,6 +323,23 @@ def _run_tiles(
     lse.view(-1, group).index_copy_(0, flat, part.reshape(-1, group))
 
 
+def _in_splits(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
+    chunked: bool = False,
+) -> bool:
+    return not launch.in_tiles(q, k_cache.shape[1], chunked) and launch.accepts(q, k_cache, v_cache)
+
+
 window_attention.tolerance(
     {torch.bfloat16: (1.6e-2, 1e-2)},
     "the flash kernel rounds probabilities and o, amx probabilities, to bfloat16; the definition "
@@ -324,9 +351,7 @@ window_attention.tolerance(
     "triton_splits",
     devices=gpu.DEVICES,
     replayed=True,
-    when=lambda q, k_cache, v_cache, *args, **kwargs: (
-        q.shape[0] <= launch.SPLIT_TOKENS and launch.accepts(q, k_cache, v_cache)
-    ),
+    when=_in_splits,
 )
 def _(
     q: Tensor,
@@ -340,6 +365,7 @@ def _(
     aligned: bool = False,
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     given = (q, k_cache, v_cache, row, slot, page_table)
     task = launch.Task(*given, window, scale, aligned, mask_landmarks)
@@ -364,6 +390,7 @@ def _(
     aligned: bool = False,
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     given = (q, k_cache, v_cache, row, slot, page_table)
     task = launch.Task(*given, window, scale, aligned, mask_landmarks)

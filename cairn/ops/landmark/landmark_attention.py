@@ -66,6 +66,7 @@ def landmark_attention(
     scale: float | None = None,
     strategy: str = "hils",
     store_summaries: bool = False,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """window_attention, select_pages, page_weights, page_attention and blend_window, in turn.
 
@@ -85,6 +86,7 @@ def landmark_attention(
         strategy: as in select_pages.
         store_summaries: first, every token in the last slot of a page stores the prior_summary of
             that page, with its lmk_q as the query. h_R is h_q, summary_key of lmk_q's dtype.
+        chunked: as in window_attention.
     Returns:
         o [T, h_q, d] in q's dtype; indices [T, h_kv, topk] int32 and scores [T, h_q, topk]
         (group: [T, h_kv, topk]) float32 as select_pages gives them; lse [T, h_q] float32 of the
@@ -128,6 +130,7 @@ def _(
     scale: float | None = None,
     strategy: str = "hils",
     store_summaries: bool = False,
+    chunked: bool = False,
 ) -> None:
     name = "landmark_attention"
     check_rule(name, window, topk, strategy)
@@ -158,6 +161,7 @@ def _(
     scale: float | None = None,
     strategy: str = "hils",
     store_summaries: bool = False,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     task = task_of(lmk_q, summary_key, strategy, scale, k_cache.shape[1])
     indices, scores = task.empty(q.shape[0], topk, q.device)
@@ -165,10 +169,11 @@ def _(
 
 
 def _few_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
-    if q.shape[0] > launch.SPLIT_TOKENS or not _on_gpu(q, *args, **kwargs):
+    named = dict(zip(_PARAMETERS, (q, *args), strict=False)) | kwargs
+    tiled = launch.in_tiles(q, named["k_cache"].shape[1], named.get("chunked", False))
+    if tiled or not _on_gpu(q, *args, **kwargs):
         return False
     # Nobody may have a page for a candidate whose summary comes in the same launch.
-    named = dict(zip(_PARAMETERS, (q, *args), strict=False)) | kwargs
     return not named.get("store_summaries") or q.shape[0] <= named["window"]
 
 
@@ -188,6 +193,7 @@ def _on_gpu(
     scale: float | None = None,
     strategy: str = "hils",
     store_summaries: bool = False,
+    chunked: bool = False,
 ) -> bool:
     return (
         strategy != "group"
@@ -220,6 +226,7 @@ def _(
     scale: float | None = None,
     strategy: str = "hils",
     store_summaries: bool = False,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores and window side by side, the selection, the pages, and one merge of all."""
     where = (row, slot, page_table)
@@ -251,6 +258,7 @@ def _(
     scale: float | None = None,
     strategy: str = "hils",
     store_summaries: bool = False,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Window and selection as they are; weights and blend where the pages are added up."""
     where = (row, slot, page_table)
@@ -262,6 +270,7 @@ def _(
         aligned=True,
         mask_landmarks=True,
         dtype=q.dtype,
+        chunked=chunked,
     )
     indices, scores = select_pages(
         *(lmk_q, summary_key, summary_bias, lse, *where, k_cache.shape[2], window, topk, scale),
@@ -289,6 +298,7 @@ def _few_tokens(
     scale: float | None = None,
     strategy: str = "hils",
     store_summaries: bool = False,
+    chunked: bool = False,
 ) -> bool:
     return (
         strategy in ("hils", "softmax_head", "head")
@@ -317,6 +327,7 @@ def _(
     scale: float | None = None,
     strategy: str = "hils",
     store_summaries: bool = False,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A decode step."""
     if store_summaries:
@@ -360,6 +371,7 @@ def _(
     scale: float | None = None,
     strategy: str = "hils",
     store_summaries: bool = False,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The ops one after the other, each as it is fastest."""
     where = (row, slot, page_table)
@@ -367,7 +379,15 @@ def _(
         completed = completed_pages(row, slot, page_table, k_cache.shape[2])
         store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
     o_window, lse = window_attention(
-        q, k_cache, v_cache, *where, window, scale, aligned=True, mask_landmarks=True
+        q,
+        k_cache,
+        v_cache,
+        *where,
+        window,
+        scale,
+        aligned=True,
+        mask_landmarks=True,
+        chunked=chunked,
     )
     indices, scores = select_pages(
         *(lmk_q, summary_key, summary_bias, lse, *where, k_cache.shape[2], window, topk, scale),

@@ -107,3 +107,16 @@ def test_splits_and_their_merge_are_launched_early(tokens, kv_heads, merged, mon
     split, merge = on_hopper(monkeypatch, launch, "split_kernel", "merge_kernel")
     launch.attend_splits(task(tokens, kv_heads, 64, 8192), HALF)
     assert (split.early, merge.early) == ([True], [True] * merged)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "alone", "chunked"),
+    [
+        *((256, 2, False, True), (255, 2, False, False), (257, 1, True, True)),
+        *((16, 32, False, True), (15, 32, False, False), (1, 512, False, True)),
+    ],
+)
+def test_chunks_make_tiles_before_rows_do(tokens, kv_heads, alone, chunked):
+    queries = torch.empty(tokens, kv_heads, 64, device="meta")
+    assert launch.in_tiles(queries, kv_heads, False) == alone
+    assert launch.in_tiles(queries, kv_heads, True) == chunked
