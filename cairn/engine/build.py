@@ -123,6 +123,7 @@ def build(
         vocab_size=spec.vocab_size,
         slots=slots,
         windowed=page_bytes.window > 0,
+        step_slots=config.chunked_prefill_size,
     )
     with_graphs = on_gpu and not config.disable_cuda_graph
     if on_gpu:
@@ -144,10 +145,9 @@ def build(
     on_phase("pages")
     tokenizer = load_tokenizer(model)
     on_phase("tokenizer")
-    target = None if config.itl_target_ms is None else config.itl_target_ms / 1000
     core = EngineCore(
         core_shape(spec, config, layers, memory.max_model_len),
-        Limits(config.max_num_seqs, config.chunked_prefill_size, target),
+        limits_of(config),
         page_cache(memory, slots, config.enable_prefix_caching, page_bytes.reach),
         slots,
         InProcessExecutor(runner),
@@ -155,6 +155,12 @@ def build(
         overlap=on_gpu and not config.disable_overlap_schedule,
     )
     return Built(core, runner, spec, config, memory, slots, table)
+
+
+def limits_of(config: EngineConfig) -> Limits:
+    """What a step may hold."""
+    target = None if config.itl_target_ms is None else config.itl_target_ms / 1000
+    return Limits(config.max_num_seqs, config.chunked_prefill_size, target)
 
 
 def begin_on_cpu(memory: MemoryPlan) -> None:

@@ -1,8 +1,8 @@
 """First prefills and decodes, so that no user waits for what happens only once.
 
 On a GPU kernels are compiled when they first run, once for every way of cutting the work that the
-number of tokens asks for, and decode graphs are captured; never for a length. So steps of few and
-of many tokens run here, and one decode step of each graph's size.
+number of tokens asks for, and graphs are captured; never for a length. So steps of few and of many
+tokens run here, all graphs of prefills are captured, and one decode step of each graph's size runs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,13 @@ def warm_up(built: Built) -> None:
     longest = min(most - 1, int(tokens_in(built.config.chunked_prefill_size)))
     on_gpu = built.config.device != "cpu"
     lengths: Iterable[int] = GPU_TOKENS if on_gpu else (int(tokens_in(PAGES * size)) - 1,)
+    graphs, built.runner.prefill_graphs = built.runner.prefill_graphs, None
     for length in sorted({max(1, min(n, longest)) for n in lengths}):
         _run_one(built, length)
+    if graphs is not None:
+        for kind in graphs.kinds():
+            graphs.prepare(kind)
+    built.runner.prefill_graphs = graphs
     if built.runner.graphs is not None:
         rows = min(built.config.max_num_seqs, pages)
         for count in sorted({min(bucket, rows) for bucket in built.runner.graphs.buckets}):

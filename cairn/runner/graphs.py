@@ -10,6 +10,7 @@ first needed; they share their memory.
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from torch import Tensor
 from cairn import ops
 from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
 from cairn.cache.landmarks import SlotMap
+from cairn.runner.capture import Captured, capture
 from cairn.runner.rows import NO_GRANTS, Grants, write_cells
 from cairn.runner.sampler import Draws
 from cairn.runner.staging import Lines, Trip
@@ -30,8 +32,6 @@ from cairn.runner.step import DecodeWork
 
 log = logging.getLogger(__name__)
 
-WARM_UPS = 2
-"""Runs before the capture: kernels are compiled and workspaces taken outside of it."""
 ROW_LINES = 4
 """Lines of a graph's memory that say what runs: the rows, the tokens of each that have run, and
 cells of the page tables with the pages that these hold now. The draws follow."""
@@ -110,24 +110,6 @@ class Replayed(NamedTuple):
     trip: Trip
 
 
-class _Captured:
-    """A graph and its output, also cut to the rows of the last step."""
-
-    __slots__ = ("_cut", "_rows", "graph", "output")
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
-        self.graph = graph
-        self.output = self._cut = output
-        self._rows = len(output)
-
-    def replay(self, rows: int) -> Tensor:
-        """Queue the graph's step; its output of so many rows."""
-        self.graph.replay()
-        if self._rows != rows:
-            self._rows, self._cut = rows, self.output[:rows]
-        return self._cut
-
-
 def buckets_up_to(most: int) -> tuple[int, ...]:
     """Numbers of slots that graphs are captured for, the last of them >= most."""
     found = [1, 2, 4, 8]
@@ -149,6 +131,9 @@ class DecodeGraphs:
         place: where.
         max_rows: requests that run at once; each takes a slot in a step, and one more where its
             landmark follows.
+
+    Attributes:
+        pool: memory of all graphs of the device.
     """
 
     def __init__(self, model: GraphModel, place: Place, max_rows: int) -> None:
@@ -162,9 +147,9 @@ class DecodeGraphs:
             [*padding, *(0 for _ in Draws._fields)], _whole(self.buckets[-1]), device
         )
         self._device = self._lines.device
-        self._captured: dict[tuple[int, Ending], _Captured] = {}
-        self._last: tuple[tuple[int, Ending], _Captured] | None = None
-        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[tuple[int, Ending], Captured] = {}
+        self._last: tuple[tuple[int, Ending], Captured] | None = None
+        self.pool = torch.cuda.graph_pool_handle()
 
     def run(self, decode: DecodeWork, grants: Grants, sampling: Sampling) -> Replayed | None:
         """Run a step; None where no graph fits it.
@@ -187,7 +172,7 @@ class DecodeGraphs:
             trip.returns(rows)
         return Replayed(output, trip)
 
-    def _graph(self, bucket: int, ending: Ending) -> _Captured:
+    def _graph(self, bucket: int, ending: Ending) -> Captured:
         """The graph of such steps, captured when it is first asked for."""
         key, last = (bucket, ending), self._last
         if last is not None and last[0] == key:
@@ -245,25 +230,16 @@ class DecodeGraphs:
         )
         return batch, lines[8, :bucket]
 
-    @torch.inference_mode()
-    def _capture(self, bucket: int, ending: Ending) -> _Captured:
+    def _capture(self, bucket: int, ending: Ending) -> Captured:
         began = time.perf_counter()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                self._run(bucket, ending, rehearsal=True)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = self._run(bucket, ending)
+        captured = capture(functools.partial(self._run, bucket, ending), self.pool)
         seconds = time.perf_counter() - began
         log.info(
             "captured the decode step of %d slots, %s, in %.2f s", bucket, ending.value, seconds
         )
-        return _Captured(graph, output)
+        return captured
 
-    def _run(self, bucket: int, ending: Ending, rehearsal: bool = False) -> Tensor:
+    def _run(self, bucket: int, ending: Ending, rehearsal: bool) -> Tensor:
         count = len(self._device) if ending is Ending.DRAW else ROW_LINES
         self._lines.fetch(count, _whole(bucket), rehearsal)
         batch, last = self._batch(bucket)

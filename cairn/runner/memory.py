@@ -8,6 +8,7 @@ page table, and both are those of the engine to come.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,7 +43,7 @@ class Steps:
     Attributes:
         slots: of a prefill step.
         longest: user tokens of the longest sequence.
-        graphs: decode steps run as CUDA graphs.
+        graphs: steps run as CUDA graphs.
     """
 
     slots: int
@@ -58,7 +59,7 @@ def measure(
     form: PageFormat,
     device: torch.device,
 ) -> tuple[int, int]:
-    """Bytes of the activations, and of the graphs of all decode steps.
+    """Bytes of the activations, and of all graphs.
 
     Activations are the most that torch held of the device while the steps ran: a little more than
     their tensors. What it holds of other steps later may be more yet, and goes back when needed.
@@ -84,6 +85,8 @@ def measure(
             tensor.zero_()
         torch.cuda.reset_peak_memory_stats(device)
         runner = Runner(model, layers, pools, shape, device)
+        # What graphs keep is measured by itself.
+        runner.graphs = runner.prefill_graphs = None
         _run(runner, prefill_step(shape, steps, targets=TARGETS))
         # Fewer slots can take more, where kernels for few tokens hold what others do not; and so
         # can slots of many rows.
@@ -183,13 +186,19 @@ def _run(runner: Runner, plan: StepPlan) -> None:
 def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
     """Bytes that the graphs of all buckets and endings keep: they share the largest one's memory,
     and what another one adds is that of the smallest."""
-    assert runner.graphs is not None
+    decoding, prefilling = runner.graphs, runner.prefill_graphs
+    assert decoding is not None and prefilling is not None
     free = [_free(device)]
+    kinds = prefilling.kinds()
+    for kind in (kinds[0], kinds[-1]):
+        prefilling.prepare(kind)
+        free.append(_free(device))
     for rows in (None, 1):
         _run(runner, decode_step(runner.shape, steps.longest, eager=False, rows=rows))
         free.append(_free(device))
-    largest, another = max(0, free[0] - free[1]), max(0, free[1] - free[2])
-    return largest + another * (len(runner.graphs.buckets) * len(Ending) - 1)
+    prefill, small, decode, one = (max(0, a - b) for a, b in itertools.pairwise(free))
+    more = small * (len(kinds) - 2) + one * (len(decoding.buckets) * len(Ending) - 2)
+    return prefill + small + decode + one + more
 
 
 def _reserved(device: torch.device) -> int:

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import AttentionLayer, Batch
+from cairn.attention.base import AttentionLayer, Batch, LayerReads
 from cairn.attention.registry import assign
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.ops.landmark.select_task import candidate_pages
 from cairn.ops.trust import trusted
 from cairn.runner.graphs import GREEDY, LOGITS, DecodeGraphs, Ending, Place, Sampling
+from cairn.runner.prefill_graphs import PrefillGraphs
 from cairn.runner.rows import Layout, Rows
 from cairn.runner.sampler import Choice, Picks, Sampler, alternatives
 from cairn.runner.selection import selections
@@ -68,6 +69,7 @@ class RunnerShape:
         vocab_size: user vocabulary; the landmark id is the first one after it.
         slots: slot and landmark arithmetic.
         windowed: some layers have pages of their own.
+        step_slots: slots of the largest step; None: any number.
     """
 
     num_rows: int
@@ -75,6 +77,7 @@ class RunnerShape:
     vocab_size: int
     slots: SlotMap
     windowed: bool = False
+    step_slots: int | None = None
 
 
 class PageReads:
@@ -213,12 +216,14 @@ class Runner:
         self._landmark_layers = [layer for layer in layers if layer.backend == "hsa"]
         self.forget_reads()
         self.graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         if pools.spare_page is not None:
             table, last_token = self.rows.page_table, self.rows.last_token
             own = self.rows.window_table, pools.window_pages
             where = self.rows.tables, table, last_token, shape.slots, shape.vocab_size
             place = Place(self.backends, *where, pools.spare_page, *own)
             self.graphs = DecodeGraphs(model, place, shape.num_rows)
+            self.prefill_graphs = PrefillGraphs(self.graphs, shape.step_slots)
 
     def forget_reads(self) -> None:
         """Count what landmark layers read from now on."""
@@ -249,28 +254,37 @@ class Runner:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, layout: Layout, picks: Picks) -> _Chosen:
-        """Run a step of any kind, operation by operation."""
+        """Run a step of any kind."""
         last = layout.last
         if plan.work:
             last = last[[True] * len(plan.decode.row) + [work.sample for work in plan.work]]
-        batch = self.rows.batch(layout, self.backends)
         watched = self.sampler.watched(picks)
-        if watched:
-            batch.watch = torch.as_tensor(last[watched], device=batch.slot.device)
-        with trusted() if self._on_cpu else contextlib.nullcontext():
-            hidden = self.model(batch)
+        hidden, reads = self._hidden(layout, last[watched])
         choice = Choice(hidden.new_empty(0, dtype=torch.int64), {})
         if len(last):
             index, row = send((last, picks.row), hidden.device)
             choice = self.sampler.sample(self.model.logits(ops.take_rows(hidden, index)), picks)
             self.rows.remember(row, choice.tokens)
-        reads = selections(batch.reads, len(watched)) if watched else []
+        read = selections(reads, len(watched)) if watched else []
         prompt = tuple(
             self._prompt_logprobs(hidden, work, int(layout.start[i]))
             for i, work in enumerate(plan.work, len(plan.decode.row))
             if len(work.prompt_targets)
         )
-        return _Chosen(choice, dict(zip(watched, reads, strict=True)), prompt)
+        return _Chosen(choice, dict(zip(watched, read, strict=True)), prompt)
+
+    def _hidden(self, layout: Layout, watched: Ints) -> tuple[Tensor, list[LayerReads]]:
+        """The model's pass over a step, by its graph where there is one; hidden states [T, hidden],
+        and what the queries at `watched` read."""
+        if self.prefill_graphs is not None and not len(watched):
+            hidden = self.prefill_graphs.run(layout)
+            if hidden is not None:
+                return hidden, []
+        batch = self.rows.batch(layout, self.backends)
+        if len(watched):
+            batch.watch = torch.as_tensor(watched, device=batch.slot.device)
+        with trusted() if self._on_cpu else contextlib.nullcontext():
+            return self.model(batch), batch.reads
 
     def _replayed(self, plan: StepPlan, picks: Picks) -> LaunchedStep | None:
         """Run a step that only decodes by its graph; None where it needs more than that."""

@@ -45,6 +45,13 @@ def send(arrays: Sequence[Numbers], device: torch.device) -> list[Tensor]:
     ]
 
 
+def overwrite(memory: Tensor, numbers: Numbers) -> None:
+    """Queue a copy of numbers to a device's memory of the same shape and dtype."""
+    pinned = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=memory.is_cuda)
+    pinned.numpy()[:] = numbers
+    memory.copy_(pinned, non_blocking=True)
+
+
 class _Stream:
     """The stream in use on a GPU. PyTorch makes a new object of it for everyone who asks, which
     takes longer than what is done with it: here that is made when it has changed."""

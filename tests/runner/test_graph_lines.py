@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,30 +35,6 @@ class Model:
 
 def chosen(slot: int, row: int) -> int:
     return (slot * 7 + row) % VOCAB
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
-    make = torch.zeros
-
-    def zeros(*shape, pin_memory=False, **options):
-        return make(*shape, **options)
-
-    monkeypatch.setattr(torch, "zeros", zeros)
-    idle = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: idle)
-    stream = SimpleNamespace(cuda_stream=0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-
-    def capture(self: DecodeGraphs, bucket: int, ending: Ending) -> graphs._Captured:
-        output = self._run(bucket, ending, rehearsal=True)
-        again = SimpleNamespace(replay=lambda: output.copy_(self._run(bucket, ending)))
-        return graphs._Captured(again, output)
-
-    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
 
 
 @pytest.mark.parametrize("windowed", [False, True])

@@ -1,0 +1,56 @@
+"""CUDA graphs of whole steps: captured once, replayed with one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cairn import ops
+
+WARM_UPS = 2
+"""Runs before the capture: kernels are compiled and workspaces taken outside of it."""
+
+
+class Captured:
+    """A graph and its output, also cut to the rows of the last step.
+
+    The output's memory is the pool's: the next graph of the pool that is replayed may write there.
+    """
+
+    __slots__ = ("_cut", "_rows", "graph", "output")
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
+        self.graph = graph
+        self.output = self._cut = output
+        self._rows = len(output)
+
+    def replay(self, rows: int) -> Tensor:
+        """Queue the graph's step; its output of so many rows."""
+        self.graph.replay()
+        if self._rows != rows:
+            self._rows, self._cut = rows, self.output[:rows]
+        return self._cut
+
+
+@torch.inference_mode()
+def capture(run: Callable[[bool], Tensor], pool: Any) -> Captured:
+    """The graph of `run`, which is told whether it rehearses.
+
+    Args:
+        run: queues a step, and gives what it puts out.
+        pool: memory that graphs share of which one runs at a time (torch.cuda.graph_pool_handle).
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            run(True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        output = run(False)
+    # A tensor would keep its memory from the pool's other graphs.
+    return Captured(graph, ops.weak_ref_tensor(output))

@@ -1,0 +1,160 @@
+"""Steps with prefills as CUDA graphs: one launch for the whole model.
+
+Up to a few thousand slots the host takes longer to queue the kernels of a step than a GPU to run
+them. So such a step is padded to the next bucket; what its slots are is written where the bucket's
+graph reads, and the graph is replayed. As with decode steps, nothing in it depends on what the step
+was when it was captured. What follows the model, a few kernels, depends on who wants which tokens
+and is queued one by one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import logging
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cairn.attention.base import Batch
+from cairn.ops.attention.launch import SPLIT_TOKENS
+from cairn.runner.capture import Captured, capture
+from cairn.runner.graphs import DecodeGraphs
+from cairn.runner.rows import Layout, filled, write_cells
+from cairn.runner.staging import overwrite
+
+log = logging.getLogger(__name__)
+
+MOST = 2048
+"""Slots of the largest bucket."""
+SMALLEST = 16
+ROWS = 16
+"""Pages that several rows complete beside those that the slots of one row would."""
+LINES = 8
+
+
+def buckets_up_to(most: int) -> tuple[int, ...]:
+    """Numbers of slots that graphs are captured for, the last of them `most` or a few more; a step
+    wastes at most a fifth of a large one."""
+    found = [SMALLEST]
+    while found[-1] < most:
+        found.append(found[-1] + max(SMALLEST, (1 << found[-1].bit_length()) // 8))
+    return tuple(found)
+
+
+class Kind(NamedTuple):
+    """What a graph is captured for.
+
+    Attributes:
+        slots: of its bucket.
+        chunked: see Batch. Of many slots it makes no difference.
+    """
+
+    slots: int
+    chunked: bool
+
+
+class PrefillGraphs:
+    """Graphs of steps of any kind on one device.
+
+    Args:
+        decoding: those of decode steps, of the same model in the same place.
+        most: slots of the largest step; None: any number.
+    """
+
+    def __init__(self, decoding: DecodeGraphs, most: int | None) -> None:
+        self.buckets = buckets_up_to(MOST if most is None else min(most, MOST))
+        self._model, self._place, self._pool = decoding.model, decoding.place, decoding.pool
+        limits = [backend.GRAPHED for backend, _ in self._place.backends.values()]
+        self._longest = min((limit for limit in limits if limit is not None), default=None)
+        self._memory = torch.zeros(
+            LINES * self.buckets[-1], dtype=torch.int64, device=self._place.page_table.device
+        )
+        self._captured: dict[Kind, Captured] = {}
+        # A capture takes as long as some ten steps: what comes once is not worth it.
+        self._met: set[Kind] = set()
+
+    def run(self, layout: Layout) -> Tensor | None:
+        """Queue the model's pass over a step, and before it what it changes in the page tables;
+        None, and nothing is queued, where no graph fits.
+
+        Returns:
+            Hidden states [T, hidden] of its slots; the next step overwrites them.
+        """
+        count = len(layout.slot)
+        at = bisect.bisect_left(self.buckets, count)
+        if at == len(self.buckets) or len(layout.completed) > self._closing(self.buckets[at]):
+            return None
+        if self._longest is not None and int(layout.slot.max()) >= self._longest:
+            return None
+        bucket = self.buckets[at]
+        kind = Kind(bucket, layout.chunked or bucket > SPLIT_TOKENS)
+        if kind not in self._captured and kind not in self._met:
+            self._met.add(kind)
+            return None
+        self.prepare(kind)
+        write_cells(self._place.tables, layout.grants)
+        overwrite(self._lines(bucket), self._numbers(bucket, layout))
+        return self._captured[kind].replay(count)
+
+    def kinds(self) -> list[Kind]:
+        """All that there can be, the largest first: the others find its memory."""
+        buckets = self.buckets[::-1]
+        chunked = [Kind(bucket, True) for bucket in buckets]
+        return chunked + [Kind(bucket, False) for bucket in buckets if bucket <= SPLIT_TOKENS]
+
+    def prepare(self, kind: Kind) -> None:
+        """Capture a kind's graph, if that has not been done."""
+        if kind in self._captured:
+            return
+        began = time.perf_counter()
+        # What is captured on the way rehearses with padding alone.
+        overwrite(self._lines(kind.slots), self._numbers(kind.slots, None))
+        self._captured[kind] = capture(functools.partial(self._run, kind), self._pool)
+        log.info("captured steps of %d slots in %.2f s", kind.slots, time.perf_counter() - began)
+
+    def _closing(self, bucket: int) -> int:
+        """Pages that a step of this bucket may complete."""
+        return min(bucket, bucket // self._place.slots.page_size + ROWS)
+
+    def _lines(self, bucket: int) -> Tensor:
+        """[LINES, bucket] int64, where a bucket's graph reads."""
+        return self._memory[: LINES * bucket].view(LINES, bucket)
+
+    def _numbers(self, bucket: int, layout: Layout | None) -> NDArray[np.int64]:
+        """What stands in the lines: the slots of a step, and padding behind them."""
+        place, size = self._place, self._place.slots.page_size
+        spare, own = place.spare_page * size, place.window_spare_page * size
+        numbers = np.empty((LINES, bucket), dtype=np.int64)
+        numbers[:] = np.array([0, 0, 0, -1, spare, 0, -1, own])[:, None]
+        if layout is not None:
+            lines = (layout.ids, layout.position, layout.row, layout.slot, layout.location)
+            pages = (layout.completed, layout.completed_pages)
+            window = () if layout.window_location is None else (layout.window_location,)
+            for line, values in zip(numbers, (*lines, *pages, *window), strict=False):
+                line[: len(values)] = values
+        return numbers
+
+    def _run(self, kind: Kind, rehearsal: bool) -> Tensor:
+        """The step as it stands in the lines; a rehearsal is no different."""
+        place, lines = self._place, self._lines(kind.slots)
+        closing, own = self._closing(kind.slots), place.window_table
+        batch = Batch(
+            input_ids=filled(lines[0], lines[2], place.last_token),
+            positions=lines[1],
+            row=lines[2],
+            slot=lines[3],
+            location=lines[4],
+            page_table=place.page_table,
+            completed=lines[5, :closing],
+            completed_pages=lines[6, :closing],
+            max_slot=place.page_table.shape[1] * place.slots.page_size - 1,
+            backends=place.backends,
+            chunked=kind.chunked,
+            window_place=None if own is None else (own, lines[7]),
+        )
+        return self._model(batch)

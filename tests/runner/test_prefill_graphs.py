@@ -1,0 +1,236 @@
+"""Steps with prefills as CUDA graphs against the same steps without; the CPU plays a GPU first."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cairn import SamplingParams
+from cairn.cache.landmarks import SlotMap
+from cairn.cache.pools import CachePools
+from cairn.engine import build
+from cairn.engine.build import Built
+from cairn.engine.warmup import warm_up
+from cairn.ops.attention.launch import SPLIT_TOKENS
+from cairn.runner.graphs import DecodeGraphs, Place
+from cairn.runner.prefill_graphs import MOST, ROWS, Kind, PrefillGraphs, buckets_up_to
+from cairn.runner.rows import Rows
+from cairn.runner.step import DecodeWork, PageGrant, RowWork, StepPlan
+from tests.engine.harness import CASES, assert_same, engine, greedy, run, text
+from tests.runner.test_graph_lines import LANDMARK, MAX_PAGES, Model, check_batch
+
+SIZE = 4
+
+
+@pytest.mark.parametrize("most", [1, 16, 17, 100, 1024, MOST])
+def test_buckets_reach_and_waste_little(most):
+    found = buckets_up_to(most)
+    assert list(found) == sorted(set(found))
+    assert found[-1] >= most and all(bucket < most for bucket in found[:-1])
+    assert all(bucket % 16 == 0 for bucket in found)
+    assert all(b - a <= max(16, b // 5) for a, b in itertools.pairwise(found))
+
+
+def graphs_of(rows: Rows, model: Model, tables: torch.Tensor, spare: int, **options):
+    num_rows = len(rows.page_table)
+    own = tables[num_rows:-1] if rows.window_table is not None else None
+    last_token = torch.arange(num_rows + 1) + 100
+    where = tables, tables[:num_rows], last_token, rows.slots, LANDMARK
+    backends = options.get("backends", {})
+    place = Place(backends, *where, spare, own, spare + 1)
+    return PrefillGraphs(DecodeGraphs(model, place, num_rows), options.get("most")), last_token
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("landmarks", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 20])
+def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
+    """Chunks of any length beside rows that decode: the graph finds what was laid out, in its own
+    tables too, and padding that reaches nobody."""
+    rng = random.Random(num_rows)
+    slots = SlotMap(SIZE, landmarks)
+    rows = Rows(num_rows, MAX_PAGES, slots, LANDMARK, torch.device("cpu"), windowed)
+    tables, spare = torch.zeros_like(rows.tables), num_rows * MAX_PAGES
+    model = Model()
+    graphs, last_token = graphs_of(rows, model, tables, spare, most=100)
+    replayed = 0
+    for step in range(60):
+        grants, works, decoding = [], [], []
+        for r in sorted(rng.sample(range(num_rows), rng.randint(1, num_rows))):
+            first = rng.randrange(20 * (SIZE - 1))
+            count = rng.choice([1, 2, 9, rng.randint(1, 60)])
+            need = int(slots.pages_for(first + count))
+            pages = tuple(rng.randrange(spare) for _ in range(need))
+            behind = tuple(page + 1 for page in pages[-20:]) if windowed else ()
+            grants.append(PageGrant(r, 0, pages, behind))
+            if count == 1:
+                decoding.append((r, first))
+            else:
+                works.append(RowWork(r, first, [rng.randrange(20) for _ in range(count)], True))
+        decode = DecodeWork.of(
+            *([pair[i] for pair in decoding] for i in (0, 1)), [0] * len(decoding)
+        )
+        layout = rows.lay_out(StepPlan(step, (), (), tuple(grants), tuple(works), decode))
+        before = tables.clone()
+        hidden = graphs.run(layout)
+        if hidden is None:
+            assert torch.equal(tables, before)
+            tables.view(-1)[torch.from_numpy(layout.grants.cells)] = torch.from_numpy(
+                layout.grants.pages
+            )
+            continue
+        replayed += 1
+        assert hidden.tolist() == [
+            [7.0 * s + r] for s, r in zip(layout.slot, layout.row, strict=True)
+        ]
+        check_batch(model.batch, layout, last_token.numpy(), spare)
+        assert model.batch.chunked == (len(layout.slot) >= 16 * len(layout.start))
+        assert torch.equal(tables[:-1], rows.tables[:-1])
+    assert replayed > 10
+
+
+class Slow:
+    """A backend that wants short rows in graphs."""
+
+    GRAPHED = 24
+
+
+def lay_out(rows: Rows, first: int, count: int):
+    need = int(rows.slots.pages_for(first + count))
+    grants = (PageGrant(0, 0, tuple(range(need))),)
+    return rows.lay_out(StepPlan(0, (), (), grants, (RowWork(0, first, [1] * count, True),)))
+
+
+def test_what_fits_no_graph_is_left_alone(no_gpu):
+    rows = Rows(2, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
+    tables = torch.zeros_like(rows.tables)
+    backends = {0: (Slow(), None)}
+    graphs, _ = graphs_of(rows, Model(), tables, 99, most=40, backends=backends)
+    assert graphs.buckets == (16, 32, 48)
+    for first, count, fits in (
+        (0, 18, True),  # slots 0 .. 23
+        (0, 19, False),  # one too many for a row
+        (9, 9, True),
+        (9, 10, False),
+    ):
+        layout = lay_out(rows, first, count)
+        graphs.run(layout)
+        assert (graphs.run(layout) is not None) == fits, (first, count)
+    free, _ = graphs_of(rows, Model(), tables, 99, most=40)
+    assert free.run(lay_out(rows, 0, 30)) is None  # met for the first time
+    assert free.run(lay_out(rows, 3, 31)) is not None
+    assert free.run(lay_out(rows, 0, 37)) is None  # 49 slots
+    assert free.run(lay_out(rows, 0, 37)) is None
+
+
+def test_a_step_that_completes_too_many_pages_fits_none(no_gpu):
+    count = 3 * ROWS
+    rows = Rows(count, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
+    graphs, _ = graphs_of(rows, Model(), torch.zeros_like(rows.tables), 0)
+    for closing, fits in ((count, False), (ROWS, True)):
+        first = [2 if r < closing else 1 for r in range(count)]
+        grants = tuple(PageGrant(r, 0, (r,)) for r in range(count))
+        decode = DecodeWork.of(range(count), first, [0] * count)
+        layout = rows.lay_out(StepPlan(0, (), (), grants, (), decode))
+        assert len(layout.completed) == closing
+        graphs.run(layout)
+        assert (graphs.run(layout) is not None) == fits
+
+
+def test_kinds_come_with_the_largest_first(no_gpu):
+    rows = Rows(1, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
+    graphs, _ = graphs_of(rows, Model(), torch.zeros_like(rows.tables), 0)
+    kinds = graphs.kinds()
+    assert kinds[0] == Kind(MOST, True)
+    assert {kind.slots for kind in kinds} == set(graphs.buckets)
+    assert next(kind.slots for kind in kinds if not kind.chunked) == SPLIT_TOKENS
+
+
+def with_a_spare_page(specs, pages, form, device, spare, window_pages) -> CachePools:
+    return CachePools(specs, pages, form, device, True, window_pages)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_whose_steps_are_graphs(no_gpu, monkeypatch, case):
+    """Chunks of every size, rows that decode beside them, prompt log-probabilities: as without."""
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "CachePools", with_a_spare_page)
+        graphs = engine(case, enable_prefix_caching=False)
+    plain = engine(case, enable_prefix_caching=False)
+    assert graphs.runner.prefill_graphs is not None and plain.runner.prefill_graphs is None
+    check_schedules(graphs, plain, graphs.runner.prefill_graphs.buckets[:6])
+
+
+def check_schedules(graphs: Built, plain: Built, buckets) -> None:
+    for seed, budgets in enumerate(((), (40,), (7, 100, 33))):
+        rng = random.Random(seed)
+        size = plain.config.page_size
+        prompts = [text(seed + i, rng.choice(buckets) - rng.randrange(5)) for i in range(5)]
+        params = [
+            greedy(size + i, prompt_logprobs=i % 2 == 0)
+            if i < 4
+            else SamplingParams(temperature=0.7, seed=i, max_tokens=9, logprobs=-1)
+            for i in range(5)
+        ]
+        got, wanted = (run(built, prompts, params, budgets) for built in (graphs, plain))
+        for one, other in zip(got, wanted, strict=True):
+            assert_same(one, other)
+    assert graphs.runner.prefill_graphs._captured
+
+
+@pytest.fixture(scope="module", params=["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"])
+def pair(request) -> tuple[Built, Built]:
+    options = {"kv_cache_memory": "96MiB", "device": "cuda", "enable_prefix_caching": False}
+    graphs = engine(request.param, **options)
+    for kind in graphs.runner.prefill_graphs.kinds():
+        graphs.runner.prefill_graphs.prepare(kind)
+    return graphs, engine(request.param, disable_cuda_graph=True, **options)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(pair):
+    graphs, plain = pair
+    check_schedules(graphs, plain, graphs.runner.prefill_graphs.buckets[:10])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [None, 300])
+def test_prompts_of_every_bucket(pair, chunk):
+    """Alone, and cut into chunks beside rows that decode."""
+    graphs, plain = pair
+    for i, bucket in enumerate(graphs.runner.prefill_graphs.buckets):
+        prompts = [text(i, bucket - bucket // 16 - i % 3), text(i + 50, 20)]
+        budgets = () if chunk is None else (chunk,)
+        got, wanted = (run(built, prompts, greedy(3), budgets) for built in (graphs, plain))
+        for one, other in zip(got, wanted, strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.gpu
+def test_graphs_of_one_pool_do_not_disturb_each_other(pair):
+    """Prefills of all sizes in turns, decode steps of several endings between them."""
+    graphs, plain = pair
+    rng = random.Random(3)
+    for _ in range(12):
+        lengths = [rng.choice([3, 40, 130, 400, 900]) for _ in range(rng.randint(1, 4))]
+        prompts = [text(rng.randrange(1000), n) for n in lengths]
+        params = replace(greedy(8), logprobs=None) if rng.random() < 0.5 else greedy(8)
+        got, wanted = (run(built, prompts, params) for built in (graphs, plain))
+        for one, other in zip(got, wanted, strict=True):
+            assert one.tokens == other.tokens
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-4)
+
+
+@pytest.mark.gpu
+def test_a_warm_engine_captures_nothing_more(pair, monkeypatch):
+    built = engine("qwen_gqa4_prior_lora_inrange", device="cuda", kv_cache_memory="64MiB")
+    warm_up(built)
+    known = set(built.runner.prefill_graphs._captured)
+    assert known == set(built.runner.prefill_graphs.kinds())
+    run(built, [text(1, 700), text(2, 30)], greedy(3))
+    assert set(built.runner.prefill_graphs._captured) == known
