@@ -42,7 +42,7 @@ class EngineOptions:
         max_model_len: longest sequence in user tokens, prompt and output together.
         kv_cache_memory: bytes of the page pool, or text such as "4GiB".
         gpu_memory_utilization: share of a GPU's memory of which pages get what is left.
-        disable_cuda_graph: decode steps on a GPU are launched operation by operation.
+        disable_cuda_graph: all steps on a GPU are launched operation by operation.
         disable_overlap_schedule: a step on a GPU is planned when the one before has ended.
         page_size: slots per page; must be the chunk size of a landmark model.
         seed: base of the draws of requests that bring no seed.

@@ -75,7 +75,7 @@ ENGINE = (
         "--disable-cuda-graph",
         is_flag=True,
         default=None,
-        help="Launch decode steps on a GPU operation by operation.",
+        help="Launch all steps on a GPU operation by operation.",
     ),
     click.option(
         "--disable-overlap-schedule",

@@ -47,6 +47,7 @@ from cairn.models.spec import ModelSpec
 from cairn.models.weight_map import parameter_count
 from cairn.runner.executor import InProcessExecutor
 from cairn.runner.memory import Steps, measure
+from cairn.runner.prefill_graphs import worthwhile
 from cairn.runner.runner import Runner, RunnerShape
 
 log = logging.getLogger(__name__)
@@ -107,8 +108,8 @@ def build(
         return plan_memory(options, config, facts, page_bytes, room_for_pages(config, usage))
 
     on_gpu = device.type == "cuda"
-    weights = parameter_count(spec) * dtype.itemsize
-    usage = replace(gpu_usage(device), weights=weights) if on_gpu else None
+    parameters = parameter_count(spec)
+    usage = replace(gpu_usage(device), weights=parameters * dtype.itemsize) if on_gpu else None
     # On a GPU these are the most pages there can be: what steps take is not known yet.
     memory = planned(usage)
     announce(config.choices, config.warnings)
@@ -123,7 +124,7 @@ def build(
         vocab_size=spec.vocab_size,
         slots=slots,
         windowed=page_bytes.window > 0,
-        step_slots=config.chunked_prefill_size,
+        graph_slots=min(config.chunked_prefill_size, worthwhile(parameters, len(layers))),
     )
     with_graphs = on_gpu and not config.disable_cuda_graph
     if on_gpu:

@@ -28,6 +28,8 @@ PAGES = 8
 CONTEXT = 1 << 16
 """Steps run after at most this many tokens: what they take does not grow behind it, their time
 would."""
+SMALL = 6
+"""Small graphs of prefills that are measured."""
 TARGETS = 256
 """Prompt log-probabilities that the largest prefill step reports."""
 
@@ -184,21 +186,28 @@ def _run(runner: Runner, plan: StepPlan) -> None:
 
 
 def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
-    """Bytes that the graphs of all buckets and endings keep: they share the largest one's memory,
-    and what another one adds is that of the smallest."""
+    """Bytes that all graphs keep: they share the largest one's memory, and what another one adds is
+    that of a small one."""
     decoding, prefilling = runner.graphs, runner.prefill_graphs
     assert decoding is not None and prefilling is not None
     free = [_free(device)]
     kinds = prefilling.kinds()
-    for kind in (kinds[0], kinds[-1]):
+    # The largest that there is, and some of the smallest: a device gives memory in large pieces.
+    prefilling.prepare(kinds[0])
+    free.append(_free(device))
+    for kind in kinds[-SMALL:]:
         prefilling.prepare(kind)
-        free.append(_free(device))
+    free.append(_free(device))
     for rows in (None, 1):
         _run(runner, decode_step(runner.shape, steps.longest, eager=False, rows=rows))
         free.append(_free(device))
     prefill, small, decode, one = (max(0, a - b) for a, b in itertools.pairwise(free))
-    more = small * (len(kinds) - 2) + one * (len(decoding.buckets) * len(Ending) - 2)
-    return prefill + small + decode + one + more
+    return (
+        prefill
+        + small * len(kinds) // SMALL
+        + decode
+        + one * (len(decoding.buckets) * len(Ending) - 1)
+    )
 
 
 def _reserved(device: torch.device) -> int:

@@ -1,10 +1,10 @@
 """Steps with prefills as CUDA graphs: one launch for the whole model.
 
-Up to a few thousand slots the host takes longer to queue the kernels of a step than a GPU to run
-them. So such a step is padded to the next bucket; what its slots are is written where the bucket's
-graph reads, and the graph is replayed. As with decode steps, nothing in it depends on what the step
-was when it was captured. What follows the model, a few kernels, depends on who wants which tokens
-and is queued one by one.
+Up to some hundreds or thousands of slots the host takes longer to queue the kernels of a step than
+a GPU to run them. So such a step is padded to the next bucket; what its slots are is written where
+the bucket's graph reads, and the graph is replayed. As with decode steps, nothing in it depends on
+what the step was when it was captured. What follows the model, a few kernels, depends on who wants
+which tokens and is queued one by one.
 """
 
 from __future__ import annotations
@@ -29,21 +29,31 @@ from cairn.runner.staging import overwrite
 
 log = logging.getLogger(__name__)
 
-MOST = 2048
-"""Slots of the largest bucket."""
-SMALLEST = 16
+MOST = 4096
+"""Slots of the largest bucket of any model."""
+BUSY = 1.3e11
+"""Slots times weights of a layer that keep a GPU as busy as the host. An H100 with 7.3e9 weights in
+32 layers still waited for the host in steps of 576 slots, no longer in those of 640."""
+SMALLEST, LARGE = 16, 512
 ROWS = 16
 """Pages that several rows complete beside those that the slots of one row would."""
 LINES = 8
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
-    """Numbers of slots that graphs are captured for, the last of them `most` or a few more; a step
-    wastes at most a fifth of a large one."""
+    """Numbers of slots that graphs are captured for, the last of them `most` or a few more. Less
+    than SMALLEST slots are padding, or than a fifth of a bucket, of a large one than a ninth."""
     found = [SMALLEST]
     while found[-1] < most:
-        found.append(found[-1] + max(SMALLEST, (1 << found[-1].bit_length()) // 8))
+        octave = 1 << found[-1].bit_length() - 1
+        found.append(found[-1] + max(SMALLEST, octave // (4 if octave < LARGE else 8)))
     return tuple(found)
+
+
+def worthwhile(weights: int, layers: int) -> int:
+    """Slots up to which steps of a model of so many weights are graphs; in larger ones the device
+    would do the padding for nothing."""
+    return max(SMALLEST, min(MOST, int(BUSY * layers / weights)))
 
 
 class Kind(NamedTuple):
@@ -63,11 +73,11 @@ class PrefillGraphs:
 
     Args:
         decoding: those of decode steps, of the same model in the same place.
-        most: slots of the largest step; None: any number.
+        most: slots of the largest graph, see `worthwhile`.
     """
 
-    def __init__(self, decoding: DecodeGraphs, most: int | None) -> None:
-        self.buckets = buckets_up_to(MOST if most is None else min(most, MOST))
+    def __init__(self, decoding: DecodeGraphs, most: int) -> None:
+        self.buckets = buckets_up_to(most)
         self._model, self._place, self._pool = decoding.model, decoding.place, decoding.pool
         limits = [backend.GRAPHED for backend, _ in self._place.backends.values()]
         self._longest = min((limit for limit in limits if limit is not None), default=None)

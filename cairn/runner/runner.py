@@ -69,7 +69,7 @@ class RunnerShape:
         vocab_size: user vocabulary; the landmark id is the first one after it.
         slots: slot and landmark arithmetic.
         windowed: some layers have pages of their own.
-        step_slots: slots of the largest step; None: any number.
+        graph_slots: slots of the largest step with prefills that is a graph.
     """
 
     num_rows: int
@@ -77,7 +77,7 @@ class RunnerShape:
     vocab_size: int
     slots: SlotMap
     windowed: bool = False
-    step_slots: int | None = None
+    graph_slots: int = 512
 
 
 class PageReads:
@@ -223,7 +223,7 @@ class Runner:
             where = self.rows.tables, table, last_token, shape.slots, shape.vocab_size
             place = Place(self.backends, *where, pools.spare_page, *own)
             self.graphs = DecodeGraphs(model, place, shape.num_rows)
-            self.prefill_graphs = PrefillGraphs(self.graphs, shape.step_slots)
+            self.prefill_graphs = PrefillGraphs(self.graphs, shape.graph_slots)
 
     def forget_reads(self) -> None:
         """Count what landmark layers read from now on."""
