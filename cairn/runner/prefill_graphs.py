@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cairn.attention.base import Batch
 from cairn.ops.attention.launch import SPLIT_TOKENS
+from cairn.ops.plans import is_traced
 from cairn.runner.capture import Captured, capture
 from cairn.runner.graphs import DecodeGraphs
 from cairn.runner.rows import Layout, filled, write_cells
@@ -100,6 +101,9 @@ class PrefillGraphs:
         if at == len(self.buckets) or len(layout.completed) > self._closing(self.buckets[at]):
             return None
         if self._longest is not None and int(layout.slot.max()) >= self._longest:
+            return None
+        if is_traced(self._memory):
+            # Nobody sees the ops of a graph.
             return None
         bucket = self.buckets[at]
         kind = Kind(bucket, layout.chunked or bucket > SPLIT_TOKENS)

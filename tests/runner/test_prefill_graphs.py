@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cairn import SamplingParams
 from cairn.cache.landmarks import SlotMap
@@ -128,6 +129,23 @@ def test_what_fits_no_graph_is_left_alone(no_gpu):
     assert free.run(lay_out(rows, 3, 31)) is not None
     assert free.run(lay_out(rows, 0, 37)) is None  # 49 slots
     assert free.run(lay_out(rows, 0, 37)) is None
+
+
+class Onlooker(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_looks_at_ops_sees_them(no_gpu):
+    rows = Rows(1, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
+    graphs, _ = graphs_of(rows, Model(), torch.zeros_like(rows.tables), 0)
+    layout = lay_out(rows, 0, 20)
+    graphs.run(layout)
+    with Onlooker():
+        assert graphs.run(layout) is None
+    assert graphs.run(layout) is not None
+    with Onlooker():
+        assert graphs.run(layout) is None
 
 
 def test_a_step_that_completes_too_many_pages_fits_none(no_gpu):
