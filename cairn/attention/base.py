@@ -164,9 +164,9 @@ class AttentionBackend(ABC):
     """One way to attend. `run` may not allocate memory that grows with the context."""
 
     name: ClassVar[str]
-    GRAPHED: ClassVar[int | None] = None
-    """Slots of the longest rows that a graph may prefill: with longer ones `run` is faster where
-    the host says which they are. None: they make no difference."""
+    longest_in_graphs: ClassVar[int | None] = None
+    """Slots of the longest row that a graph may prefill: with longer ones `run` is faster where the
+    host says which rows there are. None: any number."""
 
     def __init__(self, pools: CachePools) -> None:
         self.pools = pools

@@ -14,7 +14,7 @@ class DenseBackend(AttentionBackend):
     """Every query reads every earlier slot of its row."""
 
     name: ClassVar[str] = "dense"
-    GRAPHED: ClassVar[int | None] = 4096
+    longest_in_graphs: ClassVar[int | None] = 4096
 
     def run(
         self,

@@ -37,6 +37,7 @@ def warm_up(built: Built) -> None:
     longest = min(most - 1, int(tokens_in(built.config.chunked_prefill_size)))
     on_gpu = built.config.device != "cpu"
     lengths: Iterable[int] = GPU_TOKENS if on_gpu else (int(tokens_in(PAGES * size)) - 1,)
+    # First without graphs of prefills: what fits none, or is looked at, runs so later.
     graphs, built.runner.prefill_graphs = built.runner.prefill_graphs, None
     for length in sorted({max(1, min(n, longest)) for n in lengths}):
         _run_one(built, length)

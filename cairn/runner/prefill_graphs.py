@@ -36,8 +36,8 @@ BUSY = 1.3e11
 """Slots times weights of a layer that keep a GPU as busy as the host. An H100 with 7.3e9 weights in
 32 layers still waited for the host in steps of 576 slots, no longer in those of 640."""
 SMALLEST, LARGE = 16, 512
-ROWS = 16
-"""Pages that several rows complete beside those that the slots of one row would."""
+MORE_PAGES = 16
+"""Pages that a step of several rows may complete beside those that the slots of one row would."""
 LINES = 8
 
 
@@ -80,7 +80,7 @@ class PrefillGraphs:
     def __init__(self, decoding: DecodeGraphs, most: int) -> None:
         self.buckets = buckets_up_to(most)
         self._model, self._place, self._pool = decoding.model, decoding.place, decoding.pool
-        limits = [backend.GRAPHED for backend, _ in self._place.backends.values()]
+        limits = [backend.longest_in_graphs for backend, _ in self._place.backends.values()]
         self._longest = min((limit for limit in limits if limit is not None), default=None)
         self._memory = torch.zeros(
             LINES * self.buckets[-1], dtype=torch.int64, device=self._place.page_table.device
@@ -133,7 +133,7 @@ class PrefillGraphs:
 
     def _closing(self, bucket: int) -> int:
         """Pages that a step of this bucket may complete."""
-        return min(bucket, bucket // self._place.slots.page_size + ROWS)
+        return min(bucket, bucket // self._place.slots.page_size + MORE_PAGES)
 
     def _lines(self, bucket: int) -> Tensor:
         """[LINES, bucket] int64, where a bucket's graph reads."""

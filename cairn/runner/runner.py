@@ -68,16 +68,16 @@ class RunnerShape:
         max_pages: pages of the longest sequence.
         vocab_size: user vocabulary; the landmark id is the first one after it.
         slots: slot and landmark arithmetic.
-        windowed: some layers have pages of their own.
         graph_slots: slots of the largest step with prefills that is a graph.
+        windowed: some layers have pages of their own.
     """
 
     num_rows: int
     max_pages: int
     vocab_size: int
     slots: SlotMap
+    graph_slots: int
     windowed: bool = False
-    graph_slots: int = 512
 
 
 class PageReads:

@@ -22,7 +22,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def shape(rows: int, longest: int, *, landmarks: bool = True) -> RunnerShape:
     slots = SlotMap(SIZE, landmarks)
-    return RunnerShape(rows, slots.pages_for(longest), 100, slots)
+    return RunnerShape(rows, slots.pages_for(longest), 100, slots, graph_slots=64)
 
 
 def slots_of(shape: RunnerShape, plan) -> int:

@@ -19,7 +19,14 @@ from cairn.engine.build import Built
 from cairn.engine.warmup import warm_up
 from cairn.ops.attention.launch import SPLIT_TOKENS
 from cairn.runner.graphs import DecodeGraphs, Place
-from cairn.runner.prefill_graphs import MOST, ROWS, Kind, PrefillGraphs, buckets_up_to, worthwhile
+from cairn.runner.prefill_graphs import (
+    MORE_PAGES,
+    MOST,
+    Kind,
+    PrefillGraphs,
+    buckets_up_to,
+    worthwhile,
+)
 from cairn.runner.rows import Rows
 from cairn.runner.step import DecodeWork, PageGrant, RowWork, StepPlan
 from tests.engine.harness import CASES, assert_same, engine, greedy, run, text
@@ -100,7 +107,7 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
 class Slow:
     """A backend that wants short rows in graphs."""
 
-    GRAPHED = 24
+    longest_in_graphs = 24
 
 
 def lay_out(rows: Rows, first: int, count: int):
@@ -149,10 +156,10 @@ def test_who_looks_at_ops_sees_them(no_gpu):
 
 
 def test_a_step_that_completes_too_many_pages_fits_none(no_gpu):
-    count = 3 * ROWS
+    count = 3 * MORE_PAGES
     rows = Rows(count, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
     graphs, _ = graphs_of(rows, Model(), torch.zeros_like(rows.tables), 0)
-    for closing, fits in ((count, False), (ROWS, True)):
+    for closing, fits in ((count, False), (MORE_PAGES, True)):
         first = [2 if r < closing else 1 for r in range(count)]
         grants = tuple(PageGrant(r, 0, (r,)) for r in range(count))
         decode = DecodeWork.of(range(count), first, [0] * count)

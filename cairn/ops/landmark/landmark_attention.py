@@ -379,12 +379,7 @@ def _(
         completed = completed_pages(row, slot, page_table, k_cache.shape[2])
         store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
     o_window, lse = window_attention(
-        q,
-        k_cache,
-        v_cache,
-        *where,
-        window,
-        scale,
+        *(q, k_cache, v_cache, *where, window, scale),
         aligned=True,
         mask_landmarks=True,
         chunked=chunked,
