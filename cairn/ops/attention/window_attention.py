@@ -415,6 +415,7 @@ def _(make: Make) -> Cases:
                     yield make.args(*given, aligned=aligned, mask_landmarks=mask)
             yield make.args(*given, scale=0.5)
             yield make.args(*given, dtype=dtype)
+            yield make.args(*given, mask_landmarks=True, chunked=True)
             mixed = make.rand(row.numel()).argsort()
             some = (q[mixed], *given[1:3], row[mixed], slot[mixed], paged.page_table)
             yield make.args(*some, window, mask_landmarks=True)

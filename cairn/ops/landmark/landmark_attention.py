@@ -422,6 +422,7 @@ def _(make: Make) -> Cases:
         for softmax1 in (False, True):
             yield make.args(q, z, *caches, key, bias, *where, softmax1)
         yield make.args(q, z, *caches, key, None, *where, True, scale=0.5)
+        yield make.args(q, z, *caches, key, bias, *where, True, chunked=True)
         stored = {"store_summaries": True}
         if group > 1:
             yield make.args(q, z, *caches, key, bias, *where, True, **stored)
