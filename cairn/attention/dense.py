@@ -37,5 +37,6 @@ class DenseBackend(AttentionBackend):
             batch.page_table,
             mask_landmarks=layer.mask_landmarks,
             stretches=batch.stretches,
+            chunked=batch.chunked,
         )
         return o

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import amx, cpu, gpu
-from cairn.ops.attention import flashinfer, launch, paging, prefill, sdpa
+from cairn.ops.attention import dense_tiles, flashinfer, launch, paging, prefill, sdpa
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
 from cairn.ops.attention.window_attention import window_attention
@@ -27,6 +27,7 @@ def dense_attention(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every token over slots 0 .. slot of its row, block of keys by block of keys.
 
@@ -40,6 +41,7 @@ def dense_attention(
         mask_landmarks: the last slot of every page is no key.
         stretches: what the host knows of the tokens: row, first slot and number of those that are
             consecutive slots of a row, from the first token to the last. None: nothing.
+        chunked: as in `window_attention`.
     Returns:
         (o [T, h_q, d] in q's dtype, lse [T, h_q] float32); a token without a visible key has o = 0
         and lse = -inf.
@@ -75,6 +77,7 @@ def _(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> None:
     name = "dense_attention"
     _, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
@@ -96,22 +99,9 @@ def _(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-def _accepts(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-) -> bool:
-    return tiling.worthwhile(q, k_cache, row)
 
 
 @dense_attention.implementation(
@@ -131,6 +121,7 @@ def _(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A window that nothing is left of."""
     given = (q, k_cache, v_cache, row, slot, page_table, 1 << 62, scale)
@@ -147,6 +138,7 @@ def _by_amx(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> bool:
     return tiling.amx_takes(q, k_cache, v_cache, scale, row, slot, page_table)
 
@@ -164,13 +156,18 @@ def _(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A window that nothing is left of."""
     given = (q, k_cache, v_cache, row, slot, page_table, 1 << 62, scale)
     return window_attention.using("amx")(*given, False, mask_landmarks, q.dtype)
 
 
-@dense_attention.implementation("tiled", devices=("cpu",), when=_accepts)
+@dense_attention.implementation(
+    "tiled",
+    devices=("cpu",),
+    when=lambda q, k_cache, v_cache, row, *args, **kwargs: tiling.worthwhile(q, k_cache, row),
+)
 def _(
     q: Tensor,
     k_cache: Tensor,
@@ -181,6 +178,7 @@ def _(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, query_heads, dim = q.shape
     _, heads, page_size, _ = k_cache.shape
@@ -197,91 +195,15 @@ def _(
     # Tiles of like length stand together, so that a block of tiles has few idle steps.
     order = tiles.start.argsort(descending=True)
     for at in order.split(max(1, 2048 // size)) if order.numel() else ():
-        _run_tiles(q, k_cache, v_cache, tiles.take(at), page_table, scale, mask_landmarks, out, lse)
+        dense_tiles.attend(
+            q, k_cache, v_cache, tiles.take(at), page_table, scale, mask_landmarks, out, lse
+        )
     if rest.numel():
         part, lse[rest] = dense_attention.reference(
             q[rest], k_cache, v_cache, row[rest], slot[rest], page_table, scale, mask_landmarks
         )
         out[rest] = part.float()
     return out[:tokens].to(q.dtype), lse[:tokens]
-
-
-def _run_tiles(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tiles: tiling.Tiles,
-    page_table: Tensor,
-    scale: float | None,
-    mask_landmarks: bool,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Attend tiles (longest first) over their own pages, then backwards; write out and lse."""
-    _, heads, page_size, dim = k_cache.shape
-    count, size = tiles.grid.shape
-    index = tiling.cells(tiles.grid, heads)
-    query = tiling.queries(q, index, heads)
-    group = out.shape[1] // heads
-
-    slots = torch.arange(size)
-    hidden = slots > slots.unsqueeze(1)
-    mask = tiling.additive(hidden, q.dtype).repeat_interleave(group, dim=0)[None, None]
-    o, part = _span(
-        *(query, k_cache, v_cache, tiles, page_table, tiles.start),
-        *(size, mask, scale, mask_landmarks),
-    )
-    o = o.float()
-    pages = max(1, paging.BLOCK_BYTES // (4 * heads * page_size * dim * count))
-    width = page_size * max(size // page_size, min(pages, 1024 // page_size))
-    for far in range(width, int(tiles.start[0]) + width, width):
-        active = int((tiles.start > far - width).sum())
-        lines = slice(0, active * heads)
-        begin = tiles.start[:active] - far
-        o[lines], part[lines] = merged(
-            o[lines],
-            part[lines],
-            *_span(
-                *(query[lines], k_cache, v_cache, tiles.take(slice(0, active)), page_table),
-                *(begin, width, None, scale, mask_landmarks),
-            ),
-        )
-    flat = index.reshape(-1)
-    out.view(-1, group * dim).index_copy_(0, flat, o.reshape(-1, group * dim))
-    lse.view(-1, group).index_copy_(0, flat, part.reshape(-1, group))
-
-
-def _span(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tiles: tiling.Tiles,
-    page_table: Tensor,
-    begin: Tensor,
-    length: int,
-    mask: Tensor | None,
-    scale: float | None,
-    mask_landmarks: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attention of the tiles over slots begin .. begin + length - 1, those below 0 left out."""
-    _, heads, page_size, dim = k_cache.shape
-    logical = (begin // page_size).unsqueeze(1) + torch.arange(length // page_size)
-    logical = logical.clamp(min=0, max=page_table.shape[1] - 1)
-    pages = page_table[tiles.row.unsqueeze(1), logical].long()
-    key = begin.unsqueeze(1) + torch.arange(length)
-    absent = (key < 0) | (key > tiles.last.unsqueeze(1))
-    if mask_landmarks:
-        absent |= paging.is_landmark(key, page_size)
-    if bool(absent.any()):
-        hidden = tiling.additive(absent, query.dtype).repeat_interleave(heads, dim=0)
-        keys_only = hidden[:, None, None]
-        mask = keys_only if mask is None else mask + keys_only
-    k, v = (
-        paging.gather_pages(cache, pages).masked_fill_(absent[:, None, :, None], 0)
-        for cache in (k_cache, v_cache)
-    )
-    shape = (-1, 1, length, dim)
-    return tiling.flash(query, k.view(shape), v.view(shape), mask, scale)
 
 
 dense_attention.tolerance(
@@ -301,6 +223,7 @@ def _by_flashinfer(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> bool:
     return not launch.tiles_suffice(q, k_cache, v_cache, stretches) and flashinfer.accepts(
         q, k_cache, v_cache, page_table, stretches, mask_landmarks
@@ -317,18 +240,30 @@ def _by_groups(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> bool:
     fitting = prefill.fits(q, k_cache, v_cache, page_table, scale, stretches)
     return fitting and not mask_landmarks
 
 
+def _by_splits(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    scale: float | None = None,
+    mask_landmarks: bool = False,
+    stretches: list[int] | None = None,
+    chunked: bool = False,
+) -> bool:
+    tiled = launch.in_tiles(q, k_cache.shape[1], chunked, launch.DENSE_LINES)
+    return not tiled and launch.accepts(q, k_cache, v_cache)
+
+
 @dense_attention.implementation(
-    "triton_splits",
-    devices=gpu.DEVICES,
-    when=lambda q, k_cache, v_cache, *args, **kwargs: (
-        q.shape[0] <= launch.SPLIT_TOKENS and launch.accepts(q, k_cache, v_cache)
-    ),
-    replayed=True,
+    "triton_splits", devices=gpu.DEVICES, when=_by_splits, replayed=True
 )
 def _(
     q: Tensor,
@@ -340,6 +275,7 @@ def _(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     given = (q, k_cache, v_cache, row, slot, page_table)
     task = launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks)
@@ -363,6 +299,7 @@ def _(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return prefill.attend(q, k_cache, v_cache, page_table, scale, stretches or ())
 
@@ -384,6 +321,7 @@ def _(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
     return flashinfer.attend(task, stretches or ())
@@ -405,6 +343,7 @@ def _(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     task = launch.Task(
         *(q, k_cache, v_cache, row, slot, page_table),
@@ -425,6 +364,7 @@ def _by_torch(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> bool:
     return sdpa.accepts(q, stretches, mask_landmarks)
 
@@ -440,6 +380,7 @@ def _(
     scale: float | None = None,
     mask_landmarks: bool = False,
     stretches: list[int] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
     return sdpa.attend(task, stretches or ())
@@ -456,6 +397,7 @@ def _(make: Make) -> Cases:
             given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table)
             yield make.args(*given)
             yield make.args(*given, scale=0.5, mask_landmarks=True)
+            yield make.args(*given, chunked=True)
             mixed = make.rand(row.numel()).argsort()
             some = (q[mixed], *given[1:3], row[mixed], slot[mixed], paged.page_table)
             yield make.args(*some, mask_landmarks=True)

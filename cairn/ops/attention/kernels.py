@@ -254,17 +254,31 @@ def finish(best, total, acc):
     return acc / safe[:, None], tl.where(seen, value, float("-inf"))
 
 
+@triton.jit
+def own_share(start, end, KEYS: tl.constexpr, LEAST: tl.constexpr):
+    """Of slots start .. end - 1 those of the split that is the program's third number: blocks of
+    KEYS, LEAST of them and more; all with LEAST = 0."""
+    if LEAST:
+        each = tl.cdiv(tl.cdiv(end - start, KEYS), tl.num_programs(2))
+        each = tl.maximum(each, LEAST) * KEYS
+        start += tl.program_id(2) * each
+        end = tl.minimum(start + each, end)
+    return start, end
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def tile_kernel(
     q, k_cache, v_cache, row, slot, page_table, keys, values, o, lse, tokens,
     window, scale, table_stride, page_stride, head_stride, page_lines, head_lines, head_column,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     TOKENS: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
-    ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens and one KV head; the tokens of each row in turn, in any order.
 
     Args:
+        o, lse: with LEAST [T, HEADS, splits, DIM] and [T, HEADS, splits] float32; of a split
+            without a key nothing is written but its lse.
         keys, values: the caches as tables of lines, with page_lines, head_lines and head_column of
             `lines.Lines`, for blocks that all see; or None.
     """
@@ -301,6 +315,9 @@ def tile_kernel(
         middle = tl.minimum(tl.maximum(whole // KEYS * KEYS, start), high + 1)
         after = (tl.min(tl.where(mine, own_slot, 2147483647), 0) + 1) // KEYS * KEYS
         after = tl.where(others > 0, middle, tl.maximum(after, middle))
+        start, end = own_share(start, high + 1, KEYS, LEAST)
+        middle = tl.minimum(tl.maximum(middle, start), end)
+        after = tl.minimum(tl.maximum(after, start), end)
         best, total, acc = attend_blocks(
             query, best, total, acc, k_head, v_head, table, page_stride, start, middle,
             low, high, first, own_slot, mine, factor,
@@ -320,13 +337,14 @@ def tile_kernel(
                 DIM, SIZE, DP, KEYS, False, MASKED, PRECISION,
             )  # fmt: skip
         best, total, acc = attend_blocks(
-            query, best, total, acc, k_head, v_head, table, page_stride, after, high + 1,
+            query, best, total, acc, k_head, v_head, table, page_stride, after, end,
             low, high, first, own_slot, mine, factor,
             DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
         )  # fmt: skip
         result, value = finish(best, total, acc)
-        store_rows(o + place * DIM, result, mine, DIM, DP)
-        tl.store(lse + place, value, mask=mine)
+        part = place * tl.num_programs(2) + tl.program_id(2) if LEAST else place
+        store_rows(o + part * DIM, result, mine & (start < end) if LEAST else mine, DIM, DP)
+        tl.store(lse + part, value, mask=mine)
         this_row = tl.min(tl.where(alive & (own_row > this_row), own_row, 2147483647), 0)
 
 
@@ -441,8 +459,9 @@ def merge_kernel(
     place = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.program_id(1) * DP + tl.arange(0, DP)
-    shown = (s < splits)[:, None] & (d < DIM)[None, :]
     logs = tl.load(part_lse + place * splits + s, mask=s < splits, other=float("-inf"))
+    # Of an empty state there may be no more than its lse.
+    shown = (logs != float("-inf"))[:, None] & (d < DIM)[None, :]
     part = tl.load(part_o + ((place * splits + s) * DIM)[:, None] + d[None, :], shown, 0.0)
     best = tl.max(logs, 0)
     if SOFTMAX1:

@@ -20,6 +20,9 @@ SPLIT_TOKENS = 256
 CHUNK_LINES = 512
 """Tokens of chunks, times KV heads, that make tiles at least. Measured on an H100: with 16 heads
 that share 2 tiles are faster from 128 to 256 tokens on, with 32 that share none from 8 to 16 on."""
+DENSE_LINES = 128
+"""The same where all keys are seen, which programs share: with 2 heads and behind 8K, 64 tokens are
+three times as fast in tiles, 16 as fast."""
 PROGRAMS = 528
 """Programs that fill a large device four times; fewer of them are split over their keys."""
 MULTIPROCESSORS = 132
@@ -38,6 +41,13 @@ longer than several that are full."""
 STAGES = 5
 """Half of them hold keys and values on their way, the others pages."""
 MOST_SPLITS = 128
+TILE_WAVES = (264, 132)
+"""Programs of tiles that a large device runs at once; of heads wider than 64."""
+TILE_BLOCKS, MOST_TILE_SPLITS = 8, 16
+"""Fewest blocks of keys that a split of a tile is for, and most splits. Measured on an H100: behind
+8K, 128 tokens of 16 heads of 64 take 25 us in 16 splits, 173 in one; with no past 11, not 7."""
+SURE_SPLITS = 4
+"""So many, where the host does not say how long rows are."""
 SUFFICIENT = 4096
 """Tokens of a chunk that tiles keep a device busy with."""
 NARROW_PAIRS = {"maxnreg": 168}
@@ -58,10 +68,10 @@ def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     )
 
 
-def in_tiles(q: Tensor, kv_heads: int, chunked: bool) -> bool:
+def in_tiles(q: Tensor, kv_heads: int, chunked: bool, lines: int = CHUNK_LINES) -> bool:
     """Whether tiles of consecutive tokens take the queries; else one program takes each."""
     tokens = q.shape[0]
-    return tokens > SPLIT_TOKENS or (chunked and tokens * kv_heads >= CHUNK_LINES)
+    return tokens > SPLIT_TOKENS or (chunked and tokens * kv_heads >= lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +139,14 @@ class Task:
         """Blocks of keys that the slots of a token lie in at most."""
         return -(-self.longest // self.keys) + 1
 
+    @property
+    def most_seen(self) -> int:
+        """The same without a window, of the rows that run if the host knows them."""
+        if self.stretches is None:
+            return self.blocks
+        known = zip(self.stretches[1::3], self.stretches[2::3], strict=True)
+        return max(-(-(first + count) // self.keys) for first, count in known)
+
     def empty(self, *splits: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """o [T, h_q, *splits, d] of a dtype and lse [T, h_q, *splits] float32, not yet written."""
         tokens, heads, dim = self.q.shape
@@ -180,17 +198,32 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     """Tiles of consecutive tokens: for prefill. o [T, h_q, d] of a dtype, lse [T, h_q] float32."""
     o, lse = task.empty(dtype=dtype)
     tokens = task.q.shape[0]
-    if tokens:
-        keys, values = task.lines()
-        rows, options = _tile(task, keys.blocks is not None)
-        per_tile = max(1, rows // task.group)
-        tile_kernel[(task.k_cache.shape[1], -(-tokens // per_tile))](
-            *(*task.inputs(), keys.blocks, values.blocks, o, lse, tokens, *task.numbers()),
-            *(*keys[1:], *task.shape(), per_tile, task.group, task.width, task.keys),
-            *task.switches(),
-            **options,
-        )
+    if tokens == 0:
+        return o, lse
+    keys, values = task.lines()
+    rows, options = _tile(task, keys.blocks is not None)
+    per_tile = max(1, rows // task.group)
+    tiles, kv_heads = -(-tokens // per_tile), task.k_cache.shape[1]
+    splits = _tile_splits(task, tiles * kv_heads)
+    part_o, part_lse = (o, lse) if splits == 1 else task.empty(splits)
+    tile_kernel[(kv_heads, tiles, splits)](
+        *(*task.inputs(), keys.blocks, values.blocks, part_o, part_lse, tokens, *task.numbers()),
+        *(*keys[1:], *task.shape(), per_tile, task.group, task.width, task.keys),
+        *(*task.switches(), TILE_BLOCKS if splits > 1 else 0),
+        **options,
+    )
+    if splits > 1:
+        merge(part_o, part_lse, o, lse, early=gpu.launches_early(task.q.device))
     return o, lse
+
+
+def _tile_splits(task: Task, programs: int) -> int:
+    """Splits of the keys of so many tiles, few of which leave most of a device idle."""
+    fitting = TILE_WAVES[task.width > 64] // programs
+    # Rows may be short, and what is split is merged.
+    if task.window or (task.stretches is None and fitting < SURE_SPLITS):
+        return 1
+    return max(1, min(fitting, task.most_seen // TILE_BLOCKS, MOST_TILE_SPLITS))
 
 
 def _tile(task: Task, paired: bool) -> tuple[int, dict[str, int]]:
