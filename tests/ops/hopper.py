@@ -110,8 +110,9 @@ def main() -> None:
     group_launch.LEAST_FLOPS = group_launch.FULL = 0
     latents.launch.merge = lambda *args, **kwargs: None
     make, dtype = Make("cpu"), torch.bfloat16
-    given = latents._drawn(make, [300, 64], 100, 64, (512, 64), dtype)
-    cutlass_mla_decode._named("gluon").function(*given.args)
+    for name, heads in (("gluon", 100), ("gluon_few", 16), ("gluon_few", 32)):
+        given = latents._drawn(make, [300, 64], heads, 64, (512, 64), dtype)
+        cutlass_mla_decode._named(name).function(*given.args)
     for width, page, sinks in ((64, 64, True), (128, -1, False), (128, 128, False)):
         shape = {"queries": (140, 131), "keys": (300, 131), "heads": (4, 2)}
         options = {**shape, "widths": (width, width), "page": page, "sinks": sinks}

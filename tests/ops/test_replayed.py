@@ -24,7 +24,7 @@ CHOICES = [
     for name, implementation in op.implementations.items()
     if implementation.replayed
 ]
-INTERPRETED = [choice for choice in CHOICES if choice.values[1] != "gluon"]
+INTERPRETED = [choice for choice in CHOICES if not choice.values[1].startswith("gluon")]
 """Gluon is not interpreted."""
 VIEWS = {"view", "slice", "select", "unbind", "alias", "detach", "unsqueeze", "expand", "transpose"}
 HARMLESS = {"empty", "zeros", *VIEWS}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch
+from cairn.ops.attention.latent_columns import latent_columns_kernel
 from cairn.ops.attention.latent_groups import latent_groups_kernel
 from cairn.ops.attention.latent_kernels import latent_split_kernel
 from cairn.ops.attention.lines import NO_LINES, are_lines, lines_of
@@ -18,6 +20,8 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Cases, Make
 
 MOST_HEADS = 128
+MOST_COLUMNS = 32
+"""Heads that are few: a program holds the sums of all of them."""
 LATENT, ROPE = 512, 64
 """Widths of DeepSeek's cache, for benchmarks; the op takes any."""
 
@@ -128,6 +132,42 @@ def _parts(cache: Tensor, latent: int) -> tuple[Tensor, Tensor]:
     return cache[..., :latent].unsqueeze(2), cache[..., latent:].unsqueeze(2)
 
 
+def _fits_columns(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c_and_k_pe_cache: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    workspace: Tensor | None,
+    sm_scale: float,
+    num_kv_splits: int = 1,
+) -> bool:
+    given = (q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, sm_scale)
+    return q_nope.shape[1] <= MOST_COLUMNS and _fits_groups(*given)
+
+
+@cutlass_mla_decode.implementation(
+    "gluon_few",
+    devices=gpu.DEVICES,
+    dtypes=(torch.bfloat16, torch.float16),
+    when=_fits_columns,
+    missing="" if gpu.gl else "needs Triton 3.6",
+    replayed=True,
+)
+def _(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c_and_k_pe_cache: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    workspace: Tensor | None,
+    sm_scale: float,
+    num_kv_splits: int = 1,
+) -> Tensor:
+    given = (q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, sm_scale)
+    return _attend(latent_columns_kernel, 16 if q_nope.shape[1] <= 16 else 32, *given)
+
+
 @cutlass_mla_decode.implementation(
     "gluon",
     devices=gpu.DEVICES,
@@ -146,23 +186,37 @@ def _(
     sm_scale: float,
     num_kv_splits: int = 1,
 ) -> Tensor:
+    given = (q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, sm_scale)
+    return _attend(latent_groups_kernel, _BLOCK, *given)
+
+
+def _attend(
+    kernel: Any,
+    lines: int,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    cache: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    scale: float,
+) -> Tensor:
+    """By a kernel in Gluon whose programs take so many heads each."""
     batch, heads, latent = q_nope.shape
-    cache = kv_c_and_k_pe_cache
     out = gpu.empty(q_nope.shape, q_nope.dtype, q_nope.device)
     if out.numel() == 0:
         return out
     values, rest = lines_of(*_parts(cache, latent), _BLOCK, math.inf)
-    columns = -(-heads // _BLOCK)
-    pairs = -(-page_table.shape[1] * cache.shape[1] // (2 * _BLOCK))
-    most = max(1, min(pairs // _LEAST_PAIRS, launch.MOST_SPLITS))
+    columns = -(-heads // lines)
+    blocks = -(-page_table.shape[1] * cache.shape[1] // _BLOCK)
+    most = max(1, min(blocks // _LEAST[lines], launch.MOST_SPLITS))
     splits = launch.whole_waves(columns * batch, gpu.processors(cache.device), most)
     part_o, part_lse = _parts_of(out, splits)
-    latent_groups_kernel[(columns, splits, batch)](
+    kernel[(columns, splits, batch)](
         *(q_nope, q_pe, cache),
         *(gpu.tiles(values.blocks, (_BLOCK, latent // 2)), gpu.tiles(rest.blocks, (_BLOCK, ROPE))),
-        *(seq_lens, page_table, part_o, part_lse, sm_scale),
+        *(seq_lens, page_table, part_o, part_lse, scale),
         *(*q_nope.stride()[:2], *q_pe.stride()[:2], cache.stride(1), values.page),
-        *(page_table.stride(0), heads, cache.shape[1]),
+        *(page_table.stride(0), heads, cache.shape[1], lines),
         num_warps=4,
     )
     if splits > 1:
@@ -229,8 +283,8 @@ def _(
 
 _BLOCK = 64
 """Slots of a block and heads of a program that works in groups of warps."""
-_LEAST_PAIRS = 2
-"""Pairs of such blocks for which a split of their own pays."""
+_LEAST = {16: 2, 32: 2, 64: 4}
+"""Such blocks for which a split of their own pays, by a program's heads."""
 _WIDE_BYTES = 222 << 10
 """Memory of a program of 64 heads with two blocks of 64 slots on their way."""
 _PROGRAMS = 264

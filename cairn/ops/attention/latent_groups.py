@@ -90,9 +90,11 @@ def line_of(block, table, page_lines, SLOTS: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def query_of(source, head_stride, alive, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64, WIDTH] columns of a query's heads; zeros from head `alive` on."""
-    head = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+def query_of(
+    source, head_stride, alive, HEADS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """[HEADS, WIDTH] columns of a query's heads; zeros from head `alive` on."""
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     at = source + (head * head_stride)[:, None] + column[None, :]
     return gl.load(at, mask=(head < alive)[:, None], other=0.0)
@@ -103,7 +105,7 @@ def share_query(source, head_stride, alive, tile, met):
     """Fill a tile with columns of a query, and wait for the other group's."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     WIDTH: gl.constexpr = tile.shape[1]
-    tile.store(query_of(source, head_stride, alive, WIDTH, LINES))
+    tile.store(query_of(source, head_stride, alive, 64, WIDTH, LINES))
     hopper.fence_async_shared()
     meet(met)
 
@@ -226,7 +228,7 @@ def started(pe, pe_head, alive):
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    rope = query_of(pe, pe_head, alive, 64, gl.DotOperandLayout(0, LOGITS, 2))
+    rope = query_of(pe, pe_head, alive, 64, 64, gl.DotOperandLayout(0, LOGITS, 2))
     base = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
     total = gl.zeros([64], gl.float32, layout=ROWS)
     return rope, base, total, gl.zeros([64, 256], gl.float32, layout=SUMS)
@@ -323,7 +325,7 @@ def store_half(o, result, first, place, step, alive):
 def latent_groups_kernel(
     q_nope, q_pe, cache, values, keys, seq_lens, page_table, o, lse, scale,
     nope_row, nope_head, pe_row, pe_head, slot_stride, page_lines, table_stride,
-    HEADS: gl.constexpr, SIZE: gl.constexpr,
+    HEADS: gl.constexpr, SIZE: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
     """As `latent_split_kernel`, for slots of 512 + 64 numbers of 16 bits and pages of whole blocks.
 
@@ -332,11 +334,12 @@ def latent_groups_kernel(
 
     Args:
         values, keys: the cache's parts as tables, in blocks [64, 256] and [64, 64].
+        LINES: heads of a program: 64.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SIGNAL: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    head = gl.program_id(0) * 64
+    head = gl.program_id(0) * LINES
     split = gl.program_id(1)
     splits = gl.num_programs(1)
     row = gl.program_id(2).to(gl.int64)

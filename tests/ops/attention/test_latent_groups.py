@@ -19,6 +19,9 @@ needs_groups = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.gpu
 WIDTHS = (LATENT, ROPE)
+HEADS = {"gluon": 128, "gluon_few": 32}
+"""The most that each implementation takes."""
+every = pytest.mark.parametrize("name", HEADS)
 RAGGED = [1000, 0, 1, 63, 64, 65, 127, 128, 129, 200]
 """Of one block and several, of an odd number of them, whole and not, none at all."""
 
@@ -30,70 +33,83 @@ def drawn(
     return latents._drawn(Make("cuda"), lengths, heads, size, WIDTHS, dtype)
 
 
-def by_groups(given: Arguments) -> Tensor:
-    return run(cutlass_mla_decode, "gluon", given)[1][0]
+def by_groups(given: Arguments, name: str) -> Tensor:
+    return run(cutlass_mla_decode, name, given)[1][0]
 
 
 @needs_groups
 @pytest.mark.parametrize("splits", [1, 2, 7])
-@pytest.mark.parametrize("heads, size", [(128, 64), (100, 128), (64, 192), (33, 64), (1, 64)])
+@pytest.mark.parametrize(
+    "name, heads, size",
+    [
+        *(("gluon", *sizes) for sizes in ((128, 64), (100, 128), (64, 192), (33, 64), (1, 64))),
+        *(("gluon_few", *sizes) for sizes in ((32, 64), (17, 128), (16, 192), (5, 64), (1, 64))),
+    ],
+)
 def test_softmax_over_the_latents(
-    heads: int, size: int, splits: int, monkeypatch: pytest.MonkeyPatch
+    name: str, heads: int, size: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(latents.launch, "whole_waves", lambda *_: splits)
-    check(cutlass_mla_decode, "gluon", drawn(RAGGED, heads, size))
+    check(cutlass_mla_decode, name, drawn(RAGGED, heads, size))
 
 
 @needs_groups
-def test_many_blocks_are_the_same_every_time() -> None:
-    given = drawn([70_001, 3, 40_000, 65_536])
-    first = by_groups(given)
-    check(cutlass_mla_decode, "gluon", given)
+@every
+def test_many_blocks_are_the_same_every_time(name: str) -> None:
+    given = drawn([70_001, 3, 40_000, 65_536], HEADS[name])
+    first = by_groups(given, name)
+    check(cutlass_mla_decode, name, given)
     for _ in range(50):
-        assert torch.equal(by_groups(given), first)
+        assert torch.equal(by_groups(given, name), first)
 
 
 @needs_groups
-def test_a_row_is_the_same_alone_where_splits_are(monkeypatch: pytest.MonkeyPatch) -> None:
+@every
+def test_a_row_is_the_same_alone_where_splits_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(latents.launch, "whole_waves", lambda *_: 3)
-    given = drawn(RAGGED)
+    given = drawn(RAGGED, HEADS[name])
     q, pe, cache, lengths, table, *rest = given.args
-    together = by_groups(given)
+    together = by_groups(given, name)
     for row in range(len(RAGGED)):
         one = slice(row, row + 1)
         alone = Arguments((q[one], pe[one], cache, lengths[one], table[one], *rest), {})
-        assert torch.equal(by_groups(alone), together[one])
+        assert torch.equal(by_groups(alone, name), together[one])
 
 
 @needs_groups
-def test_numbers_that_are_none_stay_where_they_are() -> None:
-    given = drawn([300, 300, 300])
+@every
+def test_numbers_that_are_none_stay_where_they_are(name: str) -> None:
+    given = drawn([300, 300, 300], HEADS[name])
     q, _, cache, _, table, *_ = given.args
-    wanted = by_groups(given)
+    wanted = by_groups(given, name)
     cache[table[1, 2].long(), 5, 17] = torch.nan
-    spoilt = by_groups(given)
+    spoilt = by_groups(given, name)
     assert torch.equal(spoilt[::2], wanted[::2])
     assert spoilt[1].isnan().all()
     cache[table[1, 2].long(), 5, 17] = 0
     q[2, 4, 0] = torch.nan
-    spoilt = by_groups(given)
+    spoilt = by_groups(given, name)
     assert spoilt[2, 4].isnan().all()
     assert not spoilt[2, :4].isnan().any()
     assert not spoilt[:2].isnan().any()
 
 
 @needs_groups
-def test_logits_far_apart() -> None:
-    given = drawn([400, 130])
+@every
+def test_logits_far_apart(name: str) -> None:
+    given = drawn([400, 130], HEADS[name])
     for scale in (0.0, 30.0, -30.0):
         args = (*given.args[:-1], scale)
-        check(cutlass_mla_decode, "gluon", Arguments(args, given.kwargs))
+        check(cutlass_mla_decode, name, Arguments(args, given.kwargs))
 
 
 @needs_groups
+@every
 @pytest.mark.parametrize("step", [0.01, 0.06, 0.3, 5.0, -0.06, -5.0])
-def test_logits_that_rise_from_slot_to_slot(step: float) -> None:
-    given = drawn([4000, 700])
+def test_logits_that_rise_from_slot_to_slot(name: str, step: float) -> None:
+    given = drawn([4000, 700], HEADS[name])
     _, pe, cache, lengths, table, *rest = given.args
     slots = torch.arange(table.shape[1] * 64, device="cuda").view(table.shape[1], 64)
     for row in range(len(lengths)):
@@ -103,27 +119,28 @@ def test_logits_that_rise_from_slot_to_slot(step: float) -> None:
     unit = step * math.log(2) / rest[-1]
     pe[..., -2:] = torch.tensor([64 * unit, unit], device="cuda")
     pe[:, ::3, -2:] = 0
-    check(cutlass_mla_decode, "gluon", given)
+    check(cutlass_mla_decode, name, given)
 
 
 @needs_groups
+@every
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_one_slot_that_outweighs_all_others_is_as_it_is(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(latents.launch, "whole_waves", lambda *_: 1)
-    given = drawn([1000], dtype=dtype)
+    given = drawn([1000], HEADS[name], dtype=dtype)
     q, pe, cache, lengths, table, spare, _ = given.args
     q.zero_()
     pe.zero_()
-    pe[..., 0] = torch.linspace(1, 1.25, 128).to(pe)
+    pe[..., 0] = torch.linspace(1, 1.25, HEADS[name]).to(pe)
     # Powers of two that slots weigh, as logits: the first block says what weights are relative to,
     # and the largest is less above it than has sums scaled.
     logits = torch.full((table.shape[1], 64), -40.0, device="cuda")
     logits[0, 7], logits[3, 5] = 0.0, 6.25
     cache[table[0].long(), :, LATENT] = logits.to(dtype)
     args = (q, pe, cache, lengths, table, spare, math.log(2))
-    found = by_groups(Arguments(args, {}))[0].double()
+    found = by_groups(Arguments(args, {}), name)[0].double()
     slots = cache[table[0].long()].reshape(-1, LATENT + ROPE)[:1000].double()
     weights = torch.softmax(pe[0].double() @ slots[:, LATENT:].T * math.log(2), -1)
     wanted = weights @ slots[:, :LATENT]
@@ -132,11 +149,12 @@ def test_one_slot_that_outweighs_all_others_is_as_it_is(
 
 
 @needs_groups
-def test_a_head_is_the_same_whatever_the_others_see() -> None:
-    given = drawn([5000, 333])
-    wanted = by_groups(given)
+@every
+def test_a_head_is_the_same_whatever_the_others_see(name: str) -> None:
+    given = drawn([5000, 333], HEADS[name])
+    wanted = by_groups(given, name)
     given.args[0][:, 1::2] *= 40
-    assert torch.equal(by_groups(given)[:, ::2], wanted[:, ::2])
+    assert torch.equal(by_groups(given, name)[:, ::2], wanted[:, ::2])
 
 
 @needs_groups
@@ -153,3 +171,8 @@ def test_what_does_not_fit_is_left_to_the_others() -> None:
         (q[..., :-64], pe, cache[..., :-64]),
     ):
         assert not groups.accepts((*other, lengths, table, *rest), {})
+    few = cutlass_mla_decode._named("gluon_few")
+    assert not few.accepts((q, pe, cache, lengths, table, *rest), {})
+    some = (q[:, :32], pe[:, :32])
+    assert few.accepts((*some, cache, lengths, table, *rest), {})
+    assert not few.accepts((*some, halves, lengths, table, *rest), {})
