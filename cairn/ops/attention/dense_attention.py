@@ -258,7 +258,8 @@ def _by_splits(
     stretches: list[int] | None = None,
     chunked: bool = False,
 ) -> bool:
-    tiled = launch.in_tiles(q, k_cache.shape[1], chunked, launch.DENSE_LINES)
+    lines = launch.CHUNK_LINES if stretches is None else launch.DENSE_LINES
+    tiled = launch.in_tiles(q, k_cache.shape[1], chunked, lines)
     return not tiled and launch.accepts(q, k_cache, v_cache)
 
 

@@ -21,8 +21,8 @@ CHUNK_LINES = 512
 """Tokens of chunks, times KV heads, that make tiles at least. Measured on an H100: with 16 heads
 that share 2 tiles are faster from 128 to 256 tokens on, with 32 that share none from 8 to 16 on."""
 DENSE_LINES = 128
-"""The same where all keys are seen, which programs share: with 2 heads and behind 8K, 64 tokens are
-three times as fast in tiles, 16 as fast."""
+"""The same where all keys are seen, and programs share them as the host knows the rows' lengths:
+with 2 heads and behind 8K, 64 tokens are three times as fast in tiles, 16 as fast."""
 PROGRAMS = 528
 """Programs that fill a large device four times; fewer of them are split over their keys."""
 MULTIPROCESSORS = 132
@@ -44,10 +44,11 @@ MOST_SPLITS = 128
 TILE_WAVES = (264, 132)
 """Programs of tiles that a large device runs at once; of heads wider than 64."""
 TILE_BLOCKS, MOST_TILE_SPLITS = 8, 16
-"""Fewest blocks of keys that a split of a tile is for, and most splits. Measured on an H100: behind
-8K, 128 tokens of 16 heads of 64 take 25 us in 16 splits, 173 in one; with no past 11, not 7."""
-SURE_SPLITS = 4
-"""So many, where the host does not say how long rows are."""
+"""Fewest blocks of keys that a split of a tile is for, and most splits."""
+BLOCK_SECONDS, MERGE_SECONDS, MERGE_RATE = 1.4e-6, 4e-6, 8e11
+"""What a tile takes for a block of keys on an H100, and a merge by itself and for bytes that splits
+write and it reads. So 128 tokens of 16 heads of 64 take 26 us behind 8K, not 173, and 1,024 without
+a past 22, not 40."""
 SUFFICIENT = 4096
 """Tokens of a chunk that tiles keep a device busy with."""
 NARROW_PAIRS = {"maxnreg": 168}
@@ -141,9 +142,8 @@ class Task:
 
     @property
     def most_seen(self) -> int:
-        """The same without a window, of the rows that run if the host knows them."""
-        if self.stretches is None:
-            return self.blocks
+        """Blocks of keys of the longest row, which the host knows; there is no window."""
+        assert self.stretches is not None
         known = zip(self.stretches[1::3], self.stretches[2::3], strict=True)
         return max(-(-(first + count) // self.keys) for first, count in known)
 
@@ -218,12 +218,19 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 
 
 def _tile_splits(task: Task, programs: int) -> int:
-    """Splits of the keys of so many tiles, few of which leave most of a device idle."""
-    fitting = TILE_WAVES[task.width > 64] // programs
-    # Rows may be short, and what is split is merged.
-    if task.window or (task.stretches is None and fitting < SURE_SPLITS):
+    """Splits of the keys of so many tiles, few of which leave most of a device idle; 1 where the
+    host does not say how long rows are, for they may be short, and what is split is merged."""
+    most = min(MOST_TILE_SPLITS, TILE_WAVES[task.width > 64] // programs)
+    if task.window or task.stretches is None:
         return 1
-    return max(1, min(fitting, task.most_seen // TILE_BLOCKS, MOST_TILE_SPLITS))
+    blocks = task.most_seen
+    merged = 8 * task.q.numel() / MERGE_RATE
+
+    def seconds(splits: int) -> float:
+        own = max(TILE_BLOCKS, blocks / splits) * BLOCK_SECONDS
+        return own if splits == 1 else own + MERGE_SECONDS + splits * merged
+
+    return min(range(1, max(1, most) + 1), key=seconds)
 
 
 def _tile(task: Task, paired: bool) -> tuple[int, dict[str, int]]:

@@ -45,39 +45,60 @@ def test_a_chunk_far_behind_is_split_and_agrees() -> None:
     for counts in ((130, 0), (300, 200)):
         row, slot, _ = paged.queries(counts)
         q = make.randn(len(row), 16, 64, dtype=torch.bfloat16)
-        caches = (paged.k_cache, paged.v_cache)
-        check(
-            dense_attention,
-            "triton_tiles",
-            make.args(q, *caches, row, slot, paged.page_table, chunked=True),
-        )
+        given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table)
+        known = {"stretches": paged.stretches(counts), "chunked": True}
+        check(dense_attention, "triton_tiles", make.args(*given, **known))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kv_heads", "past", "splits"),
+    ("tokens", "past", "splits"),
     [
-        (16, 2, None, 16),
-        (512, 2, None, 8),
-        (1024, 2, None, 4),
-        (1100, 2, None, 1),  # two or three, if rows were known to be long
-        (16, 2, 0, 1),
-        (16, 2, 1008, 2),
-        (1100, 2, 32768, 3),
-        (3000, 2, 32768, 1),
+        (16, 8192, 16),
+        (128, 8192, 16),
+        (512, 8192, 8),
+        (1024, 8192, 4),
+        (3000, 32768, 1),
+        # What is merged would take longer than it saves.
+        (16, 0, 1),
+        (128, 512, 1),
+        (1024, 0, 1),
     ],
 )
-def test_few_tiles_share_out_their_keys(
-    tokens: int, kv_heads: int, past: int | None, splits: int
-) -> None:
-    tiles = -(-tokens // 32)
-    given = task(tokens, kv_heads, 64, 131072)
-    if past is not None:
-        given = replace(given, stretches=[0, past, tokens])
-    assert launch._tile_splits(given, tiles * kv_heads) == splits
+def test_few_tiles_share_out_their_keys(tokens: int, past: int, splits: int) -> None:
+    given = replace(task(tokens, 2, 64, 131072), stretches=[0, past, tokens])
+    assert launch._tile_splits(given, 2 * -(-tokens // 32)) == splits
+
+
+def test_tiles_are_split_by_the_longest_row() -> None:
+    short, long = [0, 0, 30], [3, 20000, 34]
+    for stretches in (short + long, long + short, long):
+        given = replace(task(64, 2, 64, 131072), stretches=stretches)
+        assert launch._tile_splits(given, 4) == 16
+    assert launch._tile_splits(replace(given, stretches=short), 4) == 1
 
 
 def test_wide_heads_fill_a_device_with_half_as_many() -> None:
-    assert launch._tile_splits(task(16, 32, 64, 131072), 32) == 8
-    assert launch._tile_splits(task(16, 32, 128, 131072), 32) == 4
-    assert launch._tile_splits(task(16, 32, 64, 448), 32) == 1
-    assert launch._tile_splits(task(16, 32, 64, 131072, window=4096), 32) == 1
+    known = {"stretches": [0, 30000, 16]}
+    assert launch._tile_splits(replace(task(16, 32, 64, 131072), **known), 32) == 8
+    assert launch._tile_splits(replace(task(16, 32, 128, 131072), **known), 32) == 4
+
+
+def test_tiles_of_unknown_rows_and_of_windows_are_whole() -> None:
+    assert launch._tile_splits(task(16, 2, 64, 131072), 2) == 1
+    windowed = task(16, 2, 64, 131072, window=4096)
+    assert launch._tile_splits(replace(windowed, stretches=[0, 30000, 16]), 2) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize(("tokens", "known", "splits"), [(63, 1, 1), (64, 1, 0), (64, 0, 1)])
+def test_chunks_make_tiles_sooner_where_keys_are_shared(
+    tokens: int, known: int, splits: int
+) -> None:
+    make = Make("cpu")
+    paged = make.paged((300,), 2, 16, 32)
+    row, slot, _ = paged.queries((tokens,))
+    given = (make.randn(tokens, 4, 32), paged.k_cache, paged.v_cache, row, slot, paged.page_table)
+    stretches = paged.stretches((tokens,)) if known else None
+    hints = {"stretches": stretches, "chunked": True}
+    assert dense_attention._named("triton_splits").accepts(given, hints) == splits
+    assert dense_attention._named("triton_splits").accepts(given, hints | {"chunked": False})
