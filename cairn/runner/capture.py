@@ -45,10 +45,13 @@ def capture(run: Callable[[bool], Tensor], pool: Any) -> Captured:
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            run(True)
-    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                run(True)
+    finally:
+        # What a run had queued before it failed still reads what the next step writes.
+        torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         output = run(False)

@@ -88,6 +88,7 @@ class PrefillGraphs:
         self._captured: dict[Kind, Captured] = {}
         # A capture takes as long as some ten steps: what comes once is not worth it.
         self._met: set[Kind] = set()
+        self._too_large: set[Kind] = set()
 
     def run(self, layout: Layout) -> Tensor | None:
         """Queue the model's pass over a step, and before it what it changes in the page tables;
@@ -111,6 +112,8 @@ class PrefillGraphs:
             self._met.add(kind)
             return None
         self.prepare(kind)
+        if kind in self._too_large:
+            return None
         write_cells(self._place.tables, layout.grants)
         overwrite(self._lines(bucket), self._numbers(bucket, layout))
         return self._captured[kind].replay(count)
@@ -122,13 +125,18 @@ class PrefillGraphs:
         return chunked + [Kind(bucket, False) for bucket in buckets if bucket <= SPLIT_TOKENS]
 
     def prepare(self, kind: Kind) -> None:
-        """Capture a kind's graph, if that has not been done."""
-        if kind in self._captured:
+        """Capture a kind's graph, if that has not been done and there is memory for it."""
+        if kind in self._captured or kind in self._too_large:
             return
         began = time.perf_counter()
         # What is captured on the way rehearses with padding alone.
         overwrite(self._lines(kind.slots), self._numbers(kind.slots, None))
-        self._captured[kind] = capture(functools.partial(self._run, kind), self._pool)
+        try:
+            self._captured[kind] = capture(functools.partial(self._run, kind), self._pool)
+        except torch.OutOfMemoryError as error:
+            self._too_large.add(kind)
+            log.warning("steps of %d slots run without a graph: %s", kind.slots, error)
+            return
         log.info("captured steps of %d slots in %.2f s", kind.slots, time.perf_counter() - began)
 
     def _closing(self, bucket: int) -> int:

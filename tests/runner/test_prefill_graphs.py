@@ -18,6 +18,7 @@ from cairn.engine import build
 from cairn.engine.build import Built
 from cairn.engine.warmup import warm_up
 from cairn.ops.attention.launch import SPLIT_TOKENS
+from cairn.runner import prefill_graphs
 from cairn.runner.graphs import DecodeGraphs, Place
 from cairn.runner.prefill_graphs import (
     MORE_PAGES,
@@ -178,6 +179,33 @@ def test_kinds_come_with_the_largest_first(no_gpu):
     assert next(kind.slots for kind in kinds if not kind.chunked) == SPLIT_TOKENS
 
 
+def test_a_graph_that_memory_does_not_hold_is_done_without(no_gpu, monkeypatch, caplog):
+    rows = Rows(1, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
+    tables = torch.zeros_like(rows.tables)
+    graphs, _ = graphs_of(rows, Model(), tables, 0)
+    tried, fitting = [], prefill_graphs.capture
+
+    def capture(run, pool):
+        tried.append(run.args[0].slots)
+        if tried[-1] > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return fitting(run, pool)
+
+    monkeypatch.setattr(prefill_graphs, "capture", capture)
+    large, small = lay_out(rows, 0, 30), lay_out(rows, 0, 18)
+    graphs.run(large)
+    graphs.run(small)
+    before = tables.clone()
+    for _ in range(3):
+        assert graphs.run(large) is None
+    assert torch.equal(tables, before)
+    assert graphs.run(small) is not None
+    assert tried == [48, 32]
+    assert [r.message for r in caplog.records] == [
+        "steps of 48 slots run without a graph: CUDA out of memory"
+    ]
+
+
 def with_a_spare_page(specs, pages, form, device, spare, window_pages) -> CachePools:
     return CachePools(specs, pages, form, device, True, window_pages)
 
@@ -267,3 +295,26 @@ def test_a_warm_engine_captures_nothing_more(pair, monkeypatch):
     assert known == set(built.runner.prefill_graphs.kinds())
     run(built, [text(1, 700), text(2, 30)], greedy(3))
     assert set(built.runner.prefill_graphs._captured) == known
+
+
+@pytest.mark.gpu
+def test_a_device_without_memory_for_graphs_serves_without():
+    options = {"kv_cache_memory": "96MiB", "device": "cuda", "enable_prefix_caching": False}
+    graphs = engine("qwen_gqa4_prior_lora_inrange", **options)
+    plain = engine("qwen_gqa4_prior_lora_inrange", disable_cuda_graph=True, **options)
+    prompts, params = [text(5, 700), text(6, 300)], greedy(6)
+    wanted = run(plain, prompts, params)
+    refused = graphs.runner.prefill_graphs
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    try:
+        for kind in refused.kinds():
+            refused.prepare(kind)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert refused._too_large == set(refused.kinds())
+    for _ in range(3):
+        for one, other in zip(run(graphs, prompts, params), wanted, strict=True):
+            assert_same(one, other)
+    assert not refused._captured
