@@ -47,7 +47,7 @@ TILE_BLOCKS, MOST_TILE_SPLITS = 8, 16
 """Fewest blocks of keys that a split of a tile is for, and most splits."""
 BLOCK_SECONDS, MERGE_SECONDS, MERGE_RATE = 1.4e-6, 4e-6, 8e11
 """What a tile takes for a block of keys on an H100, and a merge by itself and for bytes that splits
-write and it reads. So 128 tokens of 16 heads of 64 take 26 us behind 8K, not 173, and 1,024 without
+write and it reads. So 128 tokens of 16 heads of 64 take 29 us behind 8K, not 173, and 1,024 without
 a past 22, not 40."""
 SUFFICIENT = 4096
 """Tokens of a chunk that tiles keep a device busy with."""

@@ -1,0 +1,69 @@
+"""On which stream steps are captured, and what waits for it; no GPU takes part."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cairn.runner import capture as module
+from cairn.runner.capture import capture
+
+
+class Stream:
+    def __init__(self):
+        self.awaited = []
+
+    def wait_stream(self, other):
+        self.awaited.append(other)
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """The main stream, and those that graphs were captured on."""
+    main, used = Stream(), []
+
+    def graph(graph, pool, stream):
+        used.append(stream)
+        return nullcontext()
+
+    module._beside.cache_clear()
+    for name, stand in {
+        "Stream": lambda device: Stream(),
+        "current_device": lambda: 0,
+        "current_stream": lambda: main,
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": SimpleNamespace,
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand)
+    yield main, used
+    module._beside.cache_clear()
+
+
+def test_all_graphs_are_captured_on_one_stream_that_waits_and_is_awaited(played):
+    main, used = played
+    told, output = [], torch.ones(2)
+
+    def run(rehearsal):
+        told.append(rehearsal)
+        return output
+
+    captured = [capture(run, None) for _ in range(3)]
+    assert told == [True, True, False] * 3
+    assert used == [used[0]] * 3
+    assert main.awaited == [used[0]] * 3 and used[0].awaited == [main] * 3
+    assert all(one.output.data_ptr() == output.data_ptr() for one in captured)
+
+
+def test_what_a_failed_rehearsal_queued_is_awaited(played):
+    main, used = played
+
+    def run(rehearsal):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        capture(run, None)
+    assert len(main.awaited) == 1 and not used
