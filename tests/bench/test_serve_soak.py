@@ -23,12 +23,12 @@ from cairn.cli.main import main
 from cairn.errors import BadConfig
 from tests.bench.fake_api import FakeApi, tokens_of
 
-CHILD = "import time; time.sleep(60)"
+# It says itself who it is: before it runs, it is a process of hardly any memory.
+CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 # A parent that leaks memory and descriptors, with a child that does not.
 LEAKY = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
-print(child.pid, flush=True)
 kept = []
 while len(kept) < 400:
     kept.append((bytearray(b"x") * (1 << 20), open("/dev/null")))
