@@ -16,13 +16,14 @@ needs_triton = pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 
 
 @needs_triton
-@pytest.mark.parametrize("splits", [2, 3, 16])
+@pytest.mark.parametrize("splits, least", [(2, 1), (3, 1), (16, 1), (3, 3)])
 @pytest.mark.parametrize("mask_landmarks", [False, True])
 def test_same_attention_whatever_the_splits(
-    splits: int, mask_landmarks: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    splits: int, least: int, mask_landmarks: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of one block and of many, tiles of several rows, padding, tokens in any order."""
     monkeypatch.setattr(launch, "_tile_splits", lambda *_: splits)
+    monkeypatch.setattr(launch, "TILE_BLOCKS", least)
     for dtype in (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16):
         make = Make(device)
         paged = make.paged((300, 3, 140, 65, 500), 2, 16, 32, dtype=dtype)
