@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.kernels import merge_kernel, split_kernel, tile_kernel
+from cairn.ops.attention.kernels import split_kernel, tile_kernel
 from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
+from cairn.ops.attention.merge_kernels import merge_kernel
 from cairn.ops.cache import quantized
 from cairn.ops.early import early_option
 

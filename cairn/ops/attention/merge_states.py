@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.kernels import merge_states_kernel
+from cairn.ops.attention.merge_kernels import merge_states_kernel
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, expect
 from cairn.ops.registry import op
