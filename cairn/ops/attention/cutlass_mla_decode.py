@@ -132,25 +132,13 @@ def _parts(cache: Tensor, latent: int) -> tuple[Tensor, Tensor]:
     return cache[..., :latent].unsqueeze(2), cache[..., latent:].unsqueeze(2)
 
 
-def _fits_columns(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> bool:
-    given = (q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, sm_scale)
-    return q_nope.shape[1] <= MOST_COLUMNS and _fits_groups(*given)
-
-
 @cutlass_mla_decode.implementation(
     "gluon_few",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
-    when=_fits_columns,
+    when=lambda q_nope, *args, **kwargs: (
+        q_nope.shape[1] <= MOST_COLUMNS and _fits_groups(q_nope, *args, **kwargs)
+    ),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )

@@ -2,13 +2,13 @@
 
 The tensor cores multiply 64 lines at least. With a program's heads as lines most of them would be
 empty; the 64 slots of a block are not. Logits are then [slots, heads] and what is summed up is
-[columns, heads]: one group of four warps holds all of it, and takes so little time for a block that
-memory is never waited for by less than the next one.
+[columns, heads]: one group of four warps holds all of it, and is done with a block before memory
+has delivered the next one.
 """
 
 from __future__ import annotations
 
-from cairn.ops.attention.groups import base_of, clear, copy, multiply
+from cairn.ops.attention.groups import base_of, clear, copy, multiply, tell
 from cairn.ops.attention.latent_groups import line_of, query_of
 from cairn.ops.gpu import gl, gluon, hopper
 
@@ -87,8 +87,7 @@ def sum_columns(
         total = total * decay + gl.sum(weight, 0)
         base = higher
         left, right = hopper.warpgroup_mma_wait(0, deps=[left, right])
-        gl.thread_barrier()
-        hopper.mbarrier.arrive(free.index(here))
+        tell(free.index(here))
     none = total == 0.0
     safe = gl.where(none, 1.0, total)
     logs = (base + gl.log2(safe)) * 0.6931471805599453

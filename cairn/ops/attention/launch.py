@@ -1,4 +1,5 @@
-"""How dense and window attention are launched: by the number of tokens, never by their lengths."""
+"""How dense and window attention are launched: by the number of tokens, and by the lengths of rows
+only where the host says them."""
 
 from __future__ import annotations
 
@@ -142,8 +143,8 @@ class Task:
         return -(-self.longest // self.keys) + 1
 
     @property
-    def most_seen(self) -> int:
-        """Blocks of keys of the longest row, which the host knows; there is no window."""
+    def known_blocks(self) -> int:
+        """Blocks of keys of the longest row that the host says runs."""
         assert self.stretches is not None
         known = zip(self.stretches[1::3], self.stretches[2::3], strict=True)
         return max(-(-(first + count) // self.keys) for first, count in known)
@@ -221,17 +222,17 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 def _tile_splits(task: Task, programs: int) -> int:
     """Splits of the keys of so many tiles, few of which leave most of a device idle; 1 where the
     host does not say how long rows are, for they may be short, and what is split is merged."""
-    most = min(MOST_TILE_SPLITS, TILE_WAVES[task.width > 64] // programs)
     if task.window or task.stretches is None:
         return 1
-    blocks = task.most_seen
+    most = max(1, min(MOST_TILE_SPLITS, TILE_WAVES[task.width > 64] // programs))
+    blocks = task.known_blocks
     merged = 8 * task.q.numel() / MERGE_RATE
 
     def seconds(splits: int) -> float:
         own = max(TILE_BLOCKS, blocks / splits) * BLOCK_SECONDS
         return own if splits == 1 else own + MERGE_SECONDS + splits * merged
 
-    return min(range(1, max(1, most) + 1), key=seconds)
+    return min(range(1, most + 1), key=seconds)
 
 
 def _tile(task: Task, paired: bool) -> tuple[int, dict[str, int]]:
