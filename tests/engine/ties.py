@@ -1,4 +1,4 @@
-"""Texts of which rounding alone chooses the pages."""
+"""Texts of which rounding alone chooses pages or tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +14,20 @@ taken. Hidden states of two schedules differ in the last bits: scores of up to 2
 differ by 4.2e-5, 2.1e-6 of the largest; a gap between two of them by twice as much."""
 
 
+CLOSE_TOKENS = 1.1e-4
+"""Log-probabilities of two tokens that lie less apart: either may be the larger. Of two schedules
+they were seen to differ by 5.3e-5; a gap between two of them by twice as much."""
+
+
 def leave_out_ties(a: Trace, b: Trace, prompt: list[int], built: Built) -> None:
     """End an example of hypothesis whose answers differ by more than rounding, if a query's last
-    page taken and first one left score alike. NaN, or fewer tokens, is no such difference."""
+    page taken and first one left score alike, or the first tokens that differ do, after which all
+    is of different texts. NaN, or fewer tokens, is no such difference."""
     if ROUNDING <= difference(a.logprobs, b.logprobs) < float("inf"):
         _, batch = oracle(built, prompt + a.tokens)
         assume(batch.margin >= CLOSE)
+        pairs = enumerate(zip(a.tokens, b.tokens, strict=True))
+        at = next((at for at, (one, other) in pairs if one != other), None)
+        if at is not None and difference(a.logprobs[: at + 1], b.logprobs[: at + 1]) < ROUNDING:
+            row = a.logprobs[at]
+            assume(row[a.tokens[at]] - row[b.tokens[at]] >= CLOSE_TOKENS)
