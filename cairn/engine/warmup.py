@@ -7,12 +7,15 @@ tokens run here, all graphs of prefills are captured, and one decode step of eac
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from cairn.engine.build import Built
 from cairn.errors import BadModel
+from cairn.ops.compile_ahead import compile_ahead
 from cairn.runner.step import DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
 from cairn.types import SamplingParams
 
@@ -37,51 +40,73 @@ def warm_up(built: Built) -> None:
     longest = min(most - 1, int(tokens_in(built.config.chunked_prefill_size)))
     on_gpu = built.config.device != "cpu"
     lengths: Iterable[int] = GPU_TOKENS if on_gpu else (int(tokens_in(PAGES * size)) - 1,)
+    singles = [_one(built, length) for length in sorted({max(1, min(n, longest)) for n in lengths})]
+    buckets = built.runner.graphs.buckets if built.runner.graphs is not None else ()
+    rows = min(built.config.max_num_seqs, pages)
+    several = [
+        _several(built, count) for count in sorted({min(bucket, rows) for bucket in buckets})
+    ]
+    if on_gpu:
+        prefills = [plan for steps in (*singles, *several) for plan in (steps.prefill, steps.close)]
+        compile_ahead(functools.partial(built.runner.rehearse, prefills))
     # First without graphs of prefills: what fits none, or is looked at, runs so later.
     graphs, built.runner.prefill_graphs = built.runner.prefill_graphs, None
-    for length in sorted({max(1, min(n, longest)) for n in lengths}):
-        _run_one(built, length)
+    for steps in singles:
+        _run(built, steps)
     if graphs is not None:
         for kind in graphs.kinds():
             graphs.prepare(kind)
     built.runner.prefill_graphs = graphs
-    if built.runner.graphs is not None:
-        rows = min(built.config.max_num_seqs, pages)
-        for count in sorted({min(bucket, rows) for bucket in built.runner.graphs.buckets}):
-            _run_rows(built, count)
+    for steps in several:
+        _run(built, steps)
     if on_gpu:
         log.info("ran every kernel once in %.1f s", time.perf_counter() - began)
     built.runner.forget_reads()
 
 
-def _run_one(built: Built, length: int) -> None:
-    """Prefill and decode a prompt of `length` tokens in row 0."""
+class _Steps(NamedTuple):
+    """Rows open with a prefill, decode once, and are closed."""
+
+    prefill: StepPlan
+    decode: StepPlan
+    close: StepPlan
+
+
+def _one(built: Built, length: int) -> _Steps:
+    """A prompt of `length` tokens in row 0."""
     pages = int(built.slots.pages_for(length + 1))
     prompt = [i % built.spec.vocab_size for i in range(length)]
     grant = _granted(built, 0, tuple(range(pages)))
     prefill = RowWork(row=0, first=0, tokens=prompt, sample=True)
-    decode = DecodeWork.of([0], [length], [1])
-    launch = built.core.executor.launch
-    first = launch(StepPlan(-3, (), (_opened(0),), (grant,), (prefill,))).result()
-    launch(StepPlan(-2, (), (), (), (), decode)).result()
-    launch(StepPlan(-1, (0,), (), (), ())).result()
-    if first.tokens[0] < 0:
+    return _steps([_opened(0)], [grant], [prefill])
+
+
+def _several(built: Built, count: int) -> _Steps:
+    """One token in each of `count` rows, each in a page of its own."""
+    rows = range(count)
+    prefill = [RowWork(row=row, first=0, tokens=[0], sample=True) for row in rows]
+    return _steps(list(map(_opened, rows)), [_granted(built, row, (row,)) for row in rows], prefill)
+
+
+def _steps(
+    opened: Sequence[RowOpen], grants: Sequence[PageGrant], works: Sequence[RowWork]
+) -> _Steps:
+    rows = [work.row for work in works]
+    decode = DecodeWork.of(rows, [work.num_tokens for work in works], [1] * len(rows))
+    return _Steps(
+        StepPlan(-3, (), tuple(opened), tuple(grants), tuple(works)),
+        StepPlan(-2, (), (), (), (), decode),
+        StepPlan(-1, tuple(rows), (), (), ()),
+    )
+
+
+def _run(built: Built, steps: _Steps) -> None:
+    results = [built.core.executor.launch(plan).result() for plan in steps]
+    if any(token < 0 for token in results[0].tokens):
         raise BadModel(
             "the model's logits are NaN or infinite already for a short prompt",
             "Check the weights, or try --dtype float32",
         )
-
-
-def _run_rows(built: Built, count: int) -> None:
-    """Prefill one token in each of `count` rows, each in a page of its own, then decode them."""
-    rows = range(count)
-    grants = tuple(_granted(built, row, (row,)) for row in rows)
-    prefill = tuple(RowWork(row=row, first=0, tokens=[0], sample=True) for row in rows)
-    decode = DecodeWork.of(rows, [1] * count, [1] * count)
-    launch = built.core.executor.launch
-    launch(StepPlan(-3, (), tuple(map(_opened, rows)), grants, prefill)).result()
-    launch(StepPlan(-2, (), (), (), (), decode)).result()
-    launch(StepPlan(-1, tuple(rows), (), (), ())).result()
 
 
 def _granted(built: Built, row: int, pages: tuple[int, ...]) -> PageGrant:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from itertools import zip_longest
 
 import torch
@@ -99,6 +101,7 @@ class Decoder(nn.Module):
             Block(spec, i, rotaries[layer.rotary] if layer.rotary else None, dtype)
             for i, layer in enumerate(spec.layers)
         )
+        self._running = list(range(len(self.layers)))
         self.norm = RMSNorm(spec.hidden_size, spec.eps, dtype=dtype)
         self.head: Linear | TiedHead = (
             TiedHead(self.embedding, spec.vocab_size)
@@ -111,11 +114,22 @@ class Decoder(nn.Module):
         """Memory of the parameters."""
         return sum(tensor.nbytes for tensor in self.parameters())
 
+    @contextlib.contextmanager
+    def abridged(self) -> Iterator[None]:
+        """Within, a step runs one block of each kind, and the last one: all kernels that the whole
+        model runs, for what they compute is of no use."""
+        kinds = {layer: i for i, layer in reversed(list(enumerate(self.spec.layers)))}
+        every, self._running = self._running, sorted({*kinds.values(), len(self.layers) - 1})
+        try:
+            yield
+        finally:
+            self._running = every
+
     def forward(self, batch: AttentionBatch) -> Tensor:
         """Run one step: -> hidden states [T, hidden] before the final norm."""
         x: Tensor = self.embedding(batch.input_ids)
         normed: Tensor | None = None
-        blocks = list(self.layers)
+        blocks = [self.layers[i] for i in self._running]
         for block, behind in zip_longest(blocks, blocks[1:]):
             normed = block(x, batch, normed, behind)
         return x

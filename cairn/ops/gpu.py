@@ -54,7 +54,13 @@ which of them is stored would be nobody's choice."""
 
 
 class Watcher(Protocol):
-    """Who is told what a call does with the device."""
+    """Who is told what a call does with the device.
+
+    Attributes:
+        launches: whether kernels are launched; else they are compiled, if they are not yet.
+    """
+
+    launches: bool
 
     def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
         """Memory was taken, and how more of its kind is; blank: it is not written."""
@@ -65,7 +71,7 @@ class Watcher(Protocol):
         ...
 
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
-        """A kernel was launched; `compiled` is what Triton ran."""
+        """A kernel was launched, or would have been; `compiled` is what Triton ran."""
         ...
 
 
@@ -126,9 +132,11 @@ def _watched(kernel: Any) -> Any:
 
 
 def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-    compiled = type(kernel).run(kernel, *args, grid=grid, warmup=warmup, **options)
-    if watch.by is not None and not warmup:
-        watch.by.launched(kernel, compiled, grid, args)
+    by = watch.by
+    dry = warmup or (by is not None and not by.launches)
+    compiled = type(kernel).run(kernel, *args, grid=grid, warmup=dry, **options)
+    if by is not None and not warmup:
+        by.launched(kernel, compiled, grid, args)
     return compiled
 
 
@@ -180,6 +188,19 @@ def again(
     # What that calls where a kernel needs no memory of Triton's.
     options = (run.launch_cooperative_grid, run.launch_pdl, None, None)
     return run.launch, (*where, *options, *rest)
+
+
+def compiling_beside() -> Any:
+    """Triton's mode in which an executor's threads compile what is launched; None if it has none.
+    Within, a launch that is none (`warmup`) gives what has a `future`."""
+    return getattr(_module, "AsyncCompileMode", None)
+
+
+def loaded(compiled: Any) -> Any:
+    """A compiled kernel, on the current device and with what launches it; Triton would see to both
+    when it is first launched."""
+    _ = compiled.run
+    return compiled
 
 
 def hooked() -> bool:

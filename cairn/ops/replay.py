@@ -178,6 +178,8 @@ class _Step:
 class Recording:
     """What a call does with the device, told by gpu.py while it does it."""
 
+    launches = True
+
     def __init__(self, call: Call) -> None:
         self._call = call
         self._inputs = {id(tensor): number for number, tensor in enumerate(call.tensors)}

@@ -172,6 +172,13 @@ class DecodeGraphs:
             trip.returns(rows)
         return Replayed(output, trip)
 
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Queue what each graph there can be would hold, without a step's numbers."""
+        for bucket in self.buckets:
+            for ending in Ending:
+                self._run(bucket, ending, True)
+
     def _graph(self, bucket: int, ending: Ending) -> Captured:
         """The graph of such steps, captured when it is first asked for."""
         key, last = (bucket, ending), self._last

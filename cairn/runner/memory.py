@@ -7,6 +7,7 @@ page table, and both are those of the engine to come.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from cairn.attention.base import AttentionLayer
 from cairn.attention.registry import cache_specs
 from cairn.cache.pools import CachePools, PageFormat
 from cairn.errors import BadModel, OutOfMemory
+from cairn.ops.compile_ahead import compile_ahead
 from cairn.runner.graphs import Ending
 from cairn.runner.runner import Runner, RunnerShape, StepModel
 from cairn.runner.step import NO_ROWS, DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
@@ -85,18 +87,15 @@ def measure(
         for tensor in pools.tensors():
             # Whatever is read there must be a number, or a token id would not be one.
             tensor.zero_()
-        torch.cuda.reset_peak_memory_stats(device)
         runner = Runner(model, layers, pools, shape, device)
+        plans = _largest(shape, steps)
+        compile_ahead(functools.partial(runner.rehearse, plans))
         # What graphs keep is measured by itself.
         runner.graphs = runner.prefill_graphs = None
-        _run(runner, prefill_step(shape, steps, targets=TARGETS))
-        # Fewer slots can take more, where kernels for few tokens hold what others do not; and so
-        # can slots of many rows.
-        for halved in range(steps.slots.bit_length()):
-            for spread in (False, True):
-                part = replace(steps, slots=steps.slots >> halved)
-                _run(runner, prefill_step(shape, part, spread=spread))
-        _run(runner, decode_step(shape, steps.longest, eager=True))
+        _reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        for plan in plans:
+            _run(runner, plan)
         peak = torch.cuda.max_memory_reserved(device)
         del runner
         # What is kept now stays: it counts as use by others once the pages below are gone.
@@ -110,6 +109,16 @@ def measure(
             "Lower chunked_prefill_size (--chunked-prefill-size)",
         ) from error
     return activations, graphs
+
+
+def _largest(shape: RunnerShape, steps: Steps) -> list[StepPlan]:
+    """The largest steps of every kind. Fewer slots can take more, where kernels for few tokens hold
+    what others do not; and so can slots of many rows."""
+    plans = [prefill_step(shape, steps, targets=TARGETS)]
+    for halved in range(steps.slots.bit_length()):
+        part = replace(steps, slots=steps.slots >> halved)
+        plans += [prefill_step(shape, part, spread=spread) for spread in (False, True)]
+    return [*plans, decode_step(shape, steps.longest, eager=True)]
 
 
 def prefill_step(

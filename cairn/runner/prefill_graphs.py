@@ -124,6 +124,13 @@ class PrefillGraphs:
         chunked = [Kind(bucket, True) for bucket in buckets]
         return chunked + [Kind(bucket, False) for bucket in buckets if bucket <= SPLIT_TOKENS]
 
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Queue what each graph there can be would hold, of padding alone."""
+        for kind in self.kinds():
+            overwrite(self._lines(kind.slots), self._numbers(kind.slots, None))
+            self._run(kind, True)
+
     def prepare(self, kind: Kind) -> None:
         """Capture a kind's graph, if that has not been done and there is memory for it."""
         if kind in self._captured or kind in self._too_large:

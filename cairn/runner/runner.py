@@ -58,6 +58,9 @@ class StepModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, V] float32 over the user vocabulary."""
 
+    def abridged(self) -> contextlib.AbstractContextManager[None]:
+        """Within, steps run every kernel of the model, for nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerShape:
@@ -251,6 +254,18 @@ class Runner:
         chosen = self._run(plan, layout, picks)
         arriving = Arriving(chosen.choice.tokens)
         return LaunchedStep(plan, chosen, arriving, time.perf_counter() - began)
+
+    def rehearse(self, plans: Sequence[StepPlan]) -> None:
+        """Queue what graphs would hold, and steps without graphs: every kernel, for nothing."""
+        graphs = self.graphs, self.prefill_graphs
+        with self.model.abridged():
+            for some in graphs:
+                if some is not None:
+                    some.rehearse()
+            self.graphs = self.prefill_graphs = None
+            for plan in plans:
+                self.launch(plan).result()
+        self.graphs, self.prefill_graphs = graphs
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, layout: Layout, picks: Picks) -> _Chosen:

@@ -158,6 +158,8 @@ def test_launches_are_told_in_either_language(
     told: list[Any] = []
 
     class Told:
+        launches = True
+
         def launched(self, *launch: Any) -> None:
             told.append(launch)
 

@@ -102,6 +102,27 @@ def test_a_runner_takes_them(case):
         assert all(len(reported.ids) for reported in result.logprobs.values())
 
 
+@pytest.mark.parametrize(
+    ("case", "ran"),
+    [("qwen_gqa4_prior_lora_inrange", {0, 1}), ("olmo_mha_interleave4", {0, 3, 7})],
+)
+def test_a_rehearsal_runs_a_block_of_each_kind_and_the_last(case, ran):
+    built = engine(case)
+    runner, blocks = built.runner, built.runner.model.layers
+    assert max(ran) == len(blocks) - 1
+    seen = []
+    for number, block in enumerate(blocks):
+        block.register_forward_hook(lambda *given, number=number: seen.append(number))
+    plan = prefill_step(runner.shape, Steps(40, built.memory.max_model_len, graphs=False))
+    for tensor in runner.pools.tensors():
+        tensor.zero_()
+    runner.rehearse([plan])
+    assert seen == sorted(ran)
+    seen.clear()
+    runner.launch(plan).result()
+    assert seen == list(range(len(blocks)))
+
+
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("graphs", [True, False])

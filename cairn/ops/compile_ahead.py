@@ -1,0 +1,89 @@
+"""Kernels are compiled before somebody waits for them, beside each other.
+
+Triton compiles a kernel when it is first launched, in the thread that launches it: what runs a
+hundred kernels for the first time waits for one after the other, and then for a C compiler that
+makes what launches each. Here the work is gone through once without launching anything, and what it
+would have launched is compiled meanwhile, on all cores.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+
+log = logging.getLogger(__name__)
+
+MOST_WORKERS = 32
+"""Threads that compile. Parsing, a tenth of the work, is done by one of them at a time."""
+
+
+class _Workers(ThreadPoolExecutor):
+    """Threads that compile, and load what they have compiled."""
+
+    def __init__(self, count: int) -> None:
+        # A thread begins on the first device.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        begin = None if device is None else functools.partial(torch.cuda.set_device, device)
+        super().__init__(count, initializer=begin)
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As an executor's; the function gives a compiled kernel."""
+        return super().submit(lambda: gpu.loaded(function(*args, **kwargs)))
+
+
+class _Compiler:
+    """Sees to it that nothing is launched."""
+
+    launches = False
+
+    def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
+        """Memory that no kernel will write holds indices that are in range."""
+        if blank:
+            tensor.zero_()
+
+    def spoiled(self) -> None:
+        """What is no launch happens as ever."""
+
+    def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
+        """Take what is compiled by now: it is found faster from then on."""
+        if hasattr(compiled, "future") and compiled.future.done():
+            compiled.result(ignore_errors=True)
+
+
+def compile_ahead(work: Callable[[], object], workers: int | None = None) -> None:
+    """Compile the Triton kernels that some work launches, if it has not been done; on return they
+    are there.
+
+    The work is run, but no kernel of this thread's is launched: memory from `gpu.empty` is all 0
+    instead. What it computes means nothing, and it must not write where that matters.
+
+    Nothing is done where there is one core, another Triton than that which can, or somebody looks
+    on (`gpu.watch`). What does not compile raises its error when it is launched.
+
+    Args:
+        work: called once, with no arguments.
+        workers: threads; None: one for each core of this process.
+    """
+    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if workers is None else workers
+    mode = gpu.compiling_beside()
+    if mode is None or workers < 2 or gpu.watch.by is not None:
+        return
+    began = time.perf_counter()
+    with _Workers(workers) as executor, mode(executor, ignore_errors=True) as running:
+        gpu.watch.by = _Compiler()
+        try:
+            work()
+        finally:
+            gpu.watch.by = None
+        count = len(running.raw_futures)
+    log.info("%d kernels are ready after %.1f s", count, time.perf_counter() - began)
