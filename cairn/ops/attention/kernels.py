@@ -305,8 +305,9 @@ def tile_kernel(
         best = tl.full([TOKENS * GP], float("-inf"), tl.float32)
         total = tl.zeros([TOKENS * GP], tl.float32)
         acc = tl.zeros([TOKENS * GP, DP], tl.float32)
-        low = tl.min(tl.where(mine, first, 2147483647), 0)
         high = tl.max(tl.where(mine, own_slot, -1), 0)
+        # Padding, at slot -1 of some row, sees nothing.
+        low = tl.min(tl.where(mine & (own_slot >= 0), first, high + 1), 0)
         table = page_table + this_row * table_stride
         # Blocks between these two are visible as a whole, to every row of a tile of one sequence.
         others = tl.max((alive & (own_row != this_row)).to(tl.int32), 0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cairn.ops import dense_attention, gpu
+from cairn.ops import dense_attention, gpu, window_attention
 from cairn.ops.attention import launch
 from cairn.ops.testing import Make, check
 from tests.ops.attention.test_splits import task
@@ -35,6 +35,28 @@ def test_same_attention_whatever_the_splits(
         for order in (make.arange(len(row)), mixed):
             given = (q[order], *caches, row[order], slot[order], paged.page_table)
             check(dense_attention, "triton_tiles", make.args(*given, 0.4, mask_landmarks))
+
+
+@needs_triton
+@pytest.mark.parametrize("aligned", [False, True])
+def test_padding_makes_no_tile_look_behind_its_window(aligned: bool, device: str) -> None:
+    """Padding of a row that runs: what lies behind the window is not even read."""
+    make = Make(device)
+    paged = make.paged((400, 90), 2, 16, 32, dtype=torch.float32)
+    row, slot, _ = paged.queries((9, 0))
+    row, slot = torch.cat((row, row[:3])), torch.cat((slot, torch.full_like(slot[:3], -1)))
+    q = make.randn(len(row), 6, 32)
+    first = int(slot[0]) - 40 + 1
+    for cache in (paged.k_cache, paged.v_cache):
+        cache[paged.page_table[0, : first // 16].long()] = float("nan")
+    given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table)
+    kinds = {"window": 40, "aligned": aligned, "mask_landmarks": True}
+    own = (q[:9], *given[1:3], row[:9], slot[:9], paged.page_table)
+    check(window_attention, "triton_tiles", make.args(*own, **kinds))
+    o, lse = window_attention.using("triton_tiles")(*given, **kinds)
+    wanted = window_attention.using("triton_tiles")(*own, **kinds)
+    assert torch.equal(o[:9], wanted[0]) and torch.equal(lse[:9], wanted[1])
+    assert not o[9:].any() and bool((lse[9:] == -torch.inf).all())
 
 
 @needs_triton
