@@ -19,7 +19,7 @@ from torch import Tensor
 from cairn import ops
 from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, LayerReads
 from cairn.cache.pools import CacheSpec
-from cairn.ops.attention.launch import in_tiles
+from cairn.ops.attention.launch import LANDMARK_LINES, in_tiles
 from cairn.ops.landmark.landmark_attention import shared_weights
 
 FEW_TOKENS = 64
@@ -73,7 +73,7 @@ class HsaBackend(AttentionBackend):
         k_cache, v_cache = self.write(k, v, layer, batch)
         # Where each landmark's own z pools its page, a few of them do it on the way: no launch.
         own = summary_query is None and rule.summary == "prior" and not rule.group_query
-        tiled = in_tiles(q, layer.num_kv_heads, batch.chunked)
+        tiled = in_tiles(q, layer.num_kv_heads, batch.chunked, LANDMARK_LINES)
         few = q.is_cuda and own and not tiled and q.shape[0] <= min(FEW_TOKENS, rule.window)
         if batch.completed.numel() and not few:
             if summary_query is None and (rule.bias or rule.summary == "prior"):

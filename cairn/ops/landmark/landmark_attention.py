@@ -170,7 +170,8 @@ def _(
 
 def _few_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
     named = dict(zip(_PARAMETERS, (q, *args), strict=False)) | kwargs
-    tiled = launch.in_tiles(q, named["k_cache"].shape[1], named.get("chunked", False))
+    kv_heads, chunked = named["k_cache"].shape[1], named.get("chunked", False)
+    tiled = launch.in_tiles(q, kv_heads, chunked, launch.LANDMARK_LINES)
     if tiled or not _on_gpu(q, *args, **kwargs):
         return False
     # Nobody may have a page for a candidate whose summary comes in the same launch.
