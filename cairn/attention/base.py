@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from cairn import ops
@@ -83,6 +84,36 @@ class LayerReads:
 
 CHUNK = 16
 """Slots of a row in the mean, from which on a step's slots count as chunks."""
+ALONE = (16, 64, 256)
+"""How many of a step's first slots may be attended one by one: few numbers, for each of which
+kernels are compiled and graphs captured."""
+
+
+def alone(rows: int, slots: int) -> int:
+    """How many of a step's first slots are attended one by one where so many rows decode in front
+    of chunks: they, and a few of the chunks'; 0 where that would be most slots."""
+    fitting = [n for n in ALONE if 2 * n <= slots]
+    return next((n for n in fitting if n >= rows), max(fitting, default=0)) if rows else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Slots of a step that an op attends together.
+
+    Attributes:
+        at: which; None: all.
+        row, slot, stretches, chunked: as in Batch.
+    """
+
+    at: slice | None
+    row: Tensor
+    slot: Tensor
+    stretches: list[int] | None
+    chunked: bool
+
+    def of(self, lines: Tensor) -> Tensor:
+        """Those of [T, ..]."""
+        return lines if self.at is None else lines[self.at]
 
 
 @dataclass(slots=True)
@@ -103,6 +134,9 @@ class Batch:
             known on the host; None: the host does not say.
         backends: layer index -> (backend, layer).
         chunked: the slots are chunks of rows, dozens side by side, and not each of another row.
+        alone: so many of the first slots are mostly of rows that decode, the others of chunks. What
+            cuts slots into tiles passes over a tile once for each of its rows: these are attended
+            by themselves.
         window_place: page table and locations of window layers that have pages of their own; None:
             all layers share the pages. Only entries under a window are anything.
         watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
@@ -121,6 +155,7 @@ class Batch:
     backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]]
     stretches: list[int] | None = None
     chunked: bool = False
+    alone: int = 0
     window_place: tuple[Tensor, Tensor] | None = None
     watch: Tensor | None = None
     reads: list[LayerReads] = field(default_factory=list)
@@ -153,11 +188,35 @@ class Batch:
         caches = backend.target(description)
         return None if caches is None else (*caches, backend.place(self)[1])
 
+    def attend_parts(self, tiled: bool, attend: Callable[[Part], Tensor]) -> Tensor:
+        """What `attend` gives of the step's slots [T, h_q, d]: of all, or where it would cut them
+        into tiles, of those that are alone and of the others."""
+        count = len(self.slot)
+        if not tiled or not 0 < self.alone < count or self.watch is not None:
+            return attend(Part(None, self.row, self.slot, self.stretches, self.chunked))
+        parts = []
+        for at in (slice(0, self.alone), slice(self.alone, count)):
+            stretches = None if self.stretches is None else _cut(self.stretches, at)
+            chunked = self.chunked and at.start > 0
+            parts.append(attend(Part(at, self.row[at], self.slot[at], stretches, chunked)))
+        return torch.cat(parts)
+
     def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """A value that all layers of this step share, computed by the first that asks."""
         if key not in self._memo:
             self._memo[key] = compute()
         return self._memo[key]  # type: ignore[no-any-return]
+
+
+def _cut(stretches: list[int], at: slice) -> list[int]:
+    """Those of the slots `at` of a step."""
+    found, begin = [], 0
+    for row, first, count in zip(*(iter(stretches),) * 3, strict=True):
+        low, high = max(begin, at.start), min(begin + count, at.stop)
+        if low < high:
+            found += [row, first + low - begin, high - low]
+        begin += count
+    return found
 
 
 class AttentionBackend(ABC):

@@ -7,7 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
+from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, Part
+from cairn.ops.attention.launch import CHUNK_LINES, DENSE_LINES, in_tiles
 
 
 class DenseBackend(AttentionBackend):
@@ -28,15 +29,20 @@ class DenseBackend(AttentionBackend):
     ) -> Tensor:
         """Attend over slots 0 .. s of the row; shapes as in `Batch.attend`."""
         k_cache, v_cache = self.write(k, v, layer, batch)
-        o, _ = ops.dense_attention(
-            q,
-            k_cache,
-            v_cache,
-            batch.row,
-            batch.slot,
-            batch.page_table,
-            mask_landmarks=layer.mask_landmarks,
-            stretches=batch.stretches,
-            chunked=batch.chunked,
-        )
-        return o
+
+        def attend(part: Part) -> Tensor:
+            o, _ = ops.dense_attention(
+                part.of(q),
+                k_cache,
+                v_cache,
+                part.row,
+                part.slot,
+                batch.page_table,
+                mask_landmarks=layer.mask_landmarks,
+                stretches=part.stretches,
+                chunked=part.chunked,
+            )
+            return o
+
+        lines = CHUNK_LINES if batch.stretches is None else DENSE_LINES
+        return batch.attend_parts(in_tiles(q, layer.num_kv_heads, batch.chunked, lines), attend)

@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, LayerReads
+from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, LayerReads, Part
 from cairn.cache.pools import CacheSpec
 from cairn.ops.attention.launch import LANDMARK_LINES, in_tiles
 from cairn.ops.landmark.landmark_attention import shared_weights
@@ -83,28 +83,32 @@ class HsaBackend(AttentionBackend):
         candidates = max(0, (batch.max_slot - rule.window + 1) // k_cache.shape[2])
         # A kernel is compiled for a topk: a GPU knows one.
         topk = rule.topk if q.is_cuda else max(1, min(rule.topk, candidates))
-        o, indices, scores, lse = ops.landmark_attention(
-            q,
-            lmk_q,
-            k_cache,
-            v_cache,
-            k_cache[:, :, -1] if key_pool is None else key_pool,
-            self.pools.summary_bias[layer.index],
-            batch.row,
-            batch.slot,
-            batch.page_table,
-            rule.window,
-            topk,
-            rule.softmax1,
-            strategy=rule.strategy,
-            store_summaries=few,
-            chunked=batch.chunked,
-        )
-        if batch.watch is not None:
-            at = batch.watch
-            weights, window_weight = shared_weights(scores[at], lse[at], rule.softmax1)
-            batch.reads.append(LayerReads(layer.index, indices[at], weights, window_weight))
-        return o
+
+        def attend(part: Part) -> Tensor:
+            o, indices, scores, lse = ops.landmark_attention(
+                part.of(q),
+                part.of(lmk_q),
+                k_cache,
+                v_cache,
+                k_cache[:, :, -1] if key_pool is None else key_pool,
+                self.pools.summary_bias[layer.index],
+                part.row,
+                part.slot,
+                batch.page_table,
+                rule.window,
+                topk,
+                rule.softmax1,
+                strategy=rule.strategy,
+                store_summaries=few,
+                chunked=part.chunked,
+            )
+            if batch.watch is not None:
+                at = batch.watch
+                weights, window_weight = shared_weights(scores[at], lse[at], rule.softmax1)
+                batch.reads.append(LayerReads(layer.index, indices[at], weights, window_weight))
+            return o
+
+        return batch.attend_parts(tiled, attend)
 
     def _summarise(
         self,

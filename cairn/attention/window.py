@@ -8,8 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
+from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, Part
 from cairn.cache.pools import CacheSpec
+from cairn.ops.attention.launch import in_tiles
 
 
 class WindowBackend(AttentionBackend):
@@ -43,20 +44,24 @@ class WindowBackend(AttentionBackend):
         """Attend over the window of each query; shapes as in `Batch.attend`."""
         k_cache, v_cache = self.write(k, v, layer, batch)
         page_table, _ = self.place(batch)
-        o, _ = ops.window_attention(
-            q,
-            k_cache,
-            v_cache,
-            batch.row,
-            batch.slot,
-            page_table,
-            _width(layer),
-            aligned=layer.landmark is not None,
-            mask_landmarks=layer.mask_landmarks,
-            dtype=q.dtype,
-            chunked=batch.chunked,
-        )
-        return o
+
+        def attend(part: Part) -> Tensor:
+            o, _ = ops.window_attention(
+                part.of(q),
+                k_cache,
+                v_cache,
+                part.row,
+                part.slot,
+                page_table,
+                _width(layer),
+                aligned=layer.landmark is not None,
+                mask_landmarks=layer.mask_landmarks,
+                dtype=q.dtype,
+                chunked=part.chunked,
+            )
+            return o
+
+        return batch.attend_parts(in_tiles(q, layer.num_kv_heads, batch.chunked), attend)
 
 
 def _width(layer: AttentionLayer) -> int:

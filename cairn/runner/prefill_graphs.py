@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.attention.base import Batch
+from cairn.attention.base import Batch, alone
 from cairn.ops.attention.launch import SPLIT_TOKENS
 from cairn.ops.plans import is_traced
 from cairn.runner.capture import Captured, capture
@@ -62,11 +62,12 @@ class Kind(NamedTuple):
 
     Attributes:
         slots: of its bucket.
-        chunked: see Batch. Of many slots it makes no difference.
+        chunked, alone: see Batch. Of many slots, `chunked` makes no difference.
     """
 
     slots: int
     chunked: bool
+    alone: int = 0
 
 
 class PrefillGraphs:
@@ -107,7 +108,8 @@ class PrefillGraphs:
             # Nobody sees the ops of a graph.
             return None
         bucket = self.buckets[at]
-        kind = Kind(bucket, layout.chunked or bucket > SPLIT_TOKENS)
+        chunked = layout.chunked or bucket > SPLIT_TOKENS
+        kind = Kind(bucket, chunked, alone(layout.decoding, bucket) if chunked else 0)
         if kind not in self._captured and kind not in self._met:
             self._met.add(kind)
             return None
@@ -120,8 +122,12 @@ class PrefillGraphs:
 
     def kinds(self) -> list[Kind]:
         """All that there can be, the largest first: the others find its memory."""
-        buckets = self.buckets[::-1]
-        chunked = [Kind(bucket, True) for bucket in buckets]
+        buckets, rows = self.buckets[::-1], len(self._place.page_table)
+        chunked = [
+            Kind(bucket, True, count)
+            for bucket in buckets
+            for count in sorted({alone(decoding, bucket) for decoding in range(rows)})
+        ]
         return chunked + [Kind(bucket, False) for bucket in buckets if bucket <= SPLIT_TOKENS]
 
     @torch.inference_mode()
@@ -184,6 +190,7 @@ class PrefillGraphs:
             max_slot=place.page_table.shape[1] * place.slots.page_size - 1,
             backends=place.backends,
             chunked=kind.chunked,
+            alone=kind.alone,
             window_place=None if own is None else (own, lines[7]),
         )
         return self._model(batch)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.attention.base import CHUNK, AttentionBackend, AttentionLayer, Batch
+from cairn.attention.base import CHUNK, AttentionBackend, AttentionLayer, Batch, alone
 from cairn.cache.landmarks import SlotMap
 from cairn.runner.staging import send
 from cairn.runner.step import Ints, StepPlan
@@ -46,6 +46,7 @@ class Layout(NamedTuple):
         grants: what the plan changes in the page tables.
         start: [works], index in the batch of each work's first slot.
         last: [works], that of its last user token; a landmark may follow it.
+        decoding: works in front that decode, where others follow them; else 0.
     """
 
     ids: Ints
@@ -59,6 +60,7 @@ class Layout(NamedTuple):
     grants: Grants
     start: Ints
     last: Ints
+    decoding: int = 0
 
     @property
     def chunked(self) -> bool:
@@ -168,6 +170,7 @@ class Rows:
             start=start,
             # A token that decodes is its work's first slot.
             last=start + slots.slot_of(end_token - 1) - first_slot if plan.work else start,
+            decoding=len(plan.decode.row) if plan.work else 0,
         )
 
     def batch(
@@ -199,6 +202,8 @@ class Rows:
             max_slot=int(layout.slot.max()),
             stretches=layout.stretches(),
             chunked=layout.chunked,
+            # The CPU's tiles are of one row each.
+            alone=0 if self.device.type == "cpu" else alone(layout.decoding, len(layout.slot)),
             backends=backends,
         )
 

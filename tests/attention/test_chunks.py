@@ -1,18 +1,20 @@
-"""Every backend tells its op whether a step's slots are chunks of rows: a hint how to cut them."""
+"""How a backend has its op cut a step: whether slots are chunks of rows, and which are alone."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from cairn import ops
-from cairn.attention.base import AttentionLayer, Batch, LandmarkRule
+from cairn.attention.base import ALONE, AttentionLayer, Batch, LandmarkRule, alone
 from cairn.attention.registry import assign, cache_specs
 from cairn.cache.pools import CachePools, PageFormat
 
-SIZE, PAGES, TOKENS = 8, 4, 20
+SIZE, TOKENS = 8, 20
 PLAIN = AttentionLayer(0, "dense", num_heads=4, num_kv_heads=2, head_dim=16)
 LANDMARK = LandmarkRule(topk=2, window=9, softmax1=True, summary="mean", bias=False)
 LAYERS = {
@@ -20,6 +22,27 @@ LAYERS = {
     "window_attention": replace(PLAIN, backend="window", window=9),
     "landmark_attention": replace(PLAIN, backend="hsa", landmark=LANDMARK),
 }
+
+
+def step(layer: AttentionLayer, counts: list[int], **kinds: Any) -> Batch:
+    """The first slots of rows, so many of each, in pools of nothing but numbers."""
+    pages = [-(-count // SIZE) for count in counts]
+    pools = CachePools(cache_specs([layer]), sum(pages), PageFormat(SIZE, torch.float32), "cpu")
+    for tensor in pools.tensors():
+        tensor.normal_(generator=torch.manual_seed(1))
+    table = torch.zeros(len(counts), max(pages), dtype=torch.int32)
+    for row, (page, count) in enumerate(zip(itertools.accumulate(pages), pages, strict=True)):
+        table[row, :count] = torch.arange(page - count, page)
+    slot = torch.cat([torch.arange(count) for count in counts])
+    row = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    page = table[row, slot // SIZE].long()
+    done = (slot % SIZE == SIZE - 1).nonzero()[:, 0]
+    return Batch(
+        *(slot, slot, row, slot, page * SIZE + slot % SIZE, table, done, page[done]),
+        max_slot=max(counts) - 1,
+        backends=assign([layer], pools),
+        **kinds,
+    )
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -33,17 +56,58 @@ def test_hint_reaches_the_op(name: str, chunked: bool, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ops, name, hear)
     layer = LAYERS[name]
-    pools = CachePools(cache_specs([layer]), PAGES, PageFormat(SIZE, torch.float32), "cpu")
-    slot, table = torch.arange(TOKENS), torch.arange(PAGES).int().unsqueeze(0)
-    done = (slot % SIZE == SIZE - 1).nonzero()[:, 0]
-    batch = Batch(
-        *(slot, slot, slot * 0, slot, slot, table, done, done // SIZE),
-        max_slot=TOKENS - 1,
-        backends=assign([layer], pools),
-        chunked=chunked,
-    )
+    batch = step(layer, [TOKENS], chunked=chunked)
     q = torch.randn(TOKENS, layer.num_heads, layer.head_dim)
     k = torch.randn(TOKENS, layer.num_kv_heads, layer.head_dim)
     out = batch.attend(0, q, k, k, q)
     assert heard == [chunked]
     assert out.shape == q.shape and bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("count", [16, 64])
+@pytest.mark.parametrize("name", LAYERS)
+def test_slots_that_are_alone_are_attended_by_themselves(
+    name: str, count: int, told: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The same attention; the op is given them, and then the chunks with what is left of their
+    rows."""
+    op, heard = getattr(ops, name), []
+
+    def hear(q, *args, **kwargs):
+        heard.append((len(q), kwargs["chunked"], kwargs.get("stretches")))
+        return op(q, *args, **kwargs)
+
+    layer, counts = LAYERS[name], [*[1] * 20, 200, 80]
+    stretches = [n for row, many in enumerate(counts) for n in (row, 0, many)]
+    q, k = (torch.randn(300, heads, 16) for heads in (layer.num_heads, layer.num_kv_heads))
+    kinds = {"chunked": True, "stretches": stretches if told else None}
+    wanted = step(layer, counts, **kinds).attend(0, q, k, k, q)
+    monkeypatch.setattr(ops, name, hear)
+    torch.testing.assert_close(
+        step(layer, counts, alone=count, **kinds).attend(0, q, k, k, q), wanted
+    )
+    front = stretches[: 3 * 16] if count == 16 else [*stretches[: 3 * 20], 20, 0, 44]
+    behind = stretches[3 * 16 :] if count == 16 else [20, 44, 156, 21, 0, 80]
+    given = told and name == "dense_attention"
+    assert heard == [
+        (count, False, front if given else None),
+        (300 - count, True, behind if given else None),
+    ]
+    heard.clear()
+    # Of few tokens nothing is cut into tiles.
+    few = step(layer, counts[:20], alone=count, chunked=False)
+    few.attend(0, q[:20], k[:20], k[:20], q[:20])
+    assert heard == [(20, False, None)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "count"),
+    [
+        *((0, 4096, 0), (1, 4096, 16), (16, 32, 16), (16, 31, 0), (17, 4096, 64), (63, 127, 16)),
+        *((63, 128, 64), (65, 511, 64), (65, 512, 256), (1000, 4096, 256)),
+    ],
+)
+def test_how_many_are_alone(rows: int, slots: int, count: int):
+    assert alone(rows, slots) == count
+    assert count in (0, *ALONE)

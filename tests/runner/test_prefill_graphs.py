@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cairn import SamplingParams
+from cairn.attention.base import alone
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.engine import build
@@ -101,6 +102,8 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
         ]
         check_batch(model.batch, layout, last_token.numpy(), spare)
         assert model.batch.chunked == (len(layout.slot) >= 16 * len(layout.start))
+        beside = len(decoding) if works and model.batch.chunked else 0
+        assert model.batch.alone == alone(beside, len(model.batch.slot))
         assert torch.equal(tables[:-1], rows.tables[:-1])
     assert replayed > 10
 
@@ -177,6 +180,14 @@ def test_kinds_come_with_the_largest_first(no_gpu):
     assert kinds[0] == Kind(MOST, True)
     assert {kind.slots for kind in kinds} == set(graphs.buckets)
     assert next(kind.slots for kind in kinds if not kind.chunked) == SPLIT_TOKENS
+    # Beside a row that is prefilled there is none.
+    assert not any(kind.alone for kind in kinds)
+    rows = Rows(18, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
+    graphs, _ = graphs_of(rows, Model(), torch.zeros_like(rows.tables), 0)
+    kinds = graphs.kinds()
+    assert [kind.alone for kind in kinds if kind.slots == 128] == [0, 16, 64, 0]
+    assert [kind.alone for kind in kinds if kind.slots == 16] == [0, 0]
+    assert len(set(kinds)) == len(kinds)
 
 
 def test_a_graph_that_memory_does_not_hold_is_done_without(no_gpu, monkeypatch, caplog):
