@@ -91,6 +91,14 @@ class SlotMap:
         """User tokens among the first `n_slots` slots."""
         return self.token_at(n_slots)
 
+    def fitting(self, n_tokens: int, slots: int) -> int:
+        """User tokens that so many slots hold behind the first `n_tokens`, with the landmarks of
+        the pages that they fill."""
+        end = self.slots_for(n_tokens) + slots
+        last = self.tokens_in(end)
+        # A landmark that has no room waits, and the token before it with it.
+        return last - (self.slots_for(last) > end) - n_tokens
+
     def pages_for(self, n_tokens: W) -> W:
         """Pages needed for `n_tokens` tokens and the landmarks of the pages that they fill."""
         pages: W = -(-self.slots_for(n_tokens) // self.page_size)

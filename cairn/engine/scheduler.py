@@ -38,7 +38,7 @@ class Limits:
 
     Attributes:
         max_rows: requests that run at once.
-        step_slots: slots that one step may run; a landmark that closes a chunk may be one more.
+        step_slots: slots that one step may run; the landmark of a single token may be one more.
         step_seconds: what a step should take at most while rows decode: prefill is cut to fit.
             None: no limit.
     """
@@ -286,8 +286,7 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int) -> int:
         """User tokens that fill at most `budget` slots, at least one."""
-        last_slot = int(self.slots.slots_for(request.planned)) + budget
-        return max(1, min(request.pending, int(self.slots.tokens_in(last_slot)) - request.planned))
+        return max(1, min(request.pending, self.slots.fitting(request.planned, budget)))
 
     def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
         """Grow the lease to hold `num_tokens`, taking pages from the last in order if need be."""

@@ -118,6 +118,17 @@ def test_arrays_and_tensors_agree_with_integers(slots: SlotMap) -> None:
             assert tensor.tolist() == expected, name
 
 
+@pytest.mark.parametrize("slots", MAPS, ids=str)
+def test_tokens_that_fit_bring_no_landmark_beyond(slots: SlotMap) -> None:
+    for first in range(2 * slots.page_size + 1):
+        begin = len(inserted(slots, first))
+        for room in range(2 * slots.page_size + 2):
+            most = 0
+            while len(inserted(slots, first + most + 1)) - begin <= room:
+                most += 1
+            assert slots.fitting(first, room) == most, (first, room)
+
+
 @pytest.mark.parametrize(("size", "landmarks"), [(1, True), (0, True), (0, False), (-4, False)])
 def test_a_page_without_room_is_refused(size: int, landmarks: bool) -> None:
     with pytest.raises(ValueError, match="holds no token"):

@@ -173,6 +173,28 @@ def test_decode_goes_on_while_a_long_prompt_loads():
     assert 0 < long.request.computed < 1000
 
 
+@pytest.mark.parametrize("decoding", [0, 1, 2, 5, 15])
+def test_a_step_is_as_long_as_it_may_be_and_no_longer(decoding):
+    core = fake_core(page_size=16, pages=400, rows=20, step_slots=64, prefix_caching=False)
+    for k in range(decoding):
+        add(core, f"r{k}", [k % VOCAB], max_tokens=200)
+    core.step()
+    count, launch, seen = core.scheduler.slots.slots_for, core.executor.launch, []
+
+    def see(plan: StepPlan) -> Launched:
+        works = plan.row_by_row()
+        seen.append(sum(count(w.first + w.num_tokens) - count(w.first) for w in works))
+        return launch(plan)
+
+    core.executor.launch = see  # type: ignore[method-assign]
+    long = add(core, "long", [2] * 1500, max_tokens=1)
+    while not long.finished:
+        core.step()
+    # A landmark that has no room waits, and the token before it.
+    assert set(seen[:-2]) <= {63, 64}
+    assert seen[-2] <= 64
+
+
 def test_equal_prompts_are_computed_once():
     core = fake_core(page_size=16, pages=400, rows=8, step_slots=64)
     prompt = [i % 7 for i in range(500)]
