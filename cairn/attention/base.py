@@ -7,6 +7,7 @@ so a decode token, a landmark and a prefill chunk go through the same call.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -190,14 +191,16 @@ class Batch:
 
     def attend_parts(self, tiled: bool, attend: Callable[[Part], Tensor]) -> Tensor:
         """What `attend` gives of the step's slots [T, h_q, d]: of all, or where it would cut them
-        into tiles, of those that are alone and of the others."""
-        count = len(self.slot)
-        if not tiled or not 0 < self.alone < count or self.watch is not None:
+        into tiles, of those that are alone, as many at a time as it does not cut, and of the
+        others."""
+        bounds = [*range(0, self.alone, ALONE[-1]), self.alone, len(self.slot)]
+        cuts = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
+        if not tiled or len(cuts) == 1 or self.watch is not None:
             return attend(Part(None, self.row, self.slot, self.stretches, self.chunked))
         parts = []
-        for at in (slice(0, self.alone), slice(self.alone, count)):
+        for at in cuts:
             stretches = None if self.stretches is None else _cut(self.stretches, at)
-            chunked = self.chunked and at.start > 0
+            chunked = self.chunked and at.start >= self.alone
             parts.append(attend(Part(at, self.row[at], self.slot[at], stretches, chunked)))
         return torch.cat(parts)
 

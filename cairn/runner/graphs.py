@@ -233,6 +233,7 @@ class DecodeGraphs:
             completed_pages=lines[6, :closing],
             max_slot=place.page_table.shape[1] * size - 1,
             backends=place.backends,
+            alone=bucket,
             window_place=None if own is None else (own, lines[7, :bucket]),
         )
         return batch, lines[8, :bucket]

@@ -46,7 +46,7 @@ class Layout(NamedTuple):
         grants: what the plan changes in the page tables.
         start: [works], index in the batch of each work's first slot.
         last: [works], that of its last user token; a landmark may follow it.
-        decoding: works in front that decode, where others follow them; else 0.
+        decoding: works in front that decode.
     """
 
     ids: Ints
@@ -66,6 +66,12 @@ class Layout(NamedTuple):
     def chunked(self) -> bool:
         """See Batch."""
         return len(self.slot) >= CHUNK * len(self.start)
+
+    @property
+    def alone(self) -> int:
+        """See Batch."""
+        slots, decode = len(self.slot), self.decoding == len(self.start)
+        return slots if decode else alone(self.decoding, slots)
 
     def stretches(self) -> list[int]:
         """Row, first slot and number of slots of each work, one after the other."""
@@ -170,7 +176,7 @@ class Rows:
             start=start,
             # A token that decodes is its work's first slot.
             last=start + slots.slot_of(end_token - 1) - first_slot if plan.work else start,
-            decoding=len(plan.decode.row) if plan.work else 0,
+            decoding=len(plan.decode.row),
         )
 
     def batch(
@@ -203,7 +209,7 @@ class Rows:
             stretches=layout.stretches(),
             chunked=layout.chunked,
             # The CPU's tiles are of one row each.
-            alone=0 if self.device.type == "cpu" else alone(layout.decoding, len(layout.slot)),
+            alone=0 if self.device.type == "cpu" else layout.alone,
             backends=backends,
         )
 

@@ -101,6 +101,25 @@ def test_slots_that_are_alone_are_attended_by_themselves(
     assert heard == [(20, False, None)]
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_many_rows_that_decode_are_never_cut_into_tiles(name: str, monkeypatch: pytest.MonkeyPatch):
+    op, heard = getattr(ops, name), []
+
+    def hear(q, *args, **kwargs):
+        heard.append(len(q))
+        return op(q, *args, **kwargs)
+
+    layer, counts = LAYERS[name], [1] * 520
+    q, k = (torch.randn(520, heads, 16) for heads in (layer.num_heads, layer.num_kv_heads))
+    wanted = step(layer, counts).attend(0, q, k, k, q)
+    monkeypatch.setattr(ops, name, hear)
+    torch.testing.assert_close(step(layer, counts, alone=520).attend(0, q, k, k, q), wanted)
+    assert heard == [256, 256, 8]
+    heard.clear()
+    step(layer, counts[:256], alone=256).attend(0, q[:256], k[:256], k[:256], q[:256])
+    assert heard == [256]
+
+
 @pytest.mark.parametrize(
     ("rows", "slots", "count"),
     [

@@ -172,3 +172,17 @@ def test_window_layers_write_to_pages_of_their_own():
     assert table[1, 6] == 23 and table[0, 0] == 24
     shared = batch_of(make_rows(4, True), StepPlan(2, (), (), both[1:], work[1:]))
     assert shared.window_place is None
+
+
+def test_what_is_alone_decodes():
+    rows = make_rows(16, True, num_rows=3)
+    grants = tuple(PageGrant(r, 0, tuple(range(10 * r, 10 * r + 10))) for r in range(3))
+    chunk = RowWork(2, 0, [1] * 60, sample=True)
+    decode = decoding((0, 7), (1, 14))
+    both = rows.lay_out(StepPlan(0, (), (), grants, (chunk,), decode))
+    assert (both.decoding, len(both.slot), both.alone) == (2, 67, 16)
+    # The second one's landmark is alone too.
+    alone = rows.lay_out(StepPlan(1, (), (), (), (), decode))
+    assert (alone.decoding, len(alone.slot), alone.alone) == (2, 3, 3)
+    prefill = rows.lay_out(StepPlan(2, (), (), (), (chunk,)))
+    assert (prefill.decoding, prefill.alone) == (0, 0)
