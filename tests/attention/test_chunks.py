@@ -101,6 +101,16 @@ def test_slots_that_are_alone_are_attended_by_themselves(
     assert heard == [(20, False, None)]
 
 
+def test_what_is_watched_is_attended_in_one():
+    layer, counts = LAYERS["landmark_attention"], [*[1] * 20, 280]
+    batch = step(layer, counts, chunked=True, alone=16, watch=torch.tensor([3, 299]))
+    q, k = (torch.randn(300, heads, 16) for heads in (layer.num_heads, layer.num_kv_heads))
+    batch.attend(0, q, k, k, q)
+    (reads,) = batch.reads
+    assert reads.pages.shape[0] == reads.weights.shape[0] == 2
+    assert reads.pages[0].eq(-1).all() and reads.pages[1].ge(0).all()
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_many_rows_that_decode_are_never_cut_into_tiles(name: str, monkeypatch: pytest.MonkeyPatch):
     op, heard = getattr(ops, name), []

@@ -97,6 +97,7 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
         else:
             told_before = told
         check_batch(model.batch, layout, told_before, spare)
+        assert model.batch.alone == len(model.batch.slot)
         assert torch.equal(tables[:-1], rows.tables[:-1])
 
 

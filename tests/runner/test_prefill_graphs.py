@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cairn import SamplingParams
-from cairn.attention.base import alone
+from cairn.attention.base import Batch, alone
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.engine import build
@@ -230,6 +230,30 @@ def test_an_engine_whose_steps_are_graphs(no_gpu, monkeypatch, case):
     plain = engine(case, enable_prefix_caching=False)
     assert graphs.runner.prefill_graphs is not None and plain.runner.prefill_graphs is None
     check_schedules(graphs, plain, graphs.runner.prefill_graphs.buckets[:6])
+
+
+@pytest.mark.parametrize("case", ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"])
+def test_rows_that_decode_beside_chunks_that_are_cut_into_tiles(no_gpu, monkeypatch, case):
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "CachePools", with_a_spare_page)
+        graphs = engine(case, enable_prefix_caching=False)
+    plain = engine(case, enable_prefix_caching=False)
+    attend_parts, counts = Batch.attend_parts, set()
+
+    def count_parts(batch, tiled, attend):
+        parts = []
+        out = attend_parts(batch, tiled, lambda part: parts.append(part) or attend(part))
+        counts.add(len(parts))
+        return out
+
+    monkeypatch.setattr(Batch, "attend_parts", count_parts)
+    rng = random.Random(5)
+    prompts = [text(i, rng.choice([3, 20, 150, 260, 330])) for i in range(7)]
+    params = [greedy(rng.choice([3, 25])) for _ in prompts]
+    got, wanted = (run(built, prompts, params, (160, 301, 140)) for built in (graphs, plain))
+    for one, other in zip(got, wanted, strict=True):
+        assert_same(one, other)
+    assert counts == {1, 2}
 
 
 def check_schedules(graphs: Built, plain: Built, buckets) -> None:
