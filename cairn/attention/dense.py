@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cairn import ops
 from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, Part
-from cairn.ops.attention.launch import CHUNK_LINES, DENSE_LINES, in_tiles
+from cairn.ops.attention.launch import dense_in_tiles
 
 
 class DenseBackend(AttentionBackend):
@@ -44,5 +44,5 @@ class DenseBackend(AttentionBackend):
             )
             return o
 
-        lines = CHUNK_LINES if batch.stretches is None else DENSE_LINES
-        return batch.attend_parts(in_tiles(q, layer.num_kv_heads, batch.chunked, lines), attend)
+        tiled = dense_in_tiles(q, layer.num_kv_heads, batch.chunked, batch.stretches)
+        return batch.attend_parts(tiled, attend)

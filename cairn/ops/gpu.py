@@ -191,8 +191,8 @@ def again(
 
 
 def compiling_beside() -> Any:
-    """Triton's mode in which an executor's threads compile what is launched; None if it has none.
-    Within, a launch that is none (`warmup`) gives what has a `future`."""
+    """Triton's mode in which an executor's threads compile kernels; None if it has none. In it a
+    kernel that is to be compiled, not launched (`warmup`), is a handle with a `future`."""
     return getattr(_module, "AsyncCompileMode", None)
 
 

@@ -263,9 +263,11 @@ class Runner:
                 if some is not None:
                     some.rehearse()
             self.graphs = self.prefill_graphs = None
-            for plan in plans:
-                self.launch(plan).result()
-        self.graphs, self.prefill_graphs = graphs
+            try:
+                for plan in plans:
+                    self.launch(plan).result()
+            finally:
+                self.graphs, self.prefill_graphs = graphs
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, layout: Layout, picks: Picks) -> _Chosen:

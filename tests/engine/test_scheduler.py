@@ -174,7 +174,7 @@ def test_decode_goes_on_while_a_long_prompt_loads():
 
 
 @pytest.mark.parametrize("decoding", [0, 1, 2, 5, 15])
-def test_a_step_is_as_long_as_it_may_be_and_no_longer(decoding):
+def test_a_step_is_as_long_as_it_may_be_and_no_longer(decoding, monkeypatch):
     core = fake_core(page_size=16, pages=400, rows=20, step_slots=64, prefix_caching=False)
     for k in range(decoding):
         add(core, f"r{k}", [k % VOCAB], max_tokens=200)
@@ -186,7 +186,7 @@ def test_a_step_is_as_long_as_it_may_be_and_no_longer(decoding):
         seen.append(sum(count(w.first + w.num_tokens) - count(w.first) for w in works))
         return launch(plan)
 
-    core.executor.launch = see  # type: ignore[method-assign]
+    monkeypatch.setattr(core.executor, "launch", see)
     long = add(core, "long", [2] * 1500, max_tokens=1)
     while not long.finished:
         core.step()

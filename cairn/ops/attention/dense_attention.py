@@ -258,8 +258,7 @@ def _by_splits(
     stretches: list[int] | None = None,
     chunked: bool = False,
 ) -> bool:
-    lines = launch.CHUNK_LINES if stretches is None else launch.DENSE_LINES
-    tiled = launch.in_tiles(q, k_cache.shape[1], chunked, lines)
+    tiled = launch.dense_in_tiles(q, k_cache.shape[1], chunked, stretches)
     return not tiled and launch.accepts(q, k_cache, v_cache)
 
 

@@ -80,6 +80,13 @@ def in_tiles(q: Tensor, kv_heads: int, chunked: bool, lines: int = CHUNK_LINES) 
     return tokens > SPLIT_TOKENS or (chunked and tokens * kv_heads >= lines)
 
 
+def dense_in_tiles(
+    q: Tensor, kv_heads: int, chunked: bool, stretches: Sequence[int] | None
+) -> bool:
+    """`in_tiles` where all keys are seen; stretches: as in `dense_attention`."""
+    return in_tiles(q, kv_heads, chunked, CHUNK_LINES if stretches is None else DENSE_LINES)
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """Attention of every token over its last slots, as the ops define it.
