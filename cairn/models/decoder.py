@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import torch
@@ -115,11 +115,12 @@ class Decoder(nn.Module):
         return sum(tensor.nbytes for tensor in self.parameters())
 
     @contextlib.contextmanager
-    def abridged(self) -> Iterator[None]:
+    def abridged(self, backends: Sequence[str]) -> Iterator[None]:
         """Within, a step runs one block of each kind, and the last one: all kernels that the whole
-        model runs, for what they compute is of no use."""
-        kinds = {layer: i for i, layer in reversed(list(enumerate(self.spec.layers)))}
-        every, self._running = self._running, sorted({*kinds.values(), len(self.layers) - 1})
+        model runs, for what they compute is of no use. backends: that of each block's attention."""
+        kinds = list(enumerate(zip(self.spec.layers, backends, strict=True)))
+        first = {kind: i for i, kind in reversed(kinds)}
+        every, self._running = self._running, sorted({*first.values(), len(self.layers) - 1})
         try:
             yield
         finally:

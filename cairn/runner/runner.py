@@ -58,8 +58,9 @@ class StepModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, V] float32 over the user vocabulary."""
 
-    def abridged(self) -> contextlib.AbstractContextManager[None]:
-        """Within, steps run every kernel of the model, for nothing."""
+    def abridged(self, backends: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """Within, steps run every kernel of the model, whose layers have these backends, for
+        nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ class Runner:
     def rehearse(self, plans: Sequence[StepPlan]) -> None:
         """Queue what graphs would hold, and steps without graphs: every kernel, for nothing."""
         graphs = self.graphs, self.prefill_graphs
-        with self.model.abridged():
+        with self.model.abridged([layer.backend for _, layer in self.backends.values()]):
             for some in graphs:
                 if some is not None:
                     some.rehearse()

@@ -103,11 +103,16 @@ def test_a_runner_takes_them(case):
 
 
 @pytest.mark.parametrize(
-    ("case", "ran"),
-    [("qwen_gqa4_prior_lora_inrange", {0, 1}), ("olmo_mha_interleave4", {0, 3, 7})],
+    ("case", "options", "ran"),
+    [
+        ("qwen_shared_qc", {}, {0, 2}),
+        # Alike, but for what computes its attention.
+        ("qwen_shared_qc", {"hsa_layers": "1"}, {0, 1, 2}),
+        ("olmo_mha_interleave4", {}, {0, 3, 7}),
+    ],
 )
-def test_a_rehearsal_runs_a_block_of_each_kind_and_the_last(case, ran):
-    built = engine(case)
+def test_a_rehearsal_runs_a_block_of_each_kind_and_the_last(case, options, ran):
+    built = engine(case, **options)
     runner, blocks = built.runner, built.runner.model.layers
     assert max(ran) == len(blocks) - 1
     seen = []
