@@ -19,6 +19,9 @@ import zmq
 from cairn.engine.messages import FROM_ENGINE, TO_ENGINE, FromEngine, Launch, Ready, ToEngine
 from cairn.errors import BadConfig, BadRequest, EngineDead
 
+MESSAGES = 64
+"""Taken in one turn of the event loop at most: one is what a step adds to all that runs."""
+
 
 class Child:
     """Starts the process in the running event loop; `close` must follow.
@@ -47,9 +50,10 @@ class Child:
         except BaseException:
             self._drop()
             raise
-        self._loop.add_reader(self._inbox.FD, self.receive)
+        self._goes_on = False
+        self._loop.add_reader(self._inbox.FD, self._begin)
         # What came before the reader was there rings no bell.
-        self._loop.call_soon(self.receive)
+        self._loop.call_soon(self._begin)
 
     @property
     def pid(self) -> int:
@@ -85,16 +89,38 @@ class Child:
             ) from None
 
     def receive(self) -> None:
-        """Take every message that has come; the socket's bell rings again only after that."""
-        while not self._inbox.closed:
-            try:
-                frame = self._inbox.recv(zmq.NOBLOCK)
-            except zmq.Again:
+        """Take every message that has come."""
+        while self._receive_one():
+            pass
+
+    def _begin(self) -> None:
+        """The socket's bell, which also rings between two turns."""
+        if not self._goes_on:
+            self._receive_some()
+
+    def _receive_some(self) -> None:
+        """Take what has come, but let others have their turn in between. The bell rings again only
+        when all is taken."""
+        self._goes_on = False
+        for _ in range(MESSAGES):
+            if not self._receive_one():
                 return
-            message = self._decoder.decode(frame)
-            if isinstance(message, Ready) and self._outbox.poll(0, zmq.POLLOUT):
-                self._hide()
-            self._take(message)
+        self._goes_on = True
+        self._loop.call_soon(self._receive_some)
+
+    def _receive_one(self) -> bool:
+        """Take the next message; False: there is none."""
+        if self._inbox.closed:
+            return False
+        try:
+            frame = self._inbox.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        message = self._decoder.decode(frame)
+        if isinstance(message, Ready) and self._outbox.poll(0, zmq.POLLOUT):
+            self._hide()
+        self._take(message)
+        return True
 
     def exit_reason(self) -> EngineDead:
         """How it ended. Only for a process that is not alive."""

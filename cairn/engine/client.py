@@ -38,12 +38,13 @@ from cairn.engine.messages import (
     Stats,
     Stop,
     Submit,
+    joined,
     pack_ids,
 )
 from cairn.engine.watchdog import TICK_SECONDS, Watchdog
 from cairn.errors import BadRequest, Busy, CairnError, EngineDead
 from cairn.obs.log import LEVELS, get_logger
-from cairn.types import SamplingParams
+from cairn.types import FinishReason, SamplingParams
 
 log = get_logger(__name__)
 
@@ -54,12 +55,18 @@ LONGEST_WAIT = 60
 FIRST_WAIT = 5
 """Seconds told to a refused client at most, and while no completion has been seen yet."""
 
+FAILURES = frozenset({FinishReason.ERROR.value, FinishReason.ABORT.value})
+"""Reasons of an output that did not come to its end."""
+
 LAST_WORDS_SECONDS = 2.0
 """How long a process that said it ends may take to do so."""
 
 
 class Submission:
     """A request in the engine: an async iterator of its deltas, for one consumer.
+
+    What steps add to a continuation while the consumer is busy comes as one delta: who is slower
+    than the engine gets larger pieces, never later ones. A failure comes by itself.
 
     It ends when all continuations have ended, or after `cancel`. As a context manager it cancels
     what is unfinished when the block is left.
@@ -68,14 +75,15 @@ class Submission:
         EngineDead: the engine ended before the request did.
     """
 
-    __slots__ = ("_client", "_deltas", "_error", "_waiter", "cancelled", "id", "unfinished")
+    __slots__ = ("_client", "_error", "_waiter", "_waiting", "cancelled", "id", "unfinished")
 
     def __init__(self, client: EngineClient, request_id: str, n: int) -> None:
         self.id = request_id
         self.unfinished = n
         self.cancelled = False
         self._client = client
-        self._deltas: deque[Delta] = deque()
+        # By continuation, and whether it has failed.
+        self._waiting: dict[tuple[int, bool], list[Delta]] = {}
         self._error: EngineDead | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -83,7 +91,7 @@ class Submission:
         return self
 
     async def __anext__(self) -> Delta:
-        while not self._deltas:
+        while not self._waiting:
             if self._error is not None:
                 raise self._error
             if self.cancelled or self.unfinished == 0:
@@ -93,7 +101,7 @@ class Submission:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._deltas.popleft()
+        return joined(self._waiting.pop(next(iter(self._waiting))))
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +119,7 @@ class Submission:
         if self.cancelled or self.unfinished == 0 or self._error is not None:
             return
         self.cancelled = True
-        self._deltas.clear()
+        self._waiting.clear()
         self._client.abort(self.id)
         self._wake()
 
@@ -120,7 +128,8 @@ class Submission:
         if delta.finish_reason is not None:
             self.unfinished -= 1
         if not self.cancelled:
-            self._deltas.append(delta)
+            failed = delta.finish_reason in FAILURES
+            self._waiting.setdefault((delta.index, failed), []).append(delta)
             self._wake()
 
     def fail(self, error: EngineDead) -> None:

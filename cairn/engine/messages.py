@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -150,7 +151,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a step added to one continuation.
+    """What a step, or several, added to one continuation.
 
     Attributes:
         id: the request.
@@ -181,6 +182,22 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     timing: Timing | None = None
     error: str | None = None
     status: int = 500
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """What several steps added to one continuation, in order, as if one had."""
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    return msgspec.structs.replace(
+        last,
+        text="".join([delta.text for delta in deltas]),
+        token_ids=tuple(chain.from_iterable([delta.token_ids for delta in deltas])),
+        logprobs=tuple(chain.from_iterable([delta.logprobs for delta in deltas])),
+        selection=tuple(chain.from_iterable([delta.selection for delta in deltas])),
+        prompt_logprobs=deltas[0].prompt_logprobs,
+        cached_tokens=deltas[0].cached_tokens,
+    )
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
