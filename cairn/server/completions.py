@@ -117,7 +117,7 @@ class CompletionShape:
             index=choice,
             text=prompt.text + delta.text if first else delta.text,
             logprobs=self._score(choice, delta, first),
-            finish_reason=cast(LegacyFinish | None, delta.finish_reason),
+            finish_reason=cast("LegacyFinish | None", delta.finish_reason),
             stop_reason=delta.stop_reason,
             cairn=ChoiceExtras(list(delta.selection)) if delta.selection else UNSET,
         )
