@@ -53,6 +53,11 @@ def _lines(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None 
     return launch.accepts(Rows(score, lengths, row_starts, topk))
 
 
+@fast_topk_v2.implementation("topk", devices=("cpu",))
+def _(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> Tensor:
+    return selection.select_by_topk(Rows(score, lengths, row_starts, topk))
+
+
 @fast_topk_v2.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
 def _(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> Tensor:
     return launch.select(Rows(score, lengths, row_starts, topk))

@@ -71,6 +71,28 @@ def select(rows: Rows) -> Tensor:
     return torch.where((lengths > topk)[:, None], chosen, whole)
 
 
+def select_by_topk(rows: Rows) -> Tensor:
+    """`select`, by torch.topk where all of a row are candidates. That takes any of equals: a row
+    whose last one has equals that are not taken is looked at again."""
+    score, lengths, starts, topk = rows
+    width = score.shape[1]
+    if starts is not None or width <= topk or bool((lengths != width).any()):
+        return select(rows)
+    value, place = torch.topk(score, topk, dim=1)
+    chosen = place.sort(dim=1).values.to(torch.int32)
+    reach = torch.count_nonzero(score >= value[:, -1:], dim=1)
+    # NaN is taken first.
+    again = ((reach != topk) | value[:, 0].isnan()).nonzero()[:, 0]
+    if len(again):
+        some = score[again].nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        last = torch.topk(some, topk, dim=1).values[:, -1:]
+        taken, equal = some > last, some == last
+        room = topk - torch.count_nonzero(taken, dim=1)
+        taken |= equal & (equal.cumsum(1, dtype=torch.int32) <= room[:, None])
+        chosen[again] = taken.nonzero()[:, 1].view(-1, topk).to(torch.int32)
+    return chosen
+
+
 def _ordered(score: Tensor) -> Tensor:
     """int64 of the order in which scores are preferred."""
     bits = (score.nan_to_num(-torch.inf, torch.inf, -torch.inf) + 0.0).view(torch.int32).long()

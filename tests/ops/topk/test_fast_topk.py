@@ -43,14 +43,19 @@ def on(device: str, *tensors: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("topk", [1, 7, 63, 100])
-@pytest.mark.parametrize("kind", ["random", "ties", "constant", "wild"])
-def test_against_sorting(kind: str, topk: int, device: str) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", ["random", "ties", "constant", "pairs", "wild"])
+def test_against_sorting(kind: str, whole: bool, topk: int, device: str) -> None:
     g = torch.Generator().manual_seed(topk)
     score = torch.randn(6, 1000, generator=g)
     if kind == "ties":
         score = torch.randint(-3, 4, (6, 1000), generator=g).float()
     elif kind == "constant":
         score = torch.zeros(6, 1000)
+    elif kind == "pairs":
+        # With NaN in front the last one taken may stand where it would without an equal.
+        score = (torch.randperm(1000, generator=g) // 2).float().repeat(6, 1)
+        score[:, 70] = math.nan
     elif kind == "wild":
         # Few that are larger than zero: the last ones taken are among the zeros, or below.
         rare = torch.tensor([math.nan, -math.inf, -0.0, 0.0, math.inf, 1e-45])
@@ -58,10 +63,13 @@ def test_against_sorting(kind: str, topk: int, device: str) -> None:
         score = rare[torch.multinomial(often, 1000, replacement=True, generator=g)]
     lengths = torch.tensor([0, topk, topk + 1, 500, 999, 63], dtype=torch.int32)
     starts = torch.tensor([1000, 3, 5, 500, 1, 0], dtype=torch.int32)
-    wanted = expected(score, lengths, topk, starts)
-    given = on(device, score, lengths, starts)
+    given = [score, lengths, starts]
+    if whole:
+        given = [score, torch.full((6,), 1000, dtype=torch.int32)]
+    wanted = expected(given[0], given[1], topk, None if whole else starts)
+    values, counts, *begin = on(device, *given)
     for name in runnable_on(fast_topk_v2, device):
-        got = fast_topk_v2.using(name)(given[0], given[1], topk, given[2])
+        got = fast_topk_v2.using(name)(values, counts, topk, *begin)
         assert got.dtype == torch.int32
         assert got.tolist() == wanted, name
 
