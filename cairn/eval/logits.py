@@ -16,7 +16,7 @@ from torch import Tensor
 from cairn.cache.paged import Lease, PageCache
 from cairn.errors import BadRequest, OutOfMemory
 from cairn.llm import LLM
-from cairn.runner.runner import LOGITS_BYTES
+from cairn.runner.logprobs import block_rows
 from cairn.runner.staging import send
 from cairn.runner.step import PageGrant, RowWork, StepPlan
 from cairn.types import SamplingParams
@@ -69,7 +69,7 @@ def read_tail(
             core.cache.pass_windows(lease, int(slots.complete_pages(end)))
             wanted = np.arange(max(first, done), end)
             index = slots.slot_of(wanted) - slots.slots_for(done)
-            block = max(1, LOGITS_BYTES // (4 * llm.spec.vocab_size))
+            block = block_rows(llm.spec.vocab_size)
             for at in range(0, len(index), block):
                 (chosen,) = send((index[at : at + block],), hidden.device)
                 take(int(wanted[at]) - first, runner.model.logits(hidden[chosen]))

@@ -26,9 +26,10 @@ from cairn.cache.pools import CachePools
 from cairn.ops.landmark.select_task import candidate_pages
 from cairn.ops.trust import trusted
 from cairn.runner.graphs import GREEDY, LOGITS, DecodeGraphs, Ending, Place, Sampling
+from cairn.runner.logprobs import Reported, block_rows
 from cairn.runner.prefill_graphs import PrefillGraphs
 from cairn.runner.rows import Layout, Rows
-from cairn.runner.sampler import Choice, Picks, Sampler, alternatives
+from cairn.runner.sampler import Choice, Picks, Sampler
 from cairn.runner.selection import selections
 from cairn.runner.staging import Arriving, Trip, send
 from cairn.runner.step import (
@@ -45,8 +46,6 @@ from cairn.types import LayerSelection
 log = logging.getLogger(__name__)
 
 STEPS_COUNTED_AT_ONCE = 256
-LOGITS_BYTES = 64 << 20
-"""Prompt log-probabilities are taken in blocks of at most this many bytes of logits."""
 
 
 class StepModel(Protocol):
@@ -162,12 +161,24 @@ class PageReads:
             self._selected += heads * int(candidates.clamp(max=topk).sum())
 
 
+class _Prompt(NamedTuple):
+    """What is reported of a work's prompt tokens, in blocks."""
+
+    work: RowWork
+    blocks: tuple[Reported, ...]
+
+    def logprobs(self) -> PromptLogprobs:
+        """Wait for them."""
+        entries = tuple(entry for block in self.blocks for entry in block.entries())
+        return PromptLogprobs(self.work.row, self.work.first, entries)
+
+
 class _Chosen(NamedTuple):
     """What a step chose: the tokens, and what the queries of some works read."""
 
     choice: Choice
     selection: Mapping[int, tuple[LayerSelection, ...]] = MappingProxyType({})
-    prompt: tuple[PromptLogprobs, ...] = ()
+    prompts: tuple[_Prompt, ...] = ()
 
 
 class LaunchedStep:
@@ -188,14 +199,9 @@ class LaunchedStep:
         tokens = self._arriving.tokens()
         seconds = self._seconds + time.perf_counter() - began
         chosen = self._chosen
-        return StepResult(
-            self._plan.step_id,
-            tokens,
-            chosen.choice.logprobs,
-            chosen.selection,
-            chosen.prompt,
-            seconds,
-        )
+        logprobs = chosen.choice.logprobs()
+        prompts = tuple(prompt.logprobs() for prompt in chosen.prompts)
+        return StepResult(self._plan.step_id, tokens, logprobs, chosen.selection, prompts, seconds)
 
 
 class Runner:
@@ -278,18 +284,18 @@ class Runner:
             last = last[[True] * len(plan.decode.row) + [work.sample for work in plan.work]]
         watched = self.sampler.watched(picks)
         hidden, reads = self._hidden(layout, last[watched])
-        choice = Choice(hidden.new_empty(0, dtype=torch.int64), {})
+        choice = Choice(hidden.new_empty(0, dtype=torch.int64))
         if len(last):
             index, row = send((last, picks.row), hidden.device)
             choice = self.sampler.sample(self.model.logits(ops.take_rows(hidden, index)), picks)
             self.rows.remember(row, choice.tokens)
         read = selections(reads, len(watched)) if watched else []
-        prompt = tuple(
-            self._prompt_logprobs(hidden, work, int(layout.start[i]))
+        prompts = tuple(
+            self._prompt(hidden, work, int(layout.start[i]))
             for i, work in enumerate(plan.work, len(plan.decode.row))
             if len(work.prompt_targets)
         )
-        return _Chosen(choice, dict(zip(watched, read, strict=True)), prompt)
+        return _Chosen(choice, dict(zip(watched, read, strict=True)), prompts)
 
     def _hidden(self, layout: Layout, watched: Ints) -> tuple[Tensor, list[LayerReads]]:
         """The model's pass over a step, by its graph where there is one; hidden states [T, hidden],
@@ -323,24 +329,22 @@ class Runner:
                 self.rows.remember(index, choice.tokens)
             trip.bring(choice.tokens)
         else:
-            choice = Choice(output, {})
+            choice = Choice(output)
         return LaunchedStep(plan, _Chosen(choice), trip, 0.0)
 
-    def _prompt_logprobs(self, hidden: Tensor, work: RowWork, start: int) -> PromptLogprobs:
+    def _prompt(self, hidden: Tensor, work: RowWork, start: int) -> _Prompt:
         """Log-probabilities of the work's targets, a block of logits at a time."""
         wanted = self.sampler.params(work.row).prompt_logprobs
         assert wanted is not None
-        offsets = np.arange(len(work.prompt_targets))
+        targets = np.array(work.prompt_targets)
         slots = self.shape.slots
-        index = start + slots.slot_of(work.first + offsets) - slots.slots_for(work.first)
-        block = max(1, LOGITS_BYTES // (4 * self.shape.vocab_size))
-        entries = []
-        for at in range(0, len(index), block):
-            (rows,) = send((index[at : at + block],), hidden.device)
+        slot = slots.slot_of(work.first + np.arange(len(targets)))
+        index = start + slot - slots.slots_for(work.first)
+        size = block_rows(self.shape.vocab_size)
+        blocks = []
+        for at in range(0, len(index), size):
+            part = slice(at, at + size)
+            rows, tokens = send((index[part], targets[part]), hidden.device)
             logprobs = torch.log_softmax(self.model.logits(hidden[rows]), dim=-1)
-            targets = work.prompt_targets[at : at + block]
-            entries += [
-                alternatives(line, int(target), wanted)
-                for line, target in zip(logprobs, targets, strict=True)
-            ]
-        return PromptLogprobs(work.row, work.first, tuple(entries))
+            blocks.append(Reported(logprobs, tokens, [wanted] * len(tokens)))
+        return _Prompt(work, tuple(blocks))

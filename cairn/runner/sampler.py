@@ -4,7 +4,6 @@ gets the same tokens in a batch, alone, and after a retraction."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,23 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn import ops
+from cairn.runner.logprobs import Reported
+from cairn.runner.penalties import Penalties
 from cairn.runner.staging import send
 from cairn.runner.step import Alternatives, Ints, RowOpen, StepPlan
 from cairn.types import SamplingParams
 
 INT64_MASK = (1 << 64) - 1
 FLOAT32 = torch.finfo(torch.float32)
-PENALTY_RANGE = (1e-30, 1e30)
-"""Repetition penalties beyond it choose the same tokens, but logits overflow."""
-
-
-@dataclass(slots=True)
-class _RowState:
-    """What sampling remembers of a row."""
-
-    opened: RowOpen
-    prompt_mask: Tensor | None = None
-    output_counts: Tensor | None = None
 
 
 class Picks(NamedTuple):
@@ -125,11 +115,19 @@ class Choice(NamedTuple):
 
     Attributes:
         tokens: [n] int64 on the device, -1 where the logits allow none.
-        logprobs: index of a token -> what is reported of it.
+        reporting: indices of those of which something is reported.
+        reported: what, of these.
     """
 
     tokens: Tensor
-    logprobs: dict[int, Alternatives]
+    reporting: Sequence[int] = ()
+    reported: Reported | None = None
+
+    def logprobs(self) -> dict[int, Alternatives]:
+        """Index of a token -> what is reported of it; waits for it."""
+        if self.reported is None:
+            return {}
+        return dict(zip(self.reporting, self.reported.entries(), strict=True))
 
 
 class Sampler:
@@ -145,30 +143,27 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._table = _Table(num_rows)
-        self._rows: dict[int, _RowState] = {}
+        self._rows: dict[int, RowOpen] = {}
+        self._penalties = Penalties(vocab_size, device)
         self._known: _Lookup | None = None
 
     def open(self, opened: RowOpen) -> None:
         """A request takes a row: whatever an earlier one left there is forgotten."""
-        state = _RowState(opened)
+        self._rows[opened.row] = opened
         self._known = None
         self._table.fill(opened, self.vocab_size)
+        self._penalties.close(opened.row)
         if opened.params.penalized:
-            history = torch.as_tensor(list(opened.history), dtype=torch.int64, device=self.device)
-            prompt, output = history[: opened.num_prompt], history[opened.num_prompt :]
-            counts = torch.zeros(self.vocab_size, dtype=torch.int32, device=self.device)
-            state.prompt_mask = torch.zeros_like(counts, dtype=torch.bool)
-            state.prompt_mask[prompt] = True
-            state.output_counts = counts.index_add_(0, output, torch.ones_like(output).int())
-        self._rows[opened.row] = state
+            self._penalties.open(opened)
 
     def close(self, row: int) -> None:
         """The row's request ended."""
         self._rows.pop(row, None)
+        self._penalties.close(row)
 
     def params(self, row: int) -> SamplingParams:
         """The sampling parameters of the row's request."""
-        return self._rows[row].opened.params
+        return self._rows[row].params
 
     def watched(self, picks: Picks) -> list[int]:
         """Indices of those that want to know what they read."""
@@ -204,36 +199,42 @@ class Sampler:
         Args:
             logits: [n, V] float32, one line for each of them; changed in place.
         """
-        states = [self._rows[row] for row in picks.row.tolist()]
-        reported = self._raw_logprobs(logits, states)
-        self._adjust(logits, picks, states)
+        rows: list[int] = picks.row.tolist()
+        opened = [self._rows[row] for row in rows]
+        wanted = {
+            i: o.params.logprobs for i, o in enumerate(opened) if o.params.logprobs is not None
+        }
+        # Those before anything is adjusted.
+        raw = torch.log_softmax(self._lines(logits, list(wanted)), dim=-1) if wanted else None
+        self._bias(logits, picks, opened)
+        penalised = self._penalties.among(rows)
+        if penalised:
+            self._penalties.apply(logits, rows, penalised)
+        if picks.masks:
+            self._mask(logits, picks.masks)
         tokens = choose(logits, self.draws(picks))
-        for i, state in enumerate(states):
-            if state.output_counts is not None:
-                chosen = tokens[i : i + 1].clamp(min=0)
-                state.output_counts.index_add_(0, chosen, torch.ones_like(chosen).int())
-        return Choice(tokens, self._report(reported, states, tokens))
+        if penalised:
+            self._penalties.count(tokens, rows, penalised)
+        if raw is None:
+            return Choice(tokens)
+        reporting = list(wanted)
+        reported = Reported(raw, self._lines(tokens, reporting), list(wanted.values()))
+        return Choice(tokens, reporting, reported)
 
-    def _adjust(self, logits: Tensor, picks: Picks, states: Sequence[_RowState]) -> None:
-        """Bias, penalties, and what stop ids and grammars forbid, in place."""
+    def _bias(self, logits: Tensor, picks: Picks, opened: Sequence[RowOpen]) -> None:
+        """Add what users ask for, and forbid stop ids that come too early, in place."""
         where: list[tuple[int, int]] = []
         bias: list[float] = []
-        for i, (number, state) in enumerate(zip(picks.number.tolist(), states, strict=True)):
-            params = state.opened.params
-            for token, value in params.logit_bias.items():
+        for i, (number, row) in enumerate(zip(picks.number.tolist(), opened, strict=True)):
+            for token, value in row.params.logit_bias.items():
                 where.append((i, token))
                 bias.append(value)
-            if number < params.min_tokens:
-                for token in state.opened.stop_ids:
+            if number < row.params.min_tokens:
+                for token in row.stop_ids:
                     where.append((i, token))
                     bias.append(-torch.inf)
         if where:
             ops.apply_logit_bias(logits, self._tensor(where), self._tensor(bias, torch.float32))
-        rows = [i for i, state in enumerate(states) if state.output_counts is not None]
-        if rows:
-            self._penalize(logits, rows, states)
-        if picks.masks:
-            self._mask(logits, picks.masks)
 
     def _mask(self, logits: Tensor, masks: Mapping[int, NDArray[np.int32]]) -> None:
         """Forbid what the grammars of these rows forbid; only their masks travel."""
@@ -246,38 +247,9 @@ class Sampler:
         lines = bitmask.new_empty(logits.shape[0], bitmask.shape[1]).index_copy_(0, rows, bitmask)
         ops.apply_token_bitmask_inplace_cuda(logits, lines, rows)
 
-    def _penalize(self, logits: Tensor, rows: Sequence[int], states: Sequence[_RowState]) -> None:
-        chosen = [states[i] for i in rows]
-        masks = torch.stack([s.prompt_mask for s in chosen if s.prompt_mask is not None])
-        counts = torch.stack([s.output_counts for s in chosen if s.output_counts is not None])
-        params = [s.opened.params for s in chosen]
-        numbers = (
-            [p.presence_penalty for p in params],
-            [p.frequency_penalty for p in params],
-            [_within(p.repetition_penalty, *PENALTY_RANGE) for p in params],
-        )
-        part = logits[self._tensor(rows)]
-        penalties = (self._tensor(column, torch.float32) for column in numbers)
-        ops.apply_penalties(part, masks, counts, *penalties)
-        logits[self._tensor(rows)] = part
-
-    def _raw_logprobs(self, logits: Tensor, states: Sequence[_RowState]) -> Tensor | None:
-        """Log-probabilities before anything is adjusted, of the rows that want them."""
-        rows = [i for i, s in enumerate(states) if s.opened.params.logprobs is not None]
-        return torch.log_softmax(logits[self._tensor(rows)], dim=-1) if rows else None
-
-    def _report(
-        self, logprobs: Tensor | None, states: Sequence[_RowState], tokens: Tensor
-    ) -> dict[int, Alternatives]:
-        if logprobs is None:
-            return {}
-        rows = [i for i, s in enumerate(states) if s.opened.params.logprobs is not None]
-        found = {}
-        for k, i in enumerate(rows):
-            wanted = states[i].opened.params.logprobs
-            assert wanted is not None
-            found[i] = alternatives(logprobs[k], int(tokens[i]), wanted)
-        return found
+    def _lines(self, numbers: Tensor, at: Sequence[int]) -> Tensor:
+        """Lines `at` of numbers; all of them as they are."""
+        return numbers if len(at) == len(numbers) else numbers[self._tensor(at)]
 
     def _tensor(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
         """Numbers on the device, without a wait."""
@@ -289,31 +261,6 @@ def choose(logits: Tensor, draws: Draws | None) -> Tensor:
     if draws is None:
         return ops.argmax_tokens(logits)
     return ops.draw_tokens(logits, *send(draws, logits.device))
-
-
-def alternatives(logprobs: Tensor, token: int, wanted: int) -> Alternatives:
-    """The `wanted` most likely tokens and the chosen one.
-
-    Args:
-        logprobs: [V] float32.
-        token: the chosen id.
-        wanted: how many; -1: all.
-    """
-    chosen = logprobs[token]
-    count = logprobs.numel() if wanted < 0 else min(wanted, logprobs.numel())
-    values, ids = torch.topk(logprobs, count)
-    top = Alternatives(
-        float(chosen), ids.cpu().numpy(), values.cpu().numpy(), np.arange(1, count + 1)
-    )
-    if token in top.ids:
-        return top
-    rank = int((logprobs > chosen).sum()) + 1
-    return Alternatives(
-        float(chosen),
-        np.append(top.ids, token),
-        np.append(top.values, np.float32(chosen.item())),
-        np.append(top.ranks, rank),
-    )
 
 
 def _within(value: float, low: float, high: float) -> float:

@@ -192,24 +192,31 @@ class Lines:
 
 
 class Arriving:
-    """Tokens on their way to the host.
+    """Numbers on their way to the host.
 
     Args:
-        tokens: [n] int64 on the device; may be overwritten by what is queued later.
+        parts: on one device; may be overwritten by what is queued later.
     """
 
-    def __init__(self, tokens: Tensor) -> None:
+    def __init__(self, *parts: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host = tokens
-        if tokens.device.type != "cpu":
-            self._host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
+        self._host = parts
+        if parts[0].device.type != "cpu":
+            self._host = tuple(
+                torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts
+            )
+            for mine, part in zip(self._host, parts, strict=True):
+                mine.copy_(part, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def tokens(self) -> list[int]:
+    def arrays(self) -> list[Numbers]:
         """Wait for them."""
         if self._event is not None:
             self._event.synchronize()
-        found: list[int] = self._host.tolist()
+        return [part.numpy() for part in self._host]
+
+    def tokens(self) -> list[int]:
+        """The first part, [n] int64, as a list."""
+        found: list[int] = self.arrays()[0].tolist()
         return found

@@ -49,7 +49,7 @@ def test_the_logits_are_those_that_the_engine_reports(llm, reported, length, row
 
 
 def test_blocks_come_in_order_and_pages_come_back(llm, monkeypatch):
-    monkeypatch.setattr("cairn.eval.logits.LOGITS_BYTES", 4 * 256 * 7)
+    monkeypatch.setattr("cairn.runner.logprobs.BLOCK_BYTES", 4 * 256 * 7)
     core = llm.engine.core
     ids, seen, steps = list(TEXT.encode()), [], []
     read_tail(llm, ids, 30, lambda at, logits: seen.append((at, len(logits))), steps.append)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.runner.sampler import Picks, Sampler, alternatives
+from cairn.runner.sampler import Picks, Sampler
 from cairn.runner.step import RowOpen, RowWork, StepPlan
 from cairn.types import SamplingParams
 
@@ -161,19 +161,6 @@ def test_the_hottest_draw_is_even():
     assert tokens == set(range(VOCAB)) - {3}
 
 
-def test_alternatives():
-    values = torch.log_softmax(torch.tensor([1.0, 3.0, 2.0, 0.0]), -1)
-    some = alternatives(values, 3, 2)
-    assert some.ids.tolist() == [1, 2, 3]
-    assert some.ranks.tolist() == [1, 2, 4]
-    np.testing.assert_allclose(some.values, values[[1, 2, 3]])
-    assert some.chosen == pytest.approx(float(values[3]))
-    assert alternatives(values, 1, 2).ids.tolist() == [1, 2]
-    assert alternatives(values, 0, 0).ids.tolist() == [0]
-    assert alternatives(values, 0, -1).ids.tolist() == [1, 2, 0, 3]
-    assert alternatives(values, 0, 99).ranks.tolist() == [1, 2, 3, 4]
-
-
 def test_logprobs_belong_to_the_rows_that_want_them():
     found = sampler(
         opened(0, temperature=0),
@@ -183,8 +170,8 @@ def test_logprobs_belong_to_the_rows_that_want_them():
     values = logits(3)
     raw = torch.log_softmax(values, -1)
     choice = found.sample(values.clone(), picks(work(0), work(1), work(2)))
-    assert set(choice.logprobs) == {1, 2}
-    biased, whole = choice.logprobs[1], choice.logprobs[2]
+    assert set(choice.logprobs()) == {1, 2}
+    biased, whole = choice.logprobs()[1], choice.logprobs()[2]
     assert choice.tokens[1] == 5
     assert biased.chosen == pytest.approx(float(raw[1, 5]))
     assert len(whole.ids) == VOCAB
@@ -227,8 +214,21 @@ def test_reported_log_probabilities_know_no_mask():
     found = sampler(opened(0, logprobs=2), opened(1, logprobs=2))
     values = logits(1).repeat(2, 1)
     choice = found.sample(values.clone(), picks(work(0), masked(1, [11])))
-    free, bound = choice.logprobs[0], choice.logprobs[1]
+    free, bound = choice.logprobs()[0], choice.logprobs()[1]
     expected = torch.log_softmax(values[1], dim=-1)
     assert choice.tokens[1] == 11
     assert bound.chosen == pytest.approx(expected[11].item(), abs=1e-5)
     assert list(bound.ids[:2]) == list(free.ids[:2])
+
+
+def test_a_row_forgets_the_penalties_of_the_one_before():
+    values = torch.zeros(1, VOCAB)
+    values[0, :2] = torch.tensor([2.0, 1.9])
+    penalised = opened(0, temperature=0, presence_penalty=2.0, history=[0])
+    found = sampler(penalised)
+    assert drawn(found, values, work(0)) == [1]
+    found.open(opened(0, temperature=0, logit_bias={9: 0.5}))
+    assert drawn(found, values, work(0)) == [0]
+    found.open(penalised)
+    found.close(0)
+    assert found._penalties.among([0]) == []

@@ -1,0 +1,96 @@
+"""What is reported of tokens, for many at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cairn.runner import logprobs
+from cairn.runner.logprobs import Reported, largest
+from cairn.runner.step import Alternatives
+
+VOCAB = 50
+
+
+def lines(n: int, seed: int = 0) -> torch.Tensor:
+    values = torch.randn(n, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    return torch.log_softmax(values, -1)
+
+
+def reported(values: torch.Tensor, token: int, wanted: int) -> Alternatives:
+    [entry] = Reported(values[None], torch.tensor([token]), [wanted]).entries()
+    return entry
+
+
+def equal(one: Alternatives, other: Alternatives) -> bool:
+    columns = ("ids", "values", "ranks")
+    return one.chosen == other.chosen and all(
+        getattr(one, name).tolist() == getattr(other, name).tolist() for name in columns
+    )
+
+
+def test_the_token_taken_stands_among_the_most_likely():
+    values = torch.log_softmax(torch.tensor([1.0, 3.0, 2.0, 0.0]), -1)
+    some = reported(values, 3, 2)
+    assert some.ids.tolist() == [1, 2, 3]
+    assert some.ranks.tolist() == [1, 2, 4]
+    np.testing.assert_array_equal(some.values, values[[1, 2, 3]])
+    assert some.chosen == float(values[3])
+    assert reported(values, 1, 2).ids.tolist() == [1, 2]
+    assert reported(values, 0, 0).ids.tolist() == [0]
+    assert reported(values, 0, 0).ranks.tolist() == [3]
+    assert reported(values, 0, -1).ids.tolist() == [1, 2, 0, 3]
+    assert reported(values, 0, 99).ranks.tolist() == [1, 2, 3, 4]
+
+
+def test_equals_stand_by_their_ids():
+    values = torch.full((VOCAB,), -4.0)
+    values[[30, 7]] = -1.0
+    assert reported(values, 9, 4).ids.tolist() == [7, 30, 0, 1, 9]
+    assert reported(values, 9, 4).ranks.tolist() == [1, 2, 3, 4, 3]
+
+
+@pytest.mark.parametrize("block", [1, 3, 100])
+def test_many_are_reported_as_each_alone(monkeypatch, block):
+    monkeypatch.setattr(logprobs, "BLOCK_BYTES", 4 * VOCAB * block)
+    values, wanted = lines(11), [2, 0, 5, -1, 2, 2, 0, 99, 5, 1, 2]
+    values[:, 40:] = values[:, :10]
+    tokens = torch.arange(0, 44, 4)
+    found = Reported(values, tokens, wanted).entries()
+    assert len(found) == len(wanted)
+    for i, entry in enumerate(found):
+        assert equal(entry, reported(values[i], int(tokens[i]), wanted[i]))
+
+
+def test_where_no_token_was_taken_something_is_reported():
+    [entry] = Reported(lines(1), torch.tensor([-1]), [3]).entries()
+    assert 3 <= len(entry.ids) <= 4
+
+
+def test_what_is_kept_of_one_does_not_keep_the_others():
+    entries = Reported(lines(5), torch.zeros(5, dtype=torch.int64), [2] * 5).entries()
+    for entry in entries:
+        assert all(column.base is None for column in (entry.ids, entry.values, entry.ranks))
+
+
+def test_largest_is_a_stable_sort():
+    values = torch.tensor([[0.0, -1.0, 2.5, -torch.inf, 2.5, 0.0, -3.0, torch.inf, -1.0]])
+    order = torch.sort(values, dim=-1, descending=True, stable=True).indices
+    for count in range(10):
+        assert torch.equal(largest(values, count), order[:, :count])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [1, 3, 64, 200])
+def test_a_gpu_reports_the_same_of_as_many_as_there_are(rows):
+    """Equals are many where logits have 8 bits of mantissa."""
+    values = (torch.randn(rows, 100_278, device="cuda") * 3).bfloat16().float()
+    values = torch.log_softmax(values, -1)
+    tokens = torch.randint(0, 100_278, (rows,), device="cuda")
+    wanted = [(20, 0, 5, 1)[i % 4] for i in range(rows)]
+    found = Reported(values, tokens, wanted)
+    here = Reported(values.cpu(), tokens.cpu(), wanted).entries()
+    values.zero_()
+    assert all(equal(*pair) for pair in zip(found.entries(), here, strict=True))
