@@ -18,8 +18,9 @@ Column = NDArray[Any]
 
 BLOCK_BYTES = 64 << 20
 """Lines of the vocabulary are looked through in blocks of at most so many bytes of float32."""
-MOST_CHOSEN = 4096
-"""More than these are sorted out of all."""
+LEAST_CHOSEN, MOST_CHOSEN = 32, 4096
+"""At least so many are looked for: kernels are compiled for how many. More than the most are sorted
+out of all."""
 
 
 def block_rows(vocab_size: int) -> int:
@@ -77,9 +78,10 @@ def largest(values: Tensor, count: int) -> Tensor:
     if count > MOST_CHOSEN:
         return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count]
     lengths = torch.full((len(values),), values.shape[1], dtype=torch.int32, device=values.device)
-    ids = ops.fast_topk_v2(values, lengths, count).to(torch.int64)
+    chosen = min(max(count, LEAST_CHOSEN), values.shape[1])
+    ids = ops.fast_topk_v2(values, lengths, chosen).to(torch.int64)
     order = torch.sort(values.gather(1, ids), dim=1, descending=True, stable=True).indices
-    return ids.gather(1, order)
+    return ids.gather(1, order[:, :count])
 
 
 def _alternatives(ids: Column, values: Column, rank: Column) -> Iterator[Alternatives]:

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from cairn.attention.base import AttentionLayer
@@ -37,7 +38,9 @@ TARGETS = 256
 
 DRAWN = SamplingParams(temperature=0.5, top_k=10, top_p=0.9, min_p=0.01)
 """All that a graph samples by."""
-EVERYTHING = replace(DRAWN, repetition_penalty=1.1, logprobs=0, prompt_logprobs=0)
+EVERYTHING = replace(
+    DRAWN, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1, prompt_logprobs=1
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,8 @@ def decode_step(
     numbers = range(shape.num_rows if rows is None else rows)
     last = [end - 1 if rows is None and row < closing else max(0, end - 2) for row in numbers]
     if eager:
-        works = [RowWork(row, last[row], [0], sample=True, output_index=1) for row in numbers]
+        mask = np.full(-(-shape.vocab_size // 32), -1, dtype=np.int32)
+        works = [RowWork(row, last[row], [0], True, 1, mask=mask) for row in numbers]
         return _plan(shape, works, longest, EVERYTHING)
     decode = DecodeWork.of(numbers, last, [1] * len(numbers))
     return _plan(shape, (), longest, DRAWN, decode)
