@@ -50,10 +50,10 @@ class Child:
         except BaseException:
             self._drop()
             raise
-        self._goes_on = False
-        self._loop.add_reader(self._inbox.FD, self._begin)
+        self._turn_due = False
+        self._loop.add_reader(self._inbox.FD, self._on_bell)
         # What came before the reader was there rings no bell.
-        self._loop.call_soon(self._begin)
+        self._loop.call_soon(self._on_bell)
 
     @property
     def pid(self) -> int:
@@ -93,20 +93,20 @@ class Child:
         while self._receive_one():
             pass
 
-    def _begin(self) -> None:
-        """The socket's bell, which also rings between two turns."""
-        if not self._goes_on:
-            self._receive_some()
+    def _on_bell(self) -> None:
+        """The socket has messages; it may say so again between two turns."""
+        if not self._turn_due:
+            self._take_turn()
 
-    def _receive_some(self) -> None:
-        """Take what has come, but let others have their turn in between. The bell rings again only
-        when all is taken."""
-        self._goes_on = False
+    def _take_turn(self) -> None:
+        """Take what has come, but let others have their turn in between. The socket need not say
+        again that there is more before all is taken."""
+        self._turn_due = False
         for _ in range(MESSAGES):
             if not self._receive_one():
                 return
-        self._goes_on = True
-        self._loop.call_soon(self._receive_some)
+        self._turn_due = True
+        self._loop.call_soon(self._take_turn)
 
     def _receive_one(self) -> bool:
         """Take the next message; False: there is none."""

@@ -188,7 +188,8 @@ class Generation:
             self._cached.setdefault(choice // self._work.params.n, delta.cached_tokens)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(choice, delta) of all continuations in the order in which the engine made them.
+        """(choice, delta) of all continuations, those of each in the order in which the engine made
+        them.
 
         Raises CairnError when a continuation failed or the engine took it back.
         """

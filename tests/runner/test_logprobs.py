@@ -74,7 +74,9 @@ def test_what_is_kept_of_one_does_not_keep_the_others():
         assert all(column.base is None for column in (entry.ids, entry.values, entry.ranks))
 
 
-def test_largest_is_a_stable_sort():
+@pytest.mark.parametrize("most", [3, 4096])
+def test_largest_is_a_stable_sort(monkeypatch, most):
+    monkeypatch.setattr(logprobs, "MOST_CHOSEN", most)
     values = torch.tensor([[0.0, -1.0, 2.5, -torch.inf, 2.5, 0.0, -3.0, torch.inf, -1.0]])
     order = torch.sort(values, dim=-1, descending=True, stable=True).indices
     for count in range(10):
