@@ -42,17 +42,30 @@ def test_others_have_their_turn_while_messages_come(no_process):
     assert 0 < max(steps) <= child.MESSAGES
 
 
+class Frames:
+    """A socket to which messages have come."""
+
+    closed = False
+
+    def __init__(self, frames):
+        self._frames = frames
+
+    def recv(self, flags):
+        assert flags == zmq.NOBLOCK
+        if not self._frames:
+            raise zmq.Again
+        return self._frames.pop(0)
+
+
 def test_receive_takes_all_that_has_come(no_process):
     taken = []
+    frames = [msgspec.msgpack.encode(Outputs([Delta("a", number)])) for number in range(SENT)]
 
     async def run():
         parent = child.Child(None, taken.append)
-        with zmq.Context() as context, context.socket(zmq.PUSH) as engine:
-            engine.connect(f"ipc://{parent._folder}/{FROM_ENGINE}")
-            for number in range(SENT):
-                engine.send(msgspec.msgpack.encode(Outputs([Delta("a", number)])))
-        # The socket is closed when all is sent.
+        inbox, parent._inbox = parent._inbox, Frames(frames)
         parent.receive()
+        parent._inbox = inbox
         parent.close()
 
     asyncio.run(run())
