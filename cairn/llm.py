@@ -10,7 +10,7 @@ from typing import Any
 
 from cairn.config import EngineConfig, EngineOptions, default_model_path
 from cairn.engine.build import Built, build
-from cairn.engine.core import Continuation
+from cairn.engine.continuation import Continuation
 from cairn.engine.totals import HostTimes
 from cairn.errors import BadModel, BadRequest
 from cairn.models.spec import ModelSpec

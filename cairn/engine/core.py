@@ -14,7 +14,8 @@
 
 With overlap the next plan is made and launched (2, 3) before the result is taken in (4, 5), so that
 the device never waits for the host. An output that ends has then run one token too many, of which
-nothing is kept.
+nothing is kept. Only what is chosen under a grammar waits: the model runs, and the mask of its row
+follows when the token before has been taken in.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cairn.cache.landmarks import SlotMap
@@ -31,85 +31,22 @@ from cairn.cache.paged import PageCache
 from cairn.engine import admission
 from cairn.engine.admission import CoreShape
 from cairn.engine.budget import Load, StepTimes
+from cairn.engine.continuation import Continuation, SideBySide
 from cairn.engine.grammar import GrammarLoader, GrammarState
 from cairn.engine.output import OutputStream, token_logprobs
 from cairn.engine.request import Moments, Request
 from cairn.engine.scheduler import Limits, Scheduler
 from cairn.engine.tokenizer import Tokenizer
 from cairn.engine.totals import CoreStats
-from cairn.errors import BadRequest, CairnError, InvariantError
+from cairn.errors import BadRequest, InvariantError
 from cairn.runner.executor import Executor
 from cairn.runner.step import Launched, StepPlan, StepResult
-from cairn.types import CompletionOutput, FinishReason, SamplingParams, TokenLogprobs
+from cairn.types import CompletionOutput, FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
 
 COMPILE_WAIT = 0.02
 """Seconds that a step waits for a grammar when there is nothing else to do."""
-
-
-@dataclass(slots=True, eq=False)
-class Continuation:
-    """One output of a request while the engine works on it.
-
-    Attributes:
-        request: the scheduler's side.
-        stream: the user's side: tokens, text, stop conditions.
-        prompt_logprobs: one entry per prompt token, the first None; None unless wanted.
-        moments: when it arrived, started, and so on.
-        error: why it ended with the reason "error".
-        status: HTTP status that goes with it.
-    """
-
-    request: Request
-    stream: OutputStream
-    prompt_logprobs: list[TokenLogprobs | None] | None
-    moments: Moments
-    error: str | None = None
-    status: int = CairnError.http_status
-
-    @property
-    def finished(self) -> bool:
-        """Nothing more will come."""
-        return self.stream.output.finish_reason is not None
-
-
-@dataclass(slots=True, eq=False)
-class _SideBySide:
-    """Requests of steps that only decode, none of them with anything to do but take its token.
-
-    Attributes:
-        requests: as the scheduler gives them.
-        continuations: theirs, in the same order.
-        streams: theirs.
-        last: when they took their last tokens; None: not yet.
-        silent: none of them has a text that grows with its tokens.
-        end_ids: ids that may end one of them.
-        left: tokens until one of them has all it may have.
-    """
-
-    requests: list[Request]
-    continuations: list[Continuation]
-    streams: list[OutputStream]
-    last: float | None = None
-    silent: bool = field(init=False)
-    end_ids: frozenset[int] = field(init=False)
-    left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.silent = all(stream.silent for stream in self.streams)
-        self.end_ids = frozenset[int]().union(*{stream.end_ids for stream in self.streams})
-        self.left = min(stream.left for stream in self.streams)
-
-    def take(self, tokens: Sequence[int]) -> list[int]:
-        """Give each its token; indices of those that end with it."""
-        self.left -= 1
-        if self.silent and self.left > 0 and self.end_ids.isdisjoint(tokens):
-            for stream, token in zip(self.streams, tokens, strict=True):
-                stream.ids.append(token)
-            return []
-        pushed = enumerate(zip(self.streams, tokens, strict=True))
-        return [i for i, (stream, token) in pushed if stream.push(token) is not None]
 
 
 class _Flight(NamedTuple):
@@ -166,7 +103,9 @@ class EngineCore:
         self._compiling: list[tuple[Continuation, Future[GrammarState]]] = []
         self._arrivals = 0
         self._flight: _Flight | None = None
-        self._together: _SideBySide | None = None
+        # Whether it has yet to be told under which masks it chooses.
+        self._choosing = False
+        self._together: SideBySide | None = None
         self._landed = 0.0
 
     @property
@@ -252,11 +191,16 @@ class EngineCore:
         flight = self._flight
         if flight is None or self.scheduler.can_look_ahead():
             self._flight = self._launch(may_wait=not changed)
-            if flight is None and not self.overlap:
-                flight, self._flight = self._flight, None
+            if flight is None:
+                self._choose()
+                if not self.overlap:
+                    flight, self._flight = self._flight, None
         else:
             self._flight = None
-        landed = self._land(flight) if flight is not None else []
+        try:
+            landed = self._land(flight) if flight is not None else []
+        finally:
+            self._choose()
         return [*changed, *landed] if changed else landed
 
     def settle(self) -> list[Continuation]:
@@ -284,7 +228,28 @@ class EngineCore:
         except BaseException as error:
             self._fail(plan, error)
             raise
+        self._choosing = bool(plan.constrained)
         return _Flight(plan, launched, began, planned, self.clock())
+
+    def _choose(self) -> None:
+        """Let the step launched last choose its constrained tokens, if it has not: all tokens
+        before them have been taken in."""
+        flight = self._flight
+        if flight is None or not self._choosing:
+            return
+        began, self._choosing = self.clock(), False
+        masks = {
+            i: request.grammar.mask()
+            for i, request in self.scheduler.constrained(flight.plan).items()
+            if request.grammar is not None and self._of(request) is not None
+        }
+        try:
+            flight.launched.choose(masks)
+        except BaseException as error:
+            self._flight = None
+            self._fail(flight.plan, error)
+            raise
+        self._flight = flight._replace(ended=flight.ended + self.clock() - began)
 
     def _land(self, flight: _Flight) -> list[Continuation]:
         """Wait for a step and take its result in."""
@@ -372,7 +337,7 @@ class EngineCore:
         return changed
 
     def _retire_together(
-        self, together: _SideBySide, tokens: Sequence[int], now: float
+        self, together: SideBySide, tokens: Sequence[int], now: float
     ) -> list[Continuation]:
         """Give each of the requests its token: most steps are nothing else."""
         together.last = now
@@ -383,7 +348,7 @@ class EngineCore:
                 self._end(together.continuations[i], now)
         return together.continuations
 
-    def _join(self, requests: list[Request]) -> _SideBySide | None:
+    def _join(self, requests: list[Request]) -> SideBySide | None:
         """The requests of a step side by side; None where one has ended or has a grammar."""
         self._part()
         found = []
@@ -392,7 +357,7 @@ class EngineCore:
             if continuation is None or request.grammar is not None:
                 return None
             found.append(continuation)
-        self._together = _SideBySide(requests, found, [c.stream for c in found])
+        self._together = SideBySide(requests, found, [c.stream for c in found])
         return self._together
 
     def _part(self) -> None:

@@ -106,7 +106,8 @@ class GrammarState:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._ends = _bits(end_ids, vocab_size)
-        self._mask = self._advance()
+        self._end_sign = divmod(vocab_size, 32)
+        self._mask = self._find_mask()
 
     def mask(self) -> Words:
         """Which tokens may follow: bit b of word w stands for token 32 * w + b. [ceil(V / 32)]
@@ -119,24 +120,24 @@ class GrammarState:
         """Go on by one token. A token that the mask does not allow is an error of the state."""
         if self.error is None and not self._matcher.consume_token(token):
             self._fail()
-        self._mask = self._advance()
+        self._mask = self._find_mask()
 
-    def _advance(self) -> Words:
+    def _find_mask(self) -> Words:
         """The mask of the point reached; `done` and `error` with it."""
         words = np.zeros(self._vocab_size // 32 + 1, dtype=np.int32)
+        allowed = words[: len(self._ends)]
         if self.error is not None:
-            return words[: len(self._ends)]
+            return allowed
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             self._fail()
             return np.zeros_like(self._ends)
-        unsigned = words.view(np.uint32)
-        word, bit = divmod(self._vocab_size, 32)
-        may_end = bool(unsigned[word] >> bit & 1)
-        unsigned[word] &= (1 << bit) - 1
-        allowed = words[: len(self._ends)]
-        self.done = may_end and not allowed.any()
-        return allowed | self._ends if may_end else allowed
+        word, bit = self._end_sign
+        if int(words[word]) >> bit & 1:
+            words.view(np.uint32)[word] ^= np.uint32(1 << bit)
+            self.done = not allowed.any()
+            allowed |= self._ends
+        return allowed
 
     def _fail(self) -> None:
         message = self._matcher.get_error()

@@ -13,7 +13,7 @@ import zmq
 
 from cairn.cache.invariants import Report, examine
 from cairn.engine.build import Built
-from cairn.engine.core import Continuation
+from cairn.engine.continuation import Continuation
 from cairn.engine.messages import (
     Abort,
     Call,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
@@ -212,6 +212,7 @@ class Lockstep:
         rows: [n], the rows' numbers.
         context: tokens that the next step looks back at, in all.
         left: steps until one of them has all its tokens.
+        constrained: those with a grammar, by their indices.
     """
 
     __slots__ = (
@@ -221,6 +222,7 @@ class Lockstep:
         "_offset",
         "_size",
         "_starting",
+        "constrained",
         "context",
         "left",
         "requests",
@@ -231,6 +233,7 @@ class Lockstep:
         rows = np.array([r.row for r in requests], dtype=np.int64)
         first = counts.planned[rows]
         self.requests, self.rows = requests, rows
+        self.constrained = {i: r for i, r in enumerate(requests) if r.grammar is not None}
         self.context = int(first.sum())
         self.left = int((counts.last[rows] - first).min()) if requests else 0
         self._counts, self._size = counts, tokens_per_page
@@ -245,11 +248,11 @@ class Lockstep:
         """Indices of the rows whose next token is the first of a page."""
         return self._starting.get(self._offset, ())
 
-    def step(self, masks: Mapping[int, NDArray[np.int32]]) -> DecodeWork:
+    def step(self) -> DecodeWork:
         """The next token of every row, counted as planned."""
         first, number = self._first, self._number
         self._offset = (self._offset + 1) % self._size
-        work = DecodeWork(self.rows, first, number, masks, self.starting())
+        work = DecodeWork(self.rows, first, number, self.starting())
         self._first, self._number = first + 1, number + 1
         self._counts.planned[self.rows] = self._first
         self.context += len(self.requests)
@@ -264,12 +267,10 @@ class Phases:
     Attributes:
         decoding: the token that was chosen last.
         prefilling: known tokens.
-        constrained: of all, those with a grammar.
     """
 
     decoding: Lockstep
     prefilling: list[Request]
-    constrained: list[Request]
 
     @classmethod
     def of(cls, running: Sequence[Request], counts: RowCounts, tokens_per_page: int) -> Phases:
@@ -278,7 +279,6 @@ class Phases:
         return cls(
             Lockstep(decoding, counts, tokens_per_page),
             [r for r in running if not (r.decoding or r.doomed)],
-            [r for r in running if r.grammar is not None],
         )
 
 

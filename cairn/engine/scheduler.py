@@ -11,21 +11,14 @@ from __future__ import annotations
 import bisect
 import heapq
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import Lease, PageCache
 from cairn.engine.budget import Load, StepTimes
 from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State, common_prefix
-from cairn.runner.step import (
-    NO_ROWS,
-    DecodeWork,
-    PageGrant,
-    RowOpen,
-    RowWork,
-    StepPlan,
-)
+from cairn.runner.step import NO_ROWS, DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
 
 WHOLE_PAGES = 4
 """From this many pages on a chunk cut to fit a step ends with a page: attention runs faster on
@@ -59,6 +52,7 @@ class _Draft:
     decode: DecodeWork = NO_ROWS
     work: list[RowWork] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    constrained: Mapping[int, Request] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -122,15 +116,13 @@ class Scheduler:
     def can_look_ahead(self) -> bool:
         """Whether the next step can be planned before the one in flight has retired.
 
-        Not when a row's grammar waits for the token that is being chosen, nor when pages would
-        have to be taken back: rows in flight keep theirs, and it is not for others to give.
+        Not when pages would have to be taken back: rows in flight keep theirs, and it is not for
+        others to give.
         """
         available, per_page = self.cache.available, self.slots.tokens_per_page
-        phases = self._phases()
-        if phases.constrained and any(r.choosing and not r.doomed for r in phases.constrained):
-            return False
         if len(self.running) + self.limits.step_slots // per_page < available:
             return True
+        phases = self._phases()
         rows = phases.decoding
         growing = [rows.requests[i] for i in rows.starting()]
         needed = 0
@@ -164,6 +156,7 @@ class Scheduler:
             tuple(draft.grants),
             tuple(draft.work),
             draft.decode,
+            tuple(draft.constrained),
         )
         self._closed.clear()
         self._in_flight[plan.step_id] = draft
@@ -199,6 +192,10 @@ class Scheduler:
         """The requests of a plan in flight, in the order of its work."""
         return self._in_flight[plan.step_id].requests
 
+    def constrained(self, plan: StepPlan) -> Mapping[int, Request]:
+        """Whose the constrained tokens of a plan in flight are, by their indices."""
+        return self._in_flight[plan.step_id].constrained
+
     def load_of(self, plan: StepPlan) -> Load:
         """What a plan in flight runs."""
         return self._in_flight[plan.step_id].load
@@ -230,13 +227,9 @@ class Scheduler:
                 self._known_phases = None
                 stay = [r for r in rows.requests if r.state is State.RUNNING and r not in left_out]
                 rows = Lockstep(stay, self._counts, self.slots.tokens_per_page)
-        masks = {}
-        if phases.constrained:
-            constrained = enumerate(rows.requests)
-            masks = {i: r.grammar.mask() for i, r in constrained if r.grammar is not None}
         draft.load.rows = len(rows.requests)
         draft.load.rows_context = rows.context
-        draft.decode = rows.step(masks)
+        draft.decode, draft.constrained = rows.step(), rows.constrained
         if rows.left <= 0:
             self._known_phases = None
         more = phases.prefilling or self.waiting
@@ -326,6 +319,9 @@ class Scheduler:
         if request.params.prompt_logprobs is not None and begin < request.num_prompt:
             targets = request.tokens[begin + 1 : min(end + 1, request.num_prompt)]
         samples = count == request.pending
+        if samples and request.grammar is not None:
+            number = len(draft.decode.row) + sum(work.sample for work in draft.work)
+            draft.constrained = {**draft.constrained, number: request}
         work = RowWork(
             row=request.row,
             first=begin,
@@ -333,7 +329,6 @@ class Scheduler:
             sample=samples,
             output_index=request.num_output,
             prompt_targets=targets,
-            mask=request.grammar.mask() if samples and request.grammar is not None else None,
         )
         draft.work.append(work)
         draft.load.add(work)

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from cairn.attention.base import AttentionLayer
@@ -167,9 +166,8 @@ def decode_step(
     numbers = range(shape.num_rows if rows is None else rows)
     last = [end - 1 if rows is None and row < closing else max(0, end - 2) for row in numbers]
     if eager:
-        mask = np.full(-(-shape.vocab_size // 32), -1, dtype=np.int32)
-        works = [RowWork(row, last[row], [0], True, 1, mask=mask) for row in numbers]
-        return _plan(shape, works, longest, EVERYTHING)
+        works = [RowWork(row, last[row], [0], True, 1) for row in numbers]
+        return _plan(shape, works, longest, EVERYTHING)._replace(constrained=numbers)
     decode = DecodeWork.of(numbers, last, [1] * len(numbers))
     return _plan(shape, (), longest, DRAWN, decode)
 
@@ -191,7 +189,7 @@ def _plan(
 
 
 def _run(runner: Runner, plan: StepPlan) -> None:
-    result = runner.launch(plan).result()
+    result = runner.run(plan)
     if any(token < 0 for token in result.tokens):
         raise BadModel(
             "the model's logits are NaN or infinite", "Check the weights, or try --dtype float32"

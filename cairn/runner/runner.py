@@ -7,9 +7,10 @@ waits for them when it asks for the result.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -25,7 +26,7 @@ from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.ops.landmark.select_task import candidate_pages
 from cairn.ops.trust import trusted
-from cairn.runner.graphs import GREEDY, LOGITS, DecodeGraphs, Ending, Place, Sampling
+from cairn.runner.graphs import GREEDY, LOGITS, DecodeGraphs, Ending, Place, Replayed, Sampling
 from cairn.runner.logprobs import Reported, block_rows
 from cairn.runner.prefill_graphs import PrefillGraphs
 from cairn.runner.rows import Layout, Rows
@@ -33,8 +34,10 @@ from cairn.runner.sampler import Choice, Picks, Sampler
 from cairn.runner.selection import selections
 from cairn.runner.staging import Arriving, Trip, send
 from cairn.runner.step import (
+    NO_MASKS,
     Ints,
     Launched,
+    Masks,
     PromptLogprobs,
     Ready,
     RowWork,
@@ -174,34 +177,70 @@ class _Prompt(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """What a step chose: the tokens, and what the queries of some works read."""
+    """What a step chose.
+
+    Attributes:
+        choice: the tokens.
+        arriving: these, on their way to the host.
+        selection: what the queries of some works read.
+        prompts: what is reported of prompts.
+        seconds: that it has taken the host in the model.
+    """
 
     choice: Choice
+    arriving: Arriving | Trip
     selection: Mapping[int, tuple[LayerSelection, ...]] = MappingProxyType({})
     prompts: tuple[_Prompt, ...] = ()
+    seconds: float = 0.0
 
 
 class LaunchedStep:
-    """A step on its way, which has taken the host `seconds` in the model so far; its tokens are
-    on their way to the host."""
+    """A step on its way.
 
-    def __init__(
-        self, plan: StepPlan, chosen: _Chosen, arriving: Arriving | Trip, seconds: float
-    ) -> None:
+    Args:
+        plan: what it runs.
+        choose: queues what stands behind the model: what the rows choose.
+    """
+
+    def __init__(self, plan: StepPlan, choose: Callable[[Masks], _Chosen]) -> None:
         self._plan = plan
-        self._chosen = chosen
-        self._arriving = arriving
-        self._seconds = seconds
+        self._choose = choose
+        self._chosen: _Chosen | None = None if plan.constrained else choose(NO_MASKS)
+
+    def choose(self, masks: Masks) -> None:
+        """Under which masks the constrained tokens are chosen."""
+        self._chosen = self._choose(masks)
 
     def result(self) -> StepResult:
         """Wait for the tokens."""
-        began = time.perf_counter()
-        tokens = self._arriving.tokens()
-        seconds = self._seconds + time.perf_counter() - began
         chosen = self._chosen
+        assert chosen is not None, "a step chooses before it is waited for"
+        began = time.perf_counter()
+        tokens = chosen.arriving.tokens()
+        seconds = chosen.seconds + time.perf_counter() - began
         logprobs = chosen.choice.logprobs()
         prompts = tuple(prompt.logprobs() for prompt in chosen.prompts)
         return StepResult(self._plan.step_id, tokens, logprobs, chosen.selection, prompts, seconds)
+
+
+class _Run(NamedTuple):
+    """What the model has made of a step without a graph of its own.
+
+    Attributes:
+        logits: [n, V] float32 of the rows that choose; None: none does.
+        row: [n] on the device, these.
+        watched: indices in these of those that want to know what their queries read.
+        reads: what these read.
+        prompts: what is reported of prompts.
+        seconds: that it has taken the host.
+    """
+
+    logits: Tensor | None
+    row: Tensor | None
+    watched: list[int]
+    reads: list[LayerReads]
+    prompts: tuple[_Prompt, ...]
+    seconds: float
 
 
 class Runner:
@@ -257,10 +296,16 @@ class Runner:
             return replayed
         layout = self.rows.lay_out(plan)
         self.reads.add(layout.slot)
-        began = time.perf_counter()
-        chosen = self._run(plan, layout, picks)
-        arriving = Arriving(chosen.choice.tokens)
-        return LaunchedStep(plan, chosen, arriving, time.perf_counter() - began)
+        run = self._run(plan, layout, picks)
+        return LaunchedStep(plan, functools.partial(self._choose, run, picks))
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """A step by itself, whose constrained tokens may be any."""
+        launched = self.launch(plan)
+        if plan.constrained:
+            every = np.full(-(-self.shape.vocab_size // 32), -1, dtype=np.int32)
+            launched.choose(dict.fromkeys(plan.constrained, every))
+        return launched.result()
 
     def rehearse(self, plans: Sequence[StepPlan]) -> None:
         """Queue what graphs would hold, and steps without graphs: every kernel, for nothing."""
@@ -272,30 +317,46 @@ class Runner:
             self.graphs = self.prefill_graphs = None
             try:
                 for plan in plans:
-                    self.launch(plan).result()
+                    self.run(plan)
             finally:
                 self.graphs, self.prefill_graphs = graphs
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan, layout: Layout, picks: Picks) -> _Chosen:
-        """Run a step of any kind."""
-        last = layout.last
+    def _run(self, plan: StepPlan, layout: Layout, picks: Picks) -> _Run:
+        """The model's part of a step of any kind."""
+        began, last = time.perf_counter(), layout.last
         if plan.work:
             last = last[[True] * len(plan.decode.row) + [work.sample for work in plan.work]]
         watched = self.sampler.watched(picks)
         hidden, reads = self._hidden(layout, last[watched])
-        choice = Choice(hidden.new_empty(0, dtype=torch.int64))
+        logits = row = None
         if len(last):
             index, row = send((last, picks.row), hidden.device)
-            choice = self.sampler.sample(self.model.logits(ops.take_rows(hidden, index)), picks)
-            self.rows.remember(row, choice.tokens)
-        read = selections(reads, len(watched)) if watched else []
+            logits = self.model.logits(ops.take_rows(hidden, index))
         prompts = tuple(
             self._prompt(hidden, work, int(layout.start[i]))
             for i, work in enumerate(plan.work, len(plan.decode.row))
             if len(work.prompt_targets)
         )
-        return _Chosen(choice, dict(zip(watched, read, strict=True)), prompts)
+        return _Run(logits, row, watched, reads, prompts, time.perf_counter() - began)
+
+    @torch.inference_mode()
+    def _choose(self, run: _Run, picks: Picks, masks: Masks) -> _Chosen:
+        """The rest of it."""
+        began = time.perf_counter()
+        choice = Choice(torch.empty(0, dtype=torch.int64, device=self.sampler.device))
+        if run.logits is not None and run.row is not None:
+            choice = self.sampler.sample(run.logits, picks, masks)
+            self.rows.remember(run.row, choice.tokens)
+        read = selections(run.reads, len(run.watched)) if run.watched else []
+        arriving = Arriving(choice.tokens)
+        return _Chosen(
+            choice,
+            arriving,
+            dict(zip(run.watched, read, strict=True)),
+            run.prompts,
+            run.seconds + time.perf_counter() - began,
+        )
 
     def _hidden(self, layout: Layout, watched: Ints) -> tuple[Tensor, list[LayerReads]]:
         """The model's pass over a step, by its graph where there is one; hidden states [T, hidden],
@@ -321,16 +382,18 @@ class Runner:
         replayed = self.graphs.run(plan.decode, self.rows.grant(plan), sampling)
         if replayed is None:
             return None
-        output, trip = replayed
         if sampling is LOGITS:
-            with torch.inference_mode():
-                choice = self.sampler.sample(output, picks)
-                (index,) = send((picks.row,), output.device)
-                self.rows.remember(index, choice.tokens)
-            trip.bring(choice.tokens)
-        else:
-            choice = Choice(output)
-        return LaunchedStep(plan, _Chosen(choice), trip, 0.0)
+            return LaunchedStep(plan, functools.partial(self._choose_replayed, replayed, picks))
+        return LaunchedStep(plan, lambda _: _Chosen(Choice(replayed.output), replayed.trip))
+
+    @torch.inference_mode()
+    def _choose_replayed(self, replayed: Replayed, picks: Picks, masks: Masks) -> _Chosen:
+        """Choose from the logits of a graph."""
+        choice = self.sampler.sample(replayed.output, picks, masks)
+        (index,) = send((picks.row,), replayed.output.device)
+        self.rows.remember(index, choice.tokens)
+        replayed.trip.bring(choice.tokens)
+        return _Chosen(choice, replayed.trip)
 
     def _prompt(self, hidden: Tensor, work: RowWork, start: int) -> _Prompt:
         """Log-probabilities of the work's targets, a block of logits at a time."""

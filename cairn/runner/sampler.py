@@ -3,7 +3,7 @@ gets the same tokens in a batch, alone, and after a retraction."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from cairn import ops
 from cairn.runner.logprobs import Reported
 from cairn.runner.penalties import Penalties
 from cairn.runner.staging import send
-from cairn.runner.step import Alternatives, Ints, RowOpen, StepPlan
+from cairn.runner.step import NO_MASKS, Alternatives, Ints, Masks, RowOpen, StepPlan
 from cairn.types import SamplingParams
 
 INT64_MASK = (1 << 64) - 1
@@ -28,24 +28,20 @@ class Picks(NamedTuple):
     Attributes:
         row: [n], the rows.
         number: [n], tokens that each has generated so far; names the draw.
-        masks: index in these -> tokens that may be chosen, see RowWork; the others may choose all.
     """
 
     row: Ints
     number: Ints
-    masks: Mapping[int, NDArray[np.int32]]
 
     @classmethod
     def of(cls, plan: StepPlan) -> Picks:
         """Those of a plan, in its order."""
-        row, _, number, masks, _ = plan.decode
+        row, _, number, _ = plan.decode
         works = [work for work in plan.work if work.sample]
         if works:
-            given = {i: w.mask for i, w in enumerate(works, len(row)) if w.mask is not None}
-            masks = {**masks, **given}
             row = np.concatenate((row, [work.row for work in works]))
             number = np.concatenate((number, [work.output_index for work in works]))
-        return cls(row, number, masks)
+        return cls(row, number)
 
 
 class Draws(NamedTuple):
@@ -193,11 +189,13 @@ class Sampler:
             )
         return known
 
-    def sample(self, logits: Tensor, picks: Picks) -> Choice:
+    def sample(self, logits: Tensor, picks: Picks, masks: Masks = NO_MASKS) -> Choice:
         """Choose one token for each row that picks one.
 
         Args:
             logits: [n, V] float32, one line for each of them; changed in place.
+            picks: the rows.
+            masks: what some of them may choose.
         """
         rows: list[int] = picks.row.tolist()
         opened = [self._rows[row] for row in rows]
@@ -210,8 +208,8 @@ class Sampler:
         penalised = self._penalties.among(rows)
         if penalised:
             self._penalties.apply(logits, rows, penalised)
-        if picks.masks:
-            self._mask(logits, picks.masks)
+        if masks:
+            self._mask(logits, masks)
         tokens = choose(logits, self.draws(picks))
         if penalised:
             self._penalties.count(tokens, rows, penalised)
@@ -236,8 +234,8 @@ class Sampler:
         if where:
             ops.apply_logit_bias(logits, self._tensor(where), self._tensor(bias, torch.float32))
 
-    def _mask(self, logits: Tensor, masks: Mapping[int, NDArray[np.int32]]) -> None:
-        """Forbid what the grammars of these rows forbid; only their masks travel."""
+    def _mask(self, logits: Tensor, masks: Masks) -> None:
+        """Forbid what the masks forbid; only they travel."""
         bitmask = send([np.stack(list(masks.values()))], self.device)[0]
         first, end = min(masks), max(masks) + 1
         if len(masks) == end - first:

@@ -56,6 +56,10 @@ class PageGrant(NamedTuple):
 
 
 Ints = NDArray[np.int64]
+Masks = Mapping[int, NDArray[np.int32]]
+"""Index in a step's tokens -> those that may be chosen, [ceil(V / 32)]: bit b of word w stands for
+token 32 * w + b. All others may choose any."""
+NO_MASKS: Masks = MappingProxyType({})
 
 
 class RowWork(NamedTuple):
@@ -69,8 +73,6 @@ class RowWork(NamedTuple):
         output_index: number of tokens generated so far; names the draw.
         prompt_targets: for each of `tokens` the prompt token that follows it, when prompt
             log-probabilities are wanted; one shorter at the end of the prompt.
-        mask: tokens that may be chosen, [ceil(V / 32)]: bit b of word w stands for token
-            32 * w + b; None: all.
     """
 
     row: int
@@ -79,7 +81,6 @@ class RowWork(NamedTuple):
     sample: bool
     output_index: int = 0
     prompt_targets: Sequence[int] = ()
-    mask: NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -96,14 +97,12 @@ class DecodeWork(NamedTuple):
         row: [n], the rows' numbers.
         first: [n], user tokens of each that have run before.
         output_index: [n], numbers of tokens generated so far; name the draws.
-        masks: index in these -> tokens that may be chosen, see RowWork; the others may choose all.
         full: indices in these whose tokens fill their pages; None: not worked out.
     """
 
     row: Ints
     first: Ints
     output_index: Ints
-    masks: Mapping[int, NDArray[np.int32]] = MappingProxyType({})
     full: Sequence[int] | None = None
 
     @classmethod
@@ -124,7 +123,12 @@ NO_ROWS = DecodeWork.of((), (), ())
 
 class StepPlan(NamedTuple):
     """One forward pass. Rows are closed first, then opened, then granted pages, then run: those
-    that decode, then those of `work`, whose tokens are given."""
+    that decode, then those of `work`, whose tokens are given.
+
+    Attributes:
+        constrained: indices in the step's tokens of those that are chosen under masks, which may
+            depend on tokens that a step in flight chooses: see Launched.choose.
+    """
 
     step_id: int
     closed: tuple[int, ...]
@@ -132,15 +136,14 @@ class StepPlan(NamedTuple):
     grants: tuple[PageGrant, ...]
     work: tuple[RowWork, ...]
     decode: DecodeWork = NO_ROWS
+    constrained: Sequence[int] = ()
 
     def row_by_row(self) -> list[RowWork]:
         """Everything that runs, in order."""
         columns = (self.decode.row, self.decode.first, self.decode.output_index)
         decoding = [
-            RowWork(row, first, None, True, index, (), self.decode.masks.get(i))
-            for i, (row, first, index) in enumerate(
-                zip(*(column.tolist() for column in columns), strict=True)
-            )
+            RowWork(row, first, None, True, index)
+            for row, first, index in zip(*(column.tolist() for column in columns), strict=True)
         ]
         return [*decoding, *self.work]
 
@@ -193,6 +196,13 @@ class StepResult(NamedTuple):
 class Launched(Protocol):
     """A step on its way."""
 
+    def choose(self, masks: Masks) -> None:
+        """Under which masks a plan's constrained tokens are chosen; one without a mask may be any.
+
+        Asked of steps with such tokens, once: before the result, and before another step is
+        launched.
+        """
+
     def result(self) -> StepResult:
         """Wait for the step and give what it produced."""
 
@@ -202,6 +212,9 @@ class Ready:
     """A step that has run."""
 
     value: StepResult
+
+    def choose(self, masks: Masks) -> None:
+        """Its tokens are chosen already."""
 
     def result(self) -> StepResult:
         """What it produced."""

@@ -18,7 +18,7 @@ from cairn.cache.paged import Lease, PageCache
 from cairn.cache.pools import BYTES
 from cairn.config import EngineOptions
 from cairn.engine.build import Built, build
-from cairn.engine.core import Continuation
+from cairn.engine.continuation import Continuation
 from cairn.engine.scheduler import Limits
 from cairn.ops.cache.quantized import NOT_FINITE
 from cairn.types import SamplingParams

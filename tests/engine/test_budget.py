@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.engine.budget import GROWTH, Load, StepTimes
-from cairn.engine.core import Continuation, EngineCore
+from cairn.engine.continuation import Continuation
+from cairn.engine.core import EngineCore
 from cairn.engine.scheduler import Limits
 from cairn.runner.step import Launched, StepPlan, StepResult
 from cairn.types import SamplingParams

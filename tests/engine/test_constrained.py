@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 
 from cairn.config import EngineOptions
 from cairn.engine.build import Built, build
-from cairn.engine.core import Continuation
+from cairn.engine.continuation import Continuation
 from cairn.engine.grammar import GrammarState
 from cairn.engine.scheduler import Limits
+from cairn.runner.executor import Executor
+from cairn.runner.step import Launched, Masks, StepPlan, StepResult
 from cairn.types import CompletionOutput, Grammar, SamplingParams
 
 SCHEMA = {
@@ -103,6 +106,13 @@ def built() -> Built:
     return engine()
 
 
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
+def overlap(built: Built, request: pytest.FixtureRequest) -> Iterator[bool]:
+    built.core.overlap = request.param
+    yield request.param
+    built.core.overlap = False
+
+
 def engine(pages: str = "48MiB", rows: int = 32) -> Built:
     options = EngineOptions(
         dtype="float32", device="cpu", kv_cache_memory=pages, max_num_seqs=rows, max_model_len=512
@@ -155,7 +165,7 @@ def test_greedy_and_wild_outputs_satisfy_it_too(built: Built, temperature: float
         assert output.finish_reason == "length" or CHECKS[name][1](output.text)
 
 
-def test_others_in_the_batch_are_not_touched(built: Built) -> None:
+def test_others_in_the_batch_are_not_touched(built: Built, overlap: bool) -> None:
     wanted = [
         params(None, max_tokens=30, presence_penalty=1.0),
         params("regex"),
@@ -185,12 +195,13 @@ def test_chunked_prefill_gives_the_same_output(built: Built, budgets: tuple[int,
     assert live.stream.output.token_ids == expected.token_ids
 
 
-def test_the_state_survives_a_retraction(built: Built) -> None:
+def test_the_state_survives_a_retraction(built: Built, overlap: bool) -> None:
     wanted = [
         params(name, seed) for seed, name in enumerate([None, "json", "GBNF", "json", "json"])
     ]
     roomy = run(built, *wanted)
     tight = engine(pages="2.5MiB", rows=5)
+    tight.core.overlap = overlap
     live = [start(tight, f"{PROMPT}{i}", each) for i, each in enumerate(wanted)]
     finish(tight)
     retracted = [one for one in live if one.request.retractions]
@@ -199,7 +210,7 @@ def test_the_state_survives_a_retraction(built: Built) -> None:
         assert one.stream.output.token_ids == expected.token_ids
 
 
-def test_the_last_token_of_a_whole_output_stops_it(built: Built) -> None:
+def test_the_last_token_of_a_whole_output_stops_it(built: Built, overlap: bool) -> None:
     exact = SamplingParams(grammar=Grammar("regex", "abcd"), max_tokens=4)
     (output,) = run(built, exact)
     assert (output.text, output.finish_reason, output.stop_reason) == ("abcd", "stop", None)
@@ -250,7 +261,9 @@ def test_log_probabilities_stay_those_of_the_model(built: Built) -> None:
     assert again.cumulative_logprob == pytest.approx(free.logprobs[0][ord("M")].logprob, abs=1e-4)
 
 
-def test_a_grammar_that_grows_too_complex_ends_its_request_alone(built: Built) -> None:
+def test_a_grammar_that_grows_too_complex_ends_its_request_alone(
+    built: Built, overlap: bool
+) -> None:
     bomb = params(None, grammar=Grammar("regex", "((a{1,1000}){1,1000}){1,1000}"))
     live = [start(built, PROMPT, each) for each in (params("regex"), bomb, params("Lark"))]
     finish(built)
@@ -319,3 +332,71 @@ def test_a_step_with_nothing_but_a_grammar_in_the_making_does_not_spin(built: Bu
         assert not core.has_work
     finally:
         core.grammars = loader
+
+
+class Watched:
+    """Before an executor: what is asked of it, in order; choices fail when the test says so."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+        self.seen: list[tuple[str, int]] = []
+        self.fails: int | None = None
+
+    def launch(self, plan: StepPlan) -> WatchedStep:
+        self.seen.append(("launch", plan.step_id))
+        return WatchedStep(self, plan.step_id, self.inner.launch(plan))
+
+
+class WatchedStep:
+    def __init__(self, owner: Watched, number: int, inner: Launched) -> None:
+        self.owner, self.number, self.inner = owner, number, inner
+
+    def choose(self, masks: Masks) -> None:
+        self.owner.seen.append(("choose", self.number))
+        if self.owner.fails == self.number:
+            raise RuntimeError("the device is gone")
+        self.inner.choose(masks)
+
+    def result(self) -> StepResult:
+        self.owner.seen.append(("result", self.number))
+        return self.inner.result()
+
+
+@pytest.fixture
+def watched(built: Built) -> Iterator[Watched]:
+    core = built.core
+    inner = core.executor
+    core.executor = watched = Watched(inner)  # type: ignore[assignment]
+    core.overlap = True
+    yield watched
+    core.executor, core.overlap = inner, False
+
+
+def test_a_grammar_keeps_no_step_waiting(built: Built, watched: Watched) -> None:
+    """The next step runs while the tokens of the one before come; only its choice follows them."""
+    start(built, PROMPT, params("regex", max_tokens=12))
+    while not watched.seen:
+        built.core.step()
+    start(built, PROMPT, params(None, max_tokens=6))
+    finish(built)
+    first, last = watched.seen[0][1], watched.seen[-1][1]
+    expected = [("launch", first), ("choose", first)]
+    for number in range(first, last):
+        expected += [("launch", number + 1), ("result", number), ("choose", number + 1)]
+    # Nothing is chosen of what has ended.
+    assert [*expected, ("result", last)] == watched.seen
+    assert last - first >= 11
+
+
+def test_a_choice_that_fails_ends_its_step_alone(built: Built, watched: Watched) -> None:
+    broken = start(built, PROMPT, params("regex"))
+    for _ in range(3):
+        built.core.step()
+    watched.fails = watched.seen[-1][1] + 1
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        built.core.step()
+    assert broken.stream.output.finish_reason == "error"
+    later = start(built, PROMPT, params("regex", max_tokens=5))
+    finish(built)
+    assert len(later.stream.output.token_ids) == 5
+    assert built.core.cache.available == built.core.cache.num_pages

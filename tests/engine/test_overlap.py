@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from cairn import LLM, SamplingParams
 from cairn.cache.invariants import check
 from cairn.engine.build import Built
-from cairn.engine.core import Continuation, EngineCore
+from cairn.engine.continuation import Continuation
+from cairn.engine.core import EngineCore
 from cairn.engine.scheduler import Limits
 from cairn.runner.step import StepPlan, StepResult
 from cairn.types import Grammar

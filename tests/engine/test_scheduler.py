@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.cache.invariants import check
-from cairn.engine.core import Continuation, EngineCore
+from cairn.engine.continuation import Continuation
+from cairn.engine.core import EngineCore
 from cairn.engine.scheduler import Limits
 from cairn.errors import InvariantError
 from cairn.runner.step import Launched, StepPlan

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cairn.engine.build import Built
-from cairn.engine.core import Continuation
+from cairn.engine.continuation import Continuation
 from cairn.engine.scheduler import Limits
 from cairn.errors import BadRequest
 from cairn.llm import LLM

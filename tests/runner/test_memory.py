@@ -96,7 +96,7 @@ def test_a_runner_takes_them(case):
         decode_step(runner.shape, longest, eager=True),
         decode_step(runner.shape, longest, eager=False),
     ):
-        result = runner.launch(plan).result()
+        result = runner.run(plan)
         assert len(result.tokens) == len(plan.row_by_row())
         assert all(token >= 0 for token in result.tokens)
         assert all(len(reported.ids) for reported in result.logprobs.values())

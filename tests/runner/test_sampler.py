@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cairn.runner.sampler import Picks, Sampler
-from cairn.runner.step import RowOpen, RowWork, StepPlan
+from cairn.runner.step import NO_MASKS, Masks, RowOpen, RowWork, StepPlan
 from cairn.types import SamplingParams
 
 VOCAB = 50
@@ -36,8 +36,10 @@ def logits(n: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def drawn(found: Sampler, values: torch.Tensor, *works: RowWork) -> list[int]:
-    return found.sample(values.clone(), picks(*works)).tokens.tolist()
+def drawn(
+    found: Sampler, values: torch.Tensor, *works: RowWork, masks: Masks = NO_MASKS
+) -> list[int]:
+    return found.sample(values.clone(), picks(*works), masks).tokens.tolist()
 
 
 def test_nothing_to_sample():
@@ -178,42 +180,42 @@ def test_logprobs_belong_to_the_rows_that_want_them():
     np.testing.assert_allclose(whole.values, raw[2].sort(descending=True).values)
 
 
-def masked(row: int, allowed: list[int], index: int = 0) -> RowWork:
+def mask(*allowed: int) -> np.ndarray:
     words = np.zeros((VOCAB + 31) // 32, dtype=np.uint32)
     for token in allowed:
         words[token // 32] |= np.uint32(1 << token % 32)
-    return work(row, index)._replace(mask=words.view(np.int32))
+    return words.view(np.int32)
 
 
 def test_a_mask_leaves_only_its_tokens_and_other_rows_alone():
     found = sampler(opened(0), opened(1, temperature=0), opened(2, seed=5), opened(3, top_k=1))
     values = logits(4)
     free = drawn(found, values, *(work(r) for r in range(4)))
-    works = [masked(0, [3, 31, 49]), masked(1, [32]), work(2), masked(3, [7, 8])]
+    masks = {0: mask(3, 31, 49), 1: mask(32), 3: mask(7, 8)}
     for i in range(20):
-        tokens = drawn(found, values, *(w._replace(output_index=i) for w in works))
+        tokens = drawn(found, values, *(work(r, i) for r in range(4)), masks=masks)
         assert tokens[0] in (3, 31, 49) and tokens[1] == 32 and tokens[3] in (7, 8)
-    assert drawn(found, values, *works)[2] == free[2]
+    assert drawn(found, values, *(work(r) for r in range(4)), masks=masks)[2] == free[2]
 
 
 def test_a_mask_stands_above_bias_and_penalties():
     found = sampler(
         opened(0, logit_bias={9: 100.0}, repetition_penalty=1e9, history=[5], num_prompt=1)
     )
-    assert drawn(found, logits(), masked(0, [5])) == [5]
+    assert drawn(found, logits(), work(0), masks={0: mask(5)}) == [5]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_where_mask_and_min_tokens_leave_nothing_no_token_is_chosen(temperature):
     found = sampler(opened(0, temperature=temperature, min_tokens=3, stop_ids=(4,)))
-    assert drawn(found, logits(), masked(0, [4])) == [-1]
-    assert drawn(found, logits(), masked(0, [4], index=3)) == [4]
+    assert drawn(found, logits(), work(0), masks={0: mask(4)}) == [-1]
+    assert drawn(found, logits(), work(0, 3), masks={0: mask(4)}) == [4]
 
 
 def test_reported_log_probabilities_know_no_mask():
     found = sampler(opened(0, logprobs=2), opened(1, logprobs=2))
     values = logits(1).repeat(2, 1)
-    choice = found.sample(values.clone(), picks(work(0), masked(1, [11])))
+    choice = found.sample(values.clone(), picks(work(0), work(1)), {1: mask(11)})
     free, bound = choice.logprobs()[0], choice.logprobs()[1]
     expected = torch.log_softmax(values[1], dim=-1)
     assert choice.tokens[1] == 11
