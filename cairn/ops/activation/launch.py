@@ -35,7 +35,13 @@ def gated(
 ) -> Tensor:
     """act(input[..., :d]) * input[..., d:], of all rows or of those that have an expert."""
     gate, up = input.float().chunk(2, dim=-1)
-    result = (act(gate) * up).to(input.dtype)
+    return of_experts((act(gate) * up).to(input.dtype), out, expert_ids, expert_step)
+
+
+def of_experts(
+    result: Tensor, out: Tensor | None, expert_ids: Tensor | None, expert_step: int
+) -> Tensor:
+    """result [..., d] where rows have an expert, elsewhere what is in out; None: 0."""
     if expert_ids is None:
         return result
     written = (expert_ids != -1).repeat_interleave(expert_step)[: result[..., 0].numel()]

@@ -66,8 +66,7 @@ def _dense(
     expert_step: int = 1,
     enable_pdl: bool | None = None,
 ) -> bool:
-    given = expert_ids is None and input.is_contiguous() and input.numel() > 0
-    return given and (out is None or out.is_contiguous())
+    return input.is_contiguous() and input.numel() > 0 and (out is None or out.is_contiguous())
 
 
 @silu_and_mul.implementation("numba", devices=cpu.DEVICES, when=_dense)
@@ -79,10 +78,12 @@ def _(
     enable_pdl: bool | None = None,
 ) -> Tensor:
     width = input.shape[-1] // 2
-    result = input.new_empty(*input.shape[:-1], width) if out is None else out
+    result = out
+    if result is None or expert_ids is not None:
+        result = input.new_empty(*input.shape[:-1], width)
     both = input.view(-1, 2 * width)
     gate_rows(both, both, width, result.view(-1, width))
-    return result
+    return launch.of_experts(result, out, expert_ids, expert_step)
 
 
 @silu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)

@@ -35,3 +35,16 @@ def test_extremes_are_finite_and_input_is_kept() -> None:
     before = x.clone()
     assert torch.equal(silu_and_mul(x), torch.tensor([[-0.0, 600.0]]))
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_experts_are_those_of_a_call_without(dtype: torch.dtype) -> None:
+    x = torch.randn(9, 2 * 96, dtype=dtype)
+    ids = torch.tensor([2, -1, 0, -1, 7], dtype=torch.int32)
+    kept = ids.repeat_interleave(2)[:9] >= 0
+    whole = silu_and_mul(x)
+    assert torch.equal(silu_and_mul(x, None, ids, 2), whole * kept[:, None])
+    out = torch.full_like(whole, 3)
+    assert silu_and_mul(x, out, ids, 2) is out
+    assert torch.equal(out[kept], whole[kept])
+    assert (out[~kept] == 3).all()
