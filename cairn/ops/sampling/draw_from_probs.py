@@ -44,13 +44,28 @@ def draw_from_probs(
     rows = _filtered(probs, top_k, top_p, min_p, joint)
     # Of the row, not of what is kept of it: a filter drops NaN.
     finite = probs.amax(dim=-1, keepdim=True).isfinite()
-    if indices is not None:
-        rows, finite = rows[indices.long()], finite[indices.long()]
     running = rows.double().cumsum(dim=-1)
     mass = running[:, -1:]
-    token = torch.searchsorted(running, uniform.double()[:, None] * mass, right=True)
     drawable = finite & (mass > 0)
-    return torch.where(drawable, token, -1).squeeze(-1).to(torch.int32)
+    if indices is None:
+        token = torch.searchsorted(running, uniform.double()[:, None] * mass, right=True)
+        return torch.where(drawable, token, -1).squeeze(-1).to(torch.int32)
+    row = indices.long()
+    token = _first_above(running, row, uniform.double() * mass[row, 0])
+    return torch.where(drawable[row, 0], token, -1).to(torch.int32)
+
+
+def _first_above(running: Tensor, row: Tensor, bound: Tensor) -> Tensor:
+    """Where each row [N] of the ascending running [B, V] first exceeds bound [N]: by halves, since
+    there may be far more draws than rows and no copy of a row for each has room."""
+    low = torch.zeros_like(row)
+    high = torch.full_like(row, running.shape[1])
+    for _ in range(running.shape[1].bit_length()):
+        middle = (low + high) // 2
+        above = running[row, middle.clamp(max=running.shape[1] - 1)] > bound
+        high = torch.where(above, middle, high)
+        low = torch.where(above | (low == high), low, middle + 1)
+    return high
 
 
 def _filtered(

@@ -117,3 +117,18 @@ def test_filters_do_not_hide_nan(which: list[int] | None, device: str) -> None:
         for filters in ((k, None, None), (None, p, None), (None, None, p), (k, p, p)):
             got = draw(rows.to(device), uniform, *filters, indices).tolist()
             assert got[:5] == [-1] * 5 and got[5] > 0, name
+
+
+def test_draws_may_be_far_more_than_rows(device: str) -> None:
+    """A copy of the row for each would take 25 GB."""
+    torch.manual_seed(0)
+    rows, uniform = torch.rand(2, 32_000), torch.rand(100_000)
+    which = torch.randint(0, 2, (100_000,))
+    running = rows.double().cumsum(-1)
+    expected = torch.empty_like(which)
+    for row in range(2):
+        mine = which == row
+        bounds = uniform[mine].double() * running[row, -1]
+        expected[mine] = torch.searchsorted(running[row], bounds, right=True)
+    got = draw_from_probs(rows.to(device), uniform.to(device), indices=which.to(device))
+    assert torch.equal(got.cpu().long(), expected)
