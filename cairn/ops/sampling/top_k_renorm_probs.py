@@ -39,7 +39,9 @@ def _(probs: Tensor, top_k: Tensor) -> None:
 
 
 @top_k_renorm.front(replayed=True)
-def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
+def top_k_renorm_probs(
+    probs: Tensor, top_k: Tensor | int, is_deterministic: bool = False
+) -> Tensor:
     """Keep the k most probable tokens of each row and divide by their sum.
 
     Tokens as probable as the k-th are all kept.
@@ -47,6 +49,7 @@ def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
     Args:
         probs: [B, V] float32 (or half precision, taken as float32), finite and not negative.
         top_k: a number, or [B] int32 or int64; k < 1 or k >= V keeps all.
+        is_deterministic: without effect: it always is.
     Returns:
         [B, V] float32.
     Raises:

@@ -43,7 +43,9 @@ def _(probs: Tensor, top_p: Tensor) -> None:
 
 
 @top_p_renorm.front(replayed=True)
-def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float) -> Tensor:
+def top_p_renorm_probs(
+    probs: Tensor, top_p: Tensor | float, is_deterministic: bool = False
+) -> Tensor:
     """Keep the most probable tokens of each row until their mass reaches p; divide by their sum.
 
     In descending order (equal probabilities: the lower token first) a token is kept while the mass
@@ -52,6 +54,7 @@ def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float) -> Tensor:
     Args:
         probs: [B, V] float32 (or half precision, taken as float32), rows that sum to 1.
         top_p: a number, or [B] of them; p >= 1 keeps all.
+        is_deterministic: without effect: it always is.
     Returns:
         [B, V] float32.
     Raises:
