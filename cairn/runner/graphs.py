@@ -13,7 +13,7 @@ import bisect
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -61,14 +61,11 @@ class Sampling(NamedTuple):
 
     Attributes:
         ending: what the graph does with their logits.
-        draws: for Ending.DRAW.
+        draws: by what they are drawn, there or from the logits; None: each is the most likely one.
     """
 
     ending: Ending
     draws: Draws | None = None
-
-
-LOGITS, GREEDY = Sampling(Ending.LOGITS), Sampling(Ending.GREEDY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +99,16 @@ class Replayed(NamedTuple):
     """A step that a graph runs.
 
     Attributes:
-        output: what the graph gives, of the rows that run; the next step overwrites it.
-        trip: gives the step's tokens; with logits it must bring them first, whoever chooses them.
+        output: what the graph gives, of the rows that run.
+        trip: gives the step's tokens; those chosen from logits once `answer` has been told them.
+        draws: with logits the sampling's, on the device; None without.
+
+    The next step overwrites what lies on the device.
     """
 
     output: Tensor
     trip: Trip
+    draws: Sequence[Tensor] | None = None
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
@@ -170,7 +171,15 @@ class DecodeGraphs:
         output = graph.replay(rows)
         if sampling.ending is not Ending.LOGITS:
             trip.returns(rows)
-        return Replayed(output, trip)
+            return Replayed(output, trip)
+        return Replayed(output, trip, self._draws(rows) if sampling.draws else None)
+
+    def answer(self, replayed: Replayed, tokens: Tensor) -> None:
+        """Queue the tokens [n] int64 that are chosen from the logits of the step run last to where
+        a graph would have put them."""
+        rows = self._device[0, : len(tokens)]
+        self._lines.answer(tokens, self.place.last_token, rows)
+        replayed.trip.returns(len(tokens))
 
     @torch.inference_mode()
     def rehearse(self) -> None:
@@ -248,7 +257,7 @@ class DecodeGraphs:
         return captured
 
     def _run(self, bucket: int, ending: Ending, rehearsal: bool) -> Tensor:
-        count = len(self._device) if ending is Ending.DRAW else ROW_LINES
+        count = ROW_LINES if ending is Ending.GREEDY else len(self._device)
         self._lines.fetch(count, _whole(bucket), rehearsal)
         batch, last = self._batch(bucket)
         hidden = self.model(batch)
@@ -258,10 +267,13 @@ class DecodeGraphs:
         if ending is Ending.GREEDY:
             tokens: Tensor = ops.argmax_tokens(logits)
         else:
-            draws = [
-                line.view(torch.float32)[:bucket] if name in FLOATS else line[:bucket]
-                for name, line in zip(Draws._fields, self._device[ROW_LINES:], strict=True)
-            ]
-            tokens = ops.draw_tokens(logits, *draws)
+            tokens = ops.draw_tokens(logits, *self._draws(bucket))
         self._lines.answer(tokens, self.place.last_token, self._device[0, :bucket], rehearsal)
         return tokens
+
+    def _draws(self, count: int) -> list[Tensor]:
+        """How the first rows draw, where graphs read it."""
+        return [
+            line.view(torch.float32)[:count] if name in FLOATS else line[:count]
+            for name, line in zip(Draws._fields, self._device[ROW_LINES:], strict=True)
+        ]

@@ -26,7 +26,7 @@ from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.ops.landmark.select_task import candidate_pages
 from cairn.ops.trust import trusted
-from cairn.runner.graphs import GREEDY, LOGITS, DecodeGraphs, Ending, Place, Replayed, Sampling
+from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
 from cairn.runner.logprobs import Reported, block_rows
 from cairn.runner.prefill_graphs import PrefillGraphs
 from cairn.runner.rows import Layout, Rows
@@ -229,6 +229,7 @@ class _Run(NamedTuple):
     Attributes:
         logits: [n, V] float32 of the rows that choose; None: none does.
         row: [n] on the device, these.
+        draws: how they draw, likewise; None: they choose the most likely tokens.
         watched: indices in these of those that want to know what their queries read.
         reads: what these read.
         prompts: what is reported of prompts.
@@ -237,6 +238,7 @@ class _Run(NamedTuple):
 
     logits: Tensor | None
     row: Tensor | None
+    draws: Sequence[Tensor] | None
     watched: list[int]
     reads: list[LayerReads]
     prompts: tuple[_Prompt, ...]
@@ -329,16 +331,18 @@ class Runner:
             last = last[[True] * len(plan.decode.row) + [work.sample for work in plan.work]]
         watched = self.sampler.watched(picks)
         hidden, reads = self._hidden(layout, last[watched])
-        logits = row = None
+        logits = row = draws = None
         if len(last):
-            index, row = send((last, picks.row), hidden.device)
+            drawn = self.sampler.draws(picks)
+            index, row, *sent = send((last, picks.row, *(drawn or ())), hidden.device)
+            draws = None if drawn is None else sent
             logits = self.model.logits(ops.take_rows(hidden, index))
         prompts = tuple(
             self._prompt(hidden, work, int(layout.start[i]))
             for i, work in enumerate(plan.work, len(plan.decode.row))
             if len(work.prompt_targets)
         )
-        return _Run(logits, row, watched, reads, prompts, time.perf_counter() - began)
+        return _Run(logits, row, draws, watched, reads, prompts, time.perf_counter() - began)
 
     @torch.inference_mode()
     def _choose(self, run: _Run, picks: Picks, masks: Masks) -> _Chosen:
@@ -346,7 +350,7 @@ class Runner:
         began = time.perf_counter()
         choice = Choice(torch.empty(0, dtype=torch.int64, device=self.sampler.device))
         if run.logits is not None and run.row is not None:
-            choice = self.sampler.sample(run.logits, picks, masks)
+            choice = self.sampler.sample(run.logits, picks, run.draws, masks)
             self.rows.remember(run.row, choice.tokens)
         read = selections(run.reads, len(run.watched)) if run.watched else []
         arriving = Arriving(choice.tokens)
@@ -375,24 +379,25 @@ class Runner:
         """Run a step that only decodes by its graph; None where it needs more than that."""
         if self.graphs is None or self.sampler.watched(picks):
             return None
-        sampling = LOGITS
+        draws = self.sampler.draws(picks)
+        ending = Ending.LOGITS
         if self.sampler.plain(picks):
-            draws = self.sampler.draws(picks)
-            sampling = Sampling(Ending.DRAW, draws) if draws else GREEDY
-        replayed = self.graphs.run(plan.decode, self.rows.grant(plan), sampling)
+            ending = Ending.DRAW if draws else Ending.GREEDY
+        replayed = self.graphs.run(plan.decode, self.rows.grant(plan), Sampling(ending, draws))
         if replayed is None:
             return None
-        if sampling is LOGITS:
-            return LaunchedStep(plan, functools.partial(self._choose_replayed, replayed, picks))
+        if ending is Ending.LOGITS:
+            choose = functools.partial(self._choose_replayed, self.graphs, replayed, picks)
+            return LaunchedStep(plan, choose)
         return LaunchedStep(plan, lambda _: _Chosen(Choice(replayed.output), replayed.trip))
 
     @torch.inference_mode()
-    def _choose_replayed(self, replayed: Replayed, picks: Picks, masks: Masks) -> _Chosen:
+    def _choose_replayed(
+        self, graphs: DecodeGraphs, replayed: Replayed, picks: Picks, masks: Masks
+    ) -> _Chosen:
         """Choose from the logits of a graph."""
-        choice = self.sampler.sample(replayed.output, picks, masks)
-        (index,) = send((picks.row,), replayed.output.device)
-        self.rows.remember(index, choice.tokens)
-        replayed.trip.bring(choice.tokens)
+        choice = self.sampler.sample(replayed.output, picks, replayed.draws, masks)
+        graphs.answer(replayed, choice.tokens)
         return _Chosen(choice, replayed.trip)
 
     def _prompt(self, hidden: Tensor, work: RowWork, start: int) -> _Prompt:

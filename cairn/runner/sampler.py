@@ -14,7 +14,7 @@ from torch import Tensor
 from cairn import ops
 from cairn.runner.logprobs import Reported
 from cairn.runner.penalties import Penalties
-from cairn.runner.staging import send
+from cairn.runner.staging import send, send_stacked
 from cairn.runner.step import NO_MASKS, Alternatives, Ints, Masks, RowOpen, StepPlan
 from cairn.types import SamplingParams
 
@@ -189,12 +189,19 @@ class Sampler:
             )
         return known
 
-    def sample(self, logits: Tensor, picks: Picks, masks: Masks = NO_MASKS) -> Choice:
+    def sample(
+        self,
+        logits: Tensor,
+        picks: Picks,
+        draws: Sequence[Tensor] | None,
+        masks: Masks = NO_MASKS,
+    ) -> Choice:
         """Choose one token for each row that picks one.
 
         Args:
             logits: [n, V] float32, one line for each of them; changed in place.
             picks: the rows.
+            draws: `draws` of them, on the device.
             masks: what some of them may choose.
         """
         rows: list[int] = picks.row.tolist()
@@ -210,7 +217,7 @@ class Sampler:
             self._penalties.apply(logits, rows, penalised)
         if masks:
             self._mask(logits, masks)
-        tokens = choose(logits, self.draws(picks))
+        tokens = ops.argmax_tokens(logits) if draws is None else ops.draw_tokens(logits, *draws)
         if penalised:
             self._penalties.count(tokens, rows, penalised)
         if raw is None:
@@ -236,7 +243,7 @@ class Sampler:
 
     def _mask(self, logits: Tensor, masks: Masks) -> None:
         """Forbid what the masks forbid; only they travel."""
-        bitmask = send([np.stack(list(masks.values()))], self.device)[0]
+        bitmask = send_stacked(list(masks.values()), self.device)
         first, end = min(masks), max(masks) + 1
         if len(masks) == end - first:
             ops.apply_token_bitmask_inplace_cuda(logits[first:end], bitmask)
@@ -252,13 +259,6 @@ class Sampler:
     def _tensor(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
         """Numbers on the device, without a wait."""
         return send([torch.as_tensor(values, dtype=dtype).numpy()], self.device)[0]
-
-
-def choose(logits: Tensor, draws: Draws | None) -> Tensor:
-    """One token for every row of logits [n, V] float32: [n] int64, -1 where they allow none."""
-    if draws is None:
-        return ops.argmax_tokens(logits)
-    return ops.draw_tokens(logits, *send(draws, logits.device))
 
 
 def _within(value: float, low: float, high: float) -> float:

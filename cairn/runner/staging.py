@@ -45,6 +45,15 @@ def send(arrays: Sequence[Numbers], device: torch.device) -> list[Tensor]:
     ]
 
 
+def send_stacked(arrays: Sequence[Numbers], device: torch.device) -> Tensor:
+    """Arrays [W] of one dtype as one tensor [n, W] on the device, in one copy."""
+    dtype = torch.from_numpy(arrays[0][:0]).dtype
+    shape = len(arrays), len(arrays[0])
+    stacked = torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
+    np.concatenate(arrays, out=stacked.numpy().reshape(-1))
+    return stacked.to(device, non_blocking=True)
+
+
 def overwrite(memory: Tensor, numbers: Numbers) -> None:
     """Queue a copy of numbers to a device's memory of the same shape and dtype."""
     pinned = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=memory.is_cuda)
@@ -86,13 +95,6 @@ class Trip:
     def __init__(self, place: _Place) -> None:
         self._place = place
         self._found: list[int] | None = None
-
-    def bring(self, tokens: Tensor) -> None:
-        """Queue the way back of tokens [n <= width] int64, which may be overwritten by what is
-        queued later."""
-        count = len(tokens)
-        self._place.tokens[:count].copy_(tokens, non_blocking=True)
-        self.returns(count)
 
     def returns(self, count: int) -> None:
         """What is queued now has put the step's tokens where the host looks for them."""

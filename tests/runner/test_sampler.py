@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.runner.sampler import Picks, Sampler
+from cairn.runner.sampler import Choice, Picks, Sampler
+from cairn.runner.staging import send
 from cairn.runner.step import NO_MASKS, Masks, RowOpen, RowWork, StepPlan
 from cairn.types import SamplingParams
 
@@ -39,11 +40,17 @@ def logits(n: int = 1, seed: int = 0) -> torch.Tensor:
 def drawn(
     found: Sampler, values: torch.Tensor, *works: RowWork, masks: Masks = NO_MASKS
 ) -> list[int]:
-    return found.sample(values.clone(), picks(*works), masks).tokens.tolist()
+    return chosen(found, values.clone(), picks(*works), masks).tokens.tolist()
+
+
+def chosen(found: Sampler, values: torch.Tensor, which: Picks, masks: Masks = NO_MASKS) -> Choice:
+    draws = found.draws(which)
+    sent = None if draws is None else send(draws, found.device)
+    return found.sample(values, which, sent, masks)
 
 
 def test_nothing_to_sample():
-    assert sampler().sample(torch.empty(0, VOCAB), picks()).tokens.tolist() == []
+    assert chosen(sampler(), torch.empty(0, VOCAB), picks()).tokens.tolist() == []
 
 
 def test_results_stand_in_the_order_of_the_works():
@@ -133,7 +140,7 @@ def test_whole_numbers_are_numbers(name):
         params = {name: {9: number} if name == "logit_bias" else number}
         found = sampler(opened(0, temperature=0, history=[9], **params))
         changed.append(logits())
-        found.sample(changed[-1], picks(work(0)))
+        chosen(found, changed[-1], picks(work(0)))
     assert torch.equal(*changed)
     assert not torch.equal(changed[0], logits())
 
@@ -171,7 +178,7 @@ def test_logprobs_belong_to_the_rows_that_want_them():
     )
     values = logits(3)
     raw = torch.log_softmax(values, -1)
-    choice = found.sample(values.clone(), picks(work(0), work(1), work(2)))
+    choice = chosen(found, values.clone(), picks(work(0), work(1), work(2)))
     assert set(choice.logprobs()) == {1, 2}
     biased, whole = choice.logprobs()[1], choice.logprobs()[2]
     assert choice.tokens[1] == 5
@@ -215,7 +222,7 @@ def test_where_mask_and_min_tokens_leave_nothing_no_token_is_chosen(temperature)
 def test_reported_log_probabilities_know_no_mask():
     found = sampler(opened(0, logprobs=2), opened(1, logprobs=2))
     values = logits(1).repeat(2, 1)
-    choice = found.sample(values.clone(), picks(work(0), work(1)), {1: mask(11)})
+    choice = chosen(found, values.clone(), picks(work(0), work(1)), {1: mask(11)})
     free, bound = choice.logprobs()[0], choice.logprobs()[1]
     expected = torch.log_softmax(values[1], dim=-1)
     assert choice.tokens[1] == 11
