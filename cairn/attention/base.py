@@ -86,15 +86,18 @@ class LayerReads:
 CHUNK = 16
 """Slots of a row in the mean, from which on a step's slots count as chunks."""
 ALONE = (16, 64, 256)
-"""How many of a step's first slots may be attended one by one: few numbers, for each of which
-kernels are compiled and graphs captured."""
+"""How many of a step's first slots may be attended one by one, beside multiples of the last: few
+numbers, for each of which kernels are compiled and graphs captured."""
 
 
 def alone(rows: int, slots: int) -> int:
     """How many of a step's first slots are attended one by one where so many rows decode in front
-    of chunks: they, and a few of the chunks'; 0 where that would be most slots."""
-    fitting = [n for n in ALONE if 2 * n <= slots]
-    return next((n for n in fitting if n >= rows), max(fitting, default=0)) if rows else 0
+    of chunks: they, and with them a few of the chunks', or all there are. That costs each of these
+    what it would as a row; in a tile a row costs all slots of the tile another pass."""
+    if not rows:
+        return 0
+    whole = -(-rows // ALONE[-1]) * ALONE[-1]
+    return min(slots, next((n for n in ALONE if n >= rows), whole))
 
 
 @dataclass(frozen=True, slots=True)

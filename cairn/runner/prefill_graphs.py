@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.attention.base import Batch, alone
+from cairn.attention.base import CHUNK, Batch, alone
 from cairn.ops.attention.launch import SPLIT_TOKENS
 from cairn.ops.plans import is_traced
 from cairn.runner.capture import Captured, capture
@@ -123,11 +123,12 @@ class PrefillGraphs:
     def kinds(self) -> list[Kind]:
         """All that there can be, the largest first: the others find its memory."""
         buckets, rows = self.buckets[::-1], len(self._place.page_table)
-        chunked = [
-            Kind(bucket, True, count)
-            for bucket in buckets
-            for count in sorted({alone(decoding, bucket) for decoding in range(rows)})
-        ]
+        chunked = []
+        for bucket in buckets:
+            # Few slots are chunks only where they are of few rows.
+            most = rows if bucket > SPLIT_TOKENS else min(rows, bucket // CHUNK)
+            counts = sorted({alone(decoding, bucket) for decoding in range(most)})
+            chunked += [Kind(bucket, True, count) for count in counts]
         return chunked + [Kind(bucket, False) for bucket in buckets if bucket <= SPLIT_TOKENS]
 
     @torch.inference_mode()
