@@ -6,7 +6,8 @@ the last ones of its pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
 
 from cairn.cache.allocator import PageAllocator
 from cairn.cache.landmarks import SlotMap
@@ -62,6 +63,26 @@ class Lease:
     def window_first(self) -> int:
         """The first logical page that still has a page of the window layers."""
         return len(self.pages) - len(self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What it takes that leases grow.
+
+    Attributes:
+        pages: that they take.
+        stay: of the window layers' pages for these, those that do not come back on the way.
+    """
+
+    pages: int = 0
+    stay: int = 0
+
+    def __add__(self, other: Self) -> Self:
+        """That of both."""
+        return type(self)(self.pages + other.pages, self.stay + other.stay)
+
+
+NO_GROWTH = Growth()
 
 
 class PageCache:
@@ -161,24 +182,26 @@ class PageCache:
             lease.window = self.window.hold(pages[max(0, len(pages) - self.window.reach) :])
         return lease
 
-    def fits(self, growth: Iterable[tuple[Lease, int]], at_once: int) -> bool:
-        """Whether leases could grow by so many pages each, as far as is known now: pages that their
-        windows pass on the way come back.
-
-        Args:
-            growth: the leases, and by how many pages each will grow.
-            at_once: pages that they grow by, all together, before windows pass any of them.
-        """
-        growth = list(growth)
-        pages = sum(count for _, count in growth)
-        if pages > self.num_free + self.num_evictable:
-            return False
+    def growth(self, lease: Lease, pages: int) -> Growth:
+        """What it takes that a lease grows by so many pages."""
         if self.window is None:
-            return True
+            return Growth(pages, 0)
         # Those under the window, the one that the next slot is in, and one that it has just left.
         most = self.window.reach + 2
-        stay = sum(min(count, max(0, most - len(lease.window))) for lease, count in growth)
-        return stay + min(at_once, pages - stay) <= self.window.available
+        return Growth(pages, min(pages, max(0, most - len(lease.window))))
+
+    def fits(self, growth: Growth, at_once: int) -> bool:
+        """Whether leases could grow by so much, as far as is known now: pages that windows pass on
+        the way come back.
+
+        Args:
+            growth: of all of them.
+            at_once: pages that they grow by, all together, before windows pass any of them.
+        """
+        pages, stay = growth.pages, growth.stay
+        if pages > self.num_free + self.num_evictable:
+            return False
+        return self.window is None or stay + min(at_once, pages - stay) <= self.window.available
 
     def grow(self, lease: Lease, total_pages: int) -> bool:
         """Make the lease at least `total_pages` pages long, evicting what must go; all or nothing.

@@ -280,10 +280,3 @@ class Phases:
             Lockstep(decoding, counts, tokens_per_page),
             [r for r in running if not (r.decoding or r.doomed)],
         )
-
-
-def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Number of leading tokens that two prompts share."""
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(np.asarray(a[:length]) != b[:length])
-    return int(differ[0]) if len(differ) else length

@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cairn.cache.landmarks import SlotMap
-from cairn.cache.paged import Lease, PageCache
+from cairn.cache.paged import NO_GROWTH, Growth, PageCache
 from cairn.engine.budget import Load, StepTimes
-from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State, common_prefix
+from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State
+from cairn.engine.sharing import Computing
 from cairn.runner.step import NO_ROWS, DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
 
 WHOLE_PAGES = 4
@@ -86,6 +87,9 @@ class Scheduler:
         # How many of the requests in flight are doomed.
         self._doomed = 0
         self._known_phases: Phases | None = None
+        self._computing = Computing(slots.tokens_per_page)
+        # Of the running rows, while requests are admitted; None: not worked out.
+        self._promise: Growth | None = None
         # The request that was refused its pages last, and the pages that were available then.
         self._refused: tuple[Request, int] | None = None
 
@@ -354,41 +358,30 @@ class Scheduler:
 
     def _admit(self, draft: _Draft) -> None:
         """Take waiting requests in while rows, budget and pages last."""
-        held = []
+        held, self._promise = [], None
         while self.waiting and self._free_rows and self._room(0, draft) > 0:
             request = self.waiting[0][1]
             if request.state is State.FINISHED:
                 heapq.heappop(self.waiting)
-            elif self._held(request):
+            elif self._shares(request) and self._computing.holds(request):
                 held.append(heapq.heappop(self.waiting))
             elif self._open(request):
                 heapq.heappop(self.waiting)
+                before = self.preemptions
                 if not self._start(request, draft):
                     break
+                if self.preemptions != before:
+                    self._promise = None
+                elif self._promise is not None:
+                    self._promise += self._promise_of(request)
             else:
                 break
         for entry in held:
             heapq.heappush(self.waiting, entry)
 
-    def _held(self, request: Request) -> bool:
-        """Whether a running request is computing a prefix that this one would compute again."""
-        if not (self.cache.prefix_caching and request.caches_prefix):
-            return False
-        holder = request.held_by
-        if holder is not None:
-            if holder.state is State.RUNNING and holder.computed < request.held_until:
-                return True
-            request.held_by = None
-        per_page = self.slots.tokens_per_page
-        for other in self.running:
-            if other.computed >= other.num_prompt or request.computed:
-                continue
-            shared = common_prefix(other.prompt_view(), request.prompt_view())
-            shared = min(shared, request.num_prompt - 1) // per_page * per_page
-            if shared > other.computed:
-                request.held_by, request.held_until = other, shared
-                return True
-        return False
+    def _shares(self, request: Request) -> bool:
+        """Whether it takes pages that others have computed."""
+        return self.cache.prefix_caching and request.caches_prefix
 
     def _open(self, request: Request) -> bool:
         """Lease the cached prefix if the rest of the known tokens fits beside the running rows."""
@@ -401,23 +394,27 @@ class Scheduler:
         needed = int(self.slots.pages_for(known)) - len(lease.pages)
         if self.running:
             step_pages = self.limits.step_slots // self.slots.page_size + 1
-            if not self.cache.fits([(lease, needed), *self._promised()], step_pages):
+            growth = self.cache.growth(lease, needed) + self._promised()
+            if not self.cache.fits(growth, step_pages):
                 self.cache.close(lease)
                 self._refused = request, spare
                 return False
         request.lease = lease
         return True
 
-    def _promised(self) -> list[tuple[Lease, int]]:
-        """Pages that running rows will want soon: the rest of their known tokens, and one more each
-        that can still come to need it."""
-        promised = []
-        for r in self.running:
-            if r.lease is not None:
-                soon = int(self.slots.pages_for(len(r.tokens))) + 1
-                most = int(self.slots.pages_for(r.most_computed))
-                promised.append((r.lease, min(soon, most) - len(r.lease.pages)))
-        return promised
+    def _promised(self) -> Growth:
+        """Pages that running rows will want soon."""
+        if self._promise is None:
+            self._promise = sum((self._promise_of(r) for r in self.running), NO_GROWTH)
+        return self._promise
+
+    def _promise_of(self, request: Request) -> Growth:
+        """The rest of its known tokens, and one page more if that can still come to be needed."""
+        if request.lease is None:
+            return NO_GROWTH
+        soon = int(self.slots.pages_for(len(request.tokens))) + 1
+        most = int(self.slots.pages_for(request.most_computed))
+        return self.cache.growth(request.lease, min(soon, most) - len(request.lease.pages))
 
     def _start(self, request: Request, draft: _Draft) -> bool:
         """Give an admitted request its row and its first chunk; False: it had to wait again."""
@@ -431,9 +428,11 @@ class Scheduler:
         if request.cached is None:
             request.cached = computed
             self.cached_prompt_tokens += computed
-            if self.cache.prefix_caching and request.caches_prefix:
+            if self._shares(request):
                 self.looked_up_prompt_tokens += request.num_prompt
         bisect.insort(self.running, request, key=_order)
+        if self.cache.prefix_caching and computed < request.num_prompt:
+            self._computing.add(request)
         self._known_phases = None
         self._schedule_prefill(request, draft)
         return request.state is State.RUNNING
@@ -469,6 +468,8 @@ class Scheduler:
         self.cache.close(request.lease)
         request.lease = None
         self.running.remove(request)
+        if self.cache.prefix_caching:
+            self._computing.remove(request)
         # The pages promised to it are free for others, however few it held.
         self._known_phases = self._refused = None
         self._free_rows.append(request.row)

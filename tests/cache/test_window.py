@@ -116,12 +116,12 @@ def test_growing_needs_pages_of_both_pools() -> None:
 def test_what_rows_will_want_counts_windows_that_move() -> None:
     cache = cache_of(100, 12)
     lease, other = cache.open([1], 0), cache.open([2], 0)
-    assert cache.fits([(lease, 90)], at_once=8)
-    assert not cache.fits([(lease, 90)], at_once=9)
-    assert not cache.fits([(lease, 101)], at_once=1)
-    assert cache.fits([(lease, 40), (other, 40)], at_once=4)
-    assert not cache.fits([(lease, 40), (other, 40)], at_once=5)
-    assert cache.fits([(lease, 3), (other, 3)], at_once=99)
+    assert cache.fits(cache.growth(lease, 90), at_once=8)
+    assert not cache.fits(cache.growth(lease, 90), at_once=9)
+    assert not cache.fits(cache.growth(lease, 101), at_once=1)
+    assert cache.fits(cache.growth(lease, 40) + cache.growth(other, 40), at_once=4)
+    assert not cache.fits(cache.growth(lease, 40) + cache.growth(other, 40), at_once=5)
+    assert cache.fits(cache.growth(lease, 3) + cache.growth(other, 3), at_once=99)
 
 
 def leak(cache: PageCache, lease: Lease) -> None:

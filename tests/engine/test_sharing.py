@@ -1,0 +1,101 @@
+"""Prompts that wait for what others are computing."""
+
+from __future__ import annotations
+
+import pytest
+
+from cairn import SamplingParams
+from cairn.cache.paged import PageCache
+from cairn.engine import sharing
+from cairn.engine.request import Request, RowCounts, State
+from cairn.engine.scheduler import Limits
+from cairn.engine.sharing import Computing
+from tests.engine.fakes import fake_core
+
+PER_PAGE = 4
+
+
+def request(name: str, prompt: list[int]) -> Request:
+    return Request(name, len(prompt), SamplingParams(), 0, (), 5, (0, 0), prompt)
+
+
+def running(name: str, prompt: list[int], computed: int = 0) -> Request:
+    found = request(name, prompt)
+    found.state, found.row = State.RUNNING, 0
+    RowCounts(1).start(found, computed)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prompt", "other", "computed", "until"),
+    [
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9], 0, 4),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], 0, 8),
+        # What is there already can be found in the cache.
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], 4, 8),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 9, 9], 4, None),
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4], 4, None),
+        # Some token has to be left.
+        ([1, 2, 3, 4], [1, 2, 3, 4, 5], 0, None),
+        ([1, 2, 3, 9, 5], [1, 2, 3, 4, 5], 0, None),
+        ([1, 2, 3, 4, 5], [1, 2, 3], 0, None),
+        ([1], [1, 2, 3, 4], 0, None),
+    ],
+)
+def test_who_waits(prompt: list[int], other: list[int], computed: int, until: int | None):
+    computing, waiting = Computing(PER_PAGE), request("w", prompt)
+    computing.add(running("r", other, computed))
+    assert computing.holds(waiting) == (until is not None)
+    assert until is None or waiting.held_until == until
+
+
+def test_it_waits_until_that_is_computed_or_will_not_be():
+    computing, waiting = Computing(PER_PAGE), request("w", [1, 2, 3, 4, 5])
+    for ends in (False, True):
+        other = running("r", [1, 2, 3, 4, 6])
+        computing.add(other)
+        assert computing.holds(waiting) and computing.holds(waiting)
+        if ends:
+            other.state = State.FINISHED
+            computing.remove(other)
+        else:
+            assert other.counts is not None
+            other.counts.computed[0] = 5
+        assert not computing.holds(waiting)
+        assert waiting.held_by is None
+
+
+def test_nothing_is_kept_of_what_has_gone():
+    computing, other = Computing(PER_PAGE), running("r", [1, 2, 3, 4])
+    computing.add(other)
+    computing.remove(other)
+    computing.remove(running("never", [1, 2, 3, 4]))
+    computing.remove(running("short", [1]))
+    assert not computing._by_page
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_crowd_is_admitted_in_time_that_grows_with_it_alone(prefix_caching, monkeypatch):
+    """Each looks neither at all the others' prompts nor at the pages promised to each of them."""
+    core = fake_core(
+        pages=2000, rows=200, step_slots=1 << 14, max_model_len=64, prefix_caching=prefix_caching
+    )
+    core.scheduler.limits = Limits(200, 1 << 14)
+    calls = dict.fromkeys(("compared", "grown"), 0)
+    compare, growth = sharing._common_prefix, PageCache.growth
+
+    def counted(name, function):
+        def call(*args):
+            calls[name] += 1
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(sharing, "_common_prefix", counted("compared", compare))
+    monkeypatch.setattr(PageCache, "growth", counted("grown", growth))
+    for i in range(200):
+        prompt = [i // 100, i // 10 % 10, i % 10, *[7] * 20]
+        core.add(f"r{i}", prompt, SamplingParams(max_tokens=3))
+    core.step()
+    assert len(core.scheduler.running) == 200
+    assert calls["compared"] == 0 and calls["grown"] <= 3 * 200
