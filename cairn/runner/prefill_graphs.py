@@ -87,8 +87,6 @@ class PrefillGraphs:
             LINES * self.buckets[-1], dtype=torch.int64, device=self._place.page_table.device
         )
         self._captured: dict[Kind, Captured] = {}
-        # A capture takes as long as some ten steps: what comes once is not worth it.
-        self._met: set[Kind] = set()
         self._too_large: set[Kind] = set()
 
     def run(self, layout: Layout) -> Tensor | None:
@@ -110,9 +108,6 @@ class PrefillGraphs:
         bucket = self.buckets[at]
         chunked = layout.chunked or bucket > SPLIT_TOKENS
         kind = Kind(bucket, chunked, alone(layout.decoding, bucket) if chunked else 0)
-        if kind not in self._captured and kind not in self._met:
-            self._met.add(kind)
-            return None
         self.prepare(kind)
         if kind in self._too_large:
             return None
