@@ -11,6 +11,7 @@ from typing import Any
 from cairn.config import EngineConfig, EngineOptions, default_model_path
 from cairn.engine.build import Built, build
 from cairn.engine.continuation import Continuation
+from cairn.engine.tokenizer import Tokenizer
 from cairn.engine.totals import HostTimes
 from cairn.errors import BadModel, BadRequest
 from cairn.models.spec import ModelSpec
@@ -134,7 +135,7 @@ class LLM:
         order = list(priority) if priority is not None else [0] * len(given)
         if len(order) != len(given):
             raise BadRequest(f"{len(order)} priorities for {len(given)} prompts")
-        jobs = self._submit_all([self._encode(prompt) for prompt in given], params, order)
+        jobs = self._submit_all(self._encode(given), params, order)
         total = sum(job.num_prompt for job in jobs)
         with Progress(total, enabled=use_tqdm) as progress:
             try:
@@ -160,9 +161,7 @@ class LLM:
             raise BadRequest("messages is empty", "Give at least one message")
         one = isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
-        tokenizer = self._core.tokenizer
-        if tokenizer is None:
-            raise BadRequest("this model has no tokenizer", "Use generate with prompt_token_ids")
+        tokenizer = self._tokenizer()
         prompts = [{"prompt_token_ids": tokenizer.apply_chat(c)} for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -179,7 +178,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise BadRequest(f"n is {params.n}, but a stream has one continuation", "Use generate")
-        text, ids = self._encode(prompt)
+        [(text, ids)] = self._encode([prompt])
         self._check(ids, params)
         job = self._submit(text, ids, params, 0)
         told = False
@@ -232,23 +231,33 @@ class LLM:
             raise BadRequest(f"{len(given)} sampling_params for {count} prompts")
         return list(given)
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text (None for token prompts) and its ids."""
+    def _encode(self, prompts: Sequence[Prompt]) -> list[tuple[str | None, list[int]]]:
+        """Each prompt's text (None for token prompts) and its ids."""
+        parts = [self._text_or_ids(prompt) for prompt in prompts]
+        texts = [part for part in parts if isinstance(part, str)]
+        encoded = iter(self._tokenizer().encode_all(texts) if texts else ())
+        return [(part, next(encoded)) if isinstance(part, str) else (None, part) for part in parts]
+
+    def _text_or_ids(self, prompt: Prompt) -> str | list[int]:
         if isinstance(prompt, Mapping):
             refuse_unknown("a prompt", prompt, PROMPT_KEYS)
             if "prompt_token_ids" in prompt:
-                return None, _checked_ids(prompt["prompt_token_ids"])
+                return _checked_ids(prompt["prompt_token_ids"])
             prompt = prompt.get("prompt", "")
         if not isinstance(prompt, str):
             raise BadRequest(
                 f"a prompt must be text or a mapping, not {type(prompt).__name__}",
                 'Use a string, {"prompt": text} or {"prompt_token_ids": [...]}',
             )
-        if self._core.tokenizer is None:
+        return prompt
+
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = self._core.tokenizer
+        if tokenizer is None:
             raise BadRequest(
                 "this model has no tokenizer", 'Use {"prompt_token_ids": [...]} as the prompt'
             )
-        return prompt, self._core.tokenizer.encode(prompt)
+        return tokenizer
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
         """Raise what `generate` says, for a grammar that cannot be compiled too."""

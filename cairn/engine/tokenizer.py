@@ -31,6 +31,8 @@ VARIABLES = "chat_template_kwargs"
 """What requests call a template's further variables."""
 ERROR_LENGTH = 500
 """Characters of a template's error that are passed on; some quote the whole conversation."""
+BATCH_BYTES = 1 << 20
+"""Of texts that are encoded together: what the library makes of them is many times as large."""
 WORDS_KEPT = 1000
 """Words whose encoding is kept. The library keeps 10,000; where the tokenizer does not split its
 text into words, each is a whole short prompt, and a server would grow by tens of megabytes."""
@@ -96,24 +98,32 @@ class Tokenizer:
                 gives up on.
             TooLong: more than `limit` ids.
         """
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError as error:
-            raise BadRequest(
-                f"the text has half a surrogate pair at character {error.start}: "
-                f"{text[error.start]!r}",
-                "Send valid Unicode",
-            ) from None
+        size = _num_bytes(text)
         least = -(-size // self._longest_token) if self._longest_token else 0
         if limit is not None and least > limit:
             raise TooLong(
                 f"the text has at least {least} tokens, but {limit} are the most that fit",
                 "Shorten it",
             )
+        (ids,) = self._encode_batch([text], add_special_tokens)
+        return ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode` of each, by all cores."""
+        found: list[list[int]] = []
+        begin = size = 0
+        for end, text in enumerate(texts, 1):
+            size += _num_bytes(text)
+            if size >= BATCH_BYTES or end == len(texts):
+                found += self._encode_batch(texts[begin:end], True)
+                begin, size = end, 0
+        return found
+
+    def _encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         try:
             # The batch form works without the interpreter's lock and keeps no offsets.
-            (encoding,) = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
+            encodings = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
             )
         except BaseException as error:
             # The library panics, which is no Exception, where a text is beyond its limits: its
@@ -123,7 +133,7 @@ class Tokenizer:
                     f"the model's tokenizer cannot read the text: {error}", "Shorten it"
                 ) from error
             raise
-        return encoding.ids
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out: what a stream of them shows, joined.
@@ -264,6 +274,17 @@ class Tokenizer:
     def _decode_window(self, ids: list[int]) -> str:
         text: str = self._hf.decode(ids, skip_special_tokens=True)
         return text
+
+
+def _num_bytes(text: str) -> int:
+    """Of a text in UTF-8."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"the text has half a surrogate pair at character {error.start}: {text[error.start]!r}",
+            "Send valid Unicode",
+        ) from None
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:

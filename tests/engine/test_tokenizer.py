@@ -216,6 +216,18 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_read(bytewise, qwen):
     assert len(qwen.encode("x" * 100, limit=1)) > 1
 
 
+def test_many_texts_are_encoded_as_each_alone(qwen, bytewise, monkeypatch):
+    texts = ["", "a", *(f"text {i} " * (i % 7) for i in range(100)), "\u00e9" * 3000, "end"]
+    for tokenizer in (qwen, bytewise):
+        alone = [tokenizer.encode(text) for text in texts]
+        for together in (1, 500, 1 << 20):
+            monkeypatch.setattr("cairn.engine.tokenizer.BATCH_BYTES", together)
+            assert tokenizer.encode_all(texts) == alone
+        assert tokenizer.encode_all([]) == []
+        with pytest.raises(BadRequest, match="half a surrogate pair at character 1"):
+            tokenizer.encode_all(["fine", "a\ud800"])
+
+
 def test_a_long_word_is_encoded(qwen, bytewise):
     text = "landmark" * 40_000
     assert qwen.decode(qwen.encode(text)) == text
