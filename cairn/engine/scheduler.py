@@ -183,6 +183,7 @@ class Scheduler:
                 self._counts.computed[request.row] = computed
                 self._commit(request, computed)
                 if work.sample:
+                    self._computing.remove(request)
                     sampled.append(request)
         if self._doomed:
             for request in requests:
@@ -431,7 +432,7 @@ class Scheduler:
             if self._shares(request):
                 self.looked_up_prompt_tokens += request.num_prompt
         bisect.insort(self.running, request, key=_order)
-        if self.cache.prefix_caching and computed < request.num_prompt:
+        if self.cache.prefix_caching:
             self._computing.add(request)
         self._known_phases = None
         self._schedule_prefill(request, draft)
@@ -468,8 +469,7 @@ class Scheduler:
         self.cache.close(request.lease)
         request.lease = None
         self.running.remove(request)
-        if self.cache.prefix_caching:
-            self._computing.remove(request)
+        self._computing.remove(request)
         # The pages promised to it are free for others, however few it held.
         self._known_phases = self._refused = None
         self._free_rows.append(request.row)

@@ -9,7 +9,8 @@ from cairn.engine.request import Request, State
 
 
 class Computing:
-    """Prompts that are being computed, found by their first page.
+    """Prompts that are being computed, found by the first page that is not in the cache yet: what
+    shares no more than cached pages with them is never compared.
 
     Args:
         tokens_per_page: user tokens of a page.
@@ -17,20 +18,29 @@ class Computing:
 
     def __init__(self, tokens_per_page: int) -> None:
         self._per_page = tokens_per_page
-        self._by_page: dict[bytes, list[Request]] = {}
+        # Tokens in front of that page -> its tokens -> the requests.
+        self._by_page: dict[int, dict[bytes, list[Request]]] = {}
+        self._places: dict[str, tuple[int, bytes]] = {}
 
     def add(self, request: Request) -> None:
-        """The request begins to compute its prompt. One that is too short to share stays out."""
-        if request.num_prompt >= self._per_page:
-            self._by_page.setdefault(self._page(request), []).append(request)
+        """The request begins to compute its prompt. What fills no page can be shared by nobody."""
+        begin = request.computed
+        if begin + self._per_page <= request.num_prompt:
+            page = self._page(request, begin)
+            self._places[request.id] = begin, page
+            self._by_page.setdefault(begin, {}).setdefault(page, []).append(request)
 
     def remove(self, request: Request) -> None:
-        """The request runs no more."""
-        page = self._page(request)
-        others = self._by_page.get(page, [])
-        others[:] = [other for other in others if other is not request]
-        if not others:
-            self._by_page.pop(page, None)
+        """The prompt has been computed, or will not be."""
+        place = self._places.pop(request.id, None)
+        if place is not None:
+            begin, page = place
+            pages = self._by_page[begin]
+            pages[page].remove(request)
+            if not pages[page]:
+                del pages[page]
+            if not pages:
+                del self._by_page[begin]
 
     def holds(self, request: Request) -> bool:
         """Whether one of them is computing a prefix that this waiting one would compute again."""
@@ -39,19 +49,19 @@ class Computing:
             if holder.state is State.RUNNING and holder.computed < request.held_until:
                 return True
             request.held_by = None
-        others = self._by_page.get(self._page(request), [])
-        # What has been computed can be found in the cache.
-        others[:] = [other for other in others if other.computed < other.num_prompt]
-        for other in others:
-            shared = _common_prefix(other.prompt_view(), request.prompt_view())
-            shared = min(shared, request.num_prompt - 1) // self._per_page * self._per_page
-            if shared > other.computed:
-                request.held_by, request.held_until = other, shared
-                return True
+        for begin, pages in self._by_page.items():
+            if request.num_prompt <= begin + self._per_page:
+                continue
+            for other in pages.get(self._page(request, begin), ()):
+                shared = _common_prefix(other.prompt_view(), request.prompt_view())
+                shared = min(shared, request.num_prompt - 1) // self._per_page * self._per_page
+                if shared > other.computed:
+                    request.held_by, request.held_until = other, shared
+                    return True
         return False
 
-    def _page(self, request: Request) -> bytes:
-        return request.tokens[: self._per_page].tobytes()
+    def _page(self, request: Request, begin: int) -> bytes:
+        return request.tokens[begin : begin + self._per_page].tobytes()
 
 
 def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

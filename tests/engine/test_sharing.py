@@ -78,9 +78,9 @@ def test_nothing_is_kept_of_what_has_gone():
 def test_a_crowd_is_admitted_in_time_that_grows_with_it_alone(prefix_caching, monkeypatch):
     """Each looks neither at all the others' prompts nor at the pages promised to each of them."""
     core = fake_core(
-        pages=2000, rows=200, step_slots=1 << 14, max_model_len=64, prefix_caching=prefix_caching
+        pages=4000, rows=201, step_slots=1 << 14, max_model_len=64, prefix_caching=prefix_caching
     )
-    core.scheduler.limits = Limits(200, 1 << 14)
+    core.scheduler.limits = Limits(201, 1 << 14)
     calls = dict.fromkeys(("compared", "grown"), 0)
     compare, growth = sharing._common_prefix, PageCache.growth
 
@@ -93,9 +93,14 @@ def test_a_crowd_is_admitted_in_time_that_grows_with_it_alone(prefix_caching, mo
 
     monkeypatch.setattr(sharing, "_common_prefix", counted("compared", compare))
     monkeypatch.setattr(PageCache, "growth", counted("grown", growth))
-    for i in range(200):
-        prompt = [i // 100, i // 10 % 10, i % 10, *[7] * 20]
-        core.add(f"r{i}", prompt, SamplingParams(max_tokens=3))
+    common = [5] * 12
+    core.add("first", [*common, 1], SamplingParams(max_tokens=3))
     core.step()
-    assert len(core.scheduler.running) == 200
+    calls.update(compared=0, grown=0)
+    for i in range(200):
+        digits = [i // 100, i // 10 % 10, i % 10, *[7] * 20]
+        # Some begin with pages that are in the cache.
+        core.add(f"r{i}", [*common[: 12 * (i % 2)], *digits], SamplingParams(max_tokens=3))
+    core.step()
+    assert len(core.scheduler.running) == 201
     assert calls["compared"] == 0 and calls["grown"] <= 3 * 200
