@@ -5,8 +5,11 @@ No torch here: the API process imports it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from cairn.errors import BadRequest, TooLong
 from cairn.types import SamplingParams
@@ -77,7 +80,8 @@ def _check_prompt(prompt: Sequence[int], shape: CoreShape) -> None:
             "Shorten the prompt, or raise max_model_len or kv_cache_memory if the model "
             "and the memory allow it",
         )
-    low, high = min(prompt), max(prompt)
+    ids = np.frombuffer(prompt, dtype=np.intc) if isinstance(prompt, array) else None
+    low, high = (min(prompt), max(prompt)) if ids is None else (int(ids.min()), int(ids.max()))
     if low < 0 or high >= vocab:
         bad = low if low < 0 else high
         raise BadRequest(f"prompt token id {bad} is out of range", f"Ids go from 0 to {vocab - 1}")

@@ -289,8 +289,8 @@ def pack_ids(ids: Sequence[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
-def unpack_ids(data: bytes) -> list[int]:
-    """Inverse of `pack_ids`."""
+def unpack_ids(data: bytes) -> array[int]:
+    """Inverse of `pack_ids`. Not a list: walking a million numbers would keep streams waiting."""
     ids = array("i")
     ids.frombytes(data)
-    return ids.tolist()
+    return ids

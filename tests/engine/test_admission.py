@@ -1,6 +1,7 @@
 import pytest
 
 from cairn.engine.admission import CoreShape, check, stop_ids
+from cairn.engine.messages import pack_ids, unpack_ids
 from cairn.errors import BadRequest, TooLong
 from cairn.types import Grammar, SamplingParams
 
@@ -8,6 +9,12 @@ SHAPE = CoreShape(vocab_size=100, max_model_len=10, eos_ids=(2, 100), seed=0, la
 DENSE = CoreShape(vocab_size=100, max_model_len=10, eos_ids=(), seed=0)
 
 
+def unpacked(prompt):
+    """As it comes from the API's process."""
+    return unpack_ids(pack_ids(prompt))
+
+
+@pytest.mark.parametrize("form", [list, unpacked])
 @pytest.mark.parametrize(
     "params",
     [
@@ -17,8 +24,8 @@ DENSE = CoreShape(vocab_size=100, max_model_len=10, eos_ids=(), seed=0)
         SamplingParams(grammar=Grammar("regex", "a+")),
     ],
 )
-def test_passes_what_can_be_served(params):
-    check([0, 99, 5], params, SHAPE, has_tokenizer=True)
+def test_passes_what_can_be_served(params, form):
+    check(form([0, 99, 5]), params, SHAPE, has_tokenizer=True)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +44,10 @@ def test_passes_what_can_be_served(params):
         ([3], {"stop_token_ids": tuple(range(100)), "min_tokens": 1}, "every token id ends"),
     ],
 )
-def test_refuses_what_never_can(prompt, params, message):
+@pytest.mark.parametrize("form", [list, unpacked])
+def test_refuses_what_never_can(prompt, params, message, form):
     with pytest.raises(BadRequest, match=message):
-        check(prompt, SamplingParams(**params), DENSE, has_tokenizer=False)
+        check(form(prompt), SamplingParams(**params), DENSE, has_tokenizer=False)
 
 
 def test_a_prompt_that_can_never_fit_names_both_numbers():
