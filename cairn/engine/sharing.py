@@ -20,19 +20,19 @@ class Computing:
         self._per_page = tokens_per_page
         # Tokens in front of that page -> its tokens -> the requests.
         self._by_page: dict[int, dict[bytes, list[Request]]] = {}
-        self._places: dict[str, tuple[int, bytes]] = {}
+        self._places: dict[Request, tuple[int, bytes]] = {}
 
     def add(self, request: Request) -> None:
         """The request begins to compute its prompt. What fills no page can be shared by nobody."""
         begin = request.computed
         if begin + self._per_page <= request.num_prompt:
             page = self._page(request, begin)
-            self._places[request.id] = begin, page
+            self._places[request] = begin, page
             self._by_page.setdefault(begin, {}).setdefault(page, []).append(request)
 
     def remove(self, request: Request) -> None:
         """The prompt has been computed, or will not be."""
-        place = self._places.pop(request.id, None)
+        place = self._places.pop(request, None)
         if place is not None:
             begin, page = place
             pages = self._by_page[begin]

@@ -44,7 +44,7 @@ def test_rows_side_by_side_are_where_each_would_be_alone(counts, per_page):
     for _ in range(3 * per_page + 2):
         assert list(rows.starting()) == [i for i, n in enumerate(at) if n % per_page == 0]
         assert rows.context == sum(at)
-        work = rows.step({})
+        work = rows.step()
         kept.append((work, at))
         assert list(work.full) == [i for i, n in enumerate(at) if (n + 1) % per_page == 0]
         assert work.count_full(per_page) == work._replace(full=None).count_full(per_page)
@@ -67,7 +67,7 @@ def test_steps_that_are_left(counts):
     for left in (3, 2, 1):
         assert rows.left == left
         assert not any(request.complete for request in requests)
-        rows.step({})
+        rows.step()
     assert rows.left == 0
     assert [request.complete for request in requests] == [False, True]
     assert Phases.of(requests, counts, 3).decoding.requests == requests[:1]

@@ -71,6 +71,12 @@ def test_nothing_is_kept_of_what_has_gone():
     computing.remove(other)
     computing.remove(running("never", [1, 2, 3, 4]))
     computing.remove(running("short", [1]))
+    # A name is free again while the step of who had it runs.
+    computing.add(other)
+    again = running("r", [5, 6, 7, 8])
+    computing.add(again)
+    computing.remove(other)
+    computing.remove(again)
     assert not computing._by_page
 
 
