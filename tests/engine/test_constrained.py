@@ -195,6 +195,24 @@ def test_chunked_prefill_gives_the_same_output(built: Built, budgets: tuple[int,
     assert live.stream.output.token_ids == expected.token_ids
 
 
+def test_a_mask_finds_its_token_behind_a_prompt_that_is_not_done(built: Built) -> None:
+    """A token that fills a page needs two slots: a chunk leaves the last one to a short prompt."""
+    core, limits = built.core, built.core.scheduler.limits
+    core.cache.reset()
+    core.scheduler.limits = Limits(8, 5 * 64 + 63)
+    try:
+        long = start(built, "long " * 90, params(None, max_tokens=1))
+        short = start(built, "a", params("regex", max_tokens=8))
+        assert core.grammars is not None
+        core.grammars.compile(CHECKS["regex"][0])
+        core.step()
+        assert short.stream.output.token_ids and not long.stream.output.token_ids
+        finish(built)
+    finally:
+        core.scheduler.limits = limits
+    assert re.match("M[rs]\\. [A-Z][a-z]{2}", short.stream.output.text)
+
+
 def test_the_state_survives_a_retraction(built: Built, overlap: bool) -> None:
     wanted = [
         params(name, seed) for seed, name in enumerate([None, "json", "GBNF", "json", "json"])

@@ -110,3 +110,15 @@ def test_a_crowd_is_admitted_in_time_that_grows_with_it_alone(prefix_caching, mo
     core.step()
     assert len(core.scheduler.running) == 201
     assert calls["compared"] == 0 and calls["grown"] <= 3 * 200
+
+
+def test_pages_promised_to_one_admitted_before_are_not_given_to_the_next():
+    """Both come in one step: the first has a chunk of its prompt then, and wants the rest."""
+    core = fake_core(pages=36, rows=4, step_slots=21, prefix_caching=False)
+    core.add("runs", [1, 2], SamplingParams(max_tokens=30))
+    core.step()
+    core.add("long", [1] * 100, SamplingParams(max_tokens=2))
+    core.add("short", [1], SamplingParams(max_tokens=2))
+    core.step()
+    running = {request.id for request in core.scheduler.running}
+    assert running == {"runs", "long"}

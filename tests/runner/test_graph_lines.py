@@ -17,6 +17,8 @@ from cairn.runner.sampler import Draws
 from cairn.runner.step import DecodeWork, PageGrant, RowWork, StepPlan
 
 VOCAB, LANDMARK, MAX_PAGES = 23, 23, 40
+DTYPES = (np.float32, np.int64, np.float32, np.float32, np.int64, np.int64)
+"""Of the draws."""
 
 
 class Model:
@@ -76,11 +78,17 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
         plan = StepPlan(step, (), (), tuple(grants), (), decode)
         layout = rows.lay_out(plan)
         ending = rng.choice([Ending.GREEDY, Ending.LOGITS])
-        replayed = decoder.run(decode, rows.grant(plan), Sampling(ending, None))
+        draws = None
+        if ending is Ending.LOGITS and rng.random() < 0.5:
+            draws = Draws(*(np.full(len(running), step + i, t) for i, t in enumerate(DTYPES)))
+        replayed = decoder.run(decode, rows.grant(plan), Sampling(ending, draws))
         for r in running:
             done[r] += 1
         assert replayed is not None
-        output, trip, _ = replayed
+        output, trip, sent = replayed
+        assert (sent is None) == (draws is None)
+        for mine, given in zip(sent or (), draws or (), strict=True):
+            assert mine.numpy().dtype == given.dtype and mine.tolist() == given.tolist()
         if ending is Ending.LOGITS:
             decoder.answer(replayed, last_token[torch.tensor(running)])
         on_the_way.append((trip, last_token[torch.tensor(running)].tolist()))
