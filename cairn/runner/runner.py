@@ -346,7 +346,7 @@ class Runner:
 
     @torch.inference_mode()
     def _choose(self, run: _Run, picks: Picks, masks: Masks) -> _Chosen:
-        """The rest of it."""
+        """What the rows of a step choose, from what the model has made of it."""
         began = time.perf_counter()
         choice = Choice(torch.empty(0, dtype=torch.int64, device=self.sampler.device))
         if run.logits is not None and run.row is not None:
@@ -395,7 +395,7 @@ class Runner:
     def _choose_replayed(
         self, graphs: DecodeGraphs, replayed: Replayed, picks: Picks, masks: Masks
     ) -> _Chosen:
-        """Choose from the logits of a graph."""
+        """The same where a graph has run the model."""
         choice = self.sampler.sample(replayed.output, picks, replayed.draws, masks)
         graphs.answer(replayed, choice.tokens)
         return _Chosen(choice, replayed.trip)

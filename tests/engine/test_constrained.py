@@ -364,6 +364,9 @@ class Watched:
         self.seen.append(("launch", plan.step_id))
         return WatchedStep(self, plan.step_id, self.inner.launch(plan))
 
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
 
 class WatchedStep:
     def __init__(self, owner: Watched, number: int, inner: Launched) -> None:
@@ -384,7 +387,7 @@ class WatchedStep:
 def watched(built: Built) -> Iterator[Watched]:
     core = built.core
     inner = core.executor
-    core.executor = watched = Watched(inner)  # type: ignore[assignment]
+    core.executor = watched = Watched(inner)
     core.overlap = True
     yield watched
     core.executor, core.overlap = inner, False
@@ -401,7 +404,6 @@ def test_a_grammar_keeps_no_step_waiting(built: Built, watched: Watched) -> None
     expected = [("launch", first), ("choose", first)]
     for number in range(first, last):
         expected += [("launch", number + 1), ("result", number), ("choose", number + 1)]
-    # Nothing is chosen of what has ended.
     assert [*expected, ("result", last)] == watched.seen
     assert last - first >= 11
 
