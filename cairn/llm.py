@@ -255,7 +255,7 @@ class LLM:
         tokenizer = self._core.tokenizer
         if tokenizer is None:
             raise BadRequest(
-                "this model has no tokenizer", 'Use {"prompt_token_ids": [...]} as the prompt'
+                "this model has no tokenizer", 'Use generate with {"prompt_token_ids": [...]}'
             )
         return tokenizer
 
