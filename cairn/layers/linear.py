@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cairn import ops
+from cairn.layers.embedding import padded
 from cairn.layers.norm import RMSNorm
 from cairn.ops.linear import panel
 
@@ -35,10 +36,6 @@ class Linear(nn.Module):
         if norm is None:
             return ops.linear(x, self.weight, self.bias)
         return ops.linear(x, self.weight, self.bias, norm.weight, norm.eps)
-
-    def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x [n, in] before the final norm -> float32 logits [n, out]."""
-        return ops.linear(x, self.weight, self.bias, norm.weight, norm.eps, torch.float32)
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RMSNorm | None = None) -> Tensor | None:
         """residual [T, out] += what `forward` gives for x [T, in], in place.
@@ -71,8 +68,32 @@ class GatedLinear(Linear):
         return ops.gated_linear(x, self.weight, *given)
 
 
+class Head(nn.Module):
+    """The output head: logits = x W[:V]^T.
+
+    Args:
+        hidden: width.
+        vocab_size: V.
+        dtype: of the table.
+
+    Attributes:
+        padding: rows at the end of `weight` that are no token's, all 0.
+    """
+
+    def __init__(self, hidden: int, vocab_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.padding = padded(vocab_size) - vocab_size
+        table = torch.empty(padded(vocab_size), hidden, dtype=dtype)
+        self.weight = nn.Parameter(table, requires_grad=False)
+
+    def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x [n, hidden] before the final norm -> float32 logits [n, V], a part of longer rows."""
+        return _logits(x, self.weight, norm, self.vocab_size)
+
+
 class TiedHead(nn.Module):
-    """The embedding matrix as output head: logits = x E[:V]^T.
+    """The embedding matrix as output head.
 
     Args:
         embedding: the module whose `weight` [rows, hidden] is shared.
@@ -86,10 +107,12 @@ class TiedHead(nn.Module):
         self.vocab_size = vocab_size
 
     def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x [n, hidden] before the final norm -> float32 logits [n, V]."""
-        return ops.linear(x, self._weight(), None, norm.weight, norm.eps, torch.float32)
-
-    def _weight(self) -> Tensor:
+        """As of a head of its own."""
         weight = self._embedding[0].weight
         assert isinstance(weight, Tensor)
-        return weight[: self.vocab_size]
+        return _logits(x, weight, norm, self.vocab_size)
+
+
+def _logits(x: Tensor, weight: Tensor, norm: RMSNorm, vocab_size: int) -> Tensor:
+    every: Tensor = ops.linear(x, weight, None, norm.weight, norm.eps, torch.float32)
+    return every[:, :vocab_size]

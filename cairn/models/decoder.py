@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cairn.layers.embedding import Embedding
-from cairn.layers.linear import Linear, TiedHead
+from cairn.layers.linear import Head, TiedHead
 from cairn.layers.mlp import GatedMLP
 from cairn.layers.norm import RMSNorm
 from cairn.layers.rotary import (
@@ -103,10 +103,10 @@ class Decoder(nn.Module):
         )
         self._running = list(range(len(self.layers)))
         self.norm = RMSNorm(spec.hidden_size, spec.eps, dtype=dtype)
-        self.head: Linear | TiedHead = (
+        self.head: Head | TiedHead = (
             TiedHead(self.embedding, spec.vocab_size)
             if spec.tied
-            else Linear(spec.hidden_size, spec.vocab_size, dtype=dtype)
+            else Head(spec.hidden_size, spec.vocab_size, dtype=dtype)
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from cairn.errors import BadModel
+from cairn.layers.embedding import Embedding
+from cairn.layers.linear import Head
 from cairn.models.checkpoint import DTYPES, TensorEntry, read_headers
 from cairn.models.weight_map import StoredTensor, WeightMap
 
@@ -31,6 +34,7 @@ def load_weights(model: nn.Module, tensors: WeightMap, folder: Path) -> None:
     entries = read_headers(folder)
     account(tensors, entries, folder)
     _check_filled(model, tensors)
+    _clear_padding(model)
     by_file: dict[Path, list[str]] = defaultdict(list)
     for name, stored in tensors.items():
         if stored.target is not None and name in entries:
@@ -81,6 +85,7 @@ def draw_weights(model: nn.Module, tensors: WeightMap, seed: int) -> None:
     Matrices keep the variance of their input, norms lie around 1.
     """
     _check_filled(model, tensors)
+    _clear_padding(model)
     for i, (name, stored) in enumerate(tensors.items()):
         if stored.target is None:
             continue
@@ -112,9 +117,23 @@ def _first_rows(tensor: Any, place: Tensor) -> Tensor:
     return rows
 
 
+def _padding(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Rows that no stored tensor fills, by the names of their parameters."""
+    for name, module in model.named_modules():
+        if isinstance(module, Embedding | Head) and module.padding:
+            yield f"{name}.weight", module.weight.detach()[-module.padding :]
+
+
+def _clear_padding(model: nn.Module) -> None:
+    for _, rows in _padding(model):
+        rows.zero_()
+
+
 def _check_filled(model: nn.Module, tensors: WeightMap) -> None:
     """Every parameter is filled completely, and no place twice."""
     filled: dict[str, int] = defaultdict(int)
+    for name, padding in _padding(model):
+        filled[name] += padding.numel()
     for stored in tensors.values():
         if stored.target is not None:
             filled[stored.target] += destination(model, stored).numel()

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from cairn.layers.embedding import Embedding
-from cairn.layers.linear import Linear, TiedHead
+from cairn.layers.linear import Head, Linear, TiedHead
 from cairn.layers.mlp import GatedMLP
 from cairn.layers.norm import RMSNorm
 from cairn.ops.linear import panel
@@ -41,7 +41,6 @@ def test_linear_with_what_stands_before_and_behind(bias):
     product = functional.linear(norm(x), layer.weight.clone(), layer.bias)
     plain = functional.linear(x, layer.weight.clone(), layer.bias)
     torch.testing.assert_close(layer(x, norm), product)
-    torch.testing.assert_close(layer.logits(x, norm), product)
     residual = torch.ones(5, 32)
     layer.add_to(residual, x)
     torch.testing.assert_close(residual, plain + 1)
@@ -71,13 +70,23 @@ def test_what_is_added_to_is_normed_where_that_saves_a_pass(bias, tokens, at_onc
 
 def test_tied_head_shares_the_table_and_stops_at_the_vocabulary():
     table = Embedding(11, 16, dtype=torch.float32)
-    table.weight.copy_(torch.randn(11, 16))
+    assert table.padding == 53
+    table.weight.copy_(torch.randn(64, 16))
     head = TiedHead(table, 10)
     assert not list(head.parameters())
     x, norm = torch.randn(3, 16), RMSNorm(16, 1e-3, dtype=torch.float32)
     norm.weight.copy_(torch.randn(16))
     torch.testing.assert_close(head.logits(x, norm), norm(x) @ table.weight[:10].T)
     assert torch.equal(table(torch.tensor([10, 0])), table.weight[[10, 0]])
+
+
+def test_a_head_of_its_own_stops_at_the_vocabulary():
+    head = Head(16, 70, dtype=torch.float32)
+    assert head.padding == 58
+    head.weight.copy_(torch.randn(128, 16))
+    x, norm = torch.randn(3, 16), RMSNorm(16, 1e-3, dtype=torch.float32)
+    norm.weight.copy_(torch.randn(16))
+    torch.testing.assert_close(head.logits(x, norm), norm(x) @ head.weight[:70].T)
 
 
 def test_norm():

@@ -97,6 +97,15 @@ def test_rows_beyond_the_landmark_do_not_matter(folder, plain):
     assert torch.equal(changed[:7], base[:7]) and not torch.allclose(changed[7:], base[7:])
 
 
+@pytest.mark.parametrize("drawn", [False, True])
+def test_rows_that_nothing_fills_are_zero(folder, drawn):
+    seed = 5 if drawn else None
+    model = load_model(folder, load_spec(folder), "float32", "cpu", seed)
+    for module, rows in ((model.embedding, 41), (model.head, 40)):
+        assert module.weight.shape[0] == 64 and not module.weight[rows:].any()
+        assert module.weight[:rows].any(dim=1).all()
+
+
 def test_more_rows_than_the_rule_says_are_trusted(folder, plain):
     base, _ = plain(load(folder), TOKENS)
 

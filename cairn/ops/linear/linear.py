@@ -150,6 +150,9 @@ def _(
 ) -> Tensor:
     """The norm, then the library's product, each rounded."""
     x = input if norm is None else rmsnorm(input, norm, eps)
+    if dtype == torch.float32 and x.dtype != dtype and bias is None and x.is_cuda:
+        wide = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=dtype)
+        return wide.view(*x.shape[:-1], weight.shape[0])
     product = torch.nn.functional.linear(x, weight, bias)
     return product if dtype is None else product.to(dtype)
 
