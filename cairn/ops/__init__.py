@@ -89,6 +89,7 @@ from cairn.ops.sampling.samplers import (
     top_k_top_p_sampling_from_probs,
     top_p_sampling_from_probs,
 )
+from cairn.ops.sampling.score_tokens import score_tokens
 from cairn.ops.sampling.top_k_mask_logits import top_k_mask_logits
 from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm_prob, top_k_renorm_probs
 from cairn.ops.sampling.top_k_top_p_sampling_from_logits import top_k_top_p_sampling_from_logits
@@ -205,6 +206,7 @@ __all__ = [
     "scaled_fp4_experts_quant",
     "scaled_fp4_grouped_quant",
     "scaled_fp4_quant",
+    "score_tokens",
     "segment_packbits",
     "select_pages",
     "sequence_attention",
