@@ -6,10 +6,11 @@ Standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 from cairn.errors import BadRequest
 from cairn.names import checked_keywords
@@ -248,6 +249,124 @@ class TokenLogprobs(Mapping[int, Logprob]):
         return self._ids, self._values, self._ranks
 
 
+LISTED_BELOW = 256
+"""Positions with fewer alternatives become lists, which are made and walked faster than arrays."""
+
+
+class Alternatives(NamedTuple):
+    """What is reported at one position, most likely first.
+
+    Attributes:
+        chosen: log-probability of the token that was taken.
+        ids, values, ranks: sequences or arrays, the reported tokens, the chosen one always among
+            them; ranks from 1.
+    """
+
+    chosen: float
+    ids: Any
+    values: Any
+    ranks: Any
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """Log-probabilities at n positions, side by side.
+
+    Attributes:
+        ids: array [n, k + 1], the k most likely tokens, most likely first, and the chosen one.
+        values: array [n, k + 1], theirs.
+        ranks: array [n], that of the chosen token, from 1.
+    """
+
+    ids: Any
+    values: Any
+    ranks: Any
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def positions(self, begin: int = 0, end: int | None = None) -> Iterator[Alternatives]:
+        """Those from position `begin` up to `end`, one by one."""
+        ids, values = self.ids[begin:end], self.values[begin:end]
+        k = ids.shape[1] - 1
+        among = (ids[:, :k] == ids[:, k:]).any(axis=1).tolist()
+        chosen = values[:, k].tolist()
+        ranks: Sequence[int] = range(1, k + 1)
+        if k < LISTED_BELOW:
+            ids, values, ranks = ids.tolist(), values.tolist(), tuple(ranks)
+        lines = zip(ids, values, chosen, among, self.ranks[begin:end].tolist(), strict=True)
+        # Copies: what is kept of one position must not keep what there is of all.
+        for line, numbers, value, inside, rank in lines:
+            if inside:
+                yield Alternatives(value, line[:k].copy(), numbers[:k].copy(), ranks)
+            else:
+                yield Alternatives(value, line.copy(), numbers.copy(), (*ranks, rank))
+
+
+class PromptLogprobs(Sequence[TokenLogprobs | None]):
+    """Log-probabilities of a prompt's tokens: one entry per token, None for the first and for those
+    that have not run. Entries are built when asked for.
+
+    Args:
+        length: tokens of the prompt.
+        decode: gives the text of a token id, None without a tokenizer.
+    """
+
+    __slots__ = ("_begins", "_decode", "_end", "_length", "_parts")
+
+    def __init__(self, length: int, decode: Callable[[int], str] | None = None) -> None:
+        self._length = length
+        self._decode = decode
+        self._parts: list[LogprobColumns] = []
+        self._begins: list[int] = []
+        self._end = 1
+
+    def put(self, first: int, columns: LogprobColumns) -> None:
+        """Those of tokens first, first + 1, ...: behind what there is, or anew from token 1 on."""
+        if first == 1:
+            self._parts, self._begins = [], []
+        elif first != self._end:
+            raise ValueError(f"entries from token {first} on do not follow token {self._end - 1}")
+        self._parts.append(columns)
+        self._begins.append(first)
+        self._end = first + len(columns)
+
+    @property
+    def parts(self) -> tuple[LogprobColumns, ...]:
+        """Those of tokens 1, 2, ... side by side, as they were put."""
+        return tuple(self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._length))]
+        at = range(self._length)[index]
+        if not 0 < at < self._end:
+            return None
+        part = bisect_right(self._begins, at) - 1
+        i = at - self._begins[part]
+        [found] = self._parts[part].positions(i, i + 1)
+        return TokenLogprobs(found.ids, found.values, found.ranks, self._decode)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str | bytes):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 MAX_SELECTED_PAGES = 64
 """Pages that a selection report names per layer: the heaviest."""
 
@@ -313,7 +432,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0

@@ -5,10 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+import numpy as np
 import pytest
 
 from cairn.errors import BadRequest, CairnError, TooLong
-from cairn.types import FinishReason, Logprob, SamplingParams, TokenLogprobs
+from cairn.types import (
+    FinishReason,
+    Logprob,
+    LogprobColumns,
+    PromptLogprobs,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 def test_defaults():
@@ -104,3 +112,37 @@ def test_errors_know_their_status_and_hint():
     assert isinstance(error, BadRequest | CairnError | ValueError)
     assert str(CairnError("alone")) == "alone"
     assert CairnError("x").http_status == 500
+
+
+def columns(*tokens):
+    """Token 1 is always likeliest, then 2; the chosen ones are `tokens`, of rank 9 if no other."""
+    ids = np.array([[1, 2, token] for token in tokens])
+    ranks = np.array([token if token in (1, 2) else 9 for token in tokens])
+    return LogprobColumns(ids, -ids.astype(np.float32), ranks)
+
+
+def test_prompt_logprobs_are_a_sequence():
+    entries = PromptLogprobs(6, decode=str)
+    entries.put(1, columns(7, 1))
+    entries.put(3, columns(2))
+    assert len(entries) == 6
+    assert entries[0] is None and entries[4] is None and entries[-1] is None
+    assert list(entries[1]) == [1, 2, 7] and entries[1][7] == Logprob(-7.0, 9, "7")
+    assert list(entries[2]) == [1, 2] and entries[-3][2] == Logprob(-2.0, 2, "2")
+    assert [entry and list(entry) for entry in entries[2:5]] == [[1, 2], [1, 2], None]
+    assert entries == list(entries) and entries != list(entries)[:-1]
+    assert repr(entries) == repr(list(entries))
+    with pytest.raises(IndexError):
+        entries[6]
+
+
+def test_prompt_logprobs_begin_anew():
+    entries = PromptLogprobs(4)
+    entries.put(1, columns(7, 7))
+    with pytest.raises(ValueError, match="from token 4 on do not follow token 2"):
+        entries.put(4, columns(7))
+    entries.put(1, columns(8))
+    assert list(entries[1]) == [1, 2, 8] and entries[2] is None
+    entries.put(2, columns(8, 1))
+    assert [list(entry) for entry in entries[1:]] == [[1, 2, 8], [1, 2, 8], [1, 2]]
+    assert [len(part) for part in entries.parts] == [1, 2]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cairn.engine.output import OutputStream
 from cairn.engine.request import Moments, Request
 from cairn.errors import CairnError
-from cairn.types import TokenLogprobs
+from cairn.types import PromptLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,7 @@ class Continuation:
     Attributes:
         request: the scheduler's side.
         stream: the user's side: tokens, text, stop conditions.
-        prompt_logprobs: one entry per prompt token, the first None; None unless wanted.
+        prompt_logprobs: None unless wanted.
         moments: when it arrived, started, and so on.
         error: why it ended with the reason "error".
         status: HTTP status that goes with it.
@@ -26,7 +26,7 @@ class Continuation:
 
     request: Request
     stream: OutputStream
-    prompt_logprobs: list[TokenLogprobs | None] | None
+    prompt_logprobs: PromptLogprobs | None
     moments: Moments
     error: str | None = None
     status: int = CairnError.http_status

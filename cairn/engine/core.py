@@ -33,7 +33,7 @@ from cairn.engine.admission import CoreShape
 from cairn.engine.budget import Load, StepTimes
 from cairn.engine.continuation import Continuation, SideBySide
 from cairn.engine.grammar import GrammarLoader, GrammarState
-from cairn.engine.output import OutputStream, token_logprobs
+from cairn.engine.output import OutputStream
 from cairn.engine.request import Moments, Request
 from cairn.engine.scheduler import Limits, Scheduler
 from cairn.engine.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ from cairn.engine.totals import CoreStats
 from cairn.errors import BadRequest, InvariantError
 from cairn.runner.executor import Executor
 from cairn.runner.step import Launched, StepPlan, StepResult
-from cairn.types import CompletionOutput, FinishReason, SamplingParams
+from cairn.types import CompletionOutput, FinishReason, PromptLogprobs, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -154,10 +154,11 @@ class EngineCore:
         )
         self._arrivals += 1
         stream = OutputStream(output, params, eos_ids, max_output, self.tokenizer, prompt)
-        wanted = params.prompt_logprobs is not None
-        continuation = Continuation(
-            request, stream, [None] * len(prompt) if wanted else None, Moments(self.clock())
-        )
+        scores = None
+        if params.prompt_logprobs is not None:
+            decode = None if self.tokenizer is None else self.tokenizer.token_text
+            scores = PromptLogprobs(len(prompt), decode)
+        continuation = Continuation(request, stream, scores, Moments(self.clock()))
         self._live[request_id] = continuation
         if params.grammar is not None and self.grammars is not None:
             state = self.grammars.submit(params.grammar, request.stop_ids)
@@ -410,8 +411,10 @@ class EngineCore:
             request = rows[part.row]
             continuation = self._of(request)
             if continuation is not None and continuation.prompt_logprobs is not None:
-                for i, entry in enumerate(part.entries, start=part.first + 1):
-                    continuation.prompt_logprobs[i] = token_logprobs(entry, self.tokenizer)
+                first = part.first
+                for columns in part.parts:
+                    continuation.prompt_logprobs.put(first, columns)
+                    first += len(columns)
 
     def _account(self, load: Load, result: StepResult, seconds: float, host: float) -> None:
         stats = self.stats

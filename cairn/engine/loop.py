@@ -21,6 +21,7 @@ from cairn.engine.messages import (
     FromEngine,
     Outputs,
     Position,
+    Positions,
     Reply,
     Stats,
     Stop,
@@ -31,7 +32,6 @@ from cairn.engine.messages import (
 from cairn.engine.profile import StepProfile
 from cairn.errors import BadRequest, CairnError, EngineDead, InvariantError
 from cairn.obs.log import get_logger
-from cairn.types import TokenLogprobs
 
 log = get_logger(__name__)
 
@@ -243,15 +243,15 @@ class EngineLoop:
         if output.finish_reason is not None:
             self._forget(part)
         prompt = continuation.prompt_logprobs if first else None
-        positions = None if prompt is None else tuple(_position(e) if e else None for e in prompt)
+        scores = (Position.of(*entry.columns) for entry in (output.logprobs or ())[sent:])
         return Delta(
             id=part.id,
             index=part.index,
             text=stream.take(),
             token_ids=tuple(output.token_ids[sent:]),
-            logprobs=tuple(map(_position, output.logprobs[sent:])) if output.logprobs else (),
+            logprobs=tuple(scores),
             selection=tuple(output.selection[sent:]) if output.selection else (),
-            prompt_logprobs=positions,
+            prompt_logprobs=None if prompt is None else tuple(map(Positions.of, prompt.parts)),
             cached_tokens=continuation.request.cached if first else None,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
@@ -352,10 +352,3 @@ class EngineLoop:
             landmark_queries=runner.reads.queries,
             pages_selected=runner.reads.selected / self._built.spec.num_kv_heads,
         )
-
-
-def _position(entry: TokenLogprobs) -> Position:
-    ids, values, ranks = (
-        column.tolist() if hasattr(column, "tolist") else column for column in entry.columns
-    )
-    return Position(tuple(ids), tuple(values), tuple(ranks))

@@ -7,17 +7,21 @@ as the bytes of little-endian int32.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import msgspec
+import numpy as np
 
 from cairn.config import EngineOptions
-from cairn.types import LayerSelection, SamplingParams
+from cairn.types import LayerSelection, LogprobColumns, SamplingParams
 
 TO_ENGINE, FROM_ENGINE = "to-engine", "from-engine"
 """Names of the two sockets in their private folder; the client binds both."""
+
+UNPACKED_AT_ONCE = 256
+"""Positions; who takes them one by one does not wait for all of them."""
 
 HEARTBEAT_SECONDS = 0.5
 """Time between two heartbeats of the engine process."""
@@ -135,6 +139,38 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     values: tuple[float, ...]
     ranks: tuple[int, ...]
 
+    @classmethod
+    def of(cls, *columns: Any) -> Self:
+        """From ids, values and ranks as sequences or arrays."""
+        return cls(*(tuple(each.tolist() if hasattr(each, "tolist") else each) for each in columns))
+
+
+class Positions(msgspec.Struct, frozen=True, array_like=True):
+    """`LogprobColumns` as bytes: one struct for each of a million positions would keep streams
+    waiting. Numbers are little-endian: ids and ranks int32, values float32."""
+
+    ids: bytes
+    values: bytes
+    ranks: bytes
+
+    @classmethod
+    def of(cls, columns: LogprobColumns) -> Self:
+        """Pack them."""
+        return cls(
+            columns.ids.astype(np.int32).tobytes(),
+            columns.values.astype(np.float32).tobytes(),
+            columns.ranks.astype(np.int32).tobytes(),
+        )
+
+    def __iter__(self) -> Iterator[Position]:
+        ranks = np.frombuffer(self.ranks, dtype=np.int32)
+        ids = np.frombuffer(self.ids, dtype=np.int32).reshape(len(ranks), -1)
+        values = np.frombuffer(self.values, dtype=np.float32).reshape(ids.shape)
+        columns = LogprobColumns(ids, values, ranks)
+        for begin in range(0, len(columns), UNPACKED_AT_ONCE):
+            for _, *lists in columns.positions(begin, begin + UNPACKED_AT_ONCE):
+                yield Position.of(*lists)
+
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
     """Where a request's time went, in seconds.
@@ -160,7 +196,8 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
         token_ids: new tokens. Their text may come later (stop strings, unfinished characters).
         logprobs: one entry per new token, empty unless asked for.
         selection: one entry per new token, empty unless asked for.
-        prompt_logprobs: all of the prompt's, the first None; on continuation 0's first delta.
+        prompt_logprobs: those of all prompt tokens but the first, part by part; on continuation
+            0's first delta.
         cached_tokens: prompt tokens taken from the prefix cache; on continuation 0's first delta.
         finish_reason: "stop", "length", "abort" or "error" on the last delta.
         stop_reason: the stop string or stop id that ended it.
@@ -175,7 +212,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Position, ...] = ()
     selection: tuple[tuple[LayerSelection, ...], ...] = ()
-    prompt_logprobs: tuple[Position | None, ...] | None = None
+    prompt_logprobs: tuple[Positions, ...] | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None

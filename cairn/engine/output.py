@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from cairn.engine.tokenizer import Tokenizer
-from cairn.runner.step import Alternatives
 from cairn.types import (
+    Alternatives,
     CompletionOutput,
     FinishReason,
     LayerSelection,
@@ -117,8 +117,10 @@ class OutputStream:
         if output.selection is not None:
             output.selection.append(selection)
         if logprobs is not None and output.logprobs is not None:
-            output.logprobs.append(token_logprobs(logprobs, self._tokenizer))
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.chosen
+            chosen, ids, values, ranks = logprobs
+            decode = None if self._tokenizer is None else self._tokenizer.token_text
+            output.logprobs.append(TokenLogprobs(ids, values, ranks, decode))
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + chosen
 
     def finish(self, reason: FinishReason) -> FinishReason:
         """End the output: what waited for another token is shown now."""
@@ -210,9 +212,3 @@ class StopString:
         while border and self.text[border] != self.text[size]:
             border = self._borders[border - 1]
         self._borders.append(border + (self.text[border] == self.text[size]))
-
-
-def token_logprobs(entry: Alternatives, tokenizer: Tokenizer | None) -> TokenLogprobs:
-    """The runner's alternatives as the user's mapping."""
-    decode = tokenizer.token_text if tokenizer is not None else None
-    return TokenLogprobs(entry.ids, entry.values, entry.ranks, decode)

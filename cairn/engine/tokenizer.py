@@ -69,6 +69,7 @@ class Tokenizer:
         # Cleaning up byte-pair texts would eat spaces that the model wrote.
         byte_pair = type(self._backend.model).__name__ == "BPE"
         self._clean_up = bool(self._hf.clean_up_tokenization_spaces) and not byte_pair
+        self._bytes: dict[int, bytes] = {}
 
     @property
     def size(self) -> int:
@@ -156,6 +157,12 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one id as it stands behind others, special tokens shown; empty for an id
         without a token."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._spelled(token)
+        return known
+
+    def _spelled(self, token: int) -> bytes:
         if self._spelling is not None:
             return self._spelling.show(token)
         text: str = self._backend.decode([token], skip_special_tokens=False)

@@ -38,7 +38,7 @@ from cairn.runner.step import (
     Ints,
     Launched,
     Masks,
-    PromptLogprobs,
+    PromptReport,
     Ready,
     RowWork,
     StepPlan,
@@ -170,10 +170,10 @@ class _Prompt(NamedTuple):
     work: RowWork
     blocks: tuple[Reported, ...]
 
-    def logprobs(self) -> PromptLogprobs:
+    def logprobs(self) -> PromptReport:
         """Wait for them."""
-        entries = tuple(entry for block in self.blocks for entry in block.entries())
-        return PromptLogprobs(self.work.row, self.work.first, entries)
+        parts = tuple(part for block in self.blocks for part in block.columns())
+        return PromptReport(self.work.row, self.work.first + 1, parts)
 
 
 class _Chosen(NamedTuple):
@@ -404,7 +404,7 @@ class Runner:
         """Log-probabilities of the work's targets, a block of logits at a time."""
         wanted = self.sampler.params(work.row).prompt_logprobs
         assert wanted is not None
-        targets = np.array(work.prompt_targets)
+        targets = np.array(work.prompt_targets, dtype=np.int64)
         slots = self.shape.slots
         slot = slots.slot_of(work.first + np.arange(len(targets)))
         index = start + slot - slots.slots_for(work.first)
@@ -413,6 +413,6 @@ class Runner:
         for at in range(0, len(index), size):
             part = slice(at, at + size)
             rows, tokens = send((index[part], targets[part]), hidden.device)
-            logprobs = torch.log_softmax(self.model.logits(hidden[rows]), dim=-1)
-            blocks.append(Reported(logprobs, tokens, [wanted] * len(tokens)))
+            logits = self.model.logits(hidden[rows])
+            blocks.append(Reported(logits, tokens, [wanted] * len(tokens)))
         return _Prompt(work, tuple(blocks))

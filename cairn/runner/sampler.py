@@ -15,8 +15,8 @@ from cairn import ops
 from cairn.runner.logprobs import Reported
 from cairn.runner.penalties import Penalties
 from cairn.runner.staging import send, send_stacked
-from cairn.runner.step import NO_MASKS, Alternatives, Ints, Masks, RowOpen, StepPlan
-from cairn.types import SamplingParams
+from cairn.runner.step import NO_MASKS, Ints, Masks, RowOpen, StepPlan
+from cairn.types import Alternatives, SamplingParams
 
 INT64_MASK = (1 << 64) - 1
 FLOAT32 = torch.finfo(torch.float32)
@@ -209,10 +209,17 @@ class Sampler:
         wanted = {
             i: o.params.logprobs for i, o in enumerate(opened) if o.params.logprobs is not None
         }
-        # Those before anything is adjusted.
-        raw = torch.log_softmax(self._lines(logits, list(wanted)), dim=-1) if wanted else None
-        self._bias(logits, picks, opened)
         penalised = self._penalties.among(rows)
+        bias = self._biases(picks, opened)
+        raw = None
+        if wanted:
+            raw = self._lines(logits, list(wanted))
+            if raw is logits and (bias or penalised or masks):
+                # What is reported is what the model says, before anything is adjusted.
+                raw = logits.clone()
+        if bias:
+            places, values = zip(*bias, strict=True)
+            ops.apply_logit_bias(logits, self._tensor(places), self._tensor(values, torch.float32))
         if penalised:
             self._penalties.apply(logits, rows, penalised)
         if masks:
@@ -226,20 +233,17 @@ class Sampler:
         reported = Reported(raw, self._lines(tokens, reporting), list(wanted.values()))
         return Choice(tokens, reporting, reported)
 
-    def _bias(self, logits: Tensor, picks: Picks, opened: Sequence[RowOpen]) -> None:
-        """Add what users ask for, and forbid stop ids that come too early, in place."""
-        where: list[tuple[int, int]] = []
-        bias: list[float] = []
+    def _biases(
+        self, picks: Picks, opened: Sequence[RowOpen]
+    ) -> list[tuple[tuple[int, int], float]]:
+        """Where and what users ask to add, and stop ids that come too early."""
+        found: list[tuple[tuple[int, int], float]] = []
         for i, (number, row) in enumerate(zip(picks.number.tolist(), opened, strict=True)):
-            for token, value in row.params.logit_bias.items():
-                where.append((i, token))
-                bias.append(value)
+            if row.params.logit_bias:
+                found += [((i, token), value) for token, value in row.params.logit_bias.items()]
             if number < row.params.min_tokens:
-                for token in row.stop_ids:
-                    where.append((i, token))
-                    bias.append(-torch.inf)
-        if where:
-            ops.apply_logit_bias(logits, self._tensor(where), self._tensor(bias, torch.float32))
+                found += [((i, token), -torch.inf) for token in row.stop_ids]
+        return found
 
     def _mask(self, logits: Tensor, masks: Masks) -> None:
         """Forbid what the masks forbid; only they travel."""

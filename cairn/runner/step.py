@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.types import LayerSelection, SamplingParams
+from cairn.types import Alternatives, LayerSelection, LogprobColumns, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,27 +149,12 @@ class StepPlan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Alternatives:
-    """Log-probabilities at one position over the user vocabulary, most likely first.
-
-    Attributes:
-        chosen: log-probability of the token that was taken.
-        ids, values, ranks: the reported tokens, the chosen one always among them; ranks from 1.
-    """
-
-    chosen: float
-    ids: NDArray[np.int64]
-    values: NDArray[np.float32]
-    ranks: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of prompt tokens first + 1, first + 2, ... of a row."""
+class PromptReport:
+    """Log-probabilities of prompt tokens first, first + 1, ... of a row, part by part."""
 
     row: int
     first: int
-    entries: tuple[Alternatives, ...]
+    parts: tuple[LogprobColumns, ...]
 
 
 class StepResult(NamedTuple):
@@ -189,7 +174,7 @@ class StepResult(NamedTuple):
     tokens: Sequence[int]
     logprobs: Mapping[int, Alternatives] = MappingProxyType({})
     selection: Mapping[int, tuple[LayerSelection, ...]] = MappingProxyType({})
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptReport, ...] = ()
     model_seconds: float = 0.0
 
 

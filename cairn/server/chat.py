@@ -179,7 +179,7 @@ class ChatShape:
         self._top = (asked.top_logprobs or 0) if asked.logprobs else None
         self._readers: dict[int, _Reader] = {}
 
-    def push(self, choice: int, delta: Delta) -> list[ChatChunkChoice]:
+    async def push(self, choice: int, delta: Delta) -> list[ChatChunkChoice]:
         """See Shape. The first part says the role, later ones what is new."""
         parts = []
         reader = self._readers.get(choice)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import cast
 
 from msgspec import UNSET, UnsetType
@@ -11,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cairn.engine.messages import Delta
+from cairn.engine.messages import Delta, Positions
 from cairn.server.errors import about
 from cairn.server.generation import Head, Work, answer
 from cairn.server.intake import encoded, longest_prompt, read_request, tokenizer_of
@@ -29,6 +31,8 @@ from cairn.server.sampling import Output, requested_grammar, sampling_params, st
 from cairn.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16
+SCORED_AT_ONCE = 256
+"""Tokens of a prompt."""
 
 
 async def create_completion(request: Request) -> Response:
@@ -83,7 +87,7 @@ class CompletionShape:
         self._prompt_scores: dict[int, CompletionLogprobs] = {}
         self._held: dict[int, list[tuple[int, Delta]]] = {}
 
-    def push(self, choice: int, delta: Delta) -> list[CompletionChoice]:
+    async def push(self, choice: int, delta: Delta) -> list[CompletionChoice]:
         """See Shape. Continuations wait for the scores of the prompt that they begin with."""
         at = choice // self._n
         if not self._echo or self._logprobs is None or at in self._prompt_scores:
@@ -91,8 +95,7 @@ class CompletionShape:
         if delta.prompt_logprobs is None:
             self._held.setdefault(at, []).append((choice, delta))
             return []
-        scores = LegacyLogprobs(self._tokenizer, (), 0, self._logprobs)
-        self._prompt_scores[at] = scores.take(self._prompts[at].ids, delta.prompt_logprobs)
+        self._prompt_scores[at] = await self._score_prompt(at, delta.prompt_logprobs)
         return [self._part(*pair) for pair in ((choice, delta), *self._held.pop(at, ()))]
 
     def over(self, choice: int) -> bool:
@@ -108,6 +111,18 @@ class CompletionShape:
     def whole(self, parts: list[list[CompletionChoice]], usage: Usage) -> CompletionResponse:
         """See Shape."""
         return self.chunk([joined(each) for each in parts], usage)
+
+    async def _score_prompt(self, at: int, parts: Sequence[Positions]) -> CompletionLogprobs:
+        """Piece by piece, so that a long prompt does not keep other requests waiting."""
+        assert self._logprobs is not None
+        scores = LegacyLogprobs(self._tokenizer, (), 0, self._logprobs)
+        ids, positions = self._prompts[at].ids, chain((None,), *parts)
+        pieces = []
+        for begin in range(0, len(ids), SCORED_AT_ONCE):
+            piece = ids[begin : begin + SCORED_AT_ONCE]
+            pieces.append(scores.take(piece, list(islice(positions, len(piece)))))
+            await asyncio.sleep(0)
+        return joined_lists(pieces)
 
     def _part(self, choice: int, delta: Delta) -> CompletionChoice:
         prompt = self._prompts[choice // self._n]
@@ -152,11 +167,13 @@ def joined(parts: Sequence[CompletionChoice]) -> CompletionChoice:
 
 def joined_lists(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
     """One set of lists from several that follow each other."""
+    if len(parts) == 1:
+        return parts[0]
     return CompletionLogprobs(
-        tokens=[item for part in parts for item in part.tokens],
-        token_logprobs=[item for part in parts for item in part.token_logprobs],
-        top_logprobs=[item for part in parts for item in part.top_logprobs],
-        text_offset=[item for part in parts for item in part.text_offset],
+        tokens=list(chain.from_iterable(part.tokens for part in parts)),
+        token_logprobs=list(chain.from_iterable(part.token_logprobs for part in parts)),
+        top_logprobs=list(chain.from_iterable(part.top_logprobs for part in parts)),
+        text_offset=list(chain.from_iterable(part.text_offset for part in parts)),
     )
 
 

@@ -99,7 +99,7 @@ class Shape(Protocol[C]):
 
     head: Head
 
-    def push(self, choice: int, delta: Delta) -> list[C]:
+    async def push(self, choice: int, delta: Delta) -> list[C]:
         """What a step's new tokens add, ready to be sent."""
 
     def over(self, choice: int) -> bool:
@@ -316,7 +316,7 @@ async def _parts(generation: Generation, shape: Shape[C], track: Track) -> Async
                 if choice in over:
                     continue
                 generation.count(choice, delta)
-                for part in shape.push(choice, delta):
+                for part in await shape.push(choice, delta):
                     yield part
                 if shape.over(choice):
                     over.add(choice)

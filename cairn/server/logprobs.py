@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 
 from cairn.engine.detokenizer import Detokenizer
 from cairn.engine.messages import Position
@@ -55,7 +56,7 @@ class LegacyLogprobs:
     def __init__(
         self, tokenizer: Tokenizer | None, prompt: Sequence[int], begin: int, count: int
     ) -> None:
-        self._tokenizer = tokenizer
+        self._name = cache(partial(_name, tokenizer))
         self._detokenizer: Detokenizer | None = tokenizer.detokenizer(prompt) if tokenizer else None
         self._at = begin
         self._count = count
@@ -86,11 +87,12 @@ class LegacyLogprobs:
             top[name] = max(value, top.get(name, LOWEST))
         return top
 
-    def _name(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"token_id:{token}"
-        spelled = self._tokenizer.token_bytes(token)
-        try:
-            return spelled.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+def _name(tokenizer: Tokenizer | None, token: int) -> str:
+    if tokenizer is None:
+        return f"token_id:{token}"
+    spelled = tokenizer.token_bytes(token)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)

@@ -12,7 +12,7 @@ import pytest
 from cairn.config import default_model_path
 from cairn.engine.output import OutputStream, StopString
 from cairn.engine.tokenizer import Tokenizer
-from cairn.types import CompletionOutput, FinishReason, SamplingParams
+from cairn.types import Alternatives, CompletionOutput, FinishReason, SamplingParams
 
 
 @cache
@@ -212,7 +212,7 @@ def test_max_output_is_length():
 
 def test_logprobs_are_collected():
     out = stream(logprobs=1)
-    entry = SimpleNamespace(chosen=-0.5, ids=[65, 66], values=[-0.5, -1.0], ranks=[1, 2])
+    entry = Alternatives(-0.5, [65, 66], [-0.5, -1.0], [1, 2])
     out.push(65, entry)
     assert out.output.cumulative_logprob == -0.5
     assert out.output.logprobs[0][65].logprob == -0.5

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from cairn.engine.client import Submission
-from cairn.engine.messages import Delta, Position, Timing, joined
+from cairn.engine.messages import Delta, Position, Positions, Timing, joined
 
 SCORES = Position((7,), (-0.5,), (1,))
+PROMPT = (Positions(b"", b"", b""),)
 
 
 def step(number: int, index: int = 0, **more) -> Delta:
@@ -63,7 +64,7 @@ def test_nothing_that_steps_report_is_lost():
     timing = Timing(0.1, 0.2, 0.3)
     whole = joined(
         [
-            step(1, logprobs=(SCORES,), prompt_logprobs=(None, SCORES), cached_tokens=3),
+            step(1, logprobs=(SCORES,), prompt_logprobs=PROMPT, cached_tokens=3),
             Delta("a", 0),
             step(2, logprobs=(SCORES,), selection=(((),),)),
             step(3, finish_reason="stop", stop_reason="x", timing=timing),
@@ -76,7 +77,7 @@ def test_nothing_that_steps_report_is_lost():
         token_ids=(1, 2, 3),
         logprobs=(SCORES, SCORES),
         selection=(((),),),
-        prompt_logprobs=(None, SCORES),
+        prompt_logprobs=PROMPT,
         cached_tokens=3,
         finish_reason="stop",
         stop_reason="x",

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from cairn.engine import admission
 from cairn.engine.admission import CoreShape
 from cairn.engine.client import Submission
-from cairn.engine.messages import Delta, Position, Ready, Stats, Timing
+from cairn.engine.messages import Delta, Position, Positions, Ready, Stats, Timing
 from cairn.errors import BadRequest, Busy, EngineDead
-from cairn.types import LayerSelection, SamplingParams
+from cairn.types import LayerSelection, LogprobColumns, SamplingParams
 
 VOCAB = 256
 LAYERS = (1, 3)
@@ -151,14 +153,21 @@ class FakeClient:
     def _prompt_logprobs(self, prompt, params):
         if params.prompt_logprobs is None:
             return None
-        rest = (position(token, params.prompt_logprobs) for token in prompt[1:])
-        return (None, *rest)
+        half = len(prompt) // 2 + 1
+        tokens = prompt[1:half], prompt[half:]
+        return tuple(positions(part, params.prompt_logprobs) for part in tokens if part)
 
 
 def position(token: int, count: int) -> Position:
     """Token 0 is always likeliest, then 1, ...; token t has rank t + 1."""
     ids = [*range(count), *([token] if token >= count else [])]
     return Position(tuple(ids), tuple(-0.5 * (i + 1) for i in ids), tuple(i + 1 for i in ids))
+
+
+def positions(tokens: Sequence[int], count: int) -> Positions:
+    """The same for tokens side by side."""
+    ids = np.array([[*range(count), token] for token in tokens], dtype=np.int64)
+    return Positions.of(LogprobColumns(ids, -0.5 * (ids + 1), ids[:, -1] + 1))
 
 
 def reads(i: int, layers: Sequence[int]) -> tuple[LayerSelection, ...]:

@@ -1,9 +1,16 @@
 """Plain completions over an engine that says what the test wants."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
+from cairn.engine.messages import Delta
+from cairn.server import completions
+from cairn.server.completions import CompletionShape, Prompt
+from cairn.server.protocol.completions import CompletionRequest
 from tests.server.fake_api import FakeApi
-from tests.server.fake_client import WORDS
+from tests.server.fake_client import WORDS, position, positions
 
 PATH = "/v1/completions"
 
@@ -91,6 +98,36 @@ def test_echo_scores_the_prompt(api):
         "top_logprobs": [None, {"\x00": -0.5, "b": -49.5}, {"\x00": -0.5, "E": -35.0}],
         "text_offset": [0, 1, 2],
     }
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_prompts_are_scored_piece_by_piece(api, monkeypatch, size):
+    text = "größe 🐘, " * 20
+    asked = {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": 3}
+    whole = api.complete(**asked)
+    monkeypatch.setattr(completions, "SCORED_AT_ONCE", size)
+    assert api.complete(**asked)["choices"] == whole["choices"]
+
+
+def test_a_long_prompt_lets_others_run(tokenizer):
+    ids = [97] * (4 * completions.SCORED_AT_ONCE)
+    asked = CompletionRequest(model="m", prompt=ids, echo=True, logprobs=1)
+    state = SimpleNamespace(model_name="m", tokenizer=tokenizer)
+    shape = CompletionShape(state, asked, [Prompt(ids, "a" * len(ids))])
+    scores = (positions(ids[1:], 1),)
+    delta = Delta("r", 0, "b", (98,), logprobs=(position(98, 1),), prompt_logprobs=scores)
+
+    async def run():
+        pushing = asyncio.create_task(shape.push(0, delta))
+        turns = 0
+        while not pushing.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return turns, pushing.result()
+
+    turns, [part] = asyncio.run(run())
+    assert turns > 4
+    assert len(part.logprobs.tokens) == len(part.logprobs.text_offset) == len(ids) + 1
 
 
 def test_nothing_generated(api):
