@@ -69,7 +69,7 @@ class _Plan:
         tile: candidates that a program scores at a time.
         programs: programs that share a token's candidates.
         chunk, chunks: candidates of a chunk, and how many chunks a row has.
-        reads, each: programs that share a token's selected pages, and the pages of each.
+        reads, each: programs that share a token's selected pages, and the most that one has.
         early: kernels are launched before the one in front is done.
         stores: programs that share the heads of a KV head whose summaries of a completed page are
             stored.
@@ -233,7 +233,7 @@ def _read(
         *(task.q, task.k_cache, task.v_cache, task.slot, memory.u, *memory.found),
         *(memory.indices, memory.scores, memory.part_o, memory.part_lse),
         *(pages.scale, *task.k_cache.stride()[:2], job.offset, memory.line, job.topk),
-        *(plan.each, plan.splits, plan.parts, plan.chunks, *pages.shape),
+        *(plan.splits, plan.parts, plan.chunks, *pages.shape),
         *(max(16, pages.group), pages.width, pages.keys),
         *(plan.chunk, plan.listed(job.topk), gpu.next_power_of_2(plan.each)),
         *(plan.early, pages.precision, READ_STAGES),
@@ -270,7 +270,7 @@ def _whole(
         *(*_inputs(task, job), memory.part_o, memory.part_lse, *memory.scored, *memory.found),
         *(arrivals.counters(lines, task.q.device), memory.out),
         *(memory.indices, memory.scores, memory.lse),
-        *(plan.splits, plan.programs, plan.parts, plan.chunks, plan.reads, plan.each),
+        *(plan.splits, plan.programs, plan.parts, plan.chunks, plan.reads),
         *(lag, lines, *task.numbers(), job.offset, job.scale, *job.summary_key.stride()[:2]),
         *(memory.line, job.topk, *_scan_shape(task, job, plan), pages.precision),
         *(*_pick_shape(job, plan), plan.listed(job.topk)),

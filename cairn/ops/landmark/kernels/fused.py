@@ -304,13 +304,13 @@ def pick_kernel(
 
 @triton.jit
 def pages_at(
-    found_page, found_at, found_value, line, candidates, place, end, topk, chunks,
+    found_page, found_at, found_value, line, candidates, place, topk, chunks,
     CHUNK: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """The selection's pages at some places, logical (-1 where nothing is) and physical, int32.
 
     Args:
-        place: [N] int32; those from `end` on are nobody's.
+        place: [N] int32; those from topk on are nobody's.
         LISTED: chunks * topk, padded to a power of two.
     """
     found_page += line * chunks * topk
@@ -328,8 +328,8 @@ def pages_at(
         page = tl.max(tl.where(own, page[:, None], -1), 0)
         physical = tl.max(tl.where(own, physical[:, None], 0), 0)
     else:
-        page = tl.load(found_page + place, mask=place < end, other=-1, cache_modifier=".cg")
-        physical = tl.load(found_at + place, mask=place < end, other=0, cache_modifier=".cg")
+        page = tl.load(found_page + place, mask=place < topk, other=-1, cache_modifier=".cg")
+        physical = tl.load(found_at + place, mask=place < topk, other=0, cache_modifier=".cg")
     return page, physical
 
 
@@ -337,23 +337,24 @@ def pages_at(
 def read(
     q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
     indices, scores, part_o, part_lse, picked,
-    scale, page_stride, head_stride, offset, pages, topk, each, first, parts, chunks, token, kv,
+    scale, page_stride, head_stride, offset, pages, topk, reads, first, parts, chunks, token, kv,
     split,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
     LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`each` selected pages of one token and KV head: their average and the logarithm of their
-    summed weight, part_o [T, HEADS, parts, DIM] and part_lse [T, HEADS, parts] from place `first`
-    on; and their places in indices [T, KV_HEADS, topk] and scores [T, HEADS, topk].
+    """Every `reads`-th of the selected pages of one token and KV head, so that few are shared out
+    too: their average and the logarithm of their summed weight, part_o [T, HEADS, parts, DIM] and
+    part_lse [T, HEADS, parts] from place `first` on; and their places in indices [T, KV_HEADS,
+    topk] and scores [T, HEADS, topk].
 
     Args:
         u: of `score_tiles`; found_page, found_at and found_value: of `pick`.
         picked: as in `pick`.
         LISTED: as in `pages_at`.
         GP: heads of the group, padded to a power of two, >= 16.
-        EACH: `each`, padded to a power of two.
+        EACH: pages of a program at most, padded to a power of two.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     line = token * KV_HEADS + kv
@@ -363,38 +364,40 @@ def read(
     candidates = candidates_of(slot, token, offset, SIZE)
     await_previous(EARLY)
     query = load_rows(q + head * DIM, alive, DIM, DP)
-    begin = split * each
-    end = tl.minimum(begin + each, topk)
     if picked is not None:
         await_arrivals(picked, tl.maximum(1, (candidates + CHUNK - 1) // CHUNK))
     e = tl.arange(0, EACH)
+    place = split + e * reads
     logical, physical = pages_at(
-        found_page, found_at, found_value, line, candidates, begin + e, end, topk, chunks,
-        CHUNK, LISTED,
-    )  # fmt: skip
-    tl.store(indices + line * topk + begin + e, logical, mask=begin + e < end)
+        found_page, found_at, found_value, line, candidates, place, topk, chunks, CHUNK, LISTED
+    )
+    tl.store(indices + line * topk + place, logical, mask=place < topk)
     best = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
     at_head = kv.to(tl.int64) * head_stride
-    for i in tl.range(0, end - begin, num_stages=STAGES):
-        this = tl.max(tl.where(e == i, logical, -1), 0)
+    # Where fewer are selected the last places are nobody's: a short row has none at all.
+    selected = tl.sum((logical >= 0).to(tl.int32), 0)
+    for i in tl.range(0, selected, num_stages=STAGES):
+        this = tl.max(tl.where(e == i, logical, 0), 0)
         page = tl.max(tl.where(e == i, physical, 0), 0).to(tl.int64)
         own = tl.load(
-            u + head * pages + this,
-            mask=alive & (this >= 0), other=float("-inf"), cache_modifier=".cg",
-        )  # fmt: skip
+            u + head * pages + this, mask=alive, other=float("-inf"), cache_modifier=".cg"
+        )
         value, summed = page_output(
             query, k_cache + at_head, v_cache + at_head, page * page_stride,
-            this >= 0, scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, PRECISION,
+            True, scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, PRECISION,
         )  # fmt: skip
-        tl.store(scores + head * topk + begin + i, own, mask=alive)
+        tl.store(scores + head * topk + split + i * reads, own, mask=alive)
         higher = tl.maximum(best, own)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         decay, weight = tl.exp(best - base), tl.exp(own - base)
         total = total * decay + weight
         acc = acc * decay[:, None] + value * (weight / summed)[:, None]
         best = higher
+    rest = alive[:, None] & ((e >= selected) & (place < topk))[None, :]
+    at = scores + (head * topk)[:, None] + place[None, :]
+    tl.store(at, tl.full([GP, EACH], float("-inf"), tl.float32), mask=rest)
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
     at = head * parts + first + split
@@ -402,11 +405,11 @@ def read(
     store_rows(part_o + at * DIM, acc / safe[:, None], alive, DIM, DP)
 
 
-@triton.jit(do_not_specialize=["each", "first", "parts"])
+@triton.jit(do_not_specialize=["first", "parts"])
 def read_kernel(
     q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
     indices, scores, part_o, part_lse,
-    scale, page_stride, head_stride, offset, pages, topk, each, first, parts, chunks,
+    scale, page_stride, head_stride, offset, pages, topk, first, parts, chunks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
     LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
@@ -417,7 +420,7 @@ def read_kernel(
     read(
         q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
         indices, scores, part_o, part_lse, None, scale, page_stride, head_stride, offset, pages,
-        topk, each, first, parts, chunks,
+        topk, tl.num_programs(0), first, parts, chunks,
         tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0),
         HEADS, KV_HEADS, DIM, SIZE, GP, DP, KEYS, CHUNK, LISTED, EACH, EARLY, PRECISION, STAGES,
     )  # fmt: skip

@@ -98,7 +98,8 @@ def pages_kernel(
     known = tl.load(table + logical, mask=logical >= 0, other=0)
     acc = tl.zeros([ROWS, DP], tl.float32)
     at_head = kv.to(tl.int64) * head_stride
-    for i in range(end - begin):
+    # Those behind the last one found are nobody's.
+    for i in range(tl.max(tl.where(logical >= 0, e + 1, 0), 0)):
         page = tl.sum(tl.where(e == i, known, 0), 0).to(tl.int64)
         found = tl.max(tl.where(e == i, logical, -1), 0) >= 0
         weight = tl.load(weights + head * topk + begin + i, mask=alive & found, other=0.0)

@@ -90,12 +90,12 @@ def place_in(lines, scans, chunks, reads, lag):
     return line, item, (line >= 0) & (line < lines)
 
 
-@triton.jit(do_not_specialize=["splits", "programs", "parts", "reads", "each", "lag", "lines"])
+@triton.jit(do_not_specialize=["splits", "programs", "parts", "reads", "lag", "lines"])
 def step_kernel(
     q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table,
     part_o, part_lse, u, tops, sums, found_page, found_at, found_value, counters, out, indices,
     scores, lse,
-    splits, programs, parts, chunks, reads, each, lag, lines,
+    splits, programs, parts, chunks, reads, lag, lines,
     window, scale, table_stride, page_stride, head_stride,
     offset, score_scale, key_page_stride, key_head_stride, pages, topk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
@@ -141,7 +141,7 @@ def step_kernel(
         read(
             q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
             indices, scores, part_o, part_lse, counters + 2, scale, page_stride, head_stride,
-            offset, pages, topk, each, splits, parts, chunks, token, kv, item - scans - chunks,
+            offset, pages, topk, reads, splits, parts, chunks, token, kv, item - scans - chunks,
             HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, PAGE, SHORT << (LEVELS - 1), LISTED,
             EACH, EARLY, PRECISION, STAGES,
         )  # fmt: skip
