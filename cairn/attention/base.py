@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cairn import ops
 from cairn.cache.pools import CachePools, CacheSpec
+from cairn.ops.attention.launch import SPLIT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ class Batch:
         """What `attend` gives of the step's slots [T, h_q, d]: of all, or where it would cut them
         into tiles, of those that are alone, as many at a time as it does not cut, and of the
         others."""
-        bounds = [*range(0, self.alone, ALONE[-1]), self.alone, len(self.slot)]
+        bounds = [*range(0, self.alone, SPLIT_TOKENS), self.alone, len(self.slot)]
         cuts = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
         if not tiled or len(cuts) == 1 or self.watch is not None:
             return attend(Part(None, self.row, self.slot, self.stretches, self.chunked))

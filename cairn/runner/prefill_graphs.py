@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.attention.base import CHUNK, Batch, alone
-from cairn.ops.attention.launch import SPLIT_TOKENS
 from cairn.ops.plans import is_traced
 from cairn.runner.capture import Captured, capture
 from cairn.runner.graphs import DecodeGraphs
@@ -35,6 +34,8 @@ MOST = 4096
 BUSY = 1.3e11
 """Slots times weights of a layer that keep a GPU as busy as the host. An H100 with 7.3e9 weights in
 32 layers still waited for the host in steps of 576 slots, no longer in those of 640."""
+UNCHUNKED = 256
+"""Slots of the largest bucket with graphs of its own for steps of slots that are no chunks."""
 SMALLEST, LARGE = 16, 512
 MORE_PAGES = 16
 """Pages that a step of several rows may complete beside those that the slots of one row would."""
@@ -106,7 +107,7 @@ class PrefillGraphs:
             # Nobody sees the ops of a graph.
             return None
         bucket = self.buckets[at]
-        chunked = layout.chunked or bucket > SPLIT_TOKENS
+        chunked = layout.chunked or bucket > UNCHUNKED
         kind = Kind(bucket, chunked, alone(layout.decoding, bucket) if chunked else 0)
         self.prepare(kind)
         if kind in self._too_large:
@@ -121,10 +122,10 @@ class PrefillGraphs:
         chunked = []
         for bucket in buckets:
             # Few slots are chunks only where they are of few rows.
-            most = rows if bucket > SPLIT_TOKENS else min(rows, bucket // CHUNK)
+            most = rows if bucket > UNCHUNKED else min(rows, bucket // CHUNK)
             counts = sorted({alone(decoding, bucket) for decoding in range(most)})
             chunked += [Kind(bucket, True, count) for count in counts]
-        return chunked + [Kind(bucket, False) for bucket in buckets if bucket <= SPLIT_TOKENS]
+        return chunked + [Kind(bucket, False) for bucket in buckets if bucket <= UNCHUNKED]
 
     @torch.inference_mode()
     def rehearse(self) -> None:

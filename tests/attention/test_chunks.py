@@ -13,6 +13,7 @@ from cairn import ops
 from cairn.attention.base import AttentionLayer, Batch, LandmarkRule, alone
 from cairn.attention.registry import assign, cache_specs
 from cairn.cache.pools import CachePools, PageFormat
+from cairn.ops.attention.launch import SPLIT_TOKENS
 
 SIZE, TOKENS = 8, 20
 PLAIN = AttentionLayer(0, "dense", num_heads=4, num_kv_heads=2, head_dim=16)
@@ -119,15 +120,16 @@ def test_many_rows_that_decode_are_never_cut_into_tiles(name: str, monkeypatch: 
         heard.append(len(q))
         return op(q, *args, **kwargs)
 
-    layer, counts = LAYERS[name], [1] * 520
-    q, k = (torch.randn(520, heads, 16) for heads in (layer.num_heads, layer.num_kv_heads))
+    rows = SPLIT_TOKENS + 8
+    layer, counts = LAYERS[name], [1] * rows
+    q, k = (torch.randn(rows, heads, 16) for heads in (layer.num_heads, layer.num_kv_heads))
     wanted = step(layer, counts).attend(0, q, k, k, q)
     monkeypatch.setattr(ops, name, hear)
-    torch.testing.assert_close(step(layer, counts, alone=520).attend(0, q, k, k, q), wanted)
-    assert heard == [256, 256, 8]
+    torch.testing.assert_close(step(layer, counts, alone=rows).attend(0, q, k, k, q), wanted)
+    assert heard == [SPLIT_TOKENS, 8]
     heard.clear()
-    step(layer, counts[:256], alone=256).attend(0, q[:256], k[:256], k[:256], q[:256])
-    assert heard == [256]
+    step(layer, counts[:300], alone=300).attend(0, q[:300], k[:300], k[:300], q[:300])
+    assert heard == [300]
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from cairn.cache.pools import CachePools
 from cairn.engine import build
 from cairn.engine.build import Built
 from cairn.engine.warmup import warm_up
-from cairn.ops.attention.launch import SPLIT_TOKENS
 from cairn.runner import prefill_graphs
 from cairn.runner.graphs import DecodeGraphs, Place
 from cairn.runner.prefill_graphs import (
     MORE_PAGES,
     MOST,
+    UNCHUNKED,
     Kind,
     PrefillGraphs,
     buckets_up_to,
@@ -176,7 +176,7 @@ def test_kinds_come_with_the_largest_first(no_gpu):
     kinds = graphs.kinds()
     assert kinds[0] == Kind(MOST, True)
     assert {kind.slots for kind in kinds} == set(graphs.buckets)
-    assert next(kind.slots for kind in kinds if not kind.chunked) == SPLIT_TOKENS
+    assert next(kind.slots for kind in kinds if not kind.chunked) == UNCHUNKED
     # Beside a row that is prefilled there is none.
     assert not any(kind.alone for kind in kinds)
     rows = Rows(18, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
