@@ -133,9 +133,6 @@ def test_a_rehearsal_runs_a_block_of_each_kind_and_the_last(case, options, ran):
 @pytest.mark.parametrize("graphs", [True, False])
 def test_what_steps_take_is_what_was_planned(graphs):
     """Nothing that runs later needs more than the plan has kept for it."""
-    torch.cuda.empty_cache()
-    # Steps may also use what is free between tensors of tests before: no plan counts it.
-    idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     llm = LLM(
         str(GOLDENS / "qwen_gqa4_prior_lora_inrange"), device="cuda", max_num_seqs=24,
         chunked_prefill_size=2048, disable_cuda_graph=not graphs,
@@ -147,7 +144,8 @@ def test_what_steps_take_is_what_was_planned(graphs):
     assert sum(table.values()) == torch.cuda.mem_get_info()[1]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    # Not what is allocated: steps also use what is free between the weights and pages.
+    held = torch.cuda.memory_reserved()
     longest = min(llm.max_model_len, 3000)
     prompts = [{"prompt_token_ids": [i % 97] * (longest - 140)} for i in range(24)]
     for temperature in (0.0, 1.0):
@@ -156,9 +154,9 @@ def test_what_steps_take_is_what_was_planned(graphs):
         )
         llm.generate(prompts, params, use_tqdm=False)
     # What graphs take is measured by what the device has free, of which other processes take too.
-    took = torch.cuda.max_memory_allocated() - held
+    took = torch.cuda.max_memory_reserved() - held
     graph_bytes = max(table.get("graphs", 0), graphs * 256 << 20)
-    assert took <= table["activations"] + graph_bytes + idle
+    assert took <= table["activations"] + graph_bytes
 
 
 @gpu
