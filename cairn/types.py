@@ -250,7 +250,8 @@ class TokenLogprobs(Mapping[int, Logprob]):
 
 
 LISTED_BELOW = 256
-"""Positions with fewer alternatives become lists, which are made and walked faster than arrays."""
+"""Positions with fewer alternatives become tuples, which are made and walked faster than arrays,
+and which Python's collector does not walk again and again, as it would lists."""
 
 
 class Alternatives(NamedTuple):
@@ -292,15 +293,18 @@ class LogprobColumns:
         among = (ids[:, :k] == ids[:, k:]).any(axis=1).tolist()
         chosen = values[:, k].tolist()
         ranks: Sequence[int] = range(1, k + 1)
+        keep: Callable[[Any], Any] = tuple
         if k < LISTED_BELOW:
             ids, values, ranks = ids.tolist(), values.tolist(), tuple(ranks)
+        else:
+            # What is kept of one position must not keep what there is of all.
+            keep = type(ids).copy
         lines = zip(ids, values, chosen, among, self.ranks[begin:end].tolist(), strict=True)
-        # Copies: what is kept of one position must not keep what there is of all.
         for line, numbers, value, inside, rank in lines:
             if inside:
-                yield Alternatives(value, line[:k].copy(), numbers[:k].copy(), ranks)
+                yield Alternatives(value, keep(line[:k]), keep(numbers[:k]), ranks)
             else:
-                yield Alternatives(value, line.copy(), numbers.copy(), (*ranks, rank))
+                yield Alternatives(value, keep(line), keep(numbers), (*ranks, rank))
 
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):

@@ -31,21 +31,21 @@ def equal(one: Alternatives, other: Alternatives) -> bool:
 def test_the_token_taken_stands_among_the_most_likely():
     values = torch.log_softmax(torch.tensor([1.0, 3.0, 2.0, 0.0]), -1)
     some = reported(values, 3, 2)
-    assert some.ids == [1, 2, 3]
+    assert some.ids == (1, 2, 3)
     assert some.ranks == (1, 2, 4)
     np.testing.assert_array_equal(some.values, values[[1, 2, 3]])
     assert some.chosen == float(values[3])
-    assert reported(values, 1, 2).ids == [1, 2]
-    assert reported(values, 0, 0).ids == [0]
+    assert reported(values, 1, 2).ids == (1, 2)
+    assert reported(values, 0, 0).ids == (0,)
     assert reported(values, 0, 0).ranks == (3,)
-    assert reported(values, 0, -1).ids == [1, 2, 0, 3]
+    assert reported(values, 0, -1).ids == (1, 2, 0, 3)
     assert reported(values, 0, 99).ranks == (1, 2, 3, 4)
 
 
 def test_equals_stand_by_their_ids():
     values = torch.full((VOCAB,), -4.0)
     values[[30, 7]] = -1.0
-    assert reported(values, 9, 4).ids == [7, 30, 0, 1, 9]
+    assert reported(values, 9, 4).ids == (7, 30, 0, 1, 9)
     assert reported(values, 9, 4).ranks == (1, 2, 3, 4, 3)
 
 
