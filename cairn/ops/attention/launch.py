@@ -20,6 +20,8 @@ from cairn.ops.early import early_option
 SPLIT_TOKENS = 640
 """At most this many tokens run one program each (and KV head, and split of the keys): the rows of a
 step that only decodes, with their landmarks."""
+CHUNK_TOKENS = 256
+"""Of chunks at most so many."""
 CHUNK_LINES = 512
 """Tokens of chunks, times KV heads, that make tiles at least. Measured on an H100: with 16 heads
 that share 2 tiles are faster from 128 to 256 tokens on, with 32 that share none from 8 to 16 on."""
@@ -78,7 +80,9 @@ def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 def in_tiles(q: Tensor, kv_heads: int, chunked: bool, lines: int = CHUNK_LINES) -> bool:
     """Whether tiles of consecutive tokens take the queries; else one program takes each."""
     tokens = q.shape[0]
-    return tokens > SPLIT_TOKENS or (chunked and tokens * kv_heads >= lines)
+    if chunked:
+        return tokens > CHUNK_TOKENS or tokens * kv_heads >= lines
+    return tokens > SPLIT_TOKENS
 
 
 def dense_in_tiles(

@@ -112,7 +112,8 @@ def test_splits_and_their_merge_are_launched_early(tokens, kv_heads, merged, mon
 @pytest.mark.parametrize(
     ("tokens", "kv_heads", "alone", "chunked"),
     [
-        *((256, 2, False, True), (255, 2, False, False), (257, 1, True, True)),
+        *((256, 2, False, True), (255, 2, False, False), (257, 1, False, True)),
+        *((256, 1, False, False), (640, 1, False, True), (641, 1, True, True)),
         *((16, 32, False, True), (15, 32, False, False), (1, 512, False, True)),
     ],
 )
