@@ -1,4 +1,4 @@
-"""Token embedding."""
+"""Tables of tokens, and their embedding."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ ROWS_MULTIPLE = 64
 tokens takes twice as long."""
 
 
-def padded(rows: int) -> int:
-    """Rows of a table of at least `rows`."""
-    return -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
-
-
-class Embedding(nn.Module):
-    """Table of the user's tokens, with the landmark (where the model has one) in the row after.
+class Table(nn.Module):
+    """A row of numbers for each of some tokens.
 
     Args:
-        rows: V, or V + 1 with a landmark.
+        rows: how many.
         hidden: width.
-        dtype: of the table.
+        dtype: of the numbers.
 
     Attributes:
         padding: rows at the end of `weight` that are no token's, all 0.
@@ -31,9 +26,13 @@ class Embedding(nn.Module):
 
     def __init__(self, rows: int, hidden: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.padding = padded(rows) - rows
-        table = torch.empty(padded(rows), hidden, dtype=dtype)
+        self.padding = -rows % ROWS_MULTIPLE
+        table = torch.empty(rows + self.padding, hidden, dtype=dtype)
         self.weight = nn.Parameter(table, requires_grad=False)
+
+
+class Embedding(Table):
+    """Of the user's tokens, V rows; the landmark, where the model has one, is in the row after."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, hidden]."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cairn import ops
-from cairn.layers.embedding import padded
+from cairn.layers.embedding import Table
 from cairn.layers.norm import RMSNorm
 from cairn.ops.linear import panel
 
@@ -68,28 +68,12 @@ class GatedLinear(Linear):
         return ops.gated_linear(x, self.weight, *given)
 
 
-class Head(nn.Module):
-    """The output head: logits = x W[:V]^T.
-
-    Args:
-        hidden: width.
-        vocab_size: V.
-        dtype: of the table.
-
-    Attributes:
-        padding: rows at the end of `weight` that are no token's, all 0.
-    """
-
-    def __init__(self, hidden: int, vocab_size: int, *, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.vocab_size = vocab_size
-        self.padding = padded(vocab_size) - vocab_size
-        table = torch.empty(padded(vocab_size), hidden, dtype=dtype)
-        self.weight = nn.Parameter(table, requires_grad=False)
+class Head(Table):
+    """The output head, a table of the V tokens of users: logits = x W[:V]^T."""
 
     def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x [n, hidden] before the final norm -> float32 logits [n, V], a part of longer rows."""
-        return _logits(x, self.weight, norm, self.vocab_size)
+        return _logits(x, self.weight, norm, len(self.weight) - self.padding)
 
 
 class TiedHead(nn.Module):
@@ -100,7 +84,7 @@ class TiedHead(nn.Module):
         vocab_size: V; rows from V on are no tokens of users and get no logit.
     """
 
-    def __init__(self, embedding: nn.Module, vocab_size: int) -> None:
+    def __init__(self, embedding: Table, vocab_size: int) -> None:
         super().__init__()
         # In a tuple: a plain attribute would register the embedding's parameter a second time.
         self._embedding = (embedding,)
@@ -108,9 +92,7 @@ class TiedHead(nn.Module):
 
     def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """As of a head of its own."""
-        weight = self._embedding[0].weight
-        assert isinstance(weight, Tensor)
-        return _logits(x, weight, norm, self.vocab_size)
+        return _logits(x, self._embedding[0].weight, norm, self.vocab_size)
 
 
 def _logits(x: Tensor, weight: Tensor, norm: RMSNorm, vocab_size: int) -> Tensor:

@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         self.head: Head | TiedHead = (
             TiedHead(self.embedding, spec.vocab_size)
             if spec.tied
-            else Head(spec.hidden_size, spec.vocab_size, dtype=dtype)
+            else Head(spec.vocab_size, spec.hidden_size, dtype=dtype)
         )
 
     @property

@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from cairn.errors import BadModel
-from cairn.layers.embedding import Embedding
-from cairn.layers.linear import Head
+from cairn.layers.embedding import Table
 from cairn.models.checkpoint import DTYPES, TensorEntry, read_headers
 from cairn.models.weight_map import StoredTensor, WeightMap
 
@@ -120,7 +119,7 @@ def _first_rows(tensor: Any, place: Tensor) -> Tensor:
 def _padding(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Rows that no stored tensor fills, by the names of their parameters."""
     for name, module in model.named_modules():
-        if isinstance(module, Embedding | Head) and module.padding:
+        if isinstance(module, Table) and module.padding:
             yield f"{name}.weight", module.weight.detach()[-module.padding :]
 
 

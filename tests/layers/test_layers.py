@@ -81,7 +81,7 @@ def test_tied_head_shares_the_table_and_stops_at_the_vocabulary():
 
 
 def test_a_head_of_its_own_stops_at_the_vocabulary():
-    head = Head(16, 70, dtype=torch.float32)
+    head = Head(70, 16, dtype=torch.float32)
     assert head.padding == 58
     head.weight.copy_(torch.randn(128, 16))
     x, norm = torch.randn(3, 16), RMSNorm(16, 1e-3, dtype=torch.float32)
