@@ -365,6 +365,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
+    # It changes, and so has no hash, as a list has none; mypy wants one of every object.
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:

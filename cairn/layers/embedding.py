@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from cairn import ops
 
 ROWS_MULTIPLE = 64
-"""Tables have so many rows, or twice as many, ...: with another number a library's product for many
-tokens takes twice as long."""
+"""The rows of a table are a multiple of it: else a library's product for many tokens takes twice as
+long."""
 
 
 class Table(nn.Module):

@@ -32,7 +32,7 @@ from cairn.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16
 SCORED_AT_ONCE = 256
-"""Tokens of a prompt."""
+"""Tokens of a prompt; then other requests have their turn."""
 
 
 async def create_completion(request: Request) -> Response:
@@ -167,8 +167,6 @@ def joined(parts: Sequence[CompletionChoice]) -> CompletionChoice:
 
 def joined_lists(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
     """One set of lists from several that follow each other."""
-    if len(parts) == 1:
-        return parts[0]
     return CompletionLogprobs(
         tokens=list(chain.from_iterable(part.tokens for part in parts)),
         token_logprobs=list(chain.from_iterable(part.token_logprobs for part in parts)),

@@ -148,9 +148,10 @@ def _(
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The norm, then the library's product, each rounded."""
+    """The norm, rounded; then the library's product, rounded where the result is not float32."""
     x = input if norm is None else rmsnorm(input, norm, eps)
     if dtype == torch.float32 and x.dtype != dtype and bias is None and x.is_cuda:
+        # Rounded on the way, logits would be equal that are not.
         wide = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=dtype)
         return wide.view(*x.shape[:-1], weight.shape[0])
     product = torch.nn.functional.linear(x, weight, bias)
