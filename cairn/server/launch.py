@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import resource
 import signal
 import socket
@@ -163,6 +164,9 @@ class _Life:
         if self._state.tokenizer is not None:
             self._state.grammars.open(self._state.tokenizer, self._client.info.vocab_size)
         self._report.loaded(self._client.info)
+        # What is loaded stays: the collector need not walk it again and again.
+        gc.collect()
+        gc.freeze()
         self._state.loaded = True
 
     async def _engine_ended(self) -> None:

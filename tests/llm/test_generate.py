@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import shutil
@@ -43,6 +44,7 @@ def test_nothing_but_the_users_list_is_as_long_as_a_prompt_while_steps_run(token
     prompt, found, step = ids(11, 777), [], token_llm.engine.core.step
 
     def watched():
+        gc.unfreeze()
         found.append([o for o in gc.get_objects() if type(o) is list and len(o) >= len(prompt)])
         return step()
 
@@ -52,6 +54,35 @@ def test_nothing_but_the_users_list_is_as_long_as_a_prompt_while_steps_run(token
     assert as_long == {id(prompt)}
     assert result.prompt_token_ids == prompt
     assert result.prompt_token_ids is not prompt
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_pythons_collector_leaves_alone_what_there_was_while_steps_run(
+    token_llm, monkeypatch, error
+):
+    step, old, walked = token_llm.engine.core.step, [], []
+
+    def watched():
+        walked.append(any(one is old for one in gc.get_objects()))
+        if error is not None:
+            raise error
+        return step()
+
+    monkeypatch.setattr(token_llm.engine.core, "step", watched)
+    with contextlib.suppress(KeyboardInterrupt):
+        token_llm.generate({"prompt_token_ids": ids(3, 20)}, GREEDY)
+    assert set(walked) == {False}
+    assert any(one is old for one in gc.get_objects())
+
+
+def test_what_others_keep_from_pythons_collector_stays_so(token_llm):
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        token_llm.generate({"prompt_token_ids": ids(3, 20)}, GREEDY)
+        assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)
+    finally:
+        gc.unfreeze()
 
 
 def test_no_prompts_no_results(llm):
