@@ -25,6 +25,9 @@ Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+FROZEN_FROM_THE_START = 1000
+"""Objects that Python itself keeps from its collector, at most; whoever imports PyTorch and freezes
+what there is has hundreds of thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +330,7 @@ def _uncollected() -> Iterator[None]:
     """Within, Python's collector leaves alone what there is already. To walk all that PyTorch
     brings takes it 0.2 s, as long as a hundred steps, and what is reported of tokens sets it off
     again and again."""
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > FROZEN_FROM_THE_START:
         # Somebody else has seen to it, and wants it to stay so.
         yield
         return

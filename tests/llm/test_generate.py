@@ -39,7 +39,17 @@ def test_shape_of_a_result(llm):
     assert (output.logprobs, output.cumulative_logprob) == (None, None)
 
 
-def test_nothing_but_the_users_list_is_as_long_as_a_prompt_while_steps_run(token_llm, monkeypatch):
+@pytest.fixture
+def thawed():
+    """Python's collector sees everything; other tests are spared that."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_nothing_but_the_users_list_is_as_long_as_a_prompt_while_steps_run(
+    token_llm, monkeypatch, thawed
+):
     """Python's collector walks every list that is young, and a prompt may have a million ids."""
     prompt, found, step = ids(11, 777), [], token_llm.engine.core.step
 
@@ -58,7 +68,7 @@ def test_nothing_but_the_users_list_is_as_long_as_a_prompt_while_steps_run(token
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_pythons_collector_leaves_alone_what_there_was_while_steps_run(
-    token_llm, monkeypatch, error
+    token_llm, monkeypatch, thawed, error
 ):
     step, old, walked = token_llm.engine.core.step, [], []
 
@@ -75,14 +85,11 @@ def test_pythons_collector_leaves_alone_what_there_was_while_steps_run(
     assert any(one is old for one in gc.get_objects())
 
 
-def test_what_others_keep_from_pythons_collector_stays_so(token_llm):
+def test_what_others_keep_from_pythons_collector_stays_so(token_llm, thawed):
     gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        token_llm.generate({"prompt_token_ids": ids(3, 20)}, GREEDY)
-        assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)
-    finally:
-        gc.unfreeze()
+    frozen = gc.get_freeze_count()
+    token_llm.generate({"prompt_token_ids": ids(3, 20)}, GREEDY)
+    assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)
 
 
 def test_no_prompts_no_results(llm):
