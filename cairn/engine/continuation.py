@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cairn.engine.output import OutputStream
 from cairn.engine.request import Moments, Request
 from cairn.errors import CairnError
-from cairn.types import PromptLogprobs
+from cairn.types import Alternatives, PromptLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -64,12 +64,14 @@ class SideBySide:
         self.end_ids = frozenset[int]().union(*{stream.end_ids for stream in self.streams})
         self.left = min(stream.left for stream in self.streams)
 
-    def take(self, tokens: Sequence[int]) -> list[int]:
-        """Give each its token; indices of those that end with it."""
+    def take(self, tokens: Sequence[int], logprobs: Mapping[int, Alternatives]) -> list[int]:
+        """Give each its token, and what is reported of it; indices of those that end with it."""
         self.left -= 1
         if self.silent and self.left > 0 and self.end_ids.isdisjoint(tokens):
             for stream, token in zip(self.streams, tokens, strict=True):
                 stream.ids.append(token)
             return []
         pushed = enumerate(zip(self.streams, tokens, strict=True))
-        return [i for i, (stream, token) in pushed if stream.push(token) is not None]
+        return [
+            i for i, (stream, token) in pushed if stream.push(token, logprobs.get(i)) is not None
+        ]

@@ -315,12 +315,12 @@ class EngineCore:
             self._take_prompt_logprobs(plan, result)
         now = self.clock()
         sampled = self.scheduler.retire(plan)
-        if not (plan.work or result.logprobs or result.selection) and min(result.tokens) >= 0:
+        if not (plan.work or result.selection) and min(result.tokens) >= 0:
             together = self._together
             if together is None or together.requests is not sampled:
                 together = self._join(sampled)
             if together is not None:
-                return self._retire_together(together, result.tokens, now)
+                return self._retire_together(together, result, now)
         self._part()
         changed = []
         for index, request in enumerate(sampled):
@@ -338,11 +338,11 @@ class EngineCore:
         return changed
 
     def _retire_together(
-        self, together: SideBySide, tokens: Sequence[int], now: float
+        self, together: SideBySide, result: StepResult, now: float
     ) -> list[Continuation]:
         """Give each of the requests its token: most steps are nothing else."""
         together.last = now
-        ended = together.take(tokens)
+        ended = together.take(result.tokens, result.logprobs)
         if ended:
             self._part()
             for i in ended:

@@ -51,9 +51,12 @@ class Reported:
 
     def entries(self) -> list[Alternatives]:
         """One for each of the tokens; waits for them."""
+        if len(self._parts) == 1:
+            [columns] = self.columns()
+            return list(columns.positions())
         found: dict[int, Alternatives] = {}
-        for at, arriving in self._parts:
-            found |= zip(at, LogprobColumns(*arriving.arrays()).positions(), strict=True)
+        for (at, _), columns in zip(self._parts, self.columns(), strict=True):
+            found |= zip(at, columns.positions(), strict=True)
         return [found[i] for i in sorted(found)]
 
     def columns(self) -> list[LogprobColumns]:

@@ -106,6 +106,26 @@ class _Lookup(NamedTuple):
     draws: Draws | None
 
 
+class _Asked(NamedTuple):
+    """What is asked of some rows beyond a draw.
+
+    Attributes:
+        row: [n], the rows, as in _Lookup.
+        rows: the same as a list.
+        reporting: indices of those of which something is reported.
+        counts: how many alternatives, of these.
+        penalised: indices of those that are penalised.
+        biased: those with a bias, or with ids that may come too early, by their indices.
+    """
+
+    row: Ints
+    rows: list[int]
+    reporting: list[int]
+    counts: list[int]
+    penalised: list[int]
+    biased: list[tuple[int, RowOpen]]
+
+
 class Choice(NamedTuple):
     """The tokens of a step.
 
@@ -142,11 +162,12 @@ class Sampler:
         self._rows: dict[int, RowOpen] = {}
         self._penalties = Penalties(vocab_size, device)
         self._known: _Lookup | None = None
+        self._asked: _Asked | None = None
 
     def open(self, opened: RowOpen) -> None:
         """A request takes a row: whatever an earlier one left there is forgotten."""
         self._rows[opened.row] = opened
-        self._known = None
+        self._known = self._asked = None
         self._table.fill(opened, self.vocab_size)
         self._penalties.close(opened.row)
         if opened.params.penalized:
@@ -204,16 +225,12 @@ class Sampler:
             draws: `draws` of them, on the device.
             masks: what some of them may choose.
         """
-        rows: list[int] = picks.row.tolist()
-        opened = [self._rows[row] for row in rows]
-        wanted = {
-            i: o.params.logprobs for i, o in enumerate(opened) if o.params.logprobs is not None
-        }
-        penalised = self._penalties.among(rows)
-        bias = self._biases(picks, opened)
+        asked = self._ask(picks.row)
+        rows, reporting, penalised = asked.rows, asked.reporting, asked.penalised
+        bias = _biases(picks.number, asked.biased) if asked.biased else []
         raw = None
-        if wanted:
-            raw = self._lines(logits, list(wanted))
+        if reporting:
+            raw = self._lines(logits, reporting)
             if raw is logits and (bias or penalised or masks):
                 # What is reported is what the model says, before anything is adjusted.
                 raw = logits.clone()
@@ -229,21 +246,25 @@ class Sampler:
             self._penalties.count(tokens, rows, penalised)
         if raw is None:
             return Choice(tokens)
-        reporting = list(wanted)
-        reported = Reported(raw, self._lines(tokens, reporting), list(wanted.values()))
-        return Choice(tokens, reporting, reported)
+        return Choice(
+            tokens, reporting, Reported(raw, self._lines(tokens, reporting), asked.counts)
+        )
 
-    def _biases(
-        self, picks: Picks, opened: Sequence[RowOpen]
-    ) -> list[tuple[tuple[int, int], float]]:
-        """Where and what users ask to add, and stop ids that come too early."""
-        found: list[tuple[tuple[int, int], float]] = []
-        for i, (number, row) in enumerate(zip(picks.number.tolist(), opened, strict=True)):
-            if row.params.logit_bias:
-                found += [((i, token), value) for token, value in row.params.logit_bias.items()]
-            if number < row.params.min_tokens:
-                found += [((i, token), -torch.inf) for token in row.stop_ids]
-        return found
+    def _ask(self, row: Ints) -> _Asked:
+        asked = self._asked
+        if asked is None or asked.row is not row:
+            rows: list[int] = row.tolist()
+            opened = list(enumerate(self._rows[n] for n in rows))
+            counts = [(i, o.params.logprobs) for i, o in opened if o.params.logprobs is not None]
+            asked = self._asked = _Asked(
+                row,
+                rows,
+                [i for i, _ in counts],
+                [count for _, count in counts],
+                self._penalties.among(rows),
+                [(i, o) for i, o in opened if o.params.logit_bias or o.params.min_tokens],
+            )
+        return asked
 
     def _mask(self, logits: Tensor, masks: Masks) -> None:
         """Forbid what the masks forbid; only they travel."""
@@ -263,6 +284,19 @@ class Sampler:
     def _tensor(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
         """Numbers on the device, without a wait."""
         return send([torch.as_tensor(values, dtype=dtype).numpy()], self.device)[0]
+
+
+def _biases(
+    number: Ints, biased: Sequence[tuple[int, RowOpen]]
+) -> list[tuple[tuple[int, int], float]]:
+    """Where and what users ask to add, and stop ids that come too early."""
+    found: list[tuple[tuple[int, int], float]] = []
+    for i, row in biased:
+        if row.params.logit_bias:
+            found += [((i, token), value) for token, value in row.params.logit_bias.items()]
+        if number[i] < row.params.min_tokens:
+            found += [((i, token), -torch.inf) for token in row.stop_ids]
+    return found
 
 
 def _within(value: float, low: float, high: float) -> float:
