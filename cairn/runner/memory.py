@@ -30,6 +30,9 @@ PAGES = 8
 CONTEXT = 1 << 16
 """Steps run after at most this many tokens: what they take does not grow behind it, their time
 would."""
+FRAGMENTS = 32 << 20
+"""Bytes: of what is free between weights while steps are measured, small tensors of pages take some
+later, and leave pieces that no step may fit into."""
 SMALL = 6
 """Small graphs of prefills that are measured."""
 TARGETS = 256
@@ -101,7 +104,7 @@ def measure(
         peak = torch.cuda.max_memory_reserved(device)
         del runner
         # What is kept now stays: it counts as use by others once the pages below are gone.
-        activations = peak - _reserved(device)
+        activations = peak - _reserved(device) + FRAGMENTS
         graphs = 0
         if steps.graphs:
             graphs = _graph_bytes(Runner(model, layers, pools, shape, device), steps, device)

@@ -144,7 +144,7 @@ def test_what_steps_take_is_what_was_planned(graphs):
     assert sum(table.values()) == torch.cuda.mem_get_info()[1]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    # Not what is allocated: steps also use what is free between the weights and pages.
+    # Not what is allocated: steps also use what is free between tensors that stay.
     held = torch.cuda.memory_reserved()
     longest = min(llm.max_model_len, 3000)
     prompts = [{"prompt_token_ids": [i % 97] * (longest - 140)} for i in range(24)]
