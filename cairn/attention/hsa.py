@@ -22,9 +22,6 @@ from cairn.cache.pools import CacheSpec
 from cairn.ops.attention.launch import LANDMARK_LINES, in_tiles
 from cairn.ops.landmark.landmark_attention import shared_weights
 
-FEW_TOKENS = 64
-"""Steps of at most so many tokens look at each for a page that it completes."""
-
 
 class HsaBackend(AttentionBackend):
     """Landmark selection over the paged cache; needs page_size == the model's chunk size."""
@@ -74,7 +71,7 @@ class HsaBackend(AttentionBackend):
         # Where each landmark's own z pools its page, a few of them do it on the way: no launch.
         own = summary_query is None and rule.summary == "prior" and not rule.group_query
         tiled = in_tiles(q, layer.num_kv_heads, batch.chunked, LANDMARK_LINES)
-        few = q.is_cuda and own and not tiled and q.shape[0] <= min(FEW_TOKENS, rule.window)
+        few = q.is_cuda and own and not tiled and q.shape[0] <= rule.window
         if batch.completed.numel() and not few:
             if summary_query is None and (rule.bias or rule.summary == "prior"):
                 summary_query = lmk_q[batch.completed]
