@@ -17,7 +17,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, LayerReads, Part
+from cairn.attention.base import (
+    AttentionBackend,
+    AttentionLayer,
+    Batch,
+    LandmarkRule,
+    LayerReads,
+    Part,
+)
 from cairn.cache.pools import CacheSpec
 from cairn.ops.attention.launch import LANDMARK_LINES, in_tiles
 from cairn.ops.landmark.landmark_attention import shared_weights
@@ -80,10 +87,15 @@ class HsaBackend(AttentionBackend):
         candidates = max(0, (batch.max_slot - rule.window + 1) // k_cache.shape[2])
         # A kernel is compiled for a topk: a GPU knows one.
         topk = rule.topk if q.is_cuda else max(1, min(rule.topk, candidates))
+        # Tiles need not look for pages where there are none; few tokens do it in no time.
+        pageless = q.is_cuda and rule.window > 0 and not candidates and batch.watch is None
 
         def attend(part: Part) -> Tensor:
+            queries = part.of(q)
+            if pageless and in_tiles(queries, layer.num_kv_heads, part.chunked, LANDMARK_LINES):
+                return self._attend_window(queries, k_cache, v_cache, part, batch, rule)
             o, indices, scores, lse = ops.landmark_attention(
-                part.of(q),
+                queries,
                 part.of(lmk_q),
                 k_cache,
                 v_cache,
@@ -106,6 +118,26 @@ class HsaBackend(AttentionBackend):
             return o
 
         return batch.attend_parts(tiled, attend)
+
+    def _attend_window(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        part: Part,
+        batch: Batch,
+        rule: LandmarkRule,
+    ) -> Tensor:
+        """What is left of a layer where no slot has a page to select."""
+        o, _ = ops.window_attention(
+            *(q, k_cache, v_cache, part.row, part.slot, batch.page_table, rule.window),
+            aligned=True,
+            mask_landmarks=True,
+            dtype=q.dtype,
+            chunked=part.chunked,
+            softmax1=rule.softmax1,
+        )
+        return o
 
     def _summarise(
         self,

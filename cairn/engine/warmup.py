@@ -40,14 +40,19 @@ def warm_up(built: Built) -> None:
     longest = min(most - 1, int(tokens_in(built.config.chunked_prefill_size)))
     on_gpu = built.config.device != "cpu"
     lengths: Iterable[int] = GPU_TOKENS if on_gpu else (int(tokens_in(PAGES * size)) - 1,)
-    singles = [_one(built, length) for length in sorted({max(1, min(n, longest)) for n in lengths})]
+    lengths = sorted({max(1, min(n, longest)) for n in lengths})
+    singles = [_one(built, length) for length in lengths]
+    if on_gpu and built.spec.hils is not None:
+        # Without a past that long, landmark layers have no page to select.
+        past = int(tokens_in(built.spec.hils.window + size)) + 1
+        singles += [_one(built, length, past) for length in lengths if past + length <= longest]
     buckets = built.runner.graphs.buckets if built.runner.graphs is not None else ()
     rows = min(built.config.max_num_seqs, pages)
     several = [
         _several(built, count) for count in sorted({min(bucket, rows) for bucket in buckets})
     ]
     if on_gpu:
-        prefills = [plan for steps in (*singles, *several) for plan in (steps.prefill, steps.close)]
+        prefills = [plan for steps in (*singles, *several) for plan in steps.without_decode()]
         compile_ahead(functools.partial(built.runner.rehearse, prefills))
     # First without graphs of prefills: what fits none, or is looked at, runs so later.
     graphs, built.runner.prefill_graphs = built.runner.prefill_graphs, None
@@ -65,20 +70,28 @@ def warm_up(built: Built) -> None:
 
 
 class _Steps(NamedTuple):
-    """Rows open with a prefill, decode once, and are closed."""
+    """Rows open with prefills, the last of which is sampled, decode once, and are closed."""
 
-    prefill: StepPlan
+    prefills: tuple[StepPlan, ...]
     decode: StepPlan
     close: StepPlan
 
+    def without_decode(self) -> tuple[StepPlan, ...]:
+        """All but the decode step."""
+        return *self.prefills, self.close
 
-def _one(built: Built, length: int) -> _Steps:
-    """A prompt of `length` tokens in row 0."""
-    pages = int(built.slots.pages_for(length + 1))
-    prompt = [i % built.spec.vocab_size for i in range(length)]
+
+def _one(built: Built, length: int, past: int = 0) -> _Steps:
+    """A prompt of `length` tokens in row 0, behind a chunk of `past` tokens."""
+    pages = int(built.slots.pages_for(past + length + 1))
+    prompt = [i % built.spec.vocab_size for i in range(past + length)]
     grant = _granted(built, 0, tuple(range(pages)))
-    prefill = RowWork(row=0, first=0, tokens=prompt, sample=True)
-    return _steps([_opened(0)], [grant], [prefill])
+    steps = _steps([_opened(0)], [grant], [RowWork(0, past, prompt[past:], sample=True)])
+    if not past:
+        return steps
+    [last] = steps.prefills
+    first = last._replace(work=(RowWork(0, 0, prompt[:past], sample=False),))
+    return steps._replace(prefills=(first, last._replace(opened=(), grants=())))
 
 
 def _several(built: Built, count: int) -> _Steps:
@@ -92,17 +105,20 @@ def _steps(
     opened: Sequence[RowOpen], grants: Sequence[PageGrant], works: Sequence[RowWork]
 ) -> _Steps:
     rows = [work.row for work in works]
-    decode = DecodeWork.of(rows, [work.num_tokens for work in works], [1] * len(rows))
+    decode = DecodeWork.of(rows, [work.first + work.num_tokens for work in works], [1] * len(rows))
     return _Steps(
-        StepPlan(-3, (), tuple(opened), tuple(grants), tuple(works)),
+        (StepPlan(-3, (), tuple(opened), tuple(grants), tuple(works)),),
         StepPlan(-2, (), (), (), (), decode),
         StepPlan(-1, tuple(rows), (), (), ()),
     )
 
 
 def _run(built: Built, steps: _Steps) -> None:
-    results = [built.core.executor.launch(plan).result() for plan in steps]
-    if any(token < 0 for token in results[0].tokens):
+    launch = built.core.executor.launch
+    *_, last = (launch(plan).result() for plan in steps.prefills)
+    for plan in (steps.decode, steps.close):
+        launch(plan).result()
+    if any(token < 0 for token in last.tokens):
         raise BadModel(
             "the model's logits are NaN or infinite already for a short prompt",
             "Check the weights, or try --dtype float32",

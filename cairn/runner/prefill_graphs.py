@@ -64,11 +64,13 @@ class Kind(NamedTuple):
     Attributes:
         slots: of its bucket.
         chunked, alone: see Batch. Of many slots, `chunked` makes no difference.
+        short: of chunks, no slot has a page that a landmark layer could select.
     """
 
     slots: int
     chunked: bool
     alone: int = 0
+    short: bool = False
 
 
 class PrefillGraphs:
@@ -84,9 +86,14 @@ class PrefillGraphs:
         self._model, self._place, self._pool = decoding.model, decoding.place, decoding.pool
         limits = [backend.longest_in_graphs for backend, _ in self._place.backends.values()]
         self._longest = min((limit for limit in limits if limit is not None), default=None)
+        rules = [layer.landmark for _, layer in self._place.backends.values() if layer.landmark]
+        size = self._place.slots.page_size
+        # Slots of rows that have no page to select in any landmark layer; 0 where there is none.
+        self._short = min((rule.window + size - 1 for rule in rules), default=0)
         self._memory = torch.zeros(
             LINES * self.buckets[-1], dtype=torch.int64, device=self._place.page_table.device
         )
+        self._most_slots = self._place.page_table.shape[1] * size
         self._captured: dict[Kind, Captured] = {}
         self._too_large: set[Kind] = set()
 
@@ -101,14 +108,16 @@ class PrefillGraphs:
         at = bisect.bisect_left(self.buckets, count)
         if at == len(self.buckets) or len(layout.completed) > self._closing(self.buckets[at]):
             return None
-        if self._longest is not None and int(layout.slot.max()) >= self._longest:
+        last = int(layout.slot.max())
+        if self._longest is not None and last >= self._longest:
             return None
         if is_traced(self._memory):
             # Nobody sees the ops of a graph.
             return None
         bucket = self.buckets[at]
         chunked = layout.chunked or bucket > UNCHUNKED
-        kind = Kind(bucket, chunked, alone(layout.decoding, bucket) if chunked else 0)
+        apart = alone(layout.decoding, bucket) if chunked else 0
+        kind = Kind(bucket, chunked, apart, chunked and last < self._short)
         self.prepare(kind)
         if kind in self._too_large:
             return None
@@ -124,7 +133,8 @@ class PrefillGraphs:
             # Few slots are chunks only where they are of few rows.
             most = rows if bucket > UNCHUNKED else min(rows, bucket // CHUNK)
             counts = sorted({alone(decoding, bucket) for decoding in range(most)})
-            chunked += [Kind(bucket, True, count) for count in counts]
+            shorts = (False, True) if self._short else (False,)
+            chunked += [Kind(bucket, True, count, short) for count in counts for short in shorts]
         return chunked + [Kind(bucket, False) for bucket in buckets if bucket <= UNCHUNKED]
 
     @torch.inference_mode()
@@ -184,7 +194,7 @@ class PrefillGraphs:
             page_table=place.page_table,
             completed=lines[5, :closing],
             completed_pages=lines[6, :closing],
-            max_slot=place.page_table.shape[1] * place.slots.page_size - 1,
+            max_slot=(self._short if kind.short else self._most_slots) - 1,
             backends=place.backends,
             chunked=kind.chunked,
             alone=kind.alone,

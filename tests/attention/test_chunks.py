@@ -25,12 +25,16 @@ LAYERS = {
 }
 
 
-def step(layer: AttentionLayer, counts: list[int], **kinds: Any) -> Batch:
-    """The first slots of rows, so many of each, in pools of nothing but numbers."""
+def step(
+    layer: AttentionLayer, counts: list[int], device: str = "cpu", most: int = 0, **kinds: Any
+) -> Batch:
+    """The first slots of rows, so many of each, in pools of nothing but numbers; `most`: what is
+    told of the largest slot, if it is not that."""
     pages = [-(-count // SIZE) for count in counts]
-    pools = CachePools(cache_specs([layer]), sum(pages), PageFormat(SIZE, torch.float32), "cpu")
+    form, where = PageFormat(SIZE, torch.float32), torch.device(device)
+    pools = CachePools(cache_specs([layer]), sum(pages), form, where)
     for tensor in pools.tensors():
-        tensor.normal_(generator=torch.manual_seed(1))
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.manual_seed(1)))
     table = torch.zeros(len(counts), max(pages), dtype=torch.int32)
     for row, (page, count) in enumerate(zip(itertools.accumulate(pages), pages, strict=True)):
         table[row, :count] = torch.arange(page - count, page)
@@ -38,9 +42,10 @@ def step(layer: AttentionLayer, counts: list[int], **kinds: Any) -> Batch:
     row = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     page = table[row, slot // SIZE].long()
     done = (slot % SIZE == SIZE - 1).nonzero()[:, 0]
+    numbers = (slot, slot, row, slot, page * SIZE + slot % SIZE, table, done, page[done])
     return Batch(
-        *(slot, slot, row, slot, page * SIZE + slot % SIZE, table, done, page[done]),
-        max_slot=max(counts) - 1,
+        *(part.to(where) for part in numbers),
+        max_slot=max(most, *counts) - 1,
         backends=assign([layer], pools),
         **kinds,
     )
@@ -110,6 +115,38 @@ def test_what_is_watched_is_attended_in_one():
     (reads,) = batch.reads
     assert reads.pages.shape[0] == reads.weights.shape[0] == 2
     assert reads.pages[0].eq(-1).all() and reads.pages[1].ge(0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softmax1", [False, True])
+def test_chunks_in_tiles_look_for_no_page_where_there_is_none(
+    softmax1: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A graph is told of more slots than there are, and looks."""
+    op, heard = ops.landmark_attention, []
+
+    def hear(q, *args, **kwargs):
+        heard.append(len(q))
+        return op(q, *args, **kwargs)
+
+    monkeypatch.setattr(ops, "landmark_attention", hear)
+    rule = replace(LANDMARK, window=200, softmax1=softmax1)
+    layer = replace(PLAIN, backend="hsa", landmark=rule)
+    none, one = 200 + SIZE - 1, 200 + SIZE
+    q, k = (torch.randn(one + 16, heads, 16, device="cuda") for heads in (4, 2))
+
+    def attend(counts: list[int], **kinds: Any) -> torch.Tensor:
+        tokens = sum(counts)
+        return step(layer, counts, "cuda", **kinds).attend(0, *(x[:tokens] for x in (q, k, k, q)))
+
+    found = attend([none, 16], chunked=True)
+    assert not heard
+    torch.testing.assert_close(found, attend([none, 16], chunked=True, most=500))
+    # A page to select, few tokens, and rows that decode.
+    attend([one, 16], chunked=True)
+    attend([40], chunked=True)
+    attend([1] * 16 + [150], chunked=True, alone=16)
+    assert heard == [none + 16, one + 16, 40, 16]
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cairn import SamplingParams
-from cairn.attention.base import Batch, alone
+from cairn.attention.base import AttentionLayer, Batch, LandmarkRule, alone
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.engine import build
@@ -35,6 +35,7 @@ from tests.engine.harness import CASES, assert_same, engine, greedy, run, text
 from tests.runner.test_graph_lines import LANDMARK, MAX_PAGES, Model, check_batch
 
 SIZE = 4
+PLAIN = AttentionLayer(0, "dense", num_heads=4, num_kv_heads=2, head_dim=16)
 
 
 @pytest.mark.parametrize("most", [1, 16, 17, 100, 1024, MOST])
@@ -108,8 +109,14 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
     assert replayed > 10
 
 
+class Quick:
+    """A backend for rows of any length in graphs."""
+
+    longest_in_graphs = None
+
+
 class Slow:
-    """A backend that wants short rows in graphs."""
+    """One that wants short ones."""
 
     longest_in_graphs = 24
 
@@ -123,7 +130,7 @@ def lay_out(rows: Rows, first: int, count: int):
 def test_what_fits_no_graph_is_left_alone(no_gpu):
     rows = Rows(2, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
     tables = torch.zeros_like(rows.tables)
-    backends = {0: (Slow(), None)}
+    backends = {0: (Slow(), PLAIN)}
     graphs, _ = graphs_of(rows, Model(), tables, 99, most=40, backends=backends)
     assert graphs.buckets == (16, 32, 48)
     for first, count, fits in (
@@ -138,6 +145,29 @@ def test_what_fits_no_graph_is_left_alone(no_gpu):
     assert free.run(lay_out(rows, 3, 31)) is not None
     assert free.run(lay_out(rows, 0, 37)) is None  # 49 slots
     assert free.run(lay_out(rows, 0, 37)) is None
+
+
+def test_chunks_without_a_page_to_select_have_graphs_of_their_own(no_gpu):
+    """Which of the two is known by a step's last slot alone."""
+    rule = LandmarkRule(topk=2, window=21, softmax1=True, summary="mean", bias=False)
+    wider = replace(PLAIN, landmark=replace(rule, window=30))
+    backends = {
+        0: (Quick(), wider),
+        1: (Quick(), replace(PLAIN, landmark=rule)),
+        2: (Quick(), PLAIN),
+    }
+    rows, model = Rows(2, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu")), Model()
+    graphs, _ = graphs_of(
+        rows, model, torch.zeros_like(rows.tables), 99, most=60, backends=backends
+    )
+    every, most = graphs.kinds(), SIZE * MAX_PAGES - 1
+    chunked = [kind for kind in every if kind.chunked]
+    assert [kind._replace(short=True) for kind in chunked[::2]] == chunked[1::2]
+    assert not any(kind.short for kind in every if not kind.chunked)
+    # From slot 21 - 1 + 4 on there is one.
+    for first, count, told in ((0, 18, 23), (0, 19, most), (6, 12, 23), (6, 13, most)):
+        assert graphs.run(lay_out(rows, first, count)) is not None
+        assert model.batch.max_slot == told, (first, count)
 
 
 class Onlooker(TorchDispatchMode):

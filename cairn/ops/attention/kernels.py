@@ -273,6 +273,7 @@ def tile_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     TOKENS: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, LEAST: tl.constexpr,
+    SOFTMAX1: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens and one KV head; the tokens of each row in turn, in any order.
 
@@ -281,6 +282,7 @@ def tile_kernel(
             without a key nothing is written but its lse.
         keys, values: the caches as tables of lines, with page_lines, head_lines and head_column of
             `lines.Lines`, for blocks that all see; or None.
+        SOFTMAX1: a logit 0 joins o, not lse; without LEAST.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     # Late tiles see the most keys: they start first.
@@ -343,6 +345,8 @@ def tile_kernel(
             DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
         )  # fmt: skip
         result, value = finish(best, total, acc)
+        if SOFTMAX1:
+            result /= (1.0 + tl.exp(-value))[:, None]
         part = place * tl.num_programs(2) + tl.program_id(2) if LEAST else place
         store_rows(o + part * DIM, result, mine & (start < end) if LEAST else mine, DIM, DP)
         tl.store(lse + part, value, mask=mine)

@@ -103,6 +103,7 @@ class Task:
         aligned: the window starts at a page.
         mask_landmarks: the last slot of a page is no key.
         stretches: as in `dense_attention`.
+        softmax1: as in `window_attention`, for tasks with a window.
     """
 
     q: Tensor
@@ -116,6 +117,7 @@ class Task:
     aligned: bool = False
     mask_landmarks: bool = False
     stretches: Sequence[int] | None = None
+    softmax1: bool = False
 
     @property
     def width(self) -> int:
@@ -226,7 +228,7 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     tile_kernel[(kv_heads, tiles, splits)](
         *(*task.inputs(), keys.blocks, values.blocks, part_o, part_lse, tokens, *task.numbers()),
         *(*keys[1:], *task.shape(), per_tile, task.group, task.width, task.keys),
-        *(*task.switches(), TILE_BLOCKS if splits > 1 else 0),
+        *(*task.switches(), TILE_BLOCKS if splits > 1 else 0, task.softmax1),
         **options,
     )
     if splits > 1:
@@ -319,7 +321,8 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     if task.q.shape[0] == 0:
         return o, lse
     splits, early = _splits(task), gpu.launches_early(task.q.device)
-    part_o, part_lse = (o, lse) if splits == 1 else task.empty(splits)
+    whole = splits == 1 and not task.softmax1
+    part_o, part_lse = (o, lse) if whole else task.empty(splits)
     split_kernel[(splits, task.k_cache.shape[1], task.q.shape[0])](
         *(*task.inputs(), part_o, part_lse, splits, *task.numbers(), *task.shape()),
         *(max(16, task.group), task.width, task.keys, *task.switches(), early),
@@ -327,8 +330,8 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
         num_stages=task.stages,
         **early_option(early),
     )
-    if splits > 1:
-        merge(part_o, part_lse, o, lse, early=early)
+    if not whole:
+        merge(part_o, part_lse, o, lse, softmax1=task.softmax1, early=early)
     return o, lse
 
 
