@@ -140,15 +140,16 @@ class LLM:
         order = list(priority) if priority is not None else [0] * len(given)
         if len(order) != len(given):
             raise BadRequest(f"{len(order)} priorities for {len(given)} prompts")
-        jobs = self._submit_all(self._encode(given), params, order)
-        total = sum(job.num_prompt for job in jobs)
-        with Progress(total, enabled=use_tqdm) as progress, _uncollected():
-            try:
-                for _ in self._run(jobs, progress):
-                    pass
-            finally:
-                self._abort(jobs)
-        return [job.result() for job in jobs]
+        with _uncollected():
+            jobs = self._submit_all(self._encode(given), params, order)
+            total = sum(job.num_prompt for job in jobs)
+            with Progress(total, enabled=use_tqdm) as progress:
+                try:
+                    for _ in self._run(jobs, progress):
+                        pass
+                finally:
+                    self._abort(jobs)
+            return [job.result() for job in jobs]
 
     def chat(
         self,
