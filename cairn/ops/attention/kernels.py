@@ -245,13 +245,19 @@ def attend_pairs(
 
 
 @triton.jit
-def finish(best, total, acc):
-    """(o [M, DP], lse [M], natural logarithm): 0 and -inf for a row that saw no key."""
+def finish(best, total, acc, SOFTMAX1: tl.constexpr = False):
+    """(o [M, DP], lse [M], natural logarithm): 0 and -inf for a row that saw no key.
+
+    SOFTMAX1: a logit 0 joins o, not lse.
+    """
     # NaN is seen too.
     seen = total != 0
     safe = tl.where(seen, total, 1.0)
-    value = (best + tl.log2(safe)) * 0.6931471805599453
-    return acc / safe[:, None], tl.where(seen, value, float("-inf"))
+    value = tl.where(seen, (best + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
+    result = acc / safe[:, None]
+    if SOFTMAX1:
+        result /= (1.0 + tl.exp(-value))[:, None]
+    return result, value
 
 
 @triton.jit
@@ -282,15 +288,13 @@ def tile_kernel(
             without a key nothing is written but its lse.
         keys, values: the caches as tables of lines, with page_lines, head_lines and head_column of
             `lines.Lines`, for blocks that all see; or None.
-        SOFTMAX1: a logit 0 joins o, not lse; without LEAST.
+        SOFTMAX1: as in `finish`; without LEAST.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     # Late tiles see the most keys: they start first.
     begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
-    kv = tl.program_id(0)
-    m = tl.arange(0, TOKENS * GP)
-    token = begin + m // GP
-    head = kv * group + m % GP
+    kv, m = tl.program_id(0), tl.arange(0, TOKENS * GP)
+    token, head = begin + m // GP, kv * group + m % GP
     alive = (token < tokens) & (m % GP < group)
     own_row = tl.load(row + token, mask=alive, other=-1)
     own_slot = tl.load(slot + token, mask=alive, other=-1).to(tl.int32)
@@ -344,9 +348,7 @@ def tile_kernel(
             low, high, first, own_slot, mine, factor,
             DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
         )  # fmt: skip
-        result, value = finish(best, total, acc)
-        if SOFTMAX1:
-            result /= (1.0 + tl.exp(-value))[:, None]
+        result, value = finish(best, total, acc, SOFTMAX1)
         part = place * tl.num_programs(2) + tl.program_id(2) if LEAST else place
         store_rows(o + part * DIM, result, mine & (start < end) if LEAST else mine, DIM, DP)
         tl.store(lse + part, value, mask=mine)
