@@ -92,6 +92,15 @@ def test_a_row_is_forgotten_when_it_is_opened_again():
         found.params(0)
 
 
+def test_what_is_known_of_rows_goes_when_one_is_opened_again():
+    found, values, which = sampler(opened(3, temperature=0)), logits(), picks(work(3))
+    assert chosen(found, values.clone(), which).tokens.tolist() == [int(values.argmax())]
+    found.open(opened(3, temperature=0, logit_bias={7: 100.0}, logprobs=1))
+    choice = chosen(found, values.clone(), which)
+    assert choice.tokens.tolist() == [7]
+    assert list(choice.logprobs()) == [0]
+
+
 def test_history_after_a_retraction_counts_as_if_it_had_run():
     values = logits(seed=3)
     params = {"temperature": 0, "presence_penalty": 1.0, "frequency_penalty": 0.6}
