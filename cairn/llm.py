@@ -25,9 +25,8 @@ Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
-FROZEN_FROM_THE_START = 1000
-"""Objects that Python itself keeps from its collector, at most; whoever imports PyTorch and freezes
-what there is has hundreds of thousands."""
+NEVER = (1 << 31) - 1
+"""Collections of young objects before Python's collector looks at all there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,18 +327,15 @@ class LLM:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Within, Python's collector leaves alone what there is already. To walk all that PyTorch
-    brings takes it 0.2 s, as long as a hundred steps, and what is reported of tokens sets it off
-    again and again."""
-    if gc.get_freeze_count() > FROZEN_FROM_THE_START:
-        # Somebody else has seen to it, and wants it to stay so.
-        yield
-        return
-    gc.freeze()
+    """Within, Python's collector looks at young objects alone. To walk all that PyTorch brings
+    takes it 0.2 s, as long as a hundred steps, and what is reported of tokens sets it off again and
+    again. Steps leave no cycles behind that only it would find."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, NEVER)
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(young, middle, old)
 
 
 @dataclass(slots=True)

@@ -39,22 +39,11 @@ def test_shape_of_a_result(llm):
     assert (output.logprobs, output.cumulative_logprob) == (None, None)
 
 
-@pytest.fixture
-def thawed():
-    """Python's collector sees everything; other tests are spared that."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
-def test_nothing_but_the_users_list_is_as_long_as_a_prompt_while_steps_run(
-    token_llm, monkeypatch, thawed
-):
+def test_nothing_but_the_users_list_is_as_long_as_a_prompt_while_steps_run(token_llm, monkeypatch):
     """Python's collector walks every list that is young, and a prompt may have a million ids."""
     prompt, found, step = ids(11, 777), [], token_llm.engine.core.step
 
     def watched():
-        gc.unfreeze()
         found.append([o for o in gc.get_objects() if type(o) is list and len(o) >= len(prompt)])
         return step()
 
@@ -67,29 +56,38 @@ def test_nothing_but_the_users_list_is_as_long_as_a_prompt_while_steps_run(
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_pythons_collector_leaves_alone_what_there_was_while_steps_run(
-    token_llm, monkeypatch, thawed, error
-):
-    step, old, walked = token_llm.engine.core.step, [], []
+def test_pythons_collector_leaves_alone_what_is_old_while_steps_run(token_llm, monkeypatch, error):
+    step, before, found = token_llm.engine.core.step, gc.get_threshold(), []
 
     def watched():
-        walked.append(any(one is old for one in gc.get_objects()))
+        found.append(gc.get_threshold())
         if error is not None:
             raise error
         return step()
 
     monkeypatch.setattr(token_llm.engine.core, "step", watched)
-    with contextlib.suppress(KeyboardInterrupt):
-        token_llm.generate({"prompt_token_ids": ids(3, 20)}, GREEDY)
-    assert set(walked) == {False}
-    assert any(one is old for one in gc.get_objects())
+    gc.set_threshold(500, 7, 3)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            token_llm.generate({"prompt_token_ids": ids(3, 20)}, GREEDY)
+        assert {(young, middle) for young, middle, _ in found} == {(500, 7)}
+        assert all(old > 1e9 for *_, old in found)
+        assert gc.get_threshold() == (500, 7, 3)
+    finally:
+        gc.set_threshold(*before)
 
 
-def test_what_others_keep_from_pythons_collector_stays_so(token_llm, thawed):
-    gc.freeze()
-    frozen = gc.get_freeze_count()
-    token_llm.generate({"prompt_token_ids": ids(3, 20)}, GREEDY)
-    assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)
+def test_what_steps_leave_behind_needs_no_collector(token_llm):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, n=2)
+    prompts = [{"prompt_token_ids": ids(3, 20)}] * 8
+    token_llm.generate(prompts, params)
+    gc.collect()
+    gc.disable()
+    try:
+        token_llm.generate(prompts, params)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_no_prompts_no_results(llm):
