@@ -88,7 +88,8 @@ class HsaBackend(AttentionBackend):
         # A kernel is compiled for a topk: a GPU knows one.
         topk = rule.topk if q.is_cuda else max(1, min(rule.topk, candidates))
         # Tiles need not look for pages where there are none; few tokens do it in no time.
-        pageless = q.is_cuda and rule.window > 0 and not candidates and batch.watch is None
+        short = batch.max_slot < rule.pageless_slots(k_cache.shape[2])
+        pageless = short and q.is_cuda and batch.watch is None
 
         def attend(part: Part) -> Tensor:
             queries = part.of(q)

@@ -70,9 +70,9 @@ def measure(
 ) -> tuple[int, int]:
     """Bytes of the activations, and of all graphs.
 
-    Activations are the most that torch held of the device while the steps ran: a little more than
-    their tensors. What it holds of other steps later may be more yet, and goes back when needed.
-    Another process that takes or gives back memory meanwhile counts in the graphs.
+    Activations are the most that torch held of the device while the steps ran, a little more than
+    their tensors, and FRAGMENTS. What it holds of other steps later may be more yet, and goes back
+    when needed. Another process that takes or gives back memory meanwhile counts in the graphs.
 
     Args:
         model: on the device, loaded.

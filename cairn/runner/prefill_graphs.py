@@ -88,12 +88,11 @@ class PrefillGraphs:
         self._longest = min((limit for limit in limits if limit is not None), default=None)
         rules = [layer.landmark for _, layer in self._place.backends.values() if layer.landmark]
         size = self._place.slots.page_size
-        # Slots of rows that have no page to select in any landmark layer; 0 where there is none.
-        self._short = min((rule.window + size - 1 for rule in rules), default=0)
+        # Slots of rows that have no page to select in any landmark layer.
+        self._short = min((rule.pageless_slots(size) for rule in rules), default=0)
         self._memory = torch.zeros(
             LINES * self.buckets[-1], dtype=torch.int64, device=self._place.page_table.device
         )
-        self._most_slots = self._place.page_table.shape[1] * size
         self._captured: dict[Kind, Captured] = {}
         self._too_large: set[Kind] = set()
 
@@ -185,6 +184,7 @@ class PrefillGraphs:
         """The step as it stands in the lines; a rehearsal is no different."""
         place, lines = self._place, self._lines(kind.slots)
         closing, own = self._closing(kind.slots), place.window_table
+        most = place.page_table.shape[1] * place.slots.page_size
         batch = Batch(
             input_ids=filled(lines[0], lines[2], place.last_token),
             positions=lines[1],
@@ -194,7 +194,7 @@ class PrefillGraphs:
             page_table=place.page_table,
             completed=lines[5, :closing],
             completed_pages=lines[6, :closing],
-            max_slot=(self._short if kind.short else self._most_slots) - 1,
+            max_slot=(self._short if kind.short else most) - 1,
             backends=place.backends,
             chunked=kind.chunked,
             alone=kind.alone,

@@ -14,6 +14,7 @@ from cairn.attention.base import AttentionLayer, Batch, LandmarkRule, alone
 from cairn.attention.registry import assign, cache_specs
 from cairn.cache.pools import CachePools, PageFormat
 from cairn.ops.attention.launch import SPLIT_TOKENS
+from cairn.ops.landmark.select_task import candidate_pages
 
 SIZE, TOKENS = 8, 20
 PLAIN = AttentionLayer(0, "dense", num_heads=4, num_kv_heads=2, head_dim=16)
@@ -115,6 +116,14 @@ def test_what_is_watched_is_attended_in_one():
     (reads,) = batch.reads
     assert reads.pages.shape[0] == reads.weights.shape[0] == 2
     assert reads.pages[0].eq(-1).all() and reads.pages[1].ge(0).all()
+
+
+@pytest.mark.parametrize("size", [2, 8, 64])
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 200])
+def test_a_rule_knows_the_first_slot_with_a_page_to_select(window: int, size: int):
+    slots = replace(LANDMARK, window=window).pageless_slots(size)
+    assert candidate_pages(torch.arange(slots + 1), size, window).tolist() == [0] * slots + [1]
+    assert replace(LANDMARK, window=0).pageless_slots(size) == 0
 
 
 @pytest.mark.gpu
