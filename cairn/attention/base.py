@@ -43,10 +43,10 @@ class LandmarkRule:
     group_query: bool = False
     strategy: str = "hils"
 
-    def pageless_slots(self, page_size: int) -> int:
-        """Slots at the beginning of a row that have no page to select, only their windows; 0 for a
+    def whole_slots(self, page_size: int) -> int:
+        """Slots at the beginning of a row whose every page left of the window is selected; 0 for a
         rule without a window."""
-        return self.window + page_size - 1 if self.window else 0
+        return (self.topk + -(-self.window // page_size)) * page_size if self.window else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,12 @@ from cairn.attention.base import (
     AttentionBackend,
     AttentionLayer,
     Batch,
-    LandmarkRule,
     LayerReads,
     Part,
 )
 from cairn.cache.pools import CacheSpec
 from cairn.ops.attention.launch import LANDMARK_LINES, in_tiles
-from cairn.ops.landmark.landmark_attention import shared_weights
+from cairn.ops.landmark.page_weights import shared_weights
 
 
 class HsaBackend(AttentionBackend):
@@ -87,16 +86,14 @@ class HsaBackend(AttentionBackend):
         candidates = max(0, (batch.max_slot - rule.window + 1) // k_cache.shape[2])
         # A kernel is compiled for a topk: a GPU knows one.
         topk = rule.topk if q.is_cuda else max(1, min(rule.topk, candidates))
-        # Tiles need not look for pages where there are none; few tokens do it in no time.
-        short = batch.max_slot < rule.pageless_slots(k_cache.shape[2])
-        pageless = short and q.is_cuda and batch.watch is None
+        # Rows of which tiles need not look for pages show it by the width of their table.
+        short = rule.whole_slots(k_cache.shape[2])
+        whole = tiled and batch.max_slot < short
+        page_table = batch.page_table[:, : short // k_cache.shape[2]] if whole else batch.page_table
 
         def attend(part: Part) -> Tensor:
-            queries = part.of(q)
-            if pageless and in_tiles(queries, layer.num_kv_heads, part.chunked, LANDMARK_LINES):
-                return self._attend_window(queries, k_cache, v_cache, part, batch, rule)
             o, indices, scores, lse = ops.landmark_attention(
-                queries,
+                part.of(q),
                 part.of(lmk_q),
                 k_cache,
                 v_cache,
@@ -104,7 +101,7 @@ class HsaBackend(AttentionBackend):
                 self.pools.summary_bias[layer.index],
                 part.row,
                 part.slot,
-                batch.page_table,
+                page_table,
                 rule.window,
                 topk,
                 rule.softmax1,
@@ -119,26 +116,6 @@ class HsaBackend(AttentionBackend):
             return o
 
         return batch.attend_parts(tiled, attend)
-
-    def _attend_window(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        part: Part,
-        batch: Batch,
-        rule: LandmarkRule,
-    ) -> Tensor:
-        """What is left of a layer where no slot has a page to select."""
-        o, _ = ops.window_attention(
-            *(q, k_cache, v_cache, part.row, part.slot, batch.page_table, rule.window),
-            aligned=True,
-            mask_landmarks=True,
-            dtype=q.dtype,
-            chunked=part.chunked,
-            softmax1=rule.softmax1,
-        )
-        return o
 
     def _summarise(
         self,

@@ -64,7 +64,7 @@ class Kind(NamedTuple):
     Attributes:
         slots: of its bucket.
         chunked, alone: see Batch. Of many slots, `chunked` makes no difference.
-        short: of chunks, no slot has a page that a landmark layer could select.
+        short: of chunks, landmark layers select every page left of a window.
     """
 
     slots: int
@@ -88,8 +88,8 @@ class PrefillGraphs:
         self._longest = min((limit for limit in limits if limit is not None), default=None)
         rules = [layer.landmark for _, layer in self._place.backends.values() if layer.landmark]
         size = self._place.slots.page_size
-        # Slots of rows that have no page to select in any landmark layer.
-        self._short = min((rule.pageless_slots(size) for rule in rules), default=0)
+        # Slots of rows that look for no page in any landmark layer.
+        self._short = min((rule.whole_slots(size) for rule in rules), default=0)
         self._memory = torch.zeros(
             LINES * self.buckets[-1], dtype=torch.int64, device=self._place.page_table.device
         )

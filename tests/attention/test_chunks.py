@@ -36,7 +36,7 @@ def step(
     pools = CachePools(cache_specs([layer]), sum(pages), form, where)
     for tensor in pools.tensors():
         tensor.copy_(torch.randn(tensor.shape, generator=torch.manual_seed(1)))
-    table = torch.zeros(len(counts), max(pages), dtype=torch.int32)
+    table = torch.zeros(len(counts), max(pages) + 1, dtype=torch.int32)
     for row, (page, count) in enumerate(zip(itertools.accumulate(pages), pages, strict=True)):
         table[row, :count] = torch.arange(page - count, page)
     slot = torch.cat([torch.arange(count) for count in counts])
@@ -120,42 +120,37 @@ def test_what_is_watched_is_attended_in_one():
 
 @pytest.mark.parametrize("size", [2, 8, 64])
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 200])
-def test_a_rule_knows_the_first_slot_with_a_page_to_select(window: int, size: int):
-    slots = replace(LANDMARK, window=window).pageless_slots(size)
-    assert candidate_pages(torch.arange(slots + 1), size, window).tolist() == [0] * slots + [1]
-    assert replace(LANDMARK, window=0).pageless_slots(size) == 0
+def test_a_rule_knows_slots_that_select_all_their_candidates(window: int, size: int):
+    slots = replace(LANDMARK, window=window).whole_slots(size)
+    counts = candidate_pages(torch.arange(slots + size), size, window)
+    assert counts[:slots].max() == LANDMARK.topk < counts[-1]
+    assert slots % size == 0
+    assert replace(LANDMARK, window=0).whole_slots(size) == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("softmax1", [False, True])
-def test_chunks_in_tiles_look_for_no_page_where_there_is_none(
-    softmax1: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """A graph is told of more slots than there are, and looks."""
+def test_chunks_of_short_rows_show_a_table_of_what_they_select(monkeypatch: pytest.MonkeyPatch):
     op, heard = ops.landmark_attention, []
 
     def hear(q, *args, **kwargs):
-        heard.append(len(q))
+        heard.append((len(q), args[7].shape[1]))
         return op(q, *args, **kwargs)
 
     monkeypatch.setattr(ops, "landmark_attention", hear)
-    rule = replace(LANDMARK, window=200, softmax1=softmax1)
-    layer = replace(PLAIN, backend="hsa", landmark=rule)
-    none, one = 200 + SIZE - 1, 200 + SIZE
-    q, k = (torch.randn(one + 16, heads, 16, device="cuda") for heads in (4, 2))
+    layer = replace(PLAIN, backend="hsa", landmark=replace(LANDMARK, window=200))
+    last = LANDMARK.topk * SIZE + 200
+    q, k = (torch.randn(last + 17, heads, 16) for heads in (4, 2))
 
     def attend(counts: list[int], **kinds: Any) -> torch.Tensor:
         tokens = sum(counts)
-        return step(layer, counts, "cuda", **kinds).attend(0, *(x[:tokens] for x in (q, k, k, q)))
+        return step(layer, counts, **kinds).attend(0, *(x[:tokens] for x in (q, k, k, q)))
 
-    found = attend([none, 16], chunked=True)
-    assert not heard
-    torch.testing.assert_close(found, attend([none, 16], chunked=True, most=500))
-    # A page to select, few tokens, and rows that decode.
-    attend([one, 16], chunked=True)
+    found = attend([last, 16], chunked=True)
+    torch.testing.assert_close(found, attend([last, 16], chunked=True, most=500))
+    # Of a slot more, or of few tokens, nothing can or need be known.
+    attend([last + 1, 16], chunked=True)
     attend([40], chunked=True)
-    attend([1] * 16 + [150], chunked=True, alone=16)
-    assert heard == [none + 16, one + 16, 40, 16]
+    short = last // SIZE
+    assert heard == [(last + 16, short), (last + 16, short + 1), (last + 17, short + 2), (40, 6)]
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -245,19 +245,13 @@ def attend_pairs(
 
 
 @triton.jit
-def finish(best, total, acc, SOFTMAX1: tl.constexpr = False):
-    """(o [M, DP], lse [M], natural logarithm): 0 and -inf for a row that saw no key.
-
-    SOFTMAX1: a logit 0 joins o, not lse.
-    """
+def finish(best, total, acc):
+    """(o [M, DP], lse [M], natural logarithm): 0 and -inf for a row that saw no key."""
     # NaN is seen too.
     seen = total != 0
     safe = tl.where(seen, total, 1.0)
-    value = tl.where(seen, (best + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
-    result = acc / safe[:, None]
-    if SOFTMAX1:
-        result /= (1.0 + tl.exp(-value))[:, None]
-    return result, value
+    value = (best + tl.log2(safe)) * 0.6931471805599453
+    return acc / safe[:, None], tl.where(seen, value, float("-inf"))
 
 
 @triton.jit
@@ -272,6 +266,81 @@ def own_share(start, end, KEYS: tl.constexpr, LEAST: tl.constexpr):
     return start, end
 
 
+@triton.jit
+def tile_rows(
+    row, slot, tokens, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    GP: tl.constexpr,
+):  # fmt: skip
+    """Of a tile's rows [M], KV head and tile being the program's first numbers: place among [T,
+    HEADS], whether it is anybody's, row of the page table (-1: none) and slot."""
+    group: tl.constexpr = HEADS // KV_HEADS
+    # Late tiles see the most keys: they start first.
+    begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
+    m = tl.arange(0, TOKENS * GP)
+    token, head = begin + m // GP, tl.program_id(0) * group + m % GP
+    alive = (token < tokens) & (m % GP < group)
+    own_row = tl.load(row + token, mask=alive, other=-1)
+    own_slot = tl.load(slot + token, mask=alive, other=-1).to(tl.int32)
+    return token.to(tl.int64) * HEADS + head, alive, own_row, own_slot
+
+
+@triton.jit
+def attend_row(
+    query, k_head, v_head, table, own_slot, first, mine, others, factor, page_stride,
+    keys, values, kv, page_lines, head_lines, head_column,
+    DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """(best, total, acc), as in `add_values`, of the rows of a tile that are of one sequence, over
+    slots `first` .. `own_slot` [M] of it; and whether there are any for this program's split.
+
+    Args:
+        query: [M, DP]; table: of the sequence's pages; mine: [M], the rows.
+        others: whether the tile has rows of another sequence.
+        keys .. head_column, LEAST: as in `tile_kernel`.
+    """
+    # Sums of each row's own: a weight of 0 times another row's NaN would be in them.
+    best = tl.full(own_slot.shape, float("-inf"), tl.float32)
+    total = tl.zeros(own_slot.shape, tl.float32)
+    acc = tl.zeros(query.shape, tl.float32)
+    high = tl.max(tl.where(mine, own_slot, -1), 0)
+    # Padding, at slot -1 of some row, sees nothing.
+    low = tl.min(tl.where(mine & (own_slot >= 0), first, high + 1), 0)
+    # Blocks between these two are visible as a whole, to every row of a tile of one sequence.
+    whole = tl.max(tl.where(mine, first, 0), 0) + KEYS - 1
+    start = low // KEYS * KEYS
+    middle = tl.minimum(tl.maximum(whole // KEYS * KEYS, start), high + 1)
+    after = (tl.min(tl.where(mine, own_slot, 2147483647), 0) + 1) // KEYS * KEYS
+    after = tl.where(others, middle, tl.maximum(after, middle))
+    start, end = own_share(start, high + 1, KEYS, LEAST)
+    middle = tl.minimum(tl.maximum(middle, start), end)
+    after = tl.minimum(tl.maximum(after, start), end)
+    best, total, acc = attend_blocks(
+        query, best, total, acc, k_head, v_head, table, page_stride, start, middle,
+        low, high, first, own_slot, mine, factor,
+        DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
+    )  # fmt: skip
+    if keys is not None:
+        after = middle + (after - middle) // (2 * KEYS) * (2 * KEYS)
+        best, total, acc = attend_pairs(
+            query, best, total, acc, keys, values, kv * head_lines, page_lines,
+            kv * head_column, kv * head_lines, page_lines, kv * head_column,
+            table, middle, after, factor, SIZE, KEYS, True, PRECISION,
+        )  # fmt: skip
+    else:
+        best, total, acc = attend_blocks(
+            query, best, total, acc, k_head, v_head, table, page_stride, middle, after,
+            low, high, first, own_slot, mine, factor,
+            DIM, SIZE, DP, KEYS, False, MASKED, PRECISION,
+        )  # fmt: skip
+    best, total, acc = attend_blocks(
+        query, best, total, acc, k_head, v_head, table, page_stride, after, end,
+        low, high, first, own_slot, mine, factor,
+        DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
+    )  # fmt: skip
+    return best, total, acc, start < end
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def tile_kernel(
     q, k_cache, v_cache, row, slot, page_table, keys, values, o, lse, tokens,
@@ -279,7 +348,6 @@ def tile_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     TOKENS: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, LEAST: tl.constexpr,
-    SOFTMAX1: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens and one KV head; the tokens of each row in turn, in any order.
 
@@ -288,18 +356,10 @@ def tile_kernel(
             without a key nothing is written but its lse.
         keys, values: the caches as tables of lines, with page_lines, head_lines and head_column of
             `lines.Lines`, for blocks that all see; or None.
-        SOFTMAX1: as in `finish`; without LEAST.
     """
-    group: tl.constexpr = HEADS // KV_HEADS
-    # Late tiles see the most keys: they start first.
-    begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
-    kv, m = tl.program_id(0), tl.arange(0, TOKENS * GP)
-    token, head = begin + m // GP, kv * group + m % GP
-    alive = (token < tokens) & (m % GP < group)
-    own_row = tl.load(row + token, mask=alive, other=-1)
-    own_slot = tl.load(slot + token, mask=alive, other=-1).to(tl.int32)
+    kv = tl.program_id(0)
+    place, alive, own_row, own_slot = tile_rows(row, slot, tokens, HEADS, KV_HEADS, TOKENS, GP)
     first = first_visible(own_slot, window, SIZE, ALIGNED)
-    place = token.to(tl.int64) * HEADS + head
     query = load_rows(q + place * DIM, alive, DIM, DP)
     factor = scale * 1.4426950408889634
     k_head = k_cache + kv.to(tl.int64) * head_stride
@@ -307,50 +367,15 @@ def tile_kernel(
     this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
     while this_row < 2147483647:
         mine = alive & (own_row == this_row)
-        # Sums of each row's own: a weight of 0 times another row's NaN would be in them.
-        best = tl.full([TOKENS * GP], float("-inf"), tl.float32)
-        total = tl.zeros([TOKENS * GP], tl.float32)
-        acc = tl.zeros([TOKENS * GP, DP], tl.float32)
-        high = tl.max(tl.where(mine, own_slot, -1), 0)
-        # Padding, at slot -1 of some row, sees nothing.
-        low = tl.min(tl.where(mine & (own_slot >= 0), first, high + 1), 0)
-        table = page_table + this_row * table_stride
-        # Blocks between these two are visible as a whole, to every row of a tile of one sequence.
-        others = tl.max((alive & (own_row != this_row)).to(tl.int32), 0)
-        whole = tl.max(tl.where(mine, first, 0), 0) + KEYS - 1
-        start = low // KEYS * KEYS
-        middle = tl.minimum(tl.maximum(whole // KEYS * KEYS, start), high + 1)
-        after = (tl.min(tl.where(mine, own_slot, 2147483647), 0) + 1) // KEYS * KEYS
-        after = tl.where(others > 0, middle, tl.maximum(after, middle))
-        start, end = own_share(start, high + 1, KEYS, LEAST)
-        middle = tl.minimum(tl.maximum(middle, start), end)
-        after = tl.minimum(tl.maximum(after, start), end)
-        best, total, acc = attend_blocks(
-            query, best, total, acc, k_head, v_head, table, page_stride, start, middle,
-            low, high, first, own_slot, mine, factor,
-            DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
+        others = tl.max((alive & (own_row != this_row)).to(tl.int32), 0) > 0
+        best, total, acc, any_seen = attend_row(
+            query, k_head, v_head, page_table + this_row * table_stride, own_slot, first, mine,
+            others, factor, page_stride, keys, values, kv, page_lines, head_lines, head_column,
+            DIM, SIZE, DP, KEYS, MASKED, PRECISION, LEAST,
         )  # fmt: skip
-        if keys is not None:
-            after = middle + (after - middle) // (2 * KEYS) * (2 * KEYS)
-            best, total, acc = attend_pairs(
-                query, best, total, acc, keys, values, kv * head_lines, page_lines,
-                kv * head_column, kv * head_lines, page_lines, kv * head_column,
-                table, middle, after, factor, SIZE, KEYS, True, PRECISION,
-            )  # fmt: skip
-        else:
-            best, total, acc = attend_blocks(
-                query, best, total, acc, k_head, v_head, table, page_stride, middle, after,
-                low, high, first, own_slot, mine, factor,
-                DIM, SIZE, DP, KEYS, False, MASKED, PRECISION,
-            )  # fmt: skip
-        best, total, acc = attend_blocks(
-            query, best, total, acc, k_head, v_head, table, page_stride, after, end,
-            low, high, first, own_slot, mine, factor,
-            DIM, SIZE, DP, KEYS, True, MASKED, PRECISION,
-        )  # fmt: skip
-        result, value = finish(best, total, acc, SOFTMAX1)
+        result, value = finish(best, total, acc)
         part = place * tl.num_programs(2) + tl.program_id(2) if LEAST else place
-        store_rows(o + part * DIM, result, mine & (start < end) if LEAST else mine, DIM, DP)
+        store_rows(o + part * DIM, result, mine & any_seen if LEAST else mine, DIM, DP)
         tl.store(lse + part, value, mask=mine)
         this_row = tl.min(tl.where(alive & (own_row > this_row), own_row, 2147483647), 0)
 

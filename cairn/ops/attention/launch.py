@@ -59,9 +59,9 @@ write and it reads. So 128 tokens of 16 heads of 64 take 29 us behind 8K, not 17
 a past 22, not 40."""
 SUFFICIENT = 4096
 """Tokens of a chunk that tiles keep a device busy with."""
-NARROW_PAIRS = {"maxnreg": 168}
-"""Launches programs of 4 warps with narrow heads whose keys come in pairs of blocks: three of them
-fit the registers of a multiprocessor, and its memory."""
+THREE_NARROW = {"maxnreg": 168}
+"""Launches programs of 4 warps with narrow heads so that three fit the registers of a
+multiprocessor: where keys come in pairs of blocks, and where three are needed."""
 
 
 def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -103,7 +103,6 @@ class Task:
         aligned: the window starts at a page.
         mask_landmarks: the last slot of a page is no key.
         stretches: as in `dense_attention`.
-        softmax1: as in `window_attention`, for tasks with a window.
     """
 
     q: Tensor
@@ -117,7 +116,6 @@ class Task:
     aligned: bool = False
     mask_landmarks: bool = False
     stretches: Sequence[int] | None = None
-    softmax1: bool = False
 
     @property
     def width(self) -> int:
@@ -220,7 +218,7 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     if tokens == 0:
         return o, lse
     keys, values = task.lines()
-    rows, options = _tile(task, keys.blocks is not None)
+    rows, options = tile(task, keys.blocks is not None)
     per_tile = max(1, rows // task.group)
     tiles, kv_heads = -(-tokens // per_tile), task.k_cache.shape[1]
     splits = _tile_splits(task, tiles * kv_heads)
@@ -228,7 +226,7 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     tile_kernel[(kv_heads, tiles, splits)](
         *(*task.inputs(), keys.blocks, values.blocks, part_o, part_lse, tokens, *task.numbers()),
         *(*keys[1:], *task.shape(), per_tile, task.group, task.width, task.keys),
-        *(*task.switches(), TILE_BLOCKS if splits > 1 else 0, task.softmax1),
+        *(*task.switches(), TILE_BLOCKS if splits > 1 else 0),
         **options,
     )
     if splits > 1:
@@ -252,18 +250,24 @@ def _tile_splits(task: Task, programs: int) -> int:
     return min(range(1, most + 1), key=seconds)
 
 
-def _tile(task: Task, paired: bool) -> tuple[int, dict[str, int]]:
+def tile(task: Task, paired: bool = False) -> tuple[int, dict[str, int]]:
     """Query rows of a tile, and what its program is launched with; paired: keys come in pairs of
     blocks."""
     half, narrow, wide = task.q.dtype != torch.float32, task.width <= 64, task.width > 128
     rows = 32 if wide else 64
     if paired and narrow:
-        return rows, {"num_warps": 4, "num_stages": 2, **NARROW_PAIRS}
+        return rows, {"num_warps": 4, "num_stages": 2, **THREE_NARROW}
     stages = 3 if half and not wide and not paired else 2
     # A window ends after a few blocks: of wide heads, two small tiles beside each other hide that.
     if half and not (task.window and task.width == 128):
         return 2 * rows, {"num_warps": 4 if narrow else 8, "num_stages": stages}
     return rows, {"num_warps": 4, "num_stages": stages}
+
+
+def programs_of(task: Task, rows: int) -> int:
+    """Programs of tiles of so many query rows."""
+    tokens, kv_heads = task.q.shape[0], task.k_cache.shape[1]
+    return -(-tokens // max(1, rows // task.group)) * kv_heads
 
 
 def tiles_suffice(
@@ -321,8 +325,7 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     if task.q.shape[0] == 0:
         return o, lse
     splits, early = _splits(task), gpu.launches_early(task.q.device)
-    whole = splits == 1 and not task.softmax1
-    part_o, part_lse = (o, lse) if whole else task.empty(splits)
+    part_o, part_lse = (o, lse) if splits == 1 else task.empty(splits)
     split_kernel[(splits, task.k_cache.shape[1], task.q.shape[0])](
         *(*task.inputs(), part_o, part_lse, splits, *task.numbers(), *task.shape()),
         *(max(16, task.group), task.width, task.keys, *task.switches(), early),
@@ -330,8 +333,8 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
         num_stages=task.stages,
         **early_option(early),
     )
-    if not whole:
-        merge(part_o, part_lse, o, lse, softmax1=task.softmax1, early=early)
+    if splits > 1:
+        merge(part_o, part_lse, o, lse, early=early)
     return o, lse
 
 

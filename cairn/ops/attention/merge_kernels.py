@@ -31,8 +31,9 @@ def merge_kernel(
     shown = (logs != float("-inf"))[:, None] & (d < DIM)[None, :]
     part = tl.load(part_o + ((place * splits + s) * DIM)[:, None] + d[None, :], shown, 0.0)
     best = tl.max(logs, 0)
-    own = tl.where(best == float("-inf"), 0.0, best)
-    base = tl.maximum(own, 0.0) if SOFTMAX1 else own
+    if SOFTMAX1:
+        best = tl.maximum(best, 0.0)
+    base = tl.where(best == float("-inf"), 0.0, best)
     weight = tl.exp(logs - base)
     total = tl.sum(weight, 0)
     if SOFTMAX1:
@@ -41,11 +42,8 @@ def merge_kernel(
     merged = tl.sum(part * weight[:, None], 0) / safe
     tl.store(o + place * DIM + d, merged.to(o.dtype.element_ty), mask=d < DIM)
     if LOGS:
-        if SOFTMAX1:
-            total = tl.sum(tl.exp(logs - own), 0)
-            safe = tl.where(total != 0, total, 1.0)
         first = tl.program_id(1) == 0
-        tl.store(lse + place, tl.where(total != 0, own + tl.log(safe), float("-inf")), mask=first)
+        tl.store(lse + place, tl.where(total != 0, base + tl.log(safe), float("-inf")), mask=first)
 
 
 @triton.jit(do_not_specialize=["lines"])

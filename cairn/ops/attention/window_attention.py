@@ -32,7 +32,6 @@ def window_attention(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
     chunked: bool = False,
-    softmax1: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every token over its last slots.
 
@@ -52,7 +51,6 @@ def window_attention(
         dtype: of o; None: float32.
         chunked: the tokens are chunks of rows, dozens side by side, and not each of another row: a
             hint how to cut them, whatever they are.
-        softmax1: add a logit 0, whose share is lost, to the softmax of o; lse is without it.
     Returns:
         (o [T, h_q, d], lse [T, h_q] float32); a token without a visible key has o = 0, lse = -inf.
     Raises:
@@ -75,8 +73,6 @@ def window_attention(
         )
     ]
     o, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-    if softmax1:
-        o = o * lse.sigmoid().unsqueeze(-1)
     return o.to(dtype or torch.float32), lse
 
 
@@ -94,7 +90,6 @@ def _(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
     chunked: bool = False,
-    softmax1: bool = False,
 ) -> None:
     name = "window_attention"
     _, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
@@ -118,31 +113,18 @@ def _(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
     chunked: bool = False,
-    softmax1: bool = False,
 ) -> tuple[Tensor, Tensor]:
     o = q.new_empty(q.shape, dtype=dtype or torch.float32)
     return o, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _few_tokens(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-    softmax1: bool = False,
-) -> bool:
-    return not softmax1 and tiling.few_in_loops(q, k_cache, v_cache, row)
-
-
-@window_attention.implementation("numba", devices=cpu.DEVICES, when=_few_tokens)
+@window_attention.implementation(
+    "numba",
+    devices=cpu.DEVICES,
+    when=lambda q, k_cache, v_cache, row, *args, **kwargs: tiling.few_in_loops(
+        q, k_cache, v_cache, row
+    ),
+)
 def _(
     q: Tensor,
     k_cache: Tensor,
@@ -156,7 +138,6 @@ def _(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
     chunked: bool = False,
-    softmax1: bool = False,
 ) -> tuple[Tensor, Tensor]:
     o = torch.empty(q.shape, dtype=dtype or torch.float32)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
@@ -182,12 +163,10 @@ def _accepts(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
     chunked: bool = False,
-    softmax1: bool = False,
 ) -> bool:
     # With a window of 1 a landmark may see nothing, which the flash kernel reports differently; the
     # mask of a tile grows with the window.
-    seen = (aligned or window > 1) and window <= _WIDEST
-    return tiling.worthwhile(q, k_cache, row) and seen and not softmax1
+    return tiling.worthwhile(q, k_cache, row) and (aligned or window > 1) and window <= _WIDEST
 
 
 def _by_amx(
@@ -203,10 +182,9 @@ def _by_amx(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
     chunked: bool = False,
-    softmax1: bool = False,
 ) -> bool:
     fits = tiling.amx_takes(q, k_cache, v_cache, scale, row, slot, page_table)
-    return fits and dtype in (None, torch.float32, torch.bfloat16) and not softmax1
+    return fits and dtype in (None, torch.float32, torch.bfloat16)
 
 
 @window_attention.implementation(
@@ -225,7 +203,6 @@ def _(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
     chunked: bool = False,
-    softmax1: bool = False,
 ) -> tuple[Tensor, Tensor]:
     o = q.new_empty(q.shape, dtype=dtype or torch.float32)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -255,7 +232,6 @@ def _(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
     chunked: bool = False,
-    softmax1: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, query_heads, dim = q.shape
     _, heads, page_size, _ = k_cache.shape
@@ -360,7 +336,6 @@ def _in_splits(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
     chunked: bool = False,
-    softmax1: bool = False,
 ) -> bool:
     return not launch.in_tiles(q, k_cache.shape[1], chunked) and launch.accepts(q, k_cache, v_cache)
 
@@ -391,10 +366,9 @@ def _(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
     chunked: bool = False,
-    softmax1: bool = False,
 ) -> tuple[Tensor, Tensor]:
     given = (q, k_cache, v_cache, row, slot, page_table)
-    task = launch.Task(*given, window, scale, aligned, mask_landmarks, softmax1=softmax1)
+    task = launch.Task(*given, window, scale, aligned, mask_landmarks)
     return launch.attend_splits(task, dtype or torch.float32)
 
 
@@ -417,10 +391,9 @@ def _(
     mask_landmarks: bool = False,
     dtype: torch.dtype | None = None,
     chunked: bool = False,
-    softmax1: bool = False,
 ) -> tuple[Tensor, Tensor]:
     given = (q, k_cache, v_cache, row, slot, page_table)
-    task = launch.Task(*given, window, scale, aligned, mask_landmarks, softmax1=softmax1)
+    task = launch.Task(*given, window, scale, aligned, mask_landmarks)
     return launch.attend_tiles(task, dtype or torch.float32)
 
 
@@ -440,7 +413,6 @@ def _(make: Make) -> Cases:
             for aligned in (False, True):
                 for mask in (False, True):
                     yield make.args(*given, aligned=aligned, mask_landmarks=mask)
-                    yield make.args(*given, None, aligned, mask, dtype, True, True)
             yield make.args(*given, scale=0.5)
             yield make.args(*given, dtype=dtype)
             yield make.args(*given, mask_landmarks=True, chunked=True)
@@ -452,7 +424,6 @@ def _(make: Make) -> Cases:
             for at in (slice(5, 6), slice(62, 63)):
                 one = (q[at], paged.k_cache, paged.v_cache, row[at], slot[at], paged.page_table)
                 yield make.args(*one, window, mask_landmarks=True)
-                yield make.args(*one, window, aligned=True, softmax1=True)
             none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
             yield make.args(*none, window)
             if size == 8:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.launch import NARROW_PAIRS, merged_columns, reading_wave, whole_waves
+from cairn.ops.attention.launch import THREE_NARROW, merged_columns, reading_wave, whole_waves
 from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
 from cairn.ops.early import early_option
 from cairn.ops.flash.kernels import flash_kernel, join_splits_kernel
@@ -168,7 +168,7 @@ def attend(task: Task) -> None:
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **early_option(early),
-        **(NARROW_PAIRS if keys.blocks is not None and tiles.warps == 4 else {}),
+        **(THREE_NARROW if keys.blocks is not None and tiles.warps == 4 else {}),
     )
     if part_lse is not None:
         padded = max(2, gpu.next_power_of_2(splits))

@@ -13,40 +13,16 @@ from cairn.ops.attention import launch, tiles
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, check_caches, check_queries, check_slots, expect
-from cairn.ops.landmark import fused_launch, loops, page_launch, select_launch
+from cairn.ops.landmark import fused_launch, loops, page_launch, select_launch, whole_launch
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.looks import check_keys, check_rule, check_summaries
 from cairn.ops.landmark.page_attention import page_attention
-from cairn.ops.landmark.page_weights import page_weights
+from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.landmark.select_task import STRATEGIES, task_of
-from cairn.ops.landmark.store_prior_summary import store_prior_summary
+from cairn.ops.landmark.store_prior_summary import completed_pages, store_prior_summary
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
-
-
-def shared_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
-    """The logits of `page_weights` where a KV head's query heads share one score.
-
-    Args:
-        scores: [T, h_q or h_kv, K]; lse: [T, h_q].
-    Returns:
-        (weights [T, h_q, K], window_weight [T, h_q]): with scores of KV heads, one softmax a
-        group, against the window's mass summed over the group.
-    """
-    group = lse.shape[1] // max(1, scores.shape[1])
-    if group <= 1:
-        return page_weights(scores, lse, softmax1)
-    mass = torch.logsumexp(lse.unflatten(1, (-1, group)), dim=2)
-    weights, window_weight = page_weights(scores, mass, softmax1)
-    return weights.repeat_interleave(group, 1), window_weight.repeat_interleave(group, 1)
-
-
-def completed_pages(row: Tensor, slot: Tensor, page_table: Tensor, page_size: int) -> Tensor:
-    """[T] int64, the physical page whose last slot a token is in, -1 for the others."""
-    last = (slot >= 0) & (slot % page_size == page_size - 1)
-    logical = slot.clamp(min=0) // page_size
-    return torch.where(last, page_table[row, logical].long(), -1)
 
 
 @op(mutates=("summary_key", "summary_bias"))
@@ -168,6 +144,31 @@ def _(
     return torch.empty_like(q), indices, scores, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+def _all_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
+    named = dict(zip(_PARAMETERS, (q, *args), strict=False)) | kwargs
+    table, size = named["page_table"], named["k_cache"].shape[2]
+    return _on_gpu(q, *args, **kwargs) and whole_launch.selects_all(
+        table, size, named["window"], named["topk"]
+    )
+
+
+def _selection(
+    own: launch.Task,
+    lmk_q: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    topk: int,
+    strategy: str,
+) -> select_launch.Selection:
+    """What is selected beside the windows of `own`, whose lse nobody needs for it."""
+    task = task_of(lmk_q, summary_key, strategy, own.scale, own.k_cache.shape[1])
+    lse = gpu.empty((0,), torch.float32, lmk_q.device)
+    return select_launch.Selection(
+        *(lmk_q, summary_key, summary_bias, lse, own.row, own.slot, own.page_table),
+        *(own.k_cache.shape[2], topk, task.scale, own.window - 1, task.groups, task.normalised),
+    )
+
+
 def _few_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
     named = dict(zip(_PARAMETERS, (q, *args), strict=False)) | kwargs
     kv_heads, chunked = named["k_cache"].shape[1], named.get("chunked", False)
@@ -230,16 +231,40 @@ def _(
     chunked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores and window side by side, the selection, the pages, and one merge of all."""
-    where = (row, slot, page_table)
-    size, kv_heads = k_cache.shape[2], k_cache.shape[1]
-    task = task_of(lmk_q, summary_key, strategy, scale, kv_heads)
-    lse = gpu.empty((0,), torch.float32, q.device)
-    job = select_launch.Selection(
-        *(lmk_q, summary_key, summary_bias, lse, *where, size, topk, task.scale),
-        *(window - 1, task.groups, task.normalised),
-    )
-    own = launch.Task(q, k_cache, v_cache, *where, window, scale, True, True)
+    own = launch.Task(q, k_cache, v_cache, row, slot, page_table, window, scale, True, True)
+    job = _selection(own, lmk_q, summary_key, summary_bias, topk, strategy)
     return fused_launch.attend(own, job, softmax1, store_summaries)
+
+
+@landmark_attention.implementation(
+    "triton_all", devices=gpu.DEVICES, when=_all_on_gpu, replayed=True
+)
+def _(
+    q: Tensor,
+    lmk_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    summary_key: Tensor,
+    summary_bias: Tensor | None,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    topk: int,
+    softmax1: bool,
+    scale: float | None = None,
+    strategy: str = "hils",
+    store_summaries: bool = False,
+    chunked: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All scores, then window and pages at once."""
+    where = (row, slot, page_table)
+    if store_summaries:
+        completed = completed_pages(row, slot, page_table, k_cache.shape[2])
+        store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
+    own = launch.Task(q, k_cache, v_cache, *where, window, scale, True, True)
+    job = _selection(own, lmk_q, summary_key, summary_bias, topk, strategy)
+    return whole_launch.attend(own, job, softmax1)
 
 
 @landmark_attention.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu, replayed=True)
@@ -438,6 +463,16 @@ def _(make: Make) -> Cases:
         yield make.args(q[:0], z[:0], *caches, key, bias, *none, True)
         bytes_of = paged.quantized()
         yield make.args(q, z, bytes_of.k_cache, bytes_of.v_cache, key, bias, *where, True)
+        # Rows so short that they select all that is left of their windows.
+        short = make.paged((6 * size, 9, 3 * size + 1), groups, size, 16, dtype=dtype)
+        row, slot, _ = short.queries((size + 2, 9, 1))
+        given = (q[: len(row)], z[: len(row)], short.k_cache, short.v_cache)
+        few = (key[: len(short.k_cache)], bias[: len(short.k_cache)])
+        where = (row, slot, short.page_table[:, :-1], *where[3:])
+        for softmax1 in (False, True):
+            yield make.args(*given, *few, *where, softmax1)
+        yield make.args(*given, few[0], None, *where, True, scale=0.5, strategy="head")
+        yield make.args(*given, *few, *where, True, chunked=True, store_summaries=True)
 
 
 @landmark_attention.bench

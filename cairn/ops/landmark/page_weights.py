@@ -80,6 +80,23 @@ def _(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
     return weights, window_weight
 
 
+def shared_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
+    """page_weights where a KV head's query heads share one score.
+
+    Args:
+        scores: [T, h_q or h_kv, K]; lse: [T, h_q].
+    Returns:
+        (weights [T, h_q, K], window_weight [T, h_q]): with scores of KV heads, one softmax a
+        group, against the window's mass summed over the group.
+    """
+    group = lse.shape[1] // max(1, scores.shape[1])
+    if group <= 1:
+        return page_weights(scores, lse, softmax1)
+    mass = torch.logsumexp(lse.unflatten(1, (-1, group)), dim=2)
+    weights, window_weight = page_weights(scores, mass, softmax1)
+    return weights.repeat_interleave(group, 1), window_weight.repeat_interleave(group, 1)
+
+
 @page_weights.cases
 def _(make: Make) -> Cases:
     scores, lse = make.randn(5, 4, 6, scale=5.0), make.randn(5, 4, scale=5.0)

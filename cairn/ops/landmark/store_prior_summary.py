@@ -16,6 +16,13 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
 
+def completed_pages(row: Tensor, slot: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+    """[T] int64, the physical page whose last slot a token is in, -1 for the others."""
+    last = (slot >= 0) & (slot % page_size == page_size - 1)
+    logical = slot.clamp(min=0) // page_size
+    return torch.where(last, page_table[row, logical].long(), -1)
+
+
 @op(mutates=("key_pool", "bias_pool"))
 def store_prior_summary(
     query: Tensor,

@@ -5,9 +5,9 @@ import torch
 
 from cairn.ops import arrivals, gpu
 from cairn.ops.attention import launch
-from cairn.ops.attention.window_attention import window_attention
-from cairn.ops.landmark import fused_launch, page_launch
-from cairn.ops.landmark.landmark_attention import landmark_attention, shared_weights
+from cairn.ops.landmark import fused_launch, page_launch, whole_launch
+from cairn.ops.landmark.landmark_attention import landmark_attention
+from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.testing import Make, check
 from tests.ops.attention.geometry import STEPS, draw, near, softmax_attention
 from tests.ops.launches import as_if_early, on_hopper
@@ -52,27 +52,6 @@ def test_is_one_softmax_over_pages_and_window(step, name, softmax1):
             mine = scores[token, head, : len(chosen)].tolist()
             given = (window, chosen, mine, float(lse[token, head]), softmax1)
             near(o[token, head], pages_and_window(case, token, head, *given), case.q.dtype)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("softmax1", [False, True])
-def test_without_a_page_to_select_the_window_is_all_there_is(softmax1, device):
-    window, size = 24, 8
-    make = Make(device, seed=5)
-    paged = make.paged((window + size - 1, 100, 3), 2, size, 16)
-    row, slot, _ = paged.queries((window + size - 1, 1, 3))
-    q, z = (make.randn(row.numel(), 4, 16) for _ in range(2))
-    given, key = (q, paged.k_cache, paged.v_cache), make.randn(len(paged.k_cache), 4, 16)
-    where = (row, slot, paged.page_table, window)
-    o, indices, _, lse = landmark_attention(
-        *(q, z, *given[1:], key, None, *where, 3, softmax1), chunked=True
-    )
-    kinds = {"aligned": True, "mask_landmarks": True, "chunked": True, "softmax1": softmax1}
-    alone, own = window_attention(*given, *where, **kinds)
-    without = (indices < 0).all(-1).all(-1)
-    assert without.tolist() == [True] * (window + size - 1) + [False] + [True] * 3
-    torch.testing.assert_close(alone[without], o[without])
-    torch.testing.assert_close(own, lse)
 
 
 def test_heads_that_share_a_score_share_a_softmax():
@@ -199,3 +178,20 @@ def test_what_fills_the_device_is_not_launched_early(tokens, early, reading, mon
     monkeypatch.setattr(fused_launch, "WHOLE", 0.0)
     landmark_attention.using("triton_few")(*given, True)
     assert (step.early, len(scan.early), len(merge.early)) == ([early], 1, 1)
+
+
+@pytest.mark.parametrize("window", [1, 8, 9, 24])
+def test_nothing_is_chosen_where_a_table_has_no_page_that_could_be_left_out(window):
+    size, topk = 8, 3
+    make = Make("cpu", seed=7)
+    widest = topk + -(-window // size)
+    paged = make.paged((widest * size, 5), 2, size, 16)
+    row, slot, _ = paged.queries((20, 5))
+    q, z = (make.randn(row.numel(), 4, 16) for _ in range(2))
+    key = make.randn(len(paged.k_cache), 4, 16)
+    for width, all_selected in ((widest + 1, False), (widest, True), (widest - 1, True)):
+        table = paged.page_table[:, :width]
+        assert whole_launch.selects_all(table, size, window, topk) == all_selected
+    given = (q, z, paged.k_cache, paged.v_cache, key, None, row, slot, paged.page_table, window)
+    indices = landmark_attention(*given, topk, True)[1]
+    assert (indices[slot == widest * size - 1] >= 0).all()

@@ -239,16 +239,9 @@ def unit_kernel(
 
 
 @triton.jit
-def layer_totals(
-    scores, lse, head, topk, own, SOFTMAX1: tl.constexpr, GP: tl.constexpr, K: tl.constexpr
-):
-    """[GP] what to take off the scores of every head, and the sum that their exponentials have
-    with those of the window's lse and, with SOFTMAX1, a zero."""
-    k = tl.arange(0, K)
-    shown = own[:, None] & (k < topk)[None, :]
-    at = scores + head[:, None] * topk + k[None, :]
-    score = tl.load(at, mask=shown, other=float("-inf"))
-    window = tl.load(lse + head, mask=own, other=float("-inf"))
+def layer_totals(score, window, SOFTMAX1: tl.constexpr):
+    """[M] what to take off the scores [M, K] of every line, and the sum that their exponentials
+    have with those of the window's lse [M] and, with SOFTMAX1, a zero; and the window's."""
     base = tl.maximum(tl.max(score, 1), window)
     if SOFTMAX1:
         base = tl.maximum(base, 0.0)
@@ -257,6 +250,14 @@ def layer_totals(
     if SOFTMAX1:
         total += tl.exp(-base)
     return base, tl.where(total > 0, total, 1.0), tl.exp(window - base)
+
+
+@triton.jit
+def load_scores(scores, line, topk, own, K: tl.constexpr):
+    """[M, K] scores of the lines [M] of scores [.., topk]; -inf where there is none."""
+    k = tl.arange(0, K)
+    shown = own[:, None] & (k < topk)[None, :]
+    return tl.load(scores + line[:, None] * topk + k[None, :], mask=shown, other=float("-inf"))
 
 
 @triton.jit
@@ -281,7 +282,9 @@ def reduce_kernel(
     head = place // KV_HEADS * HEADS + place % KV_HEADS * group + g
     acc = tl.zeros([GP, DP], tl.float32)
     if BLEND:
-        base, total, window = layer_totals(weights, lse, head, topk, own, SOFTMAX1, GP, K)
+        score = load_scores(weights, head, topk, own, K)
+        window = tl.load(lse + head, mask=own, other=float("-inf"))
+        base, total, window = layer_totals(score, window, SOFTMAX1)
         state = load_rows(o_window + head * DIM, own, DIM, DP).to(tl.float32)
         acc += state * (window / total)[:, None]
     for start in range(0, topk, STEP):

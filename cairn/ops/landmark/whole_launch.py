@@ -1,0 +1,62 @@
+"""How landmark_attention is launched on a GPU where every page left of a window is selected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.attention import launch
+from cairn.ops.landmark.kernels.whole import every_score_kernel, whole_kernel
+from cairn.ops.landmark.select_launch import Selection
+
+TOKENS = 64
+"""Tokens that a program scores all pages for."""
+CROWDED = 528
+"""Programs of narrow heads from which on it pays that three of them fit a multiprocessor."""
+
+
+def selects_all(page_table: Tensor, page_size: int, window: int, topk: int) -> bool:
+    """Whether no token can have more candidates than are selected: the last slot of a row has the
+    most."""
+    return page_table.shape[1] - -(-window // page_size) <= topk
+
+
+def attend(
+    task: launch.Task, job: Selection, softmax1: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of landmark_attention; task: of the window, aligned to pages."""
+    tokens, heads, dim = task.q.shape
+    o, lse = task.empty(dtype=task.q.dtype)
+    scores = job.empty(tokens, heads, job.topk)
+    indices = job.empty(tokens, job.groups, job.topk, dtype=torch.int32)
+    if tokens == 0:
+        return o, indices, scores, lse
+    width = gpu.next_power_of_2(job.topk)
+    precision = task.switches()[2]
+    every_score_kernel[(heads, -(-tokens // TOKENS))](
+        *(job.lmk_q, job.summary_key, job.bias, job.row, job.slot, job.page_table),
+        *(scores, indices, tokens, *job.numbers(), job.topk),
+        *(heads, job.groups, job.summary_key.shape[1], dim, job.width, TOKENS, max(16, width)),
+        *(job.summary_bias is not None, precision),
+        num_warps=4,
+    )
+    rows, options = _tile(task)
+    each = max(1, rows // task.group)
+    whole_kernel[(job.groups, -(-tokens // each))](
+        *(*task.inputs(), scores, o, lse, tokens, *task.numbers(), job.topk),
+        *(*task.shape(), each, task.group, task.width, task.keys),
+        *(max(16, gpu.next_power_of_2(job.page_size)), width, softmax1, precision),
+        **options,
+    )
+    return o, indices, scores, lse
+
+
+def _tile(task: launch.Task) -> tuple[int, dict[str, int]]:
+    """Query rows of a tile, and what its program is launched with. Pages are many blocks of keys:
+    tiles are small."""
+    rows = 64 if task.width <= 128 else 32
+    narrow = task.width <= 64 and task.q.dtype != torch.float32
+    options = {"num_warps": 4, "num_stages": 3 if narrow else 2}
+    crowded = narrow and launch.programs_of(task, rows) > CROWDED
+    return rows, options | launch.THREE_NARROW if crowded else options
