@@ -61,7 +61,7 @@ SUFFICIENT = 4096
 """Tokens of a chunk that tiles keep a device busy with."""
 THREE_NARROW = {"maxnreg": 168}
 """Launches programs of 4 warps with narrow heads so that three fit the registers of a
-multiprocessor: where keys come in pairs of blocks, and where three are needed."""
+multiprocessor: where keys come in pairs of blocks, and of landmark layers with short rows."""
 
 
 def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -218,7 +218,7 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     if tokens == 0:
         return o, lse
     keys, values = task.lines()
-    rows, options = tile(task, keys.blocks is not None)
+    rows, options = _tile(task, keys.blocks is not None)
     per_tile = max(1, rows // task.group)
     tiles, kv_heads = -(-tokens // per_tile), task.k_cache.shape[1]
     splits = _tile_splits(task, tiles * kv_heads)
@@ -250,24 +250,18 @@ def _tile_splits(task: Task, programs: int) -> int:
     return min(range(1, most + 1), key=seconds)
 
 
-def tile(task: Task, paired: bool = False) -> tuple[int, dict[str, int]]:
+def _tile(task: Task, paired: bool) -> tuple[int, dict[str, int]]:
     """Query rows of a tile, and what its program is launched with; paired: keys come in pairs of
     blocks."""
     half, narrow, wide = task.q.dtype != torch.float32, task.width <= 64, task.width > 128
     rows = 32 if wide else 64
     if paired and narrow:
         return rows, {"num_warps": 4, "num_stages": 2, **THREE_NARROW}
-    stages = 3 if half and not wide and not paired else 2
     # A window ends after a few blocks: of wide heads, two small tiles beside each other hide that.
-    if half and not (task.window and task.width == 128):
-        return 2 * rows, {"num_warps": 4 if narrow else 8, "num_stages": stages}
-    return rows, {"num_warps": 4, "num_stages": stages}
-
-
-def programs_of(task: Task, rows: int) -> int:
-    """Programs of tiles of so many query rows."""
-    tokens, kv_heads = task.q.shape[0], task.k_cache.shape[1]
-    return -(-tokens // max(1, rows // task.group)) * kv_heads
+    if not half or (task.window and task.width == 128):
+        return rows, {"num_warps": 4, "num_stages": 2}
+    stages = 2 if wide or paired else 3
+    return 2 * rows, {"num_warps": 4 if narrow else 8, "num_stages": stages}
 
 
 def tiles_suffice(

@@ -12,8 +12,6 @@ from cairn.ops.landmark.select_launch import Selection
 
 TOKENS = 64
 """Tokens that a program scores all pages for."""
-CROWDED = 528
-"""Programs of narrow heads from which on it pays that three of them fit a multiprocessor."""
 
 
 def selects_all(page_table: Tensor, page_size: int, window: int, topk: int) -> bool:
@@ -56,7 +54,6 @@ def _tile(task: launch.Task) -> tuple[int, dict[str, int]]:
     """Query rows of a tile, and what its program is launched with. Pages are many blocks of keys:
     tiles are small."""
     rows = 64 if task.width <= 128 else 32
-    narrow = task.width <= 64 and task.q.dtype != torch.float32
-    options = {"num_warps": 4, "num_stages": 3 if narrow else 2}
-    crowded = narrow and launch.programs_of(task, rows) > CROWDED
-    return rows, options | launch.THREE_NARROW if crowded else options
+    if task.width > 64 or task.q.dtype == torch.float32:
+        return rows, {"num_warps": 4, "num_stages": 2}
+    return rows, {"num_warps": 4, "num_stages": 3, **launch.THREE_NARROW}

@@ -121,3 +121,10 @@ def test_chunks_make_tiles_before_rows_do(tokens, kv_heads, alone, chunked):
     queries = torch.empty(tokens, kv_heads, 64, device="meta")
     assert launch.in_tiles(queries, kv_heads, False) == alone
     assert launch.in_tiles(queries, kv_heads, True) == chunked
+
+
+def test_windows_of_wide_heads_are_small_tiles():
+    for width, rows in ((64, 128), (128, 64)):
+        windowed = task(600, 4, width, 8192, window=512)
+        assert launch._tile(windowed, False)[0] == rows
+        assert launch._tile(task(600, 4, width, 8192), False)[0] == 128
