@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -89,11 +89,22 @@ class LayerReads:
     window: Tensor
 
 
+def early_slots(layers: Iterable[AttentionLayer], page_size: int) -> int:
+    """Slots at the beginning of a row where all landmark layers select every page that is left of
+    their windows; 0 where there are no such layers."""
+    rules = [layer.landmark for layer in layers if layer.landmark is not None]
+    return min((rule.whole_slots(page_size) for rule in rules), default=0)
+
+
 CHUNK = 16
 """Slots of a row in the mean, from which on a step's slots count as chunks."""
 ALONE = (16, 64, 256)
 """How many of a step's first slots may be attended one by one, beside multiples of the last: few
 numbers, for each of which kernels are compiled and graphs captured."""
+
+
+WORTHWHILE = 256
+"""Fewer early slots than these are attended with the others."""
 
 
 def alone(rows: int, slots: int) -> int:
@@ -113,6 +124,7 @@ class Part:
     Attributes:
         at: which; None: all.
         row, slot, stretches, chunked: as in Batch.
+        early: they are those that Batch.early counts.
     """
 
     at: slice | None
@@ -120,6 +132,7 @@ class Part:
     slot: Tensor
     stretches: list[int] | None
     chunked: bool
+    early: bool
 
     def of(self, lines: Tensor) -> Tensor:
         """Those of [T, ..]."""
@@ -147,6 +160,7 @@ class Batch:
         alone: so many of the first slots are mostly of rows that decode, the others of chunks. What
             cuts slots into tiles passes over a tile once for each of its rows: these are attended
             by themselves.
+        early: so many of the next slots are in front of `early_slots` of their rows.
         window_place: page table and locations of window layers that have pages of their own; None:
             all layers share the pages. Only entries under a window are anything.
         watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
@@ -166,6 +180,7 @@ class Batch:
     stretches: list[int] | None = None
     chunked: bool = False
     alone: int = 0
+    early: int = 0
     window_place: tuple[Tensor, Tensor] | None = None
     watch: Tensor | None = None
     reads: list[LayerReads] = field(default_factory=list)
@@ -198,19 +213,24 @@ class Batch:
         caches = backend.target(description)
         return None if caches is None else (*caches, backend.place(self)[1])
 
-    def attend_parts(self, tiled: bool, attend: Callable[[Part], Tensor]) -> Tensor:
+    def attend_parts(
+        self, tiled: bool, attend: Callable[[Part], Tensor], early: bool = False
+    ) -> Tensor:
         """What `attend` gives of the step's slots [T, h_q, d]: of all, or where it would cut them
-        into tiles, of those that are alone, as many at a time as it does not cut, and of the
-        others."""
-        bounds = [*range(0, self.alone, SPLIT_TOKENS), self.alone, len(self.slot)]
+        into tiles, of those that are alone, as many at a time as it does not cut, of those that are
+        early, if they make a difference, and of the others."""
+        total, behind = len(self.slot), self.alone + (self.early if early else 0)
+        bounds = [*range(0, self.alone, SPLIT_TOKENS), self.alone, behind, total]
         cuts = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
         if not tiled or len(cuts) == 1 or self.watch is not None:
-            return attend(Part(None, self.row, self.slot, self.stretches, self.chunked))
+            everything = (self.row, self.slot, self.stretches, self.chunked)
+            return attend(Part(None, *everything, early and self.early == total))
         parts = []
         for at in cuts:
             stretches = None if self.stretches is None else _cut(self.stretches, at)
             chunked = self.chunked and at.start >= self.alone
-            parts.append(attend(Part(at, self.row[at], self.slot[at], stretches, chunked)))
+            own = (self.row[at], self.slot[at], stretches, chunked)
+            parts.append(attend(Part(at, *own, self.alone <= at.start < behind)))
         return torch.cat(parts)
 
     def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:

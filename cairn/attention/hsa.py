@@ -86,12 +86,13 @@ class HsaBackend(AttentionBackend):
         candidates = max(0, (batch.max_slot - rule.window + 1) // k_cache.shape[2])
         # A kernel is compiled for a topk: a GPU knows one.
         topk = rule.topk if q.is_cuda else max(1, min(rule.topk, candidates))
-        # Rows of which tiles need not look for pages show it by the width of their table.
-        short = rule.whole_slots(k_cache.shape[2])
-        whole = tiled and batch.max_slot < short
-        page_table = batch.page_table[:, : short // k_cache.shape[2]] if whole else batch.page_table
 
         def attend(part: Part) -> Tensor:
+            page_table = batch.page_table
+            if part.early:
+                # How wide it is tells the op that there is nothing to choose.
+                size = k_cache.shape[2]
+                page_table = page_table[:, : rule.whole_slots(size) // size]
             o, indices, scores, lse = ops.landmark_attention(
                 part.of(q),
                 part.of(lmk_q),
@@ -115,7 +116,7 @@ class HsaBackend(AttentionBackend):
                 batch.reads.append(LayerReads(layer.index, indices[at], weights, window_weight))
             return o
 
-        return batch.attend_parts(tiled, attend)
+        return batch.attend_parts(tiled, attend, early=True)
 
     def _summarise(
         self,

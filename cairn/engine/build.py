@@ -123,7 +123,7 @@ def build(
         max_pages=slots.pages_for(memory.max_model_len),
         vocab_size=spec.vocab_size,
         slots=slots,
-        graph_slots=min(config.chunked_prefill_size, worthwhile(parameters, len(layers))),
+        graph_slots=min(config.chunked_prefill_size, worthwhile(parameters, layers)),
         windowed=page_bytes.window > 0,
     )
     with_graphs = on_gpu and not config.disable_cuda_graph

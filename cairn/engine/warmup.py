@@ -8,6 +8,7 @@ tokens run here, all graphs of prefills are captured, and one decode step of eac
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -35,7 +36,7 @@ def warm_up(built: Built) -> None:
     """
     began = time.perf_counter()
     size, tokens_in = built.config.page_size, built.slots.tokens_in
-    pages = min(built.memory.num_pages, built.memory.window_pages or built.memory.num_pages)
+    pages = built.memory.num_pages
     most = min(int(tokens_in(pages * size)), built.memory.max_model_len)
     longest = min(most - 1, int(tokens_in(built.config.chunked_prefill_size)))
     on_gpu = built.config.device != "cpu"
@@ -43,9 +44,11 @@ def warm_up(built: Built) -> None:
     lengths = sorted({max(1, min(n, longest)) for n in lengths})
     singles = [_one(built, length) for length in lengths]
     if on_gpu and built.spec.hils is not None:
-        # Without a past that long, landmark layers have no page to select.
-        past = int(tokens_in(built.spec.hils.window + size)) + 1
-        singles += [_one(built, length, past) for length in lengths if past + length <= longest]
+        # Without a past that long, landmark layers select every page that they could.
+        past = int(tokens_in(built.runner.early_slots)) + 1
+        singles += [
+            _one(built, length, past, longest) for length in lengths if past + length < most
+        ]
     buckets = built.runner.graphs.buckets if built.runner.graphs is not None else ()
     rows = min(built.config.max_num_seqs, pages)
     several = [
@@ -81,17 +84,15 @@ class _Steps(NamedTuple):
         return *self.prefills, self.close
 
 
-def _one(built: Built, length: int, past: int = 0) -> _Steps:
-    """A prompt of `length` tokens in row 0, behind a chunk of `past` tokens."""
+def _one(built: Built, length: int, past: int = 0, chunk: int = 1) -> _Steps:
+    """A prompt of `length` tokens in row 0, behind `past` tokens in steps of a chunk."""
     pages = int(built.slots.pages_for(past + length + 1))
     prompt = [i % built.spec.vocab_size for i in range(past + length)]
     grant = _granted(built, 0, tuple(range(pages)))
-    steps = _steps([_opened(0)], [grant], [RowWork(0, past, prompt[past:], sample=True)])
-    if not past:
-        return steps
-    [last] = steps.prefills
-    first = last._replace(work=(RowWork(0, 0, prompt[:past], sample=False),))
-    return steps._replace(prefills=(first, last._replace(opened=(), grants=())))
+    bounds = [*range(0, past, chunk), past, past + length]
+    chunks = [(a, b) for a, b in itertools.pairwise(bounds) if a < b]
+    works = ([RowWork(0, a, prompt[a:b], sample=b > past)] for a, b in chunks)
+    return _steps([_opened(0)], [grant], *works)
 
 
 def _several(built: Built, count: int) -> _Steps:
@@ -102,13 +103,16 @@ def _several(built: Built, count: int) -> _Steps:
 
 
 def _steps(
-    opened: Sequence[RowOpen], grants: Sequence[PageGrant], works: Sequence[RowWork]
+    opened: Sequence[RowOpen], grants: Sequence[PageGrant], *works: Sequence[RowWork]
 ) -> _Steps:
-    rows = [work.row for work in works]
-    decode = DecodeWork.of(rows, [work.first + work.num_tokens for work in works], [1] * len(rows))
+    """Each of `works` is a step."""
+    rows = [work.row for work in works[-1]]
+    ends = [work.first + work.num_tokens for work in works[-1]]
+    first, *others = (StepPlan(-3, (), (), (), tuple(work)) for work in works)
+    first = first._replace(opened=tuple(opened), grants=tuple(grants))
     return _Steps(
-        (StepPlan(-3, (), tuple(opened), tuple(grants), tuple(works)),),
-        StepPlan(-2, (), (), (), (), decode),
+        (first, *others),
+        StepPlan(-2, (), (), (), (), DecodeWork.of(rows, ends, [1] * len(rows))),
         StepPlan(-1, tuple(rows), (), (), ()),
     )
 
@@ -126,8 +130,10 @@ def _run(built: Built, steps: _Steps) -> None:
 
 
 def _granted(built: Built, row: int, pages: tuple[int, ...]) -> PageGrant:
-    """The row's first pages: the same numbers in all pools."""
-    return PageGrant(row, 0, pages, pages if built.memory.window_pages else ())
+    """The row's first pages: the same numbers in all pools. One that has fewer gives some twice:
+    what stands in them is looked at by nobody."""
+    fewer = built.memory.window_pages
+    return PageGrant(row, 0, pages, tuple(page % fewer for page in pages) if fewer else ())
 
 
 def _opened(row: int) -> RowOpen:

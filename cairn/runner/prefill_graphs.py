@@ -13,6 +13,7 @@ import bisect
 import functools
 import logging
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.attention.base import CHUNK, Batch, alone
+from cairn.attention.base import CHUNK, AttentionLayer, Batch, alone, early_slots
 from cairn.ops.plans import is_traced
 from cairn.runner.capture import Captured, capture
 from cairn.runner.graphs import DecodeGraphs
@@ -29,11 +30,12 @@ from cairn.runner.staging import overwrite
 
 log = logging.getLogger(__name__)
 
-MOST = 4096
+MOST = 8192
 """Slots of the largest bucket of any model."""
-BUSY = 1.3e11
-"""Slots times weights of a layer that keep a GPU as busy as the host. An H100 with 7.3e9 weights in
-32 layers still waited for the host in steps of 576 slots, no longer in those of 640."""
+BUSY = 1.04e11
+"""Slots times weights of a layer that keep a GPU as busy as the host; a landmark layer, with twice
+the kernels, counts as two. An H100 with 7.3e9 weights in 32 layers, 8 of them with landmarks, still
+waited for the host in steps of 576 slots, no longer in those of 640."""
 UNCHUNKED = 256
 """Slots of the largest bucket with graphs of its own for steps of slots that are no chunks."""
 SMALLEST, LARGE = 16, 512
@@ -52,10 +54,11 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def worthwhile(weights: int, layers: int) -> int:
+def worthwhile(weights: int, layers: Sequence[AttentionLayer]) -> int:
     """Slots up to which steps of a model of so many weights are graphs; in larger ones the device
     would do the padding for nothing."""
-    return max(SMALLEST, min(MOST, int(BUSY * layers / weights)))
+    count = len(layers) + sum(layer.landmark is not None for layer in layers)
+    return max(SMALLEST, min(MOST, int(BUSY * count / weights)))
 
 
 class Kind(NamedTuple):
@@ -63,14 +66,13 @@ class Kind(NamedTuple):
 
     Attributes:
         slots: of its bucket.
-        chunked, alone: see Batch. Of many slots, `chunked` makes no difference.
-        short: of chunks, landmark layers select every page left of a window.
+        chunked, alone, early: see Batch. Of many slots, `chunked` makes no difference.
     """
 
     slots: int
     chunked: bool
     alone: int = 0
-    short: bool = False
+    early: int = 0
 
 
 class PrefillGraphs:
@@ -86,10 +88,8 @@ class PrefillGraphs:
         self._model, self._place, self._pool = decoding.model, decoding.place, decoding.pool
         limits = [backend.longest_in_graphs for backend, _ in self._place.backends.values()]
         self._longest = min((limit for limit in limits if limit is not None), default=None)
-        rules = [layer.landmark for _, layer in self._place.backends.values() if layer.landmark]
-        size = self._place.slots.page_size
-        # Slots of rows that look for no page in any landmark layer.
-        self._short = min((rule.whole_slots(size) for rule in rules), default=0)
+        layers = (layer for _, layer in self._place.backends.values())
+        self._early_slots = early_slots(layers, self._place.slots.page_size)
         self._memory = torch.zeros(
             LINES * self.buckets[-1], dtype=torch.int64, device=self._place.page_table.device
         )
@@ -107,8 +107,7 @@ class PrefillGraphs:
         at = bisect.bisect_left(self.buckets, count)
         if at == len(self.buckets) or len(layout.completed) > self._closing(self.buckets[at]):
             return None
-        last = int(layout.slot.max())
-        if self._longest is not None and last >= self._longest:
+        if self._longest is not None and int(layout.slot.max()) >= self._longest:
             return None
         if is_traced(self._memory):
             # Nobody sees the ops of a graph.
@@ -116,7 +115,7 @@ class PrefillGraphs:
         bucket = self.buckets[at]
         chunked = layout.chunked or bucket > UNCHUNKED
         apart = alone(layout.decoding, bucket) if chunked else 0
-        kind = Kind(bucket, chunked, apart, chunked and last < self._short)
+        kind = Kind(bucket, chunked, apart, self._early(layout, bucket, apart) if chunked else 0)
         self.prepare(kind)
         if kind in self._too_large:
             return None
@@ -131,9 +130,10 @@ class PrefillGraphs:
         for bucket in buckets:
             # Few slots are chunks only where they are of few rows.
             most = rows if bucket > UNCHUNKED else min(rows, bucket // CHUNK)
-            counts = sorted({alone(decoding, bucket) for decoding in range(most)})
-            shorts = (False, True) if self._short else (False,)
-            chunked += [Kind(bucket, True, count, short) for count in counts for short in shorts]
+            for apart in sorted({alone(decoding, bucket) for decoding in range(most)}):
+                chunked += [
+                    Kind(bucket, True, apart, early) for early in self._earlies(bucket - apart)
+                ]
         return chunked + [Kind(bucket, False) for bucket in buckets if bucket <= UNCHUNKED]
 
     @torch.inference_mode()
@@ -157,6 +157,18 @@ class PrefillGraphs:
             log.warning("steps of %d slots run without a graph: %s", kind.slots, error)
             return
         log.info("captured steps of %d slots in %.2f s", kind.slots, time.perf_counter() - began)
+
+    def _earlies(self, slots: int) -> list[int]:
+        """How many of so many slots may be early: none, those of a row from its start on, all."""
+        return sorted({0, min(slots, self._early_slots), slots if self._early_slots else 0})
+
+    def _early(self, layout: Layout, bucket: int, apart: int) -> int:
+        """The most of them that are."""
+        early = layout.early(apart, self._early_slots)
+        if apart + early >= len(layout.slot):
+            # What is behind is padding.
+            early = bucket - apart
+        return max(n for n in self._earlies(bucket - apart) if n <= early)
 
     def _closing(self, bucket: int) -> int:
         """Pages that a step of this bucket may complete."""
@@ -194,10 +206,11 @@ class PrefillGraphs:
             page_table=place.page_table,
             completed=lines[5, :closing],
             completed_pages=lines[6, :closing],
-            max_slot=(self._short if kind.short else most) - 1,
+            max_slot=most - 1,
             backends=place.backends,
             chunked=kind.chunked,
             alone=kind.alone,
+            early=kind.early,
             window_place=None if own is None else (own, lines[7]),
         )
         return self._model(batch)

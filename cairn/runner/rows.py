@@ -10,7 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.attention.base import CHUNK, AttentionBackend, AttentionLayer, Batch, alone
+from cairn.attention.base import (
+    CHUNK,
+    WORTHWHILE,
+    AttentionBackend,
+    AttentionLayer,
+    Batch,
+    alone,
+)
 from cairn.cache.landmarks import SlotMap
 from cairn.runner.staging import send
 from cairn.runner.step import Ints, StepPlan
@@ -72,6 +79,15 @@ class Layout(NamedTuple):
         """See Batch."""
         slots, decode = len(self.slot), self.decoding == len(self.start)
         return slots if decode else alone(self.decoding, slots)
+
+    def early(self, alone: int, limit: int) -> int:
+        """See Batch: of the slots behind `alone`, where `early_slots` are `limit`."""
+        late = self.slot[alone:] >= limit
+        if not late.any():
+            return len(late)
+        # A whole number of 16: kernels are compiled for addresses as round as those of the whole.
+        count = int(late.argmax()) // 16 * 16
+        return count if count >= WORTHWHILE else 0
 
     def stretches(self) -> list[int]:
         """Row, first slot and number of slots of each work, one after the other."""
@@ -183,8 +199,10 @@ class Rows:
         self,
         layout: Layout,
         backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]],
+        early_slots: int = 0,
     ) -> Batch:
-        """The layout as tensors on the device, and its pages in the tables there."""
+        """The layout as tensors on the device, and its pages in the tables there; early_slots: of
+        all layers."""
         if self.device.type != "cpu":
             write_cells(self._tables, layout.grants)
         numbers = (layout.ids, layout.position, layout.row, layout.slot, layout.location)
@@ -195,6 +213,8 @@ class Rows:
         ids, position, row, slot, location, *pages = sent
         if (layout.ids == LAST_TOKEN).any():
             ids = filled(ids, row, self.last_token)
+        # The CPU's tiles are of one row each, and have nothing to save.
+        on_cpu = self.device.type == "cpu"
         return Batch(
             input_ids=ids,
             positions=position,
@@ -208,8 +228,8 @@ class Rows:
             max_slot=int(layout.slot.max()),
             stretches=layout.stretches(),
             chunked=layout.chunked,
-            # The CPU's tiles are of one row each.
-            alone=0 if self.device.type == "cpu" else layout.alone,
+            alone=0 if on_cpu else layout.alone,
+            early=0 if on_cpu else layout.early(layout.alone, early_slots),
             backends=backends,
         )
 

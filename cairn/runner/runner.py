@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import AttentionLayer, Batch, LayerReads
+from cairn.attention.base import AttentionLayer, Batch, LayerReads, early_slots
 from cairn.attention.registry import assign
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
@@ -265,6 +265,7 @@ class Runner:
         self.sampler = Sampler(shape.vocab_size, shape.num_rows, device)
         self._on_cpu = device.type == "cpu"
         self._landmark_layers = [layer for layer in layers if layer.backend == "hsa"]
+        self.early_slots = early_slots(self._landmark_layers, shape.slots.page_size)
         self.forget_reads()
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
@@ -369,7 +370,7 @@ class Runner:
             hidden = self.prefill_graphs.run(layout)
             if hidden is not None:
                 return hidden, []
-        batch = self.rows.batch(layout, self.backends)
+        batch = self.rows.batch(layout, self.backends, self.early_slots)
         if len(watched):
             batch.watch = torch.as_tensor(watched, device=batch.slot.device)
         with trusted() if self._on_cpu else contextlib.nullcontext():

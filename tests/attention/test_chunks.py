@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cairn import ops
-from cairn.attention.base import AttentionLayer, Batch, LandmarkRule, alone
+from cairn.attention.base import AttentionLayer, Batch, LandmarkRule, Part, alone, early_slots
 from cairn.attention.registry import assign, cache_specs
 from cairn.cache.pools import CachePools, PageFormat
 from cairn.ops.attention.launch import SPLIT_TOKENS
@@ -128,7 +128,7 @@ def test_a_rule_knows_slots_that_select_all_their_candidates(window: int, size: 
     assert replace(LANDMARK, window=0).whole_slots(size) == 0
 
 
-def test_chunks_of_short_rows_show_a_table_of_what_they_select(monkeypatch: pytest.MonkeyPatch):
+def test_early_chunks_show_a_table_of_what_they_select(monkeypatch: pytest.MonkeyPatch):
     op, heard = ops.landmark_attention, []
 
     def hear(q, *args, **kwargs):
@@ -137,20 +137,56 @@ def test_chunks_of_short_rows_show_a_table_of_what_they_select(monkeypatch: pyte
 
     monkeypatch.setattr(ops, "landmark_attention", hear)
     layer = replace(PLAIN, backend="hsa", landmark=replace(LANDMARK, window=200))
-    last = LANDMARK.topk * SIZE + 200
-    q, k = (torch.randn(last + 17, heads, 16) for heads in (4, 2))
+    early = early_slots([PLAIN, layer], SIZE)
+    assert early == LANDMARK.topk * SIZE + 200 and early_slots([PLAIN], SIZE) == 0
+    q, k = (torch.randn(early + 100, heads, 16) for heads in (4, 2))
 
     def attend(counts: list[int], **kinds: Any) -> torch.Tensor:
         tokens = sum(counts)
-        return step(layer, counts, **kinds).attend(0, *(x[:tokens] for x in (q, k, k, q)))
+        batch = step(layer, counts, chunked=True, **kinds)
+        return batch.attend(0, *(x[:tokens] for x in (q, k, k, q)))
 
-    found = attend([last, 16], chunked=True)
-    torch.testing.assert_close(found, attend([last, 16], chunked=True, most=500))
-    # Of a slot more, or of few tokens, nothing can or need be known.
-    attend([last + 1, 16], chunked=True)
-    attend([40], chunked=True)
-    short = last // SIZE
-    assert heard == [(last + 16, short), (last + 16, short + 1), (last + 17, short + 2), (40, 6)]
+    for counts, kinds, parts in (
+        ([early, 16], {"early": early + 16}, [(early + 16, early // SIZE)]),
+        ([early + 50], {"early": early}, [(early, early // SIZE), (50, early // SIZE + 8)]),
+        # Of few tokens nothing is cut into tiles, nor of those that are looked at.
+        ([40], {"early": 40}, [(40, 6)]),
+        ([40, early], {"early": 40, "watch": torch.tensor([3])}, [(40 + early, early // SIZE + 1)]),
+    ):
+        wanted = attend(counts)
+        heard.clear()
+        torch.testing.assert_close(attend(counts, **kinds), wanted)
+        assert heard == parts
+
+
+@pytest.mark.parametrize(
+    ("alone", "early", "cuts"),
+    [
+        (0, 0, [900]),
+        (0, 400, [400, 500]),
+        (0, 900, [900]),
+        (16, 0, [16, 884]),
+        (16, 400, [16, 400, 484]),
+        (16, 884, [16, 884]),
+    ],
+)
+def test_early_slots_are_attended_by_themselves_where_it_makes_a_difference(alone, early, cuts):
+    batch = step(PLAIN, [900], chunked=True, alone=alone, early=early, stretches=[0, 0, 900])
+    heard = []
+
+    def attend(part: Part) -> torch.Tensor:
+        heard.append(part)
+        assert part.stretches is not None and sum(part.stretches[2::3]) == len(part.slot)
+        return part.of(batch.slot)
+
+    assert torch.equal(batch.attend_parts(True, attend, early=True), batch.slot)
+    assert [len(part.slot) for part in heard] == cuts
+    assert [part.early for part in heard] == [n == early > 0 for n in cuts]
+    heard.clear()
+    batch.attend_parts(True, attend)
+    assert [(len(part.slot), part.early) for part in heard] == [
+        (n, False) for n in (alone, 900 - alone) if n
+    ]
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -19,6 +19,7 @@ from cairn.engine import build
 from cairn.engine.build import Built
 from cairn.engine.warmup import warm_up
 from cairn.runner import prefill_graphs
+from cairn.runner import rows as rows_module
 from cairn.runner.graphs import DecodeGraphs, Place
 from cairn.runner.prefill_graphs import (
     MORE_PAGES,
@@ -147,8 +148,9 @@ def test_what_fits_no_graph_is_left_alone(no_gpu):
     assert free.run(lay_out(rows, 0, 37)) is None
 
 
-def test_chunks_without_a_page_to_select_have_graphs_of_their_own(no_gpu):
-    """Which of the two is known by a step's last slot alone."""
+def test_early_chunks_have_graphs_of_their_own(no_gpu, monkeypatch):
+    """Of a row from its start on, and of such that are early as a whole."""
+    monkeypatch.setattr(rows_module, "WORTHWHILE", 20)
     rule = LandmarkRule(topk=2, window=21, softmax1=True, summary="mean", bias=False)
     wider = replace(PLAIN, landmark=replace(rule, window=30))
     backends = {
@@ -156,18 +158,22 @@ def test_chunks_without_a_page_to_select_have_graphs_of_their_own(no_gpu):
         1: (Quick(), replace(PLAIN, landmark=rule)),
         2: (Quick(), PLAIN),
     }
-    rows, model = Rows(2, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu")), Model()
+    rows, model = Rows(40, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu")), Model()
     graphs, _ = graphs_of(
-        rows, model, torch.zeros_like(rows.tables), 99, most=60, backends=backends
+        rows, model, torch.zeros_like(rows.tables), 999, most=600, backends=backends
     )
-    every, most = graphs.kinds(), SIZE * MAX_PAGES - 1
-    chunked = [kind for kind in every if kind.chunked]
-    assert [kind._replace(short=True) for kind in chunked[::2]] == chunked[1::2]
-    assert not any(kind.short for kind in every if not kind.chunked)
-    # From slot 21 - 1 + 4 on there is one.
-    for first, count, told in ((0, 18, 23), (0, 19, most), (6, 12, 23), (6, 13, most)):
+    every = graphs.kinds()
+    assert len(set(every)) == len(every)
+    assert not any(kind.early for kind in every if not kind.chunked)
+    # 21 slots are 6 pages, and 2 more are selected.
+    assert {kind.early for kind in every if (kind.slots, kind.alone) == (320, 16)} == {0, 32, 304}
+    assert {kind.early for kind in every if (kind.slots, kind.alone) == (16, 0)} == {0, 16}
+    for first, count, early in (
+        *((0, 18, 32), (0, 24, 32), (6, 18, 32), (6, 19, 0), (100, 18, 0)),
+        *((0, 25, 32), (0, 110, 32)),
+    ):
         assert graphs.run(lay_out(rows, first, count)) is not None
-        assert model.batch.max_slot == told, (first, count)
+        assert model.batch.early == early, (first, count)
 
 
 class Onlooker(TorchDispatchMode):
@@ -269,9 +275,9 @@ def test_rows_that_decode_beside_chunks_that_are_cut_into_tiles(no_gpu, monkeypa
     plain = engine(case, enable_prefix_caching=False)
     attend_parts, counts = Batch.attend_parts, set()
 
-    def count_parts(batch, tiled, attend):
+    def count_parts(batch, tiled, attend, **kinds):
         parts = []
-        out = attend_parts(batch, tiled, lambda part: parts.append(part) or attend(part))
+        out = attend_parts(batch, tiled, lambda part: parts.append(part) or attend(part), **kinds)
         counts.add(len(parts))
         return out
 
@@ -303,9 +309,12 @@ def check_schedules(graphs: Built, plain: Built, buckets) -> None:
 
 
 def test_models_with_more_weights_have_smaller_graphs():
-    assert worthwhile(358_584_320, 16) == MOST
-    assert 512 < worthwhile(7_314_800_000, 32) <= 576
-    assert worthwhile(10**12, 80) == 16
+    rule = LandmarkRule(topk=32, window=512, softmax1=True, summary="mean", bias=False)
+    landmark = replace(PLAIN, landmark=rule)
+    assert worthwhile(358_584_320, [landmark] * 16) == MOST
+    assert 4096 < worthwhile(358_584_320, [PLAIN] * 16) < MOST
+    assert 512 < worthwhile(7_314_800_000, [PLAIN] * 24 + [landmark] * 8) <= 576
+    assert worthwhile(10**12, [PLAIN] * 80) == 16
 
 
 @pytest.fixture(scope="module", params=["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"])
@@ -328,7 +337,8 @@ def test_on_a_gpu(pair):
 def test_prompts_of_every_other_bucket(pair, chunk):
     """Alone, and cut into chunks beside rows that decode."""
     graphs, plain = pair
-    for i, bucket in enumerate(graphs.runner.prefill_graphs.buckets[::2]):
+    buckets, longest = graphs.runner.prefill_graphs.buckets, graphs.memory.max_model_len
+    for i, bucket in enumerate(bucket for bucket in buckets[::2] if bucket <= longest):
         prompts = [text(i, bucket - bucket // 16 - i % 3), text(i + 50, 20)]
         budgets = () if chunk is None else (chunk,)
         got, wanted = (run(built, prompts, greedy(3), budgets) for built in (graphs, plain))

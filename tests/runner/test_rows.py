@@ -186,3 +186,27 @@ def test_what_is_alone_decodes():
     assert (alone.decoding, len(alone.slot), alone.alone) == (2, 3, 3)
     prefill = rows.lay_out(StepPlan(2, (), (), (), (chunk,)))
     assert (prefill.decoding, prefill.alone) == (0, 0)
+
+
+def test_what_is_early_stands_in_front_of_a_slot():
+    """As far as it is worth a launch of its own, and begins and ends at round addresses."""
+    rows = make_rows(16, False, num_rows=4, max_pages=100)
+    decode = DecodeWork.of([0], [700], [0])
+
+    def early(*chunks: tuple[int, int], decoding: bool = False, limit: int = 640) -> int:
+        works = tuple(
+            RowWork(row, first, [1] * count, sample=False)
+            for row, (first, count) in enumerate(chunks, start=1)
+        )
+        layout = rows.lay_out(StepPlan(0, (), (), (), works, *([decode] if decoding else ())))
+        return layout.early(layout.alone, limit)
+
+    assert early((0, 500)) == early((100, 500)) == 500
+    assert early((0, 20), (3, 30)) == 50
+    assert early((0, 1000)) == 640
+    assert early((5, 1000)) == 624  # not 635
+    assert early((0, 100), (0, 250), (630, 20)) == 352  # not 360
+    assert early((400, 300)) == early((900, 100)) == 0
+    assert early((0, 1000), decoding=True) == 624  # of 625: 15 more are alone
+    assert early((0, 500), decoding=True) == 485
+    assert early((0, 500), limit=0) == 0
