@@ -47,6 +47,8 @@ class Append:
             shape = (*self.k.shape[:-1], call.v.shape[-1])
             expect(name, "v", self.v, shape, same, call.q, dense=1)
         if self.cos is not None and self.sin is not None:
+            if call.q.dtype.itemsize == 1:
+                refuse(name, "rotary_cos", "is given, 8-bit `q` does not turn", "Turn it before")
             kinds = (call.q.dtype, torch.float32)
             expect(name, "rotary_cos", self.cos, (None, None), kinds, call.q, dense=1)
             expect(name, "rotary_sin", self.sin, self.cos.shape, (self.cos.dtype,), call.q)

@@ -365,6 +365,20 @@ def test_scheduler_metadata_is_accepted() -> None:
     assert is_fa3_supported() is True
 
 
+def test_eight_bit_queries_do_not_turn() -> None:
+    bits = torch.float8_e4m3fn
+    q, cache, new = (torch.ones(2, n, 2, 16).to(bits) for n in (3, 9, 1))
+    lengths, angles = torch.tensor([3, 5], dtype=torch.int32), torch.ones(9, 8)
+    for turning in (angles, angles.to(bits)):
+        with pytest.raises(BadArgument, match="flash_attn_with_kvcache: argument `rotary_cos`"):
+            flash_attn_with_kvcache(
+                *(q, cache, cache.clone(), new, new),
+                rotary_cos=turning,
+                rotary_sin=turning,
+                cache_seqlens=lengths,
+            )
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     problem = Problem(15, page=6)
     q, k, v, lengths, table = problem.q, problem.k, problem.v, problem.lengths, problem.table
