@@ -59,9 +59,18 @@ def answer(llm: LLM, rng: random.Random, lengths: list[int]) -> None:
 
 @pytest.mark.gpu
 def test_fifty_lengths_compile_nothing_after_warm_up(llm, compiled):
-    """Steps of few and of many tokens come first; then any others, alone and together."""
+    """Steps of few and of many tokens come first, by themselves and behind those of a row that
+    select all pages there are; then any others, alone and together."""
     rng = random.Random(3)
-    for length in (1, 2, 3, *(2**n + i for n in range(2, 12) for i in (-1, 0, 1))):
+    early = int(llm._built.slots.tokens_in(llm._built.runner.early_slots))
+    powers = [2**n for n in range(2, 12)]
+    for length in (
+        1,
+        2,
+        3,
+        *(n + i for n in powers for i in (-1, 0, 1)),
+        *(early + n for n in powers),
+    ):
         answer(llm, rng, [length])
     for rows in range(2, 9):
         answer(llm, rng, [rng.randrange(1, 300) for _ in range(rows)])
