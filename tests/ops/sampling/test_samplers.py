@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cairn import ops
 from cairn.errors import BadArgument
 from cairn.ops import (
     gpu,
@@ -300,3 +301,9 @@ def test_what_does_not_fit_is_named() -> None:
     rows[1, 2] = math.nan
     with pytest.raises(BadArgument, match="`probs` holds NaN"):
         min_p_sampling_from_probs(rows, 0.1, check_nan=True)
+
+
+def test_the_module_has_the_functions_by_the_names_that_peers_have_there():
+    names = {name for name in vars(ops) if "sampling_from" in name or "_renorm_prob" in name}
+    assert names | {"top_k_mask_logits"} == set(ops.sampling.__all__)
+    assert all(getattr(ops.sampling, name) is getattr(ops, name) for name in ops.sampling.__all__)
