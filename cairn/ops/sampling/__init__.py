@@ -1,6 +1,6 @@
 """From logits to tokens: penalties, filters of probabilities, the draw.
 
-FlashInfer and sgl-kernel have these functions in a module `sampling` too: so they are here.
+What FlashInfer and sgl-kernel have in their module `sampling` is in `cairn.ops.sampling` too.
 """
 
 from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
