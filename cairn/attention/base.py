@@ -71,6 +71,12 @@ class AttentionLayer:
     mask_landmarks: bool = False
     landmark: LandmarkRule | None = None
 
+    @property
+    def selects(self) -> bool:
+        """Whether its backend looks for pages; others take a landmark layer for a window, or for a
+        dense one."""
+        return self.landmark is not None and self.backend == "hsa"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerReads:
@@ -90,9 +96,9 @@ class LayerReads:
 
 
 def early_slots(layers: Iterable[AttentionLayer], page_size: int) -> int:
-    """Slots at the beginning of a row where all landmark layers select every page that is left of
+    """Slots at the beginning of a row where all layers that look for pages select every one left of
     their windows; 0 where there are no such layers."""
-    rules = [layer.landmark for layer in layers if layer.landmark is not None]
+    rules = [layer.landmark for layer in layers if layer.landmark and layer.selects]
     return min((rule.whole_slots(page_size) for rule in rules), default=0)
 
 

@@ -72,7 +72,7 @@ def _layers(layers: tuple[AttentionLayer, ...]) -> dict[str, str]:
     """Ranges of equal layers and what they are."""
 
     def kind(layer: AttentionLayer) -> str:
-        if layer.landmark is not None and layer.backend == "hsa":
+        if layer.landmark is not None and layer.selects:
             rule = layer.landmark
             return (
                 f"landmark selection: top {rule.topk} pages and a window of {rule.window} slots, "

@@ -202,7 +202,7 @@ def core_shape(
         max_model_len=max_model_len,
         eos_ids=spec.eos_token_ids,
         seed=config.seed,
-        landmarks=any(layer.backend == "hsa" for layer in layers),
+        landmarks=any(layer.selects for layer in layers),
     )
 
 

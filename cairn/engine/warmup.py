@@ -43,7 +43,7 @@ def warm_up(built: Built) -> None:
     lengths: Iterable[int] = GPU_TOKENS if on_gpu else (int(tokens_in(PAGES * size)) - 1,)
     lengths = sorted({max(1, min(n, longest)) for n in lengths})
     singles = [_one(built, length) for length in lengths]
-    if on_gpu and built.spec.hils is not None:
+    if on_gpu and built.runner.early_slots:
         # Without a past that long, landmark layers select every page that they could.
         past = int(tokens_in(built.runner.early_slots)) + 1
         singles += [

@@ -57,7 +57,7 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 def worthwhile(weights: int, layers: Sequence[AttentionLayer]) -> int:
     """Slots up to which steps of a model of so many weights are graphs; in larger ones the device
     would do the padding for nothing."""
-    count = len(layers) + sum(layer.landmark is not None for layer in layers)
+    count = len(layers) + sum(layer.selects for layer in layers)
     return max(SMALLEST, min(MOST, int(BUSY * count / weights)))
 
 

@@ -264,7 +264,7 @@ class Runner:
         self.rows = Rows(*sizes, device, shape.windowed)
         self.sampler = Sampler(shape.vocab_size, shape.num_rows, device)
         self._on_cpu = device.type == "cpu"
-        self._landmark_layers = [layer for layer in layers if layer.backend == "hsa"]
+        self._landmark_layers = [layer for layer in layers if layer.selects]
         self.early_slots = early_slots(self._landmark_layers, shape.slots.page_size)
         self.forget_reads()
         self.graphs: DecodeGraphs | None = None

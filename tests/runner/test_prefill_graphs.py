@@ -152,11 +152,14 @@ def test_early_chunks_have_graphs_of_their_own(no_gpu, monkeypatch):
     """Of a row from its start on, and of such that are early as a whole."""
     monkeypatch.setattr(rows_module, "WORTHWHILE", 20)
     rule = LandmarkRule(topk=2, window=21, softmax1=True, summary="mean", bias=False)
-    wider = replace(PLAIN, landmark=replace(rule, window=30))
+    looking = replace(PLAIN, backend="hsa", landmark=rule)
+    narrower = replace(rule, window=5)
     backends = {
-        0: (Quick(), wider),
-        1: (Quick(), replace(PLAIN, landmark=rule)),
+        0: (Quick(), replace(looking, landmark=replace(rule, window=30))),
+        1: (Quick(), looking),
         2: (Quick(), PLAIN),
+        # Another backend looks for no page.
+        3: (Quick(), replace(PLAIN, landmark=narrower)),
     }
     rows, model = Rows(40, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu")), Model()
     graphs, _ = graphs_of(
@@ -310,9 +313,10 @@ def check_schedules(graphs: Built, plain: Built, buckets) -> None:
 
 def test_models_with_more_weights_have_smaller_graphs():
     rule = LandmarkRule(topk=32, window=512, softmax1=True, summary="mean", bias=False)
-    landmark = replace(PLAIN, landmark=rule)
+    landmark = replace(PLAIN, backend="hsa", landmark=rule)
     assert worthwhile(358_584_320, [landmark] * 16) == MOST
     assert 4096 < worthwhile(358_584_320, [PLAIN] * 16) < MOST
+    assert worthwhile(358_584_320, [replace(landmark, backend="window")] * 16) < MOST
     assert 512 < worthwhile(7_314_800_000, [PLAIN] * 24 + [landmark] * 8) <= 576
     assert worthwhile(10**12, [PLAIN] * 80) == 16
 
