@@ -297,7 +297,8 @@ def attend_row(
     Args:
         query: [M, DP]; table: of the sequence's pages; mine: [M], the rows.
         others: whether the tile has rows of another sequence.
-        keys .. head_column, LEAST: as in `tile_kernel`.
+        keys, values: as in `tile_kernel`; kv and what follows it are looked at with them alone.
+        LEAST: as in `tile_kernel`.
     """
     # Sums of each row's own: a weight of 0 times another row's NaN would be in them.
     best = tl.full(own_slot.shape, float("-inf"), tl.float32)

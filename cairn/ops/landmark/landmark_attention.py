@@ -146,9 +146,11 @@ def _(
 
 def _all_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
     named = dict(zip(_PARAMETERS, (q, *args), strict=False)) | kwargs
-    table, size = named["page_table"], named["k_cache"].shape[2]
-    return _on_gpu(q, *args, **kwargs) and whole_launch.selects_all(
-        table, size, named["window"], named["topk"]
+    size, topk = named["k_cache"].shape[2], named["topk"]
+    return (
+        _on_gpu(q, *args, **kwargs)
+        and whole_launch.selects_all(named["page_table"], size, named["window"], topk)
+        and whole_launch.accepts(q, named["lmk_q"], size, topk)
     )
 
 

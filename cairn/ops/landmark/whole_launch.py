@@ -12,12 +12,25 @@ from cairn.ops.landmark.select_launch import Selection
 
 TOKENS = 64
 """Tokens that a program scores all pages for."""
+MOST_BYTES, MOST_PAGES = 1 << 15, 128
+"""Of a page's keys, or of all summaries of a row, that a program holds at a time; and pages."""
 
 
 def selects_all(page_table: Tensor, page_size: int, window: int, topk: int) -> bool:
     """Whether no token can have more candidates than are selected: the last slot of a row has the
     most."""
     return page_table.shape[1] - -(-window // page_size) <= topk
+
+
+def accepts(q: Tensor, lmk_q: Tensor, page_size: int, topk: int) -> bool:
+    """Whether a program has room for a page of slots, and for all pages' keys and scores."""
+    width = max(16, gpu.next_power_of_2(q.shape[2]))
+    page, pages = (max(16, gpu.next_power_of_2(n)) for n in (page_size, topk))
+    return (
+        page * width * q.element_size() <= MOST_BYTES
+        and pages * width * lmk_q.element_size() <= MOST_BYTES
+        and pages <= MOST_PAGES
+    )
 
 
 def attend(
@@ -31,12 +44,11 @@ def attend(
     if tokens == 0:
         return o, indices, scores, lse
     width = gpu.next_power_of_2(job.topk)
-    precision = task.switches()[2]
     every_score_kernel[(heads, -(-tokens // TOKENS))](
         *(job.lmk_q, job.summary_key, job.bias, job.row, job.slot, job.page_table),
         *(scores, indices, tokens, *job.numbers(), job.topk),
         *(heads, job.groups, job.summary_key.shape[1], dim, job.width, TOKENS, max(16, width)),
-        *(job.summary_bias is not None, precision),
+        *(job.summary_bias is not None, _precision(job.lmk_q)),
         num_warps=4,
     )
     rows, options = _tile(task)
@@ -44,7 +56,7 @@ def attend(
     whole_kernel[(job.groups, -(-tokens // each))](
         *(*task.inputs(), scores, o, lse, tokens, *task.numbers(), job.topk),
         *(*task.shape(), each, task.group, task.width, task.keys),
-        *(max(16, gpu.next_power_of_2(job.page_size)), width, softmax1, precision),
+        *(max(16, gpu.next_power_of_2(job.page_size)), width, softmax1, _precision(task.q)),
         **options,
     )
     return o, indices, scores, lse
@@ -57,3 +69,8 @@ def _tile(task: launch.Task) -> tuple[int, dict[str, int]]:
     if task.width > 64 or task.q.dtype == torch.float32:
         return rows, {"num_warps": 4, "num_stages": 2}
     return rows, {"num_warps": 4, "num_stages": 3, **launch.THREE_NARROW}
+
+
+def _precision(x: Tensor) -> str:
+    """Of products with x."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"

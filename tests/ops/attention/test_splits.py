@@ -124,7 +124,10 @@ def test_chunks_make_tiles_before_rows_do(tokens, kv_heads, alone, chunked):
 
 
 def test_windows_of_wide_heads_are_small_tiles():
-    for width, rows in ((64, 128), (128, 64)):
-        windowed = task(600, 4, width, 8192, window=512)
-        assert launch._tile(windowed, False)[0] == rows
-        assert launch._tile(task(600, 4, width, 8192), False)[0] == 128
+    for width, q, window, rows, warps, stages in (
+        *((64, HALF, 512, 128, 4, 3), (128, HALF, 512, 64, 4, 2), (256, HALF, 512, 64, 8, 2)),
+        *((64, HALF, 0, 128, 4, 3), (128, HALF, 0, 128, 8, 3), (256, HALF, 0, 64, 8, 2)),
+        *((64, SINGLE, 512, 64, 4, 2), (128, SINGLE, 0, 64, 4, 2), (256, SINGLE, 0, 32, 4, 2)),
+    ):
+        options = {"num_warps": warps, "num_stages": stages}
+        assert launch._tile(task(600, 4, width, 8192, q, window=window), False) == (rows, options)

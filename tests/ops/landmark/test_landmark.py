@@ -10,6 +10,7 @@ from cairn.ops.landmark.mean_summary import mean_summary
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import page_weights
 from cairn.ops.landmark.prior_summary import prior_summary
+from cairn.ops.landmark.store_prior_summary import completed_pages
 from cairn.ops.testing import Arguments, check
 from tests.ops.attention.geometry import STEPS, draw, enlarge_landmarks, near, softmax_attention
 
@@ -226,3 +227,9 @@ def test_blend_window_rounds_once():
     assert got.dtype == torch.bfloat16
     error = (got.double() - exact).abs()
     assert bool((error <= exact.abs() * 2**-8).all())
+
+
+def test_only_tokens_in_the_last_slot_of_a_page_complete_it():
+    table = torch.tensor([[5, 6], [3, 4]], dtype=torch.int32)
+    row, slot = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([-1, 7, 14, 15, 8])
+    assert completed_pages(row, slot, table, 8).tolist() == [-1, 5, -1, 4, -1]

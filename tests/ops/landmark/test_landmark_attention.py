@@ -195,3 +195,75 @@ def test_nothing_is_chosen_where_a_table_has_no_page_that_could_be_left_out(wind
     given = (q, z, paged.k_cache, paged.v_cache, key, None, row, slot, paged.page_table, window)
     indices = landmark_attention(*given, topk, True)[1]
     assert (indices[slot == widest * size - 1] >= 0).all()
+
+
+GEOMETRIES = (
+    # page size, window, topk, KV heads, group, width, slots of rows, tokens of rows
+    (8, 17, 3, 2, 3, 16, (48, 9, 25), (17, 9, 3)),
+    (3, 4, 5, 3, 1, 24, (21, 6), (11, 6)),
+    (17, 1, 2, 1, 5, 16, (37, 0, 40), (5, 0, 21)),
+    (16, 40, 4, 2, 2, 32, (110,), (70,)),
+)
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: f"pages of {geometry[0]}")
+@pytest.mark.parametrize("variant", ["plain", "head", "stored", "tiny scores", "quantized"])
+def test_short_rows_agree_with_the_definition(geometry, variant):
+    """Several rows in a tile, padding, a part of a table, NaN in all that no row has written."""
+    size, window, topk, kv_heads, group, dim, lengths, counts = geometry
+    make, heads = Make("cpu", seed=11), kv_heads * group
+    paged = make.paged(lengths, kv_heads, size, dim)
+    row, slot, _ = paged.queries(counts)
+    # Padding belongs to row 0, or to one without a slot.
+    row = torch.cat((row, torch.zeros(2, dtype=row.dtype)))
+    slot = torch.cat((slot, torch.full((2,), -1)))
+    q, z = (make.randn(len(row), heads, dim) for _ in range(2))
+    key = make.randn(len(paged.k_cache), heads, dim)
+    bias = make.randn(len(paged.k_cache), heads)
+    written = torch.zeros(len(paged.k_cache), dtype=torch.bool)
+    for table, length in zip(paged.page_table, lengths, strict=True):
+        written[table[: length // size].long()] = True
+    key[~written], bias[~written] = torch.nan, torch.nan
+    caches = (paged.k_cache, paged.v_cache)
+    if variant == "quantized":
+        caches = (paged.quantized().k_cache, paged.quantized().v_cache)
+    if variant == "tiny scores":
+        # exp(200) is infinite.
+        bias -= 200.0
+        q, caches = torch.full_like(q, -30.0), (caches[0].abs() + 30.0, caches[1])
+    width = topk + -(-window // size)
+    spare = paged.page_table[:, -1:].expand(-1, width + 2 - paged.page_table.shape[1])
+    table = torch.cat((paged.page_table, spare), 1)[:, :width]
+    options = {"strategy": "head"} if variant == "head" else {"scale": 0.3}
+    given = (q, z, *caches, key, None if variant == "head" else bias, row, slot, table)
+    arguments = make.args(
+        *given, window, topk, variant != "plain", store_summaries=variant == "stored", **options
+    )
+    assert landmark_attention.implementations["triton_all"].accepts(
+        arguments.args, arguments.kwargs
+    )
+    check(landmark_attention, "triton_all", arguments)
+
+
+def test_one_program_has_room_for_what_it_holds():
+    half, single = torch.bfloat16, torch.float32
+    for width, dtype, page_size, topk, fits in (
+        *((128, half, 64, 32, True), (128, half, 128, 128, True)),
+        *((128, half, 129, 32, False), (64, half, 64, 129, False)),
+        *((64, single, 128, 128, True), (64, single, 129, 1, False)),
+        *((256, single, 32, 32, True), (256, single, 32, 33, False)),
+    ):
+        q = torch.empty(1, 2, width, dtype=dtype)
+        assert whole_launch.accepts(q, q, page_size, topk) == fits, (width, dtype, page_size, topk)
+
+
+@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
+def test_what_kernels_do_not_take_is_not_taken_where_all_is_selected():
+    make = Make("cpu", seed=1)
+    paged = make.paged((24,), 2, 8, 16)
+    row, slot, _ = paged.queries((20,))
+    q, key = make.randn(20, 4, 16), make.randn(len(paged.k_cache), 2, 16)
+    given = (q, q, paged.k_cache, paged.v_cache, key, None, row, slot, paged.page_table, 9, 3, True)
+    accepts = landmark_attention.implementations["triton_all"].accepts
+    assert accepts(given, {}) and not accepts(given, {"strategy": "group"})

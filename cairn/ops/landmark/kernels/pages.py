@@ -240,8 +240,8 @@ def unit_kernel(
 
 @triton.jit
 def layer_totals(score, window, SOFTMAX1: tl.constexpr):
-    """[M] what to take off the scores [M, K] of every line, and the sum that their exponentials
-    have with those of the window's lse [M] and, with SOFTMAX1, a zero; and the window's."""
+    """[M] what to take off the scores [M, K] of every line, the sum that their exponentials have
+    with those of the window's lse [M] and, with SOFTMAX1, a zero, and exp(window - base)."""
     base = tl.maximum(tl.max(score, 1), window)
     if SOFTMAX1:
         base = tl.maximum(base, 0.0)
