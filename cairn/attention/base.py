@@ -97,9 +97,11 @@ class LayerReads:
 
 def early_slots(layers: Iterable[AttentionLayer], page_size: int) -> int:
     """Slots at the beginning of a row where all layers that look for pages select every one left of
-    their windows; 0 where there are no such layers."""
+    their windows, a multiple of ROUND; 0 where there are no such layers."""
     rules = [layer.landmark for layer in layers if layer.landmark and layer.selects]
-    return min((rule.whole_slots(page_size) for rule in rules), default=0)
+    most = min((rule.whole_slots(page_size) for rule in rules), default=0)
+    # Kernels are compiled for addresses as round as those of a whole step.
+    return most // ROUND * ROUND
 
 
 CHUNK = 16
@@ -109,8 +111,10 @@ ALONE = (16, 64, 256)
 numbers, for each of which kernels are compiled and graphs captured."""
 
 
-WORTHWHILE = 256
-"""Fewer early slots than these are attended with the others."""
+LEAST_EARLY = 256
+"""Fewer early slots than these are attended with others that are not early."""
+ROUND = 16
+"""Where slots are cut because some are early, so many are before it, or a multiple."""
 
 
 def alone(rows: int, slots: int) -> int:
@@ -166,7 +170,8 @@ class Batch:
         alone: so many of the first slots are mostly of rows that decode, the others of chunks. What
             cuts slots into tiles passes over a tile once for each of its rows: these are attended
             by themselves.
-        early: so many of the next slots are in front of `early_slots` of their rows.
+        early: so many of the next slots are among the first `early_slots(layers)` of their rows:
+            landmark layers select every page left of their windows. 0: none, or none worth it.
         window_place: page table and locations of window layers that have pages of their own; None:
             all layers share the pages. Only entries under a window are anything.
         watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
@@ -230,7 +235,7 @@ class Batch:
         cuts = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
         if not tiled or len(cuts) == 1 or self.watch is not None:
             everything = (self.row, self.slot, self.stretches, self.chunked)
-            return attend(Part(None, *everything, early and self.early == total))
+            return attend(Part(None, *everything, early and 0 < self.early == total))
         parts = []
         for at in cuts:
             stretches = None if self.stretches is None else _cut(self.stretches, at)

@@ -5,7 +5,8 @@ One layer, for a query at slot s (the mathematics is HiLS-Attention's):
 1. the step's keys and values are written to their pages;
 2. every page whose last slot runs in this step gets its summary, stored by page id;
 3. the window gives its output and its log-sum-exp;
-4. the summaries of all pages left of the window are scored, and each KV head keeps the best;
+4. the summaries of all pages left of the window are scored, and each KV head keeps the best, or
+   all where a row is still so short;
 5. one softmax over the selected pages' scores, the window's log-sum-exp and (softmax1) a zero
    weighs the pages' own attention outputs against the window's.
 """

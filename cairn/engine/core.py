@@ -6,7 +6,7 @@
 3. the executor runs the plan                          (runner/runner.py: Runner.launch)
       where all rows decode, a graph does the rest     (runner/graphs.py: DecodeGraphs.run)
       else the plan becomes one ragged batch           (runner/rows.py: Rows.lay_out)
-      of few slots, the model is a graph as well       (runner/prefill_graphs.py: PrefillGraphs.run)
+      of a few thousand, the model is a graph as well  (runner/prefill_graphs.py: PrefillGraphs.run)
       the model attends through its backend            (attention/hsa.py: HsaBackend.run)
       the last rows are sampled                        (runner/sampler.py: Sampler.sample)
 4. the result is taken in                              (engine/scheduler.py: Scheduler.retire)

@@ -44,11 +44,7 @@ def warm_up(built: Built) -> None:
     lengths = sorted({max(1, min(n, longest)) for n in lengths})
     singles = [_one(built, length) for length in lengths]
     if on_gpu and built.runner.early_slots:
-        # Without a past that long, landmark layers select every page that they could.
-        past = int(tokens_in(built.runner.early_slots)) + 1
-        singles += [
-            _one(built, length, past, longest) for length in lengths if past + length < most
-        ]
+        singles += _behind(built, int(tokens_in(built.runner.early_slots)) + 1, lengths, most - 1)
     buckets = built.runner.graphs.buckets if built.runner.graphs is not None else ()
     rows = min(built.config.max_num_seqs, pages)
     several = [
@@ -84,14 +80,29 @@ class _Steps(NamedTuple):
         return *self.prefills, self.close
 
 
-def _one(built: Built, length: int, past: int = 0, chunk: int = 1) -> _Steps:
-    """A prompt of `length` tokens in row 0, behind `past` tokens in steps of a chunk."""
-    pages = int(built.slots.pages_for(past + length + 1))
-    prompt = [i % built.spec.vocab_size for i in range(past + length)]
-    grant = _granted(built, 0, tuple(range(pages)))
-    bounds = [*range(0, past, chunk), past, past + length]
-    chunks = [(a, b) for a, b in itertools.pairwise(bounds) if a < b]
-    works = ([RowWork(0, a, prompt[a:b], sample=b > past)] for a, b in chunks)
+def _one(built: Built, length: int) -> _Steps:
+    """A prompt of `length` tokens in row 0."""
+    return _prompt(built, [0, length])
+
+
+def _behind(built: Built, past: int, lengths: Sequence[int], most: int) -> list[_Steps]:
+    """Steps of all lengths, one after the other in row 0, as far as they are of `most` tokens.
+    Without the past in front, landmark layers select every page that they could."""
+    steps = range(0, past, lengths[-1])
+    bounds = [
+        *steps,
+        *itertools.takewhile(lambda n: n <= most, itertools.accumulate(lengths, initial=past)),
+    ]
+    return [_prompt(built, bounds)] if bounds[-1] > past else []
+
+
+def _prompt(built: Built, bounds: Sequence[int]) -> _Steps:
+    """A prompt in row 0, cut into steps at these numbers of tokens."""
+    prompt = [i % built.spec.vocab_size for i in range(bounds[-1])]
+    grant = _granted(built, 0, tuple(range(int(built.slots.pages_for(bounds[-1] + 1)))))
+    works = (
+        [RowWork(0, a, prompt[a:b], sample=b == bounds[-1])] for a, b in itertools.pairwise(bounds)
+    )
     return _steps([_opened(0)], [grant], *works)
 
 

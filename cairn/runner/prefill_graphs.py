@@ -21,7 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.attention.base import CHUNK, AttentionLayer, Batch, alone, early_slots
+from cairn.attention.base import (
+    CHUNK,
+    LEAST_EARLY,
+    ROUND,
+    AttentionLayer,
+    Batch,
+    alone,
+    early_slots,
+)
 from cairn.ops.plans import is_traced
 from cairn.runner.capture import Captured, capture
 from cairn.runner.graphs import DecodeGraphs
@@ -132,7 +140,7 @@ class PrefillGraphs:
             most = rows if bucket > UNCHUNKED else min(rows, bucket // CHUNK)
             for apart in sorted({alone(decoding, bucket) for decoding in range(most)}):
                 chunked += [
-                    Kind(bucket, True, apart, early) for early in self._earlies(bucket - apart)
+                    Kind(bucket, True, apart, early) for early in self._earlies(bucket, apart)
                 ]
         return chunked + [Kind(bucket, False) for bucket in buckets if bucket <= UNCHUNKED]
 
@@ -158,9 +166,15 @@ class PrefillGraphs:
             return
         log.info("captured steps of %d slots in %.2f s", kind.slots, time.perf_counter() - began)
 
-    def _earlies(self, slots: int) -> list[int]:
-        """How many of so many slots may be early: none, those of a row from its start on, all."""
-        return sorted({0, min(slots, self._early_slots), slots if self._early_slots else 0})
+    def _earlies(self, bucket: int, apart: int) -> list[int]:
+        """How many of the slots behind those apart may be early: none, those of a row from its
+        start on, all. As many rows decode as make so many apart; what they leave of these are the
+        row's first."""
+        slots = bucket - apart
+        decoding = next((n for n in range(apart + 1) if alone(n, bucket) == apart), apart)
+        front = (self._early_slots - (apart - decoding)) // ROUND * ROUND
+        found = {0, slots if self._early_slots else 0}
+        return sorted(found | {front} if LEAST_EARLY <= front < slots else found)
 
     def _early(self, layout: Layout, bucket: int, apart: int) -> int:
         """The most of them that are."""
@@ -168,7 +182,7 @@ class PrefillGraphs:
         if apart + early >= len(layout.slot):
             # What is behind is padding.
             early = bucket - apart
-        return max(n for n in self._earlies(bucket - apart) if n <= early)
+        return max(n for n in self._earlies(bucket, apart) if n <= early)
 
     def _closing(self, bucket: int) -> int:
         """Pages that a step of this bucket may complete."""

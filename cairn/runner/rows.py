@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cairn.attention.base import (
     CHUNK,
-    WORTHWHILE,
+    LEAST_EARLY,
+    ROUND,
     AttentionBackend,
     AttentionLayer,
     Batch,
@@ -80,14 +81,13 @@ class Layout(NamedTuple):
         slots, decode = len(self.slot), self.decoding == len(self.start)
         return slots if decode else alone(self.decoding, slots)
 
-    def early(self, alone: int, limit: int) -> int:
-        """See Batch: of the slots behind `alone`, where `early_slots` are `limit`."""
-        late = self.slot[alone:] >= limit
+    def early(self, begin: int, limit: int) -> int:
+        """See Batch: of the slots from `begin` on, where `early_slots` are `limit`."""
+        late = self.slot[begin:] >= limit
         if not late.any():
             return len(late)
-        # A whole number of 16: kernels are compiled for addresses as round as those of the whole.
-        count = int(late.argmax()) // 16 * 16
-        return count if count >= WORTHWHILE else 0
+        count = int(late.argmax()) // ROUND * ROUND
+        return count if count >= LEAST_EARLY else 0
 
     def stretches(self) -> list[int]:
         """Row, first slot and number of slots of each work, one after the other."""

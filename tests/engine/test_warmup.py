@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cairn.engine.warmup import warm_up
+from cairn.engine.warmup import _behind, _granted, warm_up
 from cairn.types import SamplingParams
 from tests.engine.harness import engine, greedy, run
 
@@ -33,6 +34,34 @@ def test_a_small_engine_is_warmed_up_within_its_limits(options):
     built = engine(CASE, max_num_seqs=1, **options)
     warm_up(built)
     assert len(run(built, [[5]], greedy(1))[0].tokens) == 1
+
+
+def test_lengths_behind_a_past_are_steps_of_one_row():
+    built = engine(CASE)
+    [steps] = _behind(built, 70, [5, 32, 40], 160)
+    works = [plan.work for plan in steps.prefills]
+    ends = [(work.first, work.first + work.num_tokens, work.sample) for (work,) in works]
+    # The past in steps of no more than the longest, then each length.
+    assert ends == [
+        *((0, 40, False), (40, 70, False), (70, 75, False), (75, 107, False), (107, 147, True)),
+    ]
+    first, *others = steps.prefills
+    assert len(first.opened) == len(first.grants) == 1
+    assert len(first.grants[0].pages) == int(built.slots.pages_for(148))
+    assert not any(plan.opened or plan.grants for plan in others)
+    assert steps.decode.decode.first.tolist() == [147]
+    # Those that do not fit are left out, and the past where none does.
+    [fewer] = _behind(built, 70, [5, 32, 40], 146)
+    assert fewer.decode.decode.first.tolist() == [107]
+    assert _behind(built, 70, [5, 32], 74) == []
+
+
+def test_a_pool_of_fewer_pages_gives_some_twice():
+    memory = SimpleNamespace(window_pages=2)
+    grant = _granted(SimpleNamespace(memory=memory), 1, (0, 1, 2, 3, 4))
+    assert (grant.pages, grant.window) == ((0, 1, 2, 3, 4), (0, 1, 0, 1, 0))
+    memory.window_pages = 0
+    assert _granted(SimpleNamespace(memory=memory), 1, (0, 1)).window == ()
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from cairn.engine import build
 from cairn.engine.build import Built
 from cairn.engine.warmup import warm_up
 from cairn.runner import prefill_graphs
+from cairn.runner import prefill_graphs as graphs_module
 from cairn.runner import rows as rows_module
 from cairn.runner.graphs import DecodeGraphs, Place
 from cairn.runner.prefill_graphs import (
@@ -122,10 +123,13 @@ class Slow:
     longest_in_graphs = 24
 
 
-def lay_out(rows: Rows, first: int, count: int):
+def lay_out(rows: Rows, first: int, count: int, decoding: int = 0):
+    """A chunk in the row behind those that decode, late."""
     need = int(rows.slots.pages_for(first + count))
-    grants = (PageGrant(0, 0, tuple(range(need))),)
-    return rows.lay_out(StepPlan(0, (), (), grants, (RowWork(0, first, [1] * count, True),)))
+    grants = (PageGrant(decoding, 0, tuple(range(need))),)
+    works = (RowWork(decoding, first, [1] * count, True),)
+    decode = DecodeWork.of(range(decoding), [60] * decoding, [0] * decoding)
+    return rows.lay_out(StepPlan(0, (), (), grants, works, decode))
 
 
 def test_what_fits_no_graph_is_left_alone(no_gpu):
@@ -150,7 +154,8 @@ def test_what_fits_no_graph_is_left_alone(no_gpu):
 
 def test_early_chunks_have_graphs_of_their_own(no_gpu, monkeypatch):
     """Of a row from its start on, and of such that are early as a whole."""
-    monkeypatch.setattr(rows_module, "WORTHWHILE", 20)
+    for module in (rows_module, graphs_module):
+        monkeypatch.setattr(module, "LEAST_EARLY", 16)
     rule = LandmarkRule(topk=2, window=21, softmax1=True, summary="mean", bias=False)
     looking = replace(PLAIN, backend="hsa", landmark=rule)
     narrower = replace(rule, window=5)
@@ -169,7 +174,10 @@ def test_early_chunks_have_graphs_of_their_own(no_gpu, monkeypatch):
     assert len(set(every)) == len(every)
     assert not any(kind.early for kind in every if not kind.chunked)
     # 21 slots are 6 pages, and 2 more are selected.
-    assert {kind.early for kind in every if (kind.slots, kind.alone) == (320, 16)} == {0, 32, 304}
+    # At least one row decodes where 16 are apart, 17 where 64 are: others are of the chunk behind.
+    assert {kind.early for kind in every if (kind.slots, kind.alone) == (320, 0)} == {0, 32, 320}
+    assert {kind.early for kind in every if (kind.slots, kind.alone) == (320, 16)} == {0, 16, 304}
+    assert {kind.early for kind in every if (kind.slots, kind.alone) == (320, 64)} == {0, 256}
     assert {kind.early for kind in every if (kind.slots, kind.alone) == (16, 0)} == {0, 16}
     for first, count, early in (
         *((0, 18, 32), (0, 24, 32), (6, 18, 32), (6, 19, 0), (100, 18, 0)),
@@ -177,6 +185,12 @@ def test_early_chunks_have_graphs_of_their_own(no_gpu, monkeypatch):
     ):
         assert graphs.run(lay_out(rows, first, count)) is not None
         assert model.batch.early == early, (first, count)
+    # The last is no step of chunks.
+    for decoding, early in ((1, 16), (5, 16), (9, 16), (15, 0)):
+        layout = lay_out(rows, 0, 118, decoding)
+        assert graphs.run(layout) is not None
+        assert model.batch.early == early <= layout.early(model.batch.alone, 32), decoding
+    assert set(graphs._captured) <= set(every)
 
 
 class Onlooker(TorchDispatchMode):

@@ -207,6 +207,7 @@ def test_what_is_early_stands_in_front_of_a_slot():
     assert early((5, 1000)) == 624  # not 635
     assert early((0, 100), (0, 250), (630, 20)) == 352  # not 360
     assert early((400, 300)) == early((900, 100)) == 0
+    assert (early((384, 300)), early((385, 300))) == (256, 0)
     assert early((0, 1000), decoding=True) == 624  # of 625: 15 more are alone
     assert early((0, 500), decoding=True) == 485
     assert early((0, 500), limit=0) == 0
