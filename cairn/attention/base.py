@@ -43,9 +43,9 @@ class LandmarkRule:
     group_query: bool = False
     strategy: str = "hils"
 
-    def whole_slots(self, page_size: int) -> int:
-        """Slots at the beginning of a row whose every page left of the window is selected; 0 for a
-        rule without a window."""
+    def short_slots(self, page_size: int) -> int:
+        """Slots of the longest row whose every page left of the window is selected; 0 for a rule
+        without a window."""
         return (self.topk + -(-self.window // page_size)) * page_size if self.window else 0
 
 
@@ -99,7 +99,7 @@ def early_slots(layers: Iterable[AttentionLayer], page_size: int) -> int:
     """Slots at the beginning of a row where all layers that look for pages select every one left of
     their windows, a multiple of ROUND; 0 where there are no such layers."""
     rules = [layer.landmark for layer in layers if layer.landmark and layer.selects]
-    most = min((rule.whole_slots(page_size) for rule in rules), default=0)
+    most = min((rule.short_slots(page_size) for rule in rules), default=0)
     # Kernels are compiled for addresses as round as those of a whole step.
     return most // ROUND * ROUND
 

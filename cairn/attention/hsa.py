@@ -93,7 +93,7 @@ class HsaBackend(AttentionBackend):
             if part.early:
                 # How wide it is tells the op that there is nothing to choose.
                 size = k_cache.shape[2]
-                page_table = page_table[:, : rule.whole_slots(size) // size]
+                page_table = page_table[:, : rule.short_slots(size) // size]
             o, indices, scores, lse = ops.landmark_attention(
                 part.of(q),
                 part.of(lmk_q),

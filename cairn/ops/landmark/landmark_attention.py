@@ -13,7 +13,7 @@ from cairn.ops.attention import launch, tiles
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, check_caches, check_queries, check_slots, expect
-from cairn.ops.landmark import fused_launch, loops, page_launch, select_launch, whole_launch
+from cairn.ops.landmark import fused_launch, loops, page_launch, select_launch, short_launch
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.looks import check_keys, check_rule, check_summaries
 from cairn.ops.landmark.page_attention import page_attention
@@ -144,13 +144,13 @@ def _(
     return torch.empty_like(q), indices, scores, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _all_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
+def _short_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
     named = dict(zip(_PARAMETERS, (q, *args), strict=False)) | kwargs
     size, topk = named["k_cache"].shape[2], named["topk"]
     return (
         _on_gpu(q, *args, **kwargs)
-        and whole_launch.selects_all(named["page_table"], size, named["window"], topk)
-        and whole_launch.accepts(q, named["lmk_q"], size, topk)
+        and short_launch.selects_all(named["page_table"], size, named["window"], topk)
+        and short_launch.accepts(q, named["lmk_q"], size, topk)
     )
 
 
@@ -239,7 +239,7 @@ def _(
 
 
 @landmark_attention.implementation(
-    "triton_all", devices=gpu.DEVICES, when=_all_on_gpu, replayed=True
+    "triton_short", devices=gpu.DEVICES, when=_short_on_gpu, replayed=True
 )
 def _(
     q: Tensor,
@@ -266,7 +266,7 @@ def _(
         store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
     own = launch.Task(q, k_cache, v_cache, *where, window, scale, True, True)
     job = _selection(own, lmk_q, summary_key, summary_bias, topk, strategy)
-    return whole_launch.attend(own, job, softmax1)
+    return short_launch.attend(own, job, softmax1)
 
 
 @landmark_attention.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu, replayed=True)

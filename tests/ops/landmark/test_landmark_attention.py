@@ -5,7 +5,7 @@ import torch
 
 from cairn.ops import arrivals, gpu
 from cairn.ops.attention import launch
-from cairn.ops.landmark import fused_launch, page_launch, whole_launch
+from cairn.ops.landmark import fused_launch, page_launch, short_launch
 from cairn.ops.landmark.landmark_attention import landmark_attention
 from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.testing import Make, check
@@ -191,7 +191,7 @@ def test_nothing_is_chosen_where_a_table_has_no_page_that_could_be_left_out(wind
     key = make.randn(len(paged.k_cache), 4, 16)
     for width, all_selected in ((widest + 1, False), (widest, True), (widest - 1, True)):
         table = paged.page_table[:, :width]
-        assert whole_launch.selects_all(table, size, window, topk) == all_selected
+        assert short_launch.selects_all(table, size, window, topk) == all_selected
     given = (q, z, paged.k_cache, paged.v_cache, key, None, row, slot, paged.page_table, window)
     indices = landmark_attention(*given, topk, True)[1]
     assert (indices[slot == widest * size - 1] >= 0).all()
@@ -240,10 +240,10 @@ def test_short_rows_agree_with_the_definition(geometry, variant):
     arguments = make.args(
         *given, window, topk, variant != "plain", store_summaries=variant == "stored", **options
     )
-    assert landmark_attention.implementations["triton_all"].accepts(
+    assert landmark_attention.implementations["triton_short"].accepts(
         arguments.args, arguments.kwargs
     )
-    check(landmark_attention, "triton_all", arguments)
+    check(landmark_attention, "triton_short", arguments)
 
 
 def test_one_program_has_room_for_what_it_holds():
@@ -255,7 +255,7 @@ def test_one_program_has_room_for_what_it_holds():
         *((256, single, 32, 32, True), (256, single, 32, 33, False)),
     ):
         q = torch.empty(1, 2, width, dtype=dtype)
-        assert whole_launch.accepts(q, q, page_size, topk) == fits, (width, dtype, page_size, topk)
+        assert short_launch.accepts(q, q, page_size, topk) == fits, (width, dtype, page_size, topk)
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
@@ -265,5 +265,5 @@ def test_what_kernels_do_not_take_is_not_taken_where_all_is_selected():
     row, slot, _ = paged.queries((20,))
     q, key = make.randn(20, 4, 16), make.randn(len(paged.k_cache), 2, 16)
     given = (q, q, paged.k_cache, paged.v_cache, key, None, row, slot, paged.page_table, 9, 3, True)
-    accepts = landmark_attention.implementations["triton_all"].accepts
+    accepts = landmark_attention.implementations["triton_short"].accepts
     assert accepts(given, {}) and not accepts(given, {"strategy": "group"})

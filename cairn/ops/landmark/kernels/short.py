@@ -1,5 +1,5 @@
-"""Kernels of landmark_attention where every page left of a window is selected: none is looked for,
-and a tile of tokens passes over them as over its window."""
+"""Kernels of landmark_attention for rows so short that every page left of a window is selected:
+none is looked for, and a tile of tokens passes over them as over its window."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cairn.ops.landmark.kernels.select import tile_scores
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def every_score_kernel(
+def short_scores_kernel(
     lmk_q, key, bias, row, slot, page_table, scores, indices, tokens,
     offset, size, scale, table_stride, page_stride, head_stride, topk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
@@ -94,7 +94,7 @@ def add_pages(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def whole_kernel(
+def short_kernel(
     q, k_cache, v_cache, row, slot, page_table, scores, o, lse, tokens,
     window, scale, table_stride, page_stride, head_stride, topk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
@@ -105,7 +105,7 @@ def whole_kernel(
     windows, which begin with a page.
 
     Args:
-        scores: [T, HEADS, topk], of `every_score_kernel`.
+        scores: [T, HEADS, topk], of `short_scores_kernel`.
         KEYS: slots of a window that are seen at once. PAGE: slots of a page, padded to a power of
             two, >= 16. K: topk, padded to a power of two.
     """

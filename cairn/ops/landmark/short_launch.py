@@ -1,4 +1,5 @@
-"""How landmark_attention is launched on a GPU where every page left of a window is selected."""
+"""How landmark_attention is launched on a GPU for rows so short that every page left of a window is
+selected."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch
-from cairn.ops.landmark.kernels.whole import every_score_kernel, whole_kernel
+from cairn.ops.landmark.kernels.short import short_kernel, short_scores_kernel
 from cairn.ops.landmark.select_launch import Selection
 
 TOKENS = 64
@@ -44,7 +45,7 @@ def attend(
     if tokens == 0:
         return o, indices, scores, lse
     width = gpu.next_power_of_2(job.topk)
-    every_score_kernel[(heads, -(-tokens // TOKENS))](
+    short_scores_kernel[(heads, -(-tokens // TOKENS))](
         *(job.lmk_q, job.summary_key, job.bias, job.row, job.slot, job.page_table),
         *(scores, indices, tokens, *job.numbers(), job.topk),
         *(heads, job.groups, job.summary_key.shape[1], dim, job.width, TOKENS, max(16, width)),
@@ -53,7 +54,7 @@ def attend(
     )
     rows, options = _tile(task)
     each = max(1, rows // task.group)
-    whole_kernel[(job.groups, -(-tokens // each))](
+    short_kernel[(job.groups, -(-tokens // each))](
         *(*task.inputs(), scores, o, lse, tokens, *task.numbers(), job.topk),
         *(*task.shape(), each, task.group, task.width, task.keys),
         *(max(16, gpu.next_power_of_2(job.page_size)), width, softmax1, _precision(task.q)),
