@@ -286,7 +286,7 @@ def tile_rows(
 
 @triton.jit
 def attend_row(
-    query, k_head, v_head, table, own_slot, first, mine, others, factor, page_stride,
+    query, k_head, v_head, table, own_slot, first, alive, mine, factor, page_stride,
     keys, values, kv, page_lines, head_lines, head_column,
     DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, LEAST: tl.constexpr,
@@ -295,8 +295,8 @@ def attend_row(
     slots `first` .. `own_slot` [M] of it; and whether there are any for this program's split.
 
     Args:
-        query: [M, DP]; table: of the sequence's pages; mine: [M], the rows.
-        others: whether the tile has rows of another sequence.
+        query: [M, DP]; table: of the sequence's pages.
+        alive, mine: [M], rows that are anybody's, and those of the sequence.
         keys, values: as in `tile_kernel`; kv and what follows it are looked at with them alone.
         LEAST: as in `tile_kernel`.
     """
@@ -312,7 +312,8 @@ def attend_row(
     start = low // KEYS * KEYS
     middle = tl.minimum(tl.maximum(whole // KEYS * KEYS, start), high + 1)
     after = (tl.min(tl.where(mine, own_slot, 2147483647), 0) + 1) // KEYS * KEYS
-    after = tl.where(others, middle, tl.maximum(after, middle))
+    others = tl.max((alive & ~mine).to(tl.int32), 0)
+    after = tl.where(others > 0, middle, tl.maximum(after, middle))
     start, end = own_share(start, high + 1, KEYS, LEAST)
     middle = tl.minimum(tl.maximum(middle, start), end)
     after = tl.minimum(tl.maximum(after, start), end)
@@ -368,10 +369,9 @@ def tile_kernel(
     this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
     while this_row < 2147483647:
         mine = alive & (own_row == this_row)
-        others = tl.max((alive & (own_row != this_row)).to(tl.int32), 0) > 0
         best, total, acc, any_seen = attend_row(
-            query, k_head, v_head, page_table + this_row * table_stride, own_slot, first, mine,
-            others, factor, page_stride, keys, values, kv, page_lines, head_lines, head_column,
+            query, k_head, v_head, page_table + this_row * table_stride, own_slot, first, alive,
+            mine, factor, page_stride, keys, values, kv, page_lines, head_lines, head_column,
             DIM, SIZE, DP, KEYS, MASKED, PRECISION, LEAST,
         )  # fmt: skip
         result, value = finish(best, total, acc)

@@ -283,8 +283,8 @@ def reduce_kernel(
     acc = tl.zeros([GP, DP], tl.float32)
     if BLEND:
         score = load_scores(weights, head, topk, own, K)
-        window = tl.load(lse + head, mask=own, other=float("-inf"))
-        base, total, window = layer_totals(score, window, SOFTMAX1)
+        mass = tl.load(lse + head, mask=own, other=float("-inf"))
+        base, total, window = layer_totals(score, mass, SOFTMAX1)
         state = load_rows(o_window + head * DIM, own, DIM, DP).to(tl.float32)
         acc += state * (window / total)[:, None]
     for start in range(0, topk, STEP):

@@ -119,10 +119,9 @@ def short_kernel(
     this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
     while this_row < 2147483647:
         mine = alive & (own_row == this_row)
-        others = tl.max((alive & (own_row != this_row)).to(tl.int32), 0) > 0
         table = page_table + this_row * table_stride
         best, summed, acc, _ = attend_row(
-            query, k_head, v_head, table, own_slot, first, mine, others, factor, page_stride,
+            query, k_head, v_head, table, own_slot, first, alive, mine, factor, page_stride,
             None, None, kv, 0, 0, 0, DIM, SIZE, DP, KEYS, True, PRECISION, 0,
         )  # fmt: skip
         acc, value = finish(best, summed, acc)
