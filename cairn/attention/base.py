@@ -7,6 +7,7 @@ so a decode token, a landmark and a prefill chunk go through the same call.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -19,6 +20,7 @@ from torch import Tensor
 from cairn import ops
 from cairn.cache.pools import CachePools, CacheSpec
 from cairn.ops.attention.launch import SPLIT_TOKENS
+from cairn.ops.landmark.select_task import short_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,10 @@ class LandmarkRule:
     group_query: bool = False
     strategy: str = "hils"
 
-    def short_slots(self, page_size: int) -> int:
-        """Slots of the longest row whose every page left of the window is selected; 0 for a rule
+    def short_pages(self, page_size: int) -> int:
+        """Pages of the longest row whose every page left of the window is selected; 0 for a rule
         without a window."""
-        return (self.topk + -(-self.window // page_size)) * page_size if self.window else 0
+        return short_pages(page_size, self.window, self.topk) if self.window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +97,24 @@ class LayerReads:
     window: Tensor
 
 
-def early_slots(layers: Iterable[AttentionLayer], page_size: int) -> int:
-    """Slots at the beginning of a row where all layers that look for pages select every one left of
-    their windows, a multiple of ROUND; 0 where there are no such layers."""
-    rules = [layer.landmark for layer in layers if layer.landmark and layer.selects]
-    most = min((rule.short_slots(page_size) for rule in rules), default=0)
-    # Kernels are compiled for addresses as round as those of a whole step.
-    return most // ROUND * ROUND
-
-
 CHUNK = 16
 """Slots of a row in the mean, from which on a step's slots count as chunks."""
 ALONE = (16, 64, 256)
 """How many of a step's first slots may be attended one by one, beside multiples of the last: few
 numbers, for each of which kernels are compiled and graphs captured."""
-
-
 LEAST_EARLY = 256
 """Fewer early slots than these are attended with others that are not early."""
 ROUND = 16
-"""Where slots are cut because some are early, so many are before it, or a multiple."""
+"""Early slots that are cut off are a multiple of it: kernels are compiled for addresses as round as
+those of a whole step."""
+
+
+def early_slots(layers: Iterable[AttentionLayer], page_size: int) -> int:
+    """Slots at the beginning of a row where all layers that look for pages select every one left of
+    their windows, a multiple of ROUND; 0 where there are no such layers."""
+    rules = [layer.landmark for layer in layers if layer.landmark and layer.selects]
+    pages = min((rule.short_pages(page_size) for rule in rules), default=0)
+    return pages * page_size // ROUND * ROUND
 
 
 def alone(rows: int, slots: int) -> int:
@@ -125,6 +125,12 @@ def alone(rows: int, slots: int) -> int:
         return 0
     whole = -(-rows // ALONE[-1]) * ALONE[-1]
     return min(slots, next((n for n in ALONE if n >= rows), whole))
+
+
+@functools.cache
+def fewest_rows(apart: int, slots: int) -> int:
+    """How many rows decode at least where `alone` gives so many slots."""
+    return next(rows for rows in range(apart + 1) if alone(rows, slots) == apart)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,8 +92,7 @@ class HsaBackend(AttentionBackend):
             page_table = batch.page_table
             if part.early:
                 # How wide it is tells the op that there is nothing to choose.
-                size = k_cache.shape[2]
-                page_table = page_table[:, : rule.short_slots(size) // size]
+                page_table = page_table[:, : rule.short_pages(k_cache.shape[2])]
             o, indices, scores, lse = ops.landmark_attention(
                 part.of(q),
                 part.of(lmk_q),

@@ -29,6 +29,7 @@ from cairn.attention.base import (
     Batch,
     alone,
     early_slots,
+    fewest_rows,
 )
 from cairn.ops.plans import is_traced
 from cairn.runner.capture import Captured, capture
@@ -168,11 +169,10 @@ class PrefillGraphs:
 
     def _earlies(self, bucket: int, apart: int) -> list[int]:
         """How many of the slots behind those apart may be early: none, those of a row from its
-        start on, all. As many rows decode as make so many apart; what they leave of these are the
-        row's first."""
+        start on, all. Of those apart, what rows that decode leave are the row's first."""
         slots = bucket - apart
-        decoding = next((n for n in range(apart + 1) if alone(n, bucket) == apart), apart)
-        front = (self._early_slots - (apart - decoding)) // ROUND * ROUND
+        left = apart - fewest_rows(apart, bucket)
+        front = (self._early_slots - left) // ROUND * ROUND
         found = {0, slots if self._early_slots else 0}
         return sorted(found | {front} if LEAST_EARLY <= front < slots else found)
 

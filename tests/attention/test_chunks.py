@@ -121,11 +121,10 @@ def test_what_is_watched_is_attended_in_one():
 @pytest.mark.parametrize("size", [2, 8, 64])
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 200])
 def test_a_rule_knows_slots_that_select_all_their_candidates(window: int, size: int):
-    slots = replace(LANDMARK, window=window).short_slots(size)
+    slots = replace(LANDMARK, window=window).short_pages(size) * size
     counts = candidate_pages(torch.arange(slots + size), size, window)
     assert counts[:slots].max() == LANDMARK.topk < counts[-1]
-    assert slots % size == 0
-    assert replace(LANDMARK, window=0).short_slots(size) == 0
+    assert replace(LANDMARK, window=0).short_pages(size) == 0
 
 
 def test_early_chunks_show_a_table_of_what_they_select(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,6 @@ from cairn.engine import build
 from cairn.engine.build import Built
 from cairn.engine.warmup import warm_up
 from cairn.runner import prefill_graphs
-from cairn.runner import prefill_graphs as graphs_module
 from cairn.runner import rows as rows_module
 from cairn.runner.graphs import DecodeGraphs, Place
 from cairn.runner.prefill_graphs import (
@@ -154,7 +153,7 @@ def test_what_fits_no_graph_is_left_alone(no_gpu):
 
 def test_early_chunks_have_graphs_of_their_own(no_gpu, monkeypatch):
     """Of a row from its start on, and of such that are early as a whole."""
-    for module in (rows_module, graphs_module):
+    for module in (rows_module, prefill_graphs):
         monkeypatch.setattr(module, "LEAST_EARLY", 16)
     rule = LandmarkRule(topk=2, window=21, softmax1=True, summary="mean", bias=False)
     looking = replace(PLAIN, backend="hsa", landmark=rule)

@@ -19,8 +19,12 @@ from cairn.ops.landmark.looks import check_keys, check_rule, check_summaries
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.landmark.select_pages import select_pages
-from cairn.ops.landmark.select_task import STRATEGIES, task_of
-from cairn.ops.landmark.store_prior_summary import completed_pages, store_prior_summary
+from cairn.ops.landmark.select_task import STRATEGIES, short_pages, task_of
+from cairn.ops.landmark.store_prior_summary import (
+    completed_pages,
+    store_completed,
+    store_prior_summary,
+)
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -144,12 +148,16 @@ def _(
     return torch.empty_like(q), indices, scores, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+def _named(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return dict(zip(_PARAMETERS, args, strict=False)) | kwargs
+
+
 def _short_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
-    named = dict(zip(_PARAMETERS, (q, *args), strict=False)) | kwargs
+    named = _named(q, *args, **kwargs)
     size, topk = named["k_cache"].shape[2], named["topk"]
     return (
         _on_gpu(q, *args, **kwargs)
-        and short_launch.selects_all(named["page_table"], size, named["window"], topk)
+        and named["page_table"].shape[1] <= short_pages(size, named["window"], topk)
         and short_launch.accepts(q, named["lmk_q"], size, topk)
     )
 
@@ -172,7 +180,7 @@ def _selection(
 
 
 def _few_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
-    named = dict(zip(_PARAMETERS, (q, *args), strict=False)) | kwargs
+    named = _named(q, *args, **kwargs)
     kv_heads, chunked = named["k_cache"].shape[1], named.get("chunked", False)
     tiled = launch.in_tiles(q, kv_heads, chunked, launch.LANDMARK_LINES)
     if tiled or not _on_gpu(q, *args, **kwargs):
@@ -262,8 +270,7 @@ def _(
     """All scores, then window and pages at once."""
     where = (row, slot, page_table)
     if store_summaries:
-        completed = completed_pages(row, slot, page_table, k_cache.shape[2])
-        store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
+        store_completed(lmk_q, k_cache, row, slot, page_table, summary_key, summary_bias, scale)
     own = launch.Task(q, k_cache, v_cache, *where, window, scale, True, True)
     job = _selection(own, lmk_q, summary_key, summary_bias, topk, strategy)
     return short_launch.attend(own, job, softmax1)
@@ -291,8 +298,7 @@ def _(
     """Window and selection as they are; weights and blend where the pages are added up."""
     where = (row, slot, page_table)
     if store_summaries:
-        completed = completed_pages(row, slot, page_table, k_cache.shape[2])
-        store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
+        store_completed(lmk_q, k_cache, row, slot, page_table, summary_key, summary_bias, scale)
     o_window, lse = window_attention(
         *(q, k_cache, v_cache, *where, window, scale),
         aligned=True,
@@ -359,8 +365,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A decode step."""
     if store_summaries:
-        completed = completed_pages(row, slot, page_table, k_cache.shape[2])
-        store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
+        store_completed(lmk_q, k_cache, row, slot, page_table, summary_key, summary_bias, scale)
     task = task_of(lmk_q, summary_key, strategy, scale, k_cache.shape[1])
     tokens, heads, dim = q.shape
     results = (
@@ -404,8 +409,7 @@ def _(
     """The ops one after the other, each as it is fastest."""
     where = (row, slot, page_table)
     if store_summaries:
-        completed = completed_pages(row, slot, page_table, k_cache.shape[2])
-        store_prior_summary(lmk_q, k_cache, completed, summary_key, summary_bias, scale)
+        store_completed(lmk_q, k_cache, row, slot, page_table, summary_key, summary_bias, scale)
     o_window, lse = window_attention(
         *(q, k_cache, v_cache, *where, window, scale),
         aligned=True,

@@ -24,6 +24,12 @@ def candidate_pages(slot: Tensor, page_size: int, window: int, strategy: str = "
     return ((slot - (window - 1)) // page_size).clamp(min=0)
 
 
+def short_pages(page_size: int, window: int, topk: int) -> int:
+    """Pages of the longest row whose every candidate is selected, with a window of 1 slot or more:
+    of a page more, the last slot has topk + 1 candidates."""
+    return topk + -(-window // page_size)
+
+
 @dataclass(frozen=True)
 class Task:
     """What a strategy means for the tensors.

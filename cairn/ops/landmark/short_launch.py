@@ -17,12 +17,6 @@ MOST_BYTES, MOST_PAGES = 1 << 15, 128
 """Of a page's keys, or of all summaries of a row, that a program holds at a time; and pages."""
 
 
-def selects_all(page_table: Tensor, page_size: int, window: int, topk: int) -> bool:
-    """Whether no token can have more candidates than are selected: the last slot of a row has the
-    most."""
-    return page_table.shape[1] - -(-window // page_size) <= topk
-
-
 def accepts(q: Tensor, lmk_q: Tensor, page_size: int, topk: int) -> bool:
     """Whether a program has room for a page of slots, and for all pages' keys and scores."""
     width = max(16, gpu.next_power_of_2(q.shape[2]))

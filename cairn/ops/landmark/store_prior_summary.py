@@ -130,6 +130,21 @@ def _(
     )
 
 
+def store_completed(
+    query: Tensor,
+    k_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    key_pool: Tensor,
+    bias_pool: Tensor | None,
+    scale: float | None,
+) -> None:
+    """store_prior_summary of the pages whose last slots tokens are in, with their own queries."""
+    pages = completed_pages(row, slot, page_table, k_cache.shape[2])
+    store_prior_summary(query, k_cache, pages, key_pool, bias_pool, scale)
+
+
 @store_prior_summary.cases
 def _(make: Make) -> Cases:
     for dtype, size, heads, group in ((torch.float32, 8, 2, 4), (torch.bfloat16, 16, 3, 1)):
