@@ -8,9 +8,9 @@ has delivered the next one.
 
 from __future__ import annotations
 
-from cairn.ops.attention.groups import base_of, clear, copy, multiply, tell
 from cairn.ops.attention.latent_groups import line_of, query_of
 from cairn.ops.gpu import gl, gluon, hopper
+from cairn.ops.groups import base_of, clear, copy, multiply, tell
 
 
 @gluon.jit

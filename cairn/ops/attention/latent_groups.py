@@ -12,7 +12,8 @@ That sums are scaled only where logits have risen far is FlashAttention-4's.
 
 from __future__ import annotations
 
-from cairn.ops.attention.groups import (
+from cairn.ops.gpu import constant, gl, gluon, hopper
+from cairn.ops.groups import (
     base_of,
     clear,
     copy,
@@ -22,7 +23,6 @@ from cairn.ops.attention.groups import (
     tell,
     unknown_zero,
 )
-from cairn.ops.gpu import constant, gl, gluon, hopper
 
 RISE = constant(8.0)
 """So far a row's logits, to base 2, rise above the one that its weights are relative to before they

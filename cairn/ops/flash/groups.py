@@ -7,7 +7,9 @@ of `flash_kernel`, without its splits, windows to the left, scales and caps.
 
 from __future__ import annotations
 
-from cairn.ops.attention.groups import (
+from cairn.ops.flash import kernels
+from cairn.ops.gpu import gl, gluon, hopper
+from cairn.ops.groups import (
     base_of,
     clear,
     copy,
@@ -17,8 +19,6 @@ from cairn.ops.attention.groups import (
     summed,
     tell,
 )
-from cairn.ops.flash import kernels
-from cairn.ops.gpu import gl, gluon, hopper
 
 queries_of, keys_of = gluon.also(kernels.queries_of), gluon.also(kernels.keys_of)
 

@@ -8,8 +8,8 @@ columns of a key, which meet ones in the query: adding it afterwards, each numbe
 
 from __future__ import annotations
 
-from cairn.ops.attention.groups import tell
 from cairn.ops.gpu import gl, gluon, hopper
+from cairn.ops.groups import tell
 
 
 @gluon.jit
