@@ -394,12 +394,14 @@ class Draw(Make):
         yield ", random pages", self.randn(*shape)
         yield ", shared pages", self.lingering(*shape)
 
-    def by_torch(self, definition: Callable[..., Any]) -> tuple[Alternative, ...]:
-        """The definition, and compiled unless on a CPU, where that takes a C++ compiler."""
-        plain = Alternative("definition", definition)
+    def by_torch(
+        self, function: Callable[..., Any], name: str = "definition"
+    ) -> tuple[Alternative, ...]:
+        """A function, and compiled unless on a CPU, where that takes a C++ compiler."""
+        plain = Alternative(name, function)
         if self.device == "cpu":
             return (plain,)
-        return plain, Alternative(COMPILED, torch.compile(definition, dynamic=False))
+        return plain, Alternative(COMPILED, torch.compile(function, dynamic=False))
 
     def attention(self) -> Iterator[PagedStep]:
         """Every layer's steps, each on a cache of its own, most with its pages in random order."""

@@ -28,6 +28,7 @@ from cairn.ops.flash import group_launch
 from cairn.ops.flash.flash_attention import drawn, flash_attention
 from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.select_pages import _selection
+from cairn.ops.linear import group_launch as products
 from cairn.ops.sampling import passes, teams
 from cairn.ops.testing import Make
 
@@ -43,6 +44,7 @@ TYPES = {
     torch.int64: "i64",
 }
 ALIGNED = [["tt.divisibility", 16]]
+OPTIONS = ("num_warps", "maxnreg", "launch_pdl")
 
 
 def type_of(value: Any) -> str:
@@ -69,7 +71,7 @@ def loads_in_a_row(binary: bytes) -> int:
 
 def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **rest: Any) -> None:
     """Takes the place of a kernel's launch."""
-    options = {name: rest.pop(name) for name in ("num_warps", "maxnreg") if name in rest}
+    options = {name: rest.pop(name) for name in OPTIONS if name in rest}
     values = dict(zip([p.name for p in kernel.params], args, strict=False)) | rest
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
@@ -105,6 +107,7 @@ def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **rest: Any) -> N
 def main() -> None:
     JITFunction.run = GluonJITFunction.run = compiled
     gpu.processors = lambda device: 132
+    gpu.program_memory = lambda device: 227 << 10
     gpu.multiplies_in_groups = lambda device: True
     gpu.copies_blocks = lambda device: True
     group_launch.LEAST_FLOPS = group_launch.FULL = 0
@@ -129,6 +132,10 @@ def main() -> None:
         assert select_launch.in_groups(job)
         tops = torch.empty(256, groups, 32)
         select_launch._score_in_groups(job, lse, torch.empty(256, groups, 512), tops)
+    x, weight = torch.empty(40, 1032, dtype=dtype), torch.empty(512, 1032, dtype=dtype)
+    products.multiply(x, weight, torch.empty(40, 256, dtype=dtype), gated=True)
+    products.multiply(x[:5], weight, torch.empty(5, 512))
+    products.multiply_parts(x[:20], weight)
     rows, shares = torch.empty(1, 100_278, device="meta"), torch.empty(1, device="meta")
     teams.mask_logits(rows, shares.long())
     teams.keep_least(rows, shares)

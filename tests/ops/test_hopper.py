@@ -20,7 +20,7 @@ FEW_SPILT = 512
 SPILT = {"group_scores_kernel": FEW_SPILT, "latent_groups_kernel": 16}
 GROUPS = {
     *("latent_groups_kernel", "latent_columns_kernel"),
-    *("flash_groups_kernel", "group_scores_kernel"),
+    *("flash_groups_kernel", "group_scores_kernel", "linear_groups_kernel"),
 }
 TEAMS = {"top_k_kernel", "min_p_kernel", "top_p_kernel"}
 PASSES = {"list_kernel", "store_kernel"}

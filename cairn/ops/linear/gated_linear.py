@@ -9,7 +9,7 @@ from cairn.ops import cpu, gpu
 from cairn.ops.activation.silu_and_mul import gate_rows, in_lanes, silu_and_mul
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect, refuse
-from cairn.ops.linear import few, few_rows, panel
+from cairn.ops.linear import few, few_rows, group_launch, panel
 from cairn.ops.linear.linear import normed
 from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
@@ -43,6 +43,20 @@ def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e
     check_product("gated_linear", input, "weight", weight, None, norm)
     if weight.shape[0] % 2:
         refuse("gated_linear", "weight", f"has {weight.shape[0]} rows, no two equal halves")
+
+
+@gated_linear.implementation(
+    "gluon",
+    devices=gpu.DEVICES,
+    dtypes=(torch.bfloat16, torch.float16),
+    when=lambda input, weight, norm=None, eps=1e-6: group_launch.accepts(input, weight, gated=True),
+    missing="" if gpu.gl else "needs Triton 3.6",
+    replayed=True,
+)
+def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    x = input if norm is None else rmsnorm(input, norm, eps)
+    out = gpu.empty((input.shape[0], weight.shape[0] // 2), input.dtype, input.device)
+    return group_launch.multiply(x, weight, out, gated=True)
 
 
 @gated_linear.implementation(
@@ -121,6 +135,12 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(0, 64), make.randn(18, 64))
 
 
+def _by_torch(x: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
+    normed = torch.nn.functional.rms_norm(x, norm.shape, norm, 1e-6)
+    gate, up = torch.nn.functional.linear(normed, weight).chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
 @gated_linear.bench
 def _(draw: Draw) -> Points:
     for layer, rows in draw.products():
@@ -131,5 +151,5 @@ def _(draw: Draw) -> Points:
             draw.args(x, weight, norm),
             moved(x, weight, norm) + rows * layer.intermediate * x.element_size(),
             2.0 * rows * weight.numel(),
-            draw.by_torch(gated_linear.reference),
+            draw.by_torch(_by_torch, "rms_norm, linear, silu"),
         )

@@ -279,10 +279,10 @@ def panel_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def sum_norm_kernel(
     parts, residual, norm, out, tokens, residual_stride, out_stride, width, eps,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token: residual += the sum of its parts [PARTS, tokens, width], in their order; out = the
-    norm of that before it was rounded.
+    """One token: residual += the sum of its parts [PARTS, tokens, width], in their order; with NORM
+    out = the norm of that before it was rounded.
 
     Args:
         EARLY: as in `await_previous`.
@@ -291,8 +291,9 @@ def sum_norm_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    # Before the wait: it is a weight.
-    factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        # Before the wait: it is a weight.
+        factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     await_previous(EARLY)
     residual_at = residual + token * residual_stride + column
     before = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
@@ -302,9 +303,10 @@ def sum_norm_kernel(
         total += tl.load(at + tokens.to(tl.int64) * part * width, mask=inside, other=0.0)
     total += before
     tl.store(residual_at, total.to(residual.dtype.element_ty), mask=inside)
-    scale = tl.rsqrt(tl.sum(total * total, 0) / width + eps)
-    tl.store(
-        out + token * out_stride + column,
-        (total * scale * factor).to(out.dtype.element_ty),
-        mask=inside,
-    )
+    if NORM:
+        scale = tl.rsqrt(tl.sum(total * total, 0) / width + eps)
+        tl.store(
+            out + token * out_stride + column,
+            (total * scale * factor).to(out.dtype.element_ty),
+            mask=inside,
+        )

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import check_dtype
-from cairn.ops.linear import few, few_rows, panel
+from cairn.ops.linear import few, few_rows, group_launch, panel
 from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
@@ -59,6 +59,30 @@ def _(
 ) -> None:
     check_product("linear", input, "weight", weight, bias, norm)
     check_dtype("linear", dtype)
+
+
+@linear.implementation(
+    "gluon",
+    devices=gpu.DEVICES,
+    dtypes=(torch.bfloat16, torch.float16),
+    when=lambda input, weight, bias=None, *args, **kwargs: (
+        bias is None and group_launch.accepts(input, weight)
+    ),
+    missing="" if gpu.gl else "needs Triton 3.6",
+    replayed=True,
+)
+def _(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    x = input if norm is None else rmsnorm(input, norm, eps)
+    shape = (input.shape[0], weight.shape[0])
+    out = gpu.empty(shape, dtype or input.dtype, input.device)
+    return group_launch.multiply(x, weight, out)
 
 
 @linear.implementation(
@@ -195,8 +219,7 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(0, 64), make.randn(7, 64))
 
 
-def _normed_product(x: Tensor, weight: Tensor, _: None, norm: Tensor) -> Tensor:
-    """`linear` by PyTorch."""
+def _by_torch(x: Tensor, weight: Tensor, _: None, norm: Tensor) -> Tensor:
     return torch.nn.functional.linear(
         torch.nn.functional.rms_norm(x, norm.shape, norm, 1e-6), weight
     )
@@ -211,11 +234,10 @@ def _(draw: Draw) -> Points:
         for name, rows, numbers in shapes:
             x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
             weight = draw.randn(numbers, layer.hidden, scale=layer.hidden**-0.5)
-            by_torch = Alternative("rms_norm, linear", _normed_product)
             yield Point(
                 f"{layer.name} {name}: {rows} x {layer.hidden} x {numbers}",
                 draw.args(x, weight, None, norm),
                 moved(x, weight, norm) + rows * numbers * x.element_size(),
                 2.0 * rows * weight.numel(),
-                (by_torch,),
+                draw.by_torch(_by_torch, "rms_norm, linear"),
             )

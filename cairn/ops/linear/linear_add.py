@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops import cpu, gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect
-from cairn.ops.linear import few, few_rows
+from cairn.ops.linear import few, few_rows, group_launch, panel
 from cairn.ops.linear.looks import check_product
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -52,6 +52,20 @@ def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 @linear_add.implementation(
+    "gluon",
+    devices=gpu.DEVICES,
+    dtypes=(torch.bfloat16, torch.float16),
+    when=lambda input, residual, weight, bias=None: (
+        bias is None and residual.stride(1) == 1 and group_launch.accepts_added(input, weight)
+    ),
+    missing="" if gpu.gl else "needs Triton 3.6",
+    replayed=True,
+)
+def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    panel.add(group_launch.multiply_parts(input, weight), residual)
+
+
+@linear_add.implementation(
     "numba",
     devices=cpu.DEVICES,
     when=lambda input, residual, weight, bias=None: (
@@ -83,6 +97,10 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64))
 
 
+def _by_torch(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    residual.addmm_(x, weight.t())
+
+
 @linear_add.bench
 def _(draw: Draw) -> Points:
     for layer, rows in draw.products():
@@ -94,5 +112,5 @@ def _(draw: Draw) -> Points:
                 draw.args(x, residual, weight),
                 moved(x, weight, residual, residual),
                 2.0 * rows * weight.numel(),
-                draw.by_torch(linear_add.reference),
+                draw.by_torch(_by_torch, "addmm_"),
             )

@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect
-from cairn.ops.linear import few, panel
+from cairn.ops.linear import few, group_launch, panel
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.launch import check_weight
@@ -63,6 +63,28 @@ def _(
     shape = (input.shape[0], weight.shape[0])
     expect("linear_add_rmsnorm", "residual", residual, shape, (input.dtype,), input)
     check_weight("linear_add_rmsnorm", "norm", norm, residual)
+
+
+@linear_add_rmsnorm.implementation(
+    "gluon",
+    devices=gpu.DEVICES,
+    dtypes=(torch.bfloat16, torch.float16),
+    when=lambda input, residual, weight, norm, bias=None, eps=1e-6: (
+        bias is None and residual.stride(1) == 1 and group_launch.accepts_split(input, weight)
+    ),
+    missing="" if gpu.gl else "needs Triton 3.6",
+    replayed=True,
+)
+def _(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    norm: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The norm sums what the product is split into."""
+    return panel.add_and_norm(group_launch.multiply_parts(input, weight), residual, norm, eps)
 
 
 @linear_add_rmsnorm.implementation(
@@ -143,6 +165,11 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64), make.randn(9))
 
 
+def _by_torch(x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
+    residual.addmm_(x, weight.t())
+    return torch.nn.functional.rms_norm(residual, norm.shape, norm, 1e-6)
+
+
 @linear_add_rmsnorm.bench
 def _(draw: Draw) -> Points:
     for layer, rows in draw.products():
@@ -155,5 +182,5 @@ def _(draw: Draw) -> Points:
                 draw.args(x, residual, weight, norm),
                 moved(x, weight, residual, residual, residual, norm),
                 2.0 * rows * weight.numel(),
-                draw.by_torch(linear_add_rmsnorm.reference),
+                draw.by_torch(_by_torch, "addmm_, rms_norm"),
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.early import early_option
-from cairn.ops.linear import few
+from cairn.ops.linear import few, group_launch
 from cairn.ops.linear.kernels import panel_kernel, sum_norm_kernel
 from cairn.ops.norm.launch import LONGEST
 
@@ -38,7 +38,11 @@ MOST_SPLITS, FEWEST_PARTS = 8, 4
 def sums_in_norm(input: Tensor, weight: Tensor) -> bool:
     """Whether the norm of a stream that a product is added to belongs behind that product; else in
     front of the next one."""
-    return FEWEST <= input.shape[0] <= MOST or few.accepts_split(input, weight)
+    return (
+        FEWEST <= input.shape[0] <= MOST
+        or few.accepts_split(input, weight)
+        or group_launch.accepts_split(input, weight)
+    )
 
 
 def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
@@ -145,17 +149,27 @@ def _launch(input: Tensor, weight: Tensor, out: Tensor, rows: int, span: int, ga
     )
 
 
+def add(parts: Tensor, residual: Tensor) -> None:
+    """residual [T, N] += the sum of parts [splits, T, N] in their order."""
+    _add(parts, residual, None)
+
+
 def add_and_norm(parts: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """residual [T, N] += the sum of parts [splits, T, N] in their order; what its norm makes of it
-    before it is rounded, [T, N]."""
-    splits, tokens, width = parts.shape
+    """The same; what its norm makes of it before it is rounded, [T, N]."""
     out = gpu.empty(residual.shape, residual.dtype, residual.device)
+    _add(parts, residual, (norm, out, eps))
+    return out
+
+
+def _add(parts: Tensor, residual: Tensor, normed: tuple[Tensor, Tensor, float] | None) -> None:
+    """`sum_norm_kernel`; normed: weight of the norm, where its result goes, and eps."""
+    splits, tokens, width = parts.shape
+    norm, out, eps = (residual, residual, 0.0) if normed is None else normed
     block = gpu.next_power_of_2(width)
     early = gpu.launches_early(residual.device)
     sum_norm_kernel[(tokens,)](
         *(parts, residual, norm, out, tokens, residual.stride(0), out.stride(0), width, eps),
-        *(splits, block, early),
+        *(splits, block, normed is not None, early),
         num_warps=min(16, 2 * gpu.warps_for(block)),
         **early_option(early),
     )
-    return out

@@ -1,0 +1,130 @@
+"""How products of some tokens with a large weight are launched in groups of warps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.early import early_option
+from cairn.ops.linear.groups import linear_groups_kernel
+from cairn.ops.norm.launch import LONGEST
+
+FEWEST, MOST = 3, 64
+"""Tokens of these products."""
+ROWS, PART, STAGES = 64, 128, 6
+"""Rows of a block of the weight, of which a program takes two; columns of a part of them; and how
+many parts it has at once."""
+SPARE = 1 << 10
+"""Bytes of a program's memory beside those."""
+REGISTERS = 128
+"""Of a thread: programs of the small kernels around have place beside it."""
+LEAST_BYTES = (1 << 24) + 1
+"""Of a weight: smaller ones are held or asked for whole by other kernels."""
+FILLED, WIDE_FILLED = 0.35, 0.9
+"""Share of a device's processors that have a program at least, and where programs of more than 32
+tokens are all there is to a product: with fewer, the library's reads less of the tokens."""
+SPLIT_FILLED = {16: 0.7, 32: 0.7, 64: 0.45}
+"""Sums are split until so many have one, by its tokens: every split is written and read again."""
+WIDE_SPLIT_BYTES = 1 << 26
+"""Of a weight for more than 32 tokens whose sums are split though no norm reads them."""
+FEWEST_PARTS = 4
+"""Of a split."""
+_ALIGNED = 16
+"""Bytes that a table's address and its lines' are multiples of."""
+
+
+def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
+    """Some tokens [T, K] and a large weight [N, K] with enough rows for the device."""
+    if not _takes(input, weight):
+        return False
+    filled = WIDE_FILLED if _tokens(input) > 32 and not gated else FILLED
+    return _programs(weight) >= filled * gpu.processors(input.device)
+
+
+def accepts_split(input: Tensor, weight: Tensor) -> bool:
+    """The same where sums are split, so that there are enough programs, and a norm adds them up."""
+    return _takes(input, weight) and weight.shape[0] <= LONGEST
+
+
+def accepts_added(input: Tensor, weight: Tensor) -> bool:
+    """The same where nothing but the sum is wanted."""
+    return (
+        accepts_split(input, weight)
+        and (_tokens(input) <= 32 or _bytes(weight) >= WIDE_SPLIT_BYTES)
+        and _splits(input, weight) > 1
+    )
+
+
+def _takes(input: Tensor, weight: Tensor) -> bool:
+    size = weight.element_size()
+    return (
+        input.dim() == 2
+        and FEWEST <= input.shape[0] <= MOST
+        and input.dtype == weight.dtype
+        and size == 2
+        and gpu.multiplies_in_groups(input.device)
+        and weight.is_contiguous()
+        and _bytes(weight) >= LEAST_BYTES
+        and weight.shape[1] * size % _ALIGNED == 0
+        and input.stride(1) == 1
+        and input.stride(0) >= input.shape[1]
+        and input.stride(0) * size % _ALIGNED == 0
+        and (input.data_ptr() | weight.data_ptr()) % _ALIGNED == 0
+    )
+
+
+def _bytes(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
+
+
+def _programs(weight: Tensor) -> int:
+    return -(-weight.shape[0] // (2 * ROWS))
+
+
+def _tokens(input: Tensor) -> int:
+    return max(16, gpu.next_power_of_2(input.shape[0]))
+
+
+def _splits(input: Tensor, weight: Tensor) -> int:
+    wanted = SPLIT_FILLED[_tokens(input)] * gpu.processors(input.device)
+    most = -(-weight.shape[1] // PART) // FEWEST_PARTS
+    return max(1, min(math.ceil(wanted / _programs(weight)), most))
+
+
+def multiply(input: Tensor, weight: Tensor, out: Tensor, *, gated: bool = False) -> Tensor:
+    """Write out [T, N], or of silu of the first half of the numbers, times the second, if `gated`;
+    all that `accepts` asks for holds."""
+    _launch(input, weight, out, 1, gated)
+    return out
+
+
+def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
+    """Parts [splits, T, N] float32 whose sum is the product; all that `accepts_split` asks for
+    holds."""
+    splits = _splits(input, weight)
+    parts = gpu.empty((splits, input.shape[0], weight.shape[0]), torch.float32, input.device)
+    _launch(input, weight, parts, splits, False)
+    return parts
+
+
+def _launch(input: Tensor, weight: Tensor, out: Tensor, splits: int, gated: bool) -> None:
+    """`linear_groups_kernel` with as many parts at once as a program has memory for."""
+    tokens, early = _tokens(input), gpu.launches_early(input.device)
+    held = (2 * ROWS + tokens) * PART * weight.element_size()
+    stages = min(STAGES, (gpu.program_memory(input.device) - SPARE) // held)
+    linear_groups_kernel[(_programs(weight), splits)](
+        *(_table(input, tokens), _table(weight, ROWS), out),
+        *(input.shape[0], out.shape[-1], out.stride(-2), -(-weight.shape[1] // PART)),
+        *(ROWS, tokens, PART, stages, gated, out.dim() == 3, early),
+        num_warps=4,
+        maxnreg=REGISTERS,
+        **early_option(early),
+    )
+
+
+def _table(lines: Tensor, rows: int) -> object:
+    block = (rows, PART)
+    return gpu.tiles(gpu.blocks(lines, lines.shape, lines.stride(), block), block)

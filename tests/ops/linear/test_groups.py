@@ -1,0 +1,201 @@
+"""Products of some tokens with a large weight by groups of warps, on the device they are for."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from cairn import ops
+from cairn.ops import gpu
+from cairn.ops.linear import group_launch
+from cairn.ops.registry import Op
+from cairn.ops.testing import Arguments, check, run
+
+on_hopper = pytest.mark.skipif(
+    not (torch.cuda.is_available() and gpu.multiplies_in_groups(torch.device("cuda", 0))),
+    reason="needs Hopper's tensor cores and Triton 3.6",
+)
+TOKENS = [3, 8, 16, 17, 32, 33, 63, 64]
+SIZES = [(256, 128), (4096, 1024), (500, 1032), (70, 8), (1026, 2000)]
+"""Rows and columns of a weight: whole blocks and parts, others, and less than one of either."""
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small weights are large."""
+    for name in ("LEAST_BYTES", "FILLED", "WIDE_FILLED", "WIDE_SPLIT_BYTES"):
+        monkeypatch.setattr(group_launch, name, 0)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device="cuda").mul(scale).to(dtype)
+
+
+def given_to(
+    op: Op[..., object], tokens: int, rows: int, columns: int, **kwargs: object
+) -> Arguments:
+    x, weight = (
+        drawn(tokens, columns, **kwargs),
+        drawn(rows, columns, scale=columns**-0.5, **kwargs),
+    )
+    norm = drawn(columns, **kwargs)
+    if op is ops.linear:
+        return Arguments((x, weight, None, norm, 1e-5, torch.float32), {})
+    if op is ops.gated_linear:
+        return Arguments((x, weight, norm, 1e-5), {})
+    residual = drawn(tokens, rows, **kwargs)
+    if op is ops.linear_add:
+        return Arguments((x, residual, weight), {})
+    return Arguments((x, residual, weight, drawn(rows, **kwargs)), {})
+
+
+PLAIN, ADDING = [ops.linear, ops.gated_linear], [ops.linear_add, ops.linear_add_rmsnorm]
+EVERY = [*PLAIN, *ADDING]
+every = pytest.mark.parametrize("op", EVERY, ids=lambda op: op.name)
+
+
+@pytest.mark.gpu
+@on_hopper
+@every
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_products_of_all_sizes(op: Op[..., object], tokens: int, small: None) -> None:
+    torch.manual_seed(tokens)
+    for rows, columns in SIZES:
+        check(op, "gluon", given_to(op, tokens, rows, columns))
+    check(op, "gluon", given_to(op, tokens, 384, 512, dtype=torch.float16))
+
+
+@pytest.mark.gpu
+@on_hopper
+@every
+def test_large_weights_go_this_way(op: Op[..., object]) -> None:
+    torch.manual_seed(0)
+    columns, rows = (4096, 16384) if op in PLAIN else (11008, 4096)
+    for tokens, wanted in ((2, False), (3, True), (64, True), (65, False)):
+        given = given_to(op, tokens, rows, columns)
+        assert (op.choice(*given.args) == "gluon") == wanted
+        if wanted:
+            check(op, "gluon", given)
+
+
+@pytest.mark.gpu
+@on_hopper
+@every
+def test_the_same_every_time_and_in_any_company(op: Op[..., object], small: None) -> None:
+    """A token's numbers do not depend on those beside it, nor on how many these are up to the next
+    power of two; what is no number stays where it is."""
+    torch.manual_seed(0)
+    given = given_to(op, 30, 4096, 2048)
+    torch.cuda.synchronize()
+    results = [run(op, "gluon", given) for _ in range(30)]
+    first = _numbers(results[0])
+    for one in results:
+        assert torch.equal(_numbers(one), first)
+    fewer = _some(op, given, slice(3, 20))
+    assert torch.equal(_numbers(run(op, "gluon", fewer)), first[3:20])
+    given.args[0][7, 5] = torch.nan
+    spoilt = _numbers(run(op, "gluon", given))
+    assert spoilt[7].isnan().all()
+    assert torch.equal(spoilt[8:], first[8:])
+
+
+def _numbers(result: tuple[Arguments, tuple[Tensor, ...]]) -> Tensor:
+    """All that a call gave and changed, [T, .]."""
+    own, outputs = result
+    changed = [own.args[1]] if own.args[0].shape[0] == own.args[1].shape[0] else []
+    return torch.cat([x.float() for x in (*changed, *outputs)], 1)
+
+
+def _some(op: Op[..., object], given: Arguments, tokens: slice) -> Arguments:
+    """The same of some tokens."""
+    count = 2 if op in ADDING else 1
+    return Arguments((*(x[tokens] for x in given.args[:count]), *given.args[count:]), {})
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_in_a_graph_behind_what_writes_its_input(small: None) -> None:
+    """Parts of the weight are on their way before the kernel in front is done; tokens are not."""
+    torch.manual_seed(0)
+    x, residual = drawn(48, 1024), drawn(48, 1024)
+    up, down = drawn(2 * 2048, 1024, scale=1 / 32), drawn(1024, 2048, scale=1 / 64)
+    norm = drawn(1024)
+
+    def layers(x: Tensor, residual: Tensor) -> Tensor:
+        for _ in range(8):
+            x = ops.linear_add_rmsnorm(ops.gated_linear(x, up), residual, down, norm)
+        return x
+
+    own = residual.clone()
+    torch.cuda.synchronize()
+    wanted = layers(x, own)
+    again = residual.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers(x, again)
+    for _ in range(20):
+        again.copy_(residual)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, wanted)
+        assert torch.equal(again, own)
+
+
+TAKING = [
+    group_launch.accepts,
+    functools.partial(group_launch.accepts, gated=True),
+    group_launch.accepts_split,
+    group_launch.accepts_added,
+]
+REFUSED = {
+    "few tokens": lambda x, w: (x[:2], w),
+    "many tokens": lambda x, w: (torch.cat([x] * 7), w),
+    "float32": lambda x, w: (x.float(), w.float()),
+    "a small weight": lambda x, w: (x, w[:2048]),
+    "rows apart": lambda x, w: (x, w[::2]),
+    "columns apart": lambda x, w: (x.t().contiguous().t(), w),
+    "lines at odd places": lambda x, w: (x.new_empty(10, x.shape[1] + 1)[:, :-1], w),
+    "a table at an odd place": lambda x, w: (x.new_empty(x.numel() + 1)[1:].view_as(x), w),
+    "one line many times": lambda x, w: (x[:1].expand(10, -1), w),
+    "leading dims": lambda x, w: (x[None], w),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_does_not_fit_is_left_to_others(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
+    monkeypatch.setattr(gpu, "processors", lambda device: 64)
+    x = torch.empty(10, 4096, dtype=torch.bfloat16)
+    weight = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    for accepts in TAKING:
+        assert accepts(x, weight)
+    given = REFUSED[why](x, weight)
+    for accepts in TAKING:
+        assert not accepts(*given)
+
+
+@pytest.mark.parametrize(
+    "tokens, rows, columns, wanted",
+    [
+        (16, 4096, 16384, "split added"),
+        (16, 8192, 8192, "plain gated split added"),
+        (64, 12288, 4096, "gated split"),
+        (64, 16384, 4096, "plain gated split"),
+        (64, 4096, 4096, "split"),
+        (64, 4096, 8192, "split added"),
+        (4, 4096, 2048, ""),
+        (4, 100_352, 1024, "plain gated"),
+    ],
+)
+def test_which_are_taken(
+    tokens: int, rows: int, columns: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
+    monkeypatch.setattr(gpu, "processors", lambda device: 132)
+    x = torch.empty(tokens, columns, dtype=torch.bfloat16)
+    weight = torch.empty(rows, columns, dtype=torch.bfloat16)
+    taking = zip(("plain", "gated", "split", "added"), TAKING, strict=True)
+    assert [name for name, accepts in taking if accepts(x, weight)] == wanted.split()
