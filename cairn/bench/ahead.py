@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.config
 import torch._inductor.config
 
 from cairn import ops as _every_op  # noqa: F401  (importing the package registers its ops)
@@ -27,13 +28,15 @@ log = logging.getLogger(__name__)
 SPARED_CORES = 2
 FEWEST_OPS = 4
 """For fewer, starting processes takes longer than compiling here."""
+MOST_SIZES = 64
+"""Of one op."""
 PATIENCE = 75.0
 """Seconds after which the rest is compiled when its turn to be measured comes."""
 
 
 def compile_ahead(ops: Sequence[Op[..., Any]], draw: Draw) -> None:
     """Compile for all sizes of these ops that `draw` makes, if that pays."""
-    _share_caches()
+    _set_up_compilers()
     count = min(len(os.sched_getaffinity(0)) - SPARED_CORES, len(ops))
     if count < FEWEST_OPS:
         return
@@ -50,15 +53,19 @@ def compile_ahead(ops: Sequence[Op[..., Any]], draw: Draw) -> None:
     log.info("compiled ahead in %.0f s, %d ops left", time.monotonic() - began, missed)
 
 
-def _share_caches() -> None:
-    """Say where Triton's cache lies, or torch.compile moves it; new processes inherit that."""
+def _set_up_compilers() -> None:
+    """Say where Triton's cache lies, or torch.compile moves it; new processes inherit that.
+
+    torch.compile takes a function at every size: it would run what comes after eight as it is.
+    """
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
     torch._inductor.config.compile_threads = 1
+    torch._dynamo.config.recompile_limit = MOST_SIZES
 
 
 def _run_sizes(name: str, device: str, dtype: torch.dtype, sizes: str) -> None:
     """Call the op and what is compiled beside it once at every size."""
-    _share_caches()
+    _set_up_compilers()
     op = next(op for op in all_ops() if op.name == name)
     assert op.bench_source is not None
     with torch.inference_mode():

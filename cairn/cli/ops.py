@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ REMEDY = "Give a file that `cairn bench ops` has written"
 @click.option(
     "--measured",
     type=click.Path(path_type=Path, exists=True),
-    help="Records of `cairn bench ops` for the pages.",
+    multiple=True,
+    help="Records of `cairn bench ops` for the pages; of files that have the same size, the last.",
 )
-def ops(as_json: bool, docs: Path | None, measured: Path | None) -> None:
+def ops(as_json: bool, docs: Path | None, measured: tuple[Path, ...]) -> None:
     """List every op, its implementations, and which one each device would run.
 
     CAIRN_OPS=reference runs the definitions alone; CAIRN_OPS=name=implementation forces one.
@@ -33,7 +35,7 @@ def ops(as_json: bool, docs: Path | None, measured: Path | None) -> None:
     from cairn.ops.registry import check_forced
 
     check_forced()
-    if measured is not None and docs is None:
+    if measured and docs is None:
         raise click.UsageError("--measured is for the pages: give --docs too")
     if docs is not None:
         _write_pages(docs, measured)
@@ -58,10 +60,10 @@ def ops(as_json: bool, docs: Path | None, measured: Path | None) -> None:
                 click.echo(f"no {implementation.name} for {row.op} here: {implementation.missing}")
 
 
-def _write_pages(folder: Path, measured: Path | None) -> None:
+def _write_pages(folder: Path, measured: Sequence[Path]) -> None:
     from cairn.ops.docs import pages
 
-    texts = pages([] if measured is None else _records(measured))
+    texts = pages([record for file in measured for record in _records(file)])
     folder.mkdir(parents=True, exist_ok=True)
     for old in _pages_of(folder) - {folder / name for name in texts}:
         old.unlink()
