@@ -58,6 +58,19 @@ def shares(op: str, name: str, value: Tensor | float, rows: Tensor) -> Tensor:
     return torch.full(rows.shape[:1], share, dtype=torch.float32, device=rows.device)
 
 
+def rows_of_outputs(
+    op: str, rows: Tensor, indices: Tensor | None, *parameters: Tensor | float
+) -> tuple[Tensor, Tensor | None]:
+    """(rows [B, V], indices [N]) as they are; or, where a parameter is [N] and not [B], the row of
+    each output and None. Then parameters are the outputs', as FlashInfer has them."""
+    if indices is not None:
+        expect(op, "indices", indices, (None,), INDICES, like=rows)
+        tensors = [value for value in parameters if isinstance(value, Tensor)]
+        if len(indices) != len(rows) and any(value.shape == indices.shape for value in tensors):
+            return rows[indices.long()], None
+    return rows, indices
+
+
 def _number(op: str, name: str, value: float) -> float:
     try:
         return float(value)

@@ -53,7 +53,7 @@ def top_p_sampling_from_probs(
 
     Args:
         probs: [B, V] float32 (or half precision, taken as float32), rows that sum to 1.
-        top_p: a number, or [B] of them.
+        top_p: a number, or [B] of them; with N != B `indices` also [N], of the outputs.
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
         deterministic: without effect, draws always are.
         generator: where the uniform numbers come from; None: the device's own.
@@ -65,6 +65,7 @@ def top_p_sampling_from_probs(
     """
     name = "top_p_sampling_from_probs"
     probs = _seen(name, probs, check_nan)
+    probs, indices = arguments.rows_of_outputs(name, probs, indices, top_p)
     p = arguments.shares(name, "top_p", top_p, probs)
     uniform = arguments.drawn_uniforms(name, probs, indices, generator)
     return draw_from_probs(probs, uniform, top_p=p, indices=indices)
@@ -84,7 +85,8 @@ def min_p_sampling_from_probs(
 
     Args:
         probs: [B, V] float32 (or half precision, taken as float32) >= 0.
-        min_p: a number, or [B] of them, in [0, 1].
+        min_p: a number, or [B] of them, in [0, 1]; with N != B `indices` also [N], of the
+            outputs.
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
         deterministic: without effect, draws always are.
         generator: where the uniform numbers come from; None: the device's own.
@@ -96,6 +98,7 @@ def min_p_sampling_from_probs(
     """
     name = "min_p_sampling_from_probs"
     probs = _seen(name, probs, check_nan)
+    probs, indices = arguments.rows_of_outputs(name, probs, indices, min_p)
     p = arguments.shares(name, "min_p", min_p, probs)
     uniform = arguments.drawn_uniforms(name, probs, indices, generator)
     return draw_from_probs(probs, uniform, min_p=p, indices=indices)
@@ -116,7 +119,8 @@ def top_k_top_p_sampling_from_probs(
 
     Args:
         probs: [B, V] float32 (or half precision, taken as float32), rows that sum to 1.
-        top_k: a number, or [B] int32 or int64, as in top_k_renorm_probs.
+        top_k: a number, or [B] int32 or int64, as in top_k_renorm_probs; with N != B `indices` also
+            [N], of the outputs, as is top_p then.
         top_p: a number, or [B] of them, as in top_p_renorm_probs.
         filter_apply_order: "top_k_first": top-p of what top-k left, divided by its sum; "joint":
             both of the original probabilities.
@@ -132,6 +136,7 @@ def top_k_top_p_sampling_from_probs(
     name = "top_k_top_p_sampling_from_probs"
     joint = arguments.check_order(name, filter_apply_order)
     probs = _seen(name, probs, check_nan)
+    probs, indices = arguments.rows_of_outputs(name, probs, indices, top_k, top_p)
     k = arguments.counts(name, "top_k", top_k, probs)
     p = arguments.shares(name, "top_p", top_p, probs)
     uniform = arguments.drawn_uniforms(name, probs, indices, generator)

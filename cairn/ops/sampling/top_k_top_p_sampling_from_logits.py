@@ -66,7 +66,8 @@ def top_k_top_p_sampling_from_logits(
     Args:
         logits: [B, V] float32, bfloat16 or float16; the softmax is in float32.
         top_k: a number, or [B] int32 or int64, as in top_k_renorm_probs: logits whose softmax is
-            equal in float32 are equal.
+            equal in float32 are equal. With N != B `indices` also [N], of the outputs, as is top_p
+            then.
         top_p: a number, or [B] of them, as in top_p_renorm_probs.
         filter_apply_order: "top_k_first": the softmax of what top-k left, then top-p; "joint": the
             softmax of all, then both.
@@ -83,6 +84,7 @@ def top_k_top_p_sampling_from_logits(
     arguments.check_rows(NAME, "logits", logits, FLOATS)
     if check_nan:
         arguments.refuse_nan(NAME, "logits", logits)
+    logits, indices = arguments.rows_of_outputs(NAME, logits, indices, top_k, top_p)
     k = arguments.counts(NAME, "top_k", top_k, logits)
     p = arguments.shares(NAME, "top_p", top_p, logits)
     uniform = arguments.drawn_uniforms(NAME, logits, indices, generator)

@@ -284,6 +284,36 @@ def test_probabilities_in_half_precision(dtype: torch.dtype, device: str) -> Non
         assert torch.equal(kept, filtered(probs.float(), number))
 
 
+@pytest.mark.parametrize("name", ["top_p", "min_p", "top_k_top_p", "joint", "logits"])
+def test_thresholds_of_outputs_or_of_rows(name: str, device: str) -> None:
+    """With other numbers of outputs than of rows their length says whose they are."""
+    rows = torch.cat([a_row(seed, 300) for seed in range(3)]).to(device)
+    which = torch.tensor([2, 0, 2, 1, 0, 2, 2], dtype=torch.int32, device=device)
+    p = torch.linspace(0.05, 0.95, 7, device=device)
+    k = torch.tensor([1, 300, 2, 9, 40, 3, 120], dtype=torch.int32, device=device)
+    sampler, thresholds, options = {
+        "top_p": (top_p_sampling_from_probs, (p,), {}),
+        "min_p": (min_p_sampling_from_probs, (p,), {}),
+        "top_k_top_p": (top_k_top_p_sampling_from_probs, (k, p), {}),
+        "joint": (top_k_top_p_sampling_from_probs, (k, 0.5), {"filter_apply_order": "joint"}),
+        "logits": (top_k_top_p_sampling_from_logits, (300, p), {}),
+    }[name]
+
+    def draws(given: Tensor, *filters: Any, indices: Tensor | None = None) -> list[int]:
+        generator = torch.Generator(device).manual_seed(7)
+        return sampler(given, *filters, indices=indices, generator=generator, **options).tolist()
+
+    each = rows[which.long()]
+    assert draws(rows, *thresholds, indices=which) == draws(each, *thresholds)
+    of_rows = [x[:3] if isinstance(x, Tensor) else x for x in thresholds]
+    of_each = [x[which.long()] if isinstance(x, Tensor) else x for x in of_rows]
+    assert draws(rows, *of_rows, indices=which) == draws(each, *of_each)
+    # As many outputs as rows: thresholds are the rows'.
+    turned = torch.tensor([1, 2, 0], device=device)
+    of_each = [x[turned] if isinstance(x, Tensor) else x for x in of_rows]
+    assert draws(rows, *of_rows, indices=turned) == draws(rows[turned], *of_each)
+
+
 def test_what_does_not_fit_is_named() -> None:
     rows = torch.full((3, 4), 0.25)
     with pytest.raises(BadArgument, match="`filter_apply_order` is 'top_p_first'"):
@@ -294,6 +324,9 @@ def test_what_does_not_fit_is_named() -> None:
         top_p_sampling_from_probs(rows, torch.ones(len(rows), dtype=torch.bool))
     with pytest.raises(BadArgument, match=r"`top_p` has shape \[2\]"):
         top_p_sampling_from_probs(rows, torch.ones(2))
+    with pytest.raises(BadArgument, match=r"`top_k` has shape \[3\], not \[5\]"):
+        given = torch.ones(3, dtype=torch.int32), torch.ones(5)
+        top_k_top_p_sampling_from_probs(rows, *given, torch.zeros(5, dtype=torch.int32))
     with pytest.raises(BadArgument, match="`top_k` is float32"):
         top_k_top_p_sampling_from_logits(rows, torch.ones(3), 0.5)
     with pytest.raises(BadArgument, match="`indices` is float32"):
