@@ -23,7 +23,7 @@ REMEDY = "Give a file that `cairn bench ops` has written"
     "--measured",
     type=click.Path(path_type=Path, exists=True),
     multiple=True,
-    help="Records of `cairn bench ops` for the pages; of files that have the same size, the last.",
+    help="Records of `cairn bench ops` for the pages. Of an op's size the last file counts.",
 )
 def ops(as_json: bool, docs: Path | None, measured: tuple[Path, ...]) -> None:
     """List every op, its implementations, and which one each device would run.

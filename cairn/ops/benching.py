@@ -76,7 +76,7 @@ class Layer:
 
 K = 1024
 COMPILED = "compiled"
-"""Name of a definition that torch.compile takes: it costs seconds before it runs."""
+"""Name of a function that torch.compile takes: it costs seconds before it runs."""
 SIZES: dict[str, tuple[Layer, ...]] = {
     "full": (
         Layer(

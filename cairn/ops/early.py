@@ -3,11 +3,14 @@
 What a launch takes passes beside the kernel in front; for a small kernel that is most of its time.
 The kernel waits itself, for what it reads and before it writes. Some read weights, summaries and
 where tokens lie before they wait: what is launched early right in front of them writes none of
-these. So ops on positions let no kernel be launched before they are done.
+these. So ops on positions let no kernel be launched before they are done. Other kernels in front,
+such as a copy into a weight, let nothing be launched before their programs have ended.
 
 Kernels whose programs run long and all at once, one wave of them, are not launched early: beside
 programs of the kernel in front they would come to lie unevenly on the multiprocessors, and the
-device waits for the fullest of these. They let the next kernel be launched, no more.
+device waits for the fullest of these. They let the next kernel be launched, no more. Products with
+large weights are the exception: one program fills a multiprocessor, and has much to read before it
+waits.
 """
 
 from __future__ import annotations

@@ -62,3 +62,19 @@ def test_processes_take_all_ops(monkeypatch, caplog):
 def test_few_ops_are_compiled_when_measured(norm, monkeypatch):
     monkeypatch.setattr(ahead.multiprocessing, "get_context", pytest.fail)
     ahead.compile_ahead([norm], Draw("cpu", torch.float32, "tiny"))
+
+
+def test_a_function_is_compiled_at_all_sizes_of_an_op(norm, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    ahead._set_up_compilers()
+    sizes = []
+
+    def traced(graph, inputs):
+        sizes.append(len(inputs))
+        return graph.forward
+
+    doubled = torch.compile(lambda x: 2 * x, dynamic=False, backend=traced)
+    for rows in range(1, 21):
+        doubled(torch.ones(rows))
+    assert len(sizes) == 20
+    torch.compiler.reset()

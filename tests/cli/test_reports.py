@@ -74,6 +74,18 @@ def test_ops_docs_replaces_the_pages_of_a_folder(run, tmp_path):
     assert "gone.md" not in found
 
 
+def test_ops_docs_take_records_of_several_files(run, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr("cairn.ops.docs.pages", lambda measured: shown.extend(measured) or made())
+    files = [tmp_path / "whole.json", tmp_path / "later.json"]
+    records = [{"op": "rmsnorm", "size": "1 x 64", "ms": n} for n in (1.0, 2.0)]
+    for file, record in zip(files, records, strict=True):
+        file.write_text(json.dumps([record]))
+    given = [part for file in files for part in ("--measured", str(file))]
+    assert run("ops", "--docs", str(tmp_path / "pages"), *given)[0] == 0
+    assert shown == records
+
+
 @pytest.mark.usefixtures("pages_once")
 @pytest.mark.parametrize("name", ["notes.md", "README.md"])
 def test_ops_docs_leaves_texts_of_others_alone(run, tmp_path, name):

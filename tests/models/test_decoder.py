@@ -27,5 +27,5 @@ def test_the_ways_of_the_products_agree(tiny, drawn, plain, monkeypatch, tokens)
     down = [block.mlp.down.weight for block in model.layers]
     monkeypatch.setattr(few, "SPAN", down[0].shape[1] // 2)
     given = torch.empty(len(batch.input_ids), down[0].shape[1])
-    assert panel.sums_in_norm(given, down[0]) == (tokens in (10, 20, 70))
+    assert panel.sums_in_norm(given, down[0], None) == (tokens in (10, 20, 70))
     torch.testing.assert_close(run(model)[0], wanted, rtol=1e-4, atol=1e-4)

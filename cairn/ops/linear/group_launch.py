@@ -38,19 +38,26 @@ _ALIGNED = 16
 
 def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Some tokens [T, K] and a large weight [N, K] with enough rows for the device."""
-    if not _takes(input, weight):
+    if not _fits(input, weight):
         return False
     filled = WIDE_FILLED if _tokens(input) > 32 and not gated else FILLED
-    return _programs(weight) >= filled * gpu.processors(input.device)
+    enough = _programs(weight) >= filled * gpu.processors(input.device)
+    return enough and _aligned(input, weight)
+
+
+def sums_split(input: Tensor, weight: Tensor) -> bool:
+    """Whether `accepts_split` takes them wherever in memory they begin."""
+    return _fits(input, weight) and weight.shape[0] <= LONGEST
 
 
 def accepts_split(input: Tensor, weight: Tensor) -> bool:
-    """The same where sums are split, so that there are enough programs, and a norm adds them up."""
-    return _takes(input, weight) and weight.shape[0] <= LONGEST
+    """Some tokens and a large weight, of any number of rows up to the longest norm, which adds up
+    what the sums are split into."""
+    return sums_split(input, weight) and _aligned(input, weight)
 
 
 def accepts_added(input: Tensor, weight: Tensor) -> bool:
-    """The same where nothing but the sum is wanted."""
+    """The same where nothing but the sum is wanted, and it is split."""
     return (
         accepts_split(input, weight)
         and (_tokens(input) <= 32 or _bytes(weight) >= WIDE_SPLIT_BYTES)
@@ -58,7 +65,7 @@ def accepts_added(input: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _takes(input: Tensor, weight: Tensor) -> bool:
+def _fits(input: Tensor, weight: Tensor) -> bool:
     size = weight.element_size()
     return (
         input.dim() == 2
@@ -72,8 +79,11 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
         and input.stride(1) == 1
         and input.stride(0) >= input.shape[1]
         and input.stride(0) * size % _ALIGNED == 0
-        and (input.data_ptr() | weight.data_ptr()) % _ALIGNED == 0
     )
+
+
+def _aligned(input: Tensor, weight: Tensor) -> bool:
+    return (input.data_ptr() | weight.data_ptr()) % _ALIGNED == 0
 
 
 def _bytes(weight: Tensor) -> int:

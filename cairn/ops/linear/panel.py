@@ -35,13 +35,13 @@ MOST_SPLITS, FEWEST_PARTS = 8, 4
 """Of a sum that is split, and parts of each of them."""
 
 
-def sums_in_norm(input: Tensor, weight: Tensor) -> bool:
+def sums_in_norm(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the norm of a stream that a product is added to belongs behind that product; else in
     front of the next one."""
     return (
         FEWEST <= input.shape[0] <= MOST
         or few.accepts_split(input, weight)
-        or group_launch.accepts_split(input, weight)
+        or (bias is None and group_launch.sums_split(input, weight))
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cairn import ops
 from cairn.ops import gpu
-from cairn.ops.linear import group_launch
+from cairn.ops.linear import group_launch, panel
 from cairn.ops.registry import Op
 from cairn.ops.testing import Arguments, check, run
 
@@ -66,6 +66,11 @@ def test_products_of_all_sizes(op: Op[..., object], tokens: int, small: None) ->
     for rows, columns in SIZES:
         check(op, "gluon", given_to(op, tokens, rows, columns))
     check(op, "gluon", given_to(op, tokens, 384, 512, dtype=torch.float16))
+    x, *rest = given_to(op, tokens, 384, 512).args
+    cut = [torch.cat([x, x], 1)[:, :512], *rest]
+    if op in ADDING:
+        cut[1] = torch.cat([rest[0], rest[0]], 1)[:, 3:387]
+    check(op, "gluon", Arguments(tuple(cut), {}))
 
 
 @pytest.mark.gpu
@@ -129,6 +134,9 @@ def test_in_a_graph_behind_what_writes_its_input(small: None) -> None:
             x = ops.linear_add_rmsnorm(ops.gated_linear(x, up), residual, down, norm)
         return x
 
+    assert ops.gated_linear.choice(x, up) == "gluon"
+    middle = drawn(48, 2048)
+    assert ops.linear_add_rmsnorm.choice(middle, residual, down, norm) == "gluon"
     own = residual.clone()
     torch.cuda.synchronize()
     wanted = layers(x, own)
@@ -150,17 +158,31 @@ TAKING = [
     group_launch.accepts_split,
     group_launch.accepts_added,
 ]
+
+
+def blank(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def moved(x: Tensor) -> Tensor:
+    """The same numbers, not from a multiple of 16 bytes on."""
+    return x.new_empty(x.numel() + 1)[1:].view_as(x)
+
+
 REFUSED = {
     "few tokens": lambda x, w: (x[:2], w),
-    "many tokens": lambda x, w: (torch.cat([x] * 7), w),
-    "float32": lambda x, w: (x.float(), w.float()),
-    "a small weight": lambda x, w: (x, w[:2048]),
-    "rows apart": lambda x, w: (x, w[::2]),
-    "columns apart": lambda x, w: (x.t().contiguous().t(), w),
-    "lines at odd places": lambda x, w: (x.new_empty(10, x.shape[1] + 1)[:, :-1], w),
-    "a table at an odd place": lambda x, w: (x.new_empty(x.numel() + 1)[1:].view_as(x), w),
-    "one line many times": lambda x, w: (x[:1].expand(10, -1), w),
+    "many tokens": lambda x, w: (blank(65, 4096), w),
     "leading dims": lambda x, w: (x[None], w),
+    "float32": lambda x, w: (x.float(), w.float()),
+    "unlike dtypes": lambda x, w: (x.half(), w),
+    "a small weight": lambda x, w: (x, w[:2048]),
+    "rows apart": lambda x, w: (x, blank(8192, 4096)[::2]),
+    "columns apart": lambda x, w: (blank(10, 8192)[:, ::2], w),
+    "rows of an odd length": lambda x, w: (blank(10, 4104)[:, :4100], blank(4096, 4100)),
+    "lines at odd places": lambda x, w: (blank(10, 4097)[:, :-1], w),
+    "one line many times": lambda x, w: (x[:1].expand(10, -1), w),
+    "tokens at an odd place": lambda x, w: (moved(x), w),
+    "a weight at an odd place": lambda x, w: (x, moved(w)),
 }
 
 
@@ -168,8 +190,7 @@ REFUSED = {
 def test_what_does_not_fit_is_left_to_others(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
     monkeypatch.setattr(gpu, "processors", lambda device: 64)
-    x = torch.empty(10, 4096, dtype=torch.bfloat16)
-    weight = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    x, weight = blank(10, 4096), blank(4096, 4096)
     for accepts in TAKING:
         assert accepts(x, weight)
     given = REFUSED[why](x, weight)
@@ -195,7 +216,45 @@ def test_which_are_taken(
 ) -> None:
     monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
     monkeypatch.setattr(gpu, "processors", lambda device: 132)
-    x = torch.empty(tokens, columns, dtype=torch.bfloat16)
-    weight = torch.empty(rows, columns, dtype=torch.bfloat16)
+    x, weight = blank(tokens, columns), blank(rows, columns)
     taking = zip(("plain", "gated", "split", "added"), TAKING, strict=True)
     assert [name for name, accepts in taking if accepts(x, weight)] == wanted.split()
+
+
+def test_a_bias_and_columns_apart_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
+    monkeypatch.setattr(gpu, "processors", lambda device: 64)
+    x, weight, bias = blank(10, 8192), blank(4096, 8192), blank(4096)
+    residual, apart = blank(10, 4096), blank(10, 8192)[:, ::2]
+
+    def takes(op: Op[..., object], *args: object) -> bool:
+        implementation = op.implementations["gluon"]
+        assert implementation.when is not None
+        return implementation.when(*args)
+
+    assert takes(ops.linear, x, weight)
+    assert takes(ops.linear, x, weight, None, blank(8192), 1e-5, torch.float32)
+    assert not takes(ops.linear, x, weight, bias)
+    assert takes(ops.linear_add, x, residual, weight)
+    assert not takes(ops.linear_add, x, residual, weight, bias)
+    assert not takes(ops.linear_add, x, apart, weight)
+    assert takes(ops.linear_add_rmsnorm, x, residual, weight, bias)
+    assert not takes(ops.linear_add_rmsnorm, x, residual, weight, bias, bias)
+    assert not takes(ops.linear_add_rmsnorm, x, apart, weight, bias)
+
+
+def test_a_stream_is_normed_behind_sums_that_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
+    meta = {"dtype": torch.bfloat16, "device": "meta"}
+    x, weight = torch.empty(10, 5000, **meta), torch.empty(4096, 5000, **meta)
+    assert panel.sums_in_norm(x, weight, None)
+    assert not panel.sums_in_norm(x, weight, weight[:, 0])
+    assert not panel.sums_in_norm(x, weight[:64], None)
+    assert not panel.sums_in_norm(x[:2], weight, None)
+
+
+def test_whether_is_known_without_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer asks while torch traces it."""
+    monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
+    monkeypatch.setattr(Tensor, "data_ptr", pytest.fail)
+    assert panel.sums_in_norm(blank(10, 4096), blank(4096, 4096), None)
