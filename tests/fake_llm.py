@@ -37,8 +37,13 @@ class FakeLLM:
     def __post_init__(self):
         self.spec = load_spec(config_of("345m", "hsa"))
         self.engine_config = SimpleNamespace(
-            dtype="float32", device="cpu", chunked_prefill_size=512, kv_cache_dtype="float32"
+            dtype="float32",
+            device="cpu",
+            chunked_prefill_size=512,
+            kv_cache_dtype="float32",
+            page_size=64,
         )
+        self.cached = set()
         self.counts = dict.fromkeys(COUNTERS, 0)
         self.seconds = 0.0
 
@@ -48,10 +53,10 @@ class FakeLLM:
         ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else list(prompt.encode())
         count = params.max_tokens
         self.counts["prompt_tokens"] += len(ids)
-        self.counts["prefill_tokens"] += len(ids)
+        self.counts["prefill_tokens"] += len(ids) % 63 if tuple(ids) in self.cached else len(ids)
+        self.cached.add(tuple(ids))
         self.counts["decode_tokens"] += count - 1
         self.counts["generated_tokens"] += count
-        self.counts["steps"] += count
         self.counts["queries"] += count
         self.counts["pages_read"] += 41 * count
         self.counts["pages_held"] += 2000 * count
@@ -71,6 +76,8 @@ class FakeLLM:
         return RequestOutput("request-1", None, ids, outputs=outputs, finished=True)
 
     def generate(self, prompts, sampling_params=None, *, use_tqdm=True):
+        # All of them side by side.
+        self.counts["steps"] += sampling_params.max_tokens
         return [self._output(prompt, sampling_params) for prompt in prompts]
 
     def chat(self, messages, sampling_params=None, *, use_tqdm=True):

@@ -15,6 +15,7 @@ from cairn.bench.records import Cell
 from cairn.bench.roofline import Roofline, measure
 from cairn.bench.session import Phase, Subject, TokenPrompt, open_engine, random_prompts, run_phase
 from cairn.bench.timing import kernels
+from cairn.errors import CairnError
 from cairn.llm import LLM
 from cairn.models.spec import ModelSpec
 from cairn.models.weight_map import parameter_count
@@ -153,13 +154,29 @@ class _Point:
     def _decode(self, prompts: Sequence[TokenPrompt], union: float | None) -> _Ran:
         steps = self.plan.steps
         if not self.on_gpu:
-            return _Ran(run_phase(self.llm, prompts, steps + 1))
+            phase = run_phase(self.llm, prompts, steps + 1)
+            self._expect_together(phase)
+            return _Ran(phase)
         # Graphs of these numbers of rows are captured now.
         run_phase(self.llm, prompts, steps + 1)
         phase, peak = _with_peak(lambda: run_phase(self.llm, prompts, steps + 1))
+        self._expect_together(phase)
         # Both runs begin with the prefill of what is left of a page.
         few, more = (self._kernels(prompts, 2 + n)[0] for n in (0, COUNTED_STEPS))
         return _Ran(phase, peak, round((more - few) / COUNTED_STEPS), union)
+
+    def _expect_together(self, phase: Phase) -> None:
+        """Raise CairnError unless all rows decoded side by side, with their prompts in the cache:
+        a step of fewer rows is not what the cell says."""
+        again = phase.prefill_tokens - self.batch * self.llm.engine_config.page_size
+        begun = self.batch  # steps, if every row begins in one of its own
+        if phase.preemptions or again > 0 or phase.steps > self.plan.steps + begun:
+            raise CairnError(
+                f"the {self.batch} rows of {self.context} and {self.plan.steps} tokens did not run "
+                f"side by side: {phase.steps} steps, {phase.preemptions} preemptions, and "
+                f"{phase.prefill_tokens} tokens of prompts that the cache did not hold",
+                "Give more --kv-cache-memory or --max-num-seqs, or fewer --batches or --steps",
+            )
 
     def _kernels(self, prompts: Sequence[TokenPrompt], max_tokens: int) -> tuple[int, int]:
         """Kernels and steps of running the prompts."""

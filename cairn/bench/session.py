@@ -69,6 +69,7 @@ class Phase:
         steady: what steps that only decode cost the host.
         queries: queries of landmark layers.
         pages_read, pages_held: pages that they read, pages that dense attention would have read.
+        preemptions: rows whose pages were taken back for a while.
     """
 
     steps: int
@@ -81,6 +82,7 @@ class Phase:
     queries: int
     pages_read: int
     pages_held: int
+    preemptions: int
 
     @property
     def host_us(self) -> dict[str, float] | None:

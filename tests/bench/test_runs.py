@@ -11,7 +11,7 @@ from cairn.bench.offline import OfflinePlan, run_offline
 from cairn.bench.roofline import Roofline, decode_bytes
 from cairn.bench.session import Subject
 from cairn.bench.shapes import config_of
-from cairn.errors import BadConfig
+from cairn.errors import BadConfig, CairnError
 from cairn.models.registry import load_spec
 from cairn.models.weight_map import parameter_count
 from tests.fake_llm import FakeLLM
@@ -113,6 +113,28 @@ def test_the_7b_shape(kind, billions):
     assert spec.num_layers == 32 and spec.head_dim == 128
     assert len(spec.hils_layers) == (8 if kind == "hsa" else 0)
     assert decode_bytes(spec, 0, 1, "bfloat16") == pytest.approx(2 * billions * 1e9, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    "count, told", [("preemptions", "1 preemptions"), ("steps", "10 steps"), ("prefill_tokens", "")]
+)
+def test_rows_that_did_not_decode_side_by_side_are_no_cell(llms, monkeypatch, count, told):
+    generate = FakeLLM.generate
+
+    def crowded(self, prompts, *args, **kwargs):
+        results = generate(self, prompts, *args, **kwargs)
+        # The third call decodes: one row after the other, or with pages taken from each other.
+        gained = {"preemptions": 1, "steps": 5, "prefill_tokens": 130}[count]
+        if len(self.calls) > 3:
+            self.counts[count] += gained
+        return results
+
+    monkeypatch.setattr(FakeLLM, "generate", crowded)
+    cells = run_latency(plan(contexts=(100,), batches=(2,), backends=("hsa",)))
+    assert next(cells)[0].phase == "prefill"
+    with pytest.raises(CairnError, match="2 rows of 100 and 4 tokens did not run") as refused:
+        next(cells)
+    assert told in str(refused.value) and "--kv-cache-memory" in str(refused.value)
 
 
 def test_decode_runs_the_prompts_of_the_prefill_again(llms):
