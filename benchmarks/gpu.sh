@@ -1,5 +1,5 @@
 #!/bin/sh
-# The records behind the README's figures of one GPU; run it in the repository's root:
+# Latency, offline and ops records of one GPU, as behind the README's figures; run it in the repository's root:
 # benchmarks/gpu.sh [FOLDER [latency|offline|ops]]. Records go to FOLDER, or where `cairn bench` puts them.
 set -e
 export CAIRN_COMMIT="${CAIRN_COMMIT:-$(git rev-parse --short HEAD)}"
