@@ -64,9 +64,8 @@ def test_few_ops_are_compiled_when_measured(norm, monkeypatch):
     ahead.compile_ahead([norm], Draw("cpu", torch.float32, "tiny"))
 
 
-def test_a_function_is_compiled_at_all_sizes_of_an_op(norm, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    ahead._set_up_compilers()
+@pytest.mark.usefixtures("norm")
+def test_a_function_is_compiled_at_all_sizes_of_an_op():
     sizes = []
 
     def traced(graph, inputs):
@@ -74,7 +73,9 @@ def test_a_function_is_compiled_at_all_sizes_of_an_op(norm, monkeypatch):
         return graph.forward
 
     doubled = torch.compile(lambda x: 2 * x, dynamic=False, backend=traced)
-    for rows in range(1, 21):
-        doubled(torch.ones(rows))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        ahead._set_up_compilers()
+        for rows in range(1, 21):
+            doubled(torch.ones(rows))
     assert len(sizes) == 20
     torch.compiler.reset()
