@@ -61,6 +61,12 @@ def _(
     check_dtype("linear", dtype)
 
 
+def _blank(input: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Memory for the product of tokens [T, K] with a weight [N, K]: [T, N]."""
+    shape = (input.shape[0], weight.shape[0])
+    return gpu.empty(shape, dtype or input.dtype, input.device)
+
+
 @linear.implementation(
     "gluon",
     devices=gpu.DEVICES,
@@ -80,8 +86,7 @@ def _(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     x = input if norm is None else rmsnorm(input, norm, eps)
-    shape = (input.shape[0], weight.shape[0])
-    out = gpu.empty(shape, dtype or input.dtype, input.device)
+    out = _blank(input, weight, dtype)
     return group_launch.multiply(x, weight, out)
 
 
@@ -102,8 +107,7 @@ def _(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     x = input if norm is None else rmsnorm(input, norm, eps)
-    shape = (input.shape[0], weight.shape[0])
-    out = gpu.empty(shape, dtype or input.dtype, input.device)
+    out = _blank(input, weight, dtype)
     return panel.multiply(x, weight, out)
 
 
@@ -121,8 +125,7 @@ def _(
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    shape = (input.shape[0], weight.shape[0])
-    out = gpu.empty(shape, dtype or input.dtype, input.device)
+    out = _blank(input, weight, dtype)
     return few.multiply(input, weight, out, bias, None if norm is None else (norm, eps))
 
 
@@ -141,8 +144,7 @@ def _(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     x = input if norm is None else rmsnorm(input, norm, eps)
-    shape = (input.shape[0], weight.shape[0])
-    out = gpu.empty(shape, dtype or input.dtype, input.device)
+    out = _blank(input, weight, dtype)
     return few.multiply_block(x, weight, out, bias)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from cairn import ops
-from cairn.ops import gpu
 from cairn.ops.linear import few
 from cairn.ops.registry import Op
 from cairn.ops.testing import Make, compare
@@ -21,13 +20,6 @@ SIZES = (
     *((6, 1040, 10), (16, 64, 1030), (13, 1030, 21)),
 )
 SPLIT = ((3, 2048, 1), (8, 2048, 8), (11, 3072, 13), (16, 4096, 5))
-
-
-@pytest.fixture
-def make(device: str) -> Make:
-    if device == "cpu" and not gpu.INTERPRETED:
-        pytest.skip("needs Triton, and a machine without CUDA")
-    return Make(device)
 
 
 def poisoned(make: Make, rows: int, width: int, scale: float = 1.0, beside: int = 0) -> Tensor:

@@ -6,19 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
 from cairn.ops.linear import panel
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.testing import Make, compare
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture
-def make(device: str) -> Make:
-    if device == "cpu" and not gpu.INTERPRETED:
-        pytest.skip("needs Triton, and a machine without CUDA")
-    return Make(device)
 
 
 def drawn(make: Make, splits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
