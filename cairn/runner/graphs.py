@@ -25,6 +25,7 @@ from cairn import ops
 from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
 from cairn.cache.landmarks import SlotMap
 from cairn.runner.capture import Captured, capture
+from cairn.runner.logprobs import lines_of
 from cairn.runner.rows import NO_GRANTS, Grants, write_cells
 from cairn.runner.sampler import Draws
 from cairn.runner.staging import Lines, Trip
@@ -54,6 +55,7 @@ class Ending(Enum):
     LOGITS = "logits"
     GREEDY = "most likely tokens"
     DRAW = "drawn tokens"
+    REPORT = "drawn tokens and others"
 
 
 class Sampling(NamedTuple):
@@ -61,7 +63,8 @@ class Sampling(NamedTuple):
 
     Attributes:
         ending: what the graph does with their logits.
-        draws: by what they are drawn, there or from the logits; None: each is the most likely one.
+        draws: by what they are drawn, there or from the logits; None: each is the most likely one,
+            of which nothing is reported.
     """
 
     ending: Ending
@@ -156,8 +159,9 @@ class DecodeGraphs:
         """Run a step; None where no graph fits it.
 
         Returns:
-            The logits [n, V] float32 of the rows' tokens, or with another ending the tokens [n]
-            int64 that they choose, which `last_token` then holds as well.
+            The logits [n, V] float32 of the rows' tokens; or with another ending the tokens [n]
+            int64 that they choose, or what `lines_of` says of these. `last_token` then holds the
+            tokens as well.
         """
         slots, rows = self.place.slots, len(decode.row)
         closed = decode.count_full(slots.tokens_per_page)
@@ -269,7 +273,7 @@ class DecodeGraphs:
         else:
             tokens = ops.draw_tokens(logits, *self._draws(bucket))
         self._lines.answer(tokens, self.place.last_token, self._device[0, :bucket], rehearsal)
-        return tokens
+        return lines_of(logits, tokens) if ending is Ending.REPORT else tokens
 
     def _draws(self, count: int) -> list[Tensor]:
         """How the first rows draw, where graphs read it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ BLOCK_BYTES = 128 << 20
 LEAST_CHOSEN, MOST_CHOSEN = 32, 4096
 """At least so many are looked for: kernels are compiled for how many. More than the most are sorted
 out of all."""
+MOST_OF_GRAPHS = LEAST_CHOSEN
+"""Alternatives that a graph reports of each token."""
 
 
 def block_rows(vocab_size: int) -> int:
@@ -24,21 +28,37 @@ def block_rows(vocab_size: int) -> int:
     return max(1, BLOCK_BYTES // (4 * vocab_size))
 
 
-class Reported:
-    """What is reported of some tokens, put together on the device and on its way to the host.
+class _Part(NamedTuple):
+    """What is reported of some tokens that want the same.
 
-    Args:
-        logits: [n, V] float32.
-        tokens: [n] int64, those taken; -1 where there is none, of which any may be reported.
-        wanted: [n], how many of the most likely ones are reported beside each; -1: all.
+    Attributes:
+        at: their places among all.
+        columns: waits for it.
     """
 
-    def __init__(self, logits: Tensor, tokens: Tensor, wanted: Sequence[int]) -> None:
-        self._parts: list[tuple[Sequence[int], Arriving]] = []
+    at: Sequence[int]
+    columns: Callable[[], LogprobColumns]
+
+
+class Reported:
+    """What is reported of some tokens, on its way to the host."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._parts = parts
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, wanted: Sequence[int]) -> Self:
+        """Put it together on the device.
+
+        Args:
+            logits: [n, V] float32.
+            tokens: [n] int64, those taken; -1 where there is none, of which any may be reported.
+            wanted: [n], how many of the most likely ones are reported beside each; -1: all.
+        """
+        parts: list[_Part] = []
         rows, vocab_size = logits.shape
         most, taken = block_rows(vocab_size), tokens.clamp(min=0)
-        for count in sorted(set(wanted)):
-            alike = [i for i, other in enumerate(wanted) if other == count]
+        for count, alike in _alike(wanted):
             number = vocab_size if count < 0 else min(count, vocab_size)
             for begin in range(0, len(alike), most):
                 at = alike[begin : begin + most]
@@ -47,7 +67,26 @@ class Reported:
                 else:
                     (index,) = send((np.array(at),), logits.device)
                     lines, ids = logits[index], taken[index]
-                self._parts.append((at, _sent(lines, ids, number)))
+                arriving = Arriving(*_most_likely(lines, ids, number))
+                parts.append(_Part(at, functools.partial(_whole, arriving)))
+        return cls(parts)
+
+    @classmethod
+    def of_lines(cls, lines: Tensor, rows: Sequence[int], wanted: Sequence[int]) -> Self:
+        """Of some rows of `lines_of` a step.
+
+        Args:
+            lines: of all its rows; may be overwritten by what is queued later.
+            rows: [n], those of which something is reported.
+            wanted: [n], how many of the most likely ones, as many as the lines hold at most.
+        """
+        arriving = Arriving(lines)
+        return cls(
+            [
+                _Part(at, functools.partial(_cut, arriving, [rows[i] for i in at], count))
+                for count, at in _alike(wanted)
+            ]
+        )
 
     def entries(self) -> list[Alternatives]:
         """One for each of the tokens; waits for them."""
@@ -55,21 +94,57 @@ class Reported:
             [columns] = self.columns()
             return list(columns.positions())
         found: dict[int, Alternatives] = {}
-        for (at, _), columns in zip(self._parts, self.columns(), strict=True):
-            found |= zip(at, columns.positions(), strict=True)
+        for part, columns in zip(self._parts, self.columns(), strict=True):
+            found |= zip(part.at, columns.positions(), strict=True)
         return [found[i] for i in sorted(found)]
 
     def columns(self) -> list[LogprobColumns]:
         """The same side by side, where all want the same; waits for them."""
-        return [LogprobColumns(*arriving.arrays()) for _, arriving in self._parts]
+        return [part.columns() for part in self._parts]
 
 
-def _sent(logits: Tensor, taken: Tensor, count: int) -> Arriving:
-    """On their way: ids [n, count + 1] int64 and log-probabilities [n, count + 1] of the most
-    likely tokens and of those taken [n], and the ranks of these [n] int64."""
+def _alike(wanted: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Each number that is wanted, and where it is."""
+    for count in sorted(set(wanted)):
+        yield count, [i for i, other in enumerate(wanted) if other == count]
+
+
+def _whole(arriving: Arriving) -> LogprobColumns:
+    return LogprobColumns(*arriving.arrays())
+
+
+def _cut(arriving: Arriving, rows: Sequence[int], count: int) -> LogprobColumns:
+    """Of rows of `lines_of` the first `count` alternatives, and the tokens taken."""
+    (lines,) = arriving.arrays()
+    most = lines.shape[1] // 2 - 1
+    count = min(count, most)
+    places, chosen = np.array([*range(count), most]), lines[rows]
+    values = np.ascontiguousarray(chosen[:, most + 1 + places]).view(np.float32)
+    return LogprobColumns(chosen[:, places], values, chosen[:, -1])
+
+
+def lines_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """What can be reported of tokens, in one tensor, without a word from the host.
+
+    Args:
+        logits: [n, V] float32.
+        tokens: [n] int64, those taken, as in `Reported.of`.
+
+    Returns:
+        [n, 2 (k + 1) + 1] int32: ids of the k most likely tokens and of the one taken, as many
+        log-probabilities, float32 by their bits, and the rank of the one taken.
+    """
+    most = min(MOST_OF_GRAPHS, logits.shape[1])
+    ids, values, ranks = _most_likely(logits, tokens.clamp(min=0), most)
+    return torch.cat((ids.int(), values.view(torch.int32), ranks.int()[:, None]), 1)
+
+
+def _most_likely(logits: Tensor, taken: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids [n, count + 1] int64 and log-probabilities [n, count + 1] of the most likely tokens and
+    of those taken [n], and the ranks of these [n] int64."""
     peak, log_sum, rank = ops.score_tokens(logits, taken)
     ids = torch.cat((largest(logits, count), taken[:, None]), 1)
-    return Arriving(ids, logits.gather(1, ids) - peak[:, None] - log_sum[:, None], rank)
+    return ids, logits.gather(1, ids) - peak[:, None] - log_sum[:, None], rank
 
 
 def largest(values: Tensor, count: int) -> Tensor:

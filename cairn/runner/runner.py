@@ -27,10 +27,10 @@ from cairn.cache.pools import CachePools
 from cairn.ops.landmark.select_task import candidate_pages
 from cairn.ops.trust import trusted
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
-from cairn.runner.logprobs import Reported, block_rows
+from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported, block_rows
 from cairn.runner.prefill_graphs import PrefillGraphs
 from cairn.runner.rows import Layout, Rows
-from cairn.runner.sampler import Choice, Picks, Sampler
+from cairn.runner.sampler import Choice, Picks, Report, Sampler
 from cairn.runner.selection import selections
 from cairn.runner.staging import Arriving, Trip, send
 from cairn.runner.step import (
@@ -180,15 +180,15 @@ class _Chosen(NamedTuple):
     """What a step chose.
 
     Attributes:
-        choice: the tokens.
-        arriving: these, on their way to the host.
+        arriving: the tokens, on their way to the host.
+        report: what is reported of them.
         selection: what the queries of some works read.
         prompts: what is reported of prompts.
         seconds: that it has taken the host in the model.
     """
 
-    choice: Choice
     arriving: Arriving | Trip
+    report: Report = Report()
     selection: Mapping[int, tuple[LayerSelection, ...]] = MappingProxyType({})
     prompts: tuple[_Prompt, ...] = ()
     seconds: float = 0.0
@@ -218,7 +218,7 @@ class LaunchedStep:
         began = time.perf_counter()
         tokens = chosen.arriving.tokens()
         seconds = chosen.seconds + time.perf_counter() - began
-        logprobs = chosen.choice.logprobs()
+        logprobs = chosen.report.logprobs()
         prompts = tuple(prompt.logprobs() for prompt in chosen.prompts)
         return StepResult(self._plan.step_id, tokens, logprobs, chosen.selection, prompts, seconds)
 
@@ -354,10 +354,9 @@ class Runner:
             choice = self.sampler.sample(run.logits, picks, run.draws, masks)
             self.rows.remember(run.row, choice.tokens)
         read = selections(run.reads, len(run.watched)) if run.watched else []
-        arriving = Arriving(choice.tokens)
         return _Chosen(
-            choice,
-            arriving,
+            Arriving(choice.tokens),
+            choice.report,
             dict(zip(run.watched, read, strict=True)),
             run.prompts,
             run.seconds + time.perf_counter() - began,
@@ -380,17 +379,27 @@ class Runner:
         """Run a step that only decodes by its graph; None where it needs more than that."""
         if self.graphs is None or self.sampler.watched(picks):
             return None
-        draws = self.sampler.draws(picks)
-        ending = Ending.LOGITS
-        if self.sampler.plain(picks):
-            ending = Ending.DRAW if draws else Ending.GREEDY
-        replayed = self.graphs.run(plan.decode, self.rows.grant(plan), Sampling(ending, draws))
+        reporting, counts = self.sampler.reports(picks)
+        sampling = self._sampling(picks, counts)
+        replayed = self.graphs.run(plan.decode, self.rows.grant(plan), sampling)
         if replayed is None:
             return None
-        if ending is Ending.LOGITS:
+        if sampling.ending is Ending.LOGITS:
             choose = functools.partial(self._choose_replayed, self.graphs, replayed, picks)
             return LaunchedStep(plan, choose)
-        return LaunchedStep(plan, lambda _: _Chosen(Choice(replayed.output), replayed.trip))
+        report = Report()
+        if sampling.ending is Ending.REPORT:
+            report = Report(reporting, Reported.of_lines(replayed.output, reporting, counts))
+        return LaunchedStep(plan, lambda _: _Chosen(replayed.trip, report))
+
+    def _sampling(self, picks: Picks, counts: Sequence[int]) -> Sampling:
+        """What of the rows' choice a graph can do; counts: of `Sampler.reports`."""
+        draws = self.sampler.draws(picks)
+        if not self.sampler.plain(picks) or max(counts, default=0) > MOST_OF_GRAPHS:
+            return Sampling(Ending.LOGITS, draws)
+        if counts:
+            return Sampling(Ending.REPORT, self.sampler.draws(picks, always=True))
+        return Sampling(Ending.DRAW if draws else Ending.GREEDY, draws)
 
     @torch.inference_mode()
     def _choose_replayed(
@@ -399,7 +408,7 @@ class Runner:
         """The same where a graph has run the model."""
         choice = self.sampler.sample(replayed.output, picks, replayed.draws, masks)
         graphs.answer(replayed, choice.tokens)
-        return _Chosen(choice, replayed.trip)
+        return _Chosen(replayed.trip, choice.report)
 
     def _prompt(self, hidden: Tensor, work: RowWork, start: int) -> _Prompt:
         """Log-probabilities of the work's targets, a block of logits at a time."""
@@ -415,5 +424,5 @@ class Runner:
             part = slice(at, at + size)
             rows, tokens = send((index[part], targets[part]), hidden.device)
             logits = self.model.logits(hidden[rows])
-            blocks.append(Reported(logits, tokens, [wanted] * len(tokens)))
+            blocks.append(Reported.of(logits, tokens, [wanted] * len(tokens)))
         return _Prompt(work, tuple(blocks))

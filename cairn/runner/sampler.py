@@ -61,8 +61,8 @@ class _Table:
 
     Attributes:
         temperature, top_k, top_p, min_p, seed: see Draws.
-        plain_from: tokens from which on the logits of the row are taken as they come and nothing
-            but the token is reported.
+        plain_from: tokens from which on the logits of the row are taken as they come.
+        alternatives: how many are reported beside the row's tokens; -1: nothing is reported.
         watched: what the row's queries read is reported.
     """
 
@@ -73,6 +73,7 @@ class _Table:
         self.min_p = np.zeros(num_rows, dtype=np.float32)
         self.seed = np.zeros(num_rows, dtype=np.int64)
         self.plain_from = np.zeros(num_rows, dtype=np.int64)
+        self.alternatives = np.zeros(num_rows, dtype=np.int64)
         self.watched = np.zeros(num_rows, dtype=np.bool_)
 
     def fill(self, opened: RowOpen, vocab_size: int) -> None:
@@ -80,7 +81,9 @@ class _Table:
         row, p = opened.row, opened.params
         adjusted = p.penalized or p.logit_bias or p.grammar is not None
         never = np.iinfo(np.int64).max
-        self.plain_from[row] = never if adjusted or p.logprobs is not None else p.min_tokens
+        self.plain_from[row] = never if adjusted else p.min_tokens
+        wanted = -1 if p.logprobs is None else vocab_size if p.logprobs < 0 else p.logprobs
+        self.alternatives[row] = wanted
         self.watched[row] = p.selection
         # A greedy row among others keeps its largest logit alone.
         coldest, hottest = FLOAT32.tiny, FLOAT32.max
@@ -96,14 +99,20 @@ class _Lookup(NamedTuple):
     Attributes:
         row: [n], the rows; a step with the same array has the same rows.
         watched: indices of those that want to know what they read.
+        reporting: indices of those of which something is reported.
+        counts: how many alternatives, of these.
         plain_from: see _Table, None where all are 0.
-        draws: how they draw, but for `number`; None where all take their most likely token.
+        draws: how they draw, but for `number`.
+        drawing: whether any draws; else all take their most likely token.
     """
 
     row: Ints
     watched: list[int]
+    reporting: list[int]
+    counts: list[int]
     plain_from: Ints | None
-    draws: Draws | None
+    draws: Draws
+    drawing: bool
 
 
 class _Asked(NamedTuple):
@@ -112,38 +121,40 @@ class _Asked(NamedTuple):
     Attributes:
         row: [n], the rows, as in _Lookup.
         rows: the same as a list.
-        reporting: indices of those of which something is reported.
-        counts: how many alternatives, of these.
         penalised: indices of those that are penalised.
         biased: those with a bias, or with ids that may come too early, by their indices.
     """
 
     row: Ints
     rows: list[int]
-    reporting: list[int]
-    counts: list[int]
     penalised: list[int]
     biased: list[tuple[int, RowOpen]]
 
 
-class Choice(NamedTuple):
-    """The tokens of a step.
+class Report(NamedTuple):
+    """What is reported of a step's tokens.
 
     Attributes:
-        tokens: [n] int64 on the device, -1 where the logits allow none.
-        reporting: indices of those of which something is reported.
+        at: indices of those of which something is.
         reported: what, of these.
     """
 
-    tokens: Tensor
-    reporting: Sequence[int] = ()
+    at: Sequence[int] = ()
     reported: Reported | None = None
 
     def logprobs(self) -> dict[int, Alternatives]:
         """Index of a token -> what is reported of it; waits for it."""
         if self.reported is None:
             return {}
-        return dict(zip(self.reporting, self.reported.entries(), strict=True))
+        return dict(zip(self.at, self.reported.entries(), strict=True))
+
+
+class Choice(NamedTuple):
+    """The tokens of a step, [n] int64 on the device, -1 where the logits allow none; and what is
+    reported of them."""
+
+    tokens: Tensor
+    report: Report = Report()
 
 
 class Sampler:
@@ -191,22 +202,32 @@ class Sampler:
         plain_from = self._look_up(picks.row).plain_from
         return plain_from is None or bool((picks.number >= plain_from).all())
 
-    def draws(self, picks: Picks) -> Draws | None:
-        """How the rows draw; None: all take their most likely token."""
-        draws = self._look_up(picks.row).draws
-        return None if draws is None else draws._replace(number=picks.number)
+    def reports(self, picks: Picks) -> tuple[Sequence[int], Sequence[int]]:
+        """Indices of those of which something is reported, and how many alternatives of each."""
+        known = self._look_up(picks.row)
+        return known.reporting, known.counts
+
+    def draws(self, picks: Picks, *, always: bool = False) -> Draws | None:
+        """How the rows draw; None where all take their most likely token, unless `always`."""
+        known = self._look_up(picks.row)
+        return known.draws._replace(number=picks.number) if known.drawing or always else None
 
     def _look_up(self, row: Ints) -> _Lookup:
         known, table = self._known, self._table
         if known is None or known.row is not row:
             plain_from, temperature = table.plain_from[row], table.temperature[row]
             watched: list[int] = table.watched[row].nonzero()[0].tolist()
+            wanted = table.alternatives[row]
+            reporting = (wanted >= 0).nonzero()[0]
             top = table.top_k[row], table.top_p[row], table.min_p[row]
             known = self._known = _Lookup(
                 row,
                 watched,
+                reporting.tolist(),
+                wanted[reporting].tolist(),
                 plain_from if plain_from.any() else None,
-                Draws(temperature, *top, table.seed[row], row) if temperature.any() else None,
+                Draws(temperature, *top, table.seed[row], row),
+                bool(temperature.any()),
             )
         return known
 
@@ -226,7 +247,8 @@ class Sampler:
             masks: what some of them may choose.
         """
         asked = self._ask(picks.row)
-        rows, reporting, penalised = asked.rows, asked.reporting, asked.penalised
+        rows, penalised = asked.rows, asked.penalised
+        reporting, counts = self.reports(picks)
         bias = _biases(picks.number, asked.biased) if asked.biased else []
         raw = None
         if reporting:
@@ -246,21 +268,17 @@ class Sampler:
             self._penalties.count(tokens, rows, penalised)
         if raw is None:
             return Choice(tokens)
-        return Choice(
-            tokens, reporting, Reported(raw, self._lines(tokens, reporting), asked.counts)
-        )
+        reported = Reported.of(raw, self._lines(tokens, reporting), counts)
+        return Choice(tokens, Report(reporting, reported))
 
     def _ask(self, row: Ints) -> _Asked:
         asked = self._asked
         if asked is None or asked.row is not row:
             rows: list[int] = row.tolist()
-            opened = list(enumerate(self._rows[n] for n in rows))
-            counts = [(i, o.params.logprobs) for i, o in opened if o.params.logprobs is not None]
+            opened = enumerate(self._rows[n] for n in rows)
             asked = self._asked = _Asked(
                 row,
                 rows,
-                [i for i, _ in counts],
-                [count for _, count in counts],
                 self._penalties.among(rows),
                 [(i, o) for i, o in opened if o.params.logit_bias or o.params.min_tokens],
             )

@@ -154,3 +154,7 @@ def test_a_drawing_graph_gets_its_numbers(no_gpu, monkeypatch):
     decoder.run(decode, NO_GRANTS, Sampling(Ending.DRAW, draws))
     assert [line[0].item() for line in seen[-1]] == [0.5, 7, 0.25, 0.125, -5, 1]
     assert seen[-1][0].dtype == torch.float32
+    # The same graph that also says what is likely.
+    output = decoder.run(decode, NO_GRANTS, Sampling(Ending.REPORT, draws)).output
+    assert [line[0].item() for line in seen[-1]] == [0.5, 7, 0.25, 0.125, -5, 1]
+    assert output[0, output.shape[1] // 2 - 1] == last_token[1]

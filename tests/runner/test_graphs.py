@@ -11,7 +11,8 @@ import pytest
 
 from cairn import LLM, SamplingParams
 from cairn.engine.build import Built
-from cairn.runner.graphs import buckets_up_to
+from cairn.runner.graphs import Ending, buckets_up_to
+from cairn.runner.logprobs import MOST_OF_GRAPHS
 from tests.engine.harness import Trace, engine, occupy, run
 
 MOST_ROWS = 64
@@ -20,6 +21,8 @@ ENDINGS = {
     "greedy": {"temperature": 0},
     "drawn": {"temperature": 0.8, "top_p": 0.95, "seed": 3},
     "logits": {"temperature": 0, "repetition_penalty": 1.2, "logprobs": 0},
+    "greedy, reported": {"temperature": 0, "logprobs": 3},
+    "drawn, reported": {"temperature": 0.8, "top_p": 0.95, "seed": 3, "logprobs": 20},
 }
 """What becomes of the logits: every kind is a graph of its own."""
 CASES = ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"]
@@ -73,8 +76,8 @@ def test_every_bucket_at_several_lengths(pair, bucket):
     # Landmarks of the rows that close a page fill the bucket.
     rows = bucket - bucket // 8
     for ending, kind in zip(
-        ("greedy", "drawn", "logits", "greedy"),
-        ("short", "medium", "long", "together"),
+        ("greedy", "drawn", "logits", "greedy, reported", "drawn, reported"),
+        ("short", "medium", "long", "together", "short"),
         strict=True,
     ):
         prompts = [text(rng, n) for n in lengths_of(kind, rng, rows, size)]
@@ -84,6 +87,33 @@ def test_every_bucket_at_several_lengths(pair, bucket):
         ]
         assert_same(run(with_graphs, prompts, params), run(eager, prompts, params))
     assert any(key[0] == bucket for key in with_graphs.runner.graphs._captured)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("wanted", "ending"),
+    [
+        ((None, 5, 0), Ending.REPORT),
+        ((MOST_OF_GRAPHS, None, None), Ending.REPORT),
+        ((MOST_OF_GRAPHS + 1, 5, None), Ending.LOGITS),
+        ((-1, 5, None), Ending.LOGITS),
+    ],
+)
+def test_what_graphs_report(pair, wanted, ending):
+    """Rows that want as many alternatives as others, fewer, or none; the largest logits, or draws
+    among them."""
+    with_graphs, eager = pair
+    rng = random.Random(7)
+    prompts = [text(rng, n) for n in (30, 200, 70)]
+    for kind in ("greedy", "drawn"):
+        params = [
+            SamplingParams(max_tokens=20, ignore_eos=True, logprobs=count, **ENDINGS[kind])
+            for count in wanted
+        ]
+        with_graphs.runner.graphs._captured.clear()
+        with_graphs.runner.graphs._last = None
+        assert_same(run(with_graphs, prompts, params), run(eager, prompts, params))
+        assert (4, ending) in with_graphs.runner.graphs._captured
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 
 from cairn import types
 from cairn.runner import logprobs
-from cairn.runner.logprobs import Reported, largest
+from cairn.runner.logprobs import Reported, largest, lines_of
 from cairn.types import Alternatives
 
 VOCAB = 50
@@ -20,7 +20,7 @@ def lines(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def reported(values: torch.Tensor, token: int, wanted: int) -> Alternatives:
-    [entry] = Reported(values[None], torch.tensor([token]), [wanted]).entries()
+    [entry] = Reported.of(values[None], torch.tensor([token]), [wanted]).entries()
     return entry
 
 
@@ -57,20 +57,39 @@ def test_many_are_reported_as_each_alone(monkeypatch, block, listed_below):
     values, wanted = lines(11), [2, 0, 5, -1, 2, 2, 0, 99, 5, 1, 2]
     values[:, 40:] = values[:, :10]
     tokens = torch.arange(0, 44, 4)
-    found = Reported(values, tokens, wanted).entries()
+    found = Reported.of(values, tokens, wanted).entries()
     assert len(found) == len(wanted)
     for i, entry in enumerate(found):
         assert equal(entry, reported(values[i], int(tokens[i]), wanted[i]))
 
 
+@pytest.mark.parametrize("most", [5, 32, 99])
+def test_lines_of_a_step_say_the_same_of_some_of_its_rows(monkeypatch, most):
+    monkeypatch.setattr(logprobs, "MOST_OF_GRAPHS", most)
+    values, tokens = lines(9), torch.arange(0, 45, 5)
+    values[:, 40:] = values[:, :10]
+    tokens[4] = -1
+    rows, wanted = [0, 2, 3, 4, 8], [2, 0, 5, 2, 0]
+    found = Reported.of_lines(lines_of(values, tokens), rows, wanted).entries()
+    expected = Reported.of(values[rows], tokens[rows], wanted).entries()
+    assert all(equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_what_lines_hold():
+    values, tokens = lines(3), torch.tensor([1, 2, 3])
+    one = lines_of(values, tokens)
+    assert one.dtype == torch.int32 and one.shape == (3, 2 * (32 + 1) + 1)
+    assert one[:, 32].tolist() == [1, 2, 3]
+
+
 def test_where_no_token_was_taken_something_is_reported():
-    [entry] = Reported(lines(1), torch.tensor([-1]), [3]).entries()
+    [entry] = Reported.of(lines(1), torch.tensor([-1]), [3]).entries()
     assert 3 <= len(entry.ids) <= 4
 
 
 def test_what_is_kept_of_one_does_not_keep_the_others(monkeypatch):
     monkeypatch.setattr(types, "LISTED_BELOW", 2)
-    entries = Reported(lines(5), torch.zeros(5, dtype=torch.int64), [2] * 5).entries()
+    entries = Reported.of(lines(5), torch.zeros(5, dtype=torch.int64), [2] * 5).entries()
     for entry in entries:
         assert all(column.base is None for column in (entry.ids, entry.values))
 
@@ -92,7 +111,7 @@ def test_a_gpu_reports_the_same_of_as_many_as_there_are(rows):
     values = (torch.randn(rows, 100_278, device="cuda") * 3).bfloat16().float()
     tokens = torch.randint(0, 100_278, (rows,), device="cuda")
     wanted = [(20, 0, 5, 1)[i % 4] for i in range(rows)]
-    found = Reported(values, tokens, wanted)
+    found = Reported.of(values, tokens, wanted)
     here = Reported(values.cpu(), tokens.cpu(), wanted).entries()
     values.zero_()
     for got, want in zip(found.entries(), here, strict=True):

@@ -98,7 +98,25 @@ def test_what_is_known_of_rows_goes_when_one_is_opened_again():
     found.open(opened(3, temperature=0, logit_bias={7: 100.0}, logprobs=1))
     choice = chosen(found, values.clone(), which)
     assert choice.tokens.tolist() == [7]
-    assert list(choice.logprobs()) == [0]
+    assert list(choice.report.logprobs()) == [0]
+
+
+def test_which_rows_are_reported_and_how_much_of_them():
+    found = sampler(
+        opened(0, temperature=0),
+        opened(1, temperature=0, logprobs=2),
+        opened(2, temperature=0, logprobs=-1),
+        opened(3, temperature=0.5, logprobs=0, logit_bias={7: 1.0}),
+    )
+    three, two = picks(work(2), work(0), work(1)), picks(work(0), work(3))
+    assert found.reports(three) == ([0, 2], [VOCAB, 2])
+    assert found.reports(two) == ([1], [0])
+    assert found.reports(picks(work(0))) == ([], [])
+    # Of what is only reported, the tokens follow from the logits.
+    assert found.plain(three) and not found.plain(two)
+    assert found.draws(three) is None and found.draws(two) is not None
+    always = found.draws(three, always=True)
+    assert always is not None and always.temperature.tolist() == [0.0] * 3
 
 
 def test_history_after_a_retraction_counts_as_if_it_had_run():
@@ -188,8 +206,8 @@ def test_logprobs_belong_to_the_rows_that_want_them():
     values = logits(3)
     raw = torch.log_softmax(values, -1)
     choice = chosen(found, values.clone(), picks(work(0), work(1), work(2)))
-    assert set(choice.logprobs()) == {1, 2}
-    biased, whole = choice.logprobs()[1], choice.logprobs()[2]
+    assert set(choice.report.logprobs()) == {1, 2}
+    biased, whole = choice.report.logprobs()[1], choice.report.logprobs()[2]
     assert choice.tokens[1] == 5
     assert biased.chosen == pytest.approx(float(raw[1, 5]))
     assert len(whole.ids) == VOCAB
@@ -232,7 +250,7 @@ def test_reported_log_probabilities_know_no_mask():
     found = sampler(opened(0, logprobs=2), opened(1, logprobs=2))
     values = logits(1).repeat(2, 1)
     choice = chosen(found, values.clone(), picks(work(0), work(1)), {1: mask(11)})
-    free, bound = choice.logprobs()[0], choice.logprobs()[1]
+    free, bound = choice.report.logprobs()[0], choice.report.logprobs()[1]
     expected = torch.log_softmax(values[1], dim=-1)
     assert choice.tokens[1] == 11
     assert bound.chosen == pytest.approx(expected[11].item(), abs=1e-5)
