@@ -36,6 +36,7 @@ from torch import Tensor
 from cairn.errors import BadConfig
 from cairn.names import suggestion
 from cairn.ops import checks, plans, replay
+from cairn.ops.autocast import as_it_is
 from cairn.ops.implementation import HANDED_ON, REFERENCE, Implementation
 from cairn.ops.trust import calls
 
@@ -122,13 +123,13 @@ class Op(Generic[P, R]):
         if self._check is not None and not calls.trusted:
             self._check(*args, **kwargs)
         try:
-            key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
-            chosen = self._select(key, args, kwargs)
+            chosen = self._select(args, kwargs)
             if not chosen.replayed:
                 replay.spoil()
+            function = as_it_is(chosen.function)
             if self._out is None:
-                return chosen.function(*args, **kwargs)
-            return self._with_out(chosen.function, args, kwargs)
+                return function(*args, **kwargs)
+            return self._with_out(function, args, kwargs)
         except Exception as error:
             checks.explain(error, self.reference, args, kwargs)
             raise
@@ -157,8 +158,7 @@ class Op(Generic[P, R]):
         self._respell(kwargs)
         if self._check is not None:
             self._check(*args, **kwargs)
-        key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
-        return self._select(cast(Tensor, key), args, kwargs).name
+        return self._select(args, kwargs).name
 
     def candidates(self, device: str) -> tuple[Implementation, ...]:
         """What is tried for tensors on a device type, in order; the last one accepts anything."""
@@ -182,7 +182,8 @@ class Op(Generic[P, R]):
                 return tuple(fitting[: position + 1])
         return (*fitting, self._named(REFERENCE))
 
-    def _select(self, key: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Implementation:
+    def _select(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Implementation:
+        key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
         device = key.device.type
         candidates = self._chosen.get(device)
         if candidates is None:
@@ -269,15 +270,13 @@ class Op(Generic[P, R]):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         args = self._without_out(args)
-        key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
-        return self._select(key, args, kwargs).function(*args, **kwargs)
+        return as_it_is(self._select(args, kwargs).function)(*args, **kwargs)
 
     def _run_out(self, *args: Any, out: Tensor, **kwargs: Any) -> None:
         position = cast(int, self._out)
         named = dict(zip(self._parameters[position + 1 :], args[position:], strict=False))
         args, kwargs = args[:position], {**kwargs, **named, "out": out}
-        key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
-        self._with_out(self._select(key, args, kwargs).function, args, kwargs)
+        self._with_out(as_it_is(self._select(args, kwargs).function), args, kwargs)
 
     def _run_fake(self, *args: Any, **kwargs: Any) -> Any:
         if self._fake is self.reference:

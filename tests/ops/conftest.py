@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.registry import Op
@@ -26,7 +25,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             interpret(kernel, *args, grid=grid, warmup=warmup, **options)
         return Compiled(lambda *a, **k: interpret(kernel, *a, **k), args, options)
 
-    def select(op: Op[..., Any], key: Tensor, args: Any, kwargs: Any) -> Any:
+    def select(op: Op[..., Any], args: Any, kwargs: Any) -> Any:
         *others, last = op.candidates("cuda")
         return next((i for i in others if i.accepts(args, kwargs)), last)
 

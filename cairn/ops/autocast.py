@@ -1,0 +1,32 @@
+"""torch.autocast stays outside of ops.
+
+What it casts on the way through a definition, or through one of PyTorch's functions that an
+implementation calls, is no longer the op's formula: a definition in float32 would multiply in
+bfloat16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def as_it_is(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that works in the dtypes of its arguments, whatever autocast says."""
+    if not torch._C._is_any_autocast_enabled():
+        return function
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return call
