@@ -85,7 +85,7 @@ def _expect_layout(name: str, side: str, layout: Layout, item: int) -> None:
 
 def _expect_table(name: str, argument: str, table: Tensor, items: Items, indices: Tensor) -> None:
     expect(name, argument, table, (None,), (TABLE,), like=indices, dense=-1)
-    if table.shape[0] < items.count:
+    if table.shape[0] != items.count:
         refuse(name, argument, f"has {table.shape[0]} addresses, not {items.count}")
 
 

@@ -240,6 +240,8 @@ def test_others_refuse() -> None:
         ops.transfer_kv_all_layer_mla(K, TABLE, AT, AT, 16, 1)
     with pytest.raises(BadArgument, match="`dst_layers`"):
         ops.transfer_kv_all_layer_mla(TABLE.repeat(2), TABLE, AT, AT, 16, 2)
+    with pytest.raises(BadArgument, match="`src_layers` has 2 addresses, not 1"):
+        ops.transfer_kv_all_layer_mla(TABLE.repeat(2), TABLE, AT, AT, 16, 1)
     with pytest.raises(BadArgument, match="`dst_layers`"):
         ops.transfer_kv_direct([K], [INTO, INTO], AT, AT, 1)
     with pytest.raises(BadArgument, match="`dst_indices` names slot 8 of 8"):
