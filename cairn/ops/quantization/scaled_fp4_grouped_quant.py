@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.activation.silu_and_mul import silu_and_mul
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import expect
 from cairn.ops.quantization import nvfp4, nvfp4_launch
@@ -109,6 +110,12 @@ def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[T
 @silu_and_mul_scaled_fp4_grouped_quant.implementation("triton", devices=gpu.DEVICES, when=_in_rows)
 def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return _views(*nvfp4_launch.quantize(input_tensor, input_global_scale, mask, gated=True))
+
+
+@silu_and_mul_scaled_fp4_grouped_quant.implementation("composed", devices=("cpu",))
+def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The two ops: the same codes as theirs, whichever implementation rounds the numbers."""
+    return scaled_fp4_grouped_quant(silu_and_mul(input_tensor), input_global_scale, mask)
 
 
 @scaled_fp4_grouped_quant.cases

@@ -14,6 +14,7 @@ from cairn.ops import (
     scaled_fp4_experts_quant,
     scaled_fp4_grouped_quant,
     scaled_fp4_quant,
+    silu_and_mul,
     silu_and_mul_scaled_fp4_grouped_quant,
     suggest_nvfp4_global_scale,
 )
@@ -193,6 +194,19 @@ def test_groups(gated: bool, device: str) -> None:
                     check_row(numbers[group, row], got, own, float(scale[group]))
                 else:
                     assert set(got.tolist()) == {0} and set(own) == {0.0}, name
+
+
+def test_gated_groups_have_the_codes_of_both_ops_one_after_the_other(device: str) -> None:
+    """Of numbers enough for some to be rounded otherwise than by the definition."""
+    g = torch.Generator().manual_seed(42)
+    x = torch.randn(32, 100, 4096, generator=g).bfloat16().to(device)
+    mask = torch.randint(1, 50, (32,), generator=g).int().to(device)
+    numbers = silu_and_mul(x)
+    scale = 448 * 6 / numbers.abs().amax((1, 2)).float()
+    codes, scales = silu_and_mul_scaled_fp4_grouped_quant(x, scale, mask)
+    expected = scaled_fp4_grouped_quant(numbers, scale, mask)
+    assert torch.equal(codes, expected[0])
+    assert torch.equal(scales.view(torch.uint8), expected[1].view(torch.uint8))
 
 
 @pytest.mark.parametrize("mapped", [False, True])
