@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cairn import ops
 from cairn.ops import downcast_fp8, fp8_quantize, gpu
 from cairn.ops.elementwise.fp8 import downcast_fp8 as downcast_op
 from cairn.ops.elementwise.fp8 import fp8_quantize as quantize_op
@@ -134,3 +135,9 @@ def test_downcast_keeps_what_it_does_not_write() -> None:
     out = [torch.full((3, 1, 4), 77, dtype=torch.uint8) for _ in range(2)]
     downcast_fp8(k, k, *out, None, None, torch.tensor([1]))
     assert out[0][[0, 2]].unique().tolist() == [77]
+
+
+def test_the_module_has_the_functions_by_the_names_that_peers_have_there() -> None:
+    module = ops.elementwise
+    assert {"copy_to_gpu_no_ce", "downcast_fp8"} <= set(module.__all__)
+    assert all(getattr(module, name) is getattr(ops, name) for name in module.__all__)
