@@ -32,7 +32,7 @@ def transfer_kv_all_layer(
         src_k_layers, dst_k_layers, src_v_layers, dst_v_layers: [num_layers] uint64 addresses of
             buffers of item_size bytes a slot, on the device of the indices or in pinned memory;
             multiples of 8.
-        src_indices, dst_indices: [T] int64 slots.
+        src_indices, dst_indices: [T] int64 slots; a token with a negative one is left out.
         item_size: bytes, a multiple of 8.
     Raises:
         BadArgument: for a shape, dtype, size or device that does not fit.
@@ -89,7 +89,7 @@ def transfer_kv_all_layer_lf_pf(
     Args:
         src_k_layers, src_v_layers: [num_layers] uint64 addresses, as in `transfer_kv_all_layer`.
         dst_k, dst_v: [slots, layers, ...] any dtype, contiguous, dst_layout_dim bytes a slot.
-        src_indices, dst_indices: [T] int64 slots.
+        src_indices, dst_indices: [T] int64 slots; a token with a negative one is left out.
         item_size: bytes, a multiple of 8.
         dst_layout_dim: layers * item_size.
     Raises:
@@ -150,7 +150,7 @@ def transfer_kv_all_layer_lf_ph(
     Args:
         src_k_layers, src_v_layers: [num_layers] uint64 addresses, as in `transfer_kv_all_layer`.
         dst_k, dst_v: [pages, head_num, page_size, layers, ...], dst_layout_dim bytes a slot.
-        src_indices, dst_indices: [T] int64 slots.
+        src_indices, dst_indices: [T] int64 slots; a token with a negative one is left out.
         item_size: bytes, a multiple of 8.
         dst_layout_dim: layers * item_size.
         page_size, head_num: of dst.

@@ -40,7 +40,7 @@ def copy_slots(
     too, if their memory is pinned; else torch moves them.
 
     Args:
-        src_indices, dst_indices: [T] int64.
+        src_indices, dst_indices: [T] int64. A token with a negative one is left out: it is padding.
         src_k, dst_k, src_v, dst_v: buffers of keys and values of any dtype, contiguous; or, for
             layers in buffers of their own, tables [>= layers] uint64 of their addresses. Without
             values: None.
@@ -52,6 +52,8 @@ def copy_slots(
     if src_v is not None and dst_v is not None:
         pairs.append((src_v, dst_v))
     own, other = Layout(*src_layout), Layout(*dst_layout)
+    there = (src_indices >= 0) & (dst_indices >= 0)
+    src_indices, dst_indices = src_indices[there], dst_indices[there]
     for layer in range(layer_id, layer_id + layers):
         for source, target in pairs:
             source = _buffer(source, layer, own, src_indices)
@@ -156,6 +158,9 @@ def _(make: Make) -> Cases:
             yield make.args(source, target, *pairs, item, 1, 2, layout, own)
             yield make.args(source, target, *pairs[::-1], item, 1, 1, own, layout)
         yield make.args(source[:0], target[:0], *near, item, 1, 0, own, own)
+        padded = make.tensor([19, -1, 7, 6, -1], dtype=torch.int64)
+        yield make.args(padded, target, *near, item, 1, 0, own, own)
+        yield make.args(source, padded, *pairs, item, 1, 1, head, own)
 
 
 def _index_copy(

@@ -38,6 +38,8 @@ def copy_kernel(
     token, run = line // runs, line % runs
     source = tl.load(src_indices + token, mask=alive, other=0)
     target = tl.load(dst_indices + token, mask=alive, other=0)
+    # What is negative is padding.
+    alive = alive & (source >= 0) & (target >= 0)
     src = buffer_of(src_k, layer, SRC_TABLE)
     dst = buffer_of(dst_k, layer, DST_TABLE)
     if src_v is not None:

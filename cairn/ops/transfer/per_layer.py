@@ -27,7 +27,7 @@ def transfer_kv_per_layer(
 
     Args:
         src_k, dst_k, src_v, dst_v: [slots, ...] any dtype, contiguous, item_size bytes a slot.
-        src_indices, dst_indices: [T] int64 slots.
+        src_indices, dst_indices: [T] int64 slots; a token with a negative one is left out.
         item_size: bytes, a multiple of 8.
     Raises:
         BadArgument: for a shape, dtype, size or device that does not fit.
@@ -80,7 +80,7 @@ def transfer_kv_per_layer_pf_lf(
     Args:
         src_k, src_v: [slots, layers, ...], src_layout_dim bytes a slot.
         dst_k, dst_v: [slots, ...] of layer layer_id, item_size bytes a slot.
-        src_indices, dst_indices: [T] int64 slots.
+        src_indices, dst_indices: [T] int64 slots; a token with a negative one is left out.
         layer_id: of src.
         item_size: bytes, a multiple of 8.
         src_layout_dim: layers * item_size.
@@ -141,7 +141,7 @@ def transfer_kv_per_layer_ph_lf(
     Args:
         src_k, src_v: [pages, head_num, page_size, layers, ...], src_layout_dim bytes a slot.
         dst_k, dst_v: [slots, head_num, ...] of layer layer_id, item_size bytes a slot.
-        src_indices, dst_indices: [T] int64 slots.
+        src_indices, dst_indices: [T] int64 slots; a token with a negative one is left out.
         layer_id: of src.
         item_size: bytes, a multiple of 8.
         src_layout_dim: layers * item_size.

@@ -221,6 +221,19 @@ def test_one_layer_refuses(argument: str, given: tuple) -> None:
         ops.transfer_kv_per_layer(*given)
 
 
+def test_negative_slots_are_padding(device: str) -> None:
+    read, write = (torch.tensor(at, device=device) for at in ([3, -1, 0, 5], [1, 2, -7, 0]))
+    for source, target in ((read, write), (write, read)):
+        k = torch.arange(6 * 2.0, device=device).view(6, 2)
+        into = torch.zeros_like(k)
+        ops.transfer_kv_per_layer_mla(k, into, source, target, 8)
+        expected = torch.zeros_like(k)
+        for a, b in zip(source.tolist(), target.tolist(), strict=True):
+            if a >= 0 and b >= 0:
+                expected[b] = k[a]
+        assert torch.equal(into, expected)
+
+
 def test_others_refuse() -> None:
     with pytest.raises(BadArgument, match="`src`"):
         ops.transfer_kv_per_layer_mla_pf_lf(K, INTO, AT, AT, 1, 16, 16 * 3)
