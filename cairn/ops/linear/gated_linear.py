@@ -133,6 +133,10 @@ def _(make: Make) -> Cases:
             yield make.args(x, weight)
             yield make.args(x, weight, make.randn(width, dtype=dtype), 1e-5)
     yield make.args(make.randn(0, 64), make.randn(18, 64))
+    if make.device != "cpu":
+        # So large that a GPU streams it.
+        weight = make.randn(2 * 3100, 1400, dtype=torch.bfloat16, scale=0.03)
+        yield make.args(make.randn(19, 1400, dtype=torch.bfloat16), weight)
 
 
 def _by_torch(x: Tensor, weight: Tensor, norm: Tensor) -> Tensor:

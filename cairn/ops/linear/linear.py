@@ -219,6 +219,10 @@ def _(make: Make) -> Cases:
     yield make.args(wide, make.randn(7, 64))
     yield make.args(wide[:, 0], make.randn(7, 64))
     yield make.args(make.randn(0, 64), make.randn(7, 64))
+    if make.device != "cpu":
+        # So large that a GPU streams it.
+        weight = make.randn(6200, 1400, dtype=torch.bfloat16, scale=0.03)
+        yield make.args(make.randn(19, 1400, dtype=torch.bfloat16), weight)
 
 
 def _by_torch(x: Tensor, weight: Tensor, _: None, norm: Tensor) -> Tensor:

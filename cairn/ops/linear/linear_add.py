@@ -95,6 +95,11 @@ def _(make: Make) -> Cases:
             yield make.args(x, residual, weight, make.randn(numbers, dtype=dtype))
     yield make.args(make.randn(3, 128)[:, :64], make.randn(3, 20)[:, 3:12], make.randn(9, 64))
     yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64))
+    if make.device != "cpu":
+        # So large that a GPU streams it.
+        weight = make.randn(1000, 8400, dtype=torch.bfloat16, scale=0.01)
+        x, residual = (make.randn(19, n, dtype=torch.bfloat16) for n in (8400, 1000))
+        yield make.args(x, residual, weight)
 
 
 def _by_torch(x: Tensor, residual: Tensor, weight: Tensor) -> None:

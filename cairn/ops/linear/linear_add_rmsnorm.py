@@ -163,6 +163,12 @@ def _(make: Make) -> Cases:
     wide = make.randn(70, 128)[:, :64], make.randn(70, 130)[:, 1:65]
     yield make.args(*wide, make.randn(64, 64, scale=0.1), make.randn(64))
     yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64), make.randn(9))
+    if make.device != "cpu":
+        # So large that a GPU streams it.
+        weight = make.randn(1000, 8400, dtype=torch.bfloat16, scale=0.01)
+        shapes = (19, 8400), (19, 1000), (1000,)
+        x, residual, norm = (make.randn(*shape, dtype=torch.bfloat16) for shape in shapes)
+        yield make.args(x, residual, weight, norm)
 
 
 def _by_torch(x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor) -> Tensor:

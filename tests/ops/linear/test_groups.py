@@ -12,7 +12,7 @@ from cairn import ops
 from cairn.ops import gpu
 from cairn.ops.linear import group_launch, panel
 from cairn.ops.registry import Op
-from cairn.ops.testing import Arguments, check, run
+from cairn.ops.testing import Arguments, Make, cases_of, check, run
 
 on_hopper = pytest.mark.skipif(
     not (torch.cuda.is_available() and gpu.multiplies_in_groups(torch.device("cuda", 0))),
@@ -55,6 +55,18 @@ def given_to(
 PLAIN, ADDING = [ops.linear, ops.gated_linear], [ops.linear_add, ops.linear_add_rmsnorm]
 EVERY = [*PLAIN, *ADDING]
 every = pytest.mark.parametrize("op", EVERY, ids=lambda op: op.name)
+
+
+@every
+def test_cases_of_a_gpu_reach_it(op: Op[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generic tests run on what has a case; on the CPU, where none of these runs, nobody sees."""
+    monkeypatch.setattr(gpu, "multiplies_in_groups", lambda _device: True)
+    monkeypatch.setattr(gpu, "processors", lambda _device: 132)
+    kernel = op._named("gluon")
+    assert op.case_source is not None
+    given = [case for case in op.case_source(Make("meta")) if isinstance(case, Arguments)]
+    assert any(kernel.accepts(case.args, case.kwargs) for case in given)
+    assert not any(kernel.accepts(c.args, c.kwargs) for c in cases_of(op, "cpu"))
 
 
 @pytest.mark.gpu
