@@ -40,9 +40,8 @@ TARGETS = 256
 
 DRAWN = SamplingParams(temperature=0.5, top_k=10, top_p=0.9, min_p=0.01)
 """All that a graph samples by."""
-EVERYTHING = replace(
-    DRAWN, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1, prompt_logprobs=1
-)
+REPORTED = replace(DRAWN, logprobs=1)
+EVERYTHING = replace(REPORTED, repetition_penalty=1.1, logit_bias={0: 1.0}, prompt_logprobs=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +151,22 @@ def prefill_step(
 
 
 def decode_step(
-    shape: RunnerShape, longest: int, *, eager: bool, rows: int | None = None
+    shape: RunnerShape,
+    longest: int,
+    *,
+    eager: bool,
+    rows: int | None = None,
+    params: SamplingParams = DRAWN,
 ) -> StepPlan:
     """One token in every row.
 
     Args:
         shape: of the runner.
         longest: user tokens of the longest sequence.
-        eager: landmarks follow all tokens, and no graph can run it; otherwise they follow as many
-            as the largest graph has room for.
+        eager: landmarks follow all tokens, no graph can run it, and EVERYTHING is asked of it;
+            otherwise landmarks follow one token in eight.
         rows: how many, without landmarks; None: all.
+        params: by which rows are sampled where a graph runs them.
     """
     slots, longest = shape.slots, min(longest, CONTEXT)
     end = max(1, longest // slots.tokens_per_page * slots.tokens_per_page)
@@ -172,7 +177,7 @@ def decode_step(
         works = [RowWork(row, last[row], [0], True, 1) for row in numbers]
         return _plan(shape, works, longest, EVERYTHING)._replace(constrained=numbers)
     decode = DecodeWork.of(numbers, last, [1] * len(numbers))
-    return _plan(shape, (), longest, DRAWN, decode)
+    return _plan(shape, (), longest, params, decode)
 
 
 def _plan(
@@ -200,8 +205,8 @@ def _run(runner: Runner, plan: StepPlan) -> None:
 
 
 def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
-    """Bytes that all graphs keep: they share the largest one's memory, and what another one adds is
-    that of a small one."""
+    """Bytes that all graphs keep: they share the memory of the largest ones, of prefills, of draws
+    and of reports, and what another one adds is that of a small one."""
     decoding, prefilling = runner.graphs, runner.prefill_graphs
     assert decoding is not None and prefilling is not None
     free = [_free(device)]
@@ -212,15 +217,17 @@ def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
     for kind in kinds[-SMALL:]:
         prefilling.prepare(kind)
     free.append(_free(device))
-    for rows in (None, 1):
-        _run(runner, decode_step(runner.shape, steps.longest, eager=False, rows=rows))
+    for rows, params in ((None, DRAWN), (None, REPORTED), (1, DRAWN)):
+        plan = decode_step(runner.shape, steps.longest, eager=False, rows=rows, params=params)
+        _run(runner, plan)
         free.append(_free(device))
-    prefill, small, decode, one = (max(0, a - b) for a, b in itertools.pairwise(free))
+    prefill, small, drawn, reported, one = (max(0, a - b) for a, b in itertools.pairwise(free))
     return (
         prefill
         + small * len(kinds) // SMALL
-        + decode
-        + one * (len(decoding.buckets) * len(Ending) - 1)
+        + drawn
+        + reported
+        + one * (len(decoding.buckets) * len(Ending) - 2)
     )
 
 
