@@ -63,8 +63,8 @@ class Sampling(NamedTuple):
 
     Attributes:
         ending: what the graph does with their logits.
-        draws: by what they are drawn, there or from the logits; None: each is the most likely one,
-            of which nothing is reported.
+        draws: by what they are drawn, there or from the logits; None, but not where others are
+            reported: each is the most likely one.
     """
 
     ending: Ending

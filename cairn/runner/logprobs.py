@@ -76,9 +76,10 @@ class Reported:
         """Of some rows of `lines_of` a step.
 
         Args:
-            lines: of all its rows; may be overwritten by what is queued later.
+            lines: [T, 2 (k + 1) + 1] int32, of all its rows; may be overwritten by what is queued
+                later.
             rows: [n], those of which something is reported.
-            wanted: [n], how many of the most likely ones, as many as the lines hold at most.
+            wanted: [n], how many of the most likely ones, at most k.
         """
         arriving = Arriving(lines)
         return cls(
@@ -117,7 +118,6 @@ def _cut(arriving: Arriving, rows: Sequence[int], count: int) -> LogprobColumns:
     """Of rows of `lines_of` the first `count` alternatives, and the tokens taken."""
     (lines,) = arriving.arrays()
     most = lines.shape[1] // 2 - 1
-    count = min(count, most)
     places, chosen = np.array([*range(count), most]), lines[rows]
     values = np.ascontiguousarray(chosen[:, most + 1 + places]).view(np.float32)
     return LogprobColumns(chosen[:, places], values, chosen[:, -1])
@@ -131,11 +131,11 @@ def lines_of(logits: Tensor, tokens: Tensor) -> Tensor:
         tokens: [n] int64, those taken, as in `Reported.of`.
 
     Returns:
-        [n, 2 (k + 1) + 1] int32: ids of the k most likely tokens and of the one taken, as many
-        log-probabilities, float32 by their bits, and the rank of the one taken.
+        [n, 2 (k + 1) + 1] int32, k = min(MOST_OF_GRAPHS, V): ids of the k most likely tokens and of
+        the one taken, as many log-probabilities, float32 by their bits, and the rank of the one
+        taken.
     """
-    most = min(MOST_OF_GRAPHS, logits.shape[1])
-    ids, values, ranks = _most_likely(logits, tokens.clamp(min=0), most)
+    ids, values, ranks = _most_likely(logits, tokens.clamp(min=0), MOST_OF_GRAPHS)
     return torch.cat((ids.int(), values.view(torch.int32), ranks.int()[:, None]), 1)
 
 

@@ -394,11 +394,11 @@ class Runner:
 
     def _sampling(self, picks: Picks, counts: Sequence[int]) -> Sampling:
         """What of the rows' choice a graph can do; counts: of `Sampler.reports`."""
-        draws = self.sampler.draws(picks)
         if not self.sampler.plain(picks) or max(counts, default=0) > MOST_OF_GRAPHS:
-            return Sampling(Ending.LOGITS, draws)
+            return Sampling(Ending.LOGITS, self.sampler.draws(picks))
         if counts:
             return Sampling(Ending.REPORT, self.sampler.draws(picks, always=True))
+        draws = self.sampler.draws(picks)
         return Sampling(Ending.DRAW if draws else Ending.GREEDY, draws)
 
     @torch.inference_mode()

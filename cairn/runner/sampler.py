@@ -150,8 +150,12 @@ class Report(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The tokens of a step, [n] int64 on the device, -1 where the logits allow none; and what is
-    reported of them."""
+    """What a step chooses.
+
+    Attributes:
+        tokens: [n] int64 on the device, -1 where the logits allow none.
+        report: what is reported of them.
+    """
 
     tokens: Tensor
     report: Report = Report()

@@ -100,15 +100,17 @@ def test_every_bucket_at_several_lengths(pair, bucket):
     ],
 )
 def test_what_graphs_report(pair, wanted, ending):
-    """Rows that want as many alternatives as others, fewer, or none; the largest logits, or draws
-    among them."""
+    """Rows that want as many alternatives as others, fewer, or none, some not to end at once; the
+    largest logits, or draws among them."""
     with_graphs, eager = pair
     rng = random.Random(7)
     prompts = [text(rng, n) for n in (30, 200, 70)]
     for kind in ("greedy", "drawn"):
         params = [
-            SamplingParams(max_tokens=20, ignore_eos=True, logprobs=count, **ENDINGS[kind])
-            for count in wanted
+            SamplingParams(
+                max_tokens=20, ignore_eos=True, logprobs=count, min_tokens=5 * i, **ENDINGS[kind]
+            )
+            for i, count in enumerate(wanted)
         ]
         with_graphs.runner.graphs._captured.clear()
         with_graphs.runner.graphs._last = None

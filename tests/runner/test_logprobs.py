@@ -112,8 +112,9 @@ def test_a_gpu_reports_the_same_of_as_many_as_there_are(rows):
     tokens = torch.randint(0, 100_278, (rows,), device="cuda")
     wanted = [(20, 0, 5, 1)[i % 4] for i in range(rows)]
     found = Reported.of(values, tokens, wanted)
+    in_lines = Reported.of_lines(lines_of(values, tokens), range(rows), wanted)
     here = Reported.of(values.cpu(), tokens.cpu(), wanted).entries()
     values.zero_()
-    for got, want in zip(found.entries(), here, strict=True):
+    for got, want in zip([*found.entries(), *in_lines.entries()], [*here, *here], strict=True):
         assert list(got.ids) == list(want.ids) and list(got.ranks) == list(want.ranks)
         np.testing.assert_allclose(got.values, want.values, atol=4e-6)

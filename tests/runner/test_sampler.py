@@ -114,6 +114,8 @@ def test_which_rows_are_reported_and_how_much_of_them():
     assert found.reports(picks(work(0))) == ([], [])
     # Of what is only reported, the tokens follow from the logits.
     assert found.plain(three) and not found.plain(two)
+    found.open(opened(4, temperature=0, logprobs=1, min_tokens=2))
+    assert [found.plain(picks(work(1, i), work(4, i))) for i in range(4)] == [0, 0, 1, 1]
     assert found.draws(three) is None and found.draws(two) is not None
     always = found.draws(three, always=True)
     assert always is not None and always.temperature.tolist() == [0.0] * 3
