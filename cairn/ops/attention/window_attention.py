@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import amx, cpu, gpu
-from cairn.ops.attention import launch, loops, paging, tile_loops
+from cairn.ops.attention import launch, loops, paging, tile_loops, window_launch
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import check_caches, check_dtype, check_least, check_queries, check_slots
@@ -372,6 +372,50 @@ def _(
     return launch.attend_splits(task, dtype or torch.float32)
 
 
+def _in_groups(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
+    chunked: bool = False,
+) -> bool:
+    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, window, scale)
+    return window_launch.fits(task) and window_launch.worthwhile(task)
+
+
+@window_attention.implementation(
+    "gluon",
+    devices=gpu.DEVICES,
+    replayed=True,
+    when=_in_groups,
+    missing="" if gpu.gl else "needs Triton 3.6",
+)
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: Tensor,
+    slot: Tensor,
+    page_table: Tensor,
+    window: int,
+    scale: float | None = None,
+    aligned: bool = False,
+    mask_landmarks: bool = False,
+    dtype: torch.dtype | None = None,
+    chunked: bool = False,
+) -> tuple[Tensor, Tensor]:
+    given = (q, k_cache, v_cache, row, slot, page_table)
+    task = launch.Task(*given, window, scale, aligned, mask_landmarks)
+    return window_launch.attend(task, dtype or torch.float32)
+
+
 @window_attention.implementation(
     "triton_tiles",
     devices=gpu.DEVICES,
@@ -430,6 +474,15 @@ def _(make: Make) -> Cases:
                 bytes_of = paged.quantized()
                 small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
                 yield make.args(*small, window, aligned=True, mask_landmarks=True)
+    if make.device != "cpu":
+        # As many tiles as fill a GPU, of wide heads.
+        for filled, running in (([2_000, 9, 300], [900, 1, 300]), ([5_000], [4_000])):
+            paged = make.paged(filled, 16, 64, 128, dtype=torch.bfloat16)
+            row, slot, _ = paged.queries(running)
+            q = make.randn(sum(running), 32, 128, dtype=torch.bfloat16)
+            given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table, 512)
+            yield make.args(*given, aligned=True, mask_landmarks=True, dtype=torch.bfloat16)
+            yield make.args(*given, chunked=True)
 
 
 @window_attention.bench

@@ -1,0 +1,73 @@
+"""How attention over windows is launched in groups of warps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.attention.launch import Task, accepts
+from cairn.ops.attention.lines import are_lines, lines_of
+from cairn.ops.attention.window_groups import window_groups_kernel
+
+LINES, BLOCK = 128, 64
+"""Lines of a tile, and slots of a block."""
+STAGES = {64: 4, 128: 2}
+"""Pairs of blocks of keys and of values that a program has or that are on their way, by a head's
+width."""
+FULL = 0.75
+"""Share of a device's processors that have a tile at least, of wide heads. On an H100, with a
+window of 512, 32 heads of 128 take 22 to 33% less than in `tile_kernel`'s tiles from 1,024 tokens
+on, and 6% more with 256. Narrow ones are left to those: 16 heads of 64 that share 2 take as long
+from 2,048 tokens on."""
+
+
+def fits(task: Task) -> bool:
+    """Whether `attend` takes a task: whole blocks in a page, and heads that tiles are made for."""
+    q, k_cache, v_cache = task.q, task.k_cache, task.v_cache
+    return (
+        gpu.multiplies_in_groups(q.device)
+        and q.dtype.itemsize == 2
+        and k_cache.dtype == q.dtype
+        and q.shape[2] in STAGES
+        and k_cache.shape[2] % BLOCK == 0
+        and task.window > 0
+        and (task.scale is None or task.scale > 0)
+        and accepts(q, k_cache, v_cache)
+        and all(are_lines(cache.transpose(1, 2), BLOCK) for cache in (k_cache, v_cache))
+    )
+
+
+def worthwhile(task: Task) -> bool:
+    """Whether a task that `fits` takes no longer than in tiles one by one."""
+    return task.width > 64 and tiles(task) >= FULL * gpu.processors(task.q.device)
+
+
+def tiles(task: Task) -> int:
+    """Of a task that `fits`."""
+    return -(-task.q.shape[0] // (LINES // task.group)) * int(task.k_cache.shape[1])
+
+
+def attend(task: Task, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """o [T, h_q, d] of a dtype and lse [T, h_q] float32, of a task that `fits`."""
+    o, lse = task.empty(dtype=dtype)
+    if not len(o):
+        return o, lse
+    heads, kv_heads, dim, size = task.shape()
+    keys, values = lines_of(
+        task.k_cache.transpose(1, 2), task.v_cache.transpose(1, 2), BLOCK, math.inf
+    )
+    tokens, blocks = LINES // task.group, (BLOCK, BLOCK)
+    programs = min(tiles(task), gpu.processors(o.device))
+    window, factor, table_stride, *_ = task.numbers()
+    window_groups_kernel[(programs,)](
+        *(task.q, gpu.tiles(keys.blocks, blocks), gpu.tiles(values.blocks, blocks)),
+        *(task.row, task.slot, task.page_table, o, lse, len(o), window, factor),
+        *(table_stride, keys.page, keys.head, values.page, values.head),
+        *(heads, kv_heads, dim, size, tokens, task.group, STAGES[dim]),
+        *(task.aligned, task.mask_landmarks),
+        num_warps=4,
+    )
+    return o, lse
