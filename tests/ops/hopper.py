@@ -23,10 +23,12 @@ from triton.runtime.jit import JITFunction
 
 from cairn.ops import gpu
 from cairn.ops.attention import cutlass_mla_decode as latents
+from cairn.ops.attention import launch, window_launch
 from cairn.ops.attention.cutlass_mla_decode import cutlass_mla_decode
 from cairn.ops.flash import group_launch
 from cairn.ops.flash.flash_attention import drawn, flash_attention
-from cairn.ops.landmark import select_launch
+from cairn.ops.landmark import page_tiles, select_launch
+from cairn.ops.landmark.page_launch import Window
 from cairn.ops.landmark.select_pages import _selection
 from cairn.ops.linear import group_launch as products
 from cairn.ops.sampling import passes, teams
@@ -121,6 +123,15 @@ def main() -> None:
         options = {**shape, "widths": (width, width), "page": page, "sinks": sinks}
         given = drawn(make, dtype, **options, right=0)
         flash_attention._named("gluon").function(*given.args)
+    for heads, groups, width, masked in ((16, 2, 64, True), (6, 2, 128, True), (3, 3, 128, False)):
+        q, cache = torch.empty(300, heads, width, dtype=dtype), (20, groups, 64, width)
+        caches = torch.empty(cache, dtype=dtype), torch.empty(cache, dtype=dtype)
+        slot, table = torch.arange(300), torch.empty(1, 20, dtype=torch.int32)
+        task = launch.Task(q, *caches, slot, slot, table, 512, None, masked, masked)
+        assert page_tiles.fits(task, 32)
+        beside = Window(*window_launch.attend(task, dtype), softmax1=masked)
+        indices, scores = torch.empty(300, groups, 32, dtype=torch.int32), q[:, :, :32].float()
+        page_tiles.attend(task, indices, scores, beside)
     for heads, groups, width in ((16, 2, 64), (2, 1, 128), (2, 2, 128)):
         z, key = (
             torch.empty(256, heads, width, dtype=dtype),

@@ -17,10 +17,15 @@ FEW_SPILT = 512
 """Bytes that a group may put away: before its loop and after it, or a few numbers in it."""
 
 
-SPILT = {"group_scores_kernel": FEW_SPILT, "latent_groups_kernel": 16}
+SPILT = {
+    "group_scores_kernel": FEW_SPILT,
+    "latent_groups_kernel": 16,
+    "window_groups_kernel": FEW_SPILT,
+}
 GROUPS = {
     *("latent_groups_kernel", "latent_columns_kernel"),
     *("flash_groups_kernel", "group_scores_kernel", "linear_groups_kernel"),
+    *("window_groups_kernel", "page_tiles_kernel"),
 }
 TEAMS = {"top_k_kernel", "min_p_kernel", "top_p_kernel"}
 PASSES = {"list_kernel", "store_kernel"}

@@ -13,7 +13,14 @@ from cairn.ops.attention import launch, tiles
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, check_caches, check_queries, check_slots, expect
-from cairn.ops.landmark import fused_launch, loops, page_launch, select_launch, short_launch
+from cairn.ops.landmark import (
+    fused_launch,
+    loops,
+    page_launch,
+    page_tiles,
+    select_launch,
+    short_launch,
+)
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.looks import check_keys, check_rule, check_summaries
 from cairn.ops.landmark.page_attention import page_attention
@@ -162,21 +169,34 @@ def _short_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
     )
 
 
-def _selection(
-    own: launch.Task,
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    topk: int,
-    strategy: str,
-) -> select_launch.Selection:
-    """What is selected beside the windows of `own`, whose lse nobody needs for it."""
-    task = task_of(lmk_q, summary_key, strategy, own.scale, own.k_cache.shape[1])
-    lse = gpu.empty((0,), torch.float32, lmk_q.device)
+def _windows(*args: Any, **kwargs: Any) -> launch.Task:
+    """The task of a call's windows."""
+    named = _named(*args, **kwargs)
+    names = ("q", "k_cache", "v_cache", "row", "slot", "page_table", "window")
+    given = {name: named[name] for name in names}
+    return launch.Task(**given, scale=named.get("scale"), aligned=True, mask_landmarks=True)
+
+
+def _selection(*args: Any, **kwargs: Any) -> select_launch.Selection:
+    """What a call selects, where nobody needs the windows' lse for it."""
+    own, named = _windows(*args, **kwargs), _named(*args, **kwargs)
+    scored = named["lmk_q"], named["summary_key"]
+    task = task_of(*scored, named.get("strategy", "hils"), own.scale, own.k_cache.shape[1])
+    lse = gpu.empty((0,), torch.float32, own.q.device)
+    where = (own.row, own.slot, own.page_table, own.k_cache.shape[2], named["topk"])
     return select_launch.Selection(
-        *(lmk_q, summary_key, summary_bias, lse, own.row, own.slot, own.page_table),
-        *(own.k_cache.shape[2], topk, task.scale, own.window - 1, task.groups, task.normalised),
+        *(*scored, named["summary_bias"], lse, *where),
+        *(task.scale, own.window - 1, task.groups, task.normalised),
     )
+
+
+def _store(*args: Any, **kwargs: Any) -> None:
+    """Store the summaries of completed pages, if a call does."""
+    named = _named(*args, **kwargs)
+    if named.get("store_summaries"):
+        where = (named["row"], named["slot"], named["page_table"])
+        summaries = (named["summary_key"], named["summary_bias"], named.get("scale"))
+        store_completed(named["lmk_q"], named["k_cache"], *where, *summaries)
 
 
 def _few_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -222,98 +242,73 @@ _PARAMETERS = tuple(landmark_attention.__signature__.parameters)
 @landmark_attention.implementation(
     "triton_few", devices=gpu.DEVICES, when=_few_on_gpu, replayed=True
 )
-def _(
-    q: Tensor,
-    lmk_q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    topk: int,
-    softmax1: bool,
-    scale: float | None = None,
-    strategy: str = "hils",
-    store_summaries: bool = False,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores and window side by side, the selection, the pages, and one merge of all."""
-    own = launch.Task(q, k_cache, v_cache, row, slot, page_table, window, scale, True, True)
-    job = _selection(own, lmk_q, summary_key, summary_bias, topk, strategy)
-    return fused_launch.attend(own, job, softmax1, store_summaries)
+    own, job = _windows(*args, **kwargs), _selection(*args, **kwargs)
+    named = _named(*args, **kwargs)
+    return fused_launch.attend(own, job, named["softmax1"], named.get("store_summaries", False))
 
 
 @landmark_attention.implementation(
     "triton_short", devices=gpu.DEVICES, when=_short_on_gpu, replayed=True
 )
-def _(
-    q: Tensor,
-    lmk_q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    topk: int,
-    softmax1: bool,
-    scale: float | None = None,
-    strategy: str = "hils",
-    store_summaries: bool = False,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All scores, then window and pages at once."""
-    where = (row, slot, page_table)
-    if store_summaries:
-        store_completed(lmk_q, k_cache, row, slot, page_table, summary_key, summary_bias, scale)
-    own = launch.Task(q, k_cache, v_cache, *where, window, scale, True, True)
-    job = _selection(own, lmk_q, summary_key, summary_bias, topk, strategy)
-    return short_launch.attend(own, job, softmax1)
+    _store(*args, **kwargs)
+    own, job = _windows(*args, **kwargs), _selection(*args, **kwargs)
+    return short_launch.attend(own, job, _named(*args, **kwargs)["softmax1"])
+
+
+def _near_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
+    own, topk = _windows(q, *args, **kwargs), _named(q, *args, **kwargs)["topk"]
+    fit = _on_gpu(q, *args, **kwargs) and page_tiles.fits(own, topk)
+    return fit and page_tiles.worthwhile(own)
+
+
+def _selected(*args: Any, **kwargs: Any) -> tuple[page_launch.Window, Tensor, Tensor]:
+    """What the windows of a call give, and indices and scores of the pages that it selects."""
+    named = _named(*args, **kwargs)
+    _store(**named)
+    own = _windows(**named)
+    where = (own.row, own.slot, own.page_table)
+    o_window, lse = window_attention(
+        *(own.q, own.k_cache, own.v_cache, *where, own.window, own.scale),
+        aligned=True,
+        mask_landmarks=True,
+        dtype=own.q.dtype,
+        chunked=named.get("chunked", False),
+    )
+    indices, scores = select_pages(
+        *(named["lmk_q"], named["summary_key"], named["summary_bias"], lse, *where),
+        *(own.k_cache.shape[2], own.window, named["topk"], own.scale),
+        *(named.get("strategy", "hils"), own.k_cache.shape[1]),
+    )
+    return page_launch.Window(o_window, lse, named["softmax1"]), indices, scores
+
+
+@landmark_attention.implementation(
+    "gluon",
+    devices=gpu.DEVICES,
+    when=_near_on_gpu,
+    missing="" if gpu.gl else "needs Triton 3.6",
+    replayed=True,
+)
+def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Window and selection as they are; then all pages of a row, for those that selected them."""
+    own = _windows(*args, **kwargs)
+    beside, indices, scores = _selected(*args, **kwargs)
+    return page_tiles.attend(own, indices, scores, beside), indices, scores, beside.lse
 
 
 @landmark_attention.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu, replayed=True)
-def _(
-    q: Tensor,
-    lmk_q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    topk: int,
-    softmax1: bool,
-    scale: float | None = None,
-    strategy: str = "hils",
-    store_summaries: bool = False,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Window and selection as they are; weights and blend where the pages are added up."""
-    where = (row, slot, page_table)
-    if store_summaries:
-        store_completed(lmk_q, k_cache, row, slot, page_table, summary_key, summary_bias, scale)
-    o_window, lse = window_attention(
-        *(q, k_cache, v_cache, *where, window, scale),
-        aligned=True,
-        mask_landmarks=True,
-        dtype=q.dtype,
-        chunked=chunked,
-    )
-    indices, scores = select_pages(
-        *(lmk_q, summary_key, summary_bias, lse, *where, k_cache.shape[2], window, topk, scale),
-        *(strategy, k_cache.shape[1]),
-    )
-    factor = q.shape[2] ** -0.5 if scale is None else scale
-    pages = page_launch.Pages(q, k_cache, v_cache, row, page_table, indices, scores, factor)
-    beside = page_launch.Window(o_window, lse, softmax1)
-    return page_launch.attend_sorted(pages, beside), indices, scores, lse
+    own = _windows(*args, **kwargs)
+    beside, indices, scores = _selected(*args, **kwargs)
+    factor = own.q.shape[2] ** -0.5 if own.scale is None else own.scale
+    where = (own.q, own.k_cache, own.v_cache, own.row, own.page_table)
+    pages = page_launch.Pages(*where, indices, scores, factor)
+    return page_launch.attend_sorted(pages, beside), indices, scores, beside.lse
 
 
 def _few_tokens(
@@ -479,6 +474,14 @@ def _(make: Make) -> Cases:
             yield make.args(*given, *few, *where, softmax1)
         yield make.args(*given, few[0], None, *where, True, scale=0.5, strategy="head")
         yield make.args(*given, *few, *where, True, chunked=True, store_summaries=True)
+    if make.device != "cpu":
+        # As many tiles as fill a GPU.
+        paged = make.paged((3_000, 900), 2, 64, 64, dtype=torch.bfloat16)
+        row, slot, _ = paged.queries((800, 200))
+        q, z = (make.randint(-2, 3, 1_000, 16, 64).to(torch.bfloat16) for _ in range(2))
+        key = make.randint(-1, 2, len(paged.k_cache), 16, 64).to(torch.bfloat16)
+        where = (row, slot, paged.page_table, 256, 8)
+        yield make.args(q, z, paged.k_cache, paged.v_cache, key, None, *where, True)
 
 
 @landmark_attention.bench
