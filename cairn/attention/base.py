@@ -12,7 +12,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,19 +102,38 @@ CHUNK = 16
 ALONE = (16, 64, 256)
 """How many of a step's first slots may be attended one by one, beside multiples of the last: few
 numbers, for each of which kernels are compiled and graphs captured."""
-LEAST_EARLY = 256
-"""Fewer early slots than these are attended with others that are not early."""
+LEAST_EARLY = 256, 1024
+"""Fewer slots of a front than these, of the first one and of the second, are attended with others
+that are not of it."""
 ROUND = 16
-"""Early slots that are cut off are a multiple of it: kernels are compiled for addresses as round as
-those of a whole step."""
+"""Slots of a front that are cut off are a multiple of it: kernels are compiled for addresses as
+round as those of a whole step."""
 
 
-def early_slots(layers: Iterable[AttentionLayer], page_size: int) -> int:
-    """Slots at the beginning of a row where all layers that look for pages select every one left of
-    their windows, a multiple of ROUND; 0 where there are no such layers."""
-    rules = [layer.landmark for layer in layers if layer.landmark and layer.selects]
-    pages = min((rule.short_pages(page_size) for rule in rules), default=0)
-    return pages * page_size // ROUND * ROUND
+class Front(NamedTuple):
+    """Slots side by side in a step that are among the first pages of their rows.
+
+    Attributes:
+        slots: how many; or in a row, how many there are: a multiple of ROUND.
+        pages: of a row.
+    """
+
+    slots: int
+    pages: int
+
+
+def fronts_of(
+    backends: Iterable[tuple[AttentionBackend, AttentionLayer]], page_size: int
+) -> tuple[Front, ...]:
+    """The fronts of a row in which landmark layers go about it another way: where each of them
+    selects every page left of its window; and where it passes over them all, if any backend does
+    so. None where no layer looks for pages."""
+    looking = [(backend, layer) for backend, layer in backends if layer.landmark and layer.selects]
+    rules = [layer.landmark for _, layer in looking if layer.landmark]
+    early = min((rule.short_pages(page_size) for rule in rules), default=0)
+    near = min((backend.near_pages(layer) for backend, layer in looking), default=0)
+    pages = [early, near if near > early else 0]
+    return tuple(Front(n * page_size // ROUND * ROUND, n) for n in pages if n)
 
 
 def alone(rows: int, slots: int) -> int:
@@ -140,7 +159,7 @@ class Part:
     Attributes:
         at: which; None: all.
         row, slot, stretches, chunked: as in Batch.
-        early: they are those that Batch.early counts.
+        pages: they are among so many first ones of their rows, see Batch.fronts; None: or not.
     """
 
     at: slice | None
@@ -148,7 +167,7 @@ class Part:
     slot: Tensor
     stretches: list[int] | None
     chunked: bool
-    early: bool
+    pages: int | None
 
     def of(self, lines: Tensor) -> Tensor:
         """Those of [T, ..]."""
@@ -176,8 +195,8 @@ class Batch:
         alone: so many of the first slots are mostly of rows that decode, the others of chunks. What
             cuts slots into tiles passes over a tile once for each of its rows: these are attended
             by themselves.
-        early: so many of the next slots are among the first `early_slots(layers)` of their rows:
-            landmark layers select every page left of their windows. 0: none, or none worth it.
+        fronts: of the next slots, those that are in the first of `fronts_of` their rows, behind
+            them those in the second: none, or as many as are worth it.
         window_place: page table and locations of window layers that have pages of their own; None:
             all layers share the pages. Only entries under a window are anything.
         watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
@@ -197,7 +216,7 @@ class Batch:
     stretches: list[int] | None = None
     chunked: bool = False
     alone: int = 0
-    early: int = 0
+    fronts: tuple[Front, ...] = ()
     window_place: tuple[Tensor, Tensor] | None = None
     watch: Tensor | None = None
     reads: list[LayerReads] = field(default_factory=list)
@@ -231,23 +250,26 @@ class Batch:
         return None if caches is None else (*caches, backend.place(self)[1])
 
     def attend_parts(
-        self, tiled: bool, attend: Callable[[Part], Tensor], early: bool = False
+        self, tiled: bool, attend: Callable[[Part], Tensor], by_fronts: bool = False
     ) -> Tensor:
         """What `attend` gives of the step's slots [T, h_q, d]: of all, or where it would cut them
-        into tiles, of those that are alone, as many at a time as it does not cut, of those that are
-        early, if they make a difference, and of the others."""
-        total, behind = len(self.slot), self.alone + (self.early if early else 0)
-        bounds = [*range(0, self.alone, SPLIT_TOKENS), self.alone, behind, total]
+        into tiles, of those that are alone, as many at a time as it does not cut, of those of each
+        front, if these make a difference, and of the others."""
+        total, fronts = len(self.slot), self.fronts if by_fronts else ()
+        starts = [*itertools.accumulate((front.slots for front in fronts), initial=self.alone)]
+        bounds = [*range(0, self.alone, SPLIT_TOKENS), *starts, total]
         cuts = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
         if not tiled or len(cuts) == 1 or self.watch is not None:
             everything = (self.row, self.slot, self.stretches, self.chunked)
-            return attend(Part(None, *everything, early and 0 < self.early == total))
+            whole = [front.pages for front in fronts if front.slots == total]
+            return attend(Part(None, *everything, whole[0] if whole else None))
+        pages = {start: front.pages for start, front in zip(starts, fronts, strict=False)}
         parts = []
         for at in cuts:
             stretches = None if self.stretches is None else _cut(self.stretches, at)
             chunked = self.chunked and at.start >= self.alone
             own = (self.row[at], self.slot[at], stretches, chunked)
-            parts.append(attend(Part(at, *own, self.alone <= at.start < behind)))
+            parts.append(attend(Part(at, *own, pages.get(at.start))))
         return torch.cat(parts)
 
     def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
@@ -296,6 +318,11 @@ class AttentionBackend(ABC):
         summary_query: Tensor | None,
     ) -> Tensor:
         """Write the step's keys and values, then attend. Shapes as in `Batch.attend`."""
+
+    def near_pages(self, layer: AttentionLayer) -> int:
+        """Pages of rows so short that `run` is told of them: it goes about them another way. 0:
+        none."""
+        return 0
 
     def place(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Page table and locations of this backend's layers."""

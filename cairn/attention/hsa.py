@@ -27,6 +27,7 @@ from cairn.attention.base import (
 )
 from cairn.cache.pools import CacheSpec
 from cairn.ops.attention.launch import LANDMARK_LINES, in_tiles
+from cairn.ops.landmark.page_tiles import most_pages
 from cairn.ops.landmark.page_weights import shared_weights
 
 
@@ -60,6 +61,11 @@ class HsaBackend(AttentionBackend):
             return None
         return super().target(layer)
 
+    def near_pages(self, layer: AttentionLayer) -> int:
+        """As many as the op passes over rather than sort them."""
+        rule = layer.landmark
+        return most_pages(self.pools.k[layer.index], rule.topk, rule.strategy) if rule else 0
+
     def run(
         self,
         q: Tensor,
@@ -89,10 +95,9 @@ class HsaBackend(AttentionBackend):
         topk = rule.topk if q.is_cuda else max(1, min(rule.topk, candidates))
 
         def attend(part: Part) -> Tensor:
-            page_table = batch.page_table
-            if part.early:
-                # How wide it is tells the op that there is nothing to choose.
-                page_table = page_table[:, : rule.short_pages(k_cache.shape[2])]
+            # How wide the table is tells the op how short the rows are: that there is nothing to
+            # choose, or little to pass over.
+            page_table = batch.page_table[:, : part.pages]
             o, indices, scores, lse = ops.landmark_attention(
                 part.of(q),
                 part.of(lmk_q),
@@ -116,7 +121,7 @@ class HsaBackend(AttentionBackend):
                 batch.reads.append(LayerReads(layer.index, indices[at], weights, window_weight))
             return o
 
-        return batch.attend_parts(tiled, attend, early=True)
+        return batch.attend_parts(tiled, attend, by_fronts=True)
 
     def _summarise(
         self,

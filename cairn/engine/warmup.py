@@ -43,8 +43,8 @@ def warm_up(built: Built) -> None:
     lengths: Iterable[int] = GPU_TOKENS if on_gpu else (int(tokens_in(PAGES * size)) - 1,)
     lengths = sorted({max(1, min(n, longest)) for n in lengths})
     singles = [_one(built, length) for length in lengths]
-    if on_gpu and built.runner.early_slots:
-        singles += _behind(built, int(tokens_in(built.runner.early_slots)) + 1, lengths, most - 1)
+    if on_gpu and built.runner.front_slots:
+        singles += _behind(built, int(tokens_in(built.runner.front_slots)) + 1, lengths, most - 1)
     buckets = built.runner.graphs.buckets if built.runner.graphs is not None else ()
     rows = min(built.config.max_num_seqs, pages)
     several = [
@@ -87,7 +87,7 @@ def _one(built: Built, length: int) -> _Steps:
 
 def _behind(built: Built, past: int, lengths: Sequence[int], most: int) -> list[_Steps]:
     """Steps of all lengths, one after the other in row 0, as far as they are of `most` tokens.
-    Without the past in front, landmark layers select every page that they could."""
+    Without the past in front, landmark layers go about it another way."""
     steps = range(0, past, lengths[-1])
     bounds = [
         *steps,

@@ -27,9 +27,10 @@ from cairn.attention.base import (
     ROUND,
     AttentionLayer,
     Batch,
+    Front,
     alone,
-    early_slots,
     fewest_rows,
+    fronts_of,
 )
 from cairn.ops.plans import is_traced
 from cairn.runner.capture import Captured, capture
@@ -75,13 +76,13 @@ class Kind(NamedTuple):
 
     Attributes:
         slots: of its bucket.
-        chunked, alone, early: see Batch. Of many slots, `chunked` makes no difference.
+        chunked, alone, fronts: see Batch. Of many slots, `chunked` makes no difference.
     """
 
     slots: int
     chunked: bool
     alone: int = 0
-    early: int = 0
+    fronts: tuple[Front, ...] = ()
 
 
 class PrefillGraphs:
@@ -97,8 +98,7 @@ class PrefillGraphs:
         self._model, self._place, self._pool = decoding.model, decoding.place, decoding.pool
         limits = [backend.longest_in_graphs for backend, _ in self._place.backends.values()]
         self._longest = min((limit for limit in limits if limit is not None), default=None)
-        layers = (layer for _, layer in self._place.backends.values())
-        self._early_slots = early_slots(layers, self._place.slots.page_size)
+        self._fronts = fronts_of(self._place.backends.values(), self._place.slots.page_size)
         self._memory = torch.zeros(
             LINES * self.buckets[-1], dtype=torch.int64, device=self._place.page_table.device
         )
@@ -124,7 +124,7 @@ class PrefillGraphs:
         bucket = self.buckets[at]
         chunked = layout.chunked or bucket > UNCHUNKED
         apart = alone(layout.decoding, bucket) if chunked else 0
-        kind = Kind(bucket, chunked, apart, self._early(layout, bucket, apart) if chunked else 0)
+        kind = Kind(bucket, chunked, apart, self._front(layout, bucket, apart) if chunked else ())
         self.prepare(kind)
         if kind in self._too_large:
             return None
@@ -141,7 +141,7 @@ class PrefillGraphs:
             most = rows if bucket > UNCHUNKED else min(rows, bucket // CHUNK)
             for apart in sorted({alone(decoding, bucket) for decoding in range(most)}):
                 chunked += [
-                    Kind(bucket, True, apart, early) for early in self._earlies(bucket, apart)
+                    Kind(bucket, True, apart, fronts) for fronts in self._choices(bucket, apart)
                 ]
         return chunked + [Kind(bucket, False) for bucket in buckets if bucket <= UNCHUNKED]
 
@@ -167,22 +167,26 @@ class PrefillGraphs:
             return
         log.info("captured steps of %d slots in %.2f s", kind.slots, time.perf_counter() - began)
 
-    def _earlies(self, bucket: int, apart: int) -> list[int]:
-        """How many of the slots behind those apart may be early: none, those of a row from its
-        start on, all. Of those apart, what rows that decode leave are the row's first."""
-        slots = bucket - apart
-        left = apart - fewest_rows(apart, bucket)
-        front = (self._early_slots - left) // ROUND * ROUND
-        found = {0, slots if self._early_slots else 0}
-        return sorted(found | {front} if LEAST_EARLY <= front < slots else found)
+    def _choices(self, bucket: int, apart: int) -> list[tuple[Front, ...]]:
+        """What of the slots behind those apart may be of fronts: nothing, what is of a row from its
+        start on, or all of the first. Of those apart, what rows that decode leave are the row's
+        first."""
+        slots, past = bucket - apart, apart - fewest_rows(apart, bucket)
+        found: list[tuple[Front, ...]] = [()]
+        if self._fronts and slots:
+            found.append((Front(slots, self._fronts[0].pages),))
+        row: list[Front] = []
+        for limit, least in zip(self._fronts, LEAST_EARLY, strict=False):
+            count = min(slots, (limit.slots - past) // ROUND * ROUND)
+            if count >= least or 0 < count == slots:
+                row.append(Front(count, limit.pages))
+                slots, past = slots - count, past + count
+        return sorted({*found, tuple(row)})
 
-    def _early(self, layout: Layout, bucket: int, apart: int) -> int:
-        """The most of them that are."""
-        early = layout.early(apart, self._early_slots)
-        if apart + early >= len(layout.slot):
-            # What is behind is padding.
-            early = bucket - apart
-        return max(n for n in self._earlies(bucket, apart) if n <= early)
+    def _front(self, layout: Layout, bucket: int, apart: int) -> tuple[Front, ...]:
+        """The most of these that holds."""
+        choices = self._choices(bucket, apart)
+        return max(n for n in choices if layout.within(apart, n, self._fronts))
 
     def _closing(self, bucket: int) -> int:
         """Pages that a step of this bucket may complete."""
@@ -224,7 +228,7 @@ class PrefillGraphs:
             backends=place.backends,
             chunked=kind.chunked,
             alone=kind.alone,
-            early=kind.early,
+            fronts=kind.fronts,
             window_place=None if own is None else (own, lines[7]),
         )
         return self._model(batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from cairn.attention.base import (
     AttentionBackend,
     AttentionLayer,
     Batch,
+    Front,
     alone,
 )
 from cairn.cache.landmarks import SlotMap
@@ -81,13 +82,26 @@ class Layout(NamedTuple):
         slots, decode = len(self.slot), self.decoding == len(self.start)
         return slots if decode else alone(self.decoding, slots)
 
-    def early(self, begin: int, limit: int) -> int:
-        """See Batch: of the slots from `begin` on, where `early_slots` are `limit`."""
-        late = self.slot[begin:] >= limit
-        if not late.any():
-            return len(late)
-        count = int(late.argmax()) // ROUND * ROUND
-        return count if count >= LEAST_EARLY else 0
+    def fronts(self, limits: Sequence[Front]) -> tuple[Front, ...]:
+        """See Batch, where `fronts_of` are `limits`."""
+        found, begin = [], self.alone
+        for limit, least in zip(limits, LEAST_EARLY, strict=False):
+            late = self.slot[begin:] >= limit.slots
+            count = int(late.argmax()) // ROUND * ROUND if late.any() else len(late)
+            if count >= least or count == len(late) > 0:
+                found.append(Front(count, limit.pages))
+                begin += count
+        return tuple(found)
+
+    def within(self, begin: int, fronts: Sequence[Front], limits: Sequence[Front]) -> bool:
+        """Whether the slots from `begin` on, and padding behind them, can be said to be `fronts`,
+        where those of rows are `limits`."""
+        most = {limit.pages: limit.slots for limit in limits}
+        for count, pages in fronts:
+            if (self.slot[begin : begin + count] >= most[pages]).any():
+                return False
+            begin += count
+        return True
 
     def stretches(self) -> list[int]:
         """Row, first slot and number of slots of each work, one after the other."""
@@ -199,10 +213,10 @@ class Rows:
         self,
         layout: Layout,
         backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]],
-        early_slots: int = 0,
+        fronts: Sequence[Front] = (),
     ) -> Batch:
-        """The layout as tensors on the device, and its pages in the tables there; early_slots: of
-        all layers."""
+        """The layout as tensors on the device, and its pages in the tables there; fronts: of a row,
+        see `fronts_of`."""
         if self.device.type != "cpu":
             write_cells(self._tables, layout.grants)
         numbers = (layout.ids, layout.position, layout.row, layout.slot, layout.location)
@@ -229,7 +243,7 @@ class Rows:
             stretches=layout.stretches(),
             chunked=layout.chunked,
             alone=0 if on_cpu else layout.alone,
-            early=0 if on_cpu else layout.early(layout.alone, early_slots),
+            fronts=() if on_cpu else layout.fronts(fronts),
             backends=backends,
         )
 

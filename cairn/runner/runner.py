@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import AttentionLayer, Batch, LayerReads, early_slots
+from cairn.attention.base import AttentionLayer, Batch, LayerReads, fronts_of
 from cairn.attention.registry import assign
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
@@ -265,7 +265,7 @@ class Runner:
         self.sampler = Sampler(shape.vocab_size, shape.num_rows, device)
         self._on_cpu = device.type == "cpu"
         self._landmark_layers = [layer for layer in layers if layer.selects]
-        self.early_slots = early_slots(self._landmark_layers, shape.slots.page_size)
+        self._fronts = fronts_of(self.backends.values(), shape.slots.page_size)
         self.forget_reads()
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
@@ -276,6 +276,11 @@ class Runner:
             place = Place(self.backends, *where, pools.spare_page, *own)
             self.graphs = DecodeGraphs(model, place, shape.num_rows)
             self.prefill_graphs = PrefillGraphs(self.graphs, shape.graph_slots)
+
+    @property
+    def front_slots(self) -> int:
+        """Slots of a row in front of those that landmark layers go about as if it were long."""
+        return max((front.slots for front in self._fronts), default=0)
 
     def forget_reads(self) -> None:
         """Count what landmark layers read from now on."""
@@ -369,7 +374,7 @@ class Runner:
             hidden = self.prefill_graphs.run(layout)
             if hidden is not None:
                 return hidden, []
-        batch = self.rows.batch(layout, self.backends, self.early_slots)
+        batch = self.rows.batch(layout, self.backends, self._fronts)
         if len(watched):
             batch.watch = torch.as_tensor(watched, device=batch.slot.device)
         with trusted() if self._on_cpu else contextlib.nullcontext():

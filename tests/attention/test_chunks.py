@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from cairn import ops
-from cairn.attention.base import AttentionLayer, Batch, LandmarkRule, Part, alone, early_slots
+from cairn.attention.base import (
+    AttentionLayer,
+    Batch,
+    Front,
+    LandmarkRule,
+    Part,
+    alone,
+    fronts_of,
+)
+from cairn.attention.hsa import HsaBackend
 from cairn.attention.registry import assign, cache_specs
 from cairn.cache.pools import CachePools, PageFormat
 from cairn.ops.attention.launch import SPLIT_TOKENS
@@ -136,42 +145,70 @@ def test_early_chunks_show_a_table_of_what_they_select(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ops, "landmark_attention", hear)
     layer = replace(PLAIN, backend="hsa", landmark=replace(LANDMARK, window=200))
-    early = early_slots([PLAIN, layer], SIZE)
-    assert early == 208  # of 216
-    assert early_slots([PLAIN, replace(layer, backend="window")], SIZE) == 0
-    q, k = (torch.randn(early + 100, heads, 16) for heads in (4, 2))
+    (front,) = fronts_of(step(layer, [1]).backends.values(), SIZE)
+    early = front.slots
+    assert front == (208, 27)  # of 216
+    q, k = (torch.randn(early + 300, heads, 16) for heads in (4, 2))
 
     def attend(counts: list[int], **kinds: Any) -> torch.Tensor:
         tokens = sum(counts)
         batch = step(layer, counts, chunked=True, **kinds)
         return batch.attend(0, *(x[:tokens] for x in (q, k, k, q)))
 
-    for counts, kinds, parts in (
-        ([early, 16], {"early": early + 16}, [(early + 16, 27)]),
-        ([early + 50], {"early": early}, [(early, 27), (50, 34)]),
+    for counts, fronts, parts in (
+        ([early, 16], [(early + 16, 27)], [(early + 16, 27)]),
+        ([early + 50], [(early, 27)], [(early, 27), (50, 34)]),
+        ([early + 50], [(early, 27), (50, 33)], [(early, 27), (50, 33)]),
+        ([early + 250], [(early, 27), (60, 40)], [(early, 27), (60, 40), (190, 59)]),
         # Of few tokens nothing is cut into tiles, nor of those that are looked at.
-        ([40], {"early": 40}, [(40, 6)]),
-        ([40, early], {"early": 40, "watch": torch.tensor([3])}, [(40 + early, 27)]),
+        ([40], [(40, 27)], [(40, 6)]),
+        ([40, early], [(40, 27)], [(40 + early, 27)]),
     ):
+        looks = {"watch": torch.tensor([3])} if counts == [40, early] else {}
         wanted = attend(counts)
         heard.clear()
-        torch.testing.assert_close(attend(counts, **kinds), wanted)
+        found = attend(counts, fronts=tuple(Front(*front) for front in fronts), **looks)
+        torch.testing.assert_close(found, wanted)
         assert heard == parts
 
 
+def test_fronts_of_rows_are_those_of_all_layers_that_look_for_pages():
+    """The second one's where a backend has such; none of a layer that takes its window alone."""
+    looking = replace(PLAIN, backend="hsa", landmark=replace(LANDMARK, window=200))
+    wider = replace(looking, landmark=replace(LANDMARK, window=300))
+
+    class Near(HsaBackend):
+        def near_pages(self, layer):
+            return 50 if layer is wider else 40
+
+    without = step(looking, [1]).backends[0][0]
+    with_near = Near(without.pools)
+    both = [(with_near, wider), (with_near, looking)]
+    assert fronts_of(both, SIZE) == ((208, 27), (320, 40))
+    assert fronts_of([(with_near, wider)], SIZE) == ((320, 40), (400, 50))
+    assert fronts_of([*both, (without, PLAIN)], 7) == ((208, 31), (272, 40))
+    assert fronts_of([(without, wider), (with_near, looking)], SIZE) == ((208, 27),)
+    assert fronts_of([(without, replace(looking, backend="window"))], SIZE) == ()
+
+
 @pytest.mark.parametrize(
-    ("alone", "early", "cuts"),
+    ("alone", "fronts", "cuts"),
     [
-        (0, 0, [900]),
-        (0, 400, [400, 500]),
-        (0, 900, [900]),
-        (16, 0, [16, 884]),
-        (16, 400, [16, 400, 484]),
-        (16, 884, [16, 884]),
+        (0, [], [(900, None)]),
+        (0, [(400, 3)], [(400, 3), (500, None)]),
+        (0, [(400, 3), (300, 7)], [(400, 3), (300, 7), (200, None)]),
+        (0, [(900, 3)], [(900, 3)]),
+        (0, [(900, 7)], [(900, 7)]),
+        (16, [], [(16, None), (884, None)]),
+        (16, [(400, 3)], [(16, None), (400, 3), (484, None)]),
+        (16, [(400, 3), (484, 7)], [(16, None), (400, 3), (484, 7)]),
+        (16, [(884, 3)], [(16, None), (884, 3)]),
+        (700, [(100, 3)], [(640, None), (60, None), (100, 3), (100, None)]),
     ],
 )
-def test_early_slots_are_attended_by_themselves_where_it_makes_a_difference(alone, early, cuts):
-    batch = step(PLAIN, [900], chunked=True, alone=alone, early=early, stretches=[0, 0, 900])
+def test_fronts_are_attended_by_themselves_where_it_makes_a_difference(alone, fronts, cuts):
+    told = tuple(Front(*front) for front in fronts)
+    batch = step(PLAIN, [900], chunked=True, alone=alone, fronts=told, stretches=[0, 0, 900])
     heard = []
 
     def attend(part: Part) -> torch.Tensor:
@@ -179,14 +216,12 @@ def test_early_slots_are_attended_by_themselves_where_it_makes_a_difference(alon
         assert part.stretches is not None and sum(part.stretches[2::3]) == len(part.slot)
         return part.of(batch.slot)
 
-    assert torch.equal(batch.attend_parts(True, attend, early=True), batch.slot)
-    assert [len(part.slot) for part in heard] == cuts
-    assert [part.early for part in heard] == [n == early > 0 for n in cuts]
+    assert torch.equal(batch.attend_parts(True, attend, by_fronts=True), batch.slot)
+    assert [(len(part.slot), part.pages) for part in heard] == cuts
     heard.clear()
     batch.attend_parts(True, attend)
-    assert [(len(part.slot), part.early) for part in heard] == [
-        (n, False) for n in (alone, 900 - alone) if n
-    ]
+    assert {part.pages for part in heard} == {None}
+    assert [len(part.slot) for part in heard][-1] == 900 - alone
 
 
 @pytest.mark.parametrize("name", LAYERS)

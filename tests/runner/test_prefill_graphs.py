@@ -115,6 +115,12 @@ class Quick:
 
     longest_in_graphs = None
 
+    def __init__(self, near: int = 0):
+        self.near = near
+
+    def near_pages(self, layer):
+        return self.near
+
 
 class Slow:
     """One that wants short ones."""
@@ -151,16 +157,17 @@ def test_what_fits_no_graph_is_left_alone(no_gpu):
     assert free.run(lay_out(rows, 0, 37)) is None
 
 
-def test_early_chunks_have_graphs_of_their_own(no_gpu, monkeypatch):
+@pytest.mark.parametrize("near", [0, 80])
+def test_early_chunks_have_graphs_of_their_own(near, no_gpu, monkeypatch):
     """Of a row from its start on, and of such that are early as a whole."""
     for module in (rows_module, prefill_graphs):
-        monkeypatch.setattr(module, "LEAST_EARLY", 16)
+        monkeypatch.setattr(module, "LEAST_EARLY", (16, 32))
     rule = LandmarkRule(topk=2, window=21, softmax1=True, summary="mean", bias=False)
     looking = replace(PLAIN, backend="hsa", landmark=rule)
     narrower = replace(rule, window=5)
     backends = {
-        0: (Quick(), replace(looking, landmark=replace(rule, window=30))),
-        1: (Quick(), looking),
+        0: (Quick(near), replace(looking, landmark=replace(rule, window=30))),
+        1: (Quick(near), looking),
         2: (Quick(), PLAIN),
         # Another backend looks for no page.
         3: (Quick(), replace(PLAIN, landmark=narrower)),
@@ -171,24 +178,31 @@ def test_early_chunks_have_graphs_of_their_own(no_gpu, monkeypatch):
     )
     every = graphs.kinds()
     assert len(set(every)) == len(every)
-    assert not any(kind.early for kind in every if not kind.chunked)
+    assert not any(kind.fronts for kind in every if not kind.chunked)
+
+    def fronts(slots: int, alone: int) -> set[tuple[tuple[int, ...], ...]]:
+        return {kind.fronts for kind in every if (kind.slots, kind.alone) == (slots, alone)}
+
     # 21 slots are 6 pages, and 2 more are selected.
     # At least one row decodes where 16 are apart, 17 where 64 are: others are of the chunk behind.
-    assert {kind.early for kind in every if (kind.slots, kind.alone) == (320, 0)} == {0, 32, 320}
-    assert {kind.early for kind in every if (kind.slots, kind.alone) == (320, 16)} == {0, 16, 304}
-    assert {kind.early for kind in every if (kind.slots, kind.alone) == (320, 64)} == {0, 256}
-    assert {kind.early for kind in every if (kind.slots, kind.alone) == (16, 0)} == {0, 16}
+    behind = ((288, 80),) if near else ()
+    assert fronts(320, 0) == {(), ((32, 8), *behind), ((320, 8),)}
+    assert fronts(320, 16) == {(), ((16, 8), *behind), ((304, 8),)}
+    assert fronts(320, 64) == {(), *([((256, 80),)] if near else []), ((256, 8),)}
+    assert fronts(16, 0) == {(), ((16, 8),)}
+    assert fronts(640, 0) == {(), ((32, 8), *([(288, 80)] if near else [])), ((640, 8),)}
     for first, count, early in (
         *((0, 18, 32), (0, 24, 32), (6, 18, 32), (6, 19, 0), (100, 18, 0)),
         *((0, 25, 32), (0, 110, 32)),
     ):
         assert graphs.run(lay_out(rows, first, count)) is not None
-        assert model.batch.early == early, (first, count)
+        assert model.batch.fronts[:1] == (((early, 8),) if early else ()), (first, count)
     # The last is no step of chunks.
     for decoding, early in ((1, 16), (5, 16), (9, 16), (15, 0)):
         layout = lay_out(rows, 0, 118, decoding)
         assert graphs.run(layout) is not None
-        assert model.batch.early == early <= layout.early(model.batch.alone, 32), decoding
+        assert model.batch.fronts[:1] == (((early, 8),) if early else ()), decoding
+        assert layout.within(model.batch.alone, model.batch.fronts, graphs._fronts)
     assert set(graphs._captured) <= set(every)
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cairn.attention.base import Front
 from cairn.cache.landmarks import SlotMap
 from cairn.runner.rows import Rows
 from cairn.runner.step import DecodeWork, PageGrant, RowWork, StepPlan
@@ -199,7 +200,9 @@ def test_what_is_early_stands_in_front_of_a_slot():
             for row, (first, count) in enumerate(chunks, start=1)
         )
         layout = rows.lay_out(StepPlan(0, (), (), (), works, *([decode] if decoding else ())))
-        return layout.early(layout.alone, limit)
+        found = layout.fronts([Front(limit, 10)])
+        assert layout.within(layout.alone, found, [Front(limit, 10)])
+        return found[0].slots if found else 0
 
     assert early((0, 500)) == early((100, 500)) == 500
     assert early((0, 20), (3, 30)) == 50
@@ -211,3 +214,32 @@ def test_what_is_early_stands_in_front_of_a_slot():
     assert early((0, 1000), decoding=True) == 624  # of 625: 15 more are alone
     assert early((0, 500), decoding=True) == 485
     assert early((0, 500), limit=0) == 0
+
+
+def test_what_is_near_stands_behind_what_is_early():
+    """Of the second front as well: more of it, for it is worth less."""
+    rows = make_rows(16, False, num_rows=4, max_pages=400)
+    limits = [Front(640, 40), Front(3200, 200)]
+
+    def fronts(*chunks: tuple[int, int]) -> tuple[Front, ...]:
+        works = tuple(
+            RowWork(row, first, [1] * count, sample=False)
+            for row, (first, count) in enumerate(chunks)
+        )
+        layout = rows.lay_out(StepPlan(0, (), (), (), works))
+        found = layout.fronts(limits)
+        assert layout.within(0, found, limits)
+        more = [Front(found[-1].slots + 16, found[-1].pages)] if found else [Front(1, 40)]
+        whole = sum(front.slots for front in found) == len(layout.slot)
+        assert layout.within(0, [*found[:-1], *more], limits) == whole
+        return found
+
+    assert fronts((0, 500)) == ((500, 40),)
+    assert fronts((0, 700)) == ((640, 40), (60, 200))
+    assert fronts((0, 3200)) == ((640, 40), (2560, 200))
+    assert fronts((0, 5000)) == ((640, 40), (2560, 200))
+    assert fronts((700, 300)) == ((300, 200),)
+    assert fronts((700, 5000)) == ((2496, 200),)  # not 2,500
+    assert fronts((2300, 2000)) == ()
+    assert fronts((0, 640), (3000, 300), (5000, 10)) == ((640, 40),)
+    assert fronts((4000, 2000)) == ()
