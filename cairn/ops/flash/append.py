@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from cairn.ops.checks import expect, refuse
+from cairn.ops.elementwise.fp8 import fp8_quantize
 from cairn.ops.flash.append_kv import append_kv, positions
-from cairn.ops.flash.call import Call
+from cairn.ops.flash.call import FP8, Call
 from cairn.ops.rotary.rotary_embedding import rotary_embedding
 
 _INT32 = (torch.int32,)
@@ -47,8 +48,6 @@ class Append:
             shape = (*self.k.shape[:-1], call.v.shape[-1])
             expect(name, "v", self.v, shape, same, call.q, dense=1)
         if self.cos is not None and self.sin is not None:
-            if call.q.dtype.itemsize == 1:
-                refuse(name, "rotary_cos", "is given, 8-bit `q` does not turn", "Turn it before")
             kinds = (call.q.dtype, torch.float32)
             expect(name, "rotary_cos", self.cos, (None, None), kinds, call.q, dense=1)
             expect(name, "rotary_sin", self.sin, self.cos.shape, (self.cos.dtype,), call.q)
@@ -93,10 +92,13 @@ class Append:
 
     def _turned(self, x: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
         assert self.cos is not None and self.sin is not None
-        at = positions.long()
-        table = torch.cat((self.cos[at], self.sin[at]), dim=-1)
+        at, small = positions.long(), x.dtype in FP8
+        # Not every device can index 8-bit floats.
+        cos, sin = (self.cos.float(), self.sin.float()) if small else (self.cos, self.sin)
+        table = torch.cat((cos[at], sin[at]), dim=-1)
         order = torch.arange(len(at), device=x.device)
-        turned = x.clone(memory_format=torch.contiguous_format)
+        wide = torch.float32 if small else x.dtype
+        turned = x.to(wide, copy=True, memory_format=torch.contiguous_format)
         heads = turned.view(-1, *x.shape[-2:])
         rotary_embedding(order, heads, None, x.shape[-1], table, not interleaved)
-        return turned
+        return fp8_quantize(turned, fp8_dtype=x.dtype) if small else turned

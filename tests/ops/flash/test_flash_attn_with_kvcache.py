@@ -365,18 +365,48 @@ def test_scheduler_metadata_is_accepted() -> None:
     assert is_fa3_supported() is True
 
 
-def test_eight_bit_queries_do_not_turn() -> None:
-    bits = torch.float8_e4m3fn
-    q, cache, new = (torch.ones(2, n, 2, 16).to(bits) for n in (3, 9, 1))
-    lengths, angles = torch.tensor([3, 5], dtype=torch.int32), torch.ones(9, 8)
-    for turning in (angles, angles.to(bits)):
-        with pytest.raises(BadArgument, match="flash_attn_with_kvcache: argument `rotary_cos`"):
-            flash_attn_with_kvcache(
-                *(q, cache, cache.clone(), new, new),
-                rotary_cos=turning,
-                rotary_sin=turning,
-                cache_seqlens=lengths,
-            )
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("bits", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("angles", ["as q", "float32"])
+def test_eight_bits_turn_in_float32_and_are_cut_off(
+    angles: str, bits: torch.dtype, causal: bool, interleaved: bool, device: str
+) -> None:
+    problem, most = Problem(23, page=6), torch.finfo(bits).max
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.float().clamp(-most, most).to(bits)
+
+    angle, kind = problem.randn(60, 5), bits if angles == "as q" else torch.float32
+    cos, sin = angle.cos().to(kind), angle.sin().to(kind)
+    # Of the longest numbers many are too long when they have turned.
+    new_k = rounded(problem.randn(4, 2, 2, 16) * most)
+    new_v = rounded(problem.randn(4, 2, 2, 16))
+    q, k, v = (rounded(x) for x in (problem.q, problem.k, problem.v))
+    problem.q, problem.k, problem.v = q, k.to(device), v.to(device)
+    out, _ = problem.run(
+        device,
+        k=new_k,
+        v=new_v,
+        rotary_cos=cos,
+        rotary_sin=sin,
+        rotary_interleaved=interleaved,
+        causal=causal,
+        softmax_scale=0.1 / most,
+    )
+    assert out.dtype == torch.bfloat16
+    k, v, angles_of = problem.k.cpu(), problem.v.cpu(), (cos.double(), sin.double(), interleaved)
+    for row, length in enumerate(LENGTHS):
+        keys, values = (problem.rows(x.float(), row, length + 2) for x in (k, v))
+        for j in range(2):
+            wanted = rounded(turned(new_k[row, j], length + j, *angles_of))
+            assert torch.equal(keys[length + j], wanted.float())
+            assert torch.equal(values[length + j], new_v[row, j].float())
+        places = [length + (i if causal else 0) for i in range(3)]
+        queries = torch.stack([turned(q[row, i], at, *angles_of) for i, at in enumerate(places)])
+        rules = Rules(0.1 / most, causal=causal)
+        near(out[row], attention(rules, rounded(queries).float(), keys, values)[0], 1e-2)
+    assert float(k[..., :10].float().nan_to_num().abs().max()) == most
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
