@@ -53,7 +53,7 @@ def sparse_attn_func(
         softcap: 0: none.
         alibi_slopes: None.
         deterministic: no effect; results always are.
-        return_attn_probs: False.
+        return_attn_probs: no effect, as there is no dropout.
         return_softmax_lse: return the scores' log-sum-exp too.
         out: like q, written and returned.
     Returns:
@@ -63,7 +63,7 @@ def sparse_attn_func(
         BadArgument: shapes, dtypes, devices or strides that do not fit, or what is not supported.
     """
     name = "sparse_attn_func"
-    _refuse_modifiers(name, dropout_p, alibi_slopes, return_attn_probs)
+    _refuse_modifiers(name, dropout_p, alibi_slopes)
     call = Call(name, q, k, v, block_count, block_offset, column_count, column_index)
     call.check()
     return call.run(softmax_scale, causal, softcap, out, return_softmax_lse)
@@ -110,7 +110,7 @@ def sparse_attn_varlen_func(
         BadArgument: shapes, dtypes, devices or strides that do not fit, or what is not supported.
     """
     name = "sparse_attn_varlen_func"
-    _refuse_modifiers(name, dropout_p, alibi_slopes, return_attn_probs)
+    _refuse_modifiers(name, dropout_p, alibi_slopes)
     expect(name, "cu_seqlens_q", cu_seqlens_q)
     expect(name, "cu_seqlens_k", cu_seqlens_k)
     lists = (block_count, block_offset, column_count, column_index)
@@ -206,13 +206,9 @@ class Call(NamedTuple):
         return (out, lse) if with_lse else out
 
 
-def _refuse_modifiers(
-    name: str, dropout_p: float, alibi_slopes: Tensor | None, return_attn_probs: bool
-) -> None:
+def _refuse_modifiers(name: str, dropout_p: float, alibi_slopes: Tensor | None) -> None:
     """Raise BadArgument for what there is no kernel for."""
     if dropout_p != 0.0:
         refuse(name, "dropout_p", f"is {dropout_p}", "Only 0 is supported")
     if alibi_slopes is not None:
         refuse(name, "alibi_slopes", "is not supported", "Pass None")
-    if return_attn_probs:
-        refuse(name, "return_attn_probs", "is True: probabilities are never held")

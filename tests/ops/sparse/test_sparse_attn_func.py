@@ -195,12 +195,30 @@ def test_results_go_to_out_and_rows_may_be_strided(device: str) -> None:
     assert bool((room[:, :, ::3] == 7).all())
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_probabilities_that_are_asked_for_change_nothing(with_lse: bool, ragged: bool) -> None:
+    g = torch.Generator().manual_seed(8)
+    given = [torch.randn(1, 9, 2, 16, generator=g) for _ in range(3)]
+    tables, front = random_tables(g, 1, 2, 1, 9), sparse_attn_func
+    if ragged:
+        ends = torch.tensor([0, 9], dtype=torch.int32)
+        given = [x[0] for x in given]
+        tables, front = (*tables, ends, ends, 9, 9), sparse_attn_varlen_func
+    wanted = front(*given, *tables, return_softmax_lse=with_lse)
+    got = front(*given, *tables, return_attn_probs=True, return_softmax_lse=with_lse)
+    if not with_lse:
+        wanted, got = (wanted,), (got,)
+    assert len(got) == len(wanted) == 1 + with_lse
+    for one, expected in zip(got, wanted, strict=True):
+        assert torch.equal(one, expected)
+
+
 @pytest.mark.parametrize(
     "change, word",
     [
         ({"dropout_p": 0.1}, "dropout_p"),
         ({"alibi_slopes": torch.ones(2)}, "alibi_slopes"),
-        ({"return_attn_probs": True}, "return_attn_probs"),
         ({"k": torch.randn(1, 9, 2, 8)}, "`k`"),
         ({"v": torch.randn(1, 8, 2, 16)}, "`v`"),
         ({"k": torch.randn(1, 9, 3, 16), "v": torch.randn(1, 9, 3, 16)}, "`q`"),
