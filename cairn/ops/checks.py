@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cairn.errors import BadArgument
 from cairn.ops.cache.quantized import BYTES
+from cairn.ops.plans import is_traced
 
 R = TypeVar("R")
 
@@ -76,6 +77,48 @@ def expect(
     if dense and not tensor.is_contiguous() and not _is_dense(tensor, dense):
         part = "it" if dense < 0 else f"its last {dense} dims" if dense > 1 else "its last dim"
         refuse(op, name, f"has strides {list(tensor.stride())}: {part} must be contiguous")
+
+
+def on_host(numbers: Tensor) -> bool:
+    """Whether there are numbers to look at, without waiting for a device."""
+    return numbers.device.type == "cpu" and numbers.numel() > 0 and not is_traced(numbers)
+
+
+def expect_within(op: str, name: str, numbers: Tensor, end: int, begin: int | None = 0) -> None:
+    """Raise BadArgument unless integers, if they are `on_host`, are begin .. end - 1; None: or less
+    than 0."""
+    if not on_host(numbers):
+        return
+    low, high = (int(number) for number in numbers.aminmax())
+    if high >= end or (begin is not None and low < begin):
+        wanted = f"up to {end - 1}" if begin is None else f"from {begin} to {end - 1}"
+        refuse(op, name, f"holds {high if high >= end else low}, not numbers {wanted}")
+
+
+def check_pages(
+    op: str,
+    page_table: Tensor,
+    lengths: Tensor | None,
+    size: int,
+    pages: int,
+    begin: int | None = 0,
+) -> None:
+    """Raise BadArgument unless a table, if it is `on_host`, names pages of so many that there are.
+
+    Args:
+        page_table: [B, n]. Those behind the lengths may be anything.
+        lengths: [B], keys of each sequence in pages of `size`; None: all pages hold keys.
+        begin: as in `expect_within`.
+    """
+    if not on_host(page_table):
+        return
+    low, high = (int(page) for page in page_table.aminmax())
+    if low >= 0 and high < pages:
+        return
+    if lengths is not None:
+        first = torch.arange(0, size * page_table.shape[1], size, device=page_table.device)
+        page_table = page_table[first < lengths.unsqueeze(1)]
+    expect_within(op, "page_table", page_table, pages, begin)
 
 
 def naming(

@@ -15,7 +15,7 @@ from cairn.ops.attention.latent_groups import latent_groups_kernel
 from cairn.ops.attention.latent_kernels import latent_split_kernel
 from cairn.ops.attention.lines import NO_LINES, are_lines, lines_of
 from cairn.ops.benching import Alternative, Draw, Point, Points
-from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.checks import FLOATS, INDICES, check_pages, expect, expect_within, refuse
 from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Cases, Make
 
@@ -54,7 +54,7 @@ def cutlass_mla_decode(
     Returns:
         [B, H, latent], q_nope's dtype.
     Raises:
-        BadArgument: shapes, dtypes, devices or strides that do not fit.
+        BadArgument: shapes, dtypes, devices, strides or (on a CPU) numbers that do not fit.
     """
     out = torch.zeros(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
     size, latent = kv_c_and_k_pe_cache.shape[1], q_nope.shape[2]
@@ -106,6 +106,8 @@ def _(
         refuse(name, "kv_c_and_k_pe_cache", f"has shape {list(cache.shape)}: pages of no slots")
     expect(name, "seq_lens", seq_lens, (batch,), INDICES, q_nope, dense=-1)
     expect(name, "page_table", page_table, (batch, None), (torch.int32,), q_nope, dense=1)
+    expect_within(name, "seq_lens", seq_lens, cache.shape[1] * page_table.shape[1] + 1)
+    check_pages(name, page_table, seq_lens, cache.shape[1], len(cache))
 
 
 def _fits_groups(

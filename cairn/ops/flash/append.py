@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cairn.ops.checks import expect, refuse
+from cairn.ops.checks import expect, expect_within, on_host, refuse
 from cairn.ops.elementwise.fp8 import fp8_quantize
 from cairn.ops.flash.append_kv import append_kv, positions
-from cairn.ops.flash.call import FP8, Call
+from cairn.ops.flash.call import FP8, MOST_KEYS, Call
 from cairn.ops.rotary.rotary_embedding import rotary_embedding
 
 _INT32 = (torch.int32,)
@@ -76,6 +76,11 @@ class Append:
         call, lengths = self.call, self.call.seqused_k
         each = causal or call.sides != (-1, -1)
         base = lengths if self.rotary_seqlens is None else self.rotary_seqlens
+        if self.k is not None and lengths is not None:
+            grown = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
+            expect_within(call.name, "cache_seqlens", lengths, MOST_KEYS)
+            call.seqused_k = lengths + grown
+        call.check_numbers()
         if self.cos is not None and base is not None:
             row, place = positions(call.q, call.cu_seqlens_q)
             call.q = self._turned(call.q, base[row] + place if each else base[row], interleaved)
@@ -87,12 +92,15 @@ class Append:
             k = self._turned(k, base[row] + place, interleaved)
         where = (self.cu_seqlens, call.page_table, call.batch_idx)
         append_kv(k, self.v, call.k, call.v, lengths, *where)
-        grown = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
-        call.seqused_k = lengths + grown
 
     def _turned(self, x: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
         assert self.cos is not None and self.sin is not None
-        at, small = positions.long(), x.dtype in FP8
+        at, small, rows = positions.long(), x.dtype in FP8, len(self.cos)
+        if on_host(at):
+            least, most = (int(position) for position in at.aminmax())
+            if least < 0 or most >= rows:
+                beyond = least if least < 0 else most
+                refuse(self.call.name, "rotary_cos", f"has {rows} rows, none of position {beyond}")
         # Not every device can index 8-bit floats.
         cos, sin = (self.cos.float(), self.sin.float()) if small else (self.cos, self.sin)
         table = torch.cat((cos[at], sin[at]), dim=-1)

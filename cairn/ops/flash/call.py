@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.checks import FLOATS, check_pages, expect, expect_within, on_host, refuse
 from cairn.ops.flash.flash_attention import flash_attention
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -27,6 +27,7 @@ class Call:
         name: of the public function, for messages.
         names: public names of k, v, seqused_k and leftpad.
         window: window_size as it was given; None stands for -1.
+        chunk: attention_chunk as it was given.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Call:
     sinks: Tensor | None = None
     names: tuple[str, str, str, str] = ("k", "v", "seqused_k", "leftpad")
     window: Sequence[int | None] = (-1, -1)
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         # What other looks ask for their sizes.
@@ -106,6 +108,9 @@ class Call:
                 expect(name, what, tensor, (self.batch, kv_heads), (torch.float32,), q)
         if self.sinks is not None:
             expect(name, "sinks", self.sinks, (q.shape[-2],), FLOATS, q, dense=-1)
+        if self.batch_idx is not None:
+            lines = len(self.k if self.page_table is None else self.page_table)
+            expect_within(name, "cache_batch_idx", self.batch_idx, lines)
         if self.page_table is not None and self.batch_idx is not None:
             self.page_table = self.page_table.index_select(0, self.batch_idx)
             self.batch_idx = None
@@ -130,17 +135,45 @@ class Call:
             if tensor is not None:
                 expect(name, what, tensor, (size,), _INT32, self.q, dense=-1)
 
+    def check_numbers(self) -> None:
+        """Raise BadArgument where lengths and pages, if they are on the host, are of what is not
+        there. What a window, a chunk or a pad may hide can be no page: negative."""
+        if not on_host(self.q):
+            return
+        name, table, size = self.name, self.page_table, self.k.shape[1]
+        keys = self.k.shape[-3] if table is None else size * table.shape[1]
+        for what, ends, lines in (
+            ("cu_seqlens_q", self.cu_seqlens_q, self.q.shape[-3]),
+            ("cu_seqlens_k", self.cu_seqlens_k, keys),
+        ):
+            if ends is not None:
+                expect_within(name, what, ends, lines + 1)
+        self._check_used("seqused_q", self.seqused_q, self.cu_seqlens_q, self.q.shape[-3])
+        self._check_used(self.names[2], self.seqused_k, self.cu_seqlens_k, keys)
+        if table is not None:
+            seen = self.leftpad is None and not self.chunk and self.sides[0] < 0
+            check_pages(name, table, self.seqused_k, size, len(self.k), 0 if seen else None)
+
+    def _check_used(self, what: str, used: Tensor | None, ends: Tensor | None, most: int) -> None:
+        if used is None:
+            return
+        room = [most] * self.batch if ends is None else ends.diff().tolist()
+        for length, there in zip(used.tolist(), room, strict=True):
+            if not 0 <= length <= there:
+                problem = f"gives a sequence the length {length}, not 0 to {there}"
+                refuse(self.name, what, problem)
+
     def run(
         self,
         scale: float | None,
         causal: bool,
-        chunk: int | None,
         softcap: float,
         max_seqlen_q: int | None,
         out: Tensor | None,
         with_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """out, or (out, lse); arguments as in the public functions. Call `check` before."""
+        """out, or (out, lse); arguments as in the public functions. Call the looks above
+        before."""
         q, width = self.q, self.v.shape[-1]
         shape, dtype = (*q.shape[:-1], width), torch.bfloat16 if q.dtype in FP8 else q.dtype
         if out is None:
@@ -164,7 +197,7 @@ class Call:
             *(self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k),
             *(self.qv, of_q, of_k, of_v, self.sinks),
             float(scale),
-            *(left, 0 if causal else right, max(0, chunk or 0)),
+            *(left, 0 if causal else right, max(0, self.chunk or 0)),
             float(softcap),
             longest,
         )

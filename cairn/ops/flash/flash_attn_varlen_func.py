@@ -61,7 +61,7 @@ def flash_attn_varlen_func(
     Returns:
         out like q with dv, or (out, lse [H, T] or [B, H, Sq] float32).
     Raises:
-        BadArgument: shapes, dtypes, devices or strides that do not fit, or a score modifier.
+        BadArgument: a shape, dtype, device, stride, (on a CPU) number that misfits; a modifier.
     """
     name = "flash_attn_varlen_func"
     refuse_modifiers(name, score_mod, aux_tensors)
@@ -72,9 +72,10 @@ def flash_attn_varlen_func(
         *(name, q, k, v, page_table, None, None, cu_seqlens_q, None if paged else cu_seqlens_k),
         *(seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, sinks),
         window=window_size,
+        chunk=attention_chunk,
     )
     if cu_seqlens_k is None and k.dim() == 3:
         refuse(name, "cu_seqlens_k", "is None", "Only whole or paged keys do without it")
     call.check()
-    how = (softmax_scale, causal, attention_chunk)
-    return call.run(*how, softcap, max_seqlen_q, out, return_softmax_lse)
+    call.check_numbers()
+    return call.run(softmax_scale, causal, softcap, max_seqlen_q, out, return_softmax_lse)

@@ -88,17 +88,17 @@ def flash_attn_with_kvcache(
         out like q with dv; with return_softmax_lse (out, lse [B, H, Sq] or [H, T] float32, natural
         logarithm). A query that sees no key has out = 0, lse = +inf.
     Raises:
-        BadArgument: shapes, dtypes, devices or strides that do not fit, or a score modifier.
+        BadArgument: a shape, dtype, device, stride, (on a CPU) number that misfits; a modifier.
     """
     refuse_modifiers(_NAME, score_mod, aux_tensors)
     where = (page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q)
     call = Call(_NAME, q, k_cache, v_cache, *where, qv=qv, sinks=sinks, names=_NAMES)
     call.q_descale, call.k_descale, call.v_descale = q_descale, k_descale, v_descale
-    call.seqused_k, call.window = _lengths(call, cache_seqlens), window_size
+    call.seqused_k = _lengths(call, cache_seqlens)
+    call.window, call.chunk = window_size, attention_chunk
     new = Append(call, k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
     new.run(rotary_interleaved, causal)
-    how = (softmax_scale, causal, attention_chunk)
-    return call.run(*how, softcap, max_seqlen_q, out, return_softmax_lse)
+    return call.run(softmax_scale, causal, softcap, max_seqlen_q, out, return_softmax_lse)
 
 
 def _lengths(call: Call, given: Tensor | int | None) -> Tensor | None:

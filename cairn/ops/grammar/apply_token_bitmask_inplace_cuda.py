@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.grammar.kernels import bitmask_kernel
 from cairn.ops.registry import op
@@ -81,6 +81,7 @@ def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
         refuse(NAME, "bitmask", f"has {lines} rows, logits {rows}")
     if indices is not None:
         expect(NAME, "indices", indices, (None,), INDICES, like=logits)
+        expect_within(NAME, "indices", indices, min(rows, lines))
 
 
 def _lines(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
-from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.memory.kernels import store_rows_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -53,6 +53,7 @@ def _(
             refuse(name, f"{kind}_cache", f"lies on {cache.device}, loc on {loc.device}")
         shape = (loc.shape[0], *cache.shape[1:])
         expect(name, kind, rows, shape, (cache.dtype,), like=loc)
+        expect_within(name, "loc", loc, cache.shape[0], None)
 
 
 def _copied(x: Tensor) -> Tensor:

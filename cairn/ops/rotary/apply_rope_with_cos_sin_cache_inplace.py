@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
-from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.memory.rows import store_rows
 from cairn.ops.registry import op
 from cairn.ops.rotary import launch
@@ -104,6 +104,7 @@ def _(
         if buffer.dim() not in (2, 3) or buffer.shape[1:].numel() != width:
             wanted = f"[slots, {width}], the numbers of a token"
             refuse(NAME, name, f"has shape {list(buffer.shape)}, not {wanted}")
+        expect_within(NAME, "cache_loc", cache_loc, buffer.shape[0], None)
 
 
 def _accepts(
@@ -168,7 +169,7 @@ def apply_rope_with_cos_sin_cache_inplace(
         fused_set_kv_buffer_arg: what to write; None: nothing.
         enable_pdl: without effect.
     Raises:
-        BadArgument: for another shape, dtype or device.
+        BadArgument: for another shape, dtype or device, or (on a CPU) a place that is not there.
     """
     expect(NAME, "cos_sin_cache", cos_sin_cache, dtypes=(torch.float32,))
     given = fused_set_kv_buffer_arg

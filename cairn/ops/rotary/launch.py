@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.rotary.kernels import rotate_kernel
 
@@ -57,6 +57,7 @@ def check(
     width = cos_sin_cache.shape[1]
     if width % 2 or width > head_size:
         refuse(op, "cos_sin_cache", f"has {width} columns, not an even number up to {head_size}")
+    expect_within(op, "positions", positions, cos_sin_cache.shape[0])
 
 
 def _is_flat(x: Tensor, tokens: int, head_size: int) -> bool:

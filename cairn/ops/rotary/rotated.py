@@ -30,7 +30,7 @@ def rotary_embedding(
     Returns:
         (query, key) as they were given, rotated.
     Raises:
-        BadArgument: for another shape, dtype or device.
+        BadArgument: for another shape, dtype or device, or (on a CPU) a place that is not there.
     """
     in_place(positions, query, key, head_size, cos_sin_cache, is_neox)
     return query, key

@@ -35,7 +35,7 @@ def transfer_kv_all_layer(
         src_indices, dst_indices: [T] int64 slots; a token with a negative one is left out.
         item_size: bytes, a multiple of 8.
     Raises:
-        BadArgument: for a shape, dtype, size or device that does not fit.
+        BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """
     layout = Layout(item_size)
     src = Side({"src_k_layers": src_k_layers, "src_v_layers": src_v_layers}, layout, tables=True)
@@ -61,7 +61,7 @@ def transfer_kv_all_layer_mla(
         src_layers, dst_layers: [num_layers] uint64, as there.
         src_indices, dst_indices, item_size: as there.
     Raises:
-        BadArgument: for a shape, dtype, size or device that does not fit.
+        BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """
     layout = Layout(item_size)
     src = Side({"src_layers": src_layers}, layout, tables=True)
@@ -93,7 +93,7 @@ def transfer_kv_all_layer_lf_pf(
         item_size: bytes, a multiple of 8.
         dst_layout_dim: layers * item_size.
     Raises:
-        BadArgument: for a shape, dtype, size or device that does not fit.
+        BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """
     layout = Layout(item_size)
     src = Side({"src_k_layers": src_k_layers, "src_v_layers": src_v_layers}, layout, tables=True)
@@ -121,7 +121,7 @@ def transfer_kv_all_layer_mla_lf_pf(
         dst: [slots, layers, ...], dst_layout_dim bytes a slot.
         src_indices, dst_indices, item_size, dst_layout_dim: as there.
     Raises:
-        BadArgument: for a shape, dtype, size or device that does not fit.
+        BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """
     one = Side({"src_layers": src_layers}, Layout(item_size), tables=True)
     other = Side({"dst": dst}, Layout(dst_layout_dim), every=True)
@@ -155,7 +155,7 @@ def transfer_kv_all_layer_lf_ph(
         dst_layout_dim: layers * item_size.
         page_size, head_num: of dst.
     Raises:
-        BadArgument: for a shape, dtype, size or device that does not fit.
+        BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """
     layout = Layout(item_size)
     src = Side({"src_k_layers": src_k_layers, "src_v_layers": src_v_layers}, layout, tables=True)

@@ -30,7 +30,7 @@ def transfer_kv_per_layer(
         src_indices, dst_indices: [T] int64 slots; a token with a negative one is left out.
         item_size: bytes, a multiple of 8.
     Raises:
-        BadArgument: for a shape, dtype, size or device that does not fit.
+        BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """
     layout = Layout(item_size)
     src = Side({"src_k": src_k, "src_v": src_v}, layout)
@@ -54,7 +54,7 @@ def transfer_kv_per_layer_mla(
         src, dst: [slots, ...] any dtype, contiguous, item_size bytes a slot.
         src_indices, dst_indices, item_size: as there.
     Raises:
-        BadArgument: for a shape, dtype, size or device that does not fit.
+        BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """
     layout = Layout(item_size)
     one, other = Side({"src": src}, layout), Side({"dst": dst}, layout)
@@ -85,7 +85,7 @@ def transfer_kv_per_layer_pf_lf(
         item_size: bytes, a multiple of 8.
         src_layout_dim: layers * item_size.
     Raises:
-        BadArgument: for a shape, dtype, size or device that does not fit.
+        BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """
     src = Side({"src_k": src_k, "src_v": src_v}, Layout(src_layout_dim), every=True)
     dst = Side({"dst_k": dst_k, "dst_v": dst_v}, Layout(item_size))
@@ -112,7 +112,7 @@ def transfer_kv_per_layer_mla_pf_lf(
         dst: [slots, ...] of layer layer_id, item_size bytes a slot.
         src_indices, dst_indices, layer_id, item_size, src_layout_dim: as there.
     Raises:
-        BadArgument: for a shape, dtype, size or device that does not fit.
+        BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """
     one = Side({"src": src}, Layout(src_layout_dim), every=True)
     other = Side({"dst": dst}, Layout(item_size))
@@ -147,7 +147,7 @@ def transfer_kv_per_layer_ph_lf(
         src_layout_dim: layers * item_size.
         page_size, head_num: of src.
     Raises:
-        BadArgument: for a shape, dtype, size or device that does not fit.
+        BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """
     src = Side(
         {"src_k": src_k, "src_v": src_v}, Layout(src_layout_dim, page_size, head_num), every=True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cairn.ops.checks import expect, refuse
+from cairn.ops.checks import expect, expect_within, on_host, refuse
 from cairn.ops.transfer.copy_slots import TABLE, WORD, copy_slots
 from cairn.ops.transfer.layout import Layout
 from cairn.ops.untraced import untraced
@@ -62,6 +62,7 @@ def copy(
                 _expect_buffer(name, argument, buffer, side, items)
                 if tokens[0] and not buffer.nbytes:
                     refuse(name, argument, f"has no slots, {tokens[0]} tokens are to be copied")
+    _expect_slots(name, src, dst, src_indices, dst_indices)
     (src_k, *src_v), (dst_k, *dst_v) = src.buffers.values(), dst.buffers.values()
     values = (src_v[0], dst_v[0]) if src_v and dst_v else (None, None)
     args: tuple[Any, ...] = (
@@ -72,6 +73,19 @@ def copy(
         untraced(copy_slots, *args)
     else:
         copy_slots(*args)
+
+
+def _expect_slots(
+    name: str, src: Side, dst: Side, src_indices: Tensor, dst_indices: Tensor
+) -> None:
+    """Tokens that are left out may have any; of tables nobody knows how long their buffers are."""
+    if not on_host(src_indices):
+        return
+    for what, side, indices in (("src", src, src_indices), ("dst", dst, dst_indices)):
+        slots = min(buffer.nbytes for buffer in side.buffers.values()) // side.layout.dim
+        if not side.tables and int(indices.max()) >= slots:
+            there = (src_indices >= 0) & (dst_indices >= 0)
+            expect_within(name, f"{what}_indices", indices[there], slots)
 
 
 def _expect_layout(name: str, side: str, layout: Layout, item: int) -> None:
