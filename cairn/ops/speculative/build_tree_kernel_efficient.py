@@ -13,6 +13,7 @@ from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import build_kernel
 from cairn.ops.speculative.trees import (
+    FLAGS,
     SPELLINGS,
     WIDEST,
     expect_positions,
@@ -52,14 +53,14 @@ def build_tree_kernel_efficient(
 
     Args:
         parent_list: [B, topk * (depth - 1) + 1] int64, drafted number of every expansion; or
-            [B, 0], for depth 1.
+            [B, 0] of any dtype, for depth 1.
         selected_index: [B, n - 1] int64, numbers in the flat list of all drafted tokens.
         verified_seq_len: [B] int64 or int32, tokens before node 0.
-        tree_mask: written. Mode 0: bool, flat; n rows of verified_seq_len + n for each request,
-            end to end; the first verified_seq_len of a row are not touched. Mode 1: bool [B * n *
-            n], the last n columns alone. Mode 2: those n bits, lowest first, in 1, 2 or 4 bytes
-            (n <= 8, 16, 32). Row i has node i, its ancestors and node 0. What is behind the last
-            row is not touched.
+        tree_mask: written. Mode 0: bool or uint8 (1 and 0), flat; n rows of verified_seq_len + n
+            for each request, end to end; the first verified_seq_len of a row are not touched. Mode
+            1: bool or uint8 [B * n * n], the last n columns alone. Mode 2: those n bits, lowest
+            first, in 1, 2 or 4 bytes (n <= 8, 16, 32). Row i has node i, its ancestors and node 0.
+            What is behind the last row is not touched.
         positions: [B * n] or [B, n] int64, written: verified_seq_len + number of ancestors.
         retrive_index: [B, n] int64, written: b * n + i.
         retrive_next_token, retrive_next_sibling: [B, n] int64, written: the first child of a node,
@@ -90,18 +91,18 @@ def build_tree_kernel_efficient(
         packed = room.view(-1, nodes, _bytes(nodes))
         packed.zero_().index_add_(2, byte, (reach * (1 << bit)).to(torch.uint8))
     elif tree_mask_mode == DRAFT_MASK:
-        tree_mask.view(-1)[: reach.numel()] = reach.flatten()
+        tree_mask.view(-1)[: reach.numel()] = reach.flatten().to(tree_mask.dtype)
     else:
         width = (lengths + nodes).view(-1, 1, 1)
         begin = (width * nodes).cumsum(0) - width * nodes
         columns = begin + index.view(-1, 1) * width + width - nodes + index
-        tree_mask.view(-1)[columns.flatten()] = reach.flatten()
+        tree_mask.view(-1)[columns.flatten()] = reach.flatten().to(tree_mask.dtype)
 
 
 def _parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
     """[B, n] int64: number of every node's parent, -1 for node 0 and for those without."""
     if parent_list.shape[1] == 0:
-        parent_list = parent_list.new_zeros(parent_list.shape[0], 1)
+        parent_list = selected_index.new_zeros(parent_list.shape[0], 1)
     expansion = selected_index // topk
     known = (expansion >= 0) & (expansion < parent_list.shape[1])
     drafted = parent_list.gather(1, torch.where(known, expansion, 0))
@@ -142,8 +143,10 @@ def _(
         refuse(name, "draft_token_num", f"is {n}: a packed mask has at most 32 bits")
     expect(name, "selected_index", selected_index, (None, n - 1), long, dense=-1)
     batch = selected_index.shape[0]
-    width = 0 if depth == 1 and parent_list.shape[1:] == (0,) else topk * (depth - 1) + 1
-    expect(name, "parent_list", parent_list, (batch, width), long, selected_index, dense=-1)
+    # SGLang makes the empty list with torch.empty, which is float32.
+    empty = depth == 1 and parent_list.shape[1:] == (0,)
+    width, dtypes = (0, None) if empty else (topk * (depth - 1) + 1, long)
+    expect(name, "parent_list", parent_list, (batch, width), dtypes, selected_index, dense=-1)
     lengths = (torch.int64, torch.int32)
     expect(name, "verified_seq_len", verified_seq_len, (batch,), lengths, selected_index, dense=-1)
     expect_positions(name, positions, batch, n, selected_index)
@@ -154,7 +157,7 @@ def _(
         expect_room(name, "tree_mask", tree_mask.nbytes, batch * n * _bytes(n))
     else:
         # How long a full mask must be is known to the device alone.
-        expect(name, "tree_mask", tree_mask, dtypes=(torch.bool,))
+        expect(name, "tree_mask", tree_mask, dtypes=FLAGS)
         expect_room(name, "tree_mask", tree_mask.numel(), batch * n * n)
 
 
@@ -182,11 +185,13 @@ def _(
         )
     elif retrive_index.numel():
         padded = max(16, gpu.next_power_of_2(nodes))
+        # The first expansion is node 0's, whether or not there is a list; an empty one is not read,
+        # and what stands for it is of the dtype that there is a kernel for.
+        width = parent_list.shape[1]
         build_kernel[(retrive_index.shape[0],)](
-            *(parent_list, selected_index, verified_seq_len, tree_mask.view(torch.uint8)),
-            *(positions, *tree),
-            # The first expansion is node 0's, whether or not there is a list.
-            *(topk, max(1, parent_list.shape[1]), nodes, tree_mask_mode),
+            *(parent_list if width else selected_index, selected_index, verified_seq_len),
+            *(tree_mask.view(torch.uint8), positions, *tree),
+            *(topk, max(1, width), nodes, tree_mask_mode),
             *(_bytes(nodes), padded, padded.bit_length() - 1),
             num_warps=max(1, min(8, padded * padded // 1024)),
         )

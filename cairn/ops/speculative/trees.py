@@ -17,6 +17,8 @@ from cairn.ops.testing import Make
 
 SPELLINGS = {f"retrieve_{end}": f"retrive_{end}" for end in ("index", "next_token", "next_sibling")}
 """This field writes these names in both ways."""
+FLAGS = (torch.bool, torch.uint8)
+"""What masks are made of; of bytes any but 0 is true."""
 WIDEST = 128
 """Most nodes of a tree that the kernels hold, as a square of them."""
 

@@ -64,19 +64,22 @@ def build(
     mode: int,
     name: str,
     flat: bool = True,
+    flags: torch.dtype = torch.bool,
+    listed: torch.dtype = torch.int64,
 ):
-    """What the op writes: mask, positions, index, next_token, next_sibling."""
+    """What the op writes: mask (of flags, but for packed ones), positions, index, next_token,
+    next_sibling; listed: dtype of the parents."""
     batch, nodes = len(searches), len(searches[0].parent)
     full = sum(length + nodes for length in lengths) * nodes
     if mode == 2:
         mask = torch.zeros(batch * nodes * packed_bytes(nodes), dtype=torch.uint8)
     else:
-        mask = torch.ones(full if mode == 0 else batch * nodes * nodes, dtype=torch.bool)
+        mask = torch.ones(full if mode == 0 else batch * nodes * nodes, dtype=flags)
     tree = [torch.full((batch, nodes), -1) for _ in range(3)]
     positions = torch.full((batch * nodes,) if flat else (batch, nodes), 99)
     written = (mask, positions, *tree)
     build_tree_kernel_efficient.using(name)(
-        torch.tensor([s.parent_list for s in searches], dtype=torch.int64),
+        torch.tensor([s.parent_list for s in searches], dtype=listed),
         torch.tensor([s.selected for s in searches], dtype=torch.int64).view(batch, nodes - 1),
         torch.tensor(lengths),
         *written,
@@ -165,14 +168,36 @@ def test_a_longer_mask_is_left_alone_behind_its_rows(mode: int, name: str) -> No
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_trees_of_one_level_need_no_parents(name: str) -> None:
+@pytest.mark.parametrize("mode", [0, 1])
+def test_masks_of_bytes_hold_ones_and_zeros(mode: int, name: str) -> None:
+    given = ([Search.run(2, 3, 5, random.Random(seed)) for seed in (0, 1)], [4, 70], 2, 3, mode)
+    written = build(*given, name, flags=torch.uint8)
+    assert written[0].dtype == torch.uint8
+    for got, wanted in zip(written, build(*given, name), strict=True):
+        assert torch.equal(got, wanted.to(got.dtype))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_trees_of_one_level_need_no_parents(dtype: torch.dtype, name: str) -> None:
     search = Search.run(3, 1, 4, random.Random(5))
     given = ([search, search], [5, 2], 3, 1, 1, name)
     expected = build(*given)
     search.parent_list = []
     assert expected[3].tolist() == [[1, -1, -1, -1]] * 2
-    for got, wanted in zip(build(*given), expected, strict=True):
+    for got, wanted in zip(build(*given, listed=dtype), expected, strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_sglang_asks_for_one_level_like_this() -> None:
+    tree = [torch.full((2, 4), -1) for _ in range(3)]
+    build_tree_kernel_efficient(
+        *(torch.empty(2, 0), torch.tensor([[0, 1, 2]] * 2), torch.tensor([5, 2])),
+        *(torch.ones(32, dtype=torch.uint8), torch.empty(8, dtype=torch.int64)),
+        *(*tree, 3, 1, 4, 1),
+    )
+    assert tree[1].tolist() == [[1, -1, -1, -1]] * 2
+    assert tree[2].tolist() == [[-1, 2, 3, -1]] * 2
 
 
 def test_wide_packed_types_are_taken() -> None:
@@ -191,10 +216,12 @@ def test_wide_packed_types_are_taken() -> None:
     "position, wrong, named",
     [
         (0, torch.zeros(1, 4, dtype=torch.int64), "parent_list"),
+        (0, torch.zeros(1, 3), "parent_list"),
+        (0, torch.zeros(1, 0), "parent_list"),
         (1, torch.zeros(1, 4, dtype=torch.int32), "selected_index"),
         (2, torch.zeros(2, dtype=torch.int64), "verified_seq_len"),
         (3, torch.ones(7, dtype=torch.bool), "tree_mask"),
-        (3, torch.ones(25, dtype=torch.uint8), "tree_mask"),
+        (3, torch.ones(25, dtype=torch.int8), "tree_mask"),
         (4, torch.zeros(4, dtype=torch.int64), "positions"),
         (4, torch.zeros(5, 1, dtype=torch.int64), "positions"),
         (6, torch.zeros(5, 1, dtype=torch.int64).T[:, ::2], "retrive_next_token"),
