@@ -11,6 +11,7 @@ from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import reconstruct_kernel
 from cairn.ops.speculative.trees import (
+    FLAGS,
     SPELLINGS,
     WIDEST,
     expect_positions,
@@ -39,7 +40,8 @@ def reconstruct_indices_from_tree_mask(
     As keywords, names that begin with retrive_ may also begin with retrieve_.
 
     Args:
-        tree_mask: [B * n * n] bool, B = batch_size, n = draft_token_num.
+        tree_mask: [B * n * n] bool, or uint8, of which any but 0 is true; B = batch_size,
+            n = draft_token_num.
         verified_seq_len: [B] int64 or int32, tokens before node 0.
         positions: [B * n] or [B, n] int64, written: verified_seq_len + number of ancestors.
         retrive_index: [B, n] int64, written: b * n + i.
@@ -50,7 +52,7 @@ def reconstruct_indices_from_tree_mask(
         BadArgument: shapes, dtypes or devices that do not fit.
     """
     nodes = draft_token_num
-    above = tree_mask.view(batch_size, nodes, nodes).tril(-1)
+    above = tree_mask.bool().view(batch_size, nodes, nodes).tril(-1)
     index = torch.arange(nodes, device=above.device)
     positions.view(-1).copy_((verified_seq_len.long().unsqueeze(1) + above.sum(-1)).flatten())
     retrive_index.copy_(torch.arange(retrive_index.numel(), device=above.device).view(-1, nodes))
@@ -78,7 +80,7 @@ def _(
     cells, lengths = batch_size * draft_token_num**2, (torch.int64, torch.int32)
     if tree_mask.numel() != cells:
         refuse(name, "tree_mask", f"has {tree_mask.numel()} elements, not {cells}")
-    expect(name, "tree_mask", tree_mask, dtypes=(torch.bool,), dense=-1)
+    expect(name, "tree_mask", tree_mask, dtypes=FLAGS, dense=-1)
     expect(name, "verified_seq_len", verified_seq_len, (batch_size,), lengths, tree_mask, dense=-1)
     expect_positions(name, positions, *size, tree_mask)
     expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, size)

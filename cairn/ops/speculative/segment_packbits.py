@@ -10,6 +10,7 @@ from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import INDICES, expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import packbits_kernel
+from cairn.ops.speculative.trees import FLAGS
 from cairn.ops.testing import Arguments, Cases, Make
 
 _BLOCK = 512
@@ -26,7 +27,7 @@ def segment_packbits(
     the last one is padded with 0. Bytes between segments are not touched.
 
     Args:
-        x: [N] bool.
+        x: [N] bool, or uint8, of which any but 0 is true.
         input_indptr, output_indptr: [batch_size + 1] or longer, int32 or int64.
         y: uint8, flat, written.
         batch_size: segments.
@@ -40,13 +41,13 @@ def segment_packbits(
     inside = place - begin[segment]
     byte = output_indptr.long()[segment] + inside // 8
     y[byte] = 0
-    y.index_add_(0, byte, (x[place].int() << (inside % 8).int()).to(torch.uint8))
+    y.index_add_(0, byte, (x[place].bool().int() << (inside % 8).int()).to(torch.uint8))
 
 
 @segment_packbits.check
 def _(x: Tensor, input_indptr: Tensor, output_indptr: Tensor, y: Tensor, batch_size: int) -> None:
     name = "segment_packbits"
-    expect(name, "x", x, (None,), (torch.bool,), dense=-1)
+    expect(name, "x", x, (None,), FLAGS, dense=-1)
     expect(name, "y", y, (None,), (torch.uint8,), x, dense=-1)
     if batch_size < 0:
         refuse(name, "batch_size", f"is {batch_size}, not at least 0")

@@ -40,13 +40,25 @@ def test_a_forest_comes_back(nodes: int, flat: bool, name: str) -> None:
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_of_bytes_any_but_0_is_true(name: str) -> None:
+    mask = torch.tensor([[1, 0, 0], [2, 1, 0], [255, 128, 1]], dtype=torch.uint8).flatten()
+    found = []
+    for given in (mask, mask != 0):
+        found.append(outputs(1, 3))
+        reconstruct_indices_from_tree_mask.using(name)(given, torch.tensor([5]), *found[-1], 1, 3)
+    assert [x.tolist() for x in found[0]] == [x.tolist() for x in found[1]]
+    assert found[0][0].tolist() == [5, 6, 7]
+    reconstruct_indices_from_tree_mask(mask, torch.tensor([5]), *outputs(1, 3), 1, 3)
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     mask, lengths = torch.ones(18, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
     good = [mask, lengths, *outputs(2, 3), 2, 3]
     reconstruct_indices_from_tree_mask(*good)
     for position, wrong, named in (
         (0, mask[:17], "tree_mask"),
-        (0, mask.byte(), "tree_mask"),
+        (0, mask.int(), "tree_mask"),
         (1, lengths[:1], "verified_seq_len"),
         (2, good[2].int(), "positions"),
         (2, good[2].view(3, 2), "positions"),

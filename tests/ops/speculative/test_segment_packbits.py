@@ -31,10 +31,21 @@ def test_bits_of_numpy(lengths: list[int], index: torch.dtype, name: str) -> Non
     assert y.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_of_bytes_any_but_0_is_true(name: str) -> None:
+    flags = torch.tensor([0, 1, 2, 255, 128, 0, 0, 3] * 3 + [0, 4], dtype=torch.uint8)
+    y = [torch.zeros(4, dtype=torch.uint8) for _ in range(2)]
+    for given, out in zip((flags, flags != 0), y, strict=True):
+        segment_packbits.using(name)(given, torch.tensor([0, 26]), torch.tensor([0, 4]), out, 1)
+    assert y[0].tolist() == y[1].tolist() == [0b10011110] * 3 + [0b10]
+    segment_packbits(flags, torch.tensor([0, 26]), torch.tensor([0, 4]), y[0].zero_(), 1)
+    assert torch.equal(y[0], y[1])
+
+
 @pytest.mark.parametrize(
     "position, wrong, named",
     [
-        (0, torch.zeros(9, dtype=torch.uint8), "x"),
+        (0, torch.zeros(9, dtype=torch.int8), "x"),
         (0, torch.zeros(18, dtype=torch.bool)[::2], "x"),
         (1, torch.tensor([0, 9.0]), "input_indptr"),
         (2, torch.tensor([0]), "output_indptr"),
