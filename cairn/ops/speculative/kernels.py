@@ -129,7 +129,9 @@ def greedy_kernel(
     tl.store(accept_index + batch * longest, last.to(tl.int32))
     accepted = 0
     child = tl.load(retrive_next_token + base)
-    while (child >= 0) & (accepted + 1 < longest):
+    looks = 1
+    while (child >= 0) & (looks < nodes) & (accepted + 1 < longest):
+        looks += 1
         if tl.load(candidates + base + child).to(tl.int64) == wanted.to(tl.int64):
             accepted += 1
             last = tl.load(retrive_index + base + child)
@@ -161,7 +163,9 @@ def sampled_path_kernel(
     accepted = 0
     node = last * 0
     child = tl.load(retrive_next_token + base)
-    while (child >= 0) & (accepted + 1 < longest):
+    looks = 1
+    while (child >= 0) & (looks < nodes) & (accepted + 1 < longest):
+        looks += 1
         token = tl.load(candidates + base + child).to(tl.int64)
         at = (base + node) * vocabulary + token
         chance = tl.load(target_probs + at)

@@ -46,9 +46,10 @@ def tree_speculative_sampling_target_only(
     p = target_probs[node, x], add p to the mass; accept the child when u <= mass / threshold_acc or
     p >= threshold_single, and go on from it with its own coin and mass 0; else note
     draft_probs[node, x] = p and try its sibling. The walk ends where no child is accepted, or with
-    S - 1 accepted. The last token is drawn from target_probs[node], less draft_probs[node] (never
-    below 0) unless S - 1 were accepted: the first whose running mass, summed in float64, exceeds
-    the final coin times all of it. Where nothing has mass it is V - 1.
+    S - 1 accepted; where links run in a circle, with n - 1 looks at a node. The last token is drawn
+    from target_probs[node], less draft_probs[node] (never below 0) unless S - 1 were accepted: the
+    first whose running mass, summed in float64, exceeds the final coin times all of it. Where
+    nothing has mass it is V - 1.
 
     As keywords, names that begin with retrive_ may also begin with retrieve_.
 
@@ -76,9 +77,10 @@ def tree_speculative_sampling_target_only(
     # Every number below is a float32 of its own: sums and quotients round as a kernel's do.
     threshold = target_probs.new_tensor(max(threshold_acc, LEAST_THRESHOLD))
     for row, (tokens, index, next_token) in enumerate(zip(*trees, strict=True)):
-        path, node, child = [index[0]], 0, next_token[0]
+        path, node, child, looks = [index[0]], 0, next_token[0], 1
         coin, mass = uniform_samples[row, 0], uniform_samples.new_zeros(())
-        while child >= 0 and len(path) < longest:
+        while child >= 0 and looks < len(tokens) and len(path) < longest:
+            looks += 1
             token = tokens[child]
             chance = target_probs[row, node, token]
             mass = mass + chance

@@ -27,7 +27,8 @@ def verify_tree_greedy(
 ) -> None:
     """Walk every tree from node 0, always to the first child that holds the target's prediction.
 
-    The walk ends where no child does, or with S - 1 drafted tokens accepted.
+    The walk ends where no child does, or with S - 1 drafted tokens accepted; where links run in a
+    circle, with n - 1 looks at a node, which is all that a tree has.
 
     As keywords, names that begin with retrive_ may also begin with retrieve_.
 
@@ -50,8 +51,9 @@ def verify_tree_greedy(
     )
     wanted = target_predict.flatten().tolist()
     for row, (index, next_token, next_sibling, tokens) in enumerate(rows):
-        path, child = [index[0]], next_token[0]
-        while child >= 0 and len(path) < accept_index.shape[1]:
+        path, child, looks = [index[0]], next_token[0], 1
+        while child >= 0 and looks < len(tokens) and len(path) < accept_index.shape[1]:
+            looks += 1
             if tokens[child] == wanted[path[-1]]:
                 path.append(index[child])
                 child = next_token[child]

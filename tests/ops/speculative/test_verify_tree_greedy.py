@@ -63,6 +63,24 @@ def test_two_requests_by_hand(name: str) -> None:
     assert predicts == [1, 3, -5, 5, -5, 1, 2, 0, -5, -5]
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_links_in_a_circle_end_the_walk(name: str) -> None:
+    # Two siblings of which none fits; and nodes 1 and 2, which fit and are each other's child.
+    predicts = torch.full((8,), -5, dtype=torch.int32)
+    accept_index = torch.full((2, 9), -1, dtype=torch.int32)
+    accepted = torch.empty(2, dtype=torch.int32)
+    index = torch.arange(8).view(2, 4)
+    next_token = torch.tensor([[1, -1, -1, -1], [1, 2, 1, -1]])
+    next_sibling = torch.tensor([[-1, 2, 1, -1], [-1, -1, -1, -1]])
+    tokens, target = torch.ones(2, 4, dtype=torch.int64), torch.tensor([[7] * 4, [1] * 4])
+    verify_tree_greedy.using(name)(
+        *(predicts, accept_index, accepted, tokens, index, next_token, next_sibling, target)
+    )
+    assert accepted.tolist() == [0, 3]
+    assert accept_index[:, :5].tolist() == [[0, -1, -1, -1, -1], [4, 5, 6, 5, -1]]
+    assert predicts.tolist() == [7, -5, -5, -5, 1, 1, 1, -5]
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     forest = Forest.grow(2, 5, random.Random(0))
     predicts, accept_index = torch.zeros(10, dtype=torch.int32), torch.zeros(2, 3).int()
