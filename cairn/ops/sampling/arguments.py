@@ -24,6 +24,12 @@ def check_parameter(
     expect(op, name, parameter, rows.shape[:1], dtypes, like=rows)
 
 
+def check_indices(op: str, indices: Tensor, rows: Tensor) -> None:
+    """Raise BadArgument unless indices are [N], each of one of `rows` [B, V]."""
+    expect(op, "indices", indices, (None,), INDICES, like=rows)
+    expect_within(op, "indices", indices, len(rows))
+
+
 def check_filters(
     op: str,
     rows: Tensor,
@@ -64,16 +70,11 @@ def rows_of_outputs(
     """(rows [B, V], indices [N]) as they are; or, where a parameter is [N] and not [B], the row of
     each output and None. Then parameters are the outputs', as FlashInfer has them."""
     if indices is not None:
-        _check_indices(op, indices, rows)
+        check_indices(op, indices, rows)
         tensors = [value for value in parameters if isinstance(value, Tensor)]
         if len(indices) != len(rows) and any(value.shape == indices.shape for value in tensors):
             return rows[indices.long()], None
     return rows, indices
-
-
-def _check_indices(op: str, indices: Tensor, rows: Tensor) -> None:
-    expect(op, "indices", indices, (None,), INDICES, like=rows)
-    expect_within(op, "indices", indices, rows.shape[0])
 
 
 def _number(op: str, name: str, value: float) -> float:
@@ -92,7 +93,7 @@ def drawn_uniforms(
         problem = f"is for {generator.device.type}, probabilities lie on {rows.device}"
         refuse(op, "generator", problem)
     if indices is not None:
-        _check_indices(op, indices, rows)
+        check_indices(op, indices, rows)
     count = rows.shape[0] if indices is None else indices.shape[0]
     return torch.rand(count, generator=generator, dtype=torch.float32, device=rows.device)
 

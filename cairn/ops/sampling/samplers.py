@@ -32,7 +32,8 @@ def sampling_from_probs(
     Returns:
         [N] int32; -1 for a row whose mass is zero, infinite or NaN.
     Raises:
-        BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
+        BadArgument: for another shape, dtype or device, or NaN if asked to look for it; on the CPU
+            for an index of no row.
     """
     name = "sampling_from_probs"
     probs = _seen(name, probs, check_nan)
@@ -61,7 +62,8 @@ def top_p_sampling_from_probs(
     Returns:
         [N] int32; -1 for a row whose mass is zero, infinite or NaN.
     Raises:
-        BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
+        BadArgument: for another shape, dtype or device, or NaN if asked to look for it; on the CPU
+            for an index of no row.
     """
     name = "top_p_sampling_from_probs"
     probs = _seen(name, probs, check_nan)
@@ -94,7 +96,8 @@ def min_p_sampling_from_probs(
     Returns:
         [N] int32; -1 for a row whose mass is zero, infinite or NaN.
     Raises:
-        BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
+        BadArgument: for another shape, dtype or device, or NaN if asked to look for it; on the CPU
+            for an index of no row.
     """
     name = "min_p_sampling_from_probs"
     probs = _seen(name, probs, check_nan)
@@ -131,7 +134,8 @@ def top_k_top_p_sampling_from_probs(
     Returns:
         [N] int32; -1 for a row whose mass is zero, infinite or NaN.
     Raises:
-        BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
+        BadArgument: for another shape, dtype or device, or NaN if asked to look for it; on the CPU
+            for an index of no row.
     """
     name = "top_k_top_p_sampling_from_probs"
     joint = arguments.check_order(name, filter_apply_order)

@@ -78,7 +78,8 @@ def top_k_top_p_sampling_from_logits(
     Returns:
         [N] int32; -1 for a row that holds NaN or +inf, or nothing but -inf.
     Raises:
-        BadArgument: for another shape, dtype or device, or NaN if asked to look for it.
+        BadArgument: for another shape, dtype or device, or NaN if asked to look for it; on the CPU
+            for an index of no row.
     """
     joint = arguments.check_order(NAME, filter_apply_order)
     arguments.check_rows(NAME, "logits", logits, FLOATS)

@@ -7,16 +7,23 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
-from cairn.ops.checks import expect
+from cairn.ops.checks import expect, expect_within
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import (
     final_mass_kernel,
     final_token_kernel,
     sampled_path_kernel,
 )
-from cairn.ops.speculative.trees import SPELLINGS, expect_outcome, expect_tree, random_tree
+from cairn.ops.speculative.trees import (
+    SPELLINGS,
+    expect_links,
+    expect_outcome,
+    expect_tree,
+    random_tree,
+)
 from cairn.ops.testing import Arguments, Cases, Make
 
+NAME = "tree_speculative_sampling_target_only"
 LEAST_THRESHOLD = 1e-9
 """What the running mass is divided by at least."""
 _BLOCK = 2048
@@ -69,8 +76,12 @@ def tree_speculative_sampling_target_only(
             least.
         deterministic: no effect; the same arguments always give the same tokens.
     Raises:
-        BadArgument: shapes, dtypes or devices that do not fit.
+        BadArgument: shapes, dtypes or devices that do not fit; on the CPU links to no node, and
+            candidates of no token.
     """
+    expect_links(NAME, retrive_index, retrive_next_token, retrive_next_sibling)
+    # Nobody looks at the token of node 0.
+    expect_within(NAME, "candidates", candidates[:, 1:], target_probs.shape[2])
     trees = [x.tolist() for x in (candidates, retrive_index, retrive_next_token)]
     sibling_of = retrive_next_sibling.tolist()
     longest = accept_index.shape[1]
@@ -128,10 +139,9 @@ def _(
     threshold_acc: float = 1.0,
     deterministic: bool = True,
 ) -> None:
-    name = "tree_speculative_sampling_target_only"
-    expect_outcome(name, predicts, accept_index, accept_token_num, candidates)
-    expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, candidates.shape)
-    expect(name, "retrive_index", retrive_index, like=candidates)
+    expect_outcome(NAME, predicts, accept_index, accept_token_num, candidates)
+    expect_tree(NAME, retrive_index, retrive_next_token, retrive_next_sibling, candidates.shape)
+    expect(NAME, "retrive_index", retrive_index, like=candidates)
     batch, nodes = candidates.shape
     final = uniform_samples_for_final_sampling
     for what, tensor, shape in (
@@ -140,7 +150,7 @@ def _(
         ("target_probs", target_probs, (batch, nodes, None)),
         ("draft_probs", draft_probs, target_probs.shape),
     ):
-        expect(name, what, tensor, shape, (torch.float32,), candidates, dense=-1)
+        expect(NAME, what, tensor, shape, (torch.float32,), candidates, dense=-1)
 
 
 @tree_speculative_sampling_target_only.implementation("triton", devices=gpu.DEVICES, replayed=True)

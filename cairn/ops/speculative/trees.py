@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cairn.ops.checks import INDICES, expect, refuse
+from cairn.ops.checks import INDICES, expect, expect_within, refuse
 from cairn.ops.testing import Make
 
 SPELLINGS = {f"retrieve_{end}": f"retrive_{end}" for end in ("index", "next_token", "next_sibling")}
@@ -54,6 +54,16 @@ def expect_tree(
     )
     for name, tensor in named:
         expect(op, name, tensor, size, (torch.int64,), index, dense=-1)
+
+
+def expect_links(op: str, index: Tensor, next_token: Tensor, next_sibling: Tensor) -> None:
+    """Raise BadArgument, on the CPU, for a number of no node in the tensors of `expect_tree`."""
+    expect_within(op, "retrive_index", index, index.numel())
+    for name, tensor in (
+        ("retrive_next_token", next_token),
+        ("retrive_next_sibling", next_sibling),
+    ):
+        expect_within(op, name, tensor, tensor.shape[1], -1)
 
 
 def expect_positions(op: str, positions: Tensor, batch: int, nodes: int, like: Tensor) -> None:

@@ -10,7 +10,13 @@ from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import greedy_kernel
-from cairn.ops.speculative.trees import SPELLINGS, expect_outcome, expect_tree, random_tree
+from cairn.ops.speculative.trees import (
+    SPELLINGS,
+    expect_links,
+    expect_outcome,
+    expect_tree,
+    random_tree,
+)
 from cairn.ops.testing import Arguments, Cases, Make
 
 
@@ -42,10 +48,12 @@ def verify_tree_greedy(
         retrive_index, retrive_next_token, retrive_next_sibling: [B, n] int64, the trees.
         target_predict: [B, n] int64 or int32, what the target predicts behind every node.
     Raises:
-        BadArgument: shapes, dtypes or devices that do not fit.
+        BadArgument: shapes, dtypes or devices that do not fit; on the CPU links to no node.
     """
+    tree = (retrive_index, retrive_next_token, retrive_next_sibling)
+    expect_links("verify_tree_greedy", *tree)
     rows = zip(
-        *(x.tolist() for x in (retrive_index, retrive_next_token, retrive_next_sibling)),
+        *(x.tolist() for x in tree),
         candidates.tolist(),
         strict=True,
     )

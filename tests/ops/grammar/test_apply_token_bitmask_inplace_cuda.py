@@ -99,6 +99,17 @@ def test_refuses(argument: str, given: tuple[torch.Tensor, ...]) -> None:
         apply_token_bitmask_inplace_cuda(*given)
 
 
+@pytest.mark.parametrize("rows", [[0, 3], [-1]])
+def test_rows_that_are_not_there_are_refused_on_the_cpu(rows: list[int]) -> None:
+    logits, masks = torch.zeros(4, 40), torch.zeros(3, 2, dtype=torch.int32)
+    for given in (rows, torch.tensor(rows)):
+        with pytest.raises(BadArgument, match=f"`indices` holds {rows[-1]}, not 0 to 2"):
+            apply_token_bitmask_inplace_cuda(logits, masks, given)
+    assert not logits.any()
+    with pytest.raises(BadArgument, match="`indices` holds 1, not 0 to 0"):
+        apply_token_bitmask_inplace_cuda(logits[0], masks[0], [1])
+
+
 def test_rows_may_be_a_list_of_numbers(device: str) -> None:
     logits = torch.randn(4, 40, device=device)
     before = logits.clone()

@@ -314,6 +314,21 @@ def test_thresholds_of_outputs_or_of_rows(name: str, device: str) -> None:
     assert draws(rows, *of_rows, indices=turned) == draws(rows[turned], *of_each)
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("indices", [[0, 3], [2, -1, 0]])
+def test_indices_of_no_row_are_refused_on_the_cpu(name: str, indices: list[int]) -> None:
+    sampler, filters, options, _ = SAMPLERS[name]
+    rows, given = torch.rand(3, WIDTH).softmax(-1), torch.tensor(indices)
+    wrong = rf"`indices` holds {next(x for x in indices if not 0 <= x < 3)}, not 0 to 2"
+    with pytest.raises(BadArgument, match=wrong):
+        sampler(rows, *filters, indices=given, **options)
+    if filters:
+        # Thresholds of the outputs: rows are taken before anything is drawn.
+        each = (torch.full((len(indices),), filters[0]), *filters[1:])
+        with pytest.raises(BadArgument, match=wrong):
+            sampler(rows, *each, indices=given, **options)
+
+
 def test_what_does_not_fit_is_named() -> None:
     rows = torch.full((3, 4), 0.25)
     with pytest.raises(BadArgument, match="`filter_apply_order` is 'top_p_first'"):

@@ -100,6 +100,21 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
             verify_tree_greedy(*given)
 
 
+@pytest.mark.parametrize(
+    "place, number",
+    [(4, 10), (4, -1), (5, 5), (5, -2), (6, 99)],
+)
+def test_links_to_no_node_are_refused_by_name(place: int, number: int) -> None:
+    forest, tokens = Forest.grow(2, 5, random.Random(0)), torch.zeros(2, 5, dtype=torch.int64)
+    written = (torch.full((10,), -5).int(), torch.full((2, 3), -5).int(), torch.full((2,), -5))
+    given = [*written[:2], written[2].int(), tokens, *forest.tensors(), tokens]
+    given[place][1, 4] = number
+    name = ("retrive_index", "retrive_next_token", "retrive_next_sibling")[place - 4]
+    with pytest.raises(BadArgument, match=f"`{name}` holds {number}, not "):
+        verify_tree_greedy(*given)
+    assert all(bool((x == -5).all()) for x in given[:3])
+
+
 def test_both_spellings_of_the_tree() -> None:
     forest = Forest.grow(1, 5, random.Random(1))
     names = ("index", "next_token", "next_sibling")
