@@ -122,7 +122,7 @@ def numbers_or_none(tensor: Tensor | None, dtype: torch.dtype, dims: int) -> NDA
 
 @functools.cache
 def _none(dtype: torch.dtype, dims: int) -> NDArray[Any]:
-    return numbers(torch.empty((0,) * dims, dtype=dtype))
+    return numbers(torch.empty((0,) * dims, dtype=dtype, device="cpu"))
 
 
 def _build_wide(context: Any, number: Any) -> Any:

@@ -44,6 +44,7 @@ INTERPRETED_CASES = 2
 OPCHECKED_CASES = 3
 """It traces a case several times."""
 FEW_CASES = 3
+DEFAULT_DEVICE_CASES = 6
 FLOAT32_FAMILIES = ("sampling", "speculative", "topk")
 """Families on probabilities and scores."""
 NOT_INTERPRETED = {"cudnn", "flashinfer", "sdpa", "gluon", "gluon_few"}
@@ -84,6 +85,18 @@ def test_implementation_agrees_with_definition(op: Op[..., Any], name: str, devi
     assert accepted, f"no case of {op.name} reaches {name}: it is never tested"
     for arguments in accepted:
         check(op, name, arguments)
+
+
+@pytest.mark.parametrize("op, name", [p for p in CHOICES if not of_gpu(*p.values)])
+def test_the_default_device_is_not_looked_at(op: Op[..., Any], name: str) -> None:
+    implementation = op._named(name)
+    if implementation.missing:
+        pytest.skip(implementation.missing)
+    for arguments in runnable(implementation, cases_of(op), "cpu")[:DEFAULT_DEVICE_CASES]:
+        own = arguments.clone()
+        with torch.device("meta"):
+            results = as_tuple(op.using(name)(*own.args, **own.kwargs))
+        assert all(result.is_cpu for result in results)
 
 
 @pytest.mark.parametrize("op", OPS)

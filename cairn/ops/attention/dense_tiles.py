@@ -28,7 +28,7 @@ def attend(
     query = tiling.queries(q, index, heads)
     group = out.shape[1] // heads
 
-    slots = torch.arange(size)
+    slots = torch.arange(size, device=q.device)
     hidden = slots > slots.unsqueeze(1)
     mask = tiling.additive(hidden, q.dtype).repeat_interleave(group, dim=0)[None, None]
     o, part = _span(
@@ -69,10 +69,11 @@ def _span(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the tiles over slots begin .. begin + length - 1, those below 0 left out."""
     _, heads, page_size, dim = k_cache.shape
-    logical = (begin // page_size).unsqueeze(1) + torch.arange(length // page_size)
+    slots = torch.arange(length, device=begin.device)
+    logical = (begin // page_size).unsqueeze(1) + slots[: length // page_size]
     logical = logical.clamp(min=0, max=page_table.shape[1] - 1)
     pages = page_table[tiles.row.unsqueeze(1), logical].long()
-    key = begin.unsqueeze(1) + torch.arange(length)
+    key = begin.unsqueeze(1) + slots
     absent = (key < 0) | (key > tiles.last.unsqueeze(1))
     if mask_landmarks:
         absent |= paging.is_landmark(key, page_size)

@@ -185,7 +185,8 @@ class Wrapper:
             self._copied.synchronize()
         self._planned = ()
         kind = self.kind
-        row, first, tokens = torch.tensor(stretches, dtype=torch.int32).view(-1, 3).unbind(1)
+        numbers = torch.tensor(stretches, dtype=torch.int32, device="cpu")
+        row, first, tokens = numbers.view(-1, 3).unbind(1)
         slots = first + tokens
         pages = (slots + kind.page_size - 1) // kind.page_size
         bounds = _bounds(pages)

@@ -62,11 +62,11 @@ def cut(row: Tensor, slot: Tensor, size: int) -> tuple[Tiles, Tensor] | None:
     blocks = int(block.max()) + 1
     key, tile, counts = torch.unique(row * blocks + block, return_inverse=True, return_counts=True)
     grid = row.new_full((key.numel(), size), tokens)
-    grid[tile, slot % size] = torch.arange(tokens)
+    grid[tile, slot % size] = torch.arange(tokens, device=row.device)
     if int((grid < tokens).sum()) != tokens:
         return None
     start = (key % blocks) * size
-    last = start + torch.where(grid < tokens, torch.arange(size), 0).amax(dim=1)
+    last = start + torch.where(grid < tokens, torch.arange(size, device=row.device), 0).amax(dim=1)
     tiles = Tiles(grid, key // blocks, start, last)
     short = counts * 4 < size
     if not bool(short.any()):
@@ -130,7 +130,7 @@ def blocks(row: Tensor, slot: Tensor, size: int) -> NDArray[np.int64]:
 
 def cells(grid: Tensor, heads: int) -> Tensor:
     """Index of every (tile, KV head, slot) into tokens seen as [T * h_kv]: [n, h_kv, size]."""
-    return grid.unsqueeze(1) * heads + torch.arange(heads).unsqueeze(1)
+    return grid.unsqueeze(1) * heads + torch.arange(heads, device=grid.device).unsqueeze(1)
 
 
 def queries(q: Tensor, index: Tensor, heads: int) -> Tensor:

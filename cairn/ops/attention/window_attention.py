@@ -139,8 +139,8 @@ def _(
     dtype: torch.dtype | None = None,
     chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    o = torch.empty(q.shape, dtype=dtype or torch.float32)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    o = q.new_empty(q.shape, dtype=dtype or torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     loops.attend_windows(
         *map(cpu.numbers, (q.contiguous(), k_cache, v_cache, row, slot, page_table)),
         (window, aligned, mask_landmarks),
@@ -271,8 +271,8 @@ def _hidden(
     size: int, back: int, page_size: int, window: int, aligned: bool, mask_landmarks: bool
 ) -> Tensor:
     """Keys of a tile's span that its queries do not see, [size, L] bool; the same in every tile."""
-    query = torch.arange(size).unsqueeze(1)
-    key = torch.arange(-back * page_size, size)
+    query = torch.arange(size, device="cpu").unsqueeze(1)
+    key = torch.arange(-back * page_size, size, device="cpu")
     first = query - (window - 1)
     if aligned:
         first = first // page_size * page_size
@@ -297,10 +297,11 @@ def _run_tiles(
     count, size = tiles.grid.shape
     start = tiles.start - back * page_size
     length = back * page_size + size
-    logical = (start // page_size).unsqueeze(1) + torch.arange(length // page_size)
+    slots = torch.arange(length, device=start.device)
+    logical = (start // page_size).unsqueeze(1) + slots[: length // page_size]
     logical = logical.clamp(min=0, max=page_table.shape[1] - 1)
     pages = page_table[tiles.row.unsqueeze(1), logical].long()
-    key = start.unsqueeze(1) + torch.arange(length)
+    key = start.unsqueeze(1) + slots
     # Slots that no token of the tile sees may hold anything: their pages may be another row's.
     group = out.shape[1] // heads
     tokens = (tiles.grid < q.shape[0]).float()

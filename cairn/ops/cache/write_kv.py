@@ -70,7 +70,8 @@ def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) 
     page = location // page_size
     # Line of head 0: every further head lies page_size lines behind.
     line = page * ((heads - 1) * page_size) + location
-    lines = (line.unsqueeze(1) + torch.arange(0, heads * page_size, page_size)).flatten()
+    heads_behind = torch.arange(0, heads * page_size, page_size, device=line.device)
+    lines = (line.unsqueeze(1) + heads_behind).flatten()
     k_cache.view(-1, dim).index_copy_(0, lines, k.reshape(-1, dim))
     v_cache.view(-1, dim).index_copy_(0, lines, v.reshape(-1, dim))
 

@@ -64,7 +64,7 @@ def apply_token_bitmask_inplace_cuda(
     expect(NAME, "logits", logits)
     if indices is not None and not isinstance(indices, Tensor):
         try:
-            indices = torch.tensor(indices, dtype=torch.int32)
+            indices = torch.tensor(indices, dtype=torch.int32, device="cpu")
         except (TypeError, ValueError):
             refuse(NAME, "indices", f"is {reprlib.repr(indices)}, neither numbers nor a tensor")
     mask_tokens(logits, bitmask, None if indices is None else indices.to(logits.device))

@@ -64,7 +64,7 @@ def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dty
 
 @blend_window.implementation("numba", devices=cpu.DEVICES, when=_dense)
 def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(o_pages.shape, dtype=dtype)
+    out = o_pages.new_empty(o_pages.shape, dtype=dtype)
     lines = (x.flatten(0, 1) for x in (o_pages, o_window))
     loops.blend_window(*map(cpu.numbers, (*lines, window_weight.flatten(), out.flatten(0, 1))))
     return out

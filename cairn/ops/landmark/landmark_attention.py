@@ -364,10 +364,10 @@ def _(
     task = task_of(lmk_q, summary_key, strategy, scale, k_cache.shape[1])
     tokens, heads, dim = q.shape
     results = (
-        torch.empty((tokens, heads, dim), dtype=q.dtype),
-        torch.empty((tokens, task.groups, topk), dtype=torch.int32),
-        torch.empty((tokens, heads, topk), dtype=torch.float32),
-        torch.empty((tokens, heads), dtype=torch.float32),
+        q.new_empty((tokens, heads, dim)),
+        q.new_empty((tokens, task.groups, topk), dtype=torch.int32),
+        q.new_empty((tokens, heads, topk), dtype=torch.float32),
+        q.new_empty((tokens, heads), dtype=torch.float32),
     )
     loops.attend_tokens(
         *map(cpu.numbers, (q.contiguous(), lmk_q.contiguous(), k_cache, v_cache)),

@@ -38,7 +38,8 @@ def attend(
         at = slice(begin, begin + _SPAN)
         pages = _common_pages(row[at], indices[at])
         if pages is None:
-            alone.append(torch.arange(begin, min(begin + _SPAN, q.shape[0])))
+            end = min(begin + _SPAN, q.shape[0])
+            alone.append(torch.arange(begin, end, device=q.device))
             continue
         _run_span(
             *(q[at], k_cache, v_cache, page_table[row[begin]], indices[at], weights[at]),
@@ -138,7 +139,7 @@ def _by_page(
         if rows == _TILE_ROWS[-1]:
             full = full + (counts % places > 0)
         tile = torch.repeat_interleave(full)
-        rank = torch.arange(tile.numel()) - (full.cumsum(0) - full)[tile]
+        rank = torch.arange(tile.numel(), device=tile.device) - (full.cumsum(0) - full)[tile]
         first = start[tile] + rank * places
         filled = (counts[tile] - rank * places).clamp(max=places)
         step = paging.tokens_per_block(8 * places * group * size, tile.numel())
@@ -169,11 +170,11 @@ def _run_tiles(
     """Add to `out` the requests first .. first + filled - 1 of every tile, all on one page."""
     _, heads, size, dim = k_cache.shape
     count, group = line.numel(), weight.shape[1]
-    place = torch.arange(places)
+    place = torch.arange(places, device=line.device)
     position = (first.unsqueeze(1) + place).clamp(max=query.numel() - 1).flatten()
     asked = query.index_select(0, position)
     factor = np.float32(dim**-0.5 if scale is None else scale)
-    wanted = torch.empty((count, places * group, dim), dtype=torch.float32)
+    wanted = q.new_empty((count, places * group, dim), dtype=torch.float32)
     by_token = q.reshape(q.shape[0] * heads, -1)
     loops.take_queries(*map(cpu.numbers, (by_token, asked)), factor, _lines(wanted, group))
     k, v = (
@@ -181,7 +182,7 @@ def _run_tiles(
         for cache in (k_cache, v_cache)
     )
     scores = torch.bmm(wanted, k.float().transpose(1, 2))
-    shares = torch.empty(scores.shape, dtype=v.dtype)
+    shares = v.new_empty(scores.shape)
     given = (scores.view(-1, size), weight, position, shares.view(-1, size))
     loops.weigh(*map(cpu.numbers, given))
     v[:, -1] = 0

@@ -30,7 +30,7 @@ def tiles(row: Tensor, candidates: Tensor) -> list[tuple[Tensor, int]]:
     counts = torch.unique_consecutive(key // most, return_counts=True)[1]
     per_row = (counts + (_TILE - 1)) // _TILE
     owner = torch.repeat_interleave(per_row)
-    rank = torch.arange(owner.numel()) - (per_row.cumsum(0) - per_row)[owner]
+    rank = torch.arange(owner.numel(), device=owner.device) - (per_row.cumsum(0) - per_row)[owner]
     first = (counts.cumsum(0) - counts)[owner] + rank * _TILE
     filled = (counts[owner] - rank * _TILE).clamp(max=_TILE)
     pages = key[first + filled - 1] % most
@@ -40,7 +40,7 @@ def tiles(row: Tensor, candidates: Tensor) -> list[tuple[Tensor, int]]:
     for one in torch.unique(size).tolist():
         members = (size == one).nonzero()[:, 0]
         width = int(filled[members].max())
-        place = torch.arange(width)
+        place = torch.arange(width, device=row.device)
         position = (first[members, None] + place).clamp(max=order.numel() - 1)
         tokens = torch.where(place < filled[members, None], alive[order[position]], total)
         # A few tiles with many pages, or many with few: the same number of summaries a batch.
@@ -89,7 +89,8 @@ class Scorer:
         """[U, h, c, P] float32 of tokens [U, c]."""
         task, bias = self._task, self._bias
         if self._tiled:
-            u = torch.empty(len(tokens), task.score_heads, tokens.shape[1], self._columns)
+            shape = (len(tokens), task.score_heads, tokens.shape[1], self._columns)
+            u = self._keys.new_empty(shape, dtype=torch.float32)
             tile_loops.score_pages(
                 cpu.numbers(self._lmk_q.contiguous().view(torch.float32)),
                 *map(cpu.numbers, (tokens.contiguous(), self._keys)),

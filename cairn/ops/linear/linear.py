@@ -161,7 +161,7 @@ def _(
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    out = torch.empty((*input.shape[:-1], weight.shape[0]), dtype=dtype or input.dtype)
+    out = input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=dtype or input.dtype)
     return few_rows.multiply(input, weight, out, bias, None if norm is None else (norm, eps))
 
 

@@ -120,3 +120,6 @@ def test_rows_may_be_a_list_of_numbers(device: str) -> None:
     again = before.clone()
     apply_token_bitmask_inplace_cuda(again, masks, torch.tensor([3, 1]))
     assert torch.equal(again, logits)
+    with torch.device("meta"):
+        apply_token_bitmask_inplace_cuda(before, masks, [3, 1])
+    assert torch.equal(before, logits)
