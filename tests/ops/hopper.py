@@ -22,9 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from cairn.ops import gpu
-from cairn.ops.attention import cutlass_mla_decode as latents
-from cairn.ops.attention import launch, window_launch
-from cairn.ops.attention.cutlass_mla_decode import cutlass_mla_decode
+from cairn.ops.attention import cutlass_mla_decode, launch, window_launch
+from cairn.ops.attention.cutlass_mla_decode import _drawn as latents
 from cairn.ops.flash import group_launch
 from cairn.ops.flash.flash_attention import drawn, flash_attention
 from cairn.ops.landmark import page_tiles, select_launch
@@ -113,10 +112,10 @@ def main() -> None:
     gpu.multiplies_in_groups = lambda device: True
     gpu.copies_blocks = lambda device: True
     group_launch.LEAST_FLOPS = group_launch.FULL = 0
-    latents.launch.merge = lambda *args, **kwargs: None
+    launch.merge = lambda *args, **kwargs: None
     make, dtype = Make("cpu"), torch.bfloat16
     for name, heads in (("gluon", 100), ("gluon_few", 16), ("gluon_few", 32)):
-        given = latents._drawn(make, [300, 64], heads, 64, (512, 64), dtype)
+        given = latents(make, [300, 64], heads, 64, (512, 64), dtype)
         cutlass_mla_decode._named(name).function(*given.args)
     for width, page, sinks in ((64, 64, True), (128, -1, False), (128, 128, False)):
         shape = {"queries": (140, 131), "keys": (300, 131), "heads": (4, 2)}

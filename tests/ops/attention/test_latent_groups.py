@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cutlass_mla_decode, gpu
-from cairn.ops.attention import cutlass_mla_decode as latents
-from cairn.ops.attention.cutlass_mla_decode import LATENT, ROPE
+from cairn.ops.attention import launch
+from cairn.ops.attention.cutlass_mla_decode import LATENT, ROPE, _drawn
 from cairn.ops.testing import Arguments, Make, check, run
 
 needs_groups = pytest.mark.skipif(
@@ -30,7 +30,7 @@ def drawn(
     lengths: list[int], heads: int = 128, size: int = 64, dtype: torch.dtype = torch.bfloat16
 ) -> Arguments:
     torch.manual_seed(0)
-    return latents._drawn(Make("cuda"), lengths, heads, size, WIDTHS, dtype)
+    return _drawn(Make("cuda"), lengths, heads, size, WIDTHS, dtype)
 
 
 def by_groups(given: Arguments, name: str) -> Tensor:
@@ -49,7 +49,7 @@ def by_groups(given: Arguments, name: str) -> Tensor:
 def test_softmax_over_the_latents(
     name: str, heads: int, size: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latents.launch, "whole_waves", lambda *_: splits)
+    monkeypatch.setattr(launch, "whole_waves", lambda *_: splits)
     check(cutlass_mla_decode, name, drawn(RAGGED, heads, size))
 
 
@@ -68,7 +68,7 @@ def test_many_blocks_are_the_same_every_time(name: str) -> None:
 def test_a_row_is_the_same_alone_where_splits_are(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latents.launch, "whole_waves", lambda *_: 3)
+    monkeypatch.setattr(launch, "whole_waves", lambda *_: 3)
     given = drawn(RAGGED, HEADS[name])
     q, pe, cache, lengths, table, *rest = given.args
     together = by_groups(given, name)
@@ -128,7 +128,7 @@ def test_logits_that_rise_from_slot_to_slot(name: str, step: float) -> None:
 def test_one_slot_that_outweighs_all_others_is_as_it_is(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latents.launch, "whole_waves", lambda *_: 1)
+    monkeypatch.setattr(launch, "whole_waves", lambda *_: 1)
     given = drawn([1000], HEADS[name], dtype=dtype)
     q, pe, cache, lengths, table, spare, _ = given.args
     q.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention import cutlass_mla_decode as latents
+from cairn.ops.attention import cutlass_mla_decode, lines
 from cairn.ops.attention import launch as attention
-from cairn.ops.attention import lines
+from cairn.ops.attention.cutlass_mla_decode import _drawn
 from cairn.ops.attention.dense_attention import dense_attention
 from cairn.ops.flash import launch as flash
 from cairn.ops.flash.flash_attention import drawn, flash_attention
@@ -141,6 +142,8 @@ def tables(monkeypatch: pytest.MonkeyPatch, device: str) -> list[bool]:
         return result
 
     monkeypatch.setattr(lines, "LEAST_FLOPS", 0)
+    # The package has the function by the module's name.
+    latents = import_module("cairn.ops.attention.cutlass_mla_decode")
     for module in (attention, flash, latents):
         monkeypatch.setattr(module, "lines_of", found)
     return taken
@@ -193,6 +196,6 @@ def test_flash_attention(
 def test_latents(device: str, tables: Any) -> None:
     make, dtype = Make(device), dtype_on(device)
     for heads, lengths in ((64, [300, 64, 0, 63]), (16, [130])):
-        given = latents._drawn(make, lengths, heads, 64, (512, 64), dtype)
-        check(latents.cutlass_mla_decode, "triton", given)
+        given = _drawn(make, lengths, heads, 64, (512, 64), dtype)
+        check(cutlass_mla_decode, "triton", given)
     assert tables == [True, True]

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from cairn import ops
 from cairn.errors import BadArgument
 from cairn.ops import merge_state, merge_state_v2
 from cairn.ops.attention.merge_states import merge_states
@@ -113,3 +114,15 @@ def test_a_part_that_is_no_number_gives_none(name: str) -> None:
         merge_states.using(name)(*parts, v, s)
         assert v[0, 0].isnan().all() and s[0, 0].isnan()
         assert v[0, 1].tolist() == [1.0] * 3
+
+
+def test_the_module_has_the_functions_by_the_names_that_peers_have_there() -> None:
+    module = ops.attention
+    names = (
+        "merge_state",
+        "merge_state_v2",
+        "cutlass_mla_decode",
+        "cutlass_mla_get_workspace_size",
+    )
+    assert set(names) == set(module.__all__)
+    assert all(getattr(module, name) is getattr(ops, name) for name in names)

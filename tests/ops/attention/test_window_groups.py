@@ -121,24 +121,17 @@ def test_pages_of_several_blocks(size: int, masked: bool) -> None:
     near(o, window_attention.reference(*given)[0])
 
 
-@pytest.mark.parametrize("tokens, dim, taken", [(100, 64, 1), (4000, 64, 0), (300, 128, 0)])
-def test_tiles_for_whom_it_pays(
-    tokens: int, dim: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "tokens, heads, dim, taken",
+    [(1000, 8, 128, False), (1600, 8, 128, True), (400, 32, 128, True), (4000, 8, 64, False)],
+)
+def test_wide_heads_in_tiles_for_most_processors(
+    tokens: int, heads: int, dim: int, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Narrow heads where each program has one tile, wide ones where most processors do."""
     as_on_hopper(monkeypatch)
-    given = drawn([(0, tokens)], 16, 2, dim, torch.bfloat16, device="cpu")
+    given = drawn([(0, tokens)], heads, heads, dim, torch.bfloat16, device="cpu")
     task = launch.Task(*given, 512)
     assert window_launch.fits(task)
-    assert window_launch.worthwhile(task) == taken
-
-
-@pytest.mark.parametrize("tokens, taken", [(1000, False), (1600, True)])
-def test_wide_heads_in_as_many_tiles_as_there_are_processors(
-    tokens: int, taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_on_hopper(monkeypatch)
-    task = launch.Task(*drawn([(0, tokens)], 8, 8, 128, torch.bfloat16, device="cpu"), 512)
     assert window_launch.worthwhile(task) == taken
 
 

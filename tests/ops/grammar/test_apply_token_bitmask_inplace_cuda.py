@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cairn import ops
 from cairn.errors import BadArgument
 from cairn.ops import apply_token_bitmask_inplace_cuda
 from cairn.ops.grammar.apply_token_bitmask_inplace_cuda import BITS, mask_tokens
@@ -123,3 +124,8 @@ def test_rows_may_be_a_list_of_numbers(device: str) -> None:
     with torch.device("meta"):
         apply_token_bitmask_inplace_cuda(before, masks, [3, 1])
     assert torch.equal(before, logits)
+
+
+def test_the_module_has_the_functions_by_the_names_that_peers_have_there() -> None:
+    assert ops.grammar.__all__ == ["apply_token_bitmask_inplace_cuda"]
+    assert ops.grammar.apply_token_bitmask_inplace_cuda is apply_token_bitmask_inplace_cuda

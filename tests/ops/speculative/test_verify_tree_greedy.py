@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from cairn import ops
 from cairn.errors import BadArgument
 from cairn.ops import verify_tree_greedy
 from tests.ops.sampling.variants import runnable_on
@@ -126,3 +127,11 @@ def test_both_spellings_of_the_tree() -> None:
         outcomes.append([x.tolist() for x in written])
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][2] != [0]
+
+
+def test_the_module_has_the_functions_by_the_names_that_peers_have_there() -> None:
+    module = ops.speculative
+    assert {name for name in vars(ops) if "tree" in name or "packbits" in name} == set(
+        module.__all__
+    )
+    assert all(getattr(module, name) is getattr(ops, name) for name in module.__all__)
