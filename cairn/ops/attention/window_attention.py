@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -382,10 +384,8 @@ def _in_groups(
     page_table: Tensor,
     window: int,
     scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
+    *_: Any,
+    **others: Any,
 ) -> bool:
     task = launch.Task(q, k_cache, v_cache, row, slot, page_table, window, scale)
     return window_launch.fits(task) and window_launch.worthwhile(task)
@@ -475,12 +475,11 @@ def _(make: Make) -> Cases:
                 bytes_of = paged.quantized()
                 small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
                 yield make.args(*small, window, aligned=True, mask_landmarks=True)
-    if make.device != "cpu":
-        # As many tiles as fill a GPU, of wide heads.
+    if make.device != "cpu":  # as many tiles as fill a GPU, of wide heads
         for filled, running in (([2_000, 9, 300], [900, 1, 300]), ([5_000], [4_000])):
             paged = make.paged(filled, 16, 64, 128, dtype=torch.bfloat16)
             row, slot, _ = paged.queries(running)
-            q = make.randn(sum(running), 32, 128, dtype=torch.bfloat16)
+            q = make.randn(len(row), 32, 128, dtype=torch.bfloat16)
             given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table, 512)
             yield make.args(*given, aligned=True, mask_landmarks=True, dtype=torch.bfloat16)
             yield make.args(*given, chunked=True)

@@ -319,7 +319,7 @@ def test_thresholds_of_outputs_or_of_rows(name: str, device: str) -> None:
 def test_indices_of_no_row_are_refused_on_the_cpu(name: str, indices: list[int]) -> None:
     sampler, filters, options, _ = SAMPLERS[name]
     rows, given = torch.rand(3, WIDTH).softmax(-1), torch.tensor(indices)
-    wrong = rf"`indices` holds {next(x for x in indices if not 0 <= x < 3)}, not 0 to 2"
+    wrong = rf"`indices` holds {next(x for x in indices if not 0 <= x < 3)}, not numbers from"
     with pytest.raises(BadArgument, match=wrong):
         sampler(rows, *filters, indices=given, **options)
     if filters:
