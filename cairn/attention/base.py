@@ -102,9 +102,8 @@ CHUNK = 16
 ALONE = (16, 64, 256)
 """How many of a step's first slots may be attended one by one, beside multiples of the last: few
 numbers, for each of which kernels are compiled and graphs captured."""
-LEAST_EARLY = 256, 1024
-"""Fewer slots of a front than these, of the first one and of the second, are attended with others
-that are not of it."""
+LEAST_EARLY = 256
+"""Fewer slots of the first front than these are attended with others that are not of it."""
 ROUND = 16
 """Slots of a front that are cut off are a multiple of it: kernels are compiled for addresses as
 round as those of a whole step."""
@@ -195,8 +194,9 @@ class Batch:
         alone: so many of the first slots are mostly of rows that decode, the others of chunks. What
             cuts slots into tiles passes over a tile once for each of its rows: these are attended
             by themselves.
-        fronts: of the next slots, those that are in the first of `fronts_of` their rows, behind
-            them those in the second: none, or as many as are worth it.
+        fronts: of the next slots those that are in the first of `fronts_of` their rows, if they are
+            worth it; behind them all others, if they are in the second. To part with some of these
+            would cost more than it saves: fewer at a time take longer each.
         window_place: page table and locations of window layers that have pages of their own; None:
             all layers share the pages. Only entries under a window are anything.
         watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.

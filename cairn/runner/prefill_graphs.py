@@ -176,9 +176,9 @@ class PrefillGraphs:
         if self._fronts and slots:
             found.append((Front(slots, self._fronts[0].pages),))
         row: list[Front] = []
-        for limit, least in zip(self._fronts, LEAST_EARLY, strict=False):
+        for number, limit in enumerate(self._fronts):
             count = min(slots, (limit.slots - past) // ROUND * ROUND)
-            if count >= least or 0 < count == slots:
+            if 0 < count == slots or (number == 0 and count >= LEAST_EARLY):
                 row.append(Front(count, limit.pages))
                 slots, past = slots - count, past + count
         return sorted({*found, tuple(row)})

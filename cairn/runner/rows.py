@@ -85,10 +85,10 @@ class Layout(NamedTuple):
     def fronts(self, limits: Sequence[Front]) -> tuple[Front, ...]:
         """See Batch, where `fronts_of` are `limits`."""
         found, begin = [], self.alone
-        for limit, least in zip(limits, LEAST_EARLY, strict=False):
+        for number, limit in enumerate(limits):
             late = self.slot[begin:] >= limit.slots
             count = int(late.argmax()) // ROUND * ROUND if late.any() else len(late)
-            if count >= least or count == len(late) > 0:
+            if count == len(late) > 0 or (number == 0 and count >= LEAST_EARLY):
                 found.append(Front(count, limit.pages))
                 begin += count
         return tuple(found)
