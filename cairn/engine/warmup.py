@@ -43,8 +43,8 @@ def warm_up(built: Built) -> None:
     lengths: Iterable[int] = GPU_TOKENS if on_gpu else (int(tokens_in(PAGES * size)) - 1,)
     lengths = sorted({max(1, min(n, longest)) for n in lengths})
     singles = [_one(built, length) for length in lengths]
-    if on_gpu and built.runner.front_slots:
-        singles += _behind(built, int(tokens_in(built.runner.front_slots)) + 1, lengths, most - 1)
+    if on_gpu:
+        singles += _behind_fronts(built, lengths, most - 1)
     buckets = built.runner.graphs.buckets if built.runner.graphs is not None else ()
     rows = min(built.config.max_num_seqs, pages)
     several = [
@@ -85,9 +85,14 @@ def _one(built: Built, length: int) -> _Steps:
     return _prompt(built, [0, length])
 
 
+def _behind_fronts(built: Built, lengths: Sequence[int], most: int) -> list[_Steps]:
+    """Steps behind each front of a row, where landmark layers go about them another way."""
+    fronts = [int(built.slots.tokens_in(slots)) + 1 for slots in built.runner.front_slots]
+    return [steps for past in fronts for steps in _behind(built, past, lengths, most)]
+
+
 def _behind(built: Built, past: int, lengths: Sequence[int], most: int) -> list[_Steps]:
-    """Steps of all lengths, one after the other in row 0, as far as they are of `most` tokens.
-    Without the past in front, landmark layers go about it another way."""
+    """Steps of all lengths, one after the other in row 0, as far as they are of `most` tokens."""
     steps = range(0, past, lengths[-1])
     bounds = [
         *steps,

@@ -278,9 +278,9 @@ class Runner:
             self.prefill_graphs = PrefillGraphs(self.graphs, shape.graph_slots)
 
     @property
-    def front_slots(self) -> int:
-        """Slots of a row in front of those that landmark layers go about as if it were long."""
-        return max((front.slots for front in self._fronts), default=0)
+    def front_slots(self) -> list[int]:
+        """Slots of a row in front of those that landmark layers go about another way; ascending."""
+        return [front.slots for front in self._fronts]
 
     def forget_reads(self) -> None:
         """Count what landmark layers read from now on."""

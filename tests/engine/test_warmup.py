@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cairn.engine.warmup import _behind, _granted, warm_up
+from cairn.attention.base import Front
+from cairn.engine.warmup import _behind, _behind_fronts, _granted, warm_up
 from cairn.types import SamplingParams
 from tests.engine.harness import engine, greedy, run
 
@@ -54,6 +55,19 @@ def test_lengths_behind_a_past_are_steps_of_one_row():
     [fewer] = _behind(built, 70, [5, 32, 40], 146)
     assert fewer.decode.decode.first.tolist() == [107]
     assert _behind(built, 70, [5, 32], 74) == []
+
+
+def test_every_front_of_a_row_has_steps_behind_it():
+    """A row of no more than the second one too, which the engine's limit may be in."""
+    built = engine(CASE)
+    assert len(built.runner.front_slots) == 1
+    built.runner._fronts = (Front(20, 5), Front(60, 15))
+    fronts = [int(built.slots.tokens_in(slots)) for slots in (20, 60)]
+    for most, behind in ((140, fronts), (fronts[1] + 3, fronts[:1]), (fronts[0], [])):
+        found = _behind_fronts(built, [3, 9], most)
+        assert len(found) == len(behind)
+        for steps, past in zip(found, behind, strict=True):
+            assert past + 1 in [plan.work[0].first for plan in steps.prefills]
 
 
 def test_a_pool_of_fewer_pages_gives_some_twice():

@@ -62,7 +62,7 @@ def test_fifty_lengths_compile_nothing_after_warm_up(llm, compiled):
     """Steps of few and of many tokens come first, by themselves and behind those of a row that
     select all pages there are; then any others, alone and together."""
     rng = random.Random(3)
-    early = int(llm._built.slots.tokens_in(llm._built.runner.front_slots))
+    early = int(llm._built.slots.tokens_in(llm._built.runner.front_slots[0]))
     powers = [2**n for n in range(2, 12)]
     for length in (
         1,
