@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
-from cairn.ops.checks import INDICES, expect, refuse
+from cairn.ops.checks import INDICES, expect, expect_within, on_host, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import packbits_kernel
 from cairn.ops.speculative.trees import FLAGS
@@ -32,7 +32,8 @@ def segment_packbits(
         y: uint8, flat, written.
         batch_size: segments.
     Raises:
-        BadArgument: shapes, dtypes or devices that do not fit.
+        BadArgument: shapes, dtypes or devices that do not fit; on the CPU segments that do not lie
+            in x, or whose bytes do not lie in y.
     """
     begin = input_indptr[: batch_size + 1].long()
     place = torch.arange(x.numel(), device=x.device)
@@ -55,6 +56,13 @@ def _(x: Tensor, input_indptr: Tensor, output_indptr: Tensor, y: Tensor, batch_s
         expect(name, what, tensor, (None,), INDICES, x, dense=-1)
         if tensor.numel() <= batch_size:
             refuse(name, what, f"has {tensor.numel()} elements, not at least {batch_size + 1}")
+    begin, out = input_indptr[: batch_size + 1], output_indptr[:batch_size]
+    expect_within(name, "input_indptr", begin, x.numel() + 1)
+    expect_within(name, "output_indptr", out, y.numel() + 1)
+    if on_host(out) and on_host(begin):
+        end = int((out + (begin.diff() + 7) // 8).max())
+        if end > y.numel():
+            refuse(name, "y", f"has {y.numel()} elements, the segments' bytes end at {end}")
 
 
 @segment_packbits.implementation("triton", devices=gpu.DEVICES, replayed=True)

@@ -62,3 +62,21 @@ def test_what_does_not_fit_is_refused_by_name(position: int, wrong: object, name
     given[position] = wrong
     with pytest.raises(BadArgument, match=f"`{named}`"):
         segment_packbits(*given)
+
+
+@pytest.mark.parametrize(
+    "begins, outs, wrong",
+    [
+        ([0, 9, 21], [0, 2, 4], "`input_indptr` holds 21, not numbers from 0 to 20"),
+        ([-1, 9, 20], [0, 2, 4], "`input_indptr` holds -1"),
+        ([0, 9, 20], [0, 5, 9], "`output_indptr` holds 5, not numbers from 0 to 4"),
+        ([0, 9, 20], [0, 3, 4], "`y` has 4 elements, the segments' bytes end at 5"),
+    ],
+)
+def test_segments_that_lie_elsewhere_are_refused_on_the_cpu(
+    begins: list[int], outs: list[int], wrong: str
+) -> None:
+    y = torch.full((4,), 170, dtype=torch.uint8)
+    with pytest.raises(BadArgument, match=wrong):
+        segment_packbits(torch.ones(20, dtype=torch.bool), *map(torch.tensor, (begins, outs)), y, 2)
+    assert (y == 170).all()
