@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cairn import ops
 from cairn.errors import BadArgument
+from cairn.ops.checks import expect_within
 
 
 def f(*sizes: int) -> Tensor:
@@ -175,10 +177,23 @@ def test_what_nobody_reads_may_be_anything() -> None:
     decode()
     turn_and_store(-7, 4)
     transfer(slots(-1, 8, 3), slots(9, -1, 4))
+    # Sequences that ask nothing.
+    for unused in ({}, {"seqused_q": words(0, 2)}):
+        ends = ENDS if unused else words(0, 0, 3)
+        caches = f(6, 4, 2, 16), f(6, 4, 2, 16)
+        where = {"seqused_k": words(99, 5), "page_table": words([-1, 7], [1, 2])}
+        ops.flash_attn_varlen_func(f(3, 4, 16), *caches, ends, None, **where, **unused)
     hidden = words([0, 7], [-1, 2])
     for rule in ({"window_size": (0, 0)}, {"attention_chunk": 4}, {"cache_leftpad": words(0, 4)}):
         assert bool(cached(page_table=hidden, **rule).isfinite().all())
     assert bool(ragged(hidden, words(3, 6), window_size=(1, 0)).isfinite().all())
+
+
+def test_nor_how_many_there_are_where_a_trace_does_not_know() -> None:
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        numbers = torch.empty(shapes.create_unbacked_symint(), dtype=torch.int64)
+        expect_within("op", "numbers", numbers, 3)
 
 
 def test_numbers_that_are_not_there_yet_are_not_looked_at() -> None:

@@ -80,7 +80,7 @@ class Append:
             grown = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
             expect_within(call.name, "cache_seqlens", lengths, MOST_KEYS)
             call.seqused_k = lengths + grown
-        call.check_numbers()
+        call.check_numbers(written=self.k is not None)
         if self.cos is not None and base is not None:
             row, place = positions(call.q, call.cu_seqlens_q)
             call.q = self._turned(call.q, base[row] + place if each else base[row], interleaved)

@@ -135,9 +135,10 @@ class Call:
             if tensor is not None:
                 expect(name, what, tensor, (size,), _INT32, self.q, dense=-1)
 
-    def check_numbers(self) -> None:
+    def check_numbers(self, written: bool = False) -> None:
         """Raise BadArgument where lengths and pages, if they are on the host, are of what is not
-        there. What a window, a chunk or a pad may hide can be no page: negative."""
+        there. What a window, a chunk or a pad may hide can be no page: negative. Those of a
+        sequence that asks nothing can be anything, unless its keys are `written`."""
         if not on_host(self.q):
             return
         name, table, size = self.name, self.page_table, self.k.shape[1]
@@ -149,10 +150,15 @@ class Call:
             if ends is not None:
                 expect_within(name, what, ends, lines + 1)
         self._check_used("seqused_q", self.seqused_q, self.cu_seqlens_q, self.q.shape[-3])
-        self._check_used(self.names[2], self.seqused_k, self.cu_seqlens_k, keys)
+        used, asked = self.seqused_k, self.seqused_q
+        if asked is None and self.cu_seqlens_q is not None:
+            asked = self.cu_seqlens_q.diff()
+        if asked is not None and not written and (used is not None or table is not None):
+            used = (torch.full_like(asked, keys) if used is None else used).where(asked > 0, 0)
+        self._check_used(self.names[2], used, self.cu_seqlens_k, keys)
         if table is not None:
             seen = self.leftpad is None and not self.chunk and self.sides[0] < 0
-            check_pages(name, table, self.seqused_k, size, len(self.k), 0 if seen else None)
+            check_pages(name, table, used, size, len(self.k), 0 if seen else None)
 
     def _check_used(self, what: str, used: Tensor | None, ends: Tensor | None, most: int) -> None:
         if used is None:

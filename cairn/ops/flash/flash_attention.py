@@ -66,18 +66,18 @@ def flash_attention(
         q_descale, k_descale, v_descale: [B, Hk] float32, factors.
         sinks: [H], e^sink joins the denominator of o, not lse.
         scale: of the scores.
-        left, right: reach of the window, -1: unbounded.
-        chunk: 0: none.
+        left, right, chunk: reach of the window, -1: unbounded; keys of a chunk, 0: none.
         softcap: c > 0: the score becomes c * tanh(score / c).
         max_seqlen_q: no sequence has more queries.
     """
     keys = Keys(k, v, page_table, batch_idx, leftpad, cu_seqlens_k, seqused_k)
     group = q.shape[-2] // k.shape[-2]
     for row, (at, count, many) in enumerate(_spans(q, cu_seqlens_q, seqused_q)):
-        source, sink = (q, o) if q.dim() == 3 else (q[row], o[row])
-        logs = lse if q.dim() == 3 else lse[row]
+        source, sink, logs = (q, o, lse) if q.dim() == 3 else (q[row], o[row], lse[row])
         sink[at : at + count] = 0
         logs[:, at : at + count] = torch.inf
+        if not many:  # its keys may lie nowhere
+            continue
         key, value = (x.float().repeat_interleave(group, 1) for x in keys.of(row))
         factors = [
             1.0 if x is None else x[row].float().repeat_interleave(group).view(-1, 1, 1)
@@ -192,10 +192,11 @@ def _(*args: Any, **kwargs: Any) -> None:
     )
     spans = _spans(q, task.cu_seqlens_q, task.seqused_q)
     for row, (at, count, many) in enumerate(spans):
-        source, sink = (q, o) if q.dim() == 3 else (q[row], o[row])
-        logs = lse if q.dim() == 3 else lse[row]
+        source, sink, logs = (q, o, lse) if q.dim() == 3 else (q[row], o[row], lse[row])
         there, beyond = slice(at, at + many), slice(at + many, at + count)
-        sink[there], logs[:, there] = library.attend_sequence(task, source[there], *keys.of(row))
+        if many:
+            own = keys.of(row)
+            sink[there], logs[:, there] = library.attend_sequence(task, source[there], *own)
         sink[beyond], logs[:, beyond] = 0, torch.inf
 
 

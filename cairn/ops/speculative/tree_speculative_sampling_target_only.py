@@ -79,9 +79,10 @@ def tree_speculative_sampling_target_only(
         BadArgument: shapes, dtypes or devices that do not fit; on the CPU links to no node, and
             candidates of no token.
     """
-    expect_links(NAME, retrive_index, retrive_next_token, retrive_next_sibling)
+    led = expect_links(NAME, retrive_index, retrive_next_token, retrive_next_sibling)
     # Nobody looks at the token of node 0.
-    expect_within(NAME, "candidates", candidates[:, 1:], target_probs.shape[2])
+    drafted = candidates[:, 1:][led[:, 1:]]
+    expect_within(NAME, "candidates", drafted, target_probs.shape[2])
     trees = [x.tolist() for x in (candidates, retrive_index, retrive_next_token)]
     sibling_of = retrive_next_sibling.tolist()
     longest = accept_index.shape[1]

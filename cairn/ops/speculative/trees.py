@@ -56,14 +56,25 @@ def expect_tree(
         expect(op, name, tensor, size, (torch.int64,), index, dense=-1)
 
 
-def expect_links(op: str, index: Tensor, next_token: Tensor, next_sibling: Tensor) -> None:
-    """Raise BadArgument, on the CPU, for a number of no node in the tensors of `expect_tree`."""
-    expect_within(op, "retrive_index", index, index.numel())
+def expect_links(op: str, index: Tensor, next_token: Tensor, next_sibling: Tensor) -> Tensor:
+    """Raise BadArgument, on the CPU, for links to no node in the tensors of `expect_tree`, and for
+    what they lead to having a number of no node.
+
+    Returns:
+        [B, n] bool: the nodes that links lead to. Of others nobody looks at anything.
+    """
+    batch, nodes = index.shape
+    # Links that end a walk lead to one in front of the first.
+    led = torch.zeros(batch, nodes + 1, dtype=torch.bool, device=index.device)
     for name, tensor in (
         ("retrive_next_token", next_token),
         ("retrive_next_sibling", next_sibling),
     ):
-        expect_within(op, name, tensor, tensor.shape[1], -1)
+        expect_within(op, name, tensor, nodes, None)
+        led.scatter_(1, tensor.clamp(min=-1) + 1, True)
+    led[:, 1:2] = True
+    expect_within(op, "retrive_index", index[led[:, 1:]], index.numel())
+    return led[:, 1:]
 
 
 def expect_positions(op: str, positions: Tensor, batch: int, nodes: int, like: Tensor) -> None:

@@ -178,13 +178,17 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         with pytest.raises(BadArgument, match=f"argument `{expected}"):
             tree_speculative_sampling_target_only(**{**good, name: wrong})
     for name, number in (
-        *(("retrive_index", 6), ("retrive_next_token", 3), ("retrive_next_sibling", -2)),
+        *(("retrive_index", 6), ("retrive_next_token", 3), ("retrive_next_sibling", 3)),
         *(("candidates", 4), ("candidates", -1)),
     ):
         wrong = good[name].clone()
         wrong[1, 2] = number
         with pytest.raises(BadArgument, match=f"`{name}` holds {number}, not "):
             tree_speculative_sampling_target_only(**{**good, name: wrong})
-    # Nobody looks at the token of node 0.
+    # Nobody looks at the token of node 0, nor at nodes that no link leads to.
     good["candidates"][:, 0] = -1
+    tree_speculative_sampling_target_only(**good)
+    for name in ("retrive_next_token", "retrive_next_sibling", "retrive_index", "candidates"):
+        good[name][good[name] == 2] = -1
+        good[name][:, 2] = -1
     tree_speculative_sampling_target_only(**good)

@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(
     "place, number",
-    [(4, 10), (4, -1), (5, 5), (5, -2), (6, 99)],
+    [(4, 10), (4, -1), (5, 5), (6, 99)],
 )
 def test_links_to_no_node_are_refused_by_name(place: int, number: int) -> None:
     forest, tokens = Forest.grow(2, 5, random.Random(0)), torch.zeros(2, 5, dtype=torch.int64)
@@ -114,6 +114,19 @@ def test_links_to_no_node_are_refused_by_name(place: int, number: int) -> None:
     with pytest.raises(BadArgument, match=f"`{name}` holds {number}, not "):
         verify_tree_greedy(*given)
     assert all(bool((x == -5).all()) for x in given[:3])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_nodes_that_no_link_leads_to_may_hold_anything(name: str) -> None:
+    """A tree of two among room for four; whatever negative number ends a walk."""
+    index, links = torch.tensor([[0, 1, -1, 99]]), torch.tensor([[1, -7, -1, -1]])
+    written = torch.zeros(4).int(), torch.full((1, 4), -5).int(), torch.zeros(1).int()
+    tokens, wanted = torch.tensor([[3, 4, -1, -1]]), torch.tensor([[4, 6, 0, 0]])
+    none = torch.full_like(links, -2)
+    verify_tree_greedy.using(name)(*written, tokens, index, links, none, wanted)
+    assert written[0].tolist() == [4, 6, 0, 0]
+    assert written[1].tolist() == [[0, 1, -5, -5]]
+    assert written[2].tolist() == [1]
 
 
 def test_both_spellings_of_the_tree() -> None:
