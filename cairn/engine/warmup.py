@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 PAGES = 3
 """Length of the warm-up prompt: complete pages, and a decode that reads them."""
-GPU_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 1024)
-"""Lengths of the prompts on a GPU: what is a power of two by number of tokens meets each there."""
+GPU_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 1024, 4096)
+"""Lengths of the prompts on a GPU: what is a power of two by number of tokens meets each there, and
+what waits for as many tiles as a GPU has processors does with 4 heads and more."""
 
 
 def warm_up(built: Built) -> None:

@@ -186,7 +186,8 @@ class PrefillGraphs:
     def _front(self, layout: Layout, bucket: int, apart: int) -> tuple[Front, ...]:
         """The most of these that holds."""
         choices = self._choices(bucket, apart)
-        return max(n for n in choices if layout.within(apart, n, self._fronts))
+        held = (n for n in choices if layout.within(apart, n, self._fronts))
+        return max(held, key=lambda fronts: [(front.slots, -front.pages) for front in fronts])
 
     def _closing(self, bucket: int) -> int:
         """Pages that a step of this bucket may complete."""
