@@ -113,11 +113,13 @@ def place_of(kv, k_page, k_head, v_page, v_head):
 
 
 @gluon.jit
-def copy_windows(
+def copy_tiles(
     keys, values, shared, tokens_of, table, lines, window,
-    KV_HEADS: gl.constexpr, SIZE: gl.constexpr, TOKENS: gl.constexpr, ALIGNED: gl.constexpr,
+    SPAN: gl.constexpr, KV_HEADS: gl.constexpr, SIZE: gl.constexpr, TOKENS: gl.constexpr,
+    ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    """Copy what a program's tiles see, in their order."""
+    """Copy what a program's tiles see, in their order: blocks as SPAN says, which is `span_of` or
+    gives the same."""
     row, slot, tokens = tokens_of
     page_table, table_stride = table
     k_page, k_head, v_page, v_head = lines
@@ -128,19 +130,19 @@ def copy_windows(
         where = place_of(kv, k_page, k_head, v_page, v_head)
         this_row = row_behind(own_row, -1)
         while this_row < NOBODY:
-            start, end, _ = span_of(own_row, own_slot, this_row, window, SIZE, ALIGNED)
+            start, end, _ = SPAN(own_row, own_slot, this_row, window, SIZE, ALIGNED)
             pages = page_table + this_row.to(gl.int64) * table_stride
             step = copy_pairs(keys, values, shared, pages, where, step, start, end, SIZE)
             this_row = row_behind(own_row, this_row)
 
 
 @gluon.jit
-def clear_windows(
+def clear_tiles(
     shared, tokens_of, window,
-    KV_HEADS: gl.constexpr, SIZE: gl.constexpr, TOKENS: gl.constexpr, ALIGNED: gl.constexpr,
-    MASKED: gl.constexpr,
+    SPAN: gl.constexpr, KV_HEADS: gl.constexpr, SIZE: gl.constexpr, TOKENS: gl.constexpr,
+    ALIGNED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Clear what nobody may see of what `copy_windows` copies."""
+    """Clear what nobody may see of what `copy_tiles` copies."""
     row, slot, tokens = tokens_of
     step = 0
     for tile in range(gl.program_id(0), gl.cdiv(tokens, TOKENS) * KV_HEADS, gl.num_programs(0)):
@@ -148,7 +150,7 @@ def clear_windows(
         own_row, own_slot = rows_of(row, slot, begin, tokens, TOKENS, 1)
         this_row = row_behind(own_row, -1)
         while this_row < NOBODY:
-            start, end, high = span_of(own_row, own_slot, this_row, window, SIZE, ALIGNED)
+            start, end, high = SPAN(own_row, own_slot, this_row, window, SIZE, ALIGNED)
             step = clear_pairs(shared, step, start, end, high, SIZE, MASKED)
             this_row = row_behind(own_row, this_row)
 
@@ -395,6 +397,7 @@ def window_groups_kernel(
     """
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
+    SPAN: gl.constexpr = span_of
     shared = stages(q.dtype.element_ty, DIM, STAGES)
     tokens_of = (row, slot, tokens)
     given = (q, o, lse)
@@ -411,12 +414,12 @@ def window_groups_kernel(
                 shared, given, tokens_of, task,
                 SECOND, HEADS, KV_HEADS, SIZE, TOKENS, HP, ALIGNED, MASKED,
             )),
-            (copy_windows, (
+            (copy_tiles, (
                 keys, values, shared, tokens_of, table, lines, window,
-                KV_HEADS, SIZE, TOKENS, ALIGNED,
+                SPAN, KV_HEADS, SIZE, TOKENS, ALIGNED,
             )),
-            (clear_windows, (
-                shared, tokens_of, window, KV_HEADS, SIZE, TOKENS, ALIGNED, MASKED,
+            (clear_tiles, (
+                shared, tokens_of, window, SPAN, KV_HEADS, SIZE, TOKENS, ALIGNED, MASKED,
             )),
         ],
         [4, 1, 1],

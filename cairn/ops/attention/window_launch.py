@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,23 +51,33 @@ def tiles(task: Task) -> int:
     return -(-task.q.shape[0] // (LINES // task.group)) * int(task.k_cache.shape[1])
 
 
+def programs(task: Task) -> int:
+    """That share the tiles of a task."""
+    return min(tiles(task), gpu.processors(task.q.device))
+
+
+def tables(task: Task) -> tuple[tuple[Any, Any], tuple[int, ...]]:
+    """Keys and values of a task that `fits` in blocks, and from page to page and from head to head
+    the lines of keys and those of values."""
+    caches = (task.k_cache.transpose(1, 2), task.v_cache.transpose(1, 2))
+    keys, values = lines_of(*caches, BLOCK, math.inf)
+    blocks = (BLOCK, BLOCK)
+    places = (keys.page, keys.head, values.page, values.head)
+    return (gpu.tiles(keys.blocks, blocks), gpu.tiles(values.blocks, blocks)), places
+
+
 def attend(task: Task, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """o [T, h_q, d] of a dtype and lse [T, h_q] float32, of a task that `fits`."""
     o, lse = task.empty(dtype=dtype)
     if not len(o):
         return o, lse
     heads, kv_heads, dim, size = task.shape()
-    keys, values = lines_of(
-        task.k_cache.transpose(1, 2), task.v_cache.transpose(1, 2), BLOCK, math.inf
-    )
-    tokens, blocks = LINES // task.group, (BLOCK, BLOCK)
-    programs = min(tiles(task), gpu.processors(o.device))
     window, factor, table_stride, *_ = task.numbers()
-    window_groups_kernel[(programs,)](
-        *(task.q, gpu.tiles(keys.blocks, blocks), gpu.tiles(values.blocks, blocks)),
-        *(task.row, task.slot, task.page_table, o, lse, len(o), window, factor),
-        *(table_stride, keys.page, keys.head, values.page, values.head),
-        *(heads, kv_heads, dim, size, tokens, task.group, STAGES[dim]),
+    blocks, places = tables(task)
+    window_groups_kernel[(programs(task),)](
+        *(task.q, *blocks, task.row, task.slot, task.page_table, o, lse),
+        *(len(o), window, factor, table_stride, *places),
+        *(heads, kv_heads, dim, size, LINES // task.group, task.group, STAGES[dim]),
         *(task.aligned, task.mask_landmarks),
         num_warps=4,
     )

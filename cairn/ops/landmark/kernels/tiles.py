@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from cairn.ops.attention.window_groups import (
     NOBODY,
-    clear_pairs,
-    copy_pairs,
+    clear_tiles,
+    copy_tiles,
     first_visible,
     lines_of,
     load_queries,
-    place_of,
     row_behind,
     rows_of,
     stages,
@@ -26,53 +25,18 @@ from cairn.ops.gpu import gl, gluon, hopper
 from cairn.ops.groups import base_of, for_rows, multiply, scaled, summed, tell
 from cairn.ops.landmark.kernels import pages
 
-layer_totals, load_scores = gluon.also(pages.layer_totals), gluon.also(pages.load_scores)
+layer_totals = gluon.also(pages.layer_totals)
 
 
 @gluon.jit
-def pages_of(own_row, own_slot, this_row, window):
-    """Pages of a row, of 64 slots, that lie left of the last window of a tile's tokens in it."""
-    first = first_visible(own_slot, window, 64, True)
-    return gl.max(gl.where(own_row == this_row, first, 0), 0) // 64
-
-
-@gluon.jit
-def copy_pages(
-    keys, values, shared, tokens_of, table, lines, window,
-    KV_HEADS: gl.constexpr, TOKENS: gl.constexpr,
+def pages_of(
+    own_row, own_slot, this_row, window, SIZE: gl.constexpr, ALIGNED: gl.constexpr
 ):  # fmt: skip
-    """Copy the pages that a program's tiles pass over, in their order."""
-    row, slot, tokens = tokens_of
-    page_table, table_stride = table
-    k_page, k_head, v_page, v_head = lines
-    step = 0
-    for tile in range(gl.program_id(0), gl.cdiv(tokens, TOKENS) * KV_HEADS, gl.num_programs(0)):
-        kv, begin = tile_of(tile, tokens, KV_HEADS, TOKENS)
-        own_row, own_slot = rows_of(row, slot, begin, tokens, TOKENS, 1)
-        where = place_of(kv, k_page, k_head, v_page, v_head)
-        this_row = row_behind(own_row, -1)
-        while this_row < NOBODY:
-            count = pages_of(own_row, own_slot, this_row, window)
-            pages = page_table + this_row.to(gl.int64) * table_stride
-            step = copy_pairs(keys, values, shared, pages, where, step, 0, count - 1, 64)
-            this_row = row_behind(own_row, this_row)
-
-
-@gluon.jit
-def clear_pages(
-    shared, tokens_of, window, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr
-):  # fmt: skip
-    """Clear the landmarks of what `copy_pages` copies."""
-    row, slot, tokens = tokens_of
-    step = 0
-    for tile in range(gl.program_id(0), gl.cdiv(tokens, TOKENS) * KV_HEADS, gl.num_programs(0)):
-        _, begin = tile_of(tile, tokens, KV_HEADS, TOKENS)
-        own_row, own_slot = rows_of(row, slot, begin, tokens, TOKENS, 1)
-        this_row = row_behind(own_row, -1)
-        while this_row < NOBODY:
-            count = pages_of(own_row, own_slot, this_row, window)
-            step = clear_pairs(shared, step, 0, count - 1, NOBODY - 1, 64, True)
-            this_row = row_behind(own_row, this_row)
+    """As `span_of`, of the pages of one block that lie left of the last window of a tile's tokens
+    in a row, all slots of which are there: the first, the last (-1: there is none), a last slot."""
+    first = first_visible(own_slot, window, SIZE, ALIGNED)
+    count = gl.max(gl.where(own_row == this_row, first, 0), 0) // SIZE
+    return 0, count - 1, NOBODY - 1
 
 
 @gluon.jit
@@ -221,7 +185,8 @@ def attend_pages(
         pages = indices + (token.to(gl.int64) * KV_HEADS + kv) * topk
         this_row = row_behind(tile_row, -1)
         while this_row < NOBODY:
-            count = pages_of(tile_row, tile_slot, this_row, window)
+            _, last, _ = pages_of(tile_row, tile_slot, this_row, window, 64, True)
+            count = last + 1
             mine = own_row == this_row
             value = gl.load(lse + place, mask=mine, other=float("-inf"))
             base, total, own = totals_of(scores, value, place, mine, topk, K, SOFTMAX1)
@@ -255,6 +220,10 @@ def page_tiles_kernel(
     """
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
+    SPAN: gl.constexpr = pages_of
+    SIZE: gl.constexpr = 64
+    ALIGNED: gl.constexpr = True
+    MASKED: gl.constexpr = True
     shared = stages(q.dtype.element_ty, DIM, STAGES)
     tokens_of = (row, slot, tokens)
     given = (q, indices, scores, o_window, lse, o)
@@ -271,10 +240,13 @@ def page_tiles_kernel(
                 shared, given, tokens_of, task,
                 SECOND, HEADS, KV_HEADS, TOKENS, HP, K, SOFTMAX1,
             )),
-            (copy_pages, (
-                keys, values, shared, tokens_of, table, lines, window, KV_HEADS, TOKENS,
+            (copy_tiles, (
+                keys, values, shared, tokens_of, table, lines, window,
+                SPAN, KV_HEADS, SIZE, TOKENS, ALIGNED,
             )),
-            (clear_pages, (shared, tokens_of, window, KV_HEADS, TOKENS)),
+            (clear_tiles, (
+                shared, tokens_of, window, SPAN, KV_HEADS, SIZE, TOKENS, ALIGNED, MASKED,
+            )),
         ],
         [4, 1, 1],
         [232, 32, 32],
