@@ -62,9 +62,11 @@ class HsaBackend(AttentionBackend):
         return super().target(layer)
 
     def near_pages(self, layer: AttentionLayer) -> int:
-        """As many as the op passes over rather than sort them."""
+        """As many as the op passes over rather than sort them; with "group" it does not."""
         rule = layer.landmark
-        return most_pages(self.pools.k[layer.index], rule.topk, rule.strategy) if rule else 0
+        if rule is None or rule.strategy == "group":
+            return 0
+        return most_pages(self.pools.k[layer.index], rule.topk)
 
     def run(
         self,

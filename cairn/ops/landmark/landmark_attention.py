@@ -262,7 +262,7 @@ def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _near_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
     own, topk = _windows(q, *args, **kwargs), _named(q, *args, **kwargs)["topk"]
     fit = _on_gpu(q, *args, **kwargs) and page_tiles.fits(own, topk)
-    return fit and page_tiles.worthwhile(own)
+    return fit and page_tiles.worthwhile(own, topk)
 
 
 def _selected(*args: Any, **kwargs: Any) -> tuple[page_launch.Window, Tensor, Tensor]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import window_launch
 from cairn.ops.attention.launch import Task
-from cairn.ops.attention.lines import lines_of
 from cairn.ops.landmark.kernels.tiles import page_tiles_kernel
 from cairn.ops.landmark.page_launch import Window
 
@@ -22,25 +19,24 @@ selected, by a head's width. Measured on an H100, with a topk of 32, for 2,048 s
 share 2); 219, 363 and 498, where they take 602, 633 and 651 (32 heads of 128)."""
 
 
-def most_pages(k_cache: Tensor, topk: int, strategy: str) -> int:
-    """Of the longest row of a cache that landmark_attention takes so; 0: of none."""
+def most_pages(k_cache: Tensor, topk: int) -> int:
+    """Of the longest row of a cache that it pays for: pages of one block; 0: of none."""
     size, dim = k_cache.shape[2:]
     able = gpu.multiplies_in_groups(k_cache.device) and k_cache.dtype.itemsize == 2
-    plain = size == window_launch.BLOCK and topk <= MOST_CHOSEN and strategy != "group"
-    return MOST_PAGES.get(dim, 0) if able and plain else 0
+    fitting = able and size == window_launch.BLOCK and topk <= MOST_CHOSEN
+    return MOST_PAGES.get(dim, 0) if fitting else 0
 
 
 def fits(task: Task, topk: int) -> bool:
-    """Whether `attend` takes a task: pages of one block."""
-    block = window_launch.BLOCK
-    return task.k_cache.shape[2] == block and topk <= MOST_CHOSEN and window_launch.fits(task)
+    """Whether `attend` takes a task."""
+    return most_pages(task.k_cache, topk) > 0 and window_launch.fits(task)
 
 
-def worthwhile(task: Task) -> bool:
+def worthwhile(task: Task, topk: int) -> bool:
     """Whether a task that `fits` takes no longer than by sorted pages: of short rows, with tiles
     for most processors."""
     enough = window_launch.FULL * gpu.processors(task.q.device)
-    short = task.page_table.shape[1] <= MOST_PAGES[task.q.shape[2]]
+    short = task.page_table.shape[1] <= most_pages(task.k_cache, topk)
     return short and window_launch.tiles(task) >= enough
 
 
@@ -55,20 +51,14 @@ def attend(task: Task, indices: Tensor, scores: Tensor, beside: Window) -> Tenso
     if not len(out):
         return out
     heads, kv_heads, dim, _ = task.shape()
-    block = window_launch.BLOCK
-    keys, values = lines_of(
-        task.k_cache.transpose(1, 2), task.v_cache.transpose(1, 2), block, math.inf
-    )
-    tokens, blocks = window_launch.LINES // task.group, (block, block)
-    programs = min(window_launch.tiles(task), gpu.processors(out.device))
     window, factor, table_stride, *_ = task.numbers()
-    page_tiles_kernel[(programs,)](
-        *(q, gpu.tiles(keys.blocks, blocks), gpu.tiles(values.blocks, blocks)),
-        *(task.row, task.slot, task.page_table, indices, scores, beside.o, beside.lse, out),
-        *(len(out), window, topk, factor, table_stride),
-        *(keys.page, keys.head, values.page, values.head, heads, kv_heads, dim, tokens),
-        *(task.group, window_launch.STAGES[dim], max(16, gpu.next_power_of_2(topk))),
-        beside.softmax1,
+    blocks, places = window_launch.tables(task)
+    page_tiles_kernel[(window_launch.programs(task),)](
+        *(q, *blocks, task.row, task.slot, task.page_table),
+        *(indices, scores, beside.o, beside.lse, out),
+        *(len(out), window, topk, factor, table_stride, *places),
+        *(heads, kv_heads, dim, window_launch.LINES // task.group, task.group),
+        *(window_launch.STAGES[dim], max(16, gpu.next_power_of_2(topk)), beside.softmax1),
         num_warps=4,
     )
     return out

@@ -96,11 +96,10 @@ def test_pages_of_one_block_and_few_of_them(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_caches_of_which_rows_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = torch.empty(3, 2, 64, 128, dtype=torch.bfloat16)
-    assert page_tiles.most_pages(cache, 32, "hils") == 0
+    assert page_tiles.most_pages(cache, 32) == 0
     as_on_hopper(monkeypatch)
-    assert page_tiles.most_pages(cache, 32, "hils") == page_tiles.MOST_PAGES[128]
-    assert page_tiles.most_pages(cache[..., :64], 64, "head") == page_tiles.MOST_PAGES[64]
+    assert page_tiles.most_pages(cache, 32) == page_tiles.MOST_PAGES[128]
+    assert page_tiles.most_pages(cache[..., :64], 64) == page_tiles.MOST_PAGES[64]
     for other in (cache.float(), cache.to(torch.uint8), cache[..., :80], cache[:, :, :32]):
-        assert page_tiles.most_pages(other, 32, "hils") == 0
-    assert page_tiles.most_pages(cache, 65, "hils") == 0
-    assert page_tiles.most_pages(cache, 32, "group") == 0
+        assert page_tiles.most_pages(other, 32) == 0
+    assert page_tiles.most_pages(cache, 65) == 0
