@@ -38,3 +38,11 @@ class Forest:
                     else:
                         next_sibling[b, children[place - 1]] = child
         return index.to(device), next_token.to(device), next_sibling.to(device)
+
+
+CIRCLES = (
+    torch.arange(8).view(2, 4),
+    torch.tensor([[1, -1, -1, -1], [1, 2, 1, -1]]),
+    torch.tensor([[-1, 2, 1, -1], [-1, -1, -1, -1]]),
+)
+"""Such tensors that are no trees: nodes 1 and 2 are each other's next sibling; or child."""

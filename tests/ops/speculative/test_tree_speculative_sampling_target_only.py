@@ -12,7 +12,7 @@ from torch import Tensor
 from cairn.errors import BadArgument
 from cairn.ops import tree_speculative_sampling_target_only
 from tests.ops.sampling.variants import runnable_on
-from tests.ops.speculative.forest import Forest
+from tests.ops.speculative.forest import CIRCLES, Forest
 
 VARIANTS = runnable_on(tree_speculative_sampling_target_only, "cpu")
 
@@ -131,18 +131,15 @@ def test_a_law_without_mass_gives_the_last_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_links_in_a_circle_end_the_walk(name: str) -> None:
-    # Two siblings that the coin refuses; and nodes 1 and 2, accepted, each other's child.
+    # The coin refuses both siblings; and accepts all nodes.
     predicts = torch.full((8,), -5, dtype=torch.int32)
     accept_index = torch.full((2, 9), -1, dtype=torch.int32)
     accepted = torch.empty(2, dtype=torch.int32)
-    index = torch.arange(8).view(2, 4)
-    next_token = torch.tensor([[1, -1, -1, -1], [1, 2, 1, -1]])
-    next_sibling = torch.tensor([[-1, 2, 1, -1], [-1, -1, -1, -1]])
     law, draft = torch.tensor([0.125, 0.125, 0.75]).repeat(2, 4, 1), torch.zeros(2, 4, 3)
     coins = torch.tensor([[0.9] * 4, [0.1] * 4])
     tree_speculative_sampling_target_only.using(name)(
-        *(predicts, accept_index, accepted, torch.tensor([[0, 0, 1, 2]]).repeat(2, 1), index),
-        *(next_token, next_sibling, coins, torch.full((2,), 0.5), law, draft),
+        *(predicts, accept_index, accepted, torch.tensor([[0, 0, 1, 2]]).repeat(2, 1)),
+        *(*CIRCLES, coins, torch.full((2,), 0.5), law, draft),
     )
     assert accepted.tolist() == [0, 3]
     assert accept_index[:, :5].tolist() == [[0, -1, -1, -1, -1], [4, 5, 6, 5, -1]]

@@ -11,7 +11,7 @@ from cairn import ops
 from cairn.errors import BadArgument
 from cairn.ops import verify_tree_greedy
 from tests.ops.sampling.variants import runnable_on
-from tests.ops.speculative.forest import Forest
+from tests.ops.speculative.forest import CIRCLES, Forest
 
 VARIANTS = runnable_on(verify_tree_greedy, "cpu")
 
@@ -66,17 +66,12 @@ def test_two_requests_by_hand(name: str) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_links_in_a_circle_end_the_walk(name: str) -> None:
-    # Two siblings of which none fits; and nodes 1 and 2, which fit and are each other's child.
+    # No sibling fits; and nodes that fit.
     predicts = torch.full((8,), -5, dtype=torch.int32)
     accept_index = torch.full((2, 9), -1, dtype=torch.int32)
     accepted = torch.empty(2, dtype=torch.int32)
-    index = torch.arange(8).view(2, 4)
-    next_token = torch.tensor([[1, -1, -1, -1], [1, 2, 1, -1]])
-    next_sibling = torch.tensor([[-1, 2, 1, -1], [-1, -1, -1, -1]])
     tokens, target = torch.ones(2, 4, dtype=torch.int64), torch.tensor([[7] * 4, [1] * 4])
-    verify_tree_greedy.using(name)(
-        *(predicts, accept_index, accepted, tokens, index, next_token, next_sibling, target)
-    )
+    verify_tree_greedy.using(name)(*(predicts, accept_index, accepted, tokens, *CIRCLES, target))
     assert accepted.tolist() == [0, 3]
     assert accept_index[:, :5].tolist() == [[0, -1, -1, -1, -1], [4, 5, 6, 5, -1]]
     assert predicts.tolist() == [7, -5, -5, -5, 1, 1, 1, -5]
