@@ -182,7 +182,9 @@ def test_what_nobody_reads_may_be_anything() -> None:
         ends = ENDS if unused else words(0, 0, 3)
         caches = f(6, 4, 2, 16), f(6, 4, 2, 16)
         where = {"seqused_k": words(99, 5), "page_table": words([-1, 7], [1, 2])}
-        ops.flash_attn_varlen_func(f(3, 4, 16), *caches, ends, None, **where, **unused)
+        for softcap in (0.0, 2.0):
+            given = {"softcap": softcap, **where, **unused}
+            ops.flash_attn_varlen_func(f(3, 4, 16), *caches, ends, None, **given)
     hidden = words([0, 7], [-1, 2])
     for rule in ({"window_size": (0, 0)}, {"attention_chunk": 4}, {"cache_leftpad": words(0, 4)}):
         assert bool(cached(page_table=hidden, **rule).isfinite().all())

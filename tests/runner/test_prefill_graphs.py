@@ -204,6 +204,9 @@ def test_early_chunks_have_graphs_of_their_own(near, no_gpu, monkeypatch):
         assert model.batch.fronts[:1] == (((early, 8),) if early else ()), decoding
         assert layout.within(model.batch.alone, model.batch.fronts, graphs._fronts)
     assert set(graphs._captured) <= set(every)
+    # The most early slots, then the fewest pages: what is behind these steps is padding.
+    assert graphs._front(lay_out(rows, 0, 18), 320, 0) == ((320, 8),)
+    assert graphs._front(lay_out(rows, 0, 18, 17), 320, 64) == ((256, 8),)
 
 
 class Onlooker(TorchDispatchMode):
