@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cairn import ops as _every_op  # noqa: F401  (importing the package registers its ops)
 from cairn.bench.ahead import compile_ahead
@@ -66,6 +67,8 @@ class OpTiming:
         timed: "graph", "stream" or "clock", see `cairn.bench.timing.Timing`.
         bytes, flops: that count.
         copy_gb_s: 10^9 bytes a second that a large copy reads and writes in this run.
+        alike_ms: of a copy that reads and writes as many bytes, timed as the op is; None where
+            operations take longer than bytes.
         launches: GPU kernels of one call; None on a CPU, and after an implementation's first size.
         host_ms: that the host takes for a call of the op by itself, outside of a graph; None on a
             CPU, of a call that waits for the device, or keeps it busy for HOSTED seconds or more.
@@ -86,6 +89,7 @@ class OpTiming:
     bytes: int
     flops: float
     copy_gb_s: float
+    alike_ms: float | None = None
     launches: int | None = None
     host_ms: float | None = None
     others: dict[str, float] = field(default_factory=dict)
@@ -115,13 +119,18 @@ class OpTiming:
         return self.gb_s / self.copy_gb_s
 
     @property
+    def of_alike(self) -> float | None:
+        """Its bytes a second by those of a copy of as many, whose launch takes its part too."""
+        return None if self.alike_ms is None else self.alike_ms / self.ms
+
+    @property
     def speedup(self) -> float | None:
         """How much longer the alternative takes; None without one."""
         return None if self.alternative_ms is None else self.alternative_ms / self.ms
 
     def fields(self) -> dict[str, object]:
         """A flat JSON object."""
-        names = ("gb_s", "gflop_s", "fraction", "of_copy", "speedup")
+        names = ("gb_s", "gflop_s", "fraction", "of_copy", "of_alike", "speedup")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
 
 
@@ -271,6 +280,9 @@ def _timing(
         hosts = {name: took for name, took in beside.items() if took is not None}
     least_host = min(hosts, key=hosts.__getitem__, default=None)
     floor = max(point.bytes / roofline.bandwidth, point.flops / roofline.gemm)
+    alike_ms = None
+    if floor == point.bytes / roofline.bandwidth:
+        alike_ms = timed(Tensor.copy_, _copied(point.bytes, plan)).seconds * 1e3
     return OpTiming(
         op=op.name,
         family=op.family,
@@ -283,6 +295,7 @@ def _timing(
         bytes=point.bytes,
         flops=point.flops,
         copy_gb_s=copy,
+        alike_ms=alike_ms,
         host_ms=host_ms,
         others=others,
         alternative=best,
@@ -290,6 +303,12 @@ def _timing(
         least_host=least_host,
         least_host_ms=None if least_host is None else hosts[least_host],
     )
+
+
+def _copied(size: int, plan: OpsPlan) -> Arguments:
+    """What a copy takes that reads and writes so many bytes."""
+    source = torch.zeros(max(1, size // 2), dtype=torch.uint8, device=plan.device)
+    return Arguments((torch.empty_like(source), source))
 
 
 def _host_ms(function: Callable[..., Any], given: Arguments) -> float | None:

@@ -235,6 +235,7 @@ def _op_line(row: OpTiming | OpFailure) -> str:
     beside = ""
     if row.alternative_ms is not None:
         beside = f"  {row.alternative} {row.alternative_ms * 1e3:,.1f} us ({row.speedup:.2f}x)"
+    alike = "" if row.of_alike is None else f"{row.of_alike:>6.0%} of one as large"
     launches = "" if row.launches is None else f"  {row.launches} launches"
     host = "" if row.host_ms is None else f"  host {row.host_ms * 1e3:,.0f} us"
     if row.least_host_ms is not None:
@@ -242,7 +243,8 @@ def _op_line(row: OpTiming | OpFailure) -> str:
     return (
         f"{start}{row.implementation:<14}{row.ms * 1e3:>11,.1f} us"
         f"{row.gb_s:>7,.0f} GB/s{row.gflop_s / 1e3:>7,.1f} TFLOP/s"
-        f"{row.fraction:>6.0%} of the floor{row.of_copy:>6.0%} of a copy{launches}{beside}{host}"
+        f"{row.fraction:>6.0%} of the floor{row.of_copy:>6.0%} of a copy{alike}"
+        f"{launches}{beside}{host}"
     )
 
 

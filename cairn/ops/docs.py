@@ -31,10 +31,11 @@ choice, and `CAIRN_OPS=NAME=IMPLEMENTATION` forces another.
 
 {MADE} Tables of speed come from
 `--measured FILE`: records of `cairn bench ops`, as `benchmarks/results` holds them. Times are of
-replays of a CUDA graph; beside them stand shares of what memory and tensor cores allow and of what
-a copy reaches, the fastest of other ways to compute it, and what the host takes for a call outside
-of a graph, with the least of these others'. A call of shapes and numbers that came before is
-launched again without a look at them; the first of its kind take the host several times as long.
+replays of a CUDA graph; beside them stand shares of what memory and tensor cores allow, of what a
+large copy reaches and of what one of as many bytes does, the fastest of other ways to compute it,
+and what the host takes for a call outside of a graph, with the least of these others'. A call of
+shapes and numbers that came before is launched again without a look at them; the first of its kind
+take the host several times as long.
 """
 
 
@@ -205,8 +206,9 @@ def _measured(records: list[Mapping[str, Any]]) -> Iterator[str]:
     where = f"{_text(last['devices'][-1])}, {last['dtype']}, {at}"
     yield f"Measured on {where}:"
     yield ""
-    yield "| size | implementation | µs | GB/s | of the floor | of a copy | beside it | host, µs |"
-    yield "|---|---|---|---|---|---|---|---|"
+    shares = "of the floor | of a copy | of one as large"
+    yield f"| size | implementation | µs | GB/s | {shares} | beside it | host, µs |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for record in records:
         other = "-"
         if record["alternative"] is not None:
@@ -214,10 +216,15 @@ def _measured(records: list[Mapping[str, Any]]) -> Iterator[str]:
         cells = (
             *(_text(record["size"]), record["implementation"], f"{record['ms'] * 1e3:.1f}"),
             *(f"{record['gb_s']:.0f}", f"{record['fraction']:.0%}", f"{record['of_copy']:.0%}"),
-            *(other, _host_of(record)),
+            *(_alike_of(record), other, _host_of(record)),
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
+
+
+def _alike_of(record: Mapping[str, Any]) -> str:
+    """A copy of as many bytes, by the op: of records that have it."""
+    return f"{record['of_alike']:.0%}" if record.get("of_alike") is not None else "-"
 
 
 def _host_of(record: Mapping[str, Any]) -> str:

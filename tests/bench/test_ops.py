@@ -49,6 +49,10 @@ def test_every_op_is_timed_at_every_size_it_declares(line):
         assert row.fraction == pytest.approx(floor / row.ms)
         assert row.gb_s == pytest.approx(row.bytes / row.ms / 1e6)
         assert row.of_copy == pytest.approx(row.gb_s / 5)
+        if row.bytes / LINE.bandwidth >= row.flops / LINE.gemm:
+            assert row.of_alike == pytest.approx(row.alike_ms / row.ms)
+        else:
+            assert row.alike_ms is None and row.of_alike is None
     assert len({(row.op, row.size) for row in rows}) == len(rows)
 
 
@@ -89,10 +93,30 @@ def test_an_op_and_the_best_alternative_are_measured_in_turns(line, monkeypatch)
     monkeypatch.setattr(bench, "rotated", lambda call, *_: call if call in took else None)
     monkeypatch.setattr(bench, "measure_calls", measure)
     ((row, _),) = run_ops(plan("rmsnorm"))
-    turns = measured[-2 * bench.TURNS :]
+    *turns, _copy = measured[-2 * bench.TURNS - 1 :]
     assert turns == [None, fast] * bench.TURNS
     assert row.alternative == "1.0"
     assert row.alternative_ms - row.ms == pytest.approx(10.0)
+
+
+def test_a_copy_moves_as_much_as_the_op(line, monkeypatch):
+    copies = []
+
+    def measured(calls, device, budget):
+        return Timing(float(calls[0] is copies), "clock")
+
+    def rotated(function, arguments, touched):
+        if function is not torch.Tensor.copy_:
+            return [None]
+        target, source = arguments.args
+        assert target.data_ptr() != source.data_ptr()
+        assert touched - 1 <= target.nbytes + source.nbytes <= touched
+        return [copies]
+
+    monkeypatch.setattr(bench, "rotated", rotated)
+    monkeypatch.setattr(bench, "measure_calls", measured)
+    rows = [row for row, _ in run_ops(plan("silu_and_mul", "rmsnorm"))]
+    assert rows and all(row.alike_ms == 1e3 and row.ms == 0 for row in rows)
 
 
 def test_an_op_has_the_same_numbers_whatever_is_timed_with_it(line, monkeypatch):
@@ -126,6 +150,8 @@ def test_the_host_is_timed_by_calls_of_the_op_and_of_those_beside_it(line, monke
     monkeypatch.setattr(norm, "choice", lambda *_: "reference")
     monkeypatch.setattr(bench, "host_seconds", host_seconds)
     monkeypatch.setattr(bench, "kernels_of", lambda *_: 1)
+    nothing = Arguments((torch.empty(1), torch.empty(1)))
+    monkeypatch.setattr(bench, "_copied", lambda *_: nothing)
     seconds = 1e-4
     monkeypatch.setattr(bench, "measure_calls", lambda *_: Timing(seconds, "graph"))
     on_gpu = dataclasses.replace(plan("rmsnorm"), device="cuda")
