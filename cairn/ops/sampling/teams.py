@@ -223,13 +223,10 @@ def _run(
         x = values[at]
         programs = team.parts * len(x)
         counters = arrivals.counters(len(x) + 1, x.device)
-        places = gpu.processors(x.device) * team.kind.abreast
-        # Mostly there is nothing to do: then no more programs look than have a place.
-        rest = any(p is not None for p in given)
-        early = (team.seated or team.kind.early or rest) and gpu.launches_early(x.device)
-        kernel[(min(programs, places) if rest else programs,)](
+        early = (team.seated or team.kind.early) and gpu.launches_early(x.device)
+        kernel[(programs,)](
             *(x, *(None if p is None else p[at] for p in parameters), out[at]),
-            *(None if team.seated and not rest else counters[-1], counters),
+            *(None if team.seated else counters[-1], counters),
             *(_memory(x, *shape, dtype=dtype) for dtype, *shape in memory),
             *(None if p is None else p[at] for p in given),
             *(values.stride(0), values.shape[1], programs, team.parts),

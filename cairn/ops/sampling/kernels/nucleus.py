@@ -30,7 +30,6 @@ from cairn.ops.sampling.kernels.teams import (
     leave,
     load_inside,
     meet,
-    next_seat,
     number_of,
     odd_total,
     of_parts,
@@ -375,21 +374,16 @@ def top_p_kernel(
     the lists, with aboves [n, parts] float64 and counts [n, parts] int32.
     """
     await_previous(EARLY)
-    if left_open is None:
+    wanted = programs > 0
+    if left_open is not None:
+        wanted = tl.load(left_open) > 0
+    if wanted:
         row, part = seat_of(tickets, programs, parts, places, LATE, ABREAST)
-        nucleus_of_part(
-            x, top_p, uniform, out, arrivals, peaks, masses, sizes, tallies, numbers, aboves,
-            counts, stride, width, row, part, parts,
-            PARTS, PART, PIECE, LINES, SLOTS, BINS, APART, ALIGN,
-        )  # fmt: skip
-    elif tl.load(left_open) > 0:
-        number = next_seat(tickets, programs)
-        while number < programs:
-            row, part = (number // parts).to(tl.int64), number % parts
-            if tl.load(verdicts + row * 4) == 0:
-                nucleus_of_part(
-                    x, top_p, uniform, out, arrivals, peaks, masses, sizes, tallies, numbers,
-                    aboves, counts, stride, width, row, part, parts,
-                    PARTS, PART, PIECE, LINES, SLOTS, BINS, APART, ALIGN,
-                )  # fmt: skip
-            number = next_seat(tickets, programs)
+        if left_open is not None:
+            wanted = tl.load(verdicts + row * 4) == 0
+        if wanted:
+            nucleus_of_part(
+                x, top_p, uniform, out, arrivals, peaks, masses, sizes, tallies, numbers, aboves,
+                counts, stride, width, row, part, parts,
+                PARTS, PART, PIECE, LINES, SLOTS, BINS, APART, ALIGN,
+            )  # fmt: skip

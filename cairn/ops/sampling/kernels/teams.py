@@ -53,17 +53,6 @@ def seat_of(tickets, programs, parts, places, LATE: tl.constexpr, ABREAST: tl.co
 
 
 @triton.jit
-def next_seat(tickets, programs):
-    """The next of `programs` seats, or a number behind the last, for programs that take one after
-    the other. Seats are taken in their order, as in `seat_of`; the programs of the launch may be
-    fewer, but as many as sit for a row. The last that is left without one sets the tickets back."""
-    number = tl.atomic_add(tickets, 1, sem="relaxed")
-    if number == programs + tl.num_programs(0) - 1:
-        tl.store(tickets, 0)
-    return number
-
-
-@triton.jit
 def meet(arrivals, row, wanted, PARTS: tl.constexpr, APART: tl.constexpr):
     """Wait until the row's parts have arrived `wanted` times: what they stored before can then be
     loaded. A part alone waits for its own threads."""
