@@ -42,7 +42,8 @@ def test_every_step_runs_the_next_slots_of_each_row(seed, size, landmarks, num_r
     """Random prefill pieces and decodes: what each slot holds, where it goes, what it completes."""
     rng = random.Random(seed)
     rows = make_rows(size, landmarks, num_rows)
-    tokens = [[rng.randrange(900) for _ in range(rng.randint(1, 30))] for _ in range(num_rows)]
+    # With as many as there are steps behind them, no more than a row's 40 pages hold.
+    tokens = [[rng.randrange(900) for _ in range(rng.randint(1, 28))] for _ in range(num_rows)]
     pages = list(range(num_rows * 40))
     rng.shuffle(pages)
     mine: list[list[int]] = [pages[40 * r : 40 * r + 40] for r in range(num_rows)]
