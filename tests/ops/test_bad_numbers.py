@@ -93,6 +93,11 @@ def mask(indices: Any) -> Any:
     return ops.apply_token_bitmask_inplace_cuda(f(3, 40), torch.zeros(4, 2).int(), indices)
 
 
+def downcast(location: Tensor, *where: int, slots_of_v: int = 9) -> Any:
+    out = [torch.empty(n, 1, 2, dtype=torch.uint8) for n in (9, slots_of_v)]
+    return ops.downcast_fp8(f(2, 1, 2), f(2, 1, 2), *out, None, None, location, *where)
+
+
 ODDS = f(3, 9).softmax(-1)
 ROWS = (f(2, 4), f(2, 4))
 BAD: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
@@ -147,6 +152,9 @@ BAD: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (mask, ([1, 3],), {}, "`indices` holds 3, not numbers from 0 to 2"),
     (mask, (slots(1, -1),), {}, "`indices` holds -1, not numbers from 0 to 2"),
     (ops.set_kv_buffer_kernel, (*ROWS, slots(-4, 5), *ROWS), {}, "`loc` holds 5, not numbers up t"),
+    (downcast, (slots(-4, 9),), {}, "`loc * mult + offset` holds 9, not numbers from 0 to 8"),
+    (downcast, (slots(1, 2), 3, 2), {"slots_of_v": 8}, "`loc * mult + offset` holds 8, not num"),
+    (ops.resolve_future_token_ids, (slots(9, -3), slots(5, 6, 7)), {}, "`input_ids` holds -3, bel"),
     (decode, (words([0, 7], [-1, 2]),), {}, "`page_table` holds -1, not numbers from 0 to 5"),
     (decode, (TABLE, words(9, 1)), {}, "`seq_lens` holds 9, not numbers from 0 to 8"),
 ]
@@ -177,6 +185,8 @@ def test_what_nobody_reads_may_be_anything() -> None:
     decode()
     turn_and_store(-7, 4)
     transfer(slots(-1, 8, 3), slots(9, -1, 4))
+    downcast(slots(-9, 4), 2, 0)
+    ops.resolve_future_token_ids(slots(1, -9), slots(1)[:0])
     # Sequences that ask nothing.
     for unused in ({}, {"seqused_q": words(0, 2)}):
         ends = ENDS if unused else words(0, 0, 3)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, on_host, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.elementwise.kernels import downcast_kernel, fp8_kernel
 from cairn.ops.memory.rows import store_rows
@@ -138,7 +138,7 @@ def downcast_fp8(
         loc: [T] int32 or int64; a negative one is not written.
         mult, offset: from a location to a row.
     Raises:
-        BadArgument: for another shape, dtype or device.
+        BadArgument: for another shape, dtype or device, and on the CPU for a row that is not there.
     """
     slots = torch.where(loc < 0, -1, loc.long() * mult + offset)
     for x, out, scale in ((k, k_out, k_scale), (v, v_out, v_scale)):
@@ -168,6 +168,9 @@ def _(
         if scale is not None:
             expect(name, argument, scale, (1,) * scale.dim(), (torch.float32,), like=k)
     expect(name, "loc", loc, k.shape[:1], INDICES, like=k)
+    if on_host(loc):
+        rows = loc[loc >= 0].long() * mult + offset
+        expect_within(name, "loc * mult + offset", rows, min(len(k_out), len(v_out)))
 
 
 def _dense(

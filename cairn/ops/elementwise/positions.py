@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
-from cairn.ops.checks import FLOATS, INDICES, expect, refuse
+from cairn.ops.checks import FLOATS, INDICES, expect, on_host, refuse
 from cairn.ops.elementwise.kernels import clamp_kernel, resolve_kernel, zero_rows_kernel
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -71,7 +71,7 @@ def resolve_future_token_ids(input_ids: Tensor, future_map: Tensor) -> None:
         input_ids: [T] int32 or int64, changed; at least 1 - n.
         future_map: [n] of the same dtype.
     Raises:
-        BadArgument: for another shape, dtype or device.
+        BadArgument: for another shape, dtype or device, and on the CPU for less than 1 - n.
     """
     if future_map.numel():
         known = future_map[(-input_ids).clamp_min(0).long()]
@@ -83,6 +83,10 @@ def _(input_ids: Tensor, future_map: Tensor) -> None:
     name = "resolve_future_token_ids"
     expect(name, "input_ids", input_ids, (None,), INDICES)
     expect(name, "future_map", future_map, (None,), (input_ids.dtype,), like=input_ids)
+    if on_host(input_ids) and on_host(future_map):
+        least, known = int(input_ids.min()), len(future_map)
+        if least <= -known:
+            refuse(name, "input_ids", f"holds {least}, below {1 - known}, as `future_map` has it")
 
 
 @resolve_future_token_ids.implementation(
