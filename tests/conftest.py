@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 
@@ -33,6 +34,24 @@ def device(request: pytest.FixtureRequest) -> str:
     """A test that takes this runs on the CPU, and in the GPU suite on the GPU."""
     name: str = request.param
     return name
+
+
+if torch.cuda.is_available():
+
+    @pytest.fixture(autouse=True)
+    def counters_are_set_back(request: pytest.FixtureRequest) -> Iterator[None]:
+        """What launches count by is 0 behind every test on a GPU: the next launch relies on it."""
+        yield
+        if request.node.get_closest_marker("gpu") is None:
+            return
+        counters = import_module("cairn.ops.arrivals")
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+            store = counters._store(index)
+            for memory in (*store._of_streams.values(), *store._kept):
+                left = memory.nonzero()
+                memory.zero_()
+                assert not len(left), f"counters {left[:4].tolist()} are not 0"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
