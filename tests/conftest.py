@@ -44,10 +44,10 @@ if torch.cuda.is_available():
         yield
         if request.node.get_closest_marker("gpu") is None:
             return
-        counters = import_module("cairn.ops.arrivals")
+        arrivals = import_module("cairn.ops.arrivals")
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)
-            store = counters._store(index)
+            store = arrivals._store(index)
             for memory in (*store._of_streams.values(), *store._kept):
                 left = memory.nonzero()
                 memory.zero_()

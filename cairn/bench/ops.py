@@ -120,7 +120,7 @@ class OpTiming:
 
     @property
     def of_alike(self) -> float | None:
-        """Its bytes a second by those of a copy of as many, whose launch takes its part too."""
+        """Its bytes a second by those of a copy of as many, which has to be launched too."""
         return None if self.alike_ms is None else self.alike_ms / self.ms
 
     @property
@@ -279,9 +279,9 @@ def _timing(
         beside = {name: _host_ms(*outside[name]) for name in outside if name in others}
         hosts = {name: took for name, took in beside.items() if took is not None}
     least_host = min(hosts, key=hosts.__getitem__, default=None)
-    floor = max(point.bytes / roofline.bandwidth, point.flops / roofline.gemm)
+    moving, reckoning = point.bytes / roofline.bandwidth, point.flops / roofline.gemm
     alike_ms = None
-    if floor == point.bytes / roofline.bandwidth:
+    if moving >= reckoning:
         alike_ms = timed(Tensor.copy_, _copied(point.bytes, plan)).seconds * 1e3
     return OpTiming(
         op=op.name,
@@ -290,7 +290,7 @@ def _timing(
         dtype=plan.dtype,
         implementation=chosen,
         ms=seconds * 1e3,
-        floor_ms=floor * 1e3,
+        floor_ms=max(moving, reckoning) * 1e3,
         timed=own[0].how,
         bytes=point.bytes,
         flops=point.flops,
@@ -306,7 +306,7 @@ def _timing(
 
 
 def _copied(size: int, plan: OpsPlan) -> Arguments:
-    """What a copy takes that reads and writes so many bytes."""
+    """Arguments of a copy that reads and writes so many bytes, but for an odd one."""
     source = torch.zeros(max(1, size // 2), dtype=torch.uint8, device=plan.device)
     return Arguments((torch.empty_like(source), source))
 

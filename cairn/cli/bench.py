@@ -170,7 +170,8 @@ def ops(names: tuple[str, ...], as_json: bool, output: Path | None, **options: A
     """Time ops, or all of them, at small and large sizes, alternatives beside them.
 
     Bandwidth and GEMM rate are measured in the same run; each op is shown with the share of that
-    roofline it reaches, and with its gain on the fastest alternative from outside.
+    roofline it reaches, with those of what a large copy and one of as many bytes reach, and with
+    its gain on the fastest alternative from outside.
     """
     from cairn.bench.ops import OpsPlan, run_ops, this_device
 

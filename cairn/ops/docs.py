@@ -223,7 +223,7 @@ def _measured(records: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _alike_of(record: Mapping[str, Any]) -> str:
-    """A copy of as many bytes, by the op: of records that have it."""
+    """The share of what a copy of as many bytes reaches; older records have none."""
     return f"{record['of_alike']:.0%}" if record.get("of_alike") is not None else "-"
 
 

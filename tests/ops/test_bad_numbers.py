@@ -154,7 +154,7 @@ BAD: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (ops.set_kv_buffer_kernel, (*ROWS, slots(-4, 5), *ROWS), {}, "`loc` holds 5, not numbers up t"),
     (downcast, (slots(-4, 9),), {}, "`loc * mult + offset` holds 9, not numbers from 0 to 8"),
     (downcast, (slots(1, 2), 3, 2), {"slots_of_v": 8}, "`loc * mult + offset` holds 8, not num"),
-    (ops.resolve_future_token_ids, (slots(9, -3), slots(5, 6, 7)), {}, "`input_ids` holds -3, bel"),
+    (ops.resolve_future_token_ids, (slots(9, -3), slots(5, 6, 7)), {}, "`input_ids` holds -3, not"),
     (decode, (words([0, 7], [-1, 2]),), {}, "`page_table` holds -1, not numbers from 0 to 5"),
     (decode, (TABLE, words(9, 1)), {}, "`seq_lens` holds 9, not numbers from 0 to 8"),
 ]

@@ -84,9 +84,10 @@ def _(input_ids: Tensor, future_map: Tensor) -> None:
     expect(name, "input_ids", input_ids, (None,), INDICES)
     expect(name, "future_map", future_map, (None,), (input_ids.dtype,), like=input_ids)
     if on_host(input_ids) and on_host(future_map):
-        least, known = int(input_ids.min()), len(future_map)
-        if least <= -known:
-            refuse(name, "input_ids", f"holds {least}, below {1 - known}, as `future_map` has it")
+        least, end = int(input_ids.min()), len(future_map)
+        if least <= -end:
+            said = f"holds {least}, not numbers from {1 - end} on: `future_map` has {end} of them"
+            refuse(name, "input_ids", said)
 
 
 @resolve_future_token_ids.implementation(
