@@ -163,16 +163,14 @@ def decode_step(
     Args:
         shape: of the runner.
         longest: user tokens of the longest sequence.
-        eager: landmarks follow all tokens, no graph can run it, and EVERYTHING is asked of it;
-            otherwise landmarks follow one token in eight.
-        rows: how many, without landmarks; None: all.
+        eager: no graph can run it, and EVERYTHING is asked of it.
+        rows: how many, without landmarks; None: all, each with a landmark behind its token.
         params: by which rows are sampled where a graph runs them.
     """
     slots, longest = shape.slots, min(longest, CONTEXT)
     end = max(1, longest // slots.tokens_per_page * slots.tokens_per_page)
-    closing = shape.num_rows if eager else max(1, shape.num_rows // 8)
     numbers = range(shape.num_rows if rows is None else rows)
-    last = [end - 1 if rows is None and row < closing else max(0, end - 2) for row in numbers]
+    last = [end - 1 if rows is None else max(0, end - 2) for _ in numbers]
     if eager:
         works = [RowWork(row, last[row], [0], True, 1) for row in numbers]
         return _plan(shape, works, longest, EVERYTHING)._replace(constrained=numbers)
