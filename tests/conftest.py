@@ -50,7 +50,9 @@ if torch.cuda.is_available():
             store = arrivals._store(index)
             for memory in (*store._of_streams.values(), *store._kept):
                 left = memory.nonzero()
-                memory.zero_()
+                # Engines take theirs where gradients are not kept.
+                with torch.inference_mode():
+                    memory.zero_()
                 assert not len(left), f"counters {left[:4].tolist()} are not 0"
 
 
