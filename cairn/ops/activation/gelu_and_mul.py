@@ -16,9 +16,9 @@ from cairn.ops.registry import op
 def gelu_and_mul(
     input: Tensor,
     out: Tensor | None = None,
+    enable_pdl: bool | None = None,
     expert_ids: Tensor | None = None,
     expert_step: int = 1,
-    enable_pdl: bool | None = None,
 ) -> Tensor:
     """gelu(input[..., :d]) * input[..., d:], in float32, rounded once.
 
@@ -28,10 +28,10 @@ def gelu_and_mul(
     Args:
         input: [..., 2d] float32, bfloat16 or float16; rows may be strided.
         out: [..., d] of input's dtype, written and returned when given.
+        enable_pdl: without effect.
         expert_ids: [n] int32 or int64; row r is left as it is in `out` (0 without `out`) where
             expert_ids[r // expert_step] is -1. None: every row is written.
         expert_step: rows of one entry of expert_ids.
-        enable_pdl: without effect.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
@@ -46,9 +46,9 @@ def _gelu(x: Tensor) -> Tensor:
 def _(
     input: Tensor,
     out: Tensor | None = None,
+    enable_pdl: bool | None = None,
     expert_ids: Tensor | None = None,
     expert_step: int = 1,
-    enable_pdl: bool | None = None,
 ) -> None:
     launch.check("gelu_and_mul", input, out, expert_ids, expert_step)
 
@@ -57,9 +57,9 @@ def _(
 def _(
     input: Tensor,
     out: Tensor | None = None,
+    enable_pdl: bool | None = None,
     expert_ids: Tensor | None = None,
     expert_step: int = 1,
-    enable_pdl: bool | None = None,
 ) -> Tensor:
     return launch.launch("gelu", input, out, expert_ids, expert_step)
 

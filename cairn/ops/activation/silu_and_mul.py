@@ -16,19 +16,19 @@ from cairn.ops.registry import op
 def silu_and_mul(
     input: Tensor,
     out: Tensor | None = None,
+    enable_pdl: bool | None = None,
     expert_ids: Tensor | None = None,
     expert_step: int = 1,
-    enable_pdl: bool | None = None,
 ) -> Tensor:
     """silu(input[..., :d]) * input[..., d:], in float32, rounded once.
 
     Args:
         input: [..., 2d] float32, bfloat16 or float16; rows may be strided.
         out: [..., d] of input's dtype, written and returned when given.
+        enable_pdl: without effect.
         expert_ids: [n] int32 or int64; row r is left as it is in `out` (0 without `out`) where
             expert_ids[r // expert_step] is -1. None: every row is written.
         expert_step: rows of one entry of expert_ids.
-        enable_pdl: without effect.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
@@ -39,9 +39,9 @@ def silu_and_mul(
 def _(
     input: Tensor,
     out: Tensor | None = None,
+    enable_pdl: bool | None = None,
     expert_ids: Tensor | None = None,
     expert_step: int = 1,
-    enable_pdl: bool | None = None,
 ) -> None:
     launch.check("silu_and_mul", input, out, expert_ids, expert_step)
 
@@ -62,9 +62,9 @@ def gate_rows(gates: Tensor, ups: Tensor, first: int, out: Tensor) -> None:
 def _dense(
     input: Tensor,
     out: Tensor | None = None,
+    enable_pdl: bool | None = None,
     expert_ids: Tensor | None = None,
     expert_step: int = 1,
-    enable_pdl: bool | None = None,
 ) -> bool:
     return input.is_contiguous() and input.numel() > 0 and (out is None or out.is_contiguous())
 
@@ -73,9 +73,9 @@ def _dense(
 def _(
     input: Tensor,
     out: Tensor | None = None,
+    enable_pdl: bool | None = None,
     expert_ids: Tensor | None = None,
     expert_step: int = 1,
-    enable_pdl: bool | None = None,
 ) -> Tensor:
     width = input.shape[-1] // 2
     result = out
@@ -90,9 +90,9 @@ def _(
 def _(
     input: Tensor,
     out: Tensor | None = None,
+    enable_pdl: bool | None = None,
     expert_ids: Tensor | None = None,
     expert_step: int = 1,
-    enable_pdl: bool | None = None,
 ) -> Tensor:
     return launch.launch("silu", input, out, expert_ids, expert_step)
 

@@ -21,7 +21,7 @@ E4M3_MAX = 448.0
 STORED = (*FLOATS, torch.float8_e4m3fn)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FusedSetKVBufferArg:
     """What `apply_rope_with_cos_sin_cache_inplace` writes to a cache beside the rotation.
 

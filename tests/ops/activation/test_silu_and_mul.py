@@ -43,8 +43,8 @@ def test_rows_of_experts_are_those_of_a_call_without(dtype: torch.dtype) -> None
     ids = torch.tensor([2, -1, 0, -1, 7], dtype=torch.int32)
     kept = ids.repeat_interleave(2)[:9] >= 0
     whole = silu_and_mul(x)
-    assert torch.equal(silu_and_mul(x, None, ids, 2), whole * kept[:, None])
+    assert torch.equal(silu_and_mul(x, expert_ids=ids, expert_step=2), whole * kept[:, None])
     out = torch.full_like(whole, 3)
-    assert silu_and_mul(x, out, ids, 2) is out
+    assert silu_and_mul(x, out, expert_ids=ids, expert_step=2) is out
     assert torch.equal(out[kept], whole[kept])
     assert (out[~kept] == 3).all()
