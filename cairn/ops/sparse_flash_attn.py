@@ -1,0 +1,14 @@
+"""What sgl-kernel has in its module `sparse_flash_attn`; here it is of the family `sparse`."""
+
+from cairn.ops.sparse.convert_vertical_slash_indexes import (
+    convert_vertical_slash_indexes,
+    convert_vertical_slash_indexes_mergehead,
+)
+from cairn.ops.sparse.sparse_attn_func import sparse_attn_func, sparse_attn_varlen_func
+
+__all__ = [
+    "convert_vertical_slash_indexes",
+    "convert_vertical_slash_indexes_mergehead",
+    "sparse_attn_func",
+    "sparse_attn_varlen_func",
+]
