@@ -24,11 +24,30 @@ from cairn.ops.elementwise.positions import (
     fixup_zero_kv_rows,
     resolve_future_token_ids,
 )
-from cairn.ops.flash.flash_attn_varlen_func import flash_attn_varlen_func
-from cairn.ops.flash.flash_attn_with_kvcache import flash_attn_with_kvcache
-from cairn.ops.flash.get_scheduler_metadata import get_scheduler_metadata
-from cairn.ops.flash.is_fa3_supported import is_fa3_supported
+from cairn.ops.flash_attn import (
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+    is_fa3_supported,
+)
 from cairn.ops.grammar.apply_token_bitmask_inplace_cuda import apply_token_bitmask_inplace_cuda
+from cairn.ops.kvcacheio import (
+    ring_read,
+    ring_write,
+    transfer_kv_all_layer,
+    transfer_kv_all_layer_direct_lf_pf,
+    transfer_kv_all_layer_lf_pf,
+    transfer_kv_all_layer_lf_ph,
+    transfer_kv_all_layer_mla,
+    transfer_kv_all_layer_mla_lf_pf,
+    transfer_kv_direct,
+    transfer_kv_per_layer,
+    transfer_kv_per_layer_direct_pf_lf,
+    transfer_kv_per_layer_mla,
+    transfer_kv_per_layer_mla_pf_lf,
+    transfer_kv_per_layer_pf_lf,
+    transfer_kv_per_layer_ph_lf,
+)
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.landmark_attention import landmark_attention
 from cairn.ops.landmark.mean_summary import mean_summary
@@ -94,46 +113,26 @@ from cairn.ops.sampling.top_k_mask_logits import top_k_mask_logits
 from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm_prob, top_k_renorm_probs
 from cairn.ops.sampling.top_k_top_p_sampling_from_logits import top_k_top_p_sampling_from_logits
 from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm_prob, top_p_renorm_probs
-from cairn.ops.sparse.convert_vertical_slash_indexes import (
+from cairn.ops.sparse_flash_attn import (
     convert_vertical_slash_indexes,
     convert_vertical_slash_indexes_mergehead,
+    sparse_attn_func,
+    sparse_attn_varlen_func,
 )
-from cairn.ops.sparse.sparse_attn_func import sparse_attn_func, sparse_attn_varlen_func
-from cairn.ops.speculative.build_tree_kernel_efficient import build_tree_kernel_efficient
-from cairn.ops.speculative.reconstruct_indices_from_tree_mask import (
+from cairn.ops.speculative import (
+    build_tree_kernel_efficient,
     reconstruct_indices_from_tree_mask,
-)
-from cairn.ops.speculative.segment_packbits import segment_packbits
-from cairn.ops.speculative.tree_speculative_sampling_target_only import (
+    segment_packbits,
     tree_speculative_sampling_target_only,
+    verify_tree_greedy,
 )
-from cairn.ops.speculative.verify_tree_greedy import verify_tree_greedy
-from cairn.ops.topk.fast_topk import fast_topk
-from cairn.ops.topk.fast_topk_transform_fused import fast_topk_transform_fused
-from cairn.ops.topk.fast_topk_transform_ragged_fused import fast_topk_transform_ragged_fused
-from cairn.ops.topk.fast_topk_v2 import fast_topk_v2
+from cairn.ops.top_k import (
+    fast_topk,
+    fast_topk_transform_fused,
+    fast_topk_transform_ragged_fused,
+    fast_topk_v2,
+)
 from cairn.ops.training.sequence_attention import sequence_attention
-from cairn.ops.transfer.all_layer import (
-    transfer_kv_all_layer,
-    transfer_kv_all_layer_lf_pf,
-    transfer_kv_all_layer_lf_ph,
-    transfer_kv_all_layer_mla,
-    transfer_kv_all_layer_mla_lf_pf,
-)
-from cairn.ops.transfer.direct import (
-    transfer_kv_all_layer_direct_lf_pf,
-    transfer_kv_direct,
-    transfer_kv_per_layer_direct_pf_lf,
-)
-from cairn.ops.transfer.per_layer import (
-    transfer_kv_per_layer,
-    transfer_kv_per_layer_mla,
-    transfer_kv_per_layer_mla_pf_lf,
-    transfer_kv_per_layer_pf_lf,
-    transfer_kv_per_layer_ph_lf,
-)
-from cairn.ops.transfer.ring_read import ring_read
-from cairn.ops.transfer.ring_write import ring_write
 
 __all__ = [
     "FusedSetKVBufferArg",

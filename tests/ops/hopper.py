@@ -24,8 +24,8 @@ from triton.runtime.jit import JITFunction
 from cairn.ops import gpu
 from cairn.ops.attention import cutlass_mla_decode, launch, window_launch
 from cairn.ops.attention.cutlass_mla_decode import _drawn as latents
-from cairn.ops.flash import group_launch
-from cairn.ops.flash.flash_attention import drawn, flash_attention
+from cairn.ops.flash_attn import group_launch
+from cairn.ops.flash_attn.flash_attention import drawn, flash_attention
 from cairn.ops.landmark import page_tiles, select_launch
 from cairn.ops.landmark.page_launch import Window
 from cairn.ops.landmark.select_pages import _selection

@@ -45,7 +45,7 @@ OPCHECKED_CASES = 3
 """It traces a case several times."""
 FEW_CASES = 3
 DEFAULT_DEVICE_CASES = 6
-FLOAT32_FAMILIES = ("sampling", "speculative", "topk")
+FLOAT32_FAMILIES = ("sampling", "speculative", "top_k")
 """Families on probabilities and scores."""
 NOT_INTERPRETED = {"cudnn", "flashinfer", "sdpa", "gluon", "gluon_few"}
 """Implementations by libraries or in Gluon: nothing interprets their kernels."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cairn.ops import flash_attn_with_kvcache, merge_state_v2, rmsnorm, top_k_renorm_probs
-from cairn.ops.flash.flash_attention import flash_attention
+from cairn.ops.flash_attn.flash_attention import flash_attention
 from cairn.ops.plans import Plans
 from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, cases_of, compare

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.flash import group_launch
-from cairn.ops.flash.launch import Task
+from cairn.ops.flash_attn import group_launch
+from cairn.ops.flash_attn.launch import Task
 
 
 def fits(

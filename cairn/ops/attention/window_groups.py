@@ -4,13 +4,13 @@ keys and values, and one that clears what nobody may see of these.
 Lines are those of `tile_kernel`. A window ends after a few blocks of keys: so a program takes one
 tile after the other, and the next one's keys are copied while the last one is stored. A group asks
 for the products with the next keys before it adds the values of the last ones: see
-`cairn.ops.flash.groups`.
+`cairn.ops.flash_attn.groups`.
 """
 
 from __future__ import annotations
 
 from cairn.ops.attention import kernels
-from cairn.ops.flash.groups import copy_columns, products
+from cairn.ops.flash_attn.groups import copy_columns, products
 from cairn.ops.gpu import constant, gl, gluon, hopper
 from cairn.ops.groups import base_of, for_rows, multiply, scaled, summed, tell
 

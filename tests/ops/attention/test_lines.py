@@ -14,8 +14,8 @@ from cairn.ops.attention import cutlass_mla_decode, lines
 from cairn.ops.attention import launch as attention
 from cairn.ops.attention.cutlass_mla_decode import _drawn
 from cairn.ops.attention.dense_attention import dense_attention
-from cairn.ops.flash import launch as flash
-from cairn.ops.flash.flash_attention import drawn, flash_attention
+from cairn.ops.flash_attn import launch as flash
+from cairn.ops.flash_attn.flash_attention import drawn, flash_attention
 from cairn.ops.testing import Make, check
 
 PAGES, SLOTS, HEADS, WIDTH = 3, 8, 2, 16

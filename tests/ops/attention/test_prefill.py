@@ -8,7 +8,7 @@ import torch
 from cairn.ops import gpu
 from cairn.ops.attention import prefill
 from cairn.ops.attention.dense_attention import dense_attention
-from cairn.ops.flash import group_launch
+from cairn.ops.flash_attn import group_launch
 from cairn.ops.testing import Arguments, Make, check
 
 

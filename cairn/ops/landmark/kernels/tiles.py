@@ -20,7 +20,7 @@ from cairn.ops.attention.window_groups import (
     store_lines,
     tile_of,
 )
-from cairn.ops.flash.groups import products
+from cairn.ops.flash_attn.groups import products
 from cairn.ops.gpu import gl, gluon, hopper
 from cairn.ops.groups import base_of, for_rows, multiply, scaled, summed, tell
 from cairn.ops.landmark.kernels import pages

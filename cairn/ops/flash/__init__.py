@@ -1,1 +1,0 @@
-"""FlashAttention's front ends: whole, ragged and paged keys, windows, chunks, sinks."""

@@ -1,0 +1,140 @@
+"""New keys and values to the ends of their sequences in a cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.early import early_for, early_option
+from cairn.ops.flash_attn.kernels import append_kernel
+from cairn.ops.flash_attn.strides import strides
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+NUMBERS = 1024
+"""Of a program, which copies heads of a key or of a value."""
+SEQUENCES = 16
+"""That are timed at once."""
+
+
+@op(mutates=("k_cache", "v_cache"))
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seqlens: Tensor,
+    cu_seqlens: Tensor | None,
+    page_table: Tensor | None,
+    batch_idx: Tensor | None,
+) -> None:
+    """Write the j-th new key and value of sequence b at its place seqlens[b] + j.
+
+    Args:
+        k, v: [B, Sn, Hk, d] and [.., dv], or [T, Hk, ..] with cu_seqlens; lines of no sequence are
+            left out.
+        k_cache, v_cache: [B', Sk, Hk, d] and [.., dv], or [pages, P, Hk, ..] with page_table.
+        seqlens: [B] int32.
+        cu_seqlens: [B + 1] int32, where sequences of new keys begin and end.
+        page_table: [B, n] int32.
+        batch_idx: [B] int32, line of the cache for each sequence.
+    """
+    row, place = positions(k, cu_seqlens)
+    lines = torch.arange(len(row), device=k.device)
+    if cu_seqlens is not None:
+        lines = lines[(lines >= cu_seqlens[0]) & (lines < cu_seqlens[-1])]
+    row, slot = row[lines], (seqlens[row] + place).long()[lines]
+    if page_table is not None:
+        size = k_cache.shape[1]
+        at = (page_table[row, slot // size].long(), slot % size)
+    else:
+        at = (row if batch_idx is None else batch_idx[row].long(), slot)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache.index_put_(at, new.reshape(-1, *new.shape[-2:])[lines])
+
+
+def positions(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sequence of every line of x ([B, S, ..], or ragged), and its place in there: [n] int64. A
+    line of none has place 0."""
+    if cu_seqlens is None:
+        shape = x.shape[:2]
+        row = torch.arange(shape[0], device=x.device).unsqueeze(1).expand(shape)
+        return row.flatten(), torch.arange(shape[1], device=x.device).expand(shape).flatten()
+    line = torch.arange(x.shape[0], device=x.device)
+    ends = cu_seqlens[1:].long()
+    row = torch.searchsorted(ends, line, right=True)
+    inside = (row < ends.numel()) & (line >= cu_seqlens[0])
+    row = row.clamp(max=max(0, ends.numel() - 1))
+    return row, torch.where(inside, line - cu_seqlens.long()[row], 0)
+
+
+@append_kv.implementation("triton", devices=gpu.DEVICES, replayed=True)
+def _(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seqlens: Tensor,
+    cu_seqlens: Tensor | None,
+    page_table: Tensor | None,
+    batch_idx: Tensor | None,
+) -> None:
+    lines, (heads, dim), wide = k.shape[:-2].numel(), k.shape[-2:], v.shape[-1]
+    if k.numel() == 0 or seqlens.numel() == 0:
+        return
+    rows, *widths = (gpu.next_power_of_2(number) for number in (seqlens.numel(), dim, wide))
+    at_once = min(gpu.next_power_of_2(heads), max(1, NUMBERS // max(widths)))
+    parts, warps = -(-heads // at_once), gpu.warps_for(at_once * max(widths))
+    early = early_for(k.device, lines, 2 * parts * warps)
+    append_kernel[(2 * parts * lines,)](
+        *(k, v, k_cache, v_cache, seqlens, cu_seqlens, page_table, batch_idx),
+        *(k.shape[-3], seqlens.numel(), *strides(k), *strides(v)),
+        *(*strides(k_cache), *strides(v_cache)),
+        0 if page_table is None else page_table.stride(0),
+        *(heads, dim, wide, k_cache.shape[1], rows, parts, at_once, *widths),
+        *(cu_seqlens is None and k.shape[-3] == 1, early),
+        num_warps=warps,
+        **early_option(early),
+    )
+
+
+@append_kv.cases
+def _(make: Make) -> Cases:
+    int32 = torch.int32
+    lengths, index = make.tensor([3, 0, 11], int32), make.tensor([3, 0, 1], int32)
+    ends = make.tensor([0, 2, 2, 7], int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        for heads, dim, wide in ((2, 16, 16), (3, 7, 40)):
+            lead = ((3, 5), (7,), (0,))
+            even, ragged, none = (
+                [make.randn(*size, heads, width, dtype=dtype) for width in (dim, wide)]
+                for size in lead
+            )
+            lines = [make.randn(4, 20, heads, width, dtype=dtype) for width in (dim, wide)]
+            pages = [make.randn(15, 6, heads, width, dtype=dtype) for width in (dim, wide)]
+            table = make.rand(15).argsort().view(3, 5).int()
+            yield make.args(*even, *lines, lengths, None, None, None)
+            yield make.args(*even, *lines, lengths, None, None, index)
+            yield make.args(*ragged, *pages, lengths, ends, table, None)
+            yield make.args(*ragged, *lines, lengths, ends - 1, None, index)
+            yield make.args(*none, *pages, lengths, ends * 0, table, None)
+
+
+@append_kv.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        heads, size, dim = layer.kv_heads, layer.page_size, layer.head_dim
+        batch = min(rows, SEQUENCES)
+        new = rows // batch
+        k, v = (draw.randn(batch, new, heads, dim) for _ in range(2))
+        # A page is full already.
+        pages = batch * (1 + -(-new // size))
+        caches = [draw.randn(pages, size, heads, dim) for _ in range(2)]
+        table = draw.rand(pages).argsort().view(batch, -1).int()
+        lengths = draw.full((batch,), size, torch.int32)
+        given = draw.args(k, v, *caches, lengths, None, table, None)
+        size_of = f"{layer.name}: {batch} x {new} x {heads} x {dim}"
+        others = draw.by_torch(append_kv.reference)
+        yield Point(size_of, given, moved(k, k, v, v), alternatives=others)

@@ -1,0 +1,255 @@
+"""How flash attention is launched: by its shapes, never by what lengths hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.attention.launch import THREE_NARROW, merged_columns, reading_wave, whole_waves
+from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
+from cairn.ops.early import early_option
+from cairn.ops.flash_attn.kernels import flash_kernel, join_splits_kernel
+from cairn.ops.flash_attn.strides import strides
+
+PROGRAMS = 264
+"""Programs that fill a large device twice; fewer are split over their keys."""
+LIGHT_PROGRAMS = 792
+"""The same for programs of few lines of wide heads where each has little on its way."""
+NARROW = 64
+"""Widest heads of which three programs of 64 lines share a multiprocessor."""
+MOST_SPLITS = 128
+PAIRED = 64
+"""Lines of a tile of narrow heads from which on its keys come in pairs of blocks; twice as many of
+wider ones."""
+_SHARED = 200 << 10
+"""Bytes of a program's memory that the tiles of a launch may take."""
+_SPARE = 8 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The arguments of `flash_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    page_table: Tensor | None
+    batch_idx: Tensor | None
+    leftpad: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    qv: Tensor | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    sinks: Tensor | None
+    scale: float
+    left: int
+    right: int
+    chunk: int
+    softcap: float
+    max_seqlen_q: int
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q.shape[-2] // self.k.shape[-2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the products: 8-bit numbers are exact in bfloat16."""
+        return self.o.dtype if self.q.dtype.itemsize == 1 else self.q.dtype
+
+    @property
+    def capacity(self) -> int:
+        """Most keys of a sequence."""
+        if self.page_table is not None:
+            return self.page_table.shape[1] * self.k.shape[1]
+        return self.k.shape[-3]
+
+    @property
+    def longest(self) -> int:
+        """Most keys that a sequence's queries see."""
+        most = self.capacity
+        if self.left >= 0 and self.right >= 0:
+            most = min(most, self.left + self.right + self.max_seqlen_q)
+        return min(most, self.chunk + self.max_seqlen_q) if self.chunk else most
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What a program holds: queries, heads of a group, padded widths, keys."""
+
+    tokens: int
+    heads: int
+    key_width: int
+    value_width: int
+    keys: int
+    warps: int
+    stages: int
+    joint: int = 1
+    """KV heads of a program."""
+
+    @property
+    def few(self) -> bool:
+        """No more lines than a product takes: decode, mostly."""
+        return self.tokens * self.joint * self.heads == 16
+
+
+def tiles_of(task: Task) -> Tiles:
+    """Tiles that fit a multiprocessor, as many lines as there are."""
+    widths = [max(16, gpu.next_power_of_2(x.shape[-1])) for x in (task.k, task.v)]
+    width, size = max(widths), task.dtype.itemsize
+    lines = 128 if width <= 128 else 64
+    if size == 4:
+        lines = 32 if width <= 128 else 16
+    group = gpu.next_power_of_2(task.group)
+    heads = min(group, lines)
+    tokens = max(1, min(lines // heads, gpu.next_power_of_2(max(1, task.max_seqlen_q))))
+    tokens = max(tokens, 16 // heads)
+    keys, stages = 64 if width <= 128 else 32, 3 if width <= 128 else 2
+    if size == 4:
+        keys, stages = 32 if width <= 128 else 16, 2
+    elif tokens * heads == 16 and width <= 128:
+        # Half of the stages hold pages, or each of them half as many bytes.
+        stages = 3 if task.page_table is None and task.q.dtype.itemsize == 2 else 5
+    held = tokens * heads * (widths[0] + (0 if task.qv is None else widths[1])) * size
+    memory = min(_SHARED, gpu.program_memory(task.q.device) - _SPARE)
+    while held + stages * keys * sum(widths) * size > memory and stages * keys > 16:
+        stages, keys = (stages - 1, keys) if stages > 1 else (1, keys // 2)
+    warps = 8 if (tokens * heads > 64 and width > 64) or width > (256 if size == 2 else 64) else 4
+    return Tiles(tokens, heads, widths[0], widths[1], keys, warps, stages)
+
+
+def attend(task: Task) -> None:
+    """Write o and lse of a task."""
+    if task.q.numel() == 0 or task.batch == 0 or task.max_seqlen_q == 0:
+        return
+    tiles, keys, values = _paired(task, _joint(task, tiles_of(task)))
+    q, k, v, o = task.q, task.k, task.v, task.o
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    columns = kv_heads // tiles.joint * -(-task.group // tiles.heads)
+    count = -(-task.max_seqlen_q // tiles.tokens)
+    splits = _splits(task, tiles, count * columns * task.batch)
+    early = tiles.few and count == 1 and gpu.launches_early(q.device)
+    part_o, part_lse, lines = o, None, q.shape[:-2].numel()
+    if splits > 1:
+        part_o = gpu.empty((lines, heads, splits, v.shape[-1]), torch.float32, o.device)
+        part_lse = gpu.empty((lines, heads, splits), torch.float32, o.device)
+    paging = _paging(task, tiles.keys)
+    dtypes = {torch.float32: gpu.tl.float32, torch.float16: gpu.tl.float16}
+    flash_kernel[(count * task.batch, columns, splits)](
+        *(q, k, v, task.qv, keys.blocks, values.blocks, part_o, task.lse, part_lse, task.sinks),
+        *(task.page_table, task.batch_idx, task.leftpad, task.cu_seqlens_q, task.cu_seqlens_k),
+        *(task.seqused_q, task.seqused_k, task.q_descale, task.k_descale, task.v_descale),
+        *(task.scale, task.softcap, task.left, task.right, task.chunk),
+        *(task.batch, count, q.shape[-3], task.capacity, splits),
+        *(*strides(q), *strides(task.qv), *strides(k), *strides(v), *strides(o)),
+        *lse_strides(task),
+        0 if task.page_table is None else task.page_table.stride(0),
+        *(*keys[1:], *values[1:]),
+        *(heads, kv_heads, q.shape[-1], v.shape[-1], k.shape[1] if paging else 1, paging),
+        *(tiles.tokens, tiles.heads, tiles.joint),
+        *(tiles.key_width, tiles.value_width, tiles.keys),
+        *(task.softcap > 0, dtypes.get(task.dtype, gpu.tl.bfloat16)),
+        *("ieee" if task.dtype == torch.float32 else "tf32", early),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **early_option(early),
+        **(THREE_NARROW if keys.blocks is not None and tiles.warps == 4 else {}),
+    )
+    if part_lse is not None:
+        padded = max(2, gpu.next_power_of_2(splits))
+        block = merged_columns(padded, tiles.value_width)
+        join_splits_kernel[(task.batch * task.max_seqlen_q, heads, tiles.value_width // block)](
+            *(part_o, part_lse, o, task.lse, task.sinks, task.cu_seqlens_q),
+            *(task.max_seqlen_q, q.shape[-3], splits, *strides(o), *lse_strides(task)),
+            *(heads, v.shape[-1], block, padded, early),
+            num_warps=4 if splits > 16 else 2,
+            **early_option(early),
+            **gpu.ONE_SUM,
+        )
+
+
+def _joint(task: Task, tiles: Tiles) -> Tiles:
+    """Two narrow KV heads that lie side by side in a tile, if it has room for the lines of both:
+    read by themselves, each takes but half of every line of memory."""
+    heads = 2 * tiles.heads
+    scaled = (task.q_descale, task.k_descale, task.v_descale)
+    plain = task.qv is None and all(scale is None for scale in scaled)
+    halves = task.k.dtype.itemsize == 2 or gpu.INTERPRETED
+    narrow = max(tiles.key_width, tiles.value_width) <= NARROW
+    beside = all(x.stride(-2) == x.shape[-1] for x in (task.k, task.v))
+    room = tiles.few and heads <= 16 and task.max_seqlen_q <= 16 // heads
+    if plain and halves and narrow and beside and room and task.k.shape[-2] % 2 == 0:
+        return replace(tiles, tokens=16 // heads, joint=2)
+    return tiles
+
+
+def _paired(task: Task, tiles: Tiles) -> tuple[Tiles, Lines, Lines]:
+    """k and v as tables of lines if tiles that are large enough can take keys in pairs of blocks,
+    and the tiles for that."""
+    single = task.dtype == torch.float32 and not gpu.INTERPRETED
+    width = max(tiles.key_width, tiles.value_width)
+    plain = task.qv is None and not task.softcap and task.scale > 0 and task.q_descale is None
+    plain = plain and task.k_descale is None and _paging(task, tiles.keys) != 1
+    alike = task.q.dtype == task.k.dtype == task.v.dtype == task.dtype
+    lines = tiles.tokens * tiles.heads
+    least = PAIRED if width <= NARROW else 2 * PAIRED
+    if single or not plain or not alike or lines < least or width > 128:
+        return tiles, NO_LINES, NO_LINES
+    keys, values = lines_of(*caches(task), tiles.keys, flops_of(task))
+    if keys.blocks is None:
+        return tiles, NO_LINES, NO_LINES
+    if width <= NARROW:
+        # Several programs beside each other hide what one waits for.
+        tiles = replace(tiles, tokens=max(1, PAIRED // tiles.heads), heads=min(PAIRED, tiles.heads))
+    return replace(tiles, stages=2), keys, values
+
+
+def caches(task: Task) -> tuple[Tensor, Tensor]:
+    """k and v: [pages, slots, heads, d]."""
+    k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (task.k, task.v))
+    return k, v
+
+
+def flops_of(task: Task) -> float:
+    """Operations of a task whose queries see half of the keys."""
+    pairs = task.q.shape[:-2].numel() * task.longest / 2
+    return 2 * pairs * task.q.shape[-2] * (task.k.shape[-1] + task.v.shape[-1])
+
+
+def _splits(task: Task, tiles: Tiles, programs: int) -> int:
+    """Parts of the keys, of as many programs each."""
+    most = max(1, min(-(-task.longest // tiles.keys) // 2, MOST_SPLITS))
+    if not tiles.few:
+        return min(-(-PROGRAMS // programs), most)
+    width = tiles.key_width * tiles.joint
+    light = width > NARROW and (tiles.keys < 64 or task.q.dtype.itemsize == 1)
+    wave = LIGHT_PROGRAMS if light else reading_wave(task.q.device, width)
+    return whole_waves(programs, wave, most)
+
+
+def _paging(task: Task, keys: int) -> int:
+    """As the kernel's PAGING."""
+    if task.page_table is None:
+        return 0
+    return 2 if task.leftpad is None and task.k.shape[1] % keys == 0 else 1
+
+
+def lse_strides(task: Task) -> tuple[int, int]:
+    """Of sequence and head; queries lie side by side."""
+    *ahead, head, _ = task.lse.stride()
+    return (ahead[0] if ahead else 0, head)

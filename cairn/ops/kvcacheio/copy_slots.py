@@ -1,0 +1,187 @@
+"""The copy under all transfers of keys and values that a kernel does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points
+from cairn.ops.kvcacheio.kernels import copy_kernel
+from cairn.ops.kvcacheio.layout import Layout
+from cairn.ops.memory.addresses import tensor_at
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+WORD = 8
+TABLE = torch.uint64
+TILE = 1024
+"""Words that a program copies at once."""
+WIDEST = 512
+
+
+@op(mutates=("dst_k", "dst_v"))
+def copy_slots(
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor | None,
+    dst_v: Tensor | None,
+    item_size: int,
+    layers: int,
+    layer_id: int,
+    src_layout: list[int],
+    dst_layout: list[int],
+) -> None:
+    """Copy the items of tokens src_indices[i] to dst_indices[i], byte for byte.
+
+    The copy runs on the device of the indices. There a kernel reads and writes buffers on the host
+    too, if their memory is pinned; else torch moves them.
+
+    Args:
+        src_indices, dst_indices: [T] int64. A token with a negative one is left out: it is padding.
+        src_k, dst_k, src_v, dst_v: buffers of keys and values of any dtype, contiguous; or, for
+            layers in buffers of their own, tables [>= layers] uint64 of their addresses. Without
+            values: None.
+        item_size: bytes that a token has in a layer, a multiple of 8.
+        layers, layer_id: how many layers, and the first.
+        src_layout, dst_layout: dim, page_size and heads of `cairn.ops.kvcacheio.layout.Layout`.
+    """
+    pairs = [(src_k, dst_k)]
+    if src_v is not None and dst_v is not None:
+        pairs.append((src_v, dst_v))
+    own, other = Layout(*src_layout), Layout(*dst_layout)
+    there = (src_indices >= 0) & (dst_indices >= 0)
+    src_indices, dst_indices = src_indices[there], dst_indices[there]
+    for layer in range(layer_id, layer_id + layers):
+        for source, target in pairs:
+            source = _buffer(source, layer, own, src_indices)
+            target = _buffer(target, layer, other, dst_indices)
+            view = own.view(source, item_size)
+            read, write = src_indices.to(source.device), dst_indices.to(target.device)
+            items = view[read // own.page_size, :, read % own.page_size, layer % view.shape[3]]
+            view = other.view(target, item_size)
+            at = (write // other.page_size, slice(None), write % other.page_size)
+            items = items.reshape(-1, other.heads, item_size // other.heads)
+            view[(*at, layer % view.shape[3])] = items.to(target.device)
+
+
+def _buffer(given: Tensor, layer: int, layout: Layout, indices: Tensor) -> Tensor:
+    """A buffer; of a table, the part of the layer's buffer that indices reach."""
+    if given.dtype != TABLE:
+        return given
+    slots = int(indices.max()) + 1 if indices.numel() else 0
+    pages = -(-slots // layout.page_size)
+    shape = (pages * layout.page_size * layout.dim,)
+    # Indexing uint64 is not implemented everywhere.
+    address = int(given.view(torch.int64)[layer]) & ((1 << 64) - 1)
+    return tensor_at(address, indices.device, torch.uint8, shape)
+
+
+def _words(
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor | None,
+    dst_v: Tensor | None,
+    item_size: int,
+    layers: int,
+    layer_id: int,
+    src_layout: list[int],
+    dst_layout: list[int],
+) -> bool:
+    """Runs of whole words, in memory that a kernel reaches."""
+    own, other = Layout(*src_layout), Layout(*dst_layout)
+    runs = max(own.heads, other.heads)
+    whole = item_size % (WORD * runs) == 0 and {own.heads, other.heads} <= {1, runs}
+    return whole and all(_reached(x, src_indices) for x in (src_k, dst_k, src_v, dst_v))
+
+
+def _reached(buffer: Tensor | None, indices: Tensor) -> bool:
+    if buffer is None:
+        return True
+    if buffer.data_ptr() % WORD:
+        return False
+    return buffer.device == indices.device or (not buffer.is_cuda and buffer.is_pinned())
+
+
+@copy_slots.implementation("triton", devices=gpu.DEVICES, when=_words, replayed=True)
+def _(
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor | None,
+    dst_v: Tensor | None,
+    item_size: int,
+    layers: int,
+    layer_id: int,
+    src_layout: list[int],
+    dst_layout: list[int],
+) -> None:
+    own, other = Layout(*src_layout), Layout(*dst_layout)
+    runs = max(own.heads, other.heads)
+    run = item_size // runs
+    lines, words = src_indices.shape[0] * runs, run // WORD
+    if not lines:
+        return
+    block = min(WIDEST, gpu.next_power_of_2(words))
+    rows = max(1, TILE // block)
+    copy_kernel[(-(-lines // rows), layers, 1 if src_v is None else 2)](
+        *(src_k, dst_k, src_v, dst_v, src_indices, dst_indices, lines, runs, words, layer_id),
+        *(own.page_size, *(step // WORD for step in own.steps(item_size, run))),
+        *(other.page_size, *(step // WORD for step in other.steps(item_size, run))),
+        *(src_k.dtype == TABLE, dst_k.dtype == TABLE, rows, block),
+        num_warps=4,
+    )
+
+
+@copy_slots.cases
+def _(make: Make) -> Cases:
+    layers, heads, size, pages = 3, 2, 4, 5
+    slots = size * pages
+    source = make.tensor([19, 0, 7, 6, 13], dtype=torch.int64)
+    target = make.tensor([1, 18, 2, 3, 12], dtype=torch.int64)
+    for dtype in (torch.float32, torch.bfloat16):
+        item = heads * 12 * dtype.itemsize
+        dim = layers * item
+        near = [make.randn(slots, heads, 12, dtype=dtype) for _ in range(4)]
+        far = [make.randn(slots, layers, heads, 12, dtype=dtype) for _ in range(2)]
+        first, head = [dim, 1, 1], [dim, size, heads]
+        own = [item, 1, 1]
+        yield make.args(source, target, *near, item, 1, 0, own, own)
+        yield make.args(source, target, *near[:2], None, None, item, 1, 7, own, own)
+        pairs = (far[0], near[0], far[1], near[1])
+        for layout in (first, head):
+            yield make.args(source, target, *pairs, item, 1, 2, layout, own)
+            yield make.args(source, target, *pairs[::-1], item, 1, 1, own, layout)
+        yield make.args(source[:0], target[:0], *near, item, 1, 0, own, own)
+        padded = make.tensor([19, -1, 7, 6, -1], dtype=torch.int64)
+        yield make.args(padded, target, *near, item, 1, 0, own, own)
+        yield make.args(source, padded, *pairs, item, 1, 1, head, own)
+
+
+def _index_copy(
+    source: Tensor, target: Tensor, src_k: Tensor, dst_k: Tensor, src_v: Tensor, dst_v: Tensor
+) -> None:
+    """torch's operators on rows, for layers of one layout."""
+    dst_k.index_copy_(0, target, src_k[source])
+    dst_v.index_copy_(0, target, src_v[source])
+
+
+@copy_slots.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        item = layer.kv_heads * layer.head_dim * draw.dtype.itemsize
+        slots = 2 * rows + 64
+        caches = [draw.randn(slots, item // draw.dtype.itemsize) for _ in range(4)]
+        source, target = (draw.rand(slots).argsort()[:rows] for _ in range(2))
+        plain = draw.args(source, target, *caches)
+        yield Point(
+            f"{layer.name}: {rows} x {item} bytes",
+            draw.args(source, target, *caches, item, 1, 0, [item, 1, 1], [item, 1, 1]),
+            4 * rows * item,
+            alternatives=(Alternative("index_copy", _index_copy, plain),),
+        )

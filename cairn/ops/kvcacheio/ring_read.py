@@ -1,0 +1,80 @@
+"""What the host says next, for steps that are queued before it is said."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import INT64, expect, refuse
+from cairn.ops.kvcacheio.kernels import ring_read_kernel
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+BLOCK = 4096
+"""Words that are on their way at once."""
+
+
+@op(mutates=("target", "count"))
+def ring_read(target: Tensor, ring: Tensor, count: Tensor) -> None:
+    """target = ring[count % N], then count += 1: each call takes the next entry of a ring.
+
+    The ring may be pinned memory of the host. A CUDA graph that begins with this op reads another
+    entry each time it is replayed, with no copy beside it; the host may write an entry again once
+    the call that took it is over.
+
+    Args:
+        target: [L, W] int64, the numbers of a line side by side.
+        ring: [N, L, W] int64, likewise, N > 0, on the target's device or pinned.
+        count: [1] int64, entries taken so far.
+    Raises:
+        BadArgument: for another shape, dtype, device or layout.
+    """
+    target.copy_(ring[int(count) % len(ring)])
+    count += 1
+
+
+def check_ring(op: str, ring: Tensor, count: Tensor, like: Tensor) -> None:
+    """Raise BadArgument unless ring and count are such that kernels on `like`'s device reach."""
+    if len(ring) == 0:
+        refuse(op, "ring", f"has shape {list(ring.shape)}, not one entry or more")
+    if ring.device != like.device and not (ring.device.type == "cpu" and ring.is_pinned()):
+        refuse(op, "ring", f"lies on {ring.device}, other arguments on {like.device}: pin it")
+    expect(op, "count", count, (1,), INT64, like)
+
+
+@ring_read.check
+def _(target: Tensor, ring: Tensor, count: Tensor) -> None:
+    expect("ring_read", "target", target, 2, INT64, dense=1)
+    expect("ring_read", "ring", ring, (None, *target.shape), INT64, dense=1)
+    check_ring("ring_read", ring, count, target)
+
+
+@ring_read.implementation("triton", devices=gpu.DEVICES, replayed=True)
+def _(target: Tensor, ring: Tensor, count: Tensor) -> None:
+    words = target.numel()
+    block = min(BLOCK, gpu.next_power_of_2(max(1, words)))
+    ring_read_kernel[(1,)](
+        *(target, ring, count, len(ring), words, target.shape[1]),
+        *(target.stride(0), *ring.stride()[:2], block, gpu.launches_early(target.device)),
+        num_warps=gpu.warps_for(block),
+    )
+
+
+@ring_read.cases
+def _(make: Make) -> Cases:
+    for count, (entries, lines, width) in ((0, (1, 3, 16)), (6, (4, 10, 48)), (9, (2, 1, 5000))):
+        ring = make.randint(-(1 << 62), 1 << 62, entries, lines, width)
+        target = make.empty(lines, width, dtype=torch.int64)
+        taken = make.tensor([count], torch.int64)
+        yield make.args(target, ring, taken)
+        yield make.args(target[:2, :7], ring[:, :2, :7], taken)
+
+
+@ring_read.bench
+def _(draw: Draw) -> Points:
+    for rows in (1, 8, 64):
+        ring = draw.randint(0, 1 << 40, 4, 4, rows)
+        given = draw.args(ring[0].clone(), ring, draw.tensor([3], torch.int64))
+        yield Point(f"4 x {rows}", given, 2 * moved(ring[0]))

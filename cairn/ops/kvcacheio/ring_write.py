@@ -1,0 +1,98 @@
+"""What the host is told of a step, where it looks once the step is over."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import INT64, expect, refuse
+from cairn.ops.early import early_option
+from cairn.ops.kvcacheio.kernels import ring_write_kernel
+from cairn.ops.kvcacheio.ring_read import check_ring
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+
+@op(mutates=("ring", "kept"))
+def ring_write(
+    values: Tensor,
+    ring: Tensor,
+    count: Tensor,
+    kept: Tensor | None = None,
+    place: Tensor | None = None,
+) -> None:
+    """ring[(count - 1) % N, :n] = values: the answer to the entry that `ring_read` took last. And
+    kept[place] = values, where the next step finds them.
+
+    Args:
+        values: [n] int64, contiguous.
+        ring: [N, W] int64, contiguous, N > 0 and W >= n, on the device of the values or pinned.
+        count: [1] int64, entries taken so far, one or more.
+        kept: [K] int64, contiguous, or None.
+        place: [n] int64 in [0, K), contiguous; with `kept`. One that comes twice is undefined.
+    Raises:
+        BadArgument: for another shape, dtype, device or layout.
+    """
+    ring[(int(count) - 1) % len(ring), : len(values)] = values.to(ring.device)
+    if kept is not None and place is not None:
+        kept.index_copy_(0, place, values)
+
+
+@ring_write.check
+def _(
+    values: Tensor,
+    ring: Tensor,
+    count: Tensor,
+    kept: Tensor | None = None,
+    place: Tensor | None = None,
+) -> None:
+    expect("ring_write", "values", values, 1, INT64, dense=-1)
+    expect("ring_write", "ring", ring, 2, INT64, dense=-1)
+    check_ring("ring_write", ring, count, values)
+    if len(values) > ring.shape[1]:
+        refuse("ring_write", "values", f"has {len(values)} numbers for entries of {ring.shape[1]}")
+    if (kept is None) != (place is None):
+        missing = "kept" if kept is None else "place"
+        refuse("ring_write", missing, "is None: `kept` and `place` are given together")
+    if kept is not None and place is not None:
+        expect("ring_write", "kept", kept, 1, INT64, values, dense=-1)
+        expect("ring_write", "place", place, values.shape, INT64, values, dense=-1)
+
+
+@ring_write.implementation("triton", devices=gpu.DEVICES, replayed=True)
+def _(
+    values: Tensor,
+    ring: Tensor,
+    count: Tensor,
+    kept: Tensor | None = None,
+    place: Tensor | None = None,
+) -> None:
+    numbers = len(values)
+    block = gpu.next_power_of_2(max(1, numbers))
+    early = gpu.launches_early(values.device)
+    ring_write_kernel[(1,)](
+        *(values, ring, count, kept, place, *ring.shape, numbers, block, early),
+        num_warps=gpu.warps_for(block),
+        **early_option(early),
+    )
+
+
+@ring_write.cases
+def _(make: Make) -> Cases:
+    for count, (entries, width, numbers) in ((1, (1, 16, 16)), (7, (4, 48, 33)), (4, (4, 8, 0))):
+        values = make.randint(-1, 1 << 40, numbers)
+        ring = make.randint(0, 9, entries, width)
+        taken = make.tensor([count], INT64[0])
+        yield make.args(values, ring, taken)
+        kept, place = make.randint(0, 9, numbers + 2), make.rand(numbers + 2).argsort()
+        yield make.args(values, ring, taken, kept, place[:numbers])
+
+
+@ring_write.bench
+def _(draw: Draw) -> Points:
+    for rows in (1, 8, 64):
+        values = draw.randint(0, 1 << 40, rows)
+        ring, count = draw.randint(0, 1, 4, 2 * rows), draw.tensor([3], INT64[0])
+        kept = draw.args(draw.randint(0, 1, rows + 1), draw.arange(rows))
+        yield Point(str(rows), draw.args(values, ring, count, *kept.args), 4 * moved(values))

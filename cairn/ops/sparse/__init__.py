@@ -1,1 +1,0 @@
-"""Attention over blocks and single columns of keys."""

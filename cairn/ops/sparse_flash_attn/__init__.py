@@ -1,0 +1,17 @@
+"""Attention over blocks and single columns of keys.
+
+What sgl-kernel has in its module `sparse_flash_attn` is in `cairn.ops.sparse_flash_attn` too.
+"""
+
+from cairn.ops.sparse_flash_attn.convert_vertical_slash_indexes import (
+    convert_vertical_slash_indexes,
+    convert_vertical_slash_indexes_mergehead,
+)
+from cairn.ops.sparse_flash_attn.sparse_attn_func import sparse_attn_func, sparse_attn_varlen_func
+
+__all__ = [
+    "convert_vertical_slash_indexes",
+    "convert_vertical_slash_indexes_mergehead",
+    "sparse_attn_func",
+    "sparse_attn_varlen_func",
+]

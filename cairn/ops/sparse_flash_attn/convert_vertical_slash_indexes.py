@@ -1,0 +1,276 @@
+"""Tables of blocks and columns from vertical lines and diagonals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved, short
+from cairn.ops.registry import op
+from cairn.ops.sparse_flash_attn import vertical_slash
+from cairn.ops.sparse_flash_attn.kernels import convert_kernel
+from cairn.ops.sparse_flash_attn.vertical_slash import Lines
+from cairn.ops.testing import Cases, Make
+
+LANES = 32
+CHUNK = 64
+Tables = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _lines(
+    q_seqlens: Tensor,
+    kv_seqlens: Tensor,
+    vertical_indexes: Tensor,
+    slash_indexes: Tensor,
+    context_size: int,
+    block_size_M: int,
+    block_size_N: int,
+    causal: bool = True,
+) -> Lines:
+    lists = (q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, None, None)
+    return Lines(*lists, context_size, block_size_M, block_size_N, causal)
+
+
+def _merged(
+    q_seqlens: Tensor,
+    kv_seqlens: Tensor,
+    vertical_indexes: Tensor,
+    slash_indexes: Tensor,
+    vertical_indices_count: Tensor,
+    slash_indices_count: Tensor,
+    context_size: int,
+    block_size_M: int,
+    block_size_N: int,
+    causal: bool = True,
+) -> Lines:
+    counts = (vertical_indices_count, slash_indices_count)
+    lists = (q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, *counts)
+    return Lines(*lists, context_size, block_size_M, block_size_N, causal)
+
+
+@op
+def convert_vertical_slash_indexes(
+    q_seqlens: Tensor,
+    kv_seqlens: Tensor,
+    vertical_indexes: Tensor,
+    slash_indexes: Tensor,
+    context_size: int,
+    block_size_M: int,
+    block_size_N: int,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Blocks and columns of keys that every row block of queries reads, see
+    `cairn.ops.sparse_flash_attn.vertical_slash`.
+
+    Args:
+        q_seqlens, kv_seqlens: [B] int32.
+        vertical_indexes: [B, H, NV] int32, ascending: keys that all queries see.
+        slash_indexes: [B, H, NS] int32, descending: diagonals by their distance from the last
+            query's own key. Causal callers give 0, or lose the verticals behind the last range.
+        context_size: queries of the longest sequence; R = ceil(context_size / M) row blocks.
+        block_size_M: M, queries of a row block.
+        block_size_N: N >= M, keys of a block.
+        causal: the queries are the last of the keys.
+    Returns:
+        block_count [B, H, R], block_offset [B, H, R, NS] (first keys of blocks, ascending),
+        column_count [B, H, R], column_index [B, H, R, NV], int32; zero where nothing is listed.
+    Raises:
+        BadArgument: for a shape, dtype, layout or device that does not fit.
+    """
+    return vertical_slash.convert(
+        _lines(
+            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
+            context_size,
+            block_size_M,
+            block_size_N,
+            causal,
+        )
+    )
+
+
+@op
+def convert_vertical_slash_indexes_mergehead(
+    q_seqlens: Tensor,
+    kv_seqlens: Tensor,
+    vertical_indexes: Tensor,
+    slash_indexes: Tensor,
+    vertical_indices_count: Tensor,
+    slash_indices_count: Tensor,
+    context_size: int,
+    block_size_M: int,
+    block_size_N: int,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`convert_vertical_slash_indexes` of the first entries of every head's lists.
+
+    Args:
+        q_seqlens, kv_seqlens, vertical_indexes, slash_indexes: as there.
+        vertical_indices_count, slash_indices_count: [H] int32, entries of a head that count.
+        context_size, block_size_M, block_size_N, causal: as there.
+    Returns:
+        As there.
+    Raises:
+        BadArgument: for a shape, dtype, layout or device that does not fit.
+    """
+    return vertical_slash.convert(
+        _merged(
+            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
+            *(vertical_indices_count, slash_indices_count),
+            context_size,
+            block_size_M,
+            block_size_N,
+            causal,
+        )
+    )
+
+
+def _launch(lines: Lines) -> Tables:
+    found = lines.tables()
+    batch, heads, rows = found[0].shape
+    if batch * heads * rows:
+        convert_kernel[(-(-rows // LANES), batch * heads)](
+            *lines[:6],
+            *found,
+            *(heads, rows, lines.verticals.shape[2], lines.slashes.shape[2]),
+            *(lines.block_m, lines.block_n, lines.causal, LANES, CHUNK),
+            num_warps=1,
+        )
+    return found
+
+
+@convert_vertical_slash_indexes.fake
+def _(*args: Any, **kwargs: Any) -> Tables:
+    return _lines(*args, **kwargs).tables()
+
+
+@convert_vertical_slash_indexes_mergehead.fake
+def _(*args: Any, **kwargs: Any) -> Tables:
+    return _merged(*args, **kwargs).tables()
+
+
+@convert_vertical_slash_indexes.check
+def _(*args: Any, **kwargs: Any) -> None:
+    vertical_slash.check("convert_vertical_slash_indexes", _lines(*args, **kwargs))
+
+
+@convert_vertical_slash_indexes_mergehead.check
+def _(*args: Any, **kwargs: Any) -> None:
+    name, lines = "convert_vertical_slash_indexes_mergehead", _merged(*args, **kwargs)
+    vertical_slash.check(name, lines, merged=True)
+
+
+@convert_vertical_slash_indexes.implementation("triton", devices=gpu.DEVICES, replayed=True)
+def _(
+    q_seqlens: Tensor,
+    kv_seqlens: Tensor,
+    vertical_indexes: Tensor,
+    slash_indexes: Tensor,
+    context_size: int,
+    block_size_M: int,
+    block_size_N: int,
+    causal: bool = True,
+) -> Tables:
+    return _launch(
+        _lines(
+            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
+            context_size,
+            block_size_M,
+            block_size_N,
+            causal,
+        )
+    )
+
+
+@convert_vertical_slash_indexes_mergehead.implementation(
+    "triton", devices=gpu.DEVICES, replayed=True
+)
+def _(
+    q_seqlens: Tensor,
+    kv_seqlens: Tensor,
+    vertical_indexes: Tensor,
+    slash_indexes: Tensor,
+    vertical_indices_count: Tensor,
+    slash_indices_count: Tensor,
+    context_size: int,
+    block_size_M: int,
+    block_size_N: int,
+    causal: bool = True,
+) -> Tables:
+    return _launch(
+        _merged(
+            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
+            *(vertical_indices_count, slash_indices_count),
+            context_size,
+            block_size_M,
+            block_size_N,
+            causal,
+        )
+    )
+
+
+def _lists(make: Make, heads: int, count: int, most: int, down: bool) -> Tensor:
+    """[2, heads, count] different numbers below `most`, in order; 0 is the last of those that go
+    down."""
+    rows = [make.rand(most - 1).argsort()[:count] + 1 for _ in range(2 * heads)]
+    drawn = torch.stack(rows).sort(dim=1, descending=down).values.view(2, heads, count)
+    if down:
+        drawn[..., -1] = 0
+    return drawn.to(torch.int32)
+
+
+@convert_vertical_slash_indexes.cases
+def _(make: Make) -> Cases:
+    causal = True
+    for context, kv, m, n in ((100, 130, 8, 8), (63, 63, 7, 16), (40, 1000, 16, 64)):
+        q_lengths = make.tensor([context, context // 2], dtype=torch.int32)
+        kv_lengths = make.tensor([kv, kv - context // 3], dtype=torch.int32)
+        lists = (_lists(make, 3, 12, kv, False), _lists(make, 3, 9, kv, True))
+        yield make.args(q_lengths, kv_lengths, *lists, context, m, n, causal)
+        causal = not causal
+    yield make.args(q_lengths, kv_lengths, lists[0][..., :0], lists[1] + 2000, 100, 8, 8)
+    yield make.args(q_lengths[:0], kv_lengths[:0], lists[0][:0], lists[1][:0], 100, 8, 8)
+
+
+@convert_vertical_slash_indexes_mergehead.cases
+def _(make: Make) -> Cases:
+    q_lengths = make.tensor([100, 77], dtype=torch.int32)
+    kv_lengths = make.tensor([130, 77], dtype=torch.int32)
+    lists = (_lists(make, 3, 12, 130, False), _lists(make, 3, 9, 130, True))
+    counts = make.tensor([[12, 0, 5], [9, 4, 0]], dtype=torch.int32)
+    for causal in (True, False):
+        yield make.args(q_lengths, kv_lengths, *lists, *counts, 100, 8, 8, causal)
+    none = (x[:0] for x in (q_lengths, kv_lengths, *lists))
+    yield make.args(*none, *counts, 100, 8, 8)
+
+
+def _points(draw: Draw, merged: bool) -> Points:
+    tiny = len(draw.layers) == 1
+    sizes = ((2, 256, 16, 12),) if tiny else ((4, 8192, 500, 700), (8, 32768, 1000, 2000))
+    for heads, context, nv, ns in sizes:
+        lengths = torch.full((1,), context, dtype=torch.int32, device=draw.device)
+        lists = [_lists(draw, heads, n, context, n == ns)[:1] for n in (nv, ns)]
+        counts = [torch.full((heads,), n, dtype=torch.int32, device=draw.device) for n in (nv, ns)]
+        which: Any = convert_vertical_slash_indexes
+        arguments = [lengths, lengths, *lists, context, 64, 64]
+        if merged:
+            which = convert_vertical_slash_indexes_mergehead
+            arguments[4:4] = counts
+        yield Point(
+            f"{heads} heads, {short(context)}, {nv} verticals, {ns} slashes",
+            draw.args(*arguments),
+            moved(*lists) + 4 * heads * (context // 64) * (nv + ns),
+            alternatives=(Alternative("definition", which.reference),),
+        )
+
+
+@convert_vertical_slash_indexes.bench
+def _(draw: Draw) -> Points:
+    return _points(draw, merged=False)
+
+
+@convert_vertical_slash_indexes_mergehead.bench
+def _(draw: Draw) -> Points:
+    return _points(draw, merged=True)

@@ -1,0 +1,108 @@
+"""The largest numbers along a dim."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, refuse
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+from cairn.ops.top_k.kernels.few import few_kernel, first_kernel
+
+MOST, LONGEST = 16, 1 << 14
+"""Most numbers that are found one after the other, in rows of so many."""
+GROUPS, LONG, WARPS = 128, 4096, 1
+"""Groups of a row, twice as many of one of more than LONG numbers, and warps of a program."""
+STEP, WHOLE_STEP, ONE_STEP = 8, 32, 16
+"""Numbers of each group that are read at once: masked ones, or of more groups, take more registers;
+numbers without their places fewer."""
+
+
+@op
+def fast_topk(values: Tensor, topk: int, dim: int) -> tuple[Tensor, Tensor]:
+    """The topk largest values along a dim, in descending order.
+
+    Args:
+        values: any shape and dtype that torch orders.
+        topk: 1 <= topk <= values.shape[dim].
+        dim: may be negative.
+    Returns:
+        values and their indices (int64), with topk in place of the dim's size.
+    Raises:
+        BadArgument: for a dim or a topk that `values` does not have.
+    """
+    if topk == 1:
+        best = torch.max(values, dim=dim, keepdim=True)
+        return best.values, best.indices
+    found = torch.topk(values, topk, dim=dim)
+    return found.values, found.indices
+
+
+@fast_topk.check
+def _(values: Tensor, topk: int, dim: int) -> None:
+    if not -values.dim() <= dim < values.dim():
+        refuse("fast_topk", "dim", f"is {dim}: values has shape {list(values.shape)}")
+    if not 1 <= topk <= values.shape[dim]:
+        refuse("fast_topk", "topk", f"is {topk}, not 1 to {values.shape[dim]}")
+
+
+def _few(values: Tensor, topk: int, dim: int) -> bool:
+    last = values.dim() and dim % values.dim() == values.dim() - 1
+    plain = values.dtype in FLOATS and values.is_contiguous()
+    return bool(last) and plain and 0 < topk <= MOST and 0 < values.shape[-1] <= LONGEST
+
+
+@fast_topk.implementation("triton", devices=gpu.DEVICES, when=_few, replayed=True)
+def _(values: Tensor, topk: int, dim: int) -> tuple[Tensor, Tensor]:
+    """One program a row, which is read once but for the neighbours of what is found."""
+    width = values.shape[-1]
+    rows, shape = values.numel() // width, (*values.shape[:-1], topk)
+    found = gpu.empty(shape, values.dtype, values.device)
+    indices = gpu.empty(shape, torch.int64, values.device)
+    groups = GROUPS if width <= LONG else 2 * GROUPS
+    size = gpu.next_power_of_2(-(-width // groups))
+    whole = size * groups == width
+    step = WHOLE_STEP if whole and width <= LONG else STEP
+    if rows and topk == 1:
+        first_kernel[(rows,)](
+            *(values, found, indices, width, width, groups, size, min(ONE_STEP, size), whole),
+            num_warps=WARPS,
+        )
+    elif rows:
+        few_kernel[(rows,)](
+            *(values, found, indices, width, width, topk),
+            *(groups, size, min(step, size), gpu.next_power_of_2(topk)),
+            *(max(32 * WARPS, size), whole),
+            num_warps=WARPS,
+        )
+    return found, indices
+
+
+@fast_topk.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.randn(5, 63), 7, 1)
+    yield make.args(make.randn(5, 63), 1, 0)
+    yield make.args(make.rand(4, 3, 100).to(torch.bfloat16).cumsum(-1), 1, -1)
+    yield make.args(make.randn(3, 100)[:, ::2], 50, -1)
+    yield make.args(make.randn(3, 2, 1500), 16, -1)
+    yield make.args(make.randn(0, 8), 2, 1)
+
+
+def _sorted(values: Tensor, topk: int, dim: int) -> Tensor:
+    return values.sort(dim=dim, descending=True).values.narrow(dim, 0, topk)
+
+
+@fast_topk.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x = draw.randn(rows, layer.hidden, dtype=torch.float32)
+        for topk in (1, 8):
+            yield Point(
+                f"{layer.name}: {topk} of {rows} x {layer.hidden}",
+                draw.args(x, topk, 1),
+                moved(x) + 12 * rows * topk,
+                alternatives=(Alternative("sort", _sorted),),
+            )

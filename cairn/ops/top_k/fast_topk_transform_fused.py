@@ -1,0 +1,146 @@
+"""The largest scores of a row, as places in a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Points
+from cairn.ops.checks import expect, refuse
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+from cairn.ops.top_k import launch, selection
+from cairn.ops.top_k.samples import points, rows_of
+from cairn.ops.top_k.selection import NONE, Rows
+
+
+@op
+def fast_topk_transform_fused(
+    score: Tensor,
+    lengths: Tensor,
+    page_table_size_1: Tensor,
+    cu_seqlens_q: Tensor,
+    topk: int,
+    row_starts: Tensor | None = None,
+    page_size: int = 1,
+) -> Tensor:
+    """`fast_topk_v2`, each position replaced by its place in the cache.
+
+    Row r belongs to the request q with cu_seqlens_q[q] <= r < cu_seqlens_q[q + 1]; position p lies
+    in page page_table_size_1[q, p // P], so its place is that page * P + p % P. Rows that belong
+    to no request are -1.
+
+    Args:
+        score, lengths, topk, row_starts: as in `fast_topk_v2`.
+        page_table_size_1: [Bq, n] int32, rows of any stride.
+        cu_seqlens_q: [Bq + 1] int32, ascending.
+        page_size: P, positions that an entry of the table stands for.
+    Returns:
+        [B, topk] int32, in the order of the positions, padded with -1.
+    Raises:
+        BadArgument: for a shape, dtype or device that does not fit.
+    """
+    place = selection.select(Rows(score, lengths, row_starts, topk)).long()
+    row = torch.arange(score.shape[0], device=score.device, dtype=torch.int32)
+    request = torch.searchsorted(cu_seqlens_q, row, right=True).long() - 1
+    owned = (request >= 0) & (request < page_table_size_1.shape[0])
+    taken = owned[:, None] & (place >= 0)
+    page = page_table_size_1[
+        torch.where(owned, request, 0)[:, None], torch.where(taken, place // page_size, 0)
+    ]
+    return torch.where(taken, page * page_size + place % page_size, NONE).to(torch.int32)
+
+
+@fast_topk_transform_fused.fake
+def _(
+    score: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    bounds: Tensor,
+    topk: int,
+    *rest: Any,
+    **named: Any,
+) -> Tensor:
+    return selection.blank(score, topk)
+
+
+@fast_topk_transform_fused.check
+def _(
+    score: Tensor,
+    lengths: Tensor,
+    page_table_size_1: Tensor,
+    cu_seqlens_q: Tensor,
+    topk: int,
+    row_starts: Tensor | None = None,
+    page_size: int = 1,
+) -> None:
+    name = "fast_topk_transform_fused"
+    selection.check(name, Rows(score, lengths, row_starts, topk))
+    word = (torch.int32,)
+    expect(name, "page_table_size_1", page_table_size_1, (None, None), word, like=score)
+    bounds = (page_table_size_1.shape[0] + 1,)
+    expect(name, "cu_seqlens_q", cu_seqlens_q, bounds, word, like=score)
+    if page_size < 1:
+        refuse(name, "page_size", f"is {page_size}")
+    if score.shape[0] and not page_table_size_1.numel():
+        refuse(name, "page_table_size_1", "is empty")
+
+
+def _lines(
+    score: Tensor,
+    lengths: Tensor,
+    page_table_size_1: Tensor,
+    cu_seqlens_q: Tensor,
+    topk: int,
+    row_starts: Tensor | None = None,
+    page_size: int = 1,
+) -> bool:
+    near = page_table_size_1.stride(1) == 1 and cu_seqlens_q.is_contiguous()
+    return near and launch.accepts(Rows(score, lengths, row_starts, topk))
+
+
+@fast_topk_transform_fused.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
+def _(
+    score: Tensor,
+    lengths: Tensor,
+    page_table_size_1: Tensor,
+    cu_seqlens_q: Tensor,
+    topk: int,
+    row_starts: Tensor | None = None,
+    page_size: int = 1,
+) -> Tensor:
+    pages = launch.Pages(page_table_size_1, cu_seqlens_q, page_size)
+    return launch.select(Rows(score, lengths, row_starts, topk), pages=pages)
+
+
+@fast_topk_transform_fused.cases
+def _(make: Make) -> Cases:
+    for number, (score, lengths, starts, topk) in enumerate(rows_of(make)):
+        rows, width = score.shape
+        size = (1, 7)[number % 2]
+        table = make.randint(0, 1 << 20, 3, width // size + 3, dtype=torch.int32)[:, :-2]
+        # Of the last ones the first and the last row belong to nobody.
+        first = int(number == 6)
+        bounds = make.tensor([first, rows // 2, rows // 2, rows - first], dtype=torch.int32)
+        yield make.args(score, lengths, table, bounds, topk, starts, page_size=size)
+
+
+def _by_topk(
+    score: Tensor, lengths: Tensor, table: Tensor, cu_seqlens_q: Tensor, topk: int
+) -> Tensor:
+    """torch's operators for a row a request, all of equal length."""
+    return table.gather(1, score.topk(topk).indices.sort().values)
+
+
+@fast_topk_transform_fused.bench
+def _(draw: Draw) -> Points:
+    def table(rows: int, width: int) -> Tensor:
+        return draw.randint(0, rows * width, rows, width, dtype=torch.int32)
+
+    def bounds(rows: int, width: int) -> Tensor:
+        return torch.arange(rows + 1, dtype=torch.int32, device=draw.device)
+
+    return points(draw, _by_topk, table, bounds)

@@ -1,0 +1,80 @@
+"""The largest scores of a row, as positions (DeepSeek-V3.2 report, section 2.1: the selection)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.benching import Draw, Points
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+from cairn.ops.top_k import launch, selection
+from cairn.ops.top_k.samples import points, rows_of
+from cairn.ops.top_k.selection import Rows
+
+
+@op
+def fast_topk_v2(
+    score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None
+) -> Tensor:
+    """Positions of the topk largest scores of every row, exact for any scores.
+
+    Row b has the candidates score[b, start : start + n]. With n <= topk the result is 0 .. n - 1,
+    whatever the scores hold. Of equal scores the lower position is taken; NaN counts as -inf. What
+    would lie outside of the row is no candidate.
+
+    Args:
+        score: [B, L] float32, rows of any stride.
+        lengths: n [B] int32.
+        topk: 1 to 4096.
+        row_starts: start [B] int32; None: 0.
+    Returns:
+        [B, topk] int32, relative to start, ascending, padded with -1.
+    Raises:
+        BadArgument: for a shape, dtype or device that does not fit.
+    """
+    return selection.select(Rows(score, lengths, row_starts, topk))
+
+
+@fast_topk_v2.fake
+def _(score: Tensor, lengths: Tensor, topk: int, *rest: Any, **named: Any) -> Tensor:
+    return selection.blank(score, topk)
+
+
+@fast_topk_v2.check
+def _(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> None:
+    selection.check("fast_topk_v2", Rows(score, lengths, row_starts, topk))
+
+
+def _lines(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> bool:
+    return launch.accepts(Rows(score, lengths, row_starts, topk))
+
+
+@fast_topk_v2.implementation("topk", devices=("cpu",))
+def _(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> Tensor:
+    return selection.select_by_topk(Rows(score, lengths, row_starts, topk))
+
+
+@fast_topk_v2.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
+def _(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> Tensor:
+    return launch.select(Rows(score, lengths, row_starts, topk))
+
+
+@fast_topk_v2.cases
+def _(make: Make) -> Cases:
+    for score, lengths, starts, topk in rows_of(make):
+        yield make.args(score, lengths, topk, starts)
+    yield make.args(score, lengths, topk)
+
+
+def _by_topk(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> Tensor:
+    """torch's operator for rows of equal length."""
+    return score.topk(topk).indices.sort().values.to(torch.int32)
+
+
+@fast_topk_v2.bench
+def _(draw: Draw) -> Points:
+    return points(draw, _by_topk)

@@ -1,1 +1,0 @@
-"""The largest numbers of a row, as positions or places in a cache."""

@@ -1,1 +1,0 @@
-"""Pages of keys and values on their way between devices, hosts and layouts."""
