@@ -170,11 +170,11 @@ def decode_step(
     slots, longest = shape.slots, min(longest, CONTEXT)
     end = max(1, longest // slots.tokens_per_page * slots.tokens_per_page)
     numbers = range(shape.num_rows if rows is None else rows)
-    last = [end - 1 if rows is None else max(0, end - 2) for _ in numbers]
+    last = end - 1 if rows is None else max(0, end - 2)
     if eager:
-        works = [RowWork(row, last[row], [0], True, 1) for row in numbers]
+        works = [RowWork(row, last, [0], True, 1) for row in numbers]
         return _plan(shape, works, longest, EVERYTHING)._replace(constrained=numbers)
-    decode = DecodeWork.of(numbers, last, [1] * len(numbers))
+    decode = DecodeWork.of(numbers, [last] * len(numbers), [1] * len(numbers))
     return _plan(shape, (), longest, params, decode)
 
 
