@@ -66,6 +66,7 @@ def test_quick(dtype: torch.dtype) -> None:
 def test_steering_a_launch_changes_nothing(op: Any) -> None:
     x = torch.randn(5, 14)
     assert torch.equal(op(x, enable_pdl=True), op(x))
+    assert torch.equal(op(x, None, True), op(x))
 
 
 @pytest.mark.parametrize("op", [silu_and_mul, gelu_and_mul, gelu_tanh_and_mul])
