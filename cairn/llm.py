@@ -16,9 +16,9 @@ from cairn.engine.continuation import Continuation
 from cairn.engine.tokenizer import Tokenizer
 from cairn.engine.totals import HostTimes
 from cairn.errors import BadModel, BadRequest
-from cairn.models.spec import ModelSpec
 from cairn.names import refuse_unknown
 from cairn.obs.progress import Progress
+from cairn.specs.model import ModelSpec
 from cairn.types import RequestOutput, SamplingParams
 
 Prompt = str | Mapping[str, Any]
@@ -203,14 +203,13 @@ class LLM:
     def stats(self) -> Stats:
         """Totals since the engine started."""
         core, runner = self._core.stats, self._built.runner
-        kv_heads = self._built.spec.num_kv_heads
         known = {f.name for f in fields(Stats)}
         totals = {f.name: getattr(core, f.name) for f in fields(core) if f.name in known}
         totals["steady"] = replace(core.steady)
         return Stats(
             **totals,
             queries=runner.reads.queries,
-            pages_read=runner.reads.selected // kv_heads + runner.reads.window,
+            pages_read=int(runner.reads.selected_by_head) + runner.reads.window,
             pages_held=runner.reads.held,
             cached_prompt_tokens=self._core.scheduler.cached_prompt_tokens,
             preemptions=self._core.scheduler.preemptions,

@@ -7,28 +7,24 @@ from typing import ClassVar
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, Part
-from cairn.ops.attention.launch import dense_in_tiles
+from cairn.attention.base import GqaBackend, StepPlan
+from cairn.attention.cuts import Part
+from cairn.attention.inputs import GqaInputs
+from cairn.ops import advice
+from cairn.specs.backends import DENSE
 
 
-class DenseBackend(AttentionBackend):
+class DenseBackend(GqaBackend):
     """Every query reads every earlier slot of its row."""
 
-    name: ClassVar[str] = "dense"
+    name: ClassVar[str] = DENSE
     longest_in_graphs: ClassVar[int | None] = 4096
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        batch: Batch,
-        lmk_q: Tensor | None,
-        summary_query: Tensor | None,
-    ) -> Tensor:
-        """Attend over slots 0 .. s of the row; shapes as in `Batch.attend`."""
-        k_cache, v_cache = self.write(k, v, layer, batch)
+    def run(self, layer: int, inputs: GqaInputs, plan: StepPlan) -> Tensor:
+        """Attend over slots 0 .. s of the row: -> [T, h_q, d] in q's dtype."""
+        spec, q = self.layers[layer], inputs.q
+        k_cache, v_cache = self.write(layer, inputs, plan)
+        page_table = self.place(layer, plan).page_table
 
         def attend(part: Part) -> Tensor:
             o, _ = ops.dense_attention(
@@ -37,12 +33,13 @@ class DenseBackend(AttentionBackend):
                 v_cache,
                 part.row,
                 part.slot,
-                batch.page_table,
-                mask_landmarks=layer.mask_landmarks,
+                page_table,
+                mask_landmarks=spec.mask_landmarks,
                 stretches=part.stretches,
                 chunked=part.chunked,
             )
             return o
 
-        tiled = dense_in_tiles(q, layer.num_kv_heads, batch.chunked, batch.stretches)
-        return batch.attend_parts(tiled, attend)
+        chunked, stretches = plan.cuts.chunked, plan.stretches
+        tiled = advice.dense_in_tiles(q, spec.num_kv_heads, chunked, stretches)
+        return plan.attend(attend, tiled=tiled)

@@ -15,142 +15,130 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import (
-    AttentionBackend,
-    AttentionLayer,
-    Batch,
-    LayerReads,
-    Part,
-)
-from cairn.cache.pools import CacheSpec
-from cairn.ops.attention.launch import LANDMARK_LINES, in_tiles
-from cairn.ops.landmark.page_tiles import most_pages
-from cairn.ops.landmark.page_weights import shared_weights
+from cairn.attention.base import GqaBackend, LayerReads, StepPlan
+from cairn.attention.batch import Batch
+from cairn.attention.cuts import ROUND, Front, Part
+from cairn.attention.inputs import HilsInputs
+from cairn.cache.schema import LayerSchema, PageField, PageFormat
+from cairn.ops import advice
+from cairn.specs.backends import HSA
+from cairn.specs.hils import HilsSpec
+
+SUMMARY_KEY, SUMMARY_BIAS = "summary_key", "summary_bias"
 
 
-class HsaBackend(AttentionBackend):
+class HsaBackend(GqaBackend):
     """Landmark selection over the paged cache; needs page_size == the model's chunk size."""
 
-    name: ClassVar[str] = "hsa"
+    name: ClassVar[str] = HSA
 
     @classmethod
-    def needs(cls, layer: AttentionLayer) -> CacheSpec:
-        """Keys, values and a summary; a landmark's own key is read where it lies, in the cache."""
-        rule = layer.landmark
-        if rule is None:
-            raise ValueError(f"layer {layer.index} has no landmark rule")
-        per_query_head = rule.summary == "prior" and not rule.group_query
-        heads = layer.num_heads if per_query_head else layer.num_kv_heads
-        return CacheSpec(
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            num_heads=layer.num_heads,
-            summary_heads=0 if rule.summary == "landmark" else heads,
-            own_key=rule.summary == "landmark",
-            bias=rule.bias,
-        )
+    def needs(cls, spec: HilsSpec, form: PageFormat) -> LayerSchema:
+        """Keys, values and a summary.
 
-    def target(self, layer: AttentionLayer) -> tuple[Tensor, Tensor] | None:
-        """Landmarks' own keys, where they are kept beside the cache, are taken as they come."""
-        rule = layer.landmark
-        kept = self.pools.summary_key[layer.index] is not None
-        if kept and rule is not None and rule.summary == "landmark":
-            return None
-        return super().target(layer)
+        A landmark's own key is read where it lies, in the cache; only where keys are quantized and
+        summaries are not it is stored once more.
+        """
+        fields = list(form.keys_and_values(spec.num_kv_heads, spec.head_dim))
+        if spec.summary != "landmark" or form.quantized:
+            shape = spec.summary_heads, spec.head_dim
+            fields.append(PageField(SUMMARY_KEY, shape, form.dtype, summary=True))
+        if spec.bias_by_entropy:
+            fields.append(PageField(SUMMARY_BIAS, (spec.num_heads,), torch.float32, summary=True))
+        return LayerSchema(tuple(fields))
 
-    def near_pages(self, layer: AttentionLayer) -> int:
-        """As many as the op passes over rather than sort them; with "group" it does not."""
-        rule = layer.landmark
-        if rule is None or rule.strategy == "group":
+    def fronts(self) -> tuple[Front, ...]:
+        """Slots of a row that all layers treat alike: in the first of them every layer selects
+        every page left of its window; up to the second every layer passes over all pages."""
+        size = self.pools.schema.page_size
+        early = min(advice.short_pages(size, s.local_window, s.topk) for s in self.layers.values())
+        near = min(self._near_pages(layer) for layer in self.layers)
+        pages = [early, near if near > early else 0]
+        return tuple(Front(n * size // ROUND * ROUND, n) for n in pages if n)
+
+    def _near_pages(self, layer: int) -> int:
+        """Pages of a row that the op passes over rather than sort them; 0: none."""
+        spec = self.layers[layer]
+        if spec.strategy == "group":
             return 0
-        return most_pages(self.pools.k[layer.index], rule.topk)
+        return advice.most_pages_in_tiles(self.caches(layer)[0], spec.topk)
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        batch: Batch,
-        lmk_q: Tensor | None,
-        summary_query: Tensor | None,
-    ) -> Tensor:
-        """Attend by landmarks; `lmk_q` is required. Shapes as in `Batch.attend`."""
-        rule = layer.landmark
-        if rule is None or lmk_q is None:
-            raise ValueError(f"layer {layer.index} has no landmark rule or no landmark query")
-        k_cache, v_cache = self.write(k, v, layer, batch)
+    def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Landmarks' own keys, where they are kept beside the cache, are taken as they come."""
+        spec = self.layers[layer]
+        if spec.summary == "landmark" and SUMMARY_KEY in self.pools.pages[layer]:
+            return None
+        return super().kv_target(layer, plan)
+
+    def run(self, layer: int, inputs: HilsInputs, plan: StepPlan) -> Tensor:
+        """Attend by landmarks: -> [T, h_q, d] in q's dtype."""
+        spec, batch, q, lmk_q = self.layers[layer], plan.batch, inputs.q, inputs.lmk_q
+        k_cache, v_cache = self.write(layer, inputs, plan)
+        place, fields = self.place(layer, plan), self.pools.pages[layer]
         # Where each landmark's own z pools its page, a few of them do it on the way: no launch.
-        own = summary_query is None and rule.summary == "prior" and not rule.group_query
-        tiled = in_tiles(q, layer.num_kv_heads, batch.chunked, LANDMARK_LINES)
-        few = q.is_cuda and own and not tiled and q.shape[0] <= rule.window
+        own = inputs.summary_query is None and spec.summary == "prior" and not spec.group_query
+        tiled = advice.in_tiles(q, spec.num_kv_heads, plan.cuts.chunked, advice.LANDMARK_LINES)
+        few = q.is_cuda and own and not tiled and q.shape[0] <= spec.local_window
         if batch.completed.numel() and not few:
-            if summary_query is None and (rule.bias or rule.summary == "prior"):
-                summary_query = lmk_q[batch.completed]
-            self._summarise(k, k_cache, layer, batch, summary_query)
-        key_pool = self.pools.summary_key[layer.index]
-        candidates = max(0, (batch.max_slot - rule.window + 1) // k_cache.shape[2])
+            self._summarise(layer, inputs, batch)
+        candidates = max(0, (batch.max_slot - spec.local_window + 1) // k_cache.shape[2])
         # A kernel is compiled for a topk: a GPU knows one.
-        topk = rule.topk if q.is_cuda else max(1, min(rule.topk, candidates))
+        topk = spec.topk if q.is_cuda else max(1, min(spec.topk, candidates))
+        key_pool = fields.get(SUMMARY_KEY)
 
         def attend(part: Part) -> Tensor:
-            # How wide the table is tells the op how short the rows are: that there is nothing to
+            # The width of the table tells the op how short the rows are: that there is nothing to
             # choose, or little to pass over.
-            page_table = batch.page_table[:, : part.pages]
+            page_table = place.page_table[:, : part.pages]
             o, indices, scores, lse = ops.landmark_attention(
                 part.of(q),
                 part.of(lmk_q),
                 k_cache,
                 v_cache,
                 k_cache[:, :, -1] if key_pool is None else key_pool,
-                self.pools.summary_bias[layer.index],
+                fields.get(SUMMARY_BIAS),
                 part.row,
                 part.slot,
                 page_table,
-                rule.window,
+                spec.local_window,
                 topk,
-                rule.softmax1,
-                strategy=rule.strategy,
+                spec.softmax1,
+                strategy=spec.strategy,
                 store_summaries=few,
                 chunked=part.chunked,
             )
             if batch.watch is not None:
                 at = batch.watch
-                weights, window_weight = shared_weights(scores[at], lse[at], rule.softmax1)
-                batch.reads.append(LayerReads(layer.index, indices[at], weights, window_weight))
+                weights, window_weight = advice.shared_weights(scores[at], lse[at], spec.softmax1)
+                plan.reads.append(LayerReads(layer, indices[at], weights, window_weight))
             return o
 
-        return batch.attend_parts(tiled, attend, by_fronts=True)
+        return plan.attend(attend, tiled=tiled, by_fronts=True)
 
-    def _summarise(
-        self,
-        k: Tensor | None,
-        k_cache: Tensor,
-        layer: AttentionLayer,
-        batch: Batch,
-        query: Tensor | None,
-    ) -> None:
-        """Store key and bias of the pages that this step, with the keys k, completes."""
-        rule = layer.landmark
-        assert rule is not None
-        pages = batch.completed_pages
-        key_pool = self.pools.summary_key[layer.index]
-        bias_pool = self.pools.summary_bias[layer.index]
-        own_key = rule.summary == "prior" and not rule.group_query
+    def _summarise(self, layer: int, inputs: HilsInputs, batch: Batch) -> None:
+        """Store key and bias of the pages that this step completes."""
+        spec, fields = self.layers[layer], self.pools.pages[layer]
+        k_cache, pages = fields["k"], batch.completed_pages
+        key_pool, bias_pool = fields.get(SUMMARY_KEY), fields.get(SUMMARY_BIAS)
+        query = inputs.summary_query
+        if query is None and spec.needs_summary_query:
+            query = inputs.lmk_q[batch.completed]
+        own_key = spec.summary == "prior" and not spec.group_query
         if query is not None:
             ops.store_prior_summary(query, k_cache, pages, key_pool if own_key else None, bias_pool)
         if key_pool is None or own_key:
             return
         # A negative number, which pads a step, is the last page: it belongs to nobody then.
         pages = pages % len(k_cache)
-        if rule.summary == "landmark":
-            assert k is not None
-            key_pool[pages] = k[batch.completed]
-        elif rule.summary == "mean":
+        if spec.summary == "landmark":
+            assert inputs.k is not None
+            key_pool[pages] = inputs.k[batch.completed]
+        elif spec.summary == "mean":
             key_pool[pages] = ops.mean_summary(k_cache, pages).to(key_pool.dtype)
-        elif rule.group_query and query is not None:
-            group = query.unflatten(1, (layer.num_kv_heads, -1)).float().mean(2).to(query.dtype)
+        elif spec.group_query and query is not None:
+            group = query.unflatten(1, (spec.num_kv_heads, -1)).float().mean(2).to(query.dtype)
             key_pool[pages] = ops.prior_summary(group, k_cache, pages)[0]

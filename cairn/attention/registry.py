@@ -4,25 +4,71 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cairn.attention.base import AttentionBackend, AttentionLayer
+from cairn.attention.base import AttentionBackend
+from cairn.attention.batch import Batch, StepRows
+from cairn.attention.cuts import WHOLE, Cuts, Cutter
 from cairn.attention.dense import DenseBackend
 from cairn.attention.hsa import HsaBackend
+from cairn.attention.step import BoundLayer, Step
 from cairn.attention.window import WindowBackend
-from cairn.cache.pools import CachePools, CacheSpec
+from cairn.cache.pools import CachePools
+from cairn.cache.schema import CacheSchema, PageFormat
+from cairn.specs.model import MixerSpec
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     backend.name: backend for backend in (DenseBackend, WindowBackend, HsaBackend)
 }
 
 
-def cache_specs(layers: Sequence[AttentionLayer]) -> list[CacheSpec]:
-    """What each layer stores per page."""
-    return [BACKENDS[layer.backend].needs(layer) for layer in layers]
+def cache_schema(mixers: Sequence[MixerSpec], form: PageFormat) -> CacheSchema:
+    """What all layers keep."""
+    layers = [BACKENDS[mixer.backend].needs(mixer, form) for mixer in mixers]
+    return CacheSchema(layers, form.page_size)
 
 
-def assign(
-    layers: Sequence[AttentionLayer], pools: CachePools
-) -> dict[int, tuple[AttentionBackend, AttentionLayer]]:
-    """Layer index -> (its backend bound to the pools, the layer); one instance a backend."""
-    instances = {name: BACKENDS[name](pools) for name in {layer.backend for layer in layers}}
-    return {layer.index: (instances[layer.backend], layer) for layer in layers}
+class Backends:
+    """The backends of a model's layers, bound to the cache.
+
+    Args:
+        mixers: one entry a layer.
+        pools: the cache; made for what `cache_schema` says of these mixers.
+
+    Attributes:
+        names: by layer, its backend's name.
+        in_graphs: steps can be captured in CUDA graphs.
+        longest_in_graphs: see `AttentionBackend`.
+        cutter: chooses how steps are cut.
+    """
+
+    def __init__(self, mixers: Sequence[MixerSpec], pools: CachePools) -> None:
+        self.names = [mixer.backend for mixer in mixers]
+        self._instances = {
+            name: BACKENDS[name](pools, {i: m for i, m in enumerate(mixers) if m.backend == name})
+            for name in dict.fromkeys(self.names)
+        }
+        used = self._instances.values()
+        self.in_graphs = all(backend.in_graphs for backend in used)
+        limits = [b.longest_in_graphs for b in used if b.longest_in_graphs is not None]
+        self.longest_in_graphs = min(limits, default=None)
+        fronts = [found for backend in used if (found := backend.fronts())]
+        self.cutter = Cutter(fronts[0] if fronts else ())
+
+    def cuts(self, rows: StepRows, on_cpu: bool) -> Cuts:
+        """How a step that runs operation by operation is cut."""
+        found = self.cutter.of_step(rows)
+        # The CPU's tiles are of one row each: there is nothing to save.
+        return Cuts(found.chunked) if on_cpu else found
+
+    def step(self, batch: Batch, cuts: Cuts = WHOLE, rows: StepRows | None = None) -> Step:
+        """Plan a step.
+
+        Args:
+            batch: its tensors.
+            cuts: how its slots are cut.
+            rows: what the host knows of its rows; None inside a graph.
+        """
+        plans = {name: b.plan(batch, cuts, rows) for name, b in self._instances.items()}
+        layers = [
+            BoundLayer(i, self._instances[name], plans[name]) for i, name in enumerate(self.names)
+        ]
+        return Step(batch, layers)

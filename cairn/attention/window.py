@@ -8,42 +8,34 @@ from typing import ClassVar
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import AttentionBackend, AttentionLayer, Batch, Part
-from cairn.cache.pools import CacheSpec
-from cairn.ops.attention.launch import in_tiles
+from cairn.attention.base import GqaBackend, StepPlan
+from cairn.attention.cuts import Part
+from cairn.attention.inputs import GqaInputs
+from cairn.cache.schema import LayerSchema, PageFormat
+from cairn.ops import advice
+from cairn.specs.backends import WINDOW
+from cairn.specs.gqa import GqaSpec
 
 
-class WindowBackend(AttentionBackend):
+class WindowBackend(GqaBackend):
     """Every query reads the last slots of its row, itself included.
 
     A plain window layer sees exactly `window` slots. A landmark layer that is forced to its window
-    alone sees what its window branch sees: aligned down to a page start, landmarks masked.
+    sees what its window branch sees: aligned down to a page start, landmarks masked.
     """
 
-    name: ClassVar[str] = "window"
+    name: ClassVar[str] = WINDOW
 
     @classmethod
-    def needs(cls, layer: AttentionLayer) -> CacheSpec:
+    def needs(cls, spec: GqaSpec, form: PageFormat) -> LayerSchema:
         """Keys and values, under the window alone."""
-        return replace(super().needs(layer), window=_width(layer))
+        return replace(super().needs(spec, form), window=spec.window)
 
-    def place(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Those of the layers that have pages of their own, if there are such."""
-        return batch.window_place or super().place(batch)
-
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        batch: Batch,
-        lmk_q: Tensor | None,
-        summary_query: Tensor | None,
-    ) -> Tensor:
-        """Attend over the window of each query; shapes as in `Batch.attend`."""
-        k_cache, v_cache = self.write(k, v, layer, batch)
-        page_table, _ = self.place(batch)
+    def run(self, layer: int, inputs: GqaInputs, plan: StepPlan) -> Tensor:
+        """Attend over the window of each query: -> [T, h_q, d] in q's dtype."""
+        spec, q = self.layers[layer], inputs.q
+        k_cache, v_cache = self.write(layer, inputs, plan)
+        page_table = self.place(layer, plan).page_table
 
         def attend(part: Part) -> Tensor:
             o, _ = ops.window_attention(
@@ -53,20 +45,13 @@ class WindowBackend(AttentionBackend):
                 part.row,
                 part.slot,
                 page_table,
-                _width(layer),
-                aligned=layer.landmark is not None,
-                mask_landmarks=layer.mask_landmarks,
+                spec.window,
+                aligned=spec.aligned,
+                mask_landmarks=spec.mask_landmarks,
                 dtype=q.dtype,
                 chunked=part.chunked,
             )
             return o
 
-        return batch.attend_parts(in_tiles(q, layer.num_kv_heads, batch.chunked), attend)
-
-
-def _width(layer: AttentionLayer) -> int:
-    """Slots of the layer's window."""
-    window = layer.landmark.window if layer.landmark else layer.window
-    if window is None:
-        raise ValueError(f"layer {layer.index} has no window")
-    return window
+        tiled = advice.in_tiles(q, spec.num_kv_heads, plan.cuts.chunked)
+        return plan.attend(attend, tiled=tiled)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from cairn.bench.session import Phase, Subject, TokenPrompt, open_engine, random
 from cairn.bench.timing import kernels
 from cairn.errors import CairnError
 from cairn.llm import LLM
-from cairn.models.spec import ModelSpec
-from cairn.models.weight_map import parameter_count
+from cairn.models.registry import measure_weights
+from cairn.specs.model import ModelSpec
 
 WARM_UP_TOKENS = 300
 """Longer than the windows of small models and a few pages: every kernel has run once after it."""
@@ -103,7 +103,7 @@ class _Point:
         cache, so that decode steps hold all sequences and no prefill.
         """
         prompts = self.prompts(self.batch, salt=0)
-        spec, slots = _as_run(self.llm.spec, self.backend), _slots(self.llm.spec, self.context)
+        spec, slots = self.llm.spec, _slots(self.llm.spec, self.context)
         union = None
         if self.plan.fill:
             fill_pages(self.llm, prompts)
@@ -199,7 +199,7 @@ class _Point:
             pages_read=_pages_per_query(counted) if phase == "decode" else None,
             host_us=sum(counted.host_us.values()) if counted.host_us else None,
             host_us_by_stage=counted.host_us,
-            parameters=parameter_count(self.llm.spec),
+            parameters=measure_weights(self.llm.spec, config.dtype)[0],
             selection=self.plan.subject.selection if self.backend == "hsa" else None,
             union16=ran.union,
             launches=ran.launches,
@@ -222,17 +222,6 @@ def _with_peak(work: Callable[[], Phase]) -> tuple[Phase, int]:
     finally:
         gc.unfreeze()
     return phase, torch.cuda.max_memory_allocated() - before
-
-
-def _as_run(spec: ModelSpec, backend: str) -> ModelSpec:
-    """The model as the backend computes it: "dense" reads everything in landmark layers too."""
-    if backend != "dense":
-        return spec
-    layers = tuple(
-        replace(layer, kind="full", window=None) if layer.kind == "hils" else layer
-        for layer in spec.layers
-    )
-    return replace(spec, layers=layers)
 
 
 def _slots(spec: ModelSpec, tokens: int) -> int:

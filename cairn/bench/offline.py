@@ -9,7 +9,7 @@ from typing import Any
 
 from cairn.bench.records import Cell
 from cairn.bench.session import Subject, open_engine, random_prompts, run_phase
-from cairn.models.weight_map import parameter_count
+from cairn.models.registry import measure_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,6 @@ def run_offline(plan: OfflinePlan) -> list[Cell]:
                 tokens_per_s=tokens / seconds,
                 host_us=sum(phase.host_us.values()) if phase.host_us else None,
                 host_us_by_stage=phase.host_us,
-                parameters=parameter_count(llm.spec),
+                parameters=measure_weights(llm.spec, llm.engine_config.dtype)[0],
             )
         ]

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from cairn.models.spec import ELEMENT_SIZE, LayerSpec, ModelSpec
+from cairn.specs.backends import DENSE
+from cairn.specs.ffn import DenseFfn, FfnSpec
+from cairn.specs.gated_delta import GatedDeltaSpec
+from cairn.specs.gqa import GqaSpec
+from cairn.specs.hils import HilsSpec
+from cairn.specs.mla import MlaSpec
+from cairn.specs.model import ELEMENT_SIZE, LayerSpec, MixerSpec, ModelSpec
 
 BANDWIDTH_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 """A sum over so much reads memory, not caches, and outlasts its launch."""
@@ -117,76 +123,136 @@ def decode_bytes(
         quantized: keys and values have a byte a number, and one more a slot and head.
     """
     size = ELEMENT_SIZE[dtype]
-    head = spec.head_dim + 1 if quantized else spec.head_dim * size
-    pair = 2 * spec.num_kv_heads * head
-    weights = sum(_layer_parameters(spec, layer) for layer in spec.layers) * size
+    weights = sum(_read_parameters(spec, layer, batch) for layer in spec.layers) * size
     weights += spec.vocab_size * spec.hidden_size * size
     rows = batch * spec.hidden_size * size
-    read = sum(_query_bytes(spec, layer, slots, size, pair) for layer in spec.layers)
+    read = sum(_query_bytes(spec, mixer, slots, size, quantized) for mixer in spec.mixers)
     return weights + rows + batch * read
 
 
 def prefill_flops(spec: ModelSpec, slots: int) -> float:
     """Operations to prefill one sequence of `slots` slots and sample one token."""
     head = 2.0 * spec.vocab_size * spec.hidden_size
-    return head + sum(_layer_flops(spec, layer, slots) for layer in spec.layers)
+    products: float = sum(_mixer_parameters(spec, mixer) for mixer in spec.mixers)
+    products += sum(_ffn_parameters(spec, layer.ffn, 1) for layer in spec.layers)
+    return head + 2.0 * products * slots + sum(_mixing_flops(spec, m, slots) for m in spec.mixers)
 
 
 def pages_per_query(spec: ModelSpec, slots: int) -> int:
     """Pages that a query at slot `slots` reads at most in a landmark layer: window and top-k."""
-    if spec.hils is None or not spec.page_size:
+    mixer = next((m for m in spec.mixers if isinstance(m, HilsSpec)), None)
+    if mixer is None or not spec.page_size:
         return 0
     size = spec.page_size
-    candidates = max(0, (slots - spec.hils.window + 1) // size)
-    return min(candidates, spec.hils.topk) + slots // size + 1 - candidates
+    candidates = max(0, (slots - mixer.local_window + 1) // size)
+    return min(candidates, mixer.topk) + slots // size + 1 - candidates
 
 
-def _layer_parameters(spec: ModelSpec, layer: LayerSpec) -> int:
-    """Matrix parameters of a layer: what a step multiplies with."""
-    hidden, query = spec.hidden_size, spec.num_heads * spec.head_dim
-    count = 2 * hidden * (query + spec.num_kv_heads * spec.head_dim)
-    count += 3 * hidden * spec.intermediate_size
-    if layer.kind == "hils" and spec.hils is not None:
-        if spec.hils.lmk_q == "full":
-            count += hidden * query
-        elif spec.hils.lmk_q == "lora":
-            count += spec.hils.lora_rank * (hidden + query)
+def _read_parameters(spec: ModelSpec, layer: LayerSpec, tokens: int) -> float:
+    """Matrix parameters of a layer that a step of so many tokens reads."""
+    return _mixer_parameters(spec, layer.mixer) + _ffn_parameters(spec, layer.ffn, tokens, True)
+
+
+def _mixer_parameters(spec: ModelSpec, mixer: MixerSpec) -> int:
+    hidden = spec.hidden_size
+    if isinstance(mixer, GatedDeltaSpec):
+        values = mixer.value_heads * mixer.value_dim
+        return hidden * (mixer.conv_channels + 2 * values + 2 * mixer.value_heads)
+    if isinstance(mixer, MlaSpec):
+        q = mixer.num_heads * (mixer.nope_dim + mixer.rope_dim)
+        kv = mixer.num_heads * (mixer.nope_dim + mixer.value_dim)
+        count = hidden * (mixer.q_lora_rank + mixer.record_dim) + q * mixer.q_lora_rank
+        count += kv * mixer.kv_lora_rank + hidden * mixer.num_heads * mixer.value_dim
+        if mixer.indexer is not None:
+            heads, dim = mixer.indexer.num_heads, mixer.indexer.head_dim
+            count += mixer.q_lora_rank * heads * dim + hidden * (dim + heads)
+        return count
+    query = mixer.num_heads * mixer.head_dim
+    count = 2 * hidden * (query + mixer.num_kv_heads * mixer.head_dim)
+    count += hidden * query if mixer.output_gate else 0
+    if isinstance(mixer, HilsSpec) and mixer.lmk_q == "full":
+        count += hidden * query
+    elif isinstance(mixer, HilsSpec) and mixer.lmk_q == "lora":
+        count += mixer.lora_rank * (hidden + query)
     return count
 
 
-def _query_bytes(spec: ModelSpec, layer: LayerSpec, slots: int, size: int, pair: int) -> float:
-    """Cache bytes that one query at slot `slots` moves in one layer.
+def _ffn_parameters(spec: ModelSpec, ffn: FfnSpec, tokens: int, read: bool = False) -> float:
+    """Parameters that one token multiplies with; or that a step of so many tokens reads, where each
+    of them chooses its experts at random."""
+    if isinstance(ffn, DenseFfn):
+        return 3 * spec.hidden_size * ffn.intermediate
+    missed = (1 - ffn.active / ffn.experts) ** tokens
+    experts = ffn.experts * (1 - missed) if read else ffn.active
+    width = experts * ffn.intermediate + ffn.shared
+    return 3 * spec.hidden_size * width + spec.hidden_size * ffn.experts
 
-    Args:
-        size: bytes of a number of a summary.
-        pair: bytes of a slot's key and value.
-    """
-    if layer.kind != "hils" or spec.hils is None or not spec.page_size:
-        seen = slots + 1 if layer.window is None else min(slots + 1, layer.window)
+
+def _query_bytes(
+    spec: ModelSpec, mixer: MixerSpec, slots: int, size: int, quantized: bool
+) -> float:
+    """Cache bytes that one query at slot `slots` moves in one layer; size: of a number."""
+    if isinstance(mixer, GatedDeltaSpec):
+        state = mixer.value_heads * mixer.key_dim * mixer.value_dim
+        return 2 * (4 * state + size * mixer.conv_channels * (mixer.conv_kernel - 1))
+    if isinstance(mixer, MlaSpec):
+        record = mixer.record_dim * size
+        if mixer.indexer is None and mixer.selection_layer is None:
+            return record * (slots + 2)
+        topk = selected_tokens(spec, mixer)
+        keys = 0 if mixer.indexer is None else (slots + 2) * mixer.indexer.head_dim * size
+        return record * (min(slots + 1, topk) + 1) + keys
+    head = mixer.head_dim + 1 if quantized else mixer.head_dim * size
+    pair = 2 * mixer.num_kv_heads * head
+    if not isinstance(mixer, HilsSpec) or not mixer.selects or not spec.page_size:
+        seen = slots + 1 if _window(mixer) is None else min(slots + 1, mixer.window or 0)
         return pair * (seen + 1)
-    hils, page = spec.hils, spec.page_size
-    candidates = max(0, (slots - hils.window + 1) // page)
+    page = spec.page_size
+    candidates = max(0, (slots - mixer.local_window + 1) // page)
     window = slots + 1 - candidates * page
-    summary = spec.summary_heads * spec.head_dim * size
-    summary += BIAS_BYTES * spec.num_heads if hils.bias else 0
-    selected = min(candidates, hils.topk) * page
-    pooled = (page * pair / 2 + summary) / page if hils.needs_summary_query else 0.0
+    summary = mixer.summary_heads * mixer.head_dim * size
+    summary += BIAS_BYTES * mixer.num_heads if mixer.bias_by_entropy else 0
+    selected = min(candidates, mixer.topk) * page
+    pooled = (page * pair / 2 + summary) / page if mixer.needs_summary_query else 0.0
     return pair * (window + selected + 1) + candidates * summary + pooled
 
 
-def _layer_flops(spec: ModelSpec, layer: LayerSpec, slots: int) -> float:
-    """Operations of one layer over a whole sequence."""
-    query = spec.num_heads * spec.head_dim
-    total = 2.0 * _layer_parameters(spec, layer) * slots
-    if layer.kind != "hils" or spec.hils is None or not spec.page_size:
-        return total + 4.0 * query * _visible(slots, layer.window)
-    hils, page = spec.hils, spec.page_size
-    candidates = _sum_of_pages(slots - hils.window + 1, page)
-    few = min(slots - hils.window + 1, hils.topk * page)
-    selected = _sum_of_pages(few, page) + hils.topk * max(0, slots - hils.window + 1 - few)
+def selected_tokens(spec: ModelSpec, mixer: MlaSpec) -> int:
+    """Tokens that a query of a latent layer selects."""
+    own = mixer if mixer.selection_layer is None else spec.mixers[mixer.selection_layer]
+    assert isinstance(own, MlaSpec) and own.indexer is not None
+    return own.indexer.topk
+
+
+def _window(mixer: GqaSpec) -> int | None:
+    """Slots that a layer sees as it is computed: a landmark layer may be forced to see all."""
+    return None if mixer.backend == DENSE else mixer.window
+
+
+def _mixing_flops(spec: ModelSpec, mixer: MixerSpec, slots: int) -> float:
+    """Operations of one mixer over a whole sequence, but for products with weights."""
+    if isinstance(mixer, GatedDeltaSpec):
+        return 6.0 * mixer.value_heads * mixer.key_dim * mixer.value_dim * slots
+    if isinstance(mixer, MlaSpec):
+        per_key = 2.0 * mixer.num_heads * (mixer.record_dim + mixer.kv_lora_rank)
+        if mixer.indexer is None and mixer.selection_layer is None:
+            return per_key * _visible(slots, None)
+        total = per_key * _visible(slots, selected_tokens(spec, mixer))
+        if mixer.indexer is not None:
+            keys = _visible(slots, None)
+            total += 2.0 * mixer.indexer.num_heads * mixer.indexer.head_dim * keys
+        return total
+    query = mixer.num_heads * mixer.head_dim
+    if not isinstance(mixer, HilsSpec) or not mixer.selects or not spec.page_size:
+        return 4.0 * query * _visible(slots, _window(mixer))
+    page = spec.page_size
+    past = slots - mixer.local_window + 1
+    candidates = _sum_of_pages(past, page)
+    few = min(past, mixer.topk * page)
+    selected = _sum_of_pages(few, page) + mixer.topk * max(0, past - few)
     span = _visible(slots, None) - candidates * page
-    total += 4.0 * query * (span + (page - 1) * selected) + 2.0 * query * candidates
-    if hils.needs_summary_query:
+    total = 4.0 * query * (span + (page - 1) * selected) + 2.0 * query * candidates
+    if mixer.needs_summary_query:
         total += 4.0 * query * (page - 1) / page * slots
     return total
 

@@ -1,7 +1,8 @@
 """The life of a page: free, owned by a lease, cached in the prefix tree, evicted, free again.
 
 Where some layers see a window alone (`cairn.cache.window`), a lease holds pages of theirs beside
-the last ones of its pages.
+the last ones of its pages. Where some are recurrent (`cairn.cache.states`), snapshots of their
+states are kept at page borders.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Self
 from cairn.cache.allocator import PageAllocator
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.radix import Node, RadixTree, Tokens, page_keys
+from cairn.cache.states import StateSnapshots
 from cairn.cache.window import WindowPages
 from cairn.errors import InvariantError
 
@@ -29,7 +31,11 @@ class Lease:
         node: where the committed prefix ends in the tree; locked while the lease is open.
         window: pages of the window layers for the last logical pages; empty without such a pool.
         missed: pages of the cached prefix that would have been found, had the window before its end
-            been there.
+            or a snapshot behind it been there.
+        resumes: page of the tree, and the snapshot beside it that the sequence has yet to copy.
+        snapshots: number of leading pages -> snapshot that a step in flight writes behind them.
+        trailing: numbers of pages of those that the next one of the lease replaces.
+        trail: page of the tree with the last of these.
         closed: the lease has been given back.
     """
 
@@ -41,6 +47,10 @@ class Lease:
         "missed",
         "node",
         "pages",
+        "resumes",
+        "snapshots",
+        "trail",
+        "trailing",
         "window",
     )
 
@@ -52,6 +62,10 @@ class Lease:
         self.node = node
         self.window: list[int] = []
         self.missed = 0
+        self.resumes: tuple[int, int] | None = None
+        self.snapshots: dict[int, int] = {}
+        self.trailing: set[int] = set()
+        self.trail: int | None = None
         self.closed = False
 
     @property
@@ -97,6 +111,7 @@ class PageCache:
         slots: how tokens fill pages.
         prefix_caching: False: nothing is kept or found, a page lives as long as its lease.
         window: the pages of window layers, if those have a pool of their own.
+        states: the snapshots of recurrent layers, if there are any.
 
     Attributes:
         prefix_queries, prefix_hits: user tokens looked up by `open`, and those of them found.
@@ -109,9 +124,11 @@ class PageCache:
         slots: SlotMap,
         prefix_caching: bool = True,
         window: WindowPages | None = None,
+        states: StateSnapshots | None = None,
     ) -> None:
         self.slots = slots
         self.window = window
+        self.states = states
         self.prefix_caching = prefix_caching
         self.allocator = PageAllocator(num_pages)
         self.tree = RadixTree(slots.tokens_per_page)
@@ -159,7 +176,8 @@ class PageCache:
     def open(self, tokens: Tokens, max_pages: int) -> Lease:
         """Start a lease on the longest cached prefix of complete pages of `tokens`, and lock it.
 
-        With window layers it is the longest one that has everything under the window at its end.
+        With window layers it is the longest one that has everything under the window at its end,
+        with recurrent layers the longest one that has a snapshot there.
 
         Args:
             tokens: user token ids of the sequence.
@@ -170,17 +188,70 @@ class PageCache:
         if not self.prefix_caching:
             return Lease(*self.tree.acquire((), 0))
         found: list[int] = []
-        if self.window is not None:
+        if self.window is not None or self.states is not None:
             found = self.tree.match(tokens, max_pages)
-            max_pages = self.window.resumable(found)
+            max_pages = self._resumable(found)
         node, pages = self.tree.acquire(tokens, max_pages)
         self.prefix_queries += len(tokens)
         self.prefix_hits += len(pages) * self.slots.tokens_per_page
         lease = Lease(node, pages)
+        lease.missed = len(found)
+        if self.states is not None and pages:
+            lease.resumes = pages[-1], self.states.hold(pages[-1])
         if self.window is not None:
-            lease.missed = len(found)
             lease.window = self.window.hold(pages[max(0, len(pages) - self.window.reach) :])
         return lease
+
+    def snapshot_borders(self, lease: Lease, known: int) -> list[int]:
+        """Numbers of leading pages behind which a prefill should leave a snapshot, ascending: see
+        `cairn.cache.states`. A chunk of it ends at each of them.
+
+        Args:
+            known: tokens that it computes, and one more that follows.
+        """
+        if self.states is None or not self.prefix_caching or not self.states.count:
+            return []
+        last, step = self.slots.complete_pages(known - 1), self.states.interval
+        begin = lease.committed
+        every = range(begin // step * step + step, last, step)
+        return sorted({page for page in (*every, lease.missed, last) if begin < page <= last})
+
+    def take_snapshot(self, lease: Lease, pages: int, trailing: bool) -> int | None:
+        """A snapshot that the step which completes so many leading pages writes; None: there is no
+        memory for one.
+
+        Args:
+            trailing: it stands in for the sequence's newest tokens, until the next one does.
+        """
+        if self.states is None or not self.prefix_caching or pages in lease.snapshots:
+            return None
+        snapshot = self.states.take()
+        if snapshot is not None:
+            lease.snapshots[pages] = snapshot
+            if trailing:
+                lease.trailing.add(pages)
+        return snapshot
+
+    def resume(self, lease: Lease) -> int | None:
+        """The snapshot that the next step of the sequence copies its state from; None: it has its
+        state already, or none yet. What other steps write to it comes later."""
+        if self.states is None or lease.resumes is None:
+            return None
+        page, snapshot = lease.resumes
+        lease.resumes = None
+        self.states.release(page)
+        return snapshot
+
+    def _resumable(self, found: list[int]) -> int:
+        """How many of these pages of the tree a sequence can go on from."""
+        end, before = len(found), -1
+        while end != before:
+            before = end
+            if self.states is not None:
+                end = self.states.resumable(found[:end])
+            if self.window is not None:
+                end = self.window.resumable(found[:end])
+        return end
 
     def growth(self, lease: Lease, pages: int) -> Growth:
         """What it takes that a lease grows by so many pages."""
@@ -233,9 +304,8 @@ class PageCache:
 
         Args:
             tokens: the user tokens of the sequence from its start, as they were given to `open`.
-            length: how many of them have their keys and values in the cache, and the landmarks of
-                the pages that they fill; None: all. Lets a caller pass its growing buffer without a
-                copy.
+            length: how many of them have been computed, with the ends of the pages that they fill;
+                None: all. Lets a caller pass its growing buffer without a copy.
 
         Raises InvariantError when that is less than what was committed or more than the lease's
         pages hold.
@@ -257,6 +327,8 @@ class PageCache:
             if self.window is not None:
                 begin = lease.window_first
                 self.window.attach(held, lease.window[first - begin : last - begin])
+            if self.states is not None:
+                self._attach_snapshots(lease, first, held)
         self.pass_windows(lease, last)
 
     def pass_windows(self, lease: Lease, pages: int) -> None:
@@ -287,6 +359,10 @@ class PageCache:
         lease.closed = True
         self.tree.release(lease.node)
         self.allocator.free(lease.owned)
+        if self.states is not None:
+            self.resume(lease)
+            self.states.free(lease.snapshots.values())
+            lease.snapshots = {}
         if self.window is not None:
             self.window.release(lease.window, wanted=True)
         lease.node = self.tree.root
@@ -303,6 +379,22 @@ class PageCache:
         self.allocator.free(pages)
         if self.window is not None:
             self.window.drop(pages)
+        if self.states is not None:
+            self.states.drop(pages)
+
+    def _attach_snapshots(self, lease: Lease, first: int, held: list[int]) -> None:
+        """Put the snapshots that have been written beside the pages `held` of the tree, which are
+        the logical pages from `first` on."""
+        assert self.states is not None
+        for count in sorted(n for n in lease.snapshots if first < n <= first + len(held)):
+            page, snapshot = held[count - 1 - first], lease.snapshots.pop(count)
+            passed = count % self.states.interval == 0 and count != lease.missed
+            if count in lease.trailing:
+                lease.trailing.remove(count)
+                if lease.trail is not None:
+                    self.states.pass_by(lease.trail)
+                lease.trail, passed = page, False
+            self.states.attach(page, snapshot, wanted=not passed)
 
 
 def _require_open(lease: Lease) -> None:

@@ -24,11 +24,11 @@ def doctor(model: Path | None, as_json: bool) -> None:
     """Show this machine, the versions, and what would be chosen for MODEL and why."""
     from cairn.bench.machine import describe_machine
     from cairn.config import EngineOptions, resolve
-    from cairn.engine.build import model_facts, native_bf16, this_machine
+    from cairn.engine.build import native_bf16, this_machine
     from cairn.models.registry import load_spec
 
     folder = model_or_default(model)
-    config = resolve(EngineOptions(), model_facts(load_spec(folder)), this_machine())
+    config = resolve(EngineOptions(), load_spec(folder), this_machine())
     machine = describe_machine()
     if as_json:
         report: dict[str, Any] = dataclasses.asdict(machine)

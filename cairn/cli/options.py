@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from cairn.config import (
-    BACKEND_NAMES,
-    DTYPES,
-    KV_CACHE_DTYPES,
-    STRATEGIES,
-    default_model_path,
-)
+from cairn.config import DTYPES, KV_CACHE_DTYPES, default_model_path
 from cairn.errors import BadRequest
+from cairn.specs.options import mixer_options
 from cairn.types import Grammar, SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,6 +49,17 @@ SAMPLING = (
     ),
 )
 
+
+def _mixer_option(entry: Field[Any]) -> Callable[[F], F]:
+    """The flag of an option that a mixer declares."""
+    given = {
+        key: entry.metadata[key] for key in ("type", "metavar", "help") if key in entry.metadata
+    }
+    if "choices" in entry.metadata:
+        given["type"] = click.Choice(entry.metadata["choices"])
+    return click.option("--" + entry.name.replace("_", "-"), **given)
+
+
 ENGINE = (
     click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and cache."),
     click.option(
@@ -62,7 +68,6 @@ ENGINE = (
         help="Of keys and values in pages: fp8_e4m3 takes half the memory.",
     ),
     click.option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N."),
-    click.option("--attention-backend", type=click.Choice(BACKEND_NAMES), help="Of global layers."),
     click.option("--max-model-len", type=int, help="Longest sequence in tokens."),
     click.option("--kv-cache-memory", metavar="SIZE", help="Page pool: bytes, or such as 4GiB."),
     click.option(
@@ -93,11 +98,7 @@ ENGINE = (
     ),
     click.option("--seed", "engine_seed", type=int, help="Of requests that bring none."),
     click.option("--no-prefix-caching", is_flag=True, help="Do not keep pages for reuse."),
-    click.option("--hsa-topk", type=int, help="Pages selected per query."),
-    click.option("--hsa-selection-strategy", type=click.Choice(STRATEGIES), help="How."),
-    click.option("--hsa-layers", metavar="LIST", help='Layers that select pages: "0-3,7".'),
-    click.option("--hsa-window-size", type=int, help="Slots of the local window."),
-    click.option("--hsa-lmk-id", type=int, help="Landmark token id; -1: the vocabulary size."),
+    *map(_mixer_option, mixer_options()),
     click.option(
         "--load-format",
         type=click.Choice(["auto", "random"]),
@@ -111,7 +112,6 @@ ENGINE_NAMES = (
     "dtype",
     "kv_cache_dtype",
     "device",
-    "attention_backend",
     "max_model_len",
     "kv_cache_memory",
     "gpu_memory_utilization",
@@ -121,11 +121,7 @@ ENGINE_NAMES = (
     "max_num_seqs",
     "chunked_prefill_size",
     "itl_target_ms",
-    "hsa_topk",
-    "hsa_selection_strategy",
-    "hsa_layers",
-    "hsa_window_size",
-    "hsa_lmk_id",
+    *(entry.name for entry in mixer_options()),
     "load_format",
 )
 

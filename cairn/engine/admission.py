@@ -24,14 +24,14 @@ class CoreShape:
         max_model_len: longest prompt with its output, in user tokens.
         eos_ids: ids that end an output.
         seed: base of the draws of requests without a seed.
-        landmarks: some layer selects the pages it reads.
+        selects: some layer selects the pages that it reads.
     """
 
     vocab_size: int
     max_model_len: int
     eos_ids: tuple[int, ...]
     seed: int
-    landmarks: bool = False
+    selects: bool = False
 
 
 def check(
@@ -54,9 +54,9 @@ def check(
             f"a {params.grammar.kind} grammar was given, but this model has no tokenizer",
             "Leave the grammar out",
         )
-    if params.selection and not shape.landmarks:
+    if params.selection and not shape.selects:
         raise BadRequest(
-            "selection was asked for, but no layer of this model selects pages by landmarks",
+            "selection was asked for, but no layer of this model selects pages",
             "Leave it out: this model reads its whole context for every token",
         )
 

@@ -11,22 +11,15 @@ from pathlib import Path
 
 import torch
 
-from cairn.attention.base import AttentionLayer, LandmarkRule
-from cairn.attention.registry import cache_specs
+from cairn.attention.registry import cache_schema
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
-from cairn.cache.pools import CachePools, CacheSpec, PageFormat, window_reach
+from cairn.cache.pools import CachePools, PoolSizes
+from cairn.cache.schema import CacheSchema, PageFormat
+from cairn.cache.states import StateSnapshots
 from cairn.cache.window import WindowPages
-from cairn.config import (
-    Choice,
-    EngineConfig,
-    EngineOptions,
-    Machine,
-    ModelFacts,
-    resolve,
-)
+from cairn.config import EngineConfig, EngineOptions, Machine, resolve
 from cairn.engine.admission import CoreShape
-from cairn.engine.compiling import compile_loops
 from cairn.engine.core import EngineCore
 from cairn.engine.host_memory import bound_kernel_caches, keep_freed_memory
 from cairn.engine.memory import (
@@ -42,13 +35,14 @@ from cairn.engine.memory import (
 from cairn.engine.scheduler import Limits
 from cairn.engine.tokenizer import load_tokenizer
 from cairn.errors import BadConfig
-from cairn.models.registry import load_model, load_spec
-from cairn.models.spec import ModelSpec
-from cairn.models.weight_map import parameter_count
+from cairn.models.registry import load_model, load_spec, measure_weights
+from cairn.ops.compile_loops import compile_loops
 from cairn.runner.executor import InProcessExecutor
 from cairn.runner.memory import Steps, measure
 from cairn.runner.prefill_graphs import worthwhile
 from cairn.runner.runner import Runner, RunnerShape
+from cairn.specs.choice import Choice
+from cairn.specs.model import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +54,10 @@ class Built:
     Attributes:
         core: the loop.
         runner: the model with its pages.
-        spec: the model's geometry.
+        spec: the model, with the options of its mixers applied.
         config: resolved options.
         memory: pages and context length.
-        slots: slot and landmark arithmetic.
+        slots: slot arithmetic.
         table: (what, bytes) of everything in the device's memory.
     """
 
@@ -93,23 +87,21 @@ def build(
         BadConfig: an option that is impossible for this model or machine.
         OutOfMemory: the weights or the pages do not fit.
     """
-    spec = load_spec(model)
-    facts = model_facts(spec)
-    config = resolve(options, facts, this_machine(options.device))
-    layers = attention_layers(spec, config)
+    config = resolve(options, load_spec(model), this_machine(options.device))
+    spec = config.model
     dtype = getattr(torch, config.dtype)
     form = page_format(config)
-    specs = cache_specs(layers)
-    page_bytes = bytes_of_pages(form, specs)
+    schema = cache_schema(spec.mixers, form)
+    page_bytes = PageBytes.of(schema)
     device = torch.device(config.device)
     slots = SlotMap(config.page_size, spec.landmarks)
 
     def planned(usage: Usage | None) -> MemoryPlan:
-        return plan_memory(options, config, facts, page_bytes, room_for_pages(config, usage))
+        return plan_memory(options, config, spec, page_bytes, room_for_pages(config, usage))
 
     on_gpu = device.type == "cuda"
-    parameters = parameter_count(spec)
-    usage = replace(gpu_usage(device), weights=parameters * dtype.itemsize) if on_gpu else None
+    parameters, weight_bytes = measure_weights(spec, dtype)
+    usage = replace(gpu_usage(device), weights=weight_bytes) if on_gpu else None
     # On a GPU these are the most pages there can be: what steps take is not known yet.
     memory = planned(usage)
     announce(config.choices, config.warnings)
@@ -118,20 +110,20 @@ def build(
     random_seed = config.seed if config.load_format == "random" else None
     module = load_model(model, spec, dtype, device, random_seed=random_seed)
     on_phase("weights")
+    counted = spec.num_layers + len(spec.selecting_layers)
     shape = RunnerShape(
         num_rows=config.max_num_seqs,
         max_pages=slots.pages_for(memory.max_model_len),
         vocab_size=spec.vocab_size,
         slots=slots,
-        graph_slots=min(config.chunked_prefill_size, worthwhile(parameters, layers)),
-        windowed=page_bytes.window > 0,
+        graph_slots=min(config.chunked_prefill_size, worthwhile(parameters, counted)),
     )
     with_graphs = on_gpu and not config.disable_cuda_graph
     if on_gpu:
         measured = (0, 0)
         if config.kv_cache_memory is None:
             steps = Steps(config.chunked_prefill_size, memory.max_model_len, with_graphs)
-            measured = measure(module, layers, shape, steps, form, device)
+            measured = measure(module, spec.mixers, shape, steps, form, device)
             on_phase("profile")
         usage = gpu_usage(device, module.weight_bytes, *measured)
         memory = planned(usage)
@@ -139,17 +131,18 @@ def build(
     table = memory.table(module.weight_bytes, usage)
     announce(memory.choices, ())
     log.info("memory: %s", ", ".join(f"{what} {gib(count)}" for what, count in table))
-    pools = CachePools(specs, memory.num_pages, form, device, with_graphs, memory.window_pages)
+    sizes = PoolSizes(memory.group_pages, config.max_num_seqs, memory.snapshots)
+    pools = CachePools(schema, sizes, device, with_graphs)
     if not on_gpu:
         settle_on_cpu(dtype)
-    runner = Runner(module, layers, pools, shape, device)
+    runner = Runner(module, spec.mixers, pools, shape, device)
     on_phase("pages")
     tokenizer = load_tokenizer(model)
     on_phase("tokenizer")
     core = EngineCore(
-        core_shape(spec, config, layers, memory.max_model_len),
+        core_shape(config, memory.max_model_len),
         limits_of(config),
-        page_cache(memory, slots, config.enable_prefix_caching, page_bytes.reach),
+        page_cache(memory, slots, config.enable_prefix_caching, schema),
         slots,
         InProcessExecutor(runner),
         tokenizer,
@@ -176,15 +169,25 @@ def settle_on_cpu(dtype: torch.dtype) -> None:
     compile_loops(dtype)
 
 
-def bytes_of_pages(form: PageFormat, specs: list[CacheSpec]) -> PageBytes:
-    """What a page takes of the layers' memory."""
-    return PageBytes(*form.bytes_by_pool(specs), window_reach(specs, form.page_size) or 0)
+def page_cache(
+    memory: MemoryPlan, slots: SlotMap, prefix_caching: bool, schema: CacheSchema
+) -> PageCache:
+    """The ledger of the planned pages and states."""
+    window = None
+    if memory.window_pages and schema.reach is not None:
+        window = WindowPages(memory.window_pages, schema.reach)
+    states = None
+    if schema.has_rows:
+        states = StateSnapshots(memory.snapshots, snapshot_interval(schema))
+    return PageCache(memory.num_pages, slots, prefix_caching, window, states)
 
 
-def page_cache(memory: MemoryPlan, slots: SlotMap, prefix_caching: bool, reach: int) -> PageCache:
-    """The ledger of the planned pages; window layers' own reach back `reach` pages."""
-    window = WindowPages(memory.window_pages, reach) if memory.window_pages else None
-    return PageCache(memory.num_pages, slots, prefix_caching, window)
+def snapshot_interval(schema: CacheSchema) -> int:
+    """Pages between snapshots of a long prompt: the first power of two above the pages that take as
+    much memory as one state; denser ones would take more than the pages."""
+    page = sum(group.page_bytes for group in schema.groups)
+    worth = -(-schema.row_bytes // page) if page else 1
+    return 1 << worth.bit_length()
 
 
 def page_format(config: EngineConfig) -> PageFormat:
@@ -193,67 +196,15 @@ def page_format(config: EngineConfig) -> PageFormat:
     return PageFormat(config.page_size, dtype, quantized=config.kv_cache_dtype == "fp8_e4m3")
 
 
-def core_shape(
-    spec: ModelSpec, config: EngineConfig, layers: tuple[AttentionLayer, ...], max_model_len: int
-) -> CoreShape:
+def core_shape(config: EngineConfig, max_model_len: int) -> CoreShape:
     """What the loop must know of the model."""
+    spec = config.model
     return CoreShape(
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
         eos_ids=spec.eos_token_ids,
         seed=config.seed,
-        landmarks=any(layer.selects for layer in layers),
-    )
-
-
-def attention_layers(spec: ModelSpec, config: EngineConfig) -> tuple[AttentionLayer, ...]:
-    """Each layer as its backend sees it, with the backend that computes it."""
-    rule = None
-    if spec.hils is not None and config.topk is not None and config.window is not None:
-        # The older strategies score a page by its landmark's own key, whatever the model pools.
-        own_rule = config.strategy == "hils"
-        rule = LandmarkRule(
-            topk=config.topk,
-            window=config.window,
-            softmax1=spec.hils.softmax1,
-            summary=spec.hils.summary if own_rule else "landmark",
-            bias=spec.hils.bias and own_rule,
-            group_query=spec.hils.group_query and own_rule,
-            strategy=config.strategy,
-        )
-    layers = []
-    for index, layer in enumerate(spec.layers):
-        if layer.kind == "hils":
-            backend = config.attention_backend if index in config.landmark_layers else "window"
-        else:
-            backend = "dense" if layer.window is None else "window"
-        layers.append(
-            AttentionLayer(
-                index=index,
-                backend=backend,
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                window=layer.window,
-                mask_landmarks=layer.mask_landmarks,
-                landmark=rule if layer.kind == "hils" else None,
-            )
-        )
-    return tuple(layers)
-
-
-def model_facts(spec: ModelSpec) -> ModelFacts:
-    """What option resolution must know of the model."""
-    return ModelFacts(
-        page_size=spec.page_size,
-        landmarks=spec.landmarks,
-        landmark_id=spec.landmark_id,
-        max_model_len=spec.max_model_len,
-        dtype=spec.dtype,
-        landmark_layers=spec.hils_layers,
-        num_layers=spec.num_layers,
-        topk=spec.hils.topk if spec.hils else None,
-        window=spec.hils.window if spec.hils else None,
+        selects=bool(spec.selecting_layers),
     )
 
 

@@ -368,7 +368,7 @@ class EngineClient:
             max_model_len=info.max_model_len,
             eos_ids=info.eos_ids,
             seed=0,
-            landmarks=bool(info.landmark_layers),
+            selects=bool(info.selecting_layers),
         )
         self._watchdog.loading = False
         if not self._started.done():

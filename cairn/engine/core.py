@@ -7,7 +7,7 @@
       where all rows decode, a graph does the rest     (runner/graphs.py: DecodeGraphs.run)
       else the plan becomes one ragged batch           (runner/rows.py: Rows.lay_out)
       of a few thousand, the model is a graph as well  (runner/prefill_graphs.py: PrefillGraphs.run)
-      the model attends through its backend            (attention/hsa.py: HsaBackend.run)
+      each layer attends through its backend           (attention/registry.py: Backends.step)
       the last rows are sampled                        (runner/sampler.py: Sampler.sample)
 4. the result is taken in                              (engine/scheduler.py: Scheduler.retire)
 5. each token becomes text, or ends the request        (engine/output.py: OutputStream.push)
@@ -66,7 +66,7 @@ class EngineCore:
         shape: the model's limits.
         limits: rows and slots of a step.
         cache: the pages.
-        slots: slot and landmark arithmetic.
+        slots: slot arithmetic.
         executor: runs the plans.
         tokenizer: None: token prompts and token outputs only.
         overlap: plan and launch a step before the result of the last one is there.

@@ -349,6 +349,6 @@ class EngineLoop:
             prefix_queries=scheduler.looked_up_prompt_tokens,
             prefix_hits=scheduler.cached_prompt_tokens,
             preemptions=scheduler.preemptions,
-            landmark_queries=runner.reads.queries,
-            pages_selected=runner.reads.selected / self._built.spec.num_kv_heads,
+            selecting_queries=runner.reads.queries,
+            pages_selected=runner.reads.selected_by_head,
         )

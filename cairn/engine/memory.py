@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cairn.config import GIB, Choice, EngineConfig, EngineOptions, ModelFacts
+from cairn.cache.landmarks import SlotMap
+from cairn.cache.schema import CacheSchema
+from cairn.config import GIB, EngineConfig, EngineOptions
 from cairn.errors import BadConfig, OutOfMemory
+from cairn.specs.choice import Choice
+from cairn.specs.model import ModelSpec
 
 PAGES_FLAG = "kv_cache_memory (--kv-cache-memory)"
 SHARE_FLAG = "gpu_memory_utilization (--gpu-memory-utilization)"
+SNAPSHOT_SHARE = 0.3
+"""Share of the cache's memory, beside running rows, that snapshots of recurrent states take."""
 Lines = tuple[tuple[str, int], ...]
 
 WINDOW_SHARE = 8
@@ -77,17 +83,25 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class PageBytes:
-    """What a page takes.
+    """What a page takes, and the state of a sequence.
 
     Attributes:
-        shared: keys, values and summaries of all layers but those with pages of their own.
-        window: of those, which keep the pages under their window alone; 0: there are none.
+        shared: all fields of the layers that keep pages as long as their sequence.
+        window: of those that keep the pages under their window alone; 0: there are none.
         reach: pages before its own that a query of theirs touches.
+        row: state of one sequence in all recurrent layers.
     """
 
     shared: int
     window: int = 0
     reach: int = 0
+    row: int = 0
+
+    @classmethod
+    def of(cls, schema: CacheSchema) -> PageBytes:
+        """Of all layers."""
+        shared, *windowed = [group.page_bytes for group in schema.groups] or [0]
+        return cls(shared, sum(windowed), schema.reach or 0, schema.row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +112,10 @@ class MemoryPlan:
         num_pages: pages of the pool.
         bytes_per_page: keys, values and summaries of all layers that share the pages.
         window_pages: pages of the window layers' own pool, 0 without one.
-        bytes_per_window_page: keys and values of those layers.
+        bytes_per_window_page: fields of those layers.
+        states: sequences whose state there is memory for: running rows, one for padding, snapshots.
+        snapshots: of these, those kept at page borders of cached prefixes.
+        bytes_per_state: state of one sequence in all recurrent layers; 0 without such layers.
         max_model_len: longest sequence in user tokens, prompt and output together.
         flag: the option that changes how many pages there are, as a command line has it.
         choices: the automatic values with their reasons.
@@ -111,6 +128,14 @@ class MemoryPlan:
     max_model_len: int
     flag: str
     choices: tuple[Choice, ...]
+    states: int = 0
+    snapshots: int = 0
+    bytes_per_state: int = 0
+
+    @property
+    def group_pages(self) -> tuple[int, ...]:
+        """Pages by page group."""
+        return (self.num_pages, self.window_pages) if self.window_pages else (self.num_pages,)
 
     def table(self, weights: int, usage: Usage | None) -> Lines:
         """(what, bytes) of everything in the memory; on a GPU the sum is the whole device.
@@ -120,8 +145,12 @@ class MemoryPlan:
             usage: what a GPU holds beside the pages; None on the CPU.
         """
         pages = self.num_pages * self.bytes_per_page
-        own = self.window_pages * self.bytes_per_window_page
-        held = (("pages", pages), *([("window pages", own)] if own else ()))
+        own, states = (
+            self.window_pages * self.bytes_per_window_page,
+            self.states * self.bytes_per_state,
+        )
+        parts = (("pages", pages), ("window pages", own), ("states", states))
+        held = tuple(part for part in parts if part[1] or part[0] == "pages")
         if usage is None:
             return (("weights", weights), *held)
         lines = (
@@ -130,7 +159,7 @@ class MemoryPlan:
             ("graphs", usage.graphs),
             *held,
             ("other uses", usage.others),
-            ("free", usage.total - usage.taken - pages - own),
+            ("free", usage.total - usage.taken - pages - own - states),
         )
         return tuple((what, count) for what, count in lines if count or what == "free")
 
@@ -160,7 +189,7 @@ def room_for_pages(config: EngineConfig, usage: Usage | None) -> Room:
     return Room(min(asked, left), PAGES_FLAG, usage)
 
 
-def check_length(options: EngineOptions, model: ModelFacts) -> None:
+def check_length(options: EngineOptions, model: ModelSpec) -> None:
     """Refuse a context that the model was not made for.
 
     Raises:
@@ -177,11 +206,12 @@ def check_length(options: EngineOptions, model: ModelFacts) -> None:
 def plan_memory(
     options: EngineOptions,
     config: EngineConfig,
-    model: ModelFacts,
+    model: ModelSpec,
     page_bytes: PageBytes,
     room: Room,
 ) -> MemoryPlan:
-    """Pages that the room holds, never more than all rows at full length can use.
+    """Pages that the room holds, never more than all rows at full length can use, beside the states
+    of all rows and of snapshots.
 
     Args:
         page_bytes: what a page takes.
@@ -195,14 +225,22 @@ def plan_memory(
     choices: list[Choice] = []
     asked = options.max_model_len
     longest = asked or model.max_model_len
-    tokens_per_page = config.page_size - 1 if model.landmarks else config.page_size
+    tokens_per_page = SlotMap(config.page_size, model.landmarks).tokens_per_page
     useful = config.max_num_seqs * -(-longest // tokens_per_page)
     least = -(-(asked or 1) // tokens_per_page)
     pools = _Pools.of(page_bytes, config)
-    num_pages, window_pages = pools.divide(max(0, room.bytes), least, useful)
+    states = (config.max_num_seqs + 1) * page_bytes.row
+    if states > room.bytes:
+        raise OutOfMemory(
+            f"states of {config.max_num_seqs} sequences need {states} bytes, but {room}",
+            "Lower max_num_seqs (--max-num-seqs)",
+        )
+    snapshots = _snapshots(room.bytes - states, page_bytes, config, choices)
+    left = room.bytes - states - snapshots * page_bytes.row
+    num_pages, window_pages = pools.divide(max(0, left), least, useful)
     capacity = num_pages * tokens_per_page
     if num_pages < least:
-        need = pools.need(least)
+        need = pools.need(least) + states
         what = "one page" if asked is None else f"one sequence of max_model_len {asked}"
         raise OutOfMemory(
             f"{what} needs {need} bytes of pages, but {room}",
@@ -220,7 +258,26 @@ def plan_memory(
         choices.append(Choice("max_model_len", longest, "the model was made for it"))
     flag = "--kv-cache-memory SIZE" if room.flag == PAGES_FLAG else "--gpu-memory-utilization SHARE"
     counts = (num_pages, page_bytes.shared, window_pages, page_bytes.window)
-    return MemoryPlan(*counts, longest, flag, tuple(choices))
+    plan = MemoryPlan(*counts, longest, flag, tuple(choices))
+    if not page_bytes.row:
+        return plan
+    total = config.max_num_seqs + 1 + snapshots
+    return replace(plan, states=total, snapshots=snapshots, bytes_per_state=page_bytes.row)
+
+
+def _snapshots(
+    room: int, page_bytes: PageBytes, config: EngineConfig, choices: list[Choice]
+) -> int:
+    """Snapshots of states that a share of the room holds."""
+    if not (page_bytes.row and config.enable_prefix_caching):
+        return 0
+    count = int(room * SNAPSHOT_SHARE) // page_bytes.row
+    reason = (
+        f"{SNAPSHOT_SHARE:.0%} of kv_cache_memory keeps states of {page_bytes.row} bytes at page "
+        "borders of cached prefixes"
+    )
+    choices.append(Choice("state_snapshots", count, reason))
+    return count
 
 
 def check_host(plan: MemoryPlan, free: int) -> None:
@@ -239,7 +296,10 @@ def check_host(plan: MemoryPlan, free: int) -> None:
 
 
 def pages_in(room: int, page_bytes: PageBytes, config: EngineConfig) -> int:
-    """Pages that so many bytes hold, with as many of window layers as those need."""
+    """Pages that so many bytes hold, with states of all rows and of snapshots, and as many pages of
+    window layers as those need."""
+    room -= (config.max_num_seqs + 1) * page_bytes.row
+    room -= _snapshots(max(0, room), page_bytes, config, []) * page_bytes.row
     return _Pools.of(page_bytes, config).divide(max(0, room), 1, max(0, room))[0]
 
 

@@ -106,15 +106,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
         max_model_len: longest prompt with its output, in user tokens.
         eos_ids: ids that end an output.
         page_size: slots of a page.
-        landmarks: every page ends in a landmark slot.
-        landmark_layers: layers that select pages by landmarks.
+        landmarks: every page ends in a slot that holds no token.
+        selecting_layers: layers that select the pages that they read.
         num_pages: pages of the pool.
         max_num_seqs: requests that run at once.
         has_tokenizer: text can be produced, stop strings and grammars work.
         choices: every automatic choice with its reason, a line each.
         memory: (what, bytes) lines of the memory table.
         memory_flag: the option that changes how many pages there are.
-        landmark_window: slots of the landmark layers' local window, 0 without such layers.
+        selecting_window: slots of their local window, 0 without such layers.
     """
 
     vocab_size: int
@@ -122,14 +122,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     eos_ids: tuple[int, ...]
     page_size: int
     landmarks: bool
-    landmark_layers: tuple[int, ...]
+    selecting_layers: tuple[int, ...]
     num_pages: int
     max_num_seqs: int
     has_tokenizer: bool
     choices: tuple[str, ...]
     memory: tuple[tuple[str, int], ...]
     memory_flag: str = "--kv-cache-memory SIZE"
-    landmark_window: int = 0
+    selecting_window: int = 0
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
@@ -258,7 +258,8 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
         steps: forward passes.
         model_seconds, host_seconds: inside the model and beside it.
         decode_stall_seconds: how long rows that decode waited for prefill of others in their step.
-        landmark_queries, pages_selected: queries of landmark layers and the pages they selected.
+        selecting_queries, pages_selected: queries of layers that select, and the pages that they
+            selected.
     """
 
     running: int = 0
@@ -279,7 +280,7 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     model_seconds: float = 0.0
     host_seconds: float = 0.0
     decode_stall_seconds: float = 0.0
-    landmark_queries: int = 0
+    selecting_queries: int = 0
     pages_selected: float = 0.0
 
 

@@ -35,6 +35,7 @@ from cairn.engine.messages import (
 )
 from cairn.errors import BadConfig, BadModel, BadRequest, CairnError, InvariantError, OutOfMemory
 from cairn.obs.log import configure, get_logger
+from cairn.specs.model import selecting_window
 
 if TYPE_CHECKING:
     from cairn.engine.build import Built
@@ -171,14 +172,14 @@ def ready_of(built: Built) -> Ready:
         eos_ids=core.shape.eos_ids,
         page_size=config.page_size,
         landmarks=spec.landmarks,
-        landmark_layers=config.landmark_layers if core.shape.landmarks else (),
+        selecting_layers=spec.selecting_layers,
         num_pages=memory.num_pages,
         max_num_seqs=config.max_num_seqs,
         has_tokenizer=core.tokenizer is not None,
         choices=tuple(str(choice) for choice in (*config.choices, *memory.choices)),
         memory=built.table,
         memory_flag=memory.flag,
-        landmark_window=(config.window or 0) if core.shape.landmarks else 0,
+        selecting_window=selecting_window(spec),
     )
 
 

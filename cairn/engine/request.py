@@ -1,4 +1,4 @@
-"""One request inside the engine: user tokens only, never a landmark."""
+"""One request inside the engine: user tokens only."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RowCounts:
     """How far the running requests are, in user tokens, by row: rows that decode move all at once.
 
     Attributes:
-        computed: tokens whose keys and values (and landmarks) are in the cache, but for those that
+        computed: tokens whose keys and values are in the cache, but for those that
             decoded since.
         planned: all of them, and the tokens that steps in flight compute.
         capacity: tokens that the row's pages hold.
@@ -151,7 +151,7 @@ class Request:
 
     @property
     def computed(self) -> int:
-        """User tokens whose keys and values (and landmarks) are in the cache, but for those that
+        """User tokens whose keys and values are in the cache, but for those that
         decoded since."""
         return 0 if self.counts is None else int(self.counts.computed[self.row])
 

@@ -19,11 +19,21 @@ from cairn.cache.paged import NO_GROWTH, Growth, PageCache
 from cairn.engine.budget import Load, StepTimes
 from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State
 from cairn.engine.sharing import Computing
-from cairn.runner.step import NO_ROWS, DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
+from cairn.runner.step import (
+    NO_ROWS,
+    DecodeWork,
+    PageGrant,
+    RowOpen,
+    RowWork,
+    StateCopy,
+    StepPlan,
+)
 
 WHOLE_PAGES = 4
 """From this many pages on a chunk cut to fit a step ends with a page: attention runs faster on
 whole pages, and what is left out no longer matters."""
+DECODED_PAGES = 4
+"""A row that decodes leaves a snapshot behind every so many pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class Limits:
 
     Attributes:
         max_rows: requests that run at once.
-        step_slots: slots that one step may run; the landmark of a single token may be one more.
+        step_slots: slots that one step may run, and one more where a single token fills a page.
         step_seconds: what a step should take at most while rows decode: prefill is cut to fit.
             None: no limit.
     """
@@ -50,6 +60,8 @@ class _Draft:
     load: Load = field(default_factory=Load)
     opened: list[RowOpen] = field(default_factory=list)
     grants: list[PageGrant] = field(default_factory=list)
+    restored: list[StateCopy] = field(default_factory=list)
+    kept: list[StateCopy] = field(default_factory=list)
     decode: DecodeWork = NO_ROWS
     work: list[RowWork] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
@@ -62,7 +74,7 @@ class Scheduler:
     Args:
         limits: rows and slots of a step.
         cache: the pages.
-        slots: slot and landmark arithmetic.
+        slots: slot arithmetic.
         times: how long steps take; asked only when the limits hold `step_seconds`.
     """
 
@@ -161,6 +173,8 @@ class Scheduler:
             tuple(draft.work),
             draft.decode,
             tuple(draft.constrained),
+            tuple(draft.restored),
+            tuple(draft.kept),
         )
         self._closed.clear()
         self._in_flight[plan.step_id] = draft
@@ -235,6 +249,9 @@ class Scheduler:
         draft.load.rows = len(rows.requests)
         draft.load.rows_context = rows.context
         draft.decode, draft.constrained = rows.step(), rows.constrained
+        if self.cache.states is not None:
+            for i in draft.decode.full or ():
+                self._keep_state(rows.requests[i], int(draft.decode.first[i]) + 1, draft)
         if rows.left <= 0:
             self._known_phases = None
         more = phases.prefilling or self.waiting
@@ -283,8 +300,33 @@ class Scheduler:
         return room
 
     def _chunk(self, request: Request, budget: int) -> int:
-        """User tokens that fill at most `budget` slots, at least one."""
-        return max(1, min(request.pending, self.slots.fitting(request.planned, budget)))
+        """User tokens that fill at most `budget` slots, at least one; no more than up to the next
+        page border that should have a snapshot."""
+        count = max(1, min(request.pending, self.slots.fitting(request.planned, budget)))
+        if self.cache.states is None or request.lease is None:
+            return count
+        for pages in self.cache.snapshot_borders(request.lease, len(request.tokens)):
+            border = pages * self.slots.tokens_per_page - request.planned
+            if border > 0:
+                return min(count, border)
+        return count
+
+    def _keep_state(self, request: Request, end: int, draft: _Draft) -> None:
+        """Leave a snapshot behind the first `end` tokens, which this step completes, where one
+        should be."""
+        lease, per_page = request.lease, self.slots.tokens_per_page
+        if self.cache.states is None or lease is None or end % per_page:
+            return
+        pages = end // per_page
+        if request.decoding:
+            wanted = pages % DECODED_PAGES == 0
+        else:
+            wanted = pages in self.cache.snapshot_borders(lease, len(request.tokens))
+        if not wanted:
+            return
+        snapshot = self.cache.take_snapshot(lease, pages, trailing=request.decoding)
+        if snapshot is not None:
+            draft.kept.append(StateCopy(request.row, snapshot))
 
     def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
         """Grow the lease to hold `num_tokens`, taking pages from the last in order if need be."""
@@ -339,6 +381,7 @@ class Scheduler:
         draft.load.add(work)
         draft.requests.append(request)
         draft.budget -= int(self.slots.slots_for(end)) - int(self.slots.slots_for(begin))
+        self._keep_state(request, end, draft)
         self._counts.planned[request.row] = end
         if samples:
             request.decoding = True
@@ -356,6 +399,9 @@ class Scheduler:
             own = tuple(lease.window[-len(pages) :])
             draft.grants.append(PageGrant(request.row, request.granted, pages, own))
             request.granted = len(lease.pages)
+        snapshot = self.cache.resume(lease)
+        if snapshot is not None:
+            draft.restored.append(StateCopy(request.row, snapshot))
 
     def _admit(self, draft: _Draft) -> None:
         """Take waiting requests in while rows, budget and pages last."""

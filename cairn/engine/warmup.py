@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from cairn.engine.build import Built
 from cairn.errors import BadModel
-from cairn.ops.compile_ahead import compile_ahead
+from cairn.ops.advice import compile_ahead
 from cairn.runner.step import DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
 from cairn.types import SamplingParams
 
@@ -87,7 +87,7 @@ def _one(built: Built, length: int) -> _Steps:
 
 
 def _behind_fronts(built: Built, lengths: Sequence[int], most: int) -> list[_Steps]:
-    """Steps behind each front of a row, where landmark layers go about them another way."""
+    """Steps behind each front of a row, which attention computes in another way."""
     fronts = [int(built.slots.tokens_in(slots)) + 1 for slots in built.runner.front_slots]
     return [steps for past in fronts for steps in _behind(built, past, lengths, most)]
 

@@ -65,7 +65,7 @@ def read_tail(
             grant = _grown(core.cache, lease, int(slots.pages_for(end)))
             work = RowWork(ROW, done, ids[done:end], sample=False)
             layout = runner.rows.lay_out(StepPlan(0, (), (), (grant,), (work,)))
-            hidden = runner.model(runner.rows.batch(layout, runner.backends))
+            hidden = runner.model(runner.step_of(layout))
             core.cache.pass_windows(lease, int(slots.complete_pages(end)))
             wanted = np.arange(max(first, done), end)
             index = slots.slot_of(wanted) - slots.slots_for(done)

@@ -2,70 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from cairn import ops
 from cairn.layers.embedding import Table
 from cairn.layers.norm import RMSNorm
-from cairn.ops.linear import panel
+from cairn.layers.schemes.base import PlainScheme, Rows, Scheme
+from cairn.layers.weight import Source, Weight
+
+PLAIN = PlainScheme()
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, for inference.
+    """y = x W^T + b, for inference. Maps that read the same x are one map, one below the other.
 
     Args:
-        in_features, out_features: widths.
+        in_features: width of x.
+        parts: the matrices that a checkpoint holds, one below the other.
         bias: whether there is a b [out].
-        dtype: of the parameters.
+        dtype: of activations and bias.
+        scheme: how the matrix is kept.
     """
 
+    weight: nn.Parameter
+    scale: nn.Parameter
+    """Of schemes that have one."""
+
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = False, *, dtype: torch.dtype
+        self,
+        in_features: int,
+        parts: Sequence[Rows],
+        bias: bool = False,
+        *,
+        dtype: torch.dtype,
+        scheme: Scheme = PLAIN,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        weight = torch.empty(out_features, in_features, dtype=dtype)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.parts = tuple(parts)
+        self.in_features, self.out_features = in_features, sum(part.size for part in parts)
+        self.scheme = scheme
+        scheme.create(self, dtype)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False)
+            b = torch.empty(self.out_features, dtype=dtype)
+            self.bias = nn.Parameter(b, requires_grad=False)
+
+    def weights(self, source: Source) -> list[Weight]:
+        """What fills the map."""
+        found, start = self.scheme.weights(self, source), 0
+        for name, size, _ in self.parts if self.bias is not None else ():
+            at = slice(start, start + size)
+            bias = Weight(source.name(f"{name}.bias"), (size,), self.bias, at, draw="around_zero")
+            found.append(bias)
+            start += size
+        return found
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """x [..., in], normed first if there is a norm, -> [..., out], in x's dtype."""
-        if norm is None:
-            return ops.linear(x, self.weight, self.bias)
-        return ops.linear(x, self.weight, self.bias, norm.weight, norm.eps)
+        return self.scheme.product(self, x, norm)
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RMSNorm | None = None) -> Tensor | None:
         """residual [T, out] += what `forward` gives for x [T, in], in place.
 
         Args:
-            norm: what residual goes through next.
+            norm: what the residual goes through next.
         Returns:
-            [T, out], residual after the norm; None: whoever reads it does the norm better.
+            [T, out], the residual after the norm; None: the next product fuses the norm.
         """
-        if norm is None or not panel.sums_in_norm(x, self.weight, self.bias):
-            ops.linear_add(x, residual, self.weight, self.bias)
-            return None
-        return ops.linear_add_rmsnorm(x, residual, self.weight, norm.weight, self.bias, norm.eps)
+        return self.scheme.add_to(self, residual, x, norm)
 
 
 class GatedLinear(Linear):
-    """y = silu(A x) * B x, where `weight` [2 out, in] is A, then B.
+    """y = silu(A x) * B x, where the rows of the map are those of A, then those of B.
 
     Args:
         in_features, out_features: widths.
-        dtype: of the parameters.
+        names: of the matrices A and B in a checkpoint.
+        dtype: of activations.
+        scheme: how the matrix is kept.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype) -> None:
-        super().__init__(in_features, 2 * out_features, dtype=dtype)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        names: tuple[str, str] = ("gate_proj", "up_proj"),
+        *,
+        dtype: torch.dtype,
+        scheme: Scheme = PLAIN,
+    ) -> None:
+        parts = [Rows(name, out_features) for name in names]
+        super().__init__(in_features, parts, dtype=dtype, scheme=scheme)
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """x [T, in], normed first if there is a norm, -> [T, out], in x's dtype."""
-        given = () if norm is None else (norm.weight, norm.eps)
-        return ops.gated_linear(x, self.weight, *given)
+        return self.scheme.gated(self, x, norm)
 
 
 class Head(Table):

@@ -1,29 +1,38 @@
-"""SwiGLU feed-forward block."""
+"""SwiGLU feed-forward part."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from cairn.layers.linear import GatedLinear, Linear
-from cairn.layers.norm import RMSNorm
+from cairn.layers.linear import PLAIN, GatedLinear, Linear
+from cairn.layers.residual import Delta, Hidden, Product
+from cairn.layers.schemes.base import Rows, Scheme
+from cairn.layers.weight import Source, Weight
 
 
 class GatedMLP(nn.Module):
-    """silu(W_gate x) * W_up x, with gate and up in one matrix; `down` is what it goes through then.
+    """down(silu(W_gate x) * W_up x), with gate and up in one matrix.
 
     Args:
         hidden: width of x.
         intermediate: width inside.
-        dtype: of the parameters.
+        dtype: of activations.
+        scheme: how the matrices are kept.
     """
 
-    def __init__(self, hidden: int, intermediate: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, hidden: int, intermediate: int, *, dtype: torch.dtype, scheme: Scheme = PLAIN
+    ) -> None:
         super().__init__()
-        self.gate_up = GatedLinear(hidden, intermediate, dtype=dtype)
-        self.down = Linear(intermediate, hidden, dtype=dtype)
+        self.gate_up = GatedLinear(hidden, intermediate, dtype=dtype, scheme=scheme)
+        down = [Rows("down_proj", hidden)]
+        self.down = Linear(intermediate, down, dtype=dtype, scheme=scheme)
 
-    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """x [T, hidden], normed first if there is a norm, -> [T, intermediate]."""
-        gated: Tensor = self.gate_up(x, norm)
-        return gated
+    def weights(self, source: Source) -> list[Weight]:
+        """gate_proj, up_proj and down_proj."""
+        return self.gate_up.weights(source) + self.down.weights(source)
+
+    def forward(self, h: Hidden) -> Delta:
+        """[T, hidden] -> the delta [T, hidden]."""
+        return Product(self.down, self.gate_up(h.x, h.norm))

@@ -1,11 +1,13 @@
-"""Root-mean-square norm."""
+"""Norms of activations."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from cairn import ops
+from cairn.layers.weight import Source, Weight
 
 
 class RMSNorm(nn.Module):
@@ -15,12 +17,30 @@ class RMSNorm(nn.Module):
         width: size of the last dimension.
         eps: added to the mean square.
         dtype: of the weight.
+        unit_offset: a checkpoint holds w - 1. The sum is kept in float32: near 1 a shorter dtype
+            would round it.
     """
 
-    def __init__(self, width: int, eps: float, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, width: int, eps: float, *, dtype: torch.dtype, unit_offset: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, dtype=dtype), requires_grad=False)
+        kept = torch.float32 if unit_offset else dtype
+        self.weight = nn.Parameter(torch.empty(width, dtype=kept), requires_grad=False)
         self.eps = eps
+        self.unit_offset = unit_offset
+
+    def weights(self, source: Source, name: str) -> list[Weight]:
+        """The vector `name`.weight."""
+        return [
+            Weight(
+                source.name(f"{name}.weight"),
+                (self.weight.shape[0],),
+                self.weight,
+                transform=_plus_one if self.unit_offset else None,
+                draw="around_one",
+            )
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> the same shape and dtype; x may be a strided view."""
@@ -29,3 +49,36 @@ class RMSNorm(nn.Module):
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """residual [..., width] += what `forward` gives for x, in place."""
         ops.rmsnorm_add(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * w + b over the last dimension, in float32.
+
+    Args:
+        width: size of the last dimension.
+        eps: added to the variance.
+        dtype: of weight and bias.
+    """
+
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(width, dtype=dtype), requires_grad=False)
+        self.eps = eps
+
+    def weights(self, source: Source, name: str) -> list[Weight]:
+        """The vectors `name`.weight and `name`.bias."""
+        shape = (self.weight.shape[0],)
+        return [
+            Weight(source.name(f"{name}.weight"), shape, self.weight, draw="around_one"),
+            Weight(source.name(f"{name}.bias"), shape, self.bias, draw="around_zero"),
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] -> the same shape and dtype."""
+        width, weight, bias = self.weight.shape, self.weight.float(), self.bias.float()
+        return functional.layer_norm(x.float(), width, weight, bias, self.eps).to(x.dtype)
+
+
+def _plus_one(weight: Tensor) -> Tensor:
+    return weight.float() + 1.0

@@ -1,6 +1,6 @@
 """Rotary position embedding: frequencies, and cos, sin of a step's positions.
 
-Pairs are (c, c + d/2). Angles are position * frequency, both factors and the product float32: at
+Angles are position * frequency, both factors and the product float32: at
 position 500,000 another precision is visible. Nothing is tabulated over positions, so no context
 is too long.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cairn import ops
+from cairn.specs.rotary import RotarySpec, YarnSpec
 
 
 def standard_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -42,28 +43,97 @@ def hope_frequencies(head_dim: int, theta: float, pairs: int) -> Tensor:
     return frequencies
 
 
-class Rotary:
-    """One set of frequencies, shared by all layers that rotate alike.
+def yarn_frequencies(head_dim: int, theta: float, yarn: YarnSpec) -> Tensor:
+    """Standard frequencies, blended with those divided by the factor: [d/2] float32 on the CPU.
 
-    Args:
-        frequencies: [d/2] float32.
-        rounded: cos and sin are rounded to the model's dtype before use.
+    Peng et al. 2023, section 3.2: pairs that turn more than `beta_fast` times in the original
+    context stay, those that turn less than `beta_slow` times are divided, with a ramp in between.
+    """
+    frequencies = standard_frequencies(head_dim, theta)
+
+    def pair(turns: float) -> float:
+        return head_dim * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    ramp = ((pairs - low) / (high - low)).clamp(0, 1)
+    return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
+
+
+class Rotary:
+    """The rotation of a RotarySpec, shared by all layers that have it.
+
+    Attributes:
+        spec: what it was made from.
+        dim: d, dimensions that rotate.
     """
 
-    def __init__(self, frequencies: Tensor, rounded: bool) -> None:
-        self._frequencies = {frequencies.device: frequencies}
-        self._origin = frequencies
-        self.rounded = rounded
+    def __init__(self, spec: RotarySpec) -> None:
+        self.spec = spec
+        self.dim = spec.head_dim
+        # On the CPU whatever the default device is: a power on another device rounds differently.
+        with torch.device("cpu"):
+            self._origin = _frequencies(spec)
+        self._by_device = {self._origin.device: self._origin}
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """[cos | sin] of positions [T]: [T, d] float32 (rounded through `dtype` if so trained)."""
         device = positions.device
-        if device not in self._frequencies:
-            self._frequencies[device] = self._origin.to(device)
-        table = ops.rotary_cos_sin(positions, self._frequencies[device])
-        return table.to(dtype).float() if self.rounded else table
+        if device not in self._by_device:
+            self._by_device[device] = self._origin.to(device)
+        table = ops.rotary_cos_sin(positions, self._by_device[device])
+        if self.spec.attention_factor != 1.0:
+            table = table * self.spec.attention_factor
+        return table.to(dtype).float() if self.spec.rounded else table
+
+    def rotate(self, index: Tensor, query: Tensor, key: Tensor | None, cos_sin: Tensor) -> None:
+        """Rotate the first d dimensions of query [n, h, D] and key [n, h_kv, D] in place, by row
+        index[i] of cos_sin [T, d]."""
+        neox = not self.spec.interleaved
+        ops.rotary_embedding(index, query, key, query.shape[-1], cos_sin, neox)
 
 
-def rotate(index: Tensor, query: Tensor, key: Tensor | None, cos_sin: Tensor) -> None:
-    """Rotate query [n, h, d] and key [n, h_kv, d] in place by row index[i] of cos_sin [T, d]."""
-    ops.rotary_embedding(index, query, key, query.shape[-1], cos_sin)
+def _frequencies(spec: RotarySpec) -> Tensor:
+    if spec.kind == "in_range":
+        return in_range_frequencies(
+            spec.head_dim, spec.theta, spec.context_length, spec.period_multiplier
+        )
+    if spec.kind == "hope":
+        return hope_frequencies(spec.head_dim, spec.theta, spec.pairs)
+    if spec.kind == "yarn" and spec.yarn is not None:
+        return yarn_frequencies(spec.head_dim, spec.theta, spec.yarn)
+    return standard_frequencies(spec.head_dim, spec.theta)
+
+
+class Angles:
+    """[cos | sin] of a step's positions, computed once for all layers that rotate alike.
+
+    Args:
+        positions: [T] int64.
+        dtype: of the activations.
+    """
+
+    def __init__(self, positions: Tensor, dtype: torch.dtype) -> None:
+        self._positions, self._dtype = positions, dtype
+        self._tables: dict[Rotary, Tensor] = {}
+        self._index: Tensor | None = None
+
+    def of(self, rotary: Rotary) -> Tensor:
+        """[T, d] float32."""
+        found = self._tables.get(rotary)
+        if found is None:
+            found = self._tables[rotary] = rotary.cos_sin(self._positions, self._dtype)
+        return found
+
+    @property
+    def index(self) -> Tensor:
+        """[T] int64: 0, 1, 2, ..."""
+        if self._index is None:
+            count, device = len(self._positions), self._positions.device
+            self._index = torch.arange(count, dtype=torch.int64, device=device)
+        return self._index

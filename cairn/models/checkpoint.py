@@ -17,13 +17,13 @@ from cairn.errors import BadModel
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-DTYPES = {
-    "F64": ("float64", 8),
-    "F32": ("float32", 4),
-    "BF16": ("bfloat16", 2),
-    "F16": ("float16", 2),
-}
-"""Stored dtypes that can be converted: name in a header -> (name, bytes per element)."""
+CONVERTIBLE = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Stored dtypes that convert without a scale: name in a header -> name."""
+ELEMENT_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2,
+    "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
+"""Bytes of one number of a stored dtype."""
 MAX_HEADER = 100_000_000
 
 
@@ -87,7 +87,7 @@ def stored_rows(entries: dict[str, TensorEntry]) -> StoredRows:
     return StoredRows(
         embedding=embedding.shape[0] if embedding and embedding.shape else None,
         head=head.shape[0] if head and head.shape else None,
-        dtype=DTYPES.get(embedding.dtype, (None,))[0] if embedding else None,
+        dtype=CONVERTIBLE.get(embedding.dtype) if embedding else None,
     )
 
 
@@ -137,7 +137,7 @@ def _read_file(path: Path) -> dict[str, TensorEntry]:
             dtype = str(entry["dtype"])
         except (KeyError, TypeError, ValueError):
             raise _corrupt(path, f"the entry of {name} is unreadable") from None
-        if dtype in DTYPES and last - first != prod(shape) * DTYPES[dtype][1]:
+        if dtype in ELEMENT_BYTES and last - first != prod(shape) * ELEMENT_BYTES[dtype]:
             raise _corrupt(path, f"{name} has the wrong number of bytes")
         end = max(end, last)
         entries[name] = TensorEntry(path, dtype, shape)

@@ -1,85 +1,65 @@
-"""The decoder all models share. What differs between them is in the ModelSpec."""
+"""The decoder that all models share. What differs between them is in the ModelSpec."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from cairn.attention.step import BoundLayer, Step
 from cairn.layers.embedding import Embedding
 from cairn.layers.linear import Head, TiedHead
-from cairn.layers.mlp import GatedMLP
 from cairn.layers.norm import RMSNorm
-from cairn.layers.rotary import (
-    Rotary,
-    hope_frequencies,
-    in_range_frequencies,
-    standard_frequencies,
-)
-from cairn.models.attention import Attention, AttentionBatch
-from cairn.models.spec import ModelSpec, RotarySpec
-
-
-def build_rotary(spec: RotarySpec) -> Rotary:
-    """The frequencies a RotarySpec names."""
-    # On the CPU whatever the default device is: a power on another device rounds differently.
-    with torch.device("cpu"):
-        if spec.kind == "in_range":
-            frequencies = in_range_frequencies(
-                spec.head_dim, spec.theta, spec.context_length, spec.period_multiplier
-            )
-        elif spec.kind == "hope":
-            frequencies = hope_frequencies(spec.head_dim, spec.theta, spec.pairs)
-        else:
-            frequencies = standard_frequencies(spec.head_dim, spec.theta)
-    return Rotary(frequencies, spec.rounded)
+from cairn.layers.registry import Context, Ffn, Mixer, build_ffn, build_mixer
+from cairn.layers.residual import Residual
+from cairn.layers.rotary import Angles
+from cairn.layers.schemes.registry import scheme_of
+from cairn.layers.weight import Source, Weight
+from cairn.specs.model import LayerSpec, ModelSpec, NormSpec
 
 
 class Block(nn.Module):
-    """One layer: x += attention(norm(x)); x += mlp(norm(x)), or with the norms on the outputs.
+    """One layer: x += mixer(norm(x)); x += ffn(norm(x)), or with the norms on the outputs.
 
     Args:
-        spec: the model.
-        index: layer number.
-        rotary: of this layer.
-        dtype: of the parameters.
+        spec: of the layer.
+        context: what its modules are built with.
     """
 
-    def __init__(
-        self, spec: ModelSpec, index: int, rotary: Rotary | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, spec: LayerSpec, context: Context) -> None:
         super().__init__()
-        self.post_norm = spec.post_norm
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.eps, dtype=dtype)
-        self.attention = Attention(spec, index, rotary, dtype)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.eps, dtype=dtype)
-        self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, dtype=dtype)
+        self.names, self.post_norm = spec.names, spec.post_norm
+        self.mixer_norm = build_norm(spec.norm, context.hidden, context.dtype)
+        self.mixer = build_mixer(spec.mixer, context)
+        self.ffn_norm = build_norm(spec.norm, context.hidden, context.dtype)
+        self.ffn = build_ffn(spec.ffn, context)
+
+    def weights(self, source: Source) -> list[Weight]:
+        """Norms, feed-forward part, mixer."""
+        mixer, ffn = cast(Mixer, self.mixer), cast(Ffn, self.ffn)
+        return [
+            *self.mixer_norm.weights(source, self.names.mixer_norm),
+            *self.ffn_norm.weights(source, self.names.ffn_norm),
+            *ffn.weights(source.within(self.names.ffn)),
+            *mixer.weights(source.within(self.names.mixer)),
+        ]
 
     def forward(
-        self, x: Tensor, batch: AttentionBatch, normed: Tensor | None, behind: Block | None
-    ) -> Tensor | None:
-        """Run the block on the residual stream x [T, hidden], in place.
-
-        Args:
-            normed: x after this block's first norm, if that has been done.
-            behind: the next block.
-        Returns:
-            What is `normed` for the next block.
-        """
+        self, residual: Residual, layer: BoundLayer, angles: Angles, behind: Block | None
+    ) -> None:
+        """Run the block on the residual stream; `behind` is the block that reads it next."""
         if self.post_norm:
-            self.attention_norm.add_to(x, self.attention.out(self.attention(x, batch)))
-            self.mlp_norm.add_to(x, self.mlp.down(self.mlp(x)))
-            return None
-        if normed is None:
-            attended = self.attention(x, batch, self.attention_norm)
-        else:
-            attended = self.attention(normed, batch)
-        normed = self.attention.out.add_to(x, attended, self.mlp_norm)
-        gated = self.mlp(x, self.mlp_norm) if normed is None else self.mlp(normed)
-        return self.mlp.down.add_to(x, gated, None if behind is None else behind.attention_norm)
+            mixed = self.mixer(residual.read(None), layer, angles)
+            residual.add(mixed, own_norm=self.mixer_norm)
+            residual.add(self.ffn(residual.read(None)), own_norm=self.ffn_norm)
+            return
+        mixed = self.mixer(residual.read(self.mixer_norm), layer, angles)
+        residual.add(mixed, next_norm=self.ffn_norm)
+        next_norm = None if behind is None else behind.mixer_norm
+        residual.add(self.ffn(residual.read(self.ffn_norm)), next_norm=next_norm)
 
 
 class Decoder(nn.Module):
@@ -87,27 +67,38 @@ class Decoder(nn.Module):
 
     Args:
         spec: the model.
-        dtype: of the parameters.
+        dtype: of activations, and of parameters that are not quantised.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec = spec
         self.embedding = Embedding(spec.table_rows, spec.hidden_size, dtype=dtype)
-        rotaries = {
-            layer.rotary: build_rotary(layer.rotary) for layer in spec.layers if layer.rotary
-        }
-        self.layers = nn.ModuleList(
-            Block(spec, i, rotaries[layer.rotary] if layer.rotary else None, dtype)
-            for i, layer in enumerate(spec.layers)
-        )
+        context = Context(spec.hidden_size, dtype, scheme_of(spec.quantization), {})
+        self.layers = nn.ModuleList(Block(layer, context) for layer in spec.layers)
         self._running = list(range(len(self.layers)))
-        self.norm = RMSNorm(spec.hidden_size, spec.eps, dtype=dtype)
+        self.norm = build_norm(spec.norm, spec.hidden_size, dtype)
         self.head: Head | TiedHead = (
             TiedHead(self.embedding, spec.vocab_size)
             if spec.tied
             else Head(spec.vocab_size, spec.hidden_size, dtype=dtype)
         )
+
+    def weights(self, stored: frozenset[str] | None = None) -> list[Weight]:
+        """Every tensor that a checkpoint of this model holds.
+
+        Args:
+            stored: names of the tensors of the checkpoint that is read; None: none is.
+        """
+        spec, source = self.spec, Source(self.spec.prefix, stored)
+        found = self._table_weights(source)
+        found += self.norm.weights(source, "norm")
+        found += self._head_weights()
+        layers = source.within("layers")
+        for i, block in enumerate(self.layers):
+            found += cast(Block, block).weights(layers.within(str(i)))
+        assert len(self.layers) == spec.num_layers
+        return found
 
     @property
     def weight_bytes(self) -> int:
@@ -117,7 +108,7 @@ class Decoder(nn.Module):
     @contextlib.contextmanager
     def abridged(self, backends: Sequence[str]) -> Iterator[None]:
         """Within, a step runs one block of each kind, and the last one: all kernels that the whole
-        model runs, for what they compute is of no use. backends: that of each block's attention."""
+        model runs, for what they compute is of no use. backends: that of each block's mixer."""
         kinds = list(enumerate(zip(self.spec.layers, backends, strict=True)))
         first = {kind: i for i, kind in reversed(kinds)}
         every, self._running = self._running, sorted({*first.values(), len(self.layers) - 1})
@@ -126,15 +117,43 @@ class Decoder(nn.Module):
         finally:
             self._running = every
 
-    def forward(self, batch: AttentionBatch) -> Tensor:
+    def forward(self, step: Step) -> Tensor:
         """Run one step: -> hidden states [T, hidden] before the final norm."""
-        x: Tensor = self.embedding(batch.input_ids)
-        normed: Tensor | None = None
-        blocks = [self.layers[i] for i in self._running]
-        for block, behind in zip_longest(blocks, blocks[1:]):
-            normed = block(x, batch, normed, behind)
-        return x
+        residual = Residual(self.embedding(step.batch.input_ids))
+        angles = Angles(step.batch.positions, residual.x.dtype)
+        running = self._running
+        for at, i in enumerate(running):
+            behind = self.layers[running[at + 1]] if at + 1 < len(running) else None
+            self.layers[i](residual, step.layers[i], angles, behind)
+        return residual.x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What forward gave [n, hidden] -> float32 logits [n, V] of the user's vocabulary alone."""
         return self.head.logits(hidden, self.norm)
+
+    def _table_weights(self, source: Source) -> list[Weight]:
+        spec, table = self.spec, self.embedding.weight
+        # The embedding of page ends is row V of the table. A tensor of its own is put there, so
+        # that id V needs no special case and can never index past the table.
+        rows = slice(0, spec.vocab_size if spec.end_embedding else spec.table_rows)
+        shape = spec.embedding_rows, spec.hidden_size
+        name = source.name("embed_tokens.weight")
+        found = [Weight(name, shape, table, rows, rows, shard=0)]
+        if spec.end_embedding is not None:
+            parameter = table if spec.table_rows > spec.vocab_size else None
+            name = source.name(spec.end_embedding)
+            found.append(Weight(name, (spec.hidden_size,), parameter, spec.vocab_size))
+        return found
+
+    def _head_weights(self) -> list[Weight]:
+        spec, rows = self.spec, slice(0, self.spec.vocab_size)
+        if isinstance(self.head, TiedHead):
+            shape = spec.embedding_rows, spec.hidden_size
+            return [Weight("lm_head.weight", shape, None, required=False)]
+        shape = spec.head_rows, spec.hidden_size
+        return [Weight("lm_head.weight", shape, self.head.weight, rows, rows, shard=0)]
+
+
+def build_norm(spec: NormSpec, width: int, dtype: torch.dtype) -> RMSNorm:
+    """A norm of the residual stream."""
+    return RMSNorm(width, spec.eps, dtype=dtype, unit_offset=spec.unit_offset)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cairn.errors import BadModel
-from cairn.models.spec import ELEMENT_SIZE, ResolvedField
 from cairn.names import nearest
+from cairn.specs.model import ELEMENT_SIZE, ResolvedField
 
 log = logging.getLogger(__name__)
 

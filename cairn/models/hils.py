@@ -11,7 +11,11 @@ from cairn.models import fields as reading
 from cairn.models import older
 from cairn.models.checkpoint import StoredRows
 from cairn.models.fields import ConfigFields, log, refuse
-from cairn.models.spec import HilsSpec, LayerSpec, ModelSpec, RotarySpec, SummaryKind
+from cairn.specs.ffn import DenseFfn
+from cairn.specs.gqa import GqaSpec, NormWidth
+from cairn.specs.hils import HilsSpec, SummaryKind
+from cairn.specs.model import BlockNames, LayerSpec, MixerSpec, ModelSpec, NormSpec
+from cairn.specs.rotary import RotarySpec
 
 WITHOUT_EFFECT = (
     "auto_insert_lmk",
@@ -38,6 +42,8 @@ class _Frame:
 
     family: Literal["qwen_hils", "olmo_hils"]
     num_layers: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     max_positions: int
     theta: float
@@ -72,6 +78,8 @@ def spec_from_config(
     frame = _Frame(
         family="olmo_hils" if f.config["model_type"] == "olmo_hils" else "qwen_hils",
         num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=f.integer("max_position_embeddings", 32768),
         theta=reading.rope_theta(f),
@@ -80,11 +88,10 @@ def spec_from_config(
     tied = f.flag("tie_word_embeddings", False)
     landmarks = _landmarks(f)
     external = f.flag("enable_external_lmk_embed", False)
-    layers = _layers(f, frame)
-    window = next((layer.window for layer in layers if layer.kind == "hils"), None)
+    mixers = _mixers(f, frame)
+    selecting = any(isinstance(mixer, HilsSpec) for mixer in mixers)
     chunk = f.integer("chunk_size", 64, low=2)
-    paged = landmarks or any(layer.mask_landmarks for layer in layers)
-    hils = _hils(f, window) if window is not None else None
+    paged = landmarks or any(mixer.mask_landmarks for mixer in mixers)
     rows = _rows(f, frame.family, vocab, external)
     spec = ModelSpec(
         architecture=frame.family,
@@ -92,19 +99,13 @@ def spec_from_config(
         embedding_rows=stored.embedding or rows[0],
         head_rows=stored.head or (stored.embedding if tied else None) or rows[1],
         hidden_size=hidden,
-        intermediate_size=inter,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        eps=frame.eps,
+        norm=NormSpec(frame.eps),
         tied=tied,
-        post_norm=frame.family == "olmo_hils",
         chunk_size=chunk if paged else None,
         landmarks=landmarks,
-        external_landmark=external,
+        end_embedding="lmk_embed" if external else None,
         max_model_len=frame.max_positions,
-        layers=layers,
-        hils=hils,
+        layers=tuple(_layer(mixer, inter, frame) for mixer in mixers),
         dtype=reading.stored_dtype(f.config, stored.dtype),
         eos_token_ids=reading.token_ids("eos_token_id", f.config.get("eos_token_id")),
         bos_token_id=reading.first_token_id("bos_token_id", f.config.get("bos_token_id")),
@@ -113,7 +114,7 @@ def spec_from_config(
     _check_rows(spec)
     for name in translated.dropped:
         log.info("config.json: older key %s=%r has no effect here", name, config[name])
-    f.warn_unknown(WITHOUT_EFFECT if hils else WITHOUT_EFFECT + HILS_FIELDS)
+    f.warn_unknown(WITHOUT_EFFECT if selecting else WITHOUT_EFFECT + HILS_FIELDS)
     return spec
 
 
@@ -158,8 +159,18 @@ def _landmarks(f: ConfigFields) -> bool:
     return landmarks
 
 
-def _layers(f: ConfigFields, frame: _Frame) -> tuple[LayerSpec, ...]:
-    """The layers of 1.2, with their windows and rotary variants."""
+def _layer(mixer: MixerSpec, intermediate: int, frame: _Frame) -> LayerSpec:
+    """A layer around its mixer."""
+    ffn, norm = DenseFfn(intermediate), NormSpec(frame.eps)
+    if frame.family != "olmo_hils":
+        return LayerSpec(mixer, ffn, norm)
+    # post_attention_layernorm is here the norm of the attention's output.
+    names = BlockNames(mixer_norm="post_attention_layernorm", ffn_norm="post_feedforward_layernorm")
+    return LayerSpec(mixer, ffn, norm, post_norm=True, names=names)
+
+
+def _mixers(f: ConfigFields, frame: _Frame) -> tuple[GqaSpec, ...]:
+    """The attention of each layer (1.2), with windows and rotary variants."""
     olmo = frame.family == "olmo_hils"
     interleave = f.integer("full_attn_interleave", 4, low=0)
     first = f.integer("num_swa_layers", 0, low=0)
@@ -183,25 +194,41 @@ def _layers(f: ConfigFields, frame: _Frame) -> tuple[LayerSpec, ...]:
     bias = f.flag("attention_bias", False)
     layerwise = f.flag("layerwise_qk_norm", False)
     plain_rotary, hils_rotary = _rotaries(f, frame)
-    hils_layer = LayerSpec(
-        "hils",
-        hils_window,
-        True,
-        hils_rotary,
-        "full" if layerwise else "head",
-        HILS_NORM_EPS,
-        False,
-    )
-    layers = []
+    heads = (frame.num_heads, frame.num_kv_heads, frame.head_dim)
+    norm: NormWidth = "full" if layerwise else "head"
+    selecting = None
+    if hils_window is not None:
+        selecting = _hils(f, _gqa(heads, hils_rotary, norm, HILS_NORM_EPS, window=hils_window))
+    norm = "full" if olmo else "head"
+    mixers: list[GqaSpec] = []
     for i in range(frame.num_layers):
-        if i in hils_layers:
-            layers.append(hils_layer)
+        if i in hils_layers and selecting is not None:
+            mixers.append(selecting)
             continue
         window = plain_window if not olmo or types[i] == "sliding_attention" else None
-        kind: Literal["full", "window"] = "full" if window is None else "window"
-        norm: Literal["full", "head"] = "full" if olmo else "head"
-        layers.append(LayerSpec(kind, window, mask, plain_rotary, norm, frame.eps, bias))
-    return tuple(layers)
+        plain = _gqa(heads, plain_rotary, norm, frame.eps, window=window)
+        mixers.append(GqaSpec(**plain, mask_landmarks=mask, bias=bias))
+    return tuple(mixers)
+
+
+def _gqa(
+    heads: tuple[int, int, int],
+    rotary: RotarySpec | None,
+    norm: NormWidth,
+    eps: float,
+    *,
+    window: int | None,
+) -> dict[str, Any]:
+    """What attention of both kinds has."""
+    return {
+        "num_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "head_dim": heads[2],
+        "rotary": rotary,
+        "qk_norm": norm,
+        "qk_eps": eps,
+        "window": window,
+    }
 
 
 def _windows(f: ConfigFields, has_hils: bool) -> tuple[int | None, int | None]:
@@ -266,8 +293,8 @@ def _closed_form(f: ConfigFields, frame: _Frame) -> RotarySpec:
     return RotarySpec("hope", frame.head_dim, theta, pairs=pairs, rounded=True)
 
 
-def _hils(f: ConfigFields, window: int) -> HilsSpec:
-    """The switches that all landmark layers share."""
+def _hils(f: ConfigFields, attention: dict[str, Any]) -> HilsSpec:
+    """A landmark layer's attention; all of a model are alike."""
     prior = f.flag("enable_prior_query", True)
     shared = f.flag("shared_q_c", False)
     mean = f.flag("enable_chunk_pooling", False)
@@ -312,11 +339,12 @@ def _hils(f: ConfigFields, window: int) -> HilsSpec:
             "Write the same value for both",
         )
     return HilsSpec(
+        **attention,
+        mask_landmarks=True,
         topk=f.integer("hils_topk", 16),
-        window=window,
         softmax1=f.flag("enable_softmax1", True),
         summary=summary,
-        bias=prior,
+        bias_by_entropy=prior,
         shared_query=shared,
         group_query=compressed,
         lmk_q=lmk_q,
@@ -337,7 +365,7 @@ def _rows(f: ConfigFields, family: str, vocab: int, external: bool) -> tuple[int
 
 
 def _check_rows(spec: ModelSpec) -> None:
-    need = spec.vocab_size if spec.external_landmark else spec.table_rows
+    need = spec.vocab_size if spec.end_embedding else spec.table_rows
     if spec.embedding_rows < need:
         raise refuse(
             "vocab_size",

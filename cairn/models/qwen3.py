@@ -8,7 +8,10 @@ from typing import Any
 from cairn.models import fields as reading
 from cairn.models.checkpoint import StoredRows
 from cairn.models.fields import ConfigFields, refuse
-from cairn.models.spec import LayerSpec, ModelSpec, RotarySpec
+from cairn.specs.ffn import DenseFfn
+from cairn.specs.gqa import GqaSpec
+from cairn.specs.model import LayerSpec, ModelSpec, NormSpec
+from cairn.specs.rotary import RotarySpec
 
 
 def spec_from_config(
@@ -34,9 +37,23 @@ def spec_from_config(
     max_positions = f.integer("max_position_embeddings", 32768)
     rotary = RotarySpec("standard", head_dim, reading.rope_theta(f), rounded=True)
     bias = f.flag("attention_bias", False)
+    norm = NormSpec(eps)
     layers = tuple(
-        LayerSpec("full" if w is None else "window", w, False, rotary, "head", eps, bias)
-        for w in _windows(f, f.integer("num_hidden_layers", 32))
+        LayerSpec(
+            GqaSpec(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                rotary=rotary,
+                window=window,
+                qk_norm="head",
+                qk_eps=eps,
+                bias=bias,
+            ),
+            DenseFfn(inter),
+            norm,
+        )
+        for window in _windows(f, f.integer("num_hidden_layers", 32))
     )
     rows, head_rows = stored.embedding or vocab, stored.head or stored.embedding or vocab
     if min(rows, rows if tied else head_rows) < vocab:
@@ -52,19 +69,12 @@ def spec_from_config(
         embedding_rows=rows,
         head_rows=head_rows,
         hidden_size=hidden,
-        intermediate_size=inter,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        eps=eps,
+        norm=norm,
         tied=tied,
-        post_norm=False,
         chunk_size=None,
         landmarks=False,
-        external_landmark=False,
         max_model_len=max_positions,
         layers=layers,
-        hils=None,
         dtype=reading.stored_dtype(config, stored.dtype),
         eos_token_ids=reading.token_ids("eos_token_id", config.get("eos_token_id")),
         bos_token_id=reading.first_token_id("bos_token_id", config.get("bos_token_id")),

@@ -13,9 +13,8 @@ from cairn.errors import BadModel
 from cairn.models import hils, older, qwen3
 from cairn.models.checkpoint import StoredRows, has_weights, read_headers, stored_rows
 from cairn.models.fields import BOOKKEEPING, refuse, token_ids
-from cairn.models.spec import ModelSpec
-from cairn.models.weight_map import weight_map
 from cairn.names import suggestion
+from cairn.specs.model import ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -100,12 +99,23 @@ def load_model(
     with torch.device("meta"):
         model = Decoder(spec, kind)
     model.to_empty(device=torch.device(device))
-    tensors = weight_map(spec)
     if random_seed is None:
-        load_weights(model, tensors, Path(path))
+        load_weights(model, Path(path), spec.ignored)
     else:
-        draw_weights(model, tensors, random_seed)
+        draw_weights(model, random_seed)
     return model.eval()
+
+
+def measure_weights(spec: ModelSpec, dtype: torch.dtype | str) -> tuple[int, int]:
+    """Parameters of a model and the bytes that they take in this dtype; nothing is read."""
+    import torch
+
+    from cairn.models.decoder import Decoder
+    from cairn.models.weights import parameter_bytes
+
+    with torch.device("meta"):
+        model = Decoder(spec, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    return parameter_bytes(model)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

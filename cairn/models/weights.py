@@ -1,11 +1,15 @@
-"""Filling a model's parameters: streamed from safetensors, or drawn from a seed."""
+"""Filling a model's parameters: streamed from safetensors, or drawn from a seed.
+
+What fills what is declared by the modules themselves (`cairn.layers.weight`).
+"""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,59 +17,113 @@ from torch import Tensor, nn
 
 from cairn.errors import BadModel
 from cairn.layers.embedding import Table
-from cairn.models.checkpoint import DTYPES, TensorEntry, read_headers
-from cairn.models.weight_map import StoredTensor, WeightMap
+from cairn.layers.weight import Index, Weight
+from cairn.models.checkpoint import CONVERTIBLE, TensorEntry, read_headers
 
 SHOWN = 5
 """Tensors named per kind of mistake; the rest is counted."""
 
 
-def load_weights(model: nn.Module, tensors: WeightMap, folder: Path) -> None:
+class DeclaringModel(Protocol):
+    """A module that says what fills its parameters."""
+
+    def weights(self, stored: frozenset[str] | None = None) -> list[Weight]:
+        """Every tensor of a checkpoint that holds `stored`; None: of one that is written."""
+
+
+def load_weights(model: Any, folder: Path, ignored: Sequence[str] = ()) -> None:
     """Fill every parameter of `model` from the folder's safetensors files.
 
     Tensors go one at a time from the mapped file to the parameters' device and are converted there,
     so that device holds the model and one tensor, and on a GPU the host holds neither.
 
+    Args:
+        model: an nn.Module that is a `DeclaringModel`.
+        folder: of the checkpoint.
+        ignored: regular expressions of tensors that may be stored and are not read.
+
     Raises:
-        BadModel: a file is truncated or corrupt, or tensors are missing, unexpected or misshapen;
-            all of them are named in one error, before any parameter is written.
+        BadModel: a file is truncated or corrupt, tensors are missing, unexpected or misshapen (all
+            of them are named in one error, before any parameter is written), or a value is not
+            possible.
     """
     entries = read_headers(folder)
-    account(tensors, entries, folder)
-    _check_filled(model, tensors)
+    weights = model.weights(frozenset(entries))
+    account(weights, entries, folder, ignored)
+    _check_filled(model, weights)
     _clear_padding(model)
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for name, stored in tensors.items():
-        if stored.target is not None and name in entries:
-            by_file[entries[name].file].append(name)
+    by_file: dict[Path, list[Weight]] = defaultdict(list)
+    for weight in weights:
+        if weight.parameter is not None and weight.source in entries:
+            by_file[entries[weight.source].file].append(weight)
     device = str(next(model.parameters()).device)
-    for path, names in by_file.items():
+    for path, some in by_file.items():
         try:
             with safe_open(path, framework="pt", device=device) as file:
-                for name in names:
-                    place = destination(model, tensors[name])
-                    place.copy_(_first_rows(file.get_slice(name), place))
+                for weight in some:
+                    fill(weight, file.get_slice(weight.source))
         except SafetensorError as error:
             raise BadModel(f"{path} is corrupt: {error}", "Copy the file again") from None
 
 
-def account(tensors: WeightMap, entries: dict[str, TensorEntry], folder: Path) -> None:
-    """Compare what the model needs with what the files hold, in both directions.
+def fill(weight: Weight, stored: Any) -> None:
+    """Write the part of a parameter that a stored tensor fills.
+
+    Args:
+        weight: the declaration.
+        stored: a tensor, or a slice of a file that is read when it is indexed.
+    """
+    read: Tensor = stored[weight.read]
+    if weight.transform is not None:
+        read = weight.transform(read)
+    weight.place.copy_(read)
+
+
+def shard(weight: Weight, rank: int, ranks: int) -> Index:
+    """The part of a stored tensor that one of several ranks reads, along the axis that it is split.
+
+    Raises:
+        BadModel: the axis is not a multiple of the ranks.
+    """
+    if weight.shard is None or ranks == 1:
+        return weight.read
+    size = weight.shape[weight.shard]
+    if size % ranks:
+        raise BadModel(
+            f"{weight.source} has {size} along axis {weight.shard}, which {ranks} ranks cannot "
+            "share evenly",
+            "Use another number of ranks",
+        )
+    own = slice(rank * size // ranks, (rank + 1) * size // ranks)
+    return (slice(None),) * weight.shard + (own,)
+
+
+def account(
+    weights: Sequence[Weight],
+    entries: Mapping[str, TensorEntry],
+    folder: Path,
+    ignored: Sequence[str] = (),
+) -> None:
+    """Compare what the model declares with what the files hold, in both directions.
 
     Raises:
         BadModel: naming up to five tensors of each kind of difference.
     """
-    missing = [n for n, stored in tensors.items() if stored.required and n not in entries]
-    unexpected = [n for n in entries if n not in tensors]
-    used = [n for n, stored in tensors.items() if stored.target is not None and n in entries]
-    misshapen = [n for n in used if entries[n].shape != tensors[n].shape]
-    unreadable = [n for n in used if entries[n].dtype not in DTYPES]
+    declared = {weight.source: weight for weight in weights}
+    skipped = re.compile("|".join(f"(?:{pattern})" for pattern in ignored) or r"(?!)")
+    missing = [n for n, w in declared.items() if w.required and n not in entries]
+    unexpected = [n for n in entries if n not in declared and not skipped.search(n)]
+    used = [n for n, w in declared.items() if w.parameter is not None and n in entries]
+    misshapen = [n for n in used if entries[n].shape != declared[n].shape]
+    unreadable = [
+        n for n in used if entries[n].dtype not in (declared[n].dtypes or tuple(CONVERTIBLE))
+    ]
     problems = [
-        _listed("missing", [f"{n} {list(tensors[n].shape)}" for n in missing]),
+        _listed("missing", [f"{n} {list(declared[n].shape)}" for n in missing]),
         _listed("unexpected", [f"{n} {list(entries[n].shape)}" for n in unexpected]),
         _listed(
             "misshapen",
-            [f"{n} is {list(entries[n].shape)}, not {list(tensors[n].shape)}" for n in misshapen],
+            [f"{n} is {list(entries[n].shape)}, not {list(declared[n].shape)}" for n in misshapen],
         ),
         _listed("of unsupported dtype", [f"{n} {entries[n].dtype}" for n in unreadable]),
     ]
@@ -77,50 +135,46 @@ def account(tensors: WeightMap, entries: dict[str, TensorEntry], folder: Path) -
         )
 
 
-def draw_weights(model: nn.Module, tensors: WeightMap, seed: int) -> None:
+def draw_weights(model: Any, seed: int) -> None:
     """Fill every parameter with random numbers of a sensible scale.
 
     The same seed gives the same numbers on the same kind of device, in every dtype (rounded).
     Matrices keep the variance of their input, norms lie around 1.
     """
-    _check_filled(model, tensors)
+    weights = model.weights()
+    _check_filled(model, weights)
     _clear_padding(model)
-    for i, (name, stored) in enumerate(tensors.items()):
-        if stored.target is None:
+    for i, weight in enumerate(weights):
+        if weight.parameter is None:
             continue
-        place = destination(model, stored)
+        place = weight.place
+        if weight.draw == "one":
+            place.fill_(1.0)
+            continue
         generator = torch.Generator(place.device).manual_seed((seed << 20) + i)
         noise = torch.randn(
             place.shape, dtype=torch.float32, device=place.device, generator=generator
         )
-        if "norm" in name:
-            noise.mul_(0.1).add_(1.0)
-        elif not name.endswith(".q_c"):
-            noise.mul_(stored.shape[-1] ** -0.5)
+        if weight.draw == "matrix":
+            noise.mul_(weight.shape[-1] ** -0.5)
+        elif weight.draw != "unit":
+            noise.mul_(0.1).add_(1.0 if weight.draw == "around_one" else 0.0)
         place.copy_(noise)
 
 
-def destination(model: nn.Module, stored: StoredTensor) -> Tensor:
-    """The rows of the parameter that a stored tensor fills."""
-    assert stored.target is not None
-    rows = stored.shape[0] if stored.rows is None else stored.rows
-    return model.get_parameter(stored.target).detach()[stored.start : stored.start + rows]
+def parameter_bytes(model: Any) -> tuple[int, int]:
+    """Parameters of a model and the bytes that they take, also of one without memory; padding of
+    stored matrices is counted, a tied head once."""
+    weights = [weight for weight in model.weights() if weight.parameter is not None]
+    count = sum(torch.Size(weight.shape).numel() for weight in weights)
+    return count, sum(parameter.nbytes for parameter in model.parameters())
 
 
-def _first_rows(tensor: Any, place: Tensor) -> Tensor:
-    """As much of a stored tensor as `place` holds; a vector may fill one row of a matrix."""
-    if len(tensor.get_shape()) < place.dim():
-        row: Tensor = tensor[:]
-        return row.unsqueeze(0)
-    rows: Tensor = tensor[: place.shape[0]]
-    return rows
-
-
-def _padding(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Rows that no stored tensor fills, by the names of their parameters."""
-    for name, module in model.named_modules():
+def _padding(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Rows that no stored tensor fills, and the parameters they are of."""
+    for module in model.modules():
         if isinstance(module, Table) and module.padding:
-            yield f"{name}.weight", module.weight.detach()[-module.padding :]
+            yield module.weight, module.weight.detach()[-module.padding :]
 
 
 def _clear_padding(model: nn.Module) -> None:
@@ -128,18 +182,18 @@ def _clear_padding(model: nn.Module) -> None:
         rows.zero_()
 
 
-def _check_filled(model: nn.Module, tensors: WeightMap) -> None:
+def _check_filled(model: nn.Module, weights: Sequence[Weight]) -> None:
     """Every parameter is filled completely, and no place twice."""
-    filled: dict[str, int] = defaultdict(int)
-    for name, padding in _padding(model):
-        filled[name] += padding.numel()
-    for stored in tensors.values():
-        if stored.target is not None:
-            filled[stored.target] += destination(model, stored).numel()
+    filled: dict[int, int] = defaultdict(int)
+    for parameter, padding in _padding(model):
+        filled[id(parameter)] += padding.numel()
+    for weight in weights:
+        if weight.parameter is not None:
+            filled[id(weight.parameter)] += weight.place.numel()
     for name, parameter in model.named_parameters():
-        if filled.get(name) != parameter.numel():
+        if filled.get(id(parameter)) != parameter.numel():
             raise AssertionError(
-                f"weight map fills {filled.get(name)} of {name}, {parameter.shape}"
+                f"{filled.get(id(parameter))} numbers of {name} {tuple(parameter.shape)} are filled"
             )
 
 

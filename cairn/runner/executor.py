@@ -52,7 +52,7 @@ class FakeExecutor:
     (or that its shared pages already hold), and only in pages granted to it.
 
     Args:
-        slots: slot and landmark arithmetic.
+        slots: slot arithmetic.
         next_token: (request id, output index) -> the token that is "sampled".
         step_seconds: how long a step pretends to take.
         reach: pages before its own that a query of layers with pages of their own touches; None:

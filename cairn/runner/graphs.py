@@ -13,7 +13,7 @@ import bisect
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import AttentionBackend, AttentionLayer, Batch
-from cairn.cache.landmarks import SlotMap
+from cairn.attention.cuts import decode_cuts
+from cairn.attention.registry import Backends
+from cairn.attention.step import Step
+from cairn.runner.buffers import StepFields
 from cairn.runner.capture import Captured, capture
 from cairn.runner.logprobs import lines_of
-from cairn.runner.rows import NO_GRANTS, Grants, write_cells
+from cairn.runner.rows import NO_GRANTS, Grants, Rows, write_cells
 from cairn.runner.sampler import Draws
 from cairn.runner.staging import Lines, Trip
 from cairn.runner.step import DecodeWork
@@ -42,7 +44,7 @@ FLOATS = ("temperature", "top_p", "min_p")
 class GraphModel(Protocol):
     """What a graph holds."""
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, step: Step) -> Tensor:
         """Hidden states [T, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -76,26 +78,20 @@ class Place:
     """Where a graph's steps happen.
 
     Attributes:
-        backends: layer index -> (backend, layer).
-        tables: all page tables, see Rows; their address stays.
-        page_table: [rows, max_pages] int32, that of most layers, a part of them.
-        last_token: [rows + 1] int64, see Rows; its address stays.
-        slots: slot and landmark arithmetic.
-        landmark_id: token id that fills landmark slots.
-        spare_page: a page of nobody: padding writes there.
-        window_table: of layers with pages of their own; None without such layers.
-        window_spare_page: of theirs.
+        backends: of the model's layers.
+        rows: page tables and last tokens; their addresses stay.
+        spare_pages: by page group, a page of nobody: padding writes there.
     """
 
-    backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]]
-    tables: Tensor
-    page_table: Tensor
-    last_token: Tensor
-    slots: SlotMap
-    landmark_id: int
-    spare_page: int
-    window_table: Tensor | None = None
-    window_spare_page: int = 0
+    backends: Backends
+    rows: Rows
+    spare_pages: tuple[int, ...]
+
+    @property
+    def spare_locations(self) -> tuple[int, ...]:
+        """By page group, a slot of the page of nobody."""
+        size = self.rows.slots.page_size
+        return tuple(page * size for page in self.spare_pages)
 
 
 class Replayed(NamedTuple):
@@ -112,6 +108,21 @@ class Replayed(NamedTuple):
     output: Tensor
     trip: Trip
     draws: Sequence[Tensor] | None = None
+
+
+class DecodeLines(NamedTuple):
+    """What `ops.decode_slots` works out, [W] each: a step's fields, and the index of each row's
+    token among the slots."""
+
+    ids: Tensor
+    position: Tensor
+    row: Tensor
+    slot: Tensor
+    location: Tensor
+    completed: Tensor
+    completed_pages: Tensor
+    window_location: Tensor
+    last: Tensor
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
@@ -133,8 +144,8 @@ class DecodeGraphs:
     Args:
         model: runs the steps.
         place: where.
-        max_rows: requests that run at once; each takes a slot in a step, and one more where its
-            landmark follows.
+        max_rows: requests that run at once; each takes a slot in a step, and one more where the end
+            of its page follows.
 
     Attributes:
         pool: memory of all graphs of the device.
@@ -144,9 +155,9 @@ class DecodeGraphs:
         self.model = model
         self.place = place
         self.buckets = buckets_up_to(2 * max_rows)
-        device = place.page_table.device
+        device = place.rows.device
         # Padding draws its largest logit: temperature 0.
-        padding = [len(place.last_token) - 1, 0, place.tables.numel() - 1, 0]
+        padding = [len(place.rows.last_token) - 1, 0, place.rows.tables.numel() - 1, 0]
         self._lines = Lines(
             [*padding, *(0 for _ in Draws._fields)], _whole(self.buckets[-1]), device
         )
@@ -163,7 +174,7 @@ class DecodeGraphs:
             int64 that they choose, or what `lines_of` says of these. `last_token` then holds the
             tokens as well.
         """
-        slots, rows = self.place.slots, len(decode.row)
+        slots, rows = self.place.rows.slots, len(decode.row)
         closed = decode.count_full(slots.tokens_per_page)
         at = bisect.bisect_left(self.buckets, rows + closed if slots.landmarks else rows)
         if at == len(self.buckets) or closed > self._closing(self.buckets[at]):
@@ -182,7 +193,7 @@ class DecodeGraphs:
         """Queue the tokens [n] int64 that are chosen from the logits of the step run last to where
         a graph would have put them."""
         rows = self._device[0, : len(tokens)]
-        self._lines.answer(tokens, self.place.last_token, rows)
+        self._lines.answer(tokens, self.place.rows.last_token, rows)
         replayed.trip.returns(len(tokens))
 
     @torch.inference_mode()
@@ -205,51 +216,47 @@ class DecodeGraphs:
         return captured
 
     def _closing(self, bucket: int) -> int:
-        """Pages that a step of this bucket may complete: with a landmark each takes two of its
-        slots."""
-        return max(1, bucket // 2) if self.place.slots.landmarks else bucket
+        """Pages that a step of this bucket may complete: each takes two of its slots where the end
+        of a page holds no token."""
+        return max(1, bucket // 2) if self.place.rows.slots.landmarks else bucket
 
     def _send(self, decode: DecodeWork, grants: Grants, sampling: Sampling, bucket: int) -> Trip:
         """Queue the step's numbers, and padding behind them, to where the graphs read."""
         if len(grants.cells) > bucket:
-            write_cells(self.place.tables, grants)
+            write_cells(self.place.rows.tables, grants)
             grants = NO_GRANTS
         return self._lines.send((decode.row, decode.first, *grants, *(sampling.draws or ())))
 
-    def _batch(self, bucket: int) -> tuple[Batch, Tensor]:
+    def _step(self, bucket: int) -> tuple[Step, Tensor]:
         """The step as the model reads it, from the memory that stays; and where its tokens lie."""
-        place, size = self.place, self.place.slots.page_size
-        closing = self._closing(bucket)
-        own = place.window_table
-        width = _whole(bucket)
+        place, rows, width = self.place, self.place.rows, _whole(bucket)
+        slots, spare = rows.slots, place.spare_locations
         lines = ops.decode_slots(
             self._device[0, :width],
             self._device[1, :width],
             self._device[2, :width],
             self._device[3].view(torch.int32)[:width],
-            place.last_token,
-            place.tables,
-            own is not None,
-            size,
-            place.landmark_id if place.slots.landmarks else None,
-            place.spare_page * size,
-            place.window_spare_page * size,
+            rows.last_token,
+            rows.tables,
+            len(spare) > 1,
+            slots.page_size,
+            rows.page_end_id if slots.landmarks else None,
+            spare[0],
+            spare[-1] if len(spare) > 1 else 0,
         )
-        batch = Batch(
-            input_ids=lines[0, :bucket],
-            positions=lines[1, :bucket],
-            row=lines[2, :bucket],
-            slot=lines[3, :bucket],
-            location=lines[4, :bucket],
-            page_table=place.page_table,
-            completed=lines[5, :closing],
-            completed_pages=lines[6, :closing],
-            max_slot=place.page_table.shape[1] * size - 1,
-            backends=place.backends,
-            alone=bucket,
-            window_place=None if own is None else (own, lines[7, :bucket]),
+        names = DecodeLines(*lines.unbind())
+        closing = self._closing(bucket)
+        fields = StepFields(
+            names.ids[:bucket],
+            names.position[:bucket],
+            names.row[:bucket],
+            names.slot[:bucket],
+            names.completed[:closing],
+            names.completed_pages[:closing],
+            (names.location[:bucket], names.window_location[:bucket])[: len(spare)],
         )
-        return batch, lines[8, :bucket]
+        batch = fields.batch(rows.page_tables, rows.capacity - 1)
+        return place.backends.step(batch, decode_cuts(bucket)), names.last[:bucket]
 
     def _capture(self, bucket: int, ending: Ending) -> Captured:
         began = time.perf_counter()
@@ -263,8 +270,8 @@ class DecodeGraphs:
     def _run(self, bucket: int, ending: Ending, rehearsal: bool) -> Tensor:
         count = ROW_LINES if ending is Ending.GREEDY else len(self._device)
         self._lines.fetch(count, _whole(bucket), rehearsal)
-        batch, last = self._batch(bucket)
-        hidden = self.model(batch)
+        step, last = self._step(bucket)
+        hidden = self.model(step)
         logits = self.model.logits(ops.take_rows(hidden, last))
         if ending is Ending.LOGITS:
             return logits
@@ -272,7 +279,8 @@ class DecodeGraphs:
             tokens: Tensor = ops.argmax_tokens(logits)
         else:
             tokens = ops.draw_tokens(logits, *self._draws(bucket))
-        self._lines.answer(tokens, self.place.last_token, self._device[0, :bucket], rehearsal)
+        last_token = self.place.rows.last_token
+        self._lines.answer(tokens, last_token, self._device[0, :bucket], rehearsal)
         return lines_of(logits, tokens) if ending is Ending.REPORT else tokens
 
     def _draws(self, count: int) -> list[Tensor]:

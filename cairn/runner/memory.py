@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cairn.attention.base import AttentionLayer
-from cairn.attention.registry import cache_specs
-from cairn.cache.pools import CachePools, PageFormat
+from cairn.attention.registry import cache_schema
+from cairn.cache.pools import CachePools, PoolSizes
+from cairn.cache.schema import PageFormat
 from cairn.errors import BadModel, OutOfMemory
-from cairn.ops.compile_ahead import compile_ahead
+from cairn.ops.advice import compile_ahead
 from cairn.runner.graphs import Ending
 from cairn.runner.runner import Runner, RunnerShape, StepModel
 from cairn.runner.step import NO_ROWS, DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
+from cairn.specs.model import MixerSpec
 from cairn.types import SamplingParams
 
 PAGES = 8
@@ -61,7 +62,7 @@ class Steps:
 
 def measure(
     model: StepModel,
-    layers: tuple[AttentionLayer, ...],
+    mixers: tuple[MixerSpec, ...],
     shape: RunnerShape,
     steps: Steps,
     form: PageFormat,
@@ -75,7 +76,7 @@ def measure(
 
     Args:
         model: on the device, loaded.
-        layers: of the model.
+        mixers: of the model's layers.
         shape: of the runner to come.
         steps: the largest.
         form: of the pages.
@@ -86,12 +87,13 @@ def measure(
         BadModel: the logits are not numbers.
     """
     try:
-        own = PAGES if shape.windowed else 0
-        pools = CachePools(cache_specs(layers), PAGES, form, device, steps.graphs, own)
-        for tensor in pools.tensors():
+        schema = cache_schema(mixers, form)
+        sizes = PoolSizes((PAGES,) * len(schema.groups), shape.num_rows)
+        pools = CachePools(schema, sizes, device, steps.graphs)
+        for tensor in (*pools.tensors(), *pools.states()):
             # Whatever is read there must be a number, or a token id would not be one.
             tensor.zero_()
-        runner = Runner(model, layers, pools, shape, device)
+        runner = Runner(model, mixers, pools, shape, device)
         plans = _largest(shape, steps)
         compile_ahead(functools.partial(runner.rehearse, plans))
         # What graphs keep is measured by itself.
@@ -105,8 +107,9 @@ def measure(
         # What is kept now stays: it counts as use by others once the pages below are gone.
         activations = peak - _reserved(device) + FRAGMENTS
         graphs = 0
-        if steps.graphs:
-            graphs = _graph_bytes(Runner(model, layers, pools, shape, device), steps, device)
+        graphing = Runner(model, mixers, pools, shape, device)
+        if graphing.graphs is not None:
+            graphs = _graph_bytes(graphing, steps, device)
     except (torch.OutOfMemoryError, OutOfMemory) as error:
         raise OutOfMemory(
             f"a step of {steps.slots} slots does not fit beside the weights: {error}",
@@ -164,7 +167,7 @@ def decode_step(
         shape: of the runner.
         longest: user tokens of the longest sequence.
         eager: no graph can run it, and EVERYTHING is asked of it.
-        rows: how many, without landmarks; None: all, each with a landmark behind its token.
+        rows: how many, none of which fills a page; None: all, and each fills its page.
         params: by which rows are sampled where a graph runs them.
     """
     slots, longest = shape.slots, min(longest, CONTEXT)
@@ -189,8 +192,8 @@ def _plan(
     pages = tuple(i % PAGES for i in range(shape.slots.pages_for(longest)))
     rows = [*decode.row.tolist(), *(work.row for work in works)]
     opened = (RowOpen(row, "profile", params, seed=0, history=(0,), num_prompt=1) for row in rows)
-    own = pages if shape.windowed else ()
-    grants = (PageGrant(row, 0, pages, own) for row in rows)
+    # For windowed layers too: models without any take no notice.
+    grants = (PageGrant(row, 0, pages, pages) for row in rows)
     return StepPlan(-1, (), tuple(opened), tuple(grants), tuple(works), decode)
 
 

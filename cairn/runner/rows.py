@@ -1,8 +1,8 @@
-"""A StepPlan as one ragged batch on the device. The only place where landmark ids appear."""
+"""A StepPlan as one ragged batch on the device. The only place where the ids of slots that hold no
+user token appear."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,17 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.attention.base import (
-    CHUNK,
-    LEAST_EARLY,
-    ROUND,
-    AttentionBackend,
-    AttentionLayer,
-    Batch,
-    Front,
-    alone,
-)
+from cairn.attention.batch import Batch, StepRows
 from cairn.cache.landmarks import SlotMap
+from cairn.runner.buffers import StepArrays, StepFields
 from cairn.runner.staging import send
 from cairn.runner.step import Ints, StepPlan
 
@@ -44,87 +36,49 @@ NO_GRANTS = Grants(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
 
 class Layout(NamedTuple):
-    """A step's numbers on the host: what a Batch holds as tensors.
+    """A step's numbers on the host.
 
     Attributes:
-        ids: [T], token ids or LAST_TOKEN.
-        position, row, slot, location: [T], see Batch.
-        window_location: [T], where keys and values of layers with pages of their own go; None
-            without such layers.
-        completed, completed_pages: [N], see Batch.
+        arrays: what a Batch holds as tensors.
+        rows: the rows that run, in the plan's order.
+        last: [R], index in the batch of each row's last user token; a page's end may follow it.
         grants: what the plan changes in the page tables.
-        start: [works], index in the batch of each work's first slot.
-        last: [works], that of its last user token; a landmark may follow it.
-        decoding: works in front that decode.
     """
 
-    ids: Ints
-    position: Ints
-    row: Ints
-    slot: Ints
-    location: Ints
-    window_location: Ints | None
-    completed: Ints
-    completed_pages: Ints
-    grants: Grants
-    start: Ints
+    arrays: StepArrays
+    rows: StepRows
     last: Ints
-    decoding: int = 0
+    grants: Grants
 
     @property
-    def chunked(self) -> bool:
-        """See Batch."""
-        return len(self.slot) >= CHUNK * len(self.start)
+    def slot(self) -> Ints:
+        """[T], see Batch."""
+        return self.arrays.slot
 
     @property
-    def alone(self) -> int:
-        """See Batch."""
-        slots, decode = len(self.slot), self.decoding == len(self.start)
-        return slots if decode else alone(self.decoding, slots)
-
-    def fronts(self, limits: Sequence[Front]) -> tuple[Front, ...]:
-        """See Batch, where `fronts_of` are `limits`."""
-        found, begin = [], self.alone
-        for number, limit in enumerate(limits):
-            late = self.slot[begin:] >= limit.slots
-            count = int(late.argmax()) // ROUND * ROUND if late.any() else len(late)
-            if count == len(late) > 0 or (number == 0 and count >= LEAST_EARLY):
-                found.append(Front(count, limit.pages))
-                begin += count
-        return tuple(found)
-
-    def within(self, begin: int, fronts: Sequence[Front], limits: Sequence[Front]) -> bool:
-        """Whether the slots from `begin` on, and padding behind them, can be said to be `fronts`,
-        where those of rows are `limits`."""
-        most = {limit.pages: limit.slots for limit in limits}
-        for count, pages in fronts:
-            if (self.slot[begin : begin + count] >= most[pages]).any():
-                return False
-            begin += count
-        return True
-
-    def stretches(self) -> list[int]:
-        """Row, first slot and number of slots of each work, one after the other."""
-        count = np.diff(self.start, append=len(self.slot))
-        stretches = (self.row[self.start], self.slot[self.start], count)
-        return [int(n) for n in np.stack(stretches, axis=1).ravel()]
+    def start(self) -> Ints:
+        """[R], index in the batch of each row's first slot."""
+        starts: Ints = self.rows.count.cumsum() - self.rows.count
+        return starts
 
 
 class Rows:
-    """The page table, kept on the host and mirrored on the device, and every row's last token,
+    """The page tables, kept on the host and mirrored on the device, and every row's last token,
     which goes from step to step on the device.
 
     Args:
         num_rows: requests that run at once.
         max_pages: pages of the longest sequence.
-        slots: the arithmetic of slots and landmarks.
-        landmark_id: token id that fills landmark slots.
+        slots: the arithmetic of slots.
+        page_end_id: token id of slots that end a page and hold no user token.
         device: where batches live.
-        windowed: some layers have pages of their own, and so a page table.
+        groups: page groups; each has a table.
 
     Attributes:
         last_token: [num_rows + 1] int64 on the device, -1 where a row could choose none; the one
             behind the rows belongs to padding.
+        page_tables: by group, [num_rows, max_pages] int32 on the device; their addresses stay. In
+            that of windowed layers what lies behind windows is stale.
     """
 
     def __init__(
@@ -132,20 +86,19 @@ class Rows:
         num_rows: int,
         max_pages: int,
         slots: SlotMap,
-        landmark_id: int,
+        page_end_id: int,
         device: torch.device,
-        windowed: bool = False,
+        groups: int = 1,
     ) -> None:
         self.slots = slots
-        self.landmark_id = landmark_id
+        self.page_end_id = page_end_id
         self.device = device
-        # The rows again, where some layers have a table of their own; and a row of nobody.
-        self._host_tables = np.zeros(((num_rows << windowed) + 1, max_pages), dtype=np.int32)
+        # The rows once for each group, and a row of nobody.
+        self._host_tables = np.zeros((num_rows * groups + 1, max_pages), dtype=np.int32)
         # On the CPU the device's tables are the host's: one memory.
         self._tables = torch.from_numpy(self._host_tables).to(device)
-        self._num_rows = num_rows
-        self._table = self._tables[:num_rows]
-        self._window_table = self._tables[num_rows:-1] if windowed else None
+        self._num_rows, self._groups = num_rows, groups
+        self.page_tables = self._tables[:-1].split(num_rows)
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
     def remember(self, rows: Tensor, tokens: Tensor) -> None:
@@ -154,18 +107,14 @@ class Rows:
 
     @property
     def tables(self) -> Tensor:
-        """All page tables on the device [rows, max_pages] int32; the last row belongs to nobody."""
+        """All page tables on the device, one below the other [rows, max_pages] int32; the last row
+        belongs to nobody."""
         return self._tables
 
     @property
-    def page_table(self) -> Tensor:
-        """[num_rows, max_pages] int32 on the device; its address stays."""
-        return self._table
-
-    @property
-    def window_table(self) -> Tensor | None:
-        """The same for layers with pages of their own: what lies behind windows is stale."""
-        return self._window_table
+    def capacity(self) -> int:
+        """Slots of the longest sequence."""
+        return self._tables.shape[1] * self.slots.page_size
 
     def lay_out(self, plan: StepPlan) -> Layout:
         """Apply the plan's grants to the host's tables, and lay out its work."""
@@ -187,73 +136,46 @@ class Rows:
         logical = slot // size
         in_page = slot - logical * size
         closing = in_page == size - 1
-        page = self._host_tables[row, logical].astype(np.int64)
-        window_location = None
-        if self._window_table is not None:
-            own = self._host_tables[row + self._num_rows, logical].astype(np.int64)
-            window_location = own * size + in_page
+        pages = [
+            self._host_tables[row + group * self._num_rows, logical].astype(np.int64)
+            for group in range(self._groups)
+        ]
         completed = closing.nonzero()[0]
-        return Layout(
+        arrays = StepArrays(
             ids=self._token_ids(plan, closing),
             position=np.asarray(slots.position_of(slot)),
             row=row,
             slot=slot,
-            location=page * size + in_page,
-            window_location=window_location,
             completed=completed,
-            completed_pages=page[completed],
-            grants=grants,
-            start=start,
-            # A token that decodes is its work's first slot.
-            last=start + slots.slot_of(end_token - 1) - first_slot if plan.work else start,
-            decoding=len(plan.decode.row),
+            completed_pages=pages[0][completed],
+            locations=tuple(page * size + in_page for page in pages),
         )
+        rows = StepRows(work_row, first_slot, num_slots, slot, len(plan.decode.row))
+        # A token that decodes is its row's first slot.
+        last = start + slots.slot_of(end_token - 1) - first_slot if plan.work else start
+        return Layout(arrays, rows, last, grants)
 
-    def batch(
-        self,
-        layout: Layout,
-        backends: Mapping[int, tuple[AttentionBackend, AttentionLayer]],
-        fronts: Sequence[Front] = (),
-    ) -> Batch:
-        """The layout as tensors on the device, and its pages in the tables there; fronts: of a row,
-        see `fronts_of`."""
+    def batch(self, layout: Layout, watch: Ints | None = None) -> Batch:
+        """The layout as tensors on the device, and its pages in the tables there.
+
+        Args:
+            watch: indices of queries whose reads are wanted.
+        """
         if self.device.type != "cpu":
             write_cells(self._tables, layout.grants)
-        numbers = (layout.ids, layout.position, layout.row, layout.slot, layout.location)
-        completed = (layout.completed, layout.completed_pages)
-        own = () if layout.window_location is None else (layout.window_location,)
-        window_table = self._window_table
-        sent = send(numbers + completed + own, self.device)
-        ids, position, row, slot, location, *pages = sent
-        if (layout.ids == LAST_TOKEN).any():
-            ids = filled(ids, row, self.last_token)
-        # The CPU's tiles are of one row each, and have nothing to save.
-        on_cpu = self.device.type == "cpu"
-        return Batch(
-            input_ids=ids,
-            positions=position,
-            row=row,
-            slot=slot,
-            location=location,
-            page_table=self._table,
-            completed=pages[0],
-            completed_pages=pages[1],
-            window_place=None if window_table is None else (window_table, pages[2]),
-            max_slot=int(layout.slot.max()),
-            stretches=layout.stretches(),
-            chunked=layout.chunked,
-            alone=0 if on_cpu else layout.alone,
-            fronts=() if on_cpu else layout.fronts(fronts),
-            backends=backends,
-        )
+        fields = StepFields.sent(layout.arrays, self.device)
+        if (layout.arrays.ids == LAST_TOKEN).any():
+            fields = fields._replace(ids=filled(fields.ids, fields.row, self.last_token))
+        watched = None if watch is None else torch.as_tensor(watch, device=self.device)
+        return fields.batch(self.page_tables, int(layout.slot.max()), watched)
 
     def _token_ids(self, plan: StepPlan, closing: NDArray[np.bool_]) -> Ints:
-        """Ids of every slot: user tokens in order, the landmark id at the ends of pages."""
+        """Ids of every slot: user tokens in order, and `page_end_id` where a slot holds none."""
         if not plan.work:
-            ends = self.landmark_id if self.slots.landmarks else LAST_TOKEN
+            ends = self.page_end_id if self.slots.landmarks else LAST_TOKEN
             return np.where(closing, ends, LAST_TOKEN)
         user = np.flatnonzero(~closing) if self.slots.landmarks else np.arange(len(closing))
-        ids = np.full(len(closing), self.landmark_id, dtype=np.int64)
+        ids = np.full(len(closing), self.page_end_id, dtype=np.int64)
         last = np.full(len(plan.decode.row), LAST_TOKEN)
         ids[user] = np.concatenate(
             [last, *(np.asarray(work.tokens, dtype=np.int64) for work in plan.work)]
@@ -272,7 +194,7 @@ class Rows:
             end = begin + len(grant.pages)
             at += range(begin, end)
             pages += grant.pages
-            if self._window_table is not None:
+            if self._groups > 1:
                 end += self._num_rows * width
                 at += range(end - len(grant.window), end)
                 pages += grant.window

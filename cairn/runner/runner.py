@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import AttentionLayer, Batch, LayerReads, fronts_of
-from cairn.attention.registry import assign
+from cairn.attention.base import LayerReads
+from cairn.attention.page_reads import PageReads
+from cairn.attention.registry import Backends
+from cairn.attention.step import Step
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
-from cairn.ops.landmark.select_task import candidate_pages
-from cairn.ops.trust import trusted
+from cairn.ops.advice import trusted
+from cairn.runner.drafts import Drafts
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
 from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported, block_rows
 from cairn.runner.prefill_graphs import PrefillGraphs
@@ -41,21 +43,21 @@ from cairn.runner.step import (
     PromptReport,
     Ready,
     RowWork,
+    StateCopy,
     StepPlan,
     StepResult,
 )
-from cairn.types import LayerSelection
+from cairn.specs.model import MixerSpec
+from cairn.types import Alternatives, LayerSelection
 
 log = logging.getLogger(__name__)
-
-STEPS_COUNTED_AT_ONCE = 256
 
 
 class StepModel(Protocol):
     """What the runner needs of a model."""
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """Hidden states [T, hidden] of every slot of the batch."""
+    def __call__(self, step: Step) -> Tensor:
+        """Hidden states [T, hidden] of every slot of the step."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, V] float32 over the user vocabulary."""
@@ -72,10 +74,9 @@ class RunnerShape:
     Attributes:
         num_rows: requests that run at once.
         max_pages: pages of the longest sequence.
-        vocab_size: user vocabulary; the landmark id is the first one after it.
-        slots: slot and landmark arithmetic.
+        vocab_size: user vocabulary; the first id after it fills slots that hold no user token.
+        slots: slot arithmetic.
         graph_slots: slots of the largest step with prefills that is a graph.
-        windowed: some layers have pages of their own.
     """
 
     num_rows: int
@@ -83,85 +84,6 @@ class RunnerShape:
     vocab_size: int
     slots: SlotMap
     graph_slots: int
-    windowed: bool = False
-
-
-class PageReads:
-    """What the queries of landmark layers read, and what dense attention would have read in their
-    place. It follows from their slots: each selects as many pages as it has candidates, up to topk.
-
-    Counted when somebody asks, and in between for many steps at once.
-
-    Args:
-        layers: the landmark layers.
-        slots: slot and landmark arithmetic.
-    """
-
-    def __init__(self, layers: Sequence[AttentionLayer], slots: SlotMap) -> None:
-        self._slots = slots
-        # What layers select by -> how many do, and their KV heads.
-        self._rules: dict[tuple[int, int, str], tuple[int, int]] = {}
-        for layer in layers:
-            if (rule := layer.landmark) is not None:
-                key = rule.window, rule.topk, rule.strategy
-                count, heads = self._rules.get(key, (0, 0))
-                self._rules[key] = count + 1, heads + layer.num_kv_heads
-        self._queries = self._window = self._held = self._selected = 0
-        self._steps: list[Ints] = []
-        self._decoding: list[Ints] = []
-
-    def add(self, slot: Ints) -> None:
-        """Count the queries at `slot` [T] of a step."""
-        self._steps.append(slot)
-        if len(self._steps) == STEPS_COUNTED_AT_ONCE:
-            self._count()
-
-    def add_decoding(self, first: Ints) -> None:
-        """Count those of rows that decode after `first` [n] tokens, and of landmarks behind."""
-        self._decoding.append(first)
-        if len(self._decoding) == STEPS_COUNTED_AT_ONCE:
-            self._count()
-
-    @property
-    def queries(self) -> int:
-        """Queries, summed over layers."""
-        self._count()
-        return self._queries
-
-    @property
-    def window(self) -> int:
-        """Pages under their windows, summed over queries and layers."""
-        self._count()
-        return self._window
-
-    @property
-    def held(self) -> int:
-        """Pages that dense attention would read, likewise."""
-        self._count()
-        return self._held
-
-    @property
-    def selected(self) -> int:
-        """Pages that all their KV heads together selected, likewise."""
-        self._count()
-        return self._selected
-
-    def _count(self) -> None:
-        steps, size = self._steps, self._slots.page_size
-        if self._decoding:
-            token = self._slots.slot_of(np.concatenate(self._decoding))
-            steps += [token, (token + 1)[self._slots.is_landmark(token + 1)]]
-        if not steps:
-            return
-        slot = torch.from_numpy(np.concatenate(steps))
-        self._steps, self._decoding = [], []
-        held = int((slot // size + 1).sum())
-        for (window, topk, strategy), (layers, heads) in self._rules.items():
-            candidates = candidate_pages(slot, size, window, strategy)
-            self._queries += layers * len(slot)
-            self._held += layers * held
-            self._window += layers * (held - int(candidates.sum()))
-            self._selected += heads * int(candidates.clamp(max=topk).sum())
 
 
 class _Prompt(NamedTuple):
@@ -180,7 +102,8 @@ class _Chosen(NamedTuple):
     """What a step chose.
 
     Attributes:
-        arriving: the tokens, on their way to the host.
+        arriving: the choices, on their way to the host, and with drafts how many of each row's
+            count.
         report: what is reported of them.
         selection: what the queries of some works read.
         prompts: what is reported of prompts.
@@ -192,6 +115,7 @@ class _Chosen(NamedTuple):
     selection: Mapping[int, tuple[LayerSelection, ...]] = MappingProxyType({})
     prompts: tuple[_Prompt, ...] = ()
     seconds: float = 0.0
+    drafts: Drafts | None = None
 
 
 class LaunchedStep:
@@ -218,9 +142,15 @@ class LaunchedStep:
         began = time.perf_counter()
         tokens = chosen.arriving.tokens()
         seconds = chosen.seconds + time.perf_counter() - began
-        logprobs = chosen.report.logprobs()
-        prompts = tuple(prompt.logprobs() for prompt in chosen.prompts)
-        return StepResult(self._plan.step_id, tokens, logprobs, chosen.selection, prompts, seconds)
+        logprobs: Mapping[int, Alternatives] = chosen.report.logprobs()
+        selection, prompts = chosen.selection, tuple(p.logprobs() for p in chosen.prompts)
+        counts = None
+        if chosen.drafts is not None:
+            counts = chosen.arriving.counts()
+            tokens = chosen.drafts.kept(tokens, counts)
+            logprobs = chosen.drafts.renumbered(logprobs, counts)
+            selection = chosen.drafts.renumbered(selection, counts)
+        return StepResult(self._plan.step_id, tokens, logprobs, selection, prompts, seconds, counts)
 
 
 class _Run(NamedTuple):
@@ -251,7 +181,7 @@ class Runner:
     def __init__(
         self,
         model: StepModel,
-        layers: tuple[AttentionLayer, ...],
+        mixers: tuple[MixerSpec, ...],
         pools: CachePools,
         shape: RunnerShape,
         device: torch.device,
@@ -259,32 +189,29 @@ class Runner:
         self.model = model
         self.pools = pools
         self.shape = shape
-        self.backends = assign(layers, pools)
+        self.backends = Backends(mixers, pools)
+        groups = len(pools.schema.groups)
         sizes = (shape.num_rows, shape.max_pages, shape.slots, shape.vocab_size)
-        self.rows = Rows(*sizes, device, shape.windowed)
+        self.rows = Rows(*sizes, device, groups)
         self.sampler = Sampler(shape.vocab_size, shape.num_rows, device)
         self._on_cpu = device.type == "cpu"
-        self._landmark_layers = [layer for layer in layers if layer.selects]
-        self._fronts = fronts_of(self.backends.values(), shape.slots.page_size)
+        self._mixers = mixers
         self.forget_reads()
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
-        if pools.spare_page is not None:
-            table, last_token = self.rows.page_table, self.rows.last_token
-            own = self.rows.window_table, pools.window_pages
-            where = self.rows.tables, table, last_token, shape.slots, shape.vocab_size
-            place = Place(self.backends, *where, pools.spare_page, *own)
+        if pools.spare_pages is not None and self.backends.in_graphs:
+            place = Place(self.backends, self.rows, pools.spare_pages)
             self.graphs = DecodeGraphs(model, place, shape.num_rows)
             self.prefill_graphs = PrefillGraphs(self.graphs, shape.graph_slots)
 
     @property
     def front_slots(self) -> list[int]:
-        """Slots of a row in front of those that landmark layers go about another way; ascending."""
-        return [front.slots for front in self._fronts]
+        """Slots of a row in front of those that attention computes in another way; ascending."""
+        return [front.slots for front in self.backends.cutter.limits]
 
     def forget_reads(self) -> None:
-        """Count what landmark layers read from now on."""
-        self.reads = PageReads(self._landmark_layers, self.shape.slots)
+        """Count what layers that select read from now on."""
+        self.reads = PageReads(self._mixers, self.shape.slots)
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step. The plan's pages must be granted and its rows open."""
@@ -297,15 +224,19 @@ class Runner:
         if log.isEnabledFor(logging.DEBUG):
             rows = [work.row for work in plan.row_by_row()]
             log.debug("step %d: rows %s", plan.step_id, rows)
+        self._copy_states(plan.restored, restore=True)
         picks = Picks.of(plan)
         replayed = None if plan.work else self._replayed(plan, picks)
         if replayed is not None:
+            self._copy_states(plan.kept, restore=False)
             self.reads.add_decoding(plan.decode.first)
             return replayed
         layout = self.rows.lay_out(plan)
         self.reads.add(layout.slot)
         run = self._run(plan, layout, picks)
-        return LaunchedStep(plan, functools.partial(self._choose, run, picks))
+        self._copy_states(plan.kept, restore=False)
+        choose = functools.partial(self._choose, run, picks, Drafts.of(plan))
+        return LaunchedStep(plan, choose)
 
     def run(self, plan: StepPlan) -> StepResult:
         """A step by itself, whose constrained tokens may be any."""
@@ -318,7 +249,7 @@ class Runner:
     def rehearse(self, plans: Sequence[StepPlan]) -> None:
         """Queue what graphs would hold, and steps without graphs: every kernel, for nothing."""
         graphs = self.graphs, self.prefill_graphs
-        with self.model.abridged([layer.backend for _, layer in self.backends.values()]):
+        with self.model.abridged(self.backends.names):
             for some in graphs:
                 if some is not None:
                     some.rehearse()
@@ -332,9 +263,7 @@ class Runner:
     @torch.inference_mode()
     def _run(self, plan: StepPlan, layout: Layout, picks: Picks) -> _Run:
         """The model's part of a step of any kind."""
-        began, last = time.perf_counter(), layout.last
-        if plan.work:
-            last = last[[True] * len(plan.decode.row) + [work.sample for work in plan.work]]
+        began, last = time.perf_counter(), self._choosing(plan, layout)
         watched = self.sampler.watched(picks)
         hidden, reads = self._hidden(layout, last[watched])
         logits = row = draws = None
@@ -350,21 +279,50 @@ class Runner:
         )
         return _Run(logits, row, draws, watched, reads, prompts, time.perf_counter() - began)
 
+    def _choosing(self, plan: StepPlan, layout: Layout) -> Ints:
+        """Index in the batch of the slot behind which each choice is made."""
+        if not plan.work:
+            return layout.last
+        slots, found = self.shape.slots, [layout.last[: len(plan.decode.row)]]
+        for i, work in enumerate(plan.work, len(plan.decode.row)):
+            token = work.first + work.num_tokens - work.choices + np.arange(work.choices)
+            behind = slots.slot_of(token) - slots.slot_of(work.first + work.num_tokens - 1)
+            found.append(layout.last[i] + behind)
+        return np.concatenate(found)
+
     @torch.inference_mode()
-    def _choose(self, run: _Run, picks: Picks, masks: Masks) -> _Chosen:
+    def _copy_states(self, copies: Sequence[StateCopy], restore: bool) -> None:
+        """Copy states of rows from snapshots, or to them."""
+        if not copies:
+            return
+        first = self.pools.first_snapshot
+        row = np.array([copy.row for copy in copies], dtype=np.int64)
+        snapshot = np.array([first + copy.snapshot for copy in copies], dtype=np.int64)
+        rows, snapshots = send((row, snapshot), self.rows.device)
+        self.pools.copy_states(*((snapshots, rows) if restore else (rows, snapshots)))
+
+    @torch.inference_mode()
+    def _choose(self, run: _Run, picks: Picks, drafts: Drafts | None, masks: Masks) -> _Chosen:
         """What the rows of a step choose, from what the model has made of it."""
         began = time.perf_counter()
         choice = Choice(torch.empty(0, dtype=torch.int64, device=self.sampler.device))
+        parts: tuple[Tensor, ...] = ()
         if run.logits is not None and run.row is not None:
             choice = self.sampler.sample(run.logits, picks, run.draws, masks)
-            self.rows.remember(run.row, choice.tokens)
+            if drafts is None:
+                self.rows.remember(run.row, choice.tokens)
+            else:
+                last, counts = drafts.accept(choice.tokens)
+                self.rows.remember(run.row[last], choice.tokens[last])
+                parts = (counts,)
         read = selections(run.reads, len(run.watched)) if run.watched else []
         return _Chosen(
-            Arriving(choice.tokens),
+            Arriving(choice.tokens, *parts),
             choice.report,
             dict(zip(run.watched, read, strict=True)),
             run.prompts,
             run.seconds + time.perf_counter() - began,
+            drafts,
         )
 
     def _hidden(self, layout: Layout, watched: Ints) -> tuple[Tensor, list[LayerReads]]:
@@ -374,11 +332,15 @@ class Runner:
             hidden = self.prefill_graphs.run(layout)
             if hidden is not None:
                 return hidden, []
-        batch = self.rows.batch(layout, self.backends, self._fronts)
-        if len(watched):
-            batch.watch = torch.as_tensor(watched, device=batch.slot.device)
+        step = self.step_of(layout, watched if len(watched) else None)
         with trusted() if self._on_cpu else contextlib.nullcontext():
-            return self.model(batch), batch.reads
+            return self.model(step), step.reads()
+
+    def step_of(self, layout: Layout, watched: Ints | None = None) -> Step:
+        """What the model runs for a step outside of graphs; `watched`: see `Rows.batch`."""
+        batch = self.rows.batch(layout, watched)
+        cuts = self.backends.cuts(layout.rows, self._on_cpu)
+        return self.backends.step(batch, cuts, layout.rows)
 
     def _replayed(self, plan: StepPlan, picks: Picks) -> LaunchedStep | None:
         """Run a step that only decodes by its graph; None where it needs more than that."""

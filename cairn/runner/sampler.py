@@ -23,11 +23,11 @@ FLOAT32 = torch.finfo(torch.float32)
 
 
 class Picks(NamedTuple):
-    """The rows of a step that choose a token.
+    """The choices of a step. A row that runs guesses has several, one behind the other.
 
     Attributes:
         row: [n], the rows.
-        number: [n], tokens that each has generated so far; names the draw.
+        number: [n], tokens that each has generated before; names the draw.
     """
 
     row: Ints
@@ -39,8 +39,9 @@ class Picks(NamedTuple):
         row, _, number, _ = plan.decode
         works = [work for work in plan.work if work.sample]
         if works:
-            row = np.concatenate((row, [work.row for work in works]))
-            number = np.concatenate((number, [work.output_index for work in works]))
+            row = np.concatenate((row, [w.row for w in works for _ in range(w.choices)]))
+            drawn = [w.output_index + i for w in works for i in range(w.choices)]
+            number = np.concatenate((number, drawn))
         return cls(row, number)
 
 

@@ -1,4 +1,4 @@
-"""What landmark layers read for one query, as the user sees it."""
+"""What layers that select pages read for one query, as the user sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cairn.types import MAX_SELECTED_PAGES, LayerSelection
 
 
 def selections(reads: Sequence[LayerReads], count: int) -> list[tuple[LayerSelection, ...]]:
-    """One entry for each of the `count` watched queries, with every landmark layer in order."""
+    """One entry for each of the `count` watched queries, with every such layer in order."""
     layers = [_layer_selections(layer) for layer in reads]
     return [tuple(layer[query] for layer in layers) for query in range(count)]
 

@@ -1,7 +1,7 @@
 """What the scheduler asks for and what comes back: frozen values without tensors.
 
 A plan can be written by hand in a test, kept, and replayed. It counts in user tokens; slots and
-landmarks follow from them by the arithmetic of `cairn.cache.landmarks`.
+the ends of pages follow from them by the arithmetic of `cairn.cache.landmarks`.
 """
 
 from __future__ import annotations
@@ -57,13 +57,20 @@ class PageGrant(NamedTuple):
 
 Ints = NDArray[np.int64]
 Masks = Mapping[int, NDArray[np.int32]]
-"""Index in a step's tokens -> those that may be chosen, [ceil(V / 32)]: bit b of word w stands for
+"""Index in a step's choices -> those that may be chosen, [ceil(V / 32)]: bit b of word w stands for
 token 32 * w + b. All others may choose any."""
 NO_MASKS: Masks = MappingProxyType({})
 
 
+class StateCopy(NamedTuple):
+    """State of a row's recurrent layers, and the snapshot that it is copied from or to."""
+
+    row: int
+    snapshot: int
+
+
 class RowWork(NamedTuple):
-    """User tokens of one row that run in this step; the landmark after them rides along.
+    """User tokens of one row that run in this step; the end of a page that they fill rides along.
 
     Attributes:
         row: the row's number.
@@ -73,6 +80,9 @@ class RowWork(NamedTuple):
         output_index: number of tokens generated so far; names the draw.
         prompt_targets: for each of `tokens` the prompt token that follows it, when prompt
             log-probabilities are wanted; one shorter at the end of the prompt.
+        drafts: so many of `tokens`, the last ones, are guesses. The row chooses a token behind each
+            of them and before the first, and keeps those up to the first that differs from the
+            guess in its place: 1 to drafts + 1 tokens.
     """
 
     row: int
@@ -81,6 +91,12 @@ class RowWork(NamedTuple):
     sample: bool
     output_index: int = 0
     prompt_targets: Sequence[int] = ()
+    drafts: int = 0
+
+    @property
+    def choices(self) -> int:
+        """Tokens that the row chooses, before guesses are compared with them."""
+        return self.drafts + 1 if self.sample else 0
 
     @property
     def num_tokens(self) -> int:
@@ -122,12 +138,14 @@ NO_ROWS = DecodeWork.of((), (), ())
 
 
 class StepPlan(NamedTuple):
-    """One forward pass. Rows are closed first, then opened, then granted pages, then run: those
-    that decode, then those of `work`, whose tokens are given.
+    """One forward pass. Rows are closed first, then opened, then granted pages and restored states,
+    then run: those that decode, then those of `work`, whose tokens are given.
 
     Attributes:
-        constrained: indices in the step's tokens of those that are chosen under masks, which may
+        constrained: indices in the step's choices of those that are made under masks, which may
             depend on tokens that a step in flight chooses: see Launched.choose.
+        restored: states that rows go on from.
+        kept: states that are kept behind the last tokens of their rows.
     """
 
     step_id: int
@@ -137,6 +155,8 @@ class StepPlan(NamedTuple):
     work: tuple[RowWork, ...]
     decode: DecodeWork = NO_ROWS
     constrained: Sequence[int] = ()
+    restored: tuple[StateCopy, ...] = ()
+    kept: tuple[StateCopy, ...] = ()
 
     def row_by_row(self) -> list[RowWork]:
         """Everything that runs, in order."""
@@ -162,10 +182,11 @@ class StepResult(NamedTuple):
 
     Attributes:
         step_id: the plan's number.
-        tokens: one for each row that decodes and each work with `sample`, in the plan's order; -1
-            where the logits allow none.
+        tokens: of each row that decodes and each work with `sample`, in the plan's order; -1 where
+            the logits allow none.
+        counts: how many of them each of these got; None: one each.
         logprobs: index in `tokens` -> what is reported of it, for the works that asked for it.
-        selection: index in `tokens` -> what its query read in each landmark layer, likewise.
+        selection: index in `tokens` -> what its query read in each layer that selects, likewise.
         prompt_logprobs: for the works that asked for it.
         model_seconds: time that the host gave to the model: running it, or waiting for it.
     """
@@ -176,6 +197,7 @@ class StepResult(NamedTuple):
     selection: Mapping[int, tuple[LayerSelection, ...]] = MappingProxyType({})
     prompt_logprobs: tuple[PromptReport, ...] = ()
     model_seconds: float = 0.0
+    counts: Sequence[int] | None = None
 
 
 class Launched(Protocol):

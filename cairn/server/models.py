@@ -26,8 +26,8 @@ def card(state: ServerState) -> ModelCard:
     facts = ModelFacts(
         page_size=info.page_size,
         landmarks=info.landmarks,
-        landmark_layers=info.landmark_layers,
-        landmark_window=info.landmark_window,
+        landmark_layers=info.selecting_layers,
+        landmark_window=info.selecting_window,
         max_selection_tokens=state.options.max_selection_tokens,
         chat_template=state.tokenizer is not None and state.tokenizer.chat_template is not None,
     )

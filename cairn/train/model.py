@@ -11,11 +11,14 @@ from torch.nn import functional
 
 from cairn import ops
 from cairn.errors import BadConfig
-from cairn.models.decoder import build_rotary
-from cairn.models.spec import HilsSpec, LayerSpec, ModelSpec
-from cairn.models.weight_map import weight_map
+from cairn.layers.rotary import Rotary
+from cairn.models.decoder import Decoder
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.rotary.head_norm_rope import rotated
+from cairn.specs.ffn import DenseFfn
+from cairn.specs.gqa import GqaSpec
+from cairn.specs.hils import HilsSpec
+from cairn.specs.model import LayerSpec, ModelSpec
 from cairn.train.tasks import ANSWER
 
 PLAIN_PAGE = 64
@@ -50,29 +53,28 @@ class Linear(nn.Linear):
 class Attention(nn.Module):
     """Projections of one layer, with the modules that a checkpoint names."""
 
-    def __init__(self, spec: ModelSpec, layer: LayerSpec) -> None:
+    def __init__(self, hidden: int, mixer: GqaSpec) -> None:
         super().__init__()
-        hidden, dim = spec.hidden_size, spec.head_dim
-        self.q_proj = Linear(hidden, spec.num_heads * dim)
-        self.k_proj = Linear(hidden, spec.num_kv_heads * dim)
-        self.v_proj = Linear(hidden, spec.num_kv_heads * dim)
-        self.o_proj = Linear(spec.num_heads * dim, hidden)
-        self.q_norm, self.k_norm = Norm(dim, layer.qk_eps), Norm(dim, layer.qk_eps)
-        self.hils: HilsSpec | None = spec.hils if layer.kind == "hils" else None
+        dim = mixer.head_dim
+        self.q_proj = Linear(hidden, mixer.num_heads * dim)
+        self.k_proj = Linear(hidden, mixer.num_kv_heads * dim)
+        self.v_proj = Linear(hidden, mixer.num_kv_heads * dim)
+        self.o_proj = Linear(mixer.num_heads * dim, hidden)
+        self.q_norm, self.k_norm = Norm(dim, mixer.qk_eps), Norm(dim, mixer.qk_eps)
+        self.hils = mixer if isinstance(mixer, HilsSpec) else None
         if self.hils is not None:
             rank = self.hils.lora_rank
             self.lmk_q_proj = nn.Sequential(
-                Linear(hidden, rank), Linear(rank, spec.num_heads * dim)
+                Linear(hidden, rank), Linear(rank, mixer.num_heads * dim)
             )
-            self.lmk_q_norm = Norm(dim, layer.qk_eps)
+            self.lmk_q_norm = Norm(dim, mixer.qk_eps)
 
 
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, hidden: int, inter: int) -> None:
         super().__init__()
-        hidden, inter = spec.hidden_size, spec.intermediate_size
         self.gate_proj, self.up_proj = Linear(hidden, inter), Linear(hidden, inter)
         self.down_proj = Linear(inter, hidden)
 
@@ -93,11 +95,13 @@ class Layer(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec, page_size: int) -> None:
         super().__init__()
-        self.input_layernorm = Norm(spec.hidden_size, spec.eps)
-        self.self_attn = Attention(spec, layer)
-        self.post_attention_layernorm = Norm(spec.hidden_size, spec.eps)
-        self.mlp = MLP(spec)
-        self.dim, self.groups, self.page_size = spec.head_dim, spec.num_kv_heads, page_size
+        mixer, ffn, hidden = layer.mixer, layer.ffn, spec.hidden_size
+        assert isinstance(mixer, GqaSpec) and isinstance(ffn, DenseFfn)
+        self.input_layernorm = Norm(hidden, layer.norm.eps)
+        self.self_attn = Attention(hidden, mixer)
+        self.post_attention_layernorm = Norm(hidden, layer.norm.eps)
+        self.mlp = MLP(hidden, ffn.intermediate)
+        self.dim, self.groups, self.page_size = mixer.head_dim, mixer.num_kv_heads, page_size
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, ...]:
         """x [T, hidden], whole pages -> q, k, v [T, h, d]; in a landmark layer also the landmark
@@ -153,7 +157,7 @@ class Body(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(spec.embedding_rows, spec.hidden_size)
         self.layers = nn.ModuleList(Layer(spec, layer, page_size) for layer in spec.layers)
-        self.norm = Norm(spec.hidden_size, spec.eps)
+        self.norm = Norm(spec.hidden_size, spec.norm.eps)
 
 
 class TrainedModel(nn.Module):
@@ -176,7 +180,7 @@ class TrainedModel(nn.Module):
         if not spec.tied:
             self.lm_head = Linear(spec.hidden_size, spec.head_rows)
         self._rotaries = [
-            None if layer.rotary is None else build_rotary(layer.rotary) for layer in spec.layers
+            None if mixer.rotary is None else Rotary(mixer.rotary) for mixer in gqa_mixers(spec)
         ]
         self._angles: dict[tuple[int, int], list[Tensor | None]] = {}
         self._project: Callable[..., tuple[Tensor, ...]] = Layer.project
@@ -244,11 +248,12 @@ class TrainedModel(nn.Module):
         batch, length = slots.shape
         x = functional.embedding(slots.flatten(), self.model.embed_tokens.weight).to(dtype)
         masses = []
-        layers = zip(self.model.layers, self.spec.layers, self.angles(batch, length), strict=True)
-        for layer, spec, cos_sin in layers:
+        mixers = gqa_mixers(self.spec)
+        layers = zip(self.model.layers, mixers, self.angles(batch, length), strict=True)
+        for layer, mixer, cos_sin in layers:
             parts = self._project(layer, x, cos_sin)
-            attended, mass = self._attend(spec, batch, parts, topk)
-            if spec.kind == "hils":
+            attended, mass = self._attend(mixer, batch, parts, topk)
+            if isinstance(mixer, HilsSpec):
                 masses.append(mass.mean(-1))
             x = self._finish(layer, x, attended.flatten(0, 1).flatten(1))
         hidden = self.tokens(self.model.norm(x).unflatten(0, (batch, length)))
@@ -256,24 +261,22 @@ class TrainedModel(nn.Module):
         return Forward(hidden, self.tokens(mass))
 
     def _attend(
-        self, spec: LayerSpec, batch: int, parts: tuple[Tensor, ...], topk: int
+        self, mixer: GqaSpec, batch: int, parts: tuple[Tensor, ...], topk: int
     ) -> tuple[Tensor, Tensor]:
         own: list[Tensor | None] = [part.unflatten(0, (batch, -1)) for part in parts]
         own += [None] * (6 - len(own))
         q, k, v, z, key, bias = own
         assert q is not None and k is not None and v is not None
-        if spec.kind == "hils":
-            assert spec.window is not None and self.spec.hils is not None
-            softmax1 = self.spec.hils.softmax1
+        if isinstance(mixer, HilsSpec):
             return ops.sequence_attention(
-                q, k, v, z, key, bias, self.page_size, spec.window, topk, softmax1
+                q, k, v, z, key, bias, self.page_size, mixer.local_window, topk, mixer.softmax1
             )
-        if spec.window is None and not (spec.mask_landmarks and self.spec.landmarks):
+        if mixer.window is None and not (mixer.mask_landmarks and self.spec.landmarks):
             return _causal(q, k, v), q.new_zeros(q.shape[:3], dtype=torch.float32)
         return ops.sequence_attention(
-            *(q, k, v, None, None, None, self.page_size, spec.window or q.shape[1]),
+            *(q, k, v, None, None, None, self.page_size, mixer.window or q.shape[1]),
             aligned=False,
-            mask_landmarks=spec.mask_landmarks and self.spec.landmarks,
+            mask_landmarks=mixer.mask_landmarks and self.spec.landmarks,
         )
 
     @property
@@ -320,20 +323,31 @@ def losses(
     )
 
 
+def gqa_mixers(spec: ModelSpec) -> list[GqaSpec]:
+    """The attention of every layer; models that train have no other mixers."""
+    return [mixer for mixer in spec.mixers if isinstance(mixer, GqaSpec)]
+
+
+def selecting_mixer(spec: ModelSpec) -> HilsSpec | None:
+    """The attention of the landmark layers, which are all alike; None without any."""
+    return next((mixer for mixer in spec.mixers if isinstance(mixer, HilsSpec)), None)
+
+
 def _check(spec: ModelSpec) -> None:
     """Refuse what this module does not compute, by its names in config.json."""
-    hils = spec.hils
+    mixers = gqa_mixers(spec)
+    hils = selecting_mixer(spec)
     wrong = {
         "model_type": spec.architecture != "qwen_hils",
-        "enable_external_lmk_embed": spec.external_landmark,
-        "attention_bias": any(layer.bias for layer in spec.layers),
-        "layerwise_qk_norm": any(layer.qk_norm != "head" for layer in spec.layers),
-        "use_hope": any(layer.rotary and layer.rotary.rounded for layer in spec.layers),
+        "enable_external_lmk_embed": spec.end_embedding is not None,
+        "attention_bias": any(mixer.bias for mixer in mixers),
+        "layerwise_qk_norm": any(mixer.qk_norm != "head" for mixer in mixers),
+        "use_hope": any(mixer.rotary and mixer.rotary.rounded for mixer in mixers),
         "insert_landmarks": hils is not None and not spec.landmarks,
     }
     if hils is not None:
         wrong |= {
-            "enable_prior_query": hils.summary != "prior" or not hils.bias,
+            "enable_prior_query": hils.summary != "prior" or not hils.bias_by_entropy,
             "shared_q_c": hils.shared_query,
             "compressed_lmk_k": hils.group_query,
             "enable_lmk_q_proj": hils.lmk_q != "lora" or hils.shared_lmk_q_norm,
@@ -349,6 +363,8 @@ def _check(spec: ModelSpec) -> None:
 
 def check_names(model: TrainedModel) -> None:
     """Raise AssertionError unless the parameters are exactly the tensors of a checkpoint."""
-    wanted = {name: t.shape for name, t in weight_map(model.spec).items() if t.target is not None}
+    with torch.device("meta"):
+        weights = Decoder(model.spec, torch.float32).weights()
+    wanted = {weight.source: weight.shape for weight in weights if weight.parameter is not None}
     found = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     assert found == wanted, set(found.items()) ^ set(wanted.items())

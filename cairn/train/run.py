@@ -25,7 +25,7 @@ from cairn.train.checkpoint import (
     write_run,
 )
 from cairn.train.data import Batch, Batches, Corpus, load_corpus
-from cairn.train.model import PLAIN_PAGE, TrainedModel
+from cairn.train.model import PLAIN_PAGE, TrainedModel, selecting_mixer
 from cairn.train.recipe import Recipe
 from cairn.train.step import METRICS, TrainStep
 
@@ -197,7 +197,7 @@ class _Sitting:
     def held_out(self) -> Line:
         """Metrics on text that was not trained on, in the last stage's length."""
         stage = self.recipe.stages[-1]
-        hils = self.training.model.spec.hils
+        hils = selecting_mixer(self.training.model.spec)
         topk = hils.topk if hils is not None else stage.topk[0]
         found = [
             self.training.evaluate(self.batches.held_out(stage, i), topk)

@@ -7,7 +7,8 @@ right before any of those is.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,35 @@ import pytest
 import torch
 from torch import Tensor
 
+from cairn.attention.inputs import GqaInputs, HilsInputs
 from cairn.models.registry import load_model, load_spec
-from cairn.models.spec import LayerSpec, ModelSpec
+from cairn.specs.gqa import GqaSpec
+from cairn.specs.hils import HilsSpec
+from cairn.specs.model import ModelSpec
 
 DATA = Path(__file__).parents[1] / "data"
 
 
+@dataclass
+class PlainLayer:
+    """One layer of a PlainBatch."""
+
+    step: PlainBatch
+    index: int
+
+    @property
+    def completed(self) -> Tensor:
+        return self.step.completed
+
+    def kv_target(self) -> None:
+        return None
+
+    def run(self, inputs: GqaInputs) -> Tensor:
+        return self.step.attend(self.index, inputs)
+
+
 class PlainBatch:
-    """All slots of one sequence as one step.
+    """All slots of one sequence as one step; the step and its batch in one.
 
     Args:
         spec: the model.
@@ -32,6 +54,7 @@ class PlainBatch:
     def __init__(self, spec: ModelSpec, tokens: Tensor) -> None:
         self.spec = spec
         self.page = spec.page_size or 1 << 30
+        self.heads = next(m.num_heads for m in spec.mixers if isinstance(m, GqaSpec))
         count = tokens.shape[0]
         slots = count + count // (self.page - 1) if spec.landmarks else count
         self.slot = torch.arange(slots)
@@ -46,34 +69,19 @@ class PlainBatch:
             self.is_user = torch.ones(slots, dtype=torch.bool)
         self.completed = self.last.nonzero().flatten()
         self.traced: dict[int, dict[str, Tensor]] = {}
-        self._memo: dict[Hashable, Tensor] = {}
+        self.batch = self
+        self.layers = [PlainLayer(self, i) for i in range(spec.num_layers)]
 
-    def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        if key not in self._memo:
-            self._memo[key] = compute()
-        return self._memo[key]
-
-    def target(self, layer: int) -> None:
-        return None
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lmk_q: Tensor | None = None,
-        summary_query: Tensor | None = None,
-    ) -> Tensor:
-        kind = self.spec.layers[layer]
-        assert q.shape[1:] == (self.spec.num_heads, self.spec.head_dim)
-        assert k.shape == v.shape and k.shape[1] == self.spec.num_kv_heads
-        if kind.kind != "hils":
-            assert lmk_q is None and summary_query is None
-            return self._plain(kind, q.float(), k.float(), v.float()).to(q.dtype)
-        assert lmk_q is not None
-        hils = self.spec.hils
-        if summary_query is None and hils is not None and hils.needs_summary_query:
+    def attend(self, layer: int, inputs: GqaInputs) -> Tensor:
+        mixer, q, k, v = self.spec.mixers[layer], inputs.q, inputs.k, inputs.v
+        assert isinstance(mixer, GqaSpec)
+        assert q.shape[1:] == (mixer.num_heads, mixer.head_dim)
+        assert k.shape == v.shape and k.shape[1] == mixer.num_kv_heads
+        if not isinstance(mixer, HilsSpec):
+            assert not isinstance(inputs, HilsInputs)
+            return self._plain(mixer, q.float(), k.float(), v.float()).to(q.dtype)
+        lmk_q, summary_query = inputs.lmk_q, inputs.summary_query
+        if summary_query is None and mixer.needs_summary_query:
             summary_query = lmk_q[self.completed]
         return self._hils(layer, q, k, v, lmk_q, summary_query).to(q.dtype)
 
@@ -83,7 +91,7 @@ class PlainBatch:
         keys = k.repeat_interleave(group, dim=1)
         return torch.einsum("shd,thd->hst", q, keys) * q.shape[-1] ** -0.5
 
-    def _plain(self, layer: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _plain(self, layer: GqaSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s, t = self.slot[:, None], self.slot[None]
         visible = t <= s
         if layer.window is not None:
@@ -94,24 +102,26 @@ class PlainBatch:
         return torch.einsum("hst,thd->shd", p, self._per_head(v))
 
     def _per_head(self, x: Tensor) -> Tensor:
-        return x.repeat_interleave(self.spec.num_heads // x.shape[1], dim=1)
+        return x.repeat_interleave(self.heads // x.shape[1], dim=1)
 
     def _hils(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, z: Tensor, mu: Tensor | None
     ) -> Tensor:
-        hils = self.spec.hils
-        assert hils is not None
+        hils = self.spec.mixers[layer]
+        assert isinstance(hils, HilsSpec)
         q, k, v, z = (x.float() for x in (q, k, v, z))
         size, s = self.page, self.slot
-        scale = self.spec.head_dim**-0.5
-        first = (s - hils.window + 1).div(size, rounding_mode="floor")  # = P(s) where positive
+        scale = hils.head_dim**-0.5
+        first = (s - hils.local_window + 1).div(
+            size, rounding_mode="floor"
+        )  # = P(s) where positive
         logits = self._logits(q, k)
         visible = (s[None] >= first[:, None] * size) & (s[None] <= s[:, None]) & ~self.last[None]
         window = logits.masked_fill(~visible, -torch.inf)
         lse = window.logsumexp(-1)  # [h, L]
         o_window = torch.einsum("hst,thd->shd", window.softmax(-1), self._per_head(v))
         pages = s.shape[0] // size
-        key, bias = self._summaries(k, z, mu, pages)
+        key, bias = self._summaries(hils, k, z, mu, pages)
         u = torch.einsum("shd,phd->hsp", z, self._per_head(key)) * scale
         if bias is not None:
             u = u + bias.T[:, None]
@@ -141,17 +151,16 @@ class PlainBatch:
         return o
 
     def _summaries(
-        self, k: Tensor, z: Tensor, mu: Tensor | None, pages: int
+        self, hils: HilsSpec, k: Tensor, z: Tensor, mu: Tensor | None, pages: int
     ) -> tuple[Tensor, Tensor | None]:
         """R [P, h, d] and b [P, h_q]."""
-        hils = self.spec.hils
-        assert hils is not None and hils.needs_summary_query == (mu is not None)
+        assert hils.needs_summary_query == (mu is not None)
         paged = k[: pages * self.page].unflatten(0, (pages, self.page))
         key, bias = paged[:, -1], None
         if mu is not None:
             assert mu.shape == (pages, *z.shape[1:])
             pooled, entropy = _pool(mu.float(), paged)
-            bias = entropy if hils.bias else None
+            bias = entropy if hils.bias_by_entropy else None
             if hils.summary == "prior":
                 key = pooled
                 if hils.group_query:

@@ -16,15 +16,15 @@ def test_the_ways_of_the_products_agree(tiny, drawn, plain, monkeypatch, tokens)
 
     def run(model):
         for number, block in enumerate(model.layers):  # no norm is like another
-            block.attention_norm.weight.mul_(0.5 + number)
-            block.mlp_norm.weight.mul_(3.0 + number)
+            block.mixer_norm.weight.mul_(0.5 + number)
+            block.ffn_norm.weight.mul_(3.0 + number)
         return plain(model, torch.arange(tokens) * 7 % 40)
 
     with force("reference"):
         wanted, batch = run(drawn(tiny))
     assert (panel.FEWEST <= len(batch.input_ids) <= panel.MOST) == (tokens in (20, 70))
     model = drawn(tiny)
-    down = [block.mlp.down.weight for block in model.layers]
+    down = [block.ffn.down.weight for block in model.layers]
     monkeypatch.setattr(few, "SPAN", down[0].shape[1] // 2)
     given = torch.empty(len(batch.input_ids), down[0].shape[1])
     assert panel.sums_in_norm(given, down[0], None) == (tokens in (10, 20, 70))

@@ -43,7 +43,8 @@ def test_golden(case, plain):
             if name in golden:
                 torch.testing.assert_close(traced[name], golden[name], rtol=1e-4, atol=1e-4)
         if "indices" in golden:
-            group = spec.num_heads // spec.num_kv_heads
+            own = spec.mixers[layer]
+            group = own.num_heads // own.num_kv_heads
             ids = golden["indices"].long().transpose(0, 1)  # [h_kv, L, K]
             chosen = torch.zeros(*ids.shape[:2], traced["chosen"].shape[-1] + 1, dtype=torch.bool)
             chosen.scatter_(-1, ids.where(ids >= 0, chosen.shape[-1] - 1), True)

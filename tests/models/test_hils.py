@@ -6,13 +6,14 @@ import logging
 import math
 
 import pytest
+import torch
 
 from cairn.errors import BadModel
-from cairn.layers.rotary import in_range_frequencies
-from cairn.models.decoder import build_rotary
+from cairn.layers.rotary import Rotary, in_range_frequencies
 from cairn.models.registry import load_spec
-from cairn.models.spec import RotarySpec, describe
-from cairn.models.weight_map import parameter_count, weight_map
+from cairn.specs.model import describe
+from cairn.specs.rotary import RotarySpec
+from tests.specs import bytes_per_token, declared, hils_of, kinds, parameter_count
 
 # What the released schema says for absent keys; the window has no default without a sliding window.
 DEFAULTS = {
@@ -46,10 +47,14 @@ def test_absent_keys_resolve_to_the_defaults():
 
 def test_defaults_in_the_spec():
     spec = load_spec(bare())
-    assert spec.hils_layers == tuple(range(3, 32, 4))
-    assert (spec.hils.softmax1, spec.hils.bias, spec.hils.summary) == (True, True, "prior")
-    assert spec.layers[3].rotary is None and spec.layers[0].rotary is not None
-    assert spec.layers[0].kind == "full" and spec.hils.lmk_q is None
+    assert spec.selecting_layers == tuple(range(3, 32, 4))
+    assert (hils_of(spec).softmax1, hils_of(spec).bias_by_entropy, hils_of(spec).summary) == (
+        True,
+        True,
+        "prior",
+    )
+    assert spec.mixers[3].rotary is None and spec.mixers[0].rotary is not None
+    assert kinds(spec)[0] == "full" and hils_of(spec).lmk_q is None
     assert spec.page_size == 64 and spec.landmark_id == 151936
     assert spec.embedding_rows == 151968 and spec.dtype == "float32"
 
@@ -57,9 +62,9 @@ def test_defaults_in_the_spec():
 def test_source_names_config_default_override_and_older_key():
     spec = load_spec(bare(hsa_topk=8, enable_softmax1=False), overrides={"full_attn_interleave": 1})
     sources = {name: source for name, _, source in describe(spec)}
-    assert sources["hils_topk"] == "config (hsa_topk)" and spec.hils.topk == 8
+    assert sources["hils_topk"] == "config (hsa_topk)" and hils_of(spec).topk == 8
     assert sources["enable_softmax1"] == "config"
-    assert sources["full_attn_interleave"] == "override" and len(spec.hils_layers) == 32
+    assert sources["full_attn_interleave"] == "override" and len(spec.selecting_layers) == 32
     assert sources["rope_theta"] == "default"
 
 
@@ -76,31 +81,31 @@ def test_which_layers_have_landmarks(first, interleave, expected):
     spec = load_spec(
         bare(num_hidden_layers=8, num_swa_layers=first, full_attn_interleave=interleave)
     )
-    assert spec.hils_layers == tuple(expected)
-    assert (spec.hils is None) == (not tuple(expected))
+    assert spec.selecting_layers == tuple(expected)
+    assert (hils_of(spec) is None) == (not tuple(expected))
 
 
 def test_qwen_windows():
     spec = load_spec({"model_type": "qwen_hils", "use_sliding_window": True, "sliding_window": 100})
-    assert {layer.window for layer in spec.layers} == {100} and spec.hils.window == 100
+    assert {mixer.window for mixer in spec.mixers} == {100} and hils_of(spec).window == 100
     spec = load_spec(bare(sliding_window=100))
-    assert spec.layers[0].window is None and spec.layers[3].window == 512
+    assert spec.mixers[0].window is None and spec.mixers[3].window == 512
     null = load_spec(bare(use_sliding_window=True, sliding_window=None))
-    assert null.layers[0].kind == "full"
+    assert kinds(null)[0] == "full"
 
 
 def test_olmo_windows_follow_layer_types():
     base = bare("olmo_hils", num_hidden_layers=4, use_sliding_window=True, sliding_window=100)
     base["adjust_lmk_pos"] = True
     spec = load_spec(base)
-    assert [layer.kind for layer in spec.layers] == ["window"] * 3 + ["hils"]
+    assert kinds(spec) == ["window"] * 3 + ["hils"]
     types = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
     spec = load_spec(base | {"layer_types": types})
-    assert [layer.window for layer in spec.layers] == [None, 100, None, 512]
+    assert [mixer.window for mixer in spec.mixers] == [None, 100, None, 512]
     dense = load_spec(base | {"replace_full_attention_with_hils": False})
-    assert [layer.window for layer in dense.layers] == [100, 100, 100, None]
-    assert dense.hils is None and dense.landmarks
-    assert load_spec(bare(layer_types=types, num_hidden_layers=4)).layers[1].kind == "full"
+    assert [mixer.window for mixer in dense.mixers] == [100, 100, 100, None]
+    assert hils_of(dense) is None and dense.landmarks
+    assert kinds(load_spec(bare(layer_types=types, num_hidden_layers=4)))[1] == "full"
 
 
 def test_rows():
@@ -116,17 +121,20 @@ def test_rows():
 
 
 def test_null_kv_heads_means_all_heads():
-    assert load_spec(bare(num_key_value_heads=None, num_attention_heads=16)).num_kv_heads == 16
+    assert (
+        load_spec(bare(num_key_value_heads=None, num_attention_heads=16)).mixers[0].num_kv_heads
+        == 16
+    )
 
 
 def test_norms_and_biases_by_layer_kind():
     spec = load_spec(bare(attention_bias=True, rms_norm_eps=1e-2, layerwise_qk_norm=True))
-    plain, hils = spec.layers[0], spec.layers[3]
+    plain, hils = spec.mixers[0], spec.mixers[3]
     assert (plain.bias, plain.qk_eps, plain.qk_norm) == (True, 1e-2, "head")
     assert (hils.bias, hils.qk_eps, hils.qk_norm) == (False, 1e-6, "full")
     olmo = load_spec(bare("olmo_hils", adjust_lmk_pos=True, mask_lmk_token=True))
-    assert (olmo.layers[0].qk_norm, olmo.layers[3].qk_norm) == ("full", "head")
-    assert olmo.post_norm and olmo.layers[0].mask_landmarks
+    assert (olmo.mixers[0].qk_norm, olmo.mixers[3].qk_norm) == ("full", "head")
+    assert olmo.layers[0].post_norm and olmo.mixers[0].mask_landmarks
 
 
 @pytest.mark.parametrize(
@@ -143,15 +151,15 @@ def test_norms_and_biases_by_layer_kind():
 )
 def test_summaries(switches, summary, bias, heads, query):
     spec = load_spec(bare(num_key_value_heads=8, **switches))
-    assert (spec.hils.summary, spec.hils.bias) == (summary, bias)
-    assert spec.summary_heads == heads and spec.hils.needs_summary_query == query
+    assert (hils_of(spec).summary, hils_of(spec).bias_by_entropy) == (summary, bias)
+    assert hils_of(spec).summary_heads == heads and hils_of(spec).needs_summary_query == query
 
 
 def test_landmark_query_kinds():
-    assert load_spec(bare(lmk_q_lora_dim=8)).hils.lmk_q is None
-    assert load_spec(bare(enable_lmk_q_proj=True)).hils.lmk_q == "full"
-    assert load_spec(bare(enable_lmk_q_proj=True, lmk_q_lora_dim=0)).hils.lmk_q == "full"
-    lora = load_spec(bare(enable_lmk_q_proj=True, lmk_q_lora_dim=8)).hils
+    assert hils_of(load_spec(bare(lmk_q_lora_dim=8))).lmk_q is None
+    assert hils_of(load_spec(bare(enable_lmk_q_proj=True))).lmk_q == "full"
+    assert hils_of(load_spec(bare(enable_lmk_q_proj=True, lmk_q_lora_dim=0))).lmk_q == "full"
+    lora = hils_of(load_spec(bare(enable_lmk_q_proj=True, lmk_q_lora_dim=8)))
     assert (lora.lmk_q, lora.lora_rank) == ("lora", 8)
 
 
@@ -173,7 +181,7 @@ ROTARY = {"apply_hils_rope": True, "adjust_lmk_pos": True, "num_attention_heads"
 )
 def test_rotary_variant_of_each_layer_kind(model_type, hope, in_range, plain, hils, rounded):
     spec = load_spec(bare(model_type, use_hope=hope, enable_inrange_rope=in_range, **ROTARY))
-    first, fourth = spec.layers[0].rotary, spec.layers[3].rotary
+    first, fourth = spec.mixers[0].rotary, spec.mixers[3].rotary
     assert (first.kind, fourth.kind, first.rounded, fourth.rounded) == (
         plain, hils, rounded, rounded,
     )  # fmt: skip
@@ -192,12 +200,12 @@ def test_pairs_kept_in_the_released_models(head_dim, theta, context, kept):
 
 def test_closed_form():
     spec = load_spec(bare(use_hope=True, hope_context_length=512, **ROTARY))
-    rotary = spec.layers[3].rotary
+    rotary = spec.mixers[3].rotary
     assert rotary.pairs == 16
     assert rotary.theta == pytest.approx((512 / (2 * math.pi)) ** (16 / 15))
     written = load_spec(bare(use_hope=True, hope_theta=99, hope_partial_ratio=0.001, **ROTARY))
-    assert (written.layers[3].rotary.theta, written.layers[3].rotary.pairs) == (99.0, 1)
-    build_rotary(RotarySpec("hope", 64, 1.0, pairs=1))
+    assert (written.mixers[3].rotary.theta, written.mixers[3].rotary.pairs) == (99.0, 1)
+    Rotary(RotarySpec("hope", 64, 1.0, pairs=1))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +276,7 @@ def test_unknown_keys_are_logged_and_known_ones_are_not(caplog):
 def test_rope_parameters_replace_rope_theta():
     nested = {"rope_type": "default", "rope_theta": 5e5}
     spec = load_spec(bare(rope_parameters=nested))
-    assert spec.layers[0].rotary.theta == 5e5
+    assert spec.mixers[0].rotary.theta == 5e5
 
 
 def test_helpers_of_the_released_small_model():
@@ -289,7 +297,7 @@ def test_helpers_of_the_released_small_model():
             hils_topk=32,
         )
     )
-    assert spec.kv_bytes_per_slot() * 64 == 16 * (32768 + 2112)
-    assert spec.kv_bytes_per_token() == pytest.approx(16 * (32768 + 2112) / 63)
+    per_token = bytes_per_token(spec, torch.bfloat16)
+    assert per_token == pytest.approx(16 * (32768 + 2112) / 63)
     assert 330e6 < parameter_count(spec) < 360e6
-    assert not weight_map(spec)["lm_head.weight"].required
+    assert not declared(spec)["lm_head.weight"].required

@@ -6,6 +6,7 @@ import pytest
 
 from cairn.errors import BadModel
 from cairn.models.registry import load_spec
+from tests.specs import hils_of, kinds
 
 
 def older(**more):
@@ -19,14 +20,14 @@ def older(**more):
 def test_renamed_keys():
     spec = load_spec(older(apply_hsa_rope=True))
     assert spec.architecture == "qwen_hils"
-    assert (spec.hils.topk, spec.hils.window) == (32, 512)
-    assert spec.layers[3].rotary is not None
+    assert (hils_of(spec).topk, hils_of(spec).window) == (32, 512)
+    assert spec.mixers[3].rotary is not None
     # Absent means the same as in the released generation.
-    assert spec.hils.softmax1 and spec.hils.bias and spec.hils.lmk_q is None
+    assert hils_of(spec).softmax1 and hils_of(spec).bias_by_entropy and hils_of(spec).lmk_q is None
     olmo = older(
         model_type="olmo_lhsa", adjust_lmk_pos=True, replace_full_attention_with_lhsa=False
     )
-    assert load_spec(olmo).architecture == "olmo_hils" and load_spec(olmo).hils is None
+    assert load_spec(olmo).architecture == "olmo_hils" and hils_of(load_spec(olmo)) is None
 
 
 def test_accepted_without_effect(caplog):
@@ -73,11 +74,11 @@ def test_absent_head_counts_meant_a_quarter_and_four():
     del config["hsa_qk_ratio"]
     with pytest.raises(BadModel, match="hsa_qk_ratio is 4"):
         load_spec(config)
-    assert load_spec(config | {"num_key_value_heads": 8}).num_kv_heads == 8
+    assert load_spec(config | {"num_key_value_heads": 8}).mixers[0].num_kv_heads == 8
 
 
 def test_contradicting_names_are_refused():
-    assert load_spec(older(hils_topk=32)).hils.topk == 32
+    assert hils_of(load_spec(older(hils_topk=32))).topk == 32
     with pytest.raises(BadModel, match="hsa_topk is 32"):
         load_spec(older(hils_topk=16))
 
@@ -86,13 +87,13 @@ def test_window_pairs():
     config = older()
     del config["hsa_sliding_window"]
     merging = {"use_sliding_window_merging": True, "sliding_window_merging_size": 256}
-    assert load_spec(config | merging).hils.window == 256
-    assert load_spec(older(**merging)).hils.window == 512
+    assert hils_of(load_spec(config | merging)).window == 256
+    assert hils_of(load_spec(older(**merging))).window == 512
     pair = {"use_sliding_window_attention": True, "sliding_window_attention_size": 128}
     spec = load_spec(config | pair | {"use_sliding_window": False, "sliding_window": 4096})
-    assert spec.layers[0].window == 128 and spec.hils.window == 128
+    assert spec.mixers[0].window == 128 and hils_of(spec).window == 128
     off = {"use_sliding_window_attention": False, "sliding_window_attention_size": 128}
-    assert load_spec(older(**off)).layers[0].kind == "full"
+    assert kinds(load_spec(older(**off)))[0] == "full"
     with pytest.raises(BadModel, match="sliding_window_attention_size is 128"):
         load_spec(config | pair | {"use_sliding_window": True, "sliding_window": 4096})
     with pytest.raises(BadModel, match="use_sliding_window_attention"):
@@ -101,5 +102,5 @@ def test_window_pairs():
 
 def test_shared_norm_has_no_tensor(drawn, tiny):
     model = drawn(tiny | {"shared_lmk_q_norm": True})
-    assert model.layers[1].attention.lmk_q_norm is None
-    assert drawn(tiny).layers[1].attention.lmk_q_norm is not None
+    assert model.layers[1].mixer.lmk_q_norm is None
+    assert drawn(tiny).layers[1].mixer.lmk_q_norm is not None

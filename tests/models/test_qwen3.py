@@ -10,25 +10,26 @@ from safetensors.torch import save_file
 
 from cairn.errors import BadModel
 from cairn.models.registry import load_model, load_spec
-from cairn.models.weight_map import weight_map
+from tests.specs import bytes_per_token, declared, hils_of, kinds
 
 
 def test_defaults():
     spec = load_spec({"model_type": "qwen3"})
-    assert (spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.num_layers) == (128, 32, 32, 32)
-    assert spec.page_size is None and not spec.landmarks and spec.hils is None
-    assert {layer.kind for layer in spec.layers} == {"full"} and not spec.tied
-    assert spec.layers[0].rotary.rounded and spec.summary_heads == 0
-    assert spec.kv_bytes_per_token("bfloat16") == 32 * 2 * 32 * 128 * 2
+    own = spec.mixers[0]
+    assert (own.head_dim, own.num_heads, own.num_kv_heads, spec.num_layers) == (128, 32, 32, 32)
+    assert spec.page_size is None and not spec.landmarks and hils_of(spec) is None
+    assert set(kinds(spec)) == {"full"} and not spec.tied
+    assert own.rotary.rounded
+    assert bytes_per_token(spec, torch.bfloat16) == 32 * 2 * 32 * 128 * 2
 
 
 def test_windows():
     config = {"model_type": "qwen3", "num_hidden_layers": 4, "max_window_layers": 2}
-    assert {layer.window for layer in load_spec(config).layers} == {None}
+    assert {mixer.window for mixer in load_spec(config).mixers} == {None}
     on = config | {"use_sliding_window": True, "sliding_window": 9}
-    assert [layer.window for layer in load_spec(on).layers] == [None, None, 9, 9]
+    assert [mixer.window for mixer in load_spec(on).mixers] == [None, None, 9, 9]
     types = ["sliding_attention", "full_attention"] * 2
-    assert [x.window for x in load_spec(on | {"layer_types": types}).layers] == [9, None, 9, None]
+    assert [x.window for x in load_spec(on | {"layer_types": types}).mixers] == [9, None, 9, None]
     with pytest.raises(BadModel, match="sliding_attention"):
         load_spec(config | {"layer_types": types})
 
@@ -59,7 +60,7 @@ def test_equals_the_landmark_family_without_landmark_layers(tmp_path, tiny, plai
     )}  # fmt: skip
     dense |= {"model_type": "qwen3", "head_dim": 8, "max_window_layers": 0}
     spec = load_spec(common)
-    tensors = {n: 0.3 * torch.randn(t.shape) for n, t in weight_map(spec).items()}
+    tensors = {n: 0.3 * torch.randn(t.shape) for n, t in declared(spec).items()}
     save_file(tensors, tmp_path / "model.safetensors")
     logits = []
     for config in (common, dense):

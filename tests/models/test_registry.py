@@ -12,6 +12,7 @@ import torch
 from cairn.config import default_model_path
 from cairn.errors import BadModel
 from cairn.models.registry import load_model, load_spec
+from tests.specs import hils_of
 
 
 def test_unknown_models_name_the_known_ones():
@@ -61,7 +62,12 @@ def test_spec_needs_no_torch():
 
 def test_default_model():
     spec = load_spec(default_model_path())
-    assert (spec.num_layers, spec.page_size, spec.hils.topk, spec.hils.window) == (5, 64, 16, 512)
+    assert (spec.num_layers, spec.page_size, hils_of(spec).topk, hils_of(spec).window) == (
+        5,
+        64,
+        16,
+        512,
+    )
     assert spec.eos_token_ids == () and spec.max_model_len == 1 << 20
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cairn.errors import BadModel
 from cairn.models.registry import load_model, load_spec
-from cairn.models.weight_map import parameter_count, weight_map
+from tests.specs import declared, parameter_count
 
 TOKENS = torch.arange(75) * 7 % 40
 
@@ -20,7 +20,7 @@ TOKENS = torch.arange(75) * 7 % 40
 def random_tensors(spec, seed=0):
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, stored in weight_map(spec).items():
+    for name, stored in declared(spec).items():
         if stored.required:
             noise = torch.randn(stored.shape, generator=generator)
             tensors[name] = 1 + 0.2 * noise if "norm" in name else 0.3 * noise

@@ -1,0 +1,77 @@
+"""A step as tensors, and what the host knows of it. Nothing here depends on a backend."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+
+
+class PagePlace(NamedTuple):
+    """Where the layers of one page group keep the step's slots.
+
+    Attributes:
+        page_table: [rows, max_pages] int32, physical page of each logical page. Of a group of
+            windowed layers, only entries under a window are valid.
+        location: [T] int64, where a slot's fields go: page * page_size + slot % page_size.
+    """
+
+    page_table: Tensor
+    location: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tensors of one step. T slots run, in R rows; a row's slots are consecutive and ascending.
+
+    Attributes:
+        input_ids: [T] int64, the landmark id at landmark slots.
+        positions: [T] int64, rotary positions.
+        row: [T] int64, index into page tables and states.
+        slot: [T] int64, place in the row's sequence; -1: padding.
+        places: by page group.
+        completed: [N] int64, index in the batch of every slot that is the last of its page.
+        completed_pages: [N] int64, the physical pages (of the first group) that those slots
+            complete; negative: padding.
+        max_slot: largest slot of the step, or an upper bound that the host knows.
+        watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    row: Tensor
+    slot: Tensor
+    places: tuple[PagePlace, ...]
+    completed: Tensor
+    completed_pages: Tensor
+    max_slot: int
+    watch: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step as the host knows them: those that decode, then those of chunks.
+
+    Attributes:
+        row, first, count: [R], each row's number, first slot and number of slots.
+        slot: [T], all slots.
+        decoding: rows in front that decode.
+    """
+
+    row: Ints
+    first: Ints
+    count: Ints
+    slot: Ints
+    decoding: int
+
+    @functools.cached_property
+    def stretches(self) -> list[int]:
+        """Row, first slot and number of slots of each row, one after the other."""
+        joined = np.stack((self.row, self.first, self.count), axis=1)
+        return [int(n) for n in joined.ravel()]

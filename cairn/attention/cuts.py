@@ -1,0 +1,228 @@
+"""How the slots of a step are cut into parts that attention takes apart.
+
+Rows that decode are attended one by one, chunks in tiles. Slots near the starts of rows, where
+landmark layers select every page or pass over all of them, are parts of their own (*fronts*). On a
+GPU kernels are compiled and graphs captured for each way of cutting, so there are few.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cairn.attention.batch import Batch, StepRows
+from cairn.ops import advice
+
+CHUNK = 16
+"""Mean number of slots a row from which on a step's slots count as chunks."""
+ALONE = (16, 64, 256)
+"""How many of a step's first slots may be attended one by one, beside multiples of the last."""
+LEAST_EARLY = 256
+"""Fewer slots of the first front than these are attended with others that are not of it."""
+ROUND = 16
+"""Slots of a front are a multiple of it: kernels are compiled for addresses as aligned as those of
+a whole step."""
+UNCHUNKED = 256
+"""Slots of the largest graph that is also captured for steps whose slots are no chunks."""
+
+
+class Front(NamedTuple):
+    """Consecutive slots of a step that are among the first pages of their rows.
+
+    Attributes:
+        slots: how many; as a limit, how many a row has: a multiple of ROUND.
+        pages: pages of a row.
+    """
+
+    slots: int
+    pages: int
+
+
+class Cuts(NamedTuple):
+    """One way to cut the slots of a step.
+
+    Attributes:
+        chunked: slots come in chunks of rows, dozens side by side, not each of another row.
+        alone: how many of the first slots are attended one by one. They are mostly of rows that
+            decode: a tile is computed once for each row in it.
+        fronts: of the next slots, those in the first of the fronts' limits, then of the next.
+    """
+
+    chunked: bool
+    alone: int = 0
+    fronts: tuple[Front, ...] = ()
+
+
+WHOLE = Cuts(False)
+"""Nothing is cut."""
+
+
+def alone(rows: int, slots: int) -> int:
+    """How many of a step's first slots are attended one by one where so many rows decode in front
+    of chunks: all of the rows', and a few of the chunks'."""
+    if not rows:
+        return 0
+    whole = -(-rows // ALONE[-1]) * ALONE[-1]
+    return min(slots, next((n for n in ALONE if n >= rows), whole))
+
+
+@functools.cache
+def fewest_rows(apart: int, slots: int) -> int:
+    """How many rows decode at least where `alone` gives so many slots."""
+    return next(rows for rows in range(apart + 1) if alone(rows, slots) == apart)
+
+
+def decode_cuts(slots: int) -> Cuts:
+    """Of a step in which every row decodes."""
+    return Cuts(False, slots)
+
+
+class Cutter:
+    """Chooses the cuts of steps.
+
+    Args:
+        limits: the fronts of a row, the nearest first; see `Front`.
+    """
+
+    def __init__(self, limits: Sequence[Front]) -> None:
+        self.limits = tuple(limits)
+
+    def of_step(self, rows: StepRows) -> Cuts:
+        """For a step that runs operation by operation."""
+        slots = len(rows.slot)
+        chunked = _chunked(rows)
+        only_decodes = rows.decoding == len(rows.row)
+        apart = slots if only_decodes else alone(rows.decoding, slots)
+        return Cuts(chunked, apart, self._fronts(rows, apart))
+
+    def of_bucket(self, rows: StepRows, bucket: int) -> Cuts:
+        """For a step that is padded to `bucket` slots and runs as a graph."""
+        if not (_chunked(rows) or bucket > UNCHUNKED):
+            return WHOLE
+        apart = alone(rows.decoding, bucket)
+        held = (f for f in self._choices(bucket, apart) if self._within(rows, apart, f))
+        best = max(held, key=lambda fronts: [(front.slots, -front.pages) for front in fronts])
+        return Cuts(True, apart, best)
+
+    def all_of_bucket(self, bucket: int, num_rows: int) -> list[Cuts]:
+        """Everything that `of_bucket` may give where so many rows run at once."""
+        # Few slots are chunks only where they are of few rows.
+        most = num_rows if bucket > UNCHUNKED else min(num_rows, bucket // CHUNK)
+        parts = sorted({alone(decoding, bucket) for decoding in range(most)})
+        return [
+            Cuts(True, apart, fronts) for apart in parts for fronts in self._choices(bucket, apart)
+        ]
+
+    def _fronts(self, rows: StepRows, begin: int) -> tuple[Front, ...]:
+        """The slots behind `begin` that are within the limits, where cutting them off pays."""
+        found = []
+        for number, limit in enumerate(self.limits):
+            late = rows.slot[begin:] >= limit.slots
+            count = int(late.argmax()) // ROUND * ROUND if late.any() else len(late)
+            if count == len(late) > 0 or (number == 0 and count >= LEAST_EARLY):
+                found.append(Front(count, limit.pages))
+                begin += count
+        return tuple(found)
+
+    def _choices(self, bucket: int, apart: int) -> list[tuple[Front, ...]]:
+        """What of the slots behind those apart may be of fronts: nothing, what is of a row from its
+        start on, or all of the first. Of those apart, what rows that decode leave are the row's
+        first."""
+        slots, past = bucket - apart, apart - fewest_rows(apart, bucket)
+        found: list[tuple[Front, ...]] = [()]
+        if self.limits and slots:
+            found.append((Front(slots, self.limits[0].pages),))
+        row: list[Front] = []
+        for number, limit in enumerate(self.limits):
+            count = min(slots, (limit.slots - past) // ROUND * ROUND)
+            if 0 < count == slots or (number == 0 and count >= LEAST_EARLY):
+                row.append(Front(count, limit.pages))
+                slots, past = slots - count, past + count
+        return sorted({*found, tuple(row)})
+
+    def _within(self, rows: StepRows, begin: int, fronts: Sequence[Front]) -> bool:
+        """Whether the slots from `begin` on, and padding behind them, lie in `fronts`."""
+        most = {limit.pages: limit.slots for limit in self.limits}
+        for count, pages in fronts:
+            if (rows.slot[begin : begin + count] >= most[pages]).any():
+                return False
+            begin += count
+        return True
+
+
+def _chunked(rows: StepRows) -> bool:
+    return len(rows.slot) >= CHUNK * len(rows.row)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Slots of a step that an op attends together.
+
+    Attributes:
+        at: which; None: all.
+        row, slot: [n] of these.
+        stretches: see `StepRows`; None: the host does not know.
+        chunked: see `Cuts`.
+        pages: the slots are in so many first pages of their rows; None: anywhere.
+    """
+
+    at: slice | None
+    row: Tensor
+    slot: Tensor
+    stretches: list[int] | None
+    chunked: bool
+    pages: int | None
+
+    def of(self, lines: Tensor) -> Tensor:
+        """Those of [T, ..]."""
+        return lines if self.at is None else lines[self.at]
+
+
+def attend_in_parts(
+    batch: Batch,
+    cuts: Cuts,
+    stretches: list[int] | None,
+    attend: Callable[[Part], Tensor],
+    *,
+    tiled: bool,
+    by_fronts: bool = False,
+) -> Tensor:
+    """What `attend` gives of the step's slots [T, ...]: of all at once, or part by part.
+
+    Args:
+        tiled: the op would cut the slots into tiles; else they are one part.
+        by_fronts: fronts are parts of their own.
+    """
+    total, fronts = len(batch.slot), cuts.fronts if by_fronts else ()
+    starts = [*itertools.accumulate((front.slots for front in fronts), initial=cuts.alone)]
+    bounds = [*range(0, cuts.alone, advice.SPLIT_TOKENS), *starts, total]
+    pieces = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
+    if not tiled or len(pieces) == 1 or batch.watch is not None:
+        whole = [front.pages for front in fronts if front.slots == total]
+        pages = whole[0] if whole else None
+        return attend(Part(None, batch.row, batch.slot, stretches, cuts.chunked, pages))
+    pages_at = {start: front.pages for start, front in zip(starts, fronts, strict=False)}
+    done = []
+    for at in pieces:
+        own = None if stretches is None else _stretches_in(stretches, at)
+        chunked = cuts.chunked and at.start >= cuts.alone
+        part = Part(at, batch.row[at], batch.slot[at], own, chunked, pages_at.get(at.start))
+        done.append(attend(part))
+    return torch.cat(done)
+
+
+def _stretches_in(stretches: list[int], at: slice) -> list[int]:
+    """Those of the slots `at` of a step."""
+    found, begin = [], 0
+    for row, first, count in zip(*(iter(stretches),) * 3, strict=True):
+        low, high = max(begin, at.start), min(begin + count, at.stop)
+        if low < high:
+            found += [row, first + low - begin, high - low]
+        begin += count
+    return found

@@ -1,0 +1,58 @@
+"""A step as the layers of a model see it: its tensors, and each layer's backend with its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cairn.attention.base import AttentionBackend, LayerReads, StepPlan
+from cairn.attention.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class BoundLayer:
+    """One layer of a step.
+
+    Attributes:
+        index: the layer's number.
+        backend: computes it.
+        plan: the backend's, of this step.
+    """
+
+    index: int
+    backend: AttentionBackend
+    plan: StepPlan
+
+    @property
+    def completed(self) -> Tensor:
+        """[N] int64, index in the step of every slot that is the last of its page."""
+        return self.plan.batch.completed
+
+    def run(self, inputs: Any) -> Tensor:
+        """Attend: typed inputs of the layer's kind of mixer -> what its backend returns."""
+        return self.backend.run(self.index, inputs, self.plan)
+
+    def kv_target(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where the layer may write the step's keys and values itself, see `AttentionBackend`."""
+        return self.backend.kv_target(self.index, self.plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a model runs.
+
+    Attributes:
+        batch: the tensors.
+        layers: one entry a layer.
+    """
+
+    batch: Batch
+    layers: Sequence[BoundLayer]
+
+    def reads(self) -> list[LayerReads]:
+        """What the watched queries read, by layer."""
+        plans = {id(layer.plan): layer.plan for layer in self.layers}
+        return sorted((r for plan in plans.values() for r in plan.reads), key=lambda r: r.layer)

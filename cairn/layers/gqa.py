@@ -1,0 +1,193 @@
+"""Grouped-query attention: projections, norms and rotary around the backend's call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cairn import ops
+from cairn.attention.inputs import GqaInputs
+from cairn.attention.step import BoundLayer
+from cairn.layers.linear import PLAIN, Linear
+from cairn.layers.norm import RMSNorm
+from cairn.layers.residual import Delta, Hidden, Product
+from cairn.layers.rotary import Angles, Rotary
+from cairn.layers.schemes.base import Rows, Scheme
+from cairn.layers.weight import Source, Weight
+from cairn.specs.gqa import GqaSpec, NormWidth
+
+
+class GqaAttention(nn.Module):
+    """Self-attention of one layer.
+
+    Everything that reads the layer's input is one matrix; its rows are heads of q (each followed by
+    its gate where there are gates), of k, then what a subclass adds, then of v.
+
+    Args:
+        spec: heads, norms and rotary.
+        hidden: width of the residual stream.
+        rotary: of this layer, None: no position.
+        dtype: of activations.
+        scheme: how matrices are kept.
+    """
+
+    def __init__(
+        self,
+        spec: GqaSpec,
+        hidden: int,
+        rotary: Rotary | None,
+        dtype: torch.dtype,
+        scheme: Scheme = PLAIN,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.rotary = spec.head_dim, rotary
+        self.q_width = spec.num_heads * spec.head_dim
+        self.kv_width = spec.num_kv_heads * spec.head_dim
+        self.output_gate = spec.output_gate
+        joint, out = self._parts_of(spec), [Rows("o_proj", hidden)]
+        self.qkv = Linear(hidden, joint, spec.bias, dtype=dtype, scheme=scheme)
+        self.out = Linear(self.q_width, out, spec.bias, dtype=dtype, scheme=scheme)
+        self.q_norm = self._norm_of(spec, spec.qk_norm, self.q_width, dtype)
+        self.k_norm = self._norm_of(spec, spec.qk_norm, self.kv_width, dtype)
+        # First and last + 1 head of q and k (and of what a subclass norms alike), side by side.
+        q, kv = spec.num_heads, spec.num_kv_heads
+        self.spans = [(0, q), (q, q + kv)]
+        self.v_first = self.q_width + self.kv_width
+        self.eps = spec.qk_eps
+        self.by_head = False
+        self.fused = self._fuses(spec)
+        self._head_weight: Tensor | None = None
+
+    def _parts_of(self, spec: GqaSpec) -> list[Rows]:
+        """Rows of the joint matrix."""
+        q = self.q_width * (2 if spec.output_gate else 1)
+        return [Rows("q_proj", q), Rows("k_proj", self.kv_width), Rows("v_proj", self.kv_width)]
+
+    def _norm_of(
+        self, spec: GqaSpec, width: NormWidth | None, full: int, dtype: torch.dtype
+    ) -> RMSNorm | None:
+        if width is None:
+            return None
+        size = full if width == "full" else self.head_dim
+        return RMSNorm(size, spec.qk_eps, dtype=dtype, unit_offset=spec.unit_offset)
+
+    def _fuses(self, spec: GqaSpec) -> bool:
+        """Whether one op splits, norms and rotates: every head has its norm, or all heads of q, of
+        k and of further spans have one each; all dimensions rotate, in halves; no gates."""
+        if spec.output_gate or spec.qk_norm is None:
+            return False
+        if self.rotary is not None:
+            whole = self.rotary.dim == self.head_dim
+            if not whole or self.rotary.spec.interleaved:
+                return False
+        widths = [norm.weight.shape[0] if norm is not None else 0 for norm in self._norms()]
+        spans = [(b - a) * self.head_dim for a, b in self.spans]
+        self.by_head = all(width == self.head_dim for width in widths)
+        return self.by_head or widths == spans
+
+    def weights(self, source: Source) -> list[Weight]:
+        """q_proj, k_proj, v_proj, o_proj, and the norms of q and k."""
+        found = self.qkv.weights(source) + self.out.weights(source)
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                found += norm.weights(source, name)
+        return found
+
+    def forward(self, h: Hidden, layer: BoundLayer, angles: Angles) -> Delta:
+        """[T, hidden] -> the delta [T, hidden]."""
+        cos_sin = None if self.rotary is None else angles.of(self.rotary)
+        projected = self.qkv(h.x, h.norm)
+        if self.output_gate:
+            projected, gate = self._without_gates(projected)
+            q, k, v, _ = self._project(projected, cos_sin, layer, angles)
+            return Product(self.out, layer.run(GqaInputs(q, k, v)).flatten(1) * gate.sigmoid())
+        q, k, v, _ = self._project(projected, cos_sin, layer, angles)
+        return Product(self.out, layer.run(GqaInputs(q, k, v)).flatten(1))
+
+    def _without_gates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """The projection with heads of q side by side, and the gates [T, h_q d]."""
+        both = projected[:, : 2 * self.q_width].unflatten(-1, (-1, 2, self.head_dim))
+        q, gate = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
+        return torch.cat((q, projected[:, 2 * self.q_width :]), dim=-1), gate
+
+    def _project(
+        self, projected: Tensor, cos_sin: Tensor | None, layer: BoundLayer, angles: Angles
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """q, k, v and the last span; all but v after norm and rotation. k and v are None where they
+        are in the cache already."""
+        added = self._added(projected)
+        if not self.fused:
+            return self._project_apart(projected, added, cos_sin, angles)
+        q_heads, kv_heads = (b - a for a, b in self.spans[:2])
+        weight, whole = self._head_weights(), not self.by_head
+        target = layer.kv_target()
+        if target is not None:
+            q, z = ops.heads_into_cache(
+                projected, added, weight, cos_sin, *target, q_heads, self.eps, whole
+            )
+            return q, None, None, z if len(self.spans) > 2 else q
+        q, k, z = ops.split_norm_rope(
+            projected, added, weight, cos_sin, q_heads, kv_heads, self.eps, whole
+        )
+        return q, k, self._values(projected), z if len(self.spans) > 2 else q
+
+    def _project_apart(
+        self, projected: Tensor, added: Tensor | None, cos_sin: Tensor | None, angles: Angles
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same span by span."""
+        heads = [
+            self._normed(part, norm)
+            for part, norm in zip(self._heads(projected, added), self._norms(), strict=True)
+        ]
+        if cos_sin is not None and self.rotary is not None:
+            for part in heads:
+                self.rotary.rotate(angles.index, part, None, cos_sin)
+        return heads[0], heads[1], self._values(projected), heads[2 if len(heads) > 2 else 0]
+
+    def _added(self, projected: Tensor) -> Tensor | None:
+        """What is added to q's projection to make that of the last span [T, h_q d]; None: that span
+        has rows of its own, or there is none."""
+        return None
+
+    def _values(self, projected: Tensor) -> Tensor:
+        """Heads of v [T, h_kv, d]."""
+        first = self.v_first
+        columns = projected[:, first : first + self.kv_width]
+        heads: Tensor = columns.unflatten(-1, (-1, self.head_dim))
+        return heads
+
+    def _heads(self, projected: Tensor, added: Tensor | None) -> list[Tensor]:
+        """Heads of each span [T, h, d] in its own memory."""
+        found = [
+            projected[:, a * self.head_dim : b * self.head_dim].contiguous()
+            for a, b in (self.spans if added is None else self.spans[:2])
+        ]
+        if added is not None:
+            found.append(added + found[0])
+        heads: list[Tensor] = [part.unflatten(-1, (-1, self.head_dim)) for part in found]
+        return heads
+
+    def _normed(self, heads: Tensor, norm: RMSNorm | None) -> Tensor:
+        """A span [T, h, d] normed by head or over its whole width."""
+        if norm is None:
+            return heads
+        by_head = norm.weight.shape[0] == self.head_dim
+        normed: Tensor = norm(heads) if by_head else norm(heads.flatten(1)).view_as(heads)
+        return normed
+
+    def _norms(self) -> list[RMSNorm | None]:
+        """Norms of the spans."""
+        return [self.q_norm, self.k_norm]
+
+    def _head_weights(self) -> Tensor:
+        """Norm weight of every head of the spans [H, d]."""
+        if self._head_weight is None:
+            rows = [
+                norm.weight.view(-1, self.head_dim).expand(b - a, -1)
+                for (a, b), norm in zip(self.spans, self._norms(), strict=True)
+                if norm is not None
+            ]
+            weights = torch.cat(rows)
+            # The CPU computes in float32: one conversion instead of one a step.
+            self._head_weight = weights if weights.is_cuda else weights.float()
+        return self._head_weight

@@ -1,0 +1,94 @@
+"""Modules of mixers and feed-forward parts by their specs. To add one: a file beside this one, and
+its line below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from cairn.attention.step import BoundLayer
+from cairn.layers.gqa import GqaAttention
+from cairn.layers.hils import HilsAttention
+from cairn.layers.mlp import GatedMLP
+from cairn.layers.residual import Delta, Hidden
+from cairn.layers.rotary import Angles, Rotary
+from cairn.layers.schemes.base import Scheme
+from cairn.layers.weight import Source, Weight
+from cairn.specs.ffn import DenseFfn, FfnSpec
+from cairn.specs.gqa import GqaSpec
+from cairn.specs.hils import HilsSpec
+from cairn.specs.model import MixerSpec
+from cairn.specs.rotary import RotarySpec
+
+
+class Context(NamedTuple):
+    """What modules of a layer are built with.
+
+    Attributes:
+        hidden: width of the residual stream.
+        dtype: of activations.
+        scheme: how matrices are kept.
+        rotaries: shared by the layers that rotate alike.
+    """
+
+    hidden: int
+    dtype: torch.dtype
+    scheme: Scheme
+    rotaries: dict[RotarySpec, Rotary]
+
+    def rotary(self, spec: RotarySpec | None) -> Rotary | None:
+        """The rotation of a spec; None for None."""
+        if spec is None:
+            return None
+        if spec not in self.rotaries:
+            self.rotaries[spec] = Rotary(spec)
+        return self.rotaries[spec]
+
+
+class Mixer(Protocol):
+    """A module that mixes the tokens of a sequence."""
+
+    def __call__(self, h: Hidden, layer: BoundLayer, angles: Angles) -> Delta:
+        """[T, hidden] -> the delta [T, hidden]."""
+
+    def weights(self, source: Source) -> list[Weight]:
+        """What fills its parameters."""
+
+
+class Ffn(Protocol):
+    """A module that works token by token."""
+
+    def __call__(self, h: Hidden) -> Delta:
+        """[T, hidden] -> the delta [T, hidden]."""
+
+    def weights(self, source: Source) -> list[Weight]:
+        """What fills its parameters."""
+
+
+def _gqa(spec: GqaSpec, c: Context) -> nn.Module:
+    return GqaAttention(spec, c.hidden, c.rotary(spec.rotary), c.dtype, c.scheme)
+
+
+def _hils(spec: HilsSpec, c: Context) -> nn.Module:
+    return HilsAttention(spec, c.hidden, c.rotary(spec.rotary), c.dtype, c.scheme)
+
+
+def _dense(spec: DenseFfn, c: Context) -> nn.Module:
+    return GatedMLP(c.hidden, spec.intermediate, dtype=c.dtype, scheme=c.scheme)
+
+
+MIXERS: Mapping[type, Callable[[Any, Context], nn.Module]] = {GqaSpec: _gqa, HilsSpec: _hils}
+FFNS: Mapping[type, Callable[[Any, Context], nn.Module]] = {DenseFfn: _dense}
+
+
+def build_mixer(spec: MixerSpec, context: Context) -> nn.Module:
+    """The module of a mixer; it is a `Mixer`."""
+    return MIXERS[type(spec)](spec, context)
+
+
+def build_ffn(spec: FfnSpec, context: Context) -> nn.Module:
+    """The module of a feed-forward part; it is an `Ffn`."""
+    return FFNS[type(spec)](spec, context)

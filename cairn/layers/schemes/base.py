@@ -1,0 +1,130 @@
+"""What every scheme of a linear map does."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cairn import ops
+from cairn.layers.norm import RMSNorm
+from cairn.layers.weight import Source, Weight
+from cairn.ops import advice
+
+if TYPE_CHECKING:
+    from cairn.layers.linear import Linear
+
+
+class Rows(NamedTuple):
+    """Rows of a linear map that one stored matrix fills.
+
+    Attributes:
+        name: of the matrix, without ".weight".
+        size: how many.
+        order: [size] int64 on the CPU, the stored row that each takes; None: in their order.
+    """
+
+    name: str
+    size: int
+    order: Tensor | None = None
+
+
+class Scheme(ABC):
+    """One way to keep a matrix [out, in]; one instance serves all maps of a model."""
+
+    @abstractmethod
+    def create(self, linear: Linear, dtype: torch.dtype) -> None:
+        """Register the parameters of a map on it; `dtype` is that of activations."""
+
+    @abstractmethod
+    def weights(self, linear: Linear, source: Source) -> list[Weight]:
+        """What fills these parameters."""
+
+    @abstractmethod
+    def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """x [..., in], normed first if there is a norm, -> [..., out] in x's dtype."""
+
+    def gated(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """silu(A x) * B x of a map whose rows are A, then B: x [T, in] -> [T, out / 2]."""
+        gate, up = self.product(linear, x, norm).chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def add_to(
+        self, linear: Linear, residual: Tensor, x: Tensor, norm: RMSNorm | None
+    ) -> Tensor | None:
+        """residual [T, out] += the product with x [T, in], in place.
+
+        Args:
+            norm: what the residual goes through next.
+        Returns:
+            The residual after the norm; None: it was left to the next product.
+        """
+        residual += self.product(linear, x, None)
+        return None
+
+
+def normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    """x after the norm, if there is one."""
+    return x if norm is None else norm(x)
+
+
+def biased(y: Tensor, bias: nn.Parameter | None) -> Tensor:
+    """y plus the bias, if there is one."""
+    return y if bias is None else y + bias
+
+
+class PlainScheme(Scheme):
+    """A matrix in the model's dtype."""
+
+    def create(self, linear: Linear, dtype: torch.dtype) -> None:
+        """One parameter `weight` [out, in]."""
+        weight = torch.empty(linear.out_features, linear.in_features, dtype=dtype)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+
+    def weights(self, linear: Linear, source: Source) -> list[Weight]:
+        """A matrix for each part."""
+        found, start = [], 0
+        for name, size, order in linear.parts:
+            found.append(
+                Weight(
+                    source.name(f"{name}.weight"),
+                    (size, linear.in_features),
+                    linear.weight,
+                    slice(start, start + size),
+                    transform=None if order is None else functools.partial(reordered, order=order),
+                    shard=0,
+                )
+            )
+            start += size
+        return found
+
+    def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """One product, the norm in front of it fused where that is faster."""
+        if norm is None:
+            return ops.linear(x, linear.weight, linear.bias)
+        return ops.linear(x, linear.weight, linear.bias, norm.weight, norm.eps)
+
+    def gated(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Both products and the gate fused."""
+        given = () if norm is None else (norm.weight, norm.eps)
+        return ops.gated_linear(x, linear.weight, *given)
+
+    def add_to(
+        self, linear: Linear, residual: Tensor, x: Tensor, norm: RMSNorm | None
+    ) -> Tensor | None:
+        """Product, sum and norm fused where that is faster."""
+        if norm is None or not advice.norms_behind_sum(x, linear.weight, linear.bias):
+            ops.linear_add(x, residual, linear.weight, linear.bias)
+            return None
+        return ops.linear_add_rmsnorm(
+            x, residual, linear.weight, norm.weight, linear.bias, norm.eps
+        )
+
+
+def reordered(tensor: Tensor, order: Tensor) -> Tensor:
+    """Rows of a stored tensor in the order in which a parameter has them."""
+    return tensor.index_select(0, order.to(tensor.device))

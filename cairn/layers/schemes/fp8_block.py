@@ -1,0 +1,114 @@
+"""Matrices in 8 bits (e4m3) with a scale for each block, as DeepSeek-V3 publishes them.
+
+w[i, j] = fp8[i, j] * scale[i // rows, j // columns]; activations stay in the model's dtype. Scales
+are stored as float32, or as e8m0: a byte e for 2^(e - 127), which some files call uint8.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from cairn import ops
+from cairn.errors import BadModel
+from cairn.layers.norm import RMSNorm
+from cairn.layers.schemes.base import Scheme, biased, normed, reordered
+from cairn.layers.weight import Source, Weight
+
+if TYPE_CHECKING:
+    from cairn.layers.linear import Linear
+
+SCALE_DTYPES = ("F32", "BF16", "F8_E8M0", "U8")
+
+
+class Fp8BlockScheme(Scheme):
+    """e4m3 values with a scale for every block of (rows, columns).
+
+    Args:
+        block: rows and columns that share a scale.
+    """
+
+    def __init__(self, block: tuple[int, int]) -> None:
+        self.block = block
+
+    def create(self, linear: Linear, dtype: torch.dtype) -> None:
+        """`weight` [out, in] e4m3 and `scale` [blocks of rows, blocks of columns] float32; every
+        stored matrix begins a block of rows."""
+        weight = torch.empty(linear.out_features, linear.in_features, dtype=torch.float8_e4m3fn)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        rows = sum(self._blocks(part.size, linear)[0] for part in linear.parts)
+        # Zeros: a scale that no tensor fills is found by the loader, and never arbitrary.
+        scale = torch.zeros(rows, self._blocks(0, linear)[1], dtype=torch.float32)
+        linear.scale = nn.Parameter(scale, requires_grad=False)
+
+    def weights(self, linear: Linear, source: Source) -> list[Weight]:
+        """A matrix and its scales for each part."""
+        found, start, first = [], 0, 0
+        for name, size, order in linear.parts:
+            transform = None if order is None else functools.partial(reordered, order=order)
+            shape, at = (size, linear.in_features), slice(start, start + size)
+            matrix = source.name(f"{name}.weight")
+            dtypes = ("F8_E4M3",)
+            found.append(
+                Weight(matrix, shape, linear.weight, at, transform=transform, dtypes=dtypes)
+            )
+            blocks, scales = self._blocks(size, linear), source.name(f"{name}.weight_scale_inv")
+            found.append(
+                Weight(
+                    scales,
+                    blocks,
+                    linear.scale,
+                    slice(first, first + blocks[0]),
+                    transform=functools.partial(decode_scale, name=scales),
+                    draw="one",
+                    dtypes=SCALE_DTYPES,
+                )
+            )
+            start, first = start + size, first + blocks[0]
+        return found
+
+    def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """The matrix is dequantised to x's dtype and multiplied."""
+        weight = self.dequantised(linear, x.dtype)
+        return biased(ops.linear(normed(x, norm), weight), linear.bias)
+
+    def dequantised(self, linear: Linear, dtype: torch.dtype) -> Tensor:
+        """The matrix [out, in] in `dtype`, rounded once."""
+        block_of, first = [], 0
+        for _, size, order in linear.parts:
+            row = torch.arange(size) if order is None else order
+            block_of.append(row // self.block[0] + first)
+            first += self._blocks(size, linear)[0]
+        scale = linear.scale[torch.cat(block_of).to(linear.scale.device)]
+        scale = scale.repeat_interleave(self.block[1], dim=1)[:, : linear.in_features]
+        return (linear.weight.float() * scale).to(dtype)
+
+    def _blocks(self, rows: int, linear: Linear) -> tuple[int, int]:
+        """Blocks of rows and of columns of a matrix with so many rows."""
+        return -(-rows // self.block[0]), -(-linear.in_features // self.block[1])
+
+
+def decode_scale(stored: Tensor, name: str) -> Tensor:
+    """Scales of a checkpoint as float32.
+
+    Raises:
+        BadModel: a scale is NaN, infinite or negative.
+    """
+    if stored.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        stored = decode_e8m0(stored)
+    scale = stored.float()
+    if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+        raise BadModel(
+            f"{name} holds a scale that is NaN, infinite or negative", "Copy the file again"
+        )
+    return scale
+
+
+def decode_e8m0(stored: Tensor) -> Tensor:
+    """Bytes e as 2^(e - 127) in float32, NaN for 255; dtype uint8 or float8_e8m0fnu."""
+    exponent = stored.view(torch.uint8).to(torch.int32)
+    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 127)
+    return scale.masked_fill(exponent == 255, float("nan"))

@@ -1,0 +1,79 @@
+"""Which tensors of a checkpoint fill which parameters: declared by the module that owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Literal
+
+from torch import Tensor
+
+Index = EllipsisType | slice | int | tuple[EllipsisType | slice | int, ...]
+WHOLE: Index = ...
+Draw = Literal["matrix", "unit", "around_one", "around_zero", "one"]
+"""How random weights are drawn: "matrix" keeps the variance of its input, "unit" has variance 1,
+"around_one" and "around_zero" are 1 and 0 plus normal numbers of deviation 0.1, "one" is 1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A tensor of a checkpoint, and the part of a parameter that it fills.
+
+    Attributes:
+        source: its name in the checkpoint.
+        shape: its shape there.
+        parameter: what it fills; None: it is accounted for and ignored.
+        at: the part of the parameter.
+        read: the part of the tensor that is read.
+        transform: applied to what was read, on the parameter's device; None: it is copied, and
+            converted to the parameter's dtype.
+        shard: axis of the tensor along which ranks split it; None: every rank reads all of it.
+        required: a checkpoint without it is incomplete.
+        draw: how it is drawn where no checkpoint is read.
+        dtypes: dtypes that the stored tensor may have, as file headers write them; None: any
+            floating-point type that converts without a scale.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    parameter: Tensor | None
+    at: Index = WHOLE
+    read: Index = WHOLE
+    transform: Callable[[Tensor], Tensor] | None = None
+    shard: int | None = None
+    required: bool = True
+    draw: Draw = "matrix"
+    dtypes: tuple[str, ...] | None = None
+
+    @property
+    def place(self) -> Tensor:
+        """The part of the parameter, as a view."""
+        assert self.parameter is not None
+        return self.parameter.detach()[self.at]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a module's tensors are in a checkpoint.
+
+    Attributes:
+        prefix: of their names.
+        stored: names of all tensors of the checkpoint; None: nothing is read, and a module that
+            knows several formats declares the first.
+    """
+
+    prefix: str = ""
+    stored: frozenset[str] | None = None
+
+    def name(self, suffix: str) -> str:
+        """The name of one tensor."""
+        return self.prefix + suffix
+
+    def within(self, child: str) -> Source:
+        """The source of a part of the module."""
+        return Source(f"{self.prefix}{child}.", self.stored)
+
+    def holds(self, suffix: str) -> bool:
+        """Whether the checkpoint has this tensor."""
+        return self.stored is not None and self.prefix + suffix in self.stored

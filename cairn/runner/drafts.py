@@ -1,0 +1,74 @@
+"""Rows that run guesses of their next tokens: which of them were right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cairn.runner.staging import send
+from cairn.runner.step import Ints, StepPlan
+
+V = TypeVar("V")
+
+NO_GUESS = -2
+"""Where no guess follows a choice: no token is equal to it."""
+
+
+class Drafts(NamedTuple):
+    """The guesses of a step that has any.
+
+    Attributes:
+        guess: [n], the guess in the place of each choice, or NO_GUESS.
+        run: [n], number of the row (in the order of choices) that makes each choice.
+        begin: [R], index of each row's first choice.
+    """
+
+    guess: Ints
+    run: Ints
+    begin: Ints
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Drafts | None:
+        """Those of a plan; None where no row has any."""
+        works = [work for work in plan.work if work.sample]
+        if not any(work.drafts for work in works):
+            return None
+        sizes = [1] * len(plan.decode.row) + [work.choices for work in works]
+        guess = [NO_GUESS] * len(plan.decode.row)
+        for work in works:
+            guesses = work.tokens[-work.drafts :] if work.drafts and work.tokens else ()
+            guess += [*guesses, NO_GUESS]
+        counts = np.array(sizes, dtype=np.int64)
+        begin = counts.cumsum() - counts
+        run = np.arange(len(sizes)).repeat(counts)
+        return cls(np.array(guess, dtype=np.int64), run, begin)
+
+    def accept(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Compare the choices [n] int64 with the guesses, on their device.
+
+        Returns:
+            Indices of each row's last choice that counts [R], and how many of its choices do [R].
+        """
+        guess, run, begin = send((self.guess, self.run, self.begin), chosen.device)
+        index = torch.arange(len(chosen), dtype=torch.int64, device=chosen.device)
+        # A choice counts if all guesses before it were right, so the first wrong one is the last.
+        wrong = torch.where(chosen == guess, len(chosen), index)
+        last = torch.full_like(begin, len(chosen)).scatter_reduce(0, run, wrong, "amin")
+        return last, last - begin + 1
+
+    def kept(self, chosen: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """The choices that count, in order."""
+        return [
+            token
+            for begin, count in zip(self.begin.tolist(), counts, strict=True)
+            for token in chosen[begin : begin + count]
+        ]
+
+    def renumbered(self, by_choice: Mapping[int, V], counts: Sequence[int]) -> dict[int, V]:
+        """What is known by the index of a choice, by its index among those that count."""
+        kept = self.kept(range(len(self.guess)), counts)
+        return {i: by_choice[index] for i, index in enumerate(kept) if index in by_choice}

@@ -1,0 +1,75 @@
+"""Feed-forward parts of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFfn:
+    """SwiGLU: down(silu(gate x) * up x).
+
+    Attributes:
+        intermediate: width inside.
+    """
+
+    intermediate: int
+
+    @property
+    def description(self) -> str:
+        """In words, for `cairn inspect`."""
+        return f"SwiGLU of width {self.intermediate}"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How tokens choose their experts.
+
+    Attributes:
+        score: "softmax" over all experts, or "sigmoid" of each.
+        renormalize: weights of the chosen experts are divided by their sum.
+        scale: factor of the weights after that.
+        bias: a learned correction is added to scores for the choice, not to the weights.
+        groups: groups of experts; a group's score is the sum of its two best corrected scores.
+        top_groups: groups whose experts may be chosen.
+    """
+
+    score: Literal["softmax", "sigmoid"]
+    renormalize: bool
+    scale: float = 1.0
+    bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MoeFfn:
+    """Mixture of SwiGLU experts, with an optional expert that every token runs.
+
+    Attributes:
+        experts: number of routed experts, E.
+        active: experts that a token runs, k.
+        intermediate: width inside an expert.
+        router: how a token chooses.
+        shared: width inside the shared expert; 0: there is none.
+        shared_gate: the shared expert's output is multiplied by sigmoid(w x), a scalar a token.
+        shared_name: the shared expert's name in a checkpoint.
+    """
+
+    experts: int
+    active: int
+    intermediate: int
+    router: RouterSpec
+    shared: int = 0
+    shared_gate: bool = False
+    shared_name: str = "shared_expert"
+
+    @property
+    def description(self) -> str:
+        """In words, for `cairn inspect`."""
+        text = f"{self.active} of {self.experts} experts of width {self.intermediate}"
+        return f"{text}, shared expert of width {self.shared}" if self.shared else text
+
+
+FfnSpec = DenseFfn | MoeFfn

@@ -1,0 +1,63 @@
+"""Grouped-query attention: all earlier slots, or a window of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cairn.specs.backends import DENSE, WINDOW
+from cairn.specs.rotary import RotarySpec
+
+NormWidth = Literal["head", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GqaSpec:
+    """Softmax attention of h_q query heads over h_kv key-value heads.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: h_q, h_kv, d.
+        rotary: None: queries and keys carry no position. It may rotate the first dimensions only.
+        window: slots that a query sees, its own included; None: all of its sequence.
+        mask_landmarks: keys of landmark slots are invisible.
+        qk_norm: width of the norms of queries and keys, None: no norm.
+        qk_eps: their epsilon.
+        unit_offset: the norms multiply by 1 + w, not by w.
+        bias: q, k, v and o projections have a bias.
+        output_gate: each query head has a gate beside it; outputs are multiplied by its sigmoid.
+        backend: name of the attention backend that computes it.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: RotarySpec | None
+    window: int | None = None
+    mask_landmarks: bool = False
+    qk_norm: NormWidth | None = None
+    qk_eps: float = 1e-6
+    unit_offset: bool = False
+    bias: bool = False
+    output_gate: bool = False
+    backend: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.backend:
+            backend = DENSE if self.window is None else WINDOW
+            object.__setattr__(self, "backend", backend)
+
+    @property
+    def selects(self) -> bool:
+        """Whether queries choose what they read."""
+        return False
+
+    @property
+    def aligned(self) -> bool:
+        """The window begins at the start of a page."""
+        return False
+
+    @property
+    def description(self) -> str:
+        """In words, for `cairn inspect`."""
+        seen = "all slots" if self.window is None else f"a window of {self.window} slots"
+        return f"{self.backend}: {seen}"

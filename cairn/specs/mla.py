@@ -1,0 +1,79 @@
+"""Multi-head latent attention (MLA), with or without an indexer that selects its tokens (DSA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cairn.specs.backends import MLA
+from cairn.specs.rotary import RotarySpec
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """The lightning indexer: scores all earlier tokens and keeps the best (DeepSeek-V3.2).
+
+    Attributes:
+        num_heads, head_dim: heads and their size; one key a token is shared by all heads.
+        topk: tokens that a query selects.
+        rotary: of the first dimensions of queries and keys.
+        eps: of the layer norm of keys.
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    rotary: RotarySpec
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaSpec:
+    """Latent attention in absorbed form: one record [latent | rotated key] a token.
+
+    Attributes:
+        num_heads: H.
+        q_lora_rank: width of the latent of queries.
+        kv_lora_rank: r, width of the latent that is cached.
+        nope_dim, rope_dim, value_dim: sizes of a head: without position, rotated, of values.
+        rotary: of the rotated part.
+        scale: factor of the scores.
+        latent_eps: of the norms of both latents.
+        bias: projections into latents and the output projection have a bias.
+        indexer: None in a layer that attends to all tokens, or shares a selection.
+        selection_layer: the layer whose selection this one uses; None: its own, or no selection.
+        backend: name of the attention backend.
+    """
+
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rotary: RotarySpec
+    scale: float
+    latent_eps: float = 1e-6
+    bias: bool = False
+    indexer: IndexerSpec | None = None
+    selection_layer: int | None = None
+    backend: str = MLA
+
+    @property
+    def selects(self) -> bool:
+        """Its queries select tokens, not pages: nothing is reported of pages."""
+        return False
+
+    @property
+    def record_dim(self) -> int:
+        """Numbers that are cached for a token."""
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def description(self) -> str:
+        """In words, for `cairn inspect`."""
+        text = f"latent attention: {self.num_heads} heads over {self.record_dim} numbers a token"
+        if self.indexer is not None:
+            return f"{text}, top {self.indexer.topk} tokens by an indexer"
+        if self.selection_layer is not None:
+            return f"{text}, tokens selected by layer {self.selection_layer}"
+        return text

@@ -1,0 +1,193 @@
+"""A decoder model: everything that config.json settles."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Literal
+
+from cairn.specs.ffn import FfnSpec
+from cairn.specs.gated_delta import GatedDeltaSpec
+from cairn.specs.gqa import GqaSpec
+from cairn.specs.layer_list import format_layers
+from cairn.specs.mla import MlaSpec
+
+ELEMENT_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec
+"""What mixes the tokens of a sequence in one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """Norms of the residual stream.
+
+    Attributes:
+        eps: added to the mean square.
+        unit_offset: they multiply by 1 + w, not by w.
+    """
+
+    eps: float
+    unit_offset: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """Names of a layer's parts in a checkpoint, behind `model.layers.N.`."""
+
+    mixer: str = "self_attn"
+    ffn: str = "mlp"
+    mixer_norm: str = "input_layernorm"
+    ffn_norm: str = "post_attention_layernorm"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer: x += mixer(norm(x)); x += ffn(norm(x)).
+
+    Attributes:
+        mixer: what mixes tokens.
+        ffn: what follows, token by token.
+        norm: of both.
+        post_norm: the norms sit on the outputs of mixer and ffn instead of their inputs.
+        names: in a checkpoint.
+    """
+
+    mixer: MixerSpec
+    ffn: FfnSpec
+    norm: NormSpec
+    post_norm: bool = False
+    names: BlockNames = BlockNames()
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSpec:
+    """How matrices of a checkpoint are quantised.
+
+    Attributes:
+        scheme: name of the Linear scheme.
+        block: (rows, columns) that share a scale; "fp8_block" only.
+    """
+
+    scheme: Literal["fp8_block"]
+    block: tuple[int, int] = (128, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedField:
+    """One field of config.json after resolution.
+
+    Attributes:
+        name: its name in the released schema.
+        value: the value in force.
+        source: "config", "config (older_key)", "override", "default", or "derived: why".
+    """
+
+    name: str
+    value: object
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder model.
+
+    Attributes:
+        architecture: model_type in the released schema.
+        vocab_size: V; only ids below it exist for users.
+        embedding_rows, head_rows: rows of the stored matrices (padding included).
+        hidden_size: width of the residual stream.
+        norm: the final norm.
+        tied: the output head is the embedding matrix.
+        chunk_size: slots per page the model was trained with, None: any page size will do.
+        landmarks: the last slot of every page is a landmark.
+        end_embedding: name of the tensor with the embedding of page ends, where that is not a row
+            of the embedding matrix.
+        max_model_len: trained context in user tokens.
+        layers: one entry per layer.
+        dtype: "float32", "bfloat16" or "float16", as the checkpoint says.
+        quantization: of the matrices; None: they have the dtype.
+        prefix: of the names of the decoder's tensors in a checkpoint.
+        ignored: regular expressions of tensors that a checkpoint may hold and nothing here reads.
+        eos_token_ids: ids that end an output.
+        bos_token_id: id that starts a sequence, None: none.
+        resolved: how each field of config.json was settled.
+    """
+
+    architecture: str
+    vocab_size: int
+    embedding_rows: int
+    head_rows: int
+    hidden_size: int
+    norm: NormSpec
+    tied: bool
+    chunk_size: int | None
+    landmarks: bool
+    max_model_len: int
+    layers: tuple[LayerSpec, ...]
+    dtype: str
+    end_embedding: str | None = None
+    quantization: QuantizationSpec | None = None
+    prefix: str = "model."
+    ignored: tuple[str, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    resolved: tuple[ResolvedField, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def page_size(self) -> int | None:
+        """Slots per page (a page is a chunk); None: any."""
+        return self.chunk_size
+
+    @property
+    def landmark_id(self) -> int:
+        """Token id of the landmark, the first id no user has."""
+        return self.vocab_size
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """The mixer of each layer."""
+        return tuple(layer.mixer for layer in self.layers)
+
+    @property
+    def selecting_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers whose queries select the pages that they read."""
+        return tuple(i for i, mixer in enumerate(self.mixers) if mixer.selects)
+
+    @property
+    def table_rows(self) -> int:
+        """Embedding rows that are ever looked up: the vocabulary and the landmark."""
+        return self.vocab_size + self.landmarks
+
+
+def describe(spec: ModelSpec) -> list[tuple[str, object, str]]:
+    """Every resolved field as (name, value in force, where it came from), for printing at load."""
+    return [(entry.name, entry.value, entry.source) for entry in spec.resolved]
+
+
+def describe_layers(spec: ModelSpec, text: Callable[[LayerSpec], str]) -> dict[str, str]:
+    """Ranges of layers for which `text` says the same, and what it says: {"0-2,4": ...}."""
+    found: dict[str, str] = {}
+    for said, group in groupby(enumerate(spec.layers), key=lambda entry: text(entry[1])):
+        found[format_layers([i for i, _ in group])] = said
+    return found
+
+
+def count_backends(spec: ModelSpec) -> dict[str, int]:
+    """Layers by the name of the backend that computes them."""
+    return dict(Counter(mixer.backend for mixer in spec.mixers))
+
+
+def selecting_window(spec: ModelSpec) -> int:
+    """Slots of the local window of the layers that select pages; 0 without such layers."""
+    windows = [
+        mixer.window for mixer in spec.mixers if isinstance(mixer, GqaSpec) and mixer.selects
+    ]
+    return next((window for window in windows if window is not None), 0)

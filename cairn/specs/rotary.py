@@ -1,0 +1,64 @@
+"""Rotary position embedding of a mixer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+RotaryKind = Literal["standard", "in_range", "hope", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class YarnSpec:
+    """YaRN's blend of interpolated and extrapolated frequencies (Peng et al. 2023, section 3.2).
+
+    Attributes:
+        factor: context extension.
+        original: positions of the original context.
+        beta_fast, beta_slow: rotations in the original context above which a frequency is kept and
+            below which it is divided by `factor`.
+        truncate: the bounds of the ramp are rounded to whole pairs.
+    """
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """Rotary frequencies of a layer.
+
+    Attributes:
+        kind: "standard": theta^(-2c/d) for every pair c. "in_range": standard, with pairs slower
+            than 2 pi period_multiplier / context_length left unrotated. "hope": theta^(-c/pairs)
+            for the first `pairs` pairs, the others unrotated. "yarn": standard, blended by `yarn`.
+        head_dim: d, the dimensions that rotate; there are d/2 pairs.
+        theta: base of the frequencies.
+        context_length: in slots; "in_range" only.
+        period_multiplier: "in_range" only.
+        pairs: rotated pairs; "hope" only.
+        rounded: cos and sin are rounded to the model's dtype before use.
+        yarn: "yarn" only.
+        attention_factor: cos and sin are multiplied by it.
+        interleaved: pairs are dimensions (2c, 2c + 1), not (c, c + d/2).
+    """
+
+    kind: RotaryKind
+    head_dim: int
+    theta: float
+    context_length: int = 0
+    period_multiplier: float = 1.0
+    pairs: int = 0
+    rounded: bool = False
+    yarn: YarnSpec | None = None
+    attention_factor: float = 1.0
+    interleaved: bool = False
+
+
+def yarn_magnitude(factor: float, scale: float) -> float:
+    """YaRN's attention temperature: 0.1 scale ln(factor) + 1, or 1 without an extension."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,44 @@
+"""What tests ask of a model's spec."""
+
+from __future__ import annotations
+
+import torch
+
+from cairn.attention.registry import cache_schema
+from cairn.cache.landmarks import SlotMap
+from cairn.cache.schema import PageFormat
+from cairn.layers.weight import Weight
+from cairn.models.decoder import Decoder
+from cairn.models.registry import measure_weights
+from cairn.specs.hils import HilsSpec
+from cairn.specs.model import ModelSpec
+
+
+def hils_of(spec: ModelSpec) -> HilsSpec | None:
+    """The landmark layers' attention; all of a model are alike."""
+    return next((mixer for mixer in spec.mixers if isinstance(mixer, HilsSpec)), None)
+
+
+def kinds(spec: ModelSpec) -> list[str]:
+    """What each layer is."""
+    names = {"dense": "full", "window": "window", "hsa": "hils"}
+    return [names[mixer.backend] for mixer in spec.mixers]
+
+
+def declared(spec: ModelSpec) -> dict[str, Weight]:
+    """Every tensor of a checkpoint of the model."""
+    with torch.device("meta"):
+        model = Decoder(spec, torch.float32)
+    return {weight.source: weight for weight in model.weights()}
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Parameters of a checkpoint of the model."""
+    return measure_weights(spec, torch.float32)[0]
+
+
+def bytes_per_token(spec: ModelSpec, dtype: torch.dtype, page_size: int = 64) -> float:
+    """Bytes of pages that a user token costs over all layers."""
+    size = spec.page_size or page_size
+    (group,) = cache_schema(spec.mixers, PageFormat(size, dtype)).groups
+    return group.page_bytes / SlotMap(size, spec.landmarks).tokens_per_page
