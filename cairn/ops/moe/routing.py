@@ -27,13 +27,13 @@ def routers_of(draw: Draw) -> tuple[tuple[int, int, int], ...]:
 def largest(scores: Tensor, count: int) -> Tensor:
     """Indices [..., count] int64 of the largest of scores [..., E], descending."""
     known = scores.masked_fill(scores.isnan(), -torch.inf)
-    return known.argsort(dim=-1, descending=True, stable=True).narrow(-1, 0, count)
+    return known.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 
 def in_best_groups(scores: Tensor, groups: int, kept: int, best: int) -> Tensor:
     """scores [T, E] float32, minus infinity outside of the `kept` best of `groups` groups of
     neighbours; a group counts by the sum of its `best` largest scores."""
-    grouped = scores.unflatten(1, (groups, scores.shape[1] // groups))
+    grouped: Tensor = scores.unflatten(1, (groups, scores.shape[1] // groups))
     first = largest(grouped, min(best, grouped.shape[2]))
     rank = grouped.gather(2, first).sum(dim=-1)
     chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(1, largest(rank, kept), True)
