@@ -60,14 +60,45 @@ from cairn.ops.linear.gated_linear import gated_linear
 from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
+from cairn.ops.mamba import (
+    causal_conv1d_fn_cpu,
+    causal_conv1d_fwd,
+    causal_conv1d_update,
+    causal_conv1d_update_cpu,
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_cpu,
+    fused_gdn_gating,
+    fused_qkvzba_split_reshape_cat,
+    fused_qkvzba_split_reshape_cat_contiguous,
+    fused_sigmoid_gating_delta_rule_update,
+)
 from cairn.ops.memory.set_kv_buffer_kernel import set_kv_buffer_kernel
 from cairn.ops.memory.take_rows import take_rows
 from cairn.ops.memory.weak_ref_tensor import weak_ref_tensor
+from cairn.ops.moe import (
+    apply_shuffle_mul_sum,
+    biased_grouped_topk,
+    fused_experts,
+    grouped_topk,
+    grouped_topk_softmax,
+    kimi_k2_moe_fused_gate,
+    moe_align_block_size,
+    moe_fused_gate,
+    moe_sum,
+    moe_sum_reduce,
+    prepare_moe_input,
+    shuffle_rows,
+    topk_sigmoid,
+    topk_softmax,
+)
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.fused_inplace_qknorm import fused_inplace_qknorm
 from cairn.ops.norm.fused_inplace_qknorm_across_heads import fused_inplace_qknorm_across_heads
+from cairn.ops.norm.fused_rmsnorm_gated import fused_rmsnorm_gated
 from cairn.ops.norm.gemma_fused_add_rmsnorm import gemma_fused_add_rmsnorm
 from cairn.ops.norm.gemma_rmsnorm import gemma_rmsnorm
+from cairn.ops.norm.l2norm import l2norm
+from cairn.ops.norm.layernorm import layernorm
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.norm.rmsnorm_add import rmsnorm_add
 from cairn.ops.norm.rmsnorm_hf import rmsnorm_hf
@@ -139,10 +170,18 @@ __all__ = [
     "apply_logit_bias",
     "apply_penalties",
     "apply_rope_with_cos_sin_cache_inplace",
+    "apply_shuffle_mul_sum",
     "apply_token_bitmask_inplace_cuda",
     "argmax_tokens",
+    "biased_grouped_topk",
     "blend_window",
     "build_tree_kernel_efficient",
+    "causal_conv1d_fn_cpu",
+    "causal_conv1d_fwd",
+    "causal_conv1d_update",
+    "causal_conv1d_update_cpu",
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_cpu",
     "clamp_position",
     "concat_mla_absorb_q",
     "concat_mla_k",
@@ -165,9 +204,15 @@ __all__ = [
     "flash_attn_with_kvcache",
     "fp8_quantize",
     "fused_add_rmsnorm",
+    "fused_experts",
+    "fused_gdn_gating",
     "fused_inplace_qknorm",
     "fused_inplace_qknorm_across_heads",
     "fused_qk_norm_rope",
+    "fused_qkvzba_split_reshape_cat",
+    "fused_qkvzba_split_reshape_cat_contiguous",
+    "fused_rmsnorm_gated",
+    "fused_sigmoid_gating_delta_rule_update",
     "gated_linear",
     "gelu_and_mul",
     "gelu_quick",
@@ -175,11 +220,16 @@ __all__ = [
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
     "get_scheduler_metadata",
+    "grouped_topk",
+    "grouped_topk_softmax",
     "hadamard_transform",
     "head_norm_rope",
     "heads_into_cache",
     "is_fa3_supported",
+    "kimi_k2_moe_fused_gate",
+    "l2norm",
     "landmark_attention",
+    "layernorm",
     "linear",
     "linear_add",
     "linear_add_rmsnorm",
@@ -188,9 +238,14 @@ __all__ = [
     "merge_state_v2",
     "min_p_renorm_probs",
     "min_p_sampling_from_probs",
+    "moe_align_block_size",
+    "moe_fused_gate",
+    "moe_sum",
+    "moe_sum_reduce",
     "page_attention",
     "page_weights",
     "per_token_quant_int8",
+    "prepare_moe_input",
     "prior_summary",
     "reconstruct_indices_from_tree_mask",
     "resolve_future_token_ids",
@@ -215,6 +270,7 @@ __all__ = [
     "sgl_per_token_group_quant_fp8",
     "sgl_per_token_group_quant_int8",
     "sgl_per_token_quant_fp8",
+    "shuffle_rows",
     "silu_and_mul",
     "silu_and_mul_scaled_fp4_grouped_quant",
     "sparse_attn_func",
@@ -231,6 +287,8 @@ __all__ = [
     "top_p_renorm_prob",
     "top_p_renorm_probs",
     "top_p_sampling_from_probs",
+    "topk_sigmoid",
+    "topk_softmax",
     "transfer_kv_all_layer",
     "transfer_kv_all_layer_direct_lf_pf",
     "transfer_kv_all_layer_lf_pf",

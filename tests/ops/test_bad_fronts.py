@@ -94,7 +94,18 @@ def calls() -> dict[str, dict[str, Any]]:
         lists[f"{name}_count"] = torch.zeros(shape[:3], dtype=torch.int32)
         rest = "offset" if name == "block" else "index"
         lists[f"{name}_{rest}"] = torch.zeros(shape, dtype=torch.int32)
+    delta = {"q": random(1, 5, 2, 8), "k": random(1, 5, 2, 8), "v": random(1, 5, 4, 8)}
+    delta |= {"g": -random(1, 5, 4), "beta": random(1, 5, 4), "cu_seqlens": words(0, 2, 5)}
+    delta |= {"head_first": False, "use_qk_l2norm_in_kernel": True}
     return {
+        "chunk_gated_delta_rule": {
+            **delta,
+            "scale": None,
+            "initial_state": random(4, 4, 8, 8),
+            "initial_state_indices": words(3, -1),
+            "has_initial_state": torch.tensor([True, False]),
+        },
+        "chunk_gated_delta_rule_cpu": {**delta, "initial_state": random(2, 4, 8, 8)},
         "sampling_from_probs": {"probs": probs, "indices": None, "generator": None},
         "top_p_sampling_from_probs": {"probs": probs, "top_p": 0.9, "check_nan": False},
         "min_p_sampling_from_probs": {"probs": probs, "min_p": 0.1, "indices": words(0, 3, 3)},

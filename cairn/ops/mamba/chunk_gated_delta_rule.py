@@ -1,0 +1,296 @@
+"""The gated delta rule over whole sequences, or over their next tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.mamba import recurrence, segments, states
+from cairn.ops.mamba.sizes import net_of
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+NAME = "chunk_gated_delta_rule"
+SHORT = 16
+"""Tokens up to which a sequence is run token by token, for a chunk costs as much as so many."""
+
+
+@op(mutates=("initial_state",))
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    has_initial_state: Tensor | None = None,
+) -> Tensor:
+    """`chunk_gated_delta_rule` with the axes in one order and one result, o [B, T, HV, V].
+
+    The definition is the recurrence, token by token.
+    """
+    slots, used = initial_state_indices, has_initial_state
+    call = (scale, initial_state, slots, used, cu_seqlens, use_qk_l2norm_in_kernel)
+    return _run(q, k, v, g, beta, *call, recurrence.by_token)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    pool: Tensor | None,
+    slots: Tensor | None,
+    used: Tensor | None,
+    starts: Tensor | None,
+    normalised: bool,
+    longer: Callable[..., None],
+) -> Tensor:
+    """Sequences of up to SHORT tokens by token, others as `longer` does it."""
+    bounds = segments.bounds(starts, *q.shape[:2])
+    decay, strength = g.flatten(0, 1).unsqueeze(-1), beta.flatten(0, 1)
+    tokens = recurrence.prepared(q, k, v, decay, strength, scale, normalised)
+    shape = (v.shape[2], v.shape[3], q.shape[3])
+    state = states.load(pool, slots, used, len(bounds) - 1, shape, v.device)
+    out = torch.zeros_like(tokens.v)
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    short = [n for n, length in enumerate(lengths) if length <= SHORT]
+    recurrence.by_token(tokens, state, bounds, short, out)
+    rest = [n for n, length in enumerate(lengths) if length > SHORT]
+    longer(tokens, state, bounds, rest, out)
+    states.store(pool, slots, state)
+    return out.to(v.dtype).view(v.shape)
+
+
+@gated_delta_rule.fake
+def _(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+@gated_delta_rule.check
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    has_initial_state: Tensor | None = None,
+) -> None:
+    states.expect_heads(NAME, q, k, v)
+    expect(NAME, "g", g, v.shape[:3], FLOATS, q)
+    expect(NAME, "beta", beta, v.shape[:3], FLOATS, q)
+    count = q.shape[0]
+    if cu_seqlens is not None:
+        if count != 1:
+            refuse(NAME, "q", f"has shape {list(q.shape)}, not [1, T, H, K], as with `cu_seqlens`")
+        segments.expect_starts(NAME, "cu_seqlens", cu_seqlens, q.shape[1], q)
+        count = cu_seqlens.shape[0] - 1
+    shape = (v.shape[2], v.shape[3], q.shape[3])
+    names = ("initial_state", "initial_state_indices")
+    states.expect_pool(NAME, names, initial_state, initial_state_indices, count, shape, q)
+    states.expect_used(NAME, has_initial_state, count, q)
+
+
+def _not_short(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    has_initial_state: Tensor | None = None,
+) -> bool:
+    """Whether some sequence may be longer than SHORT."""
+    return q.shape[1] > SHORT
+
+
+@gated_delta_rule.implementation("torch", when=_not_short)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    has_initial_state: Tensor | None = None,
+) -> Tensor:
+    """Sequences of more than SHORT tokens in chunks, whose grid begins where the sequence does: an
+    op that is not told positions cannot lay it at multiples of 64 of a longer whole. Which way a
+    sequence is run depends on its own length alone."""
+    slots, used = initial_state_indices, has_initial_state
+    call = (scale, initial_state, slots, used, cu_seqlens, use_qk_l2norm_in_kernel)
+    return _run(q, k, v, g, beta, *call, recurrence.by_chunk)
+
+
+@gated_delta_rule.front
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    has_initial_state: Tensor | None = None,
+) -> tuple[Tensor, None, None]:
+    """The gated delta rule (Yang, Kautz and Hatamizadeh 2024), in float32, o rounded once.
+
+    A token does to the state S [V, K] of each head: S = e^g S, u = beta (v - S k), S = S + u k^T,
+    o = S (scale q). Value head j reads key head j // (HV / H).
+
+    Args:
+        q, k: [B, T, H, K] float32, bfloat16 or float16.
+        v: [B, T, HV, V], HV a multiple of H.
+        g: [B, T, HV], the logarithm of the decay, at most 0; best float32.
+        beta: [B, T, HV], strength of the write.
+        scale: of q; None: K^-1/2.
+        initial_state: [slots, HV, V, K] float32, read and changed. None: all start from zeros and
+            nothing is stored.
+        initial_state_indices: [N] int32 or int64, the slot of each sequence. A negative one: it
+            starts from zeros and stores nothing. None: sequence n has slot n.
+        cu_seqlens: [N + 1] int32 or int64: B is 1, and sequence n has tokens cu_seqlens[n] ..
+            cu_seqlens[n + 1] - 1. What is behind the last gives 0. None: N is B.
+        head_first: the axes of tokens and heads stand in the other order, in results too.
+        use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6) first.
+        has_initial_state: [N] bool; False: it starts from zeros, whatever its slot holds, and is
+            stored there. None: all go on from their slots.
+    Returns:
+        o [B, T, HV, V] of v's dtype, None, None.
+    Raises:
+        BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
+    """
+    q, k, v, g, beta = _tokens_first(head_first, q, k, v, g, beta)
+    o = gated_delta_rule(
+        *(q, k, v, g, beta, scale, initial_state, initial_state_indices, cu_seqlens),
+        *(use_qk_l2norm_in_kernel, has_initial_state),
+    )
+    return o.transpose(1, 2) if head_first else o, None, None
+
+
+@gated_delta_rule.front
+def chunk_gated_delta_rule_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    head_first: bool,
+    use_qk_l2norm_in_kernel: bool,
+) -> tuple[Tensor, Tensor, None]:
+    """`chunk_gated_delta_rule` that returns its states, with keys before values.
+
+    Args:
+        q, k, v, g, beta, cu_seqlens, head_first, use_qk_l2norm_in_kernel: as there.
+        initial_state: [N, HV, K, V] float32, not changed; None: zeros.
+    Returns:
+        o [B, T, HV, V], the states behind the last tokens [N, HV, K, V] float32, None.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    q, k, v, g, beta = _tokens_first(head_first, q, k, v, g, beta)
+    if initial_state is None:
+        states.expect_heads(NAME, q, k, v)
+        count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = q.new_zeros((count, v.shape[2], v.shape[3], q.shape[3]), dtype=torch.float32)
+    else:
+        expect(NAME, "initial_state", initial_state, 4, (torch.float32,))
+        state = initial_state.transpose(-1, -2).contiguous().clone()
+    o = gated_delta_rule(
+        *(q, k, v, g, beta, None, state, None, cu_seqlens, use_qk_l2norm_in_kernel)
+    )
+    return o.transpose(1, 2) if head_first else o, state.transpose(-1, -2).contiguous(), None
+
+
+def _tokens_first(head_first: bool, *given: Tensor) -> Sequence[Tensor]:
+    """q, k, v, g and beta with the axis of tokens before that of heads."""
+    if not isinstance(head_first, bool):
+        refuse(NAME, "head_first", f"is {head_first!r}, not a bool")
+    if not head_first:
+        return given
+    for name, x, rank in zip(("q", "k", "v", "g", "beta"), given, (4, 4, 4, 3, 3), strict=True):
+        expect(NAME, name, x, rank)
+    return [x.transpose(1, 2) for x in given]
+
+
+@gated_delta_rule.cases
+def _(make: Make) -> Cases:
+    def drawn(batch: int, tokens: int, heads: tuple[int, int], dims: tuple[int, int],
+              dtype: torch.dtype = torch.float32) -> list[Tensor]:  # fmt: skip
+        q, k = (make.randn(batch, tokens, heads[0], dims[0], dtype=dtype) for _ in range(2))
+        v = make.randn(batch, tokens, heads[1], dims[1], dtype=dtype)
+        # Some heads hardly decay, some forget all at once.
+        g = -make.rand(batch, tokens, heads[1]) * 10 ** make.randn(heads[1])
+        return [q, k, v, g, make.rand(batch, tokens, heads[1], dtype=dtype)]
+
+    def words(*numbers: int) -> Tensor:
+        return make.tensor(numbers, torch.int32)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = make.randn(5, 4, 8, 12)
+        pool[3] = torch.nan
+        starts, slot = words(0, 1, 1, 18, 90, 155), words(2, 0, 4, -1, 3)
+        used = make.tensor([True, True, True, True, False], torch.bool)
+        given = drawn(1, 160, (2, 4), (12, 8), dtype)
+        yield make.args(*given, None, pool, slot, starts, True, used)
+        given = drawn(2, 5, (1, 3), (8, 16), dtype)
+        yield make.args(*given, 0.1, None, None, None, True)
+    given = drawn(2, 70, (2, 2), (8, 8))
+    yield make.args(*given, None, make.randn(2, 2, 8, 8), use_qk_l2norm_in_kernel=True)
+    given = drawn(1, 0, (2, 2), (8, 8))
+    yield make.args(*given, None, make.randn(2, 2, 8, 8), words(0), words(0, 0))
+
+
+gated_delta_rule.tolerance(
+    {torch.float32: (2e-4, 2e-5), torch.bfloat16: (2e-2, 1e-2)},
+    "sums of products of a whole chunk are taken in another order, and a small o is the difference "
+    "of large ones",
+)
+
+
+@gated_delta_rule.bench
+def _(draw: Draw) -> Points:
+    net = net_of(draw)
+    for tokens in net.prefills:
+        q, k = (draw.randn(1, tokens, net.key_heads, net.key_dim) for _ in range(2))
+        v = draw.randn(1, tokens, net.value_heads, net.value_dim)
+        g, beta = (draw.rand(1, tokens, net.value_heads) for _ in range(2))
+        state = draw.randn(1, net.value_heads, net.value_dim, net.key_dim, dtype=torch.float32)
+        starts = draw.tensor([0, tokens], torch.int32)
+        flops = net.value_heads * (10 * 64 * net.key_dim + 6 * net.key_dim * net.value_dim)
+        yield Point(
+            f"{tokens} x {net.value_heads} x {net.value_dim}",
+            draw.args(q, k, v, -g, beta, None, state, None, starts, True),
+            moved(q, k, v, v, state, state),
+            float(tokens * flops),
+        )

@@ -1,0 +1,318 @@
+"""The gated delta rule with its gates, over the next tokens of every sequence, drafts too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
+from cairn.ops.mamba import recurrence, segments, states
+from cairn.ops.mamba.gates import expect_gates, log_decay
+from cairn.ops.mamba.recurrence import Tokens
+from cairn.ops.mamba.sizes import net_of
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+NAME = "fused_sigmoid_gating_delta_rule_update"
+
+
+@op(mutates=("initial_state_source", "intermediate_states_buffer"))
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor | None,
+    initial_state_indices: Tensor | None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    is_kda: bool = False,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    *,
+    has_initial_state: Tensor | None = None,
+) -> Tensor:
+    """`chunk_gated_delta_rule` token by token, of g = -e^A_log * softplus(a + dt_bias) and beta =
+    sigmoid(b), which are not rounded in between.
+
+    To verify drafts: `disable_state_update` leaves the states as they are, and the state after
+    every step is kept in `intermediate_states_buffer`, so that the accepted one can be taken. In a
+    tree of drafts a step goes on from the state after its parent.
+
+    Args:
+        A_log, dt_bias: [HV]; with `is_kda` dt_bias is [HV, K] or [HV * K].
+        a: [B * T, HV] or [B, T, HV]; with `is_kda` also with K columns for each head: [..., HV, K]
+            or [..., HV * K], a decay for each column of the state.
+        softplus_beta, softplus_threshold: as in `fused_gdn_gating`.
+        q, k, v, scale, use_qk_l2norm_in_kernel, cu_seqlens, has_initial_state: as in
+            `chunk_gated_delta_rule`.
+        b: [B * T, HV] or [B, T, HV].
+        initial_state_source: [slots, HV, V, K] float32, changed; or None.
+        initial_state_indices: [N], as there. A negative slot: from zeros, and nothing is stored.
+        is_kda: see `a`.
+        disable_state_update: `initial_state_source` is not changed.
+        intermediate_states_buffer: [rows, steps, HV, V, K], changed: the state after step j of
+            sequence n goes to row intermediate_state_indices[n], step j.
+        intermediate_state_indices: [N] int32 or int64; a negative row is not written. None: n.
+        cache_steps: steps of the buffer, to be looked at; None: its own.
+        retrieve_parent_token: [N, steps] int32 or int64, step j starts from the state after this
+            step, which is less than j; a negative one: from the initial state. None: j - 1.
+    Returns:
+        o [B, T, HV, V] of v's dtype.
+    Raises:
+        BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
+    """
+    gates = (A_log, a, dt_bias, softplus_beta, softplus_threshold, b)
+    tokens = _tokens(q, k, v, gates, scale, use_qk_l2norm_in_kernel, is_kda)
+    bounds = segments.bounds(cu_seqlens, *q.shape[:2])
+    pool, slots, used = initial_state_source, initial_state_indices, has_initial_state
+    shape = (v.shape[2], v.shape[3], q.shape[3])
+    state = states.load(pool, slots, used, len(bounds) - 1, shape, v.device)
+    out = torch.zeros_like(tokens.v)
+    if intermediate_states_buffer is None and retrieve_parent_token is None:
+        recurrence.by_token(tokens, state, bounds, range(len(bounds) - 1), out)
+    else:
+        buffer, kept = intermediate_states_buffer, intermediate_state_indices
+        _by_draft(tokens, state, bounds, buffer, kept, retrieve_parent_token, out)
+    if not disable_state_update:
+        states.store(pool, slots, state)
+    return out.to(v.dtype).view(v.shape)
+
+
+def _tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor, Tensor, Tensor, float, float, Tensor],
+    scale: float | None,
+    normalised: bool,
+    by_column: bool,
+) -> Tokens:
+    """Tokens of the op's arguments; gates are A_log, a, dt_bias, the two of softplus, and b."""
+    a_log, a, dt_bias, beta, threshold, b = gates
+    heads, rows = v.shape[2], v.shape[0] * v.shape[1]
+    columns = (q.shape[3],) if by_column else ()
+    a, dt_bias = a.reshape(rows, heads, *columns), dt_bias.reshape(heads, *columns)
+    decay = log_decay(a_log, a, dt_bias, beta, threshold)
+    decay = decay if by_column else decay.unsqueeze(-1)
+    strength = b.reshape(rows, heads).float().sigmoid()
+    return recurrence.prepared(q, k, v, decay, strength, scale, normalised)
+
+
+def _by_draft(
+    tokens: Tokens,
+    state: Tensor,
+    bounds: list[int],
+    buffer: Tensor | None,
+    kept: Tensor | None,
+    parents: Tensor | None,
+    out: Tensor,
+) -> None:
+    """`by_token` that keeps the state after every token, and goes on from that of its parent."""
+    count = len(bounds) - 1
+    rows = list(range(count)) if kept is None else kept.tolist()
+    links = [None] * count if parents is None else parents.tolist()
+    for n in range(count):
+        span = range(bounds[n], bounds[n + 1])
+        after = _drafted(tokens, state[n : n + 1], span, links[n], out)
+        if after and buffer is not None and rows[n] >= 0:
+            buffer[rows[n], : len(after)] = torch.cat(after).to(buffer.dtype)
+
+
+def _drafted(
+    tokens: Tokens, state: Tensor, span: range, parents: list[int] | None, out: Tensor
+) -> list[Tensor]:
+    """States [1, HV, V, K] after each token of a sequence; `state` becomes the last one."""
+    after: list[Tensor] = []
+    for number, place in enumerate(span):
+        parent = number - 1 if parents is None else parents[number]
+        current = (state if parent < 0 else after[parent]).clone()
+        row = slice(place, place + 1)
+        out[row] = recurrence.step(current, tokens, row)
+        after.append(current)
+    if after:
+        state.copy_(after[-1])
+    return after
+
+
+@fused_sigmoid_gating_delta_rule_update.fake
+def _(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *args: object,
+    **kwargs: object,
+) -> Tensor:
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+@fused_sigmoid_gating_delta_rule_update.check
+def _(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor | None,
+    initial_state_indices: Tensor | None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    is_kda: bool = False,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    *,
+    has_initial_state: Tensor | None = None,
+) -> None:
+    states.expect_heads(NAME, q, k, v)
+    heads, dim = v.shape[2], q.shape[3]
+    columns = dim if is_kda else 1
+    expect(NAME, "A_log", A_log, (heads,), FLOATS, q)
+    expect(NAME, "a", a, dtypes=FLOATS, like=q)
+    expect(NAME, "dt_bias", dt_bias, dtypes=FLOATS, like=q)
+    expect(NAME, "b", b, dtypes=FLOATS, like=q)
+    if not is_kda:
+        expect_gates(NAME, A_log, dt_bias, heads, q)
+    rows = q.shape[0] * q.shape[1]
+    for name, given, size in (("a", a, columns), ("b", b, 1), ("dt_bias", dt_bias, columns)):
+        wanted = heads * size * (1 if name == "dt_bias" else rows)
+        if given.numel() != wanted:
+            what = f"{wanted} numbers for {heads} heads"
+            refuse(NAME, name, f"has shape {list(given.shape)}, not {what} and {rows} tokens")
+    count = q.shape[0]
+    if cu_seqlens is not None:
+        if count != 1:
+            refuse(NAME, "q", f"has shape {list(q.shape)}, not [1, T, H, K], as with `cu_seqlens`")
+        segments.expect_starts(NAME, "cu_seqlens", cu_seqlens, q.shape[1], q)
+        count = cu_seqlens.shape[0] - 1
+    names = ("initial_state_source", "initial_state_indices")
+    pool, shape = initial_state_source, (heads, v.shape[3], dim)
+    states.expect_pool(NAME, names, pool, initial_state_indices, count, shape, q)
+    states.expect_used(NAME, has_initial_state, count, q)
+    steps = _longest(cu_seqlens, q.shape[1])
+    buffer, kept = intermediate_states_buffer, intermediate_state_indices
+    _expect_buffer(buffer, kept, cache_steps, (count, steps, *shape), q)
+    _expect_parents(retrieve_parent_token, count, steps, q)
+
+
+def _longest(starts: Tensor | None, tokens: int) -> int:
+    """Tokens of the longest sequence; 0 where that is on a device, and nobody looks."""
+    if starts is None:
+        return tokens
+    if starts.device.type != "cpu" or starts.shape[0] < 2:
+        return 0
+    return int(starts.diff().max())
+
+
+def _expect_buffer(
+    buffer: Tensor | None,
+    kept: Tensor | None,
+    cache_steps: int | None,
+    least: tuple[int, ...],
+    like: Tensor,
+) -> None:
+    """Raise BadArgument unless the buffer has room for `least` (N, steps, HV, V, K)."""
+    name = "intermediate_states_buffer"
+    if buffer is not None:
+        expect(NAME, name, buffer, (None, None, *least[2:]), FLOATS, like)
+        if buffer.shape[1] < least[1]:
+            refuse(NAME, name, f"has {buffer.shape[1]} steps, not {least[1]} or more")
+        if cache_steps is not None and cache_steps != buffer.shape[1]:
+            refuse(NAME, "cache_steps", f"is {cache_steps!r}, not {buffer.shape[1]}, the buffer's")
+        if kept is None and buffer.shape[0] < least[0]:
+            refuse(NAME, name, f"has {buffer.shape[0]} rows for {least[0]} sequences")
+    if kept is not None:
+        expect(NAME, "intermediate_state_indices", kept, least[:1], INDICES, like)
+        if buffer is not None:
+            expect_within(NAME, "intermediate_state_indices", kept, buffer.shape[0], None)
+
+
+def _expect_parents(parents: Tensor | None, count: int, steps: int, like: Tensor) -> None:
+    """Raise BadArgument unless parents are [N, steps or more], each before its step."""
+    if parents is None:
+        return
+    name = "retrieve_parent_token"
+    expect(NAME, name, parents, (count, None), INDICES, like)
+    if parents.shape[1] < steps:
+        refuse(NAME, name, f"has shape {list(parents.shape)}, not [{count}, {steps} or more]")
+    if parents.device.type == "cpu" and parents[:, :steps].numel():
+        own = torch.arange(steps, device=parents.device)
+        if bool((parents[:, :steps] >= own).any()):
+            refuse(NAME, name, "names a step that is not before its own")
+
+
+@fused_sigmoid_gating_delta_rule_update.cases
+def _(make: Make) -> Cases:
+    def words(*numbers: int) -> Tensor:
+        return make.tensor(numbers, torch.int32)
+
+    def vectors(tokens: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+        q, k = (make.randn(1, tokens, heads[0], 8, dtype=dtype) for _ in range(2))
+        v = make.randn(1, tokens, heads[1], 12, dtype=dtype)
+        return [q, k, v, make.randn(tokens, heads[1], dtype=dtype)]
+
+    rate, bias = make.randn(4), make.randn(4)
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = make.randn(5, 4, 12, 8)
+        pool[2] = torch.nan
+        a, given = make.randn(4, 4, dtype=dtype), vectors(4, (2, 4), dtype)
+        head = (rate, a, bias, 1.0, 20.0, *given, pool)
+        used = make.tensor([True, True, False, True], torch.bool)
+        slot, starts = words(3, -1, 2, 0), words(0, 1, 2, 3, 4)
+        yield make.args(*head, slot, None, True, starts, has_initial_state=used)
+        q, k, v, b = vectors(6, (4, 4), dtype)
+        a = make.randn(6, 4, dtype=dtype)
+        drafts = {"disable_state_update": True, "use_qk_l2norm_in_kernel": True}
+        buffer = make.full((4, 3, 4, 12, 8), 0.5)
+        pairs = [x.view(2, 3, *x.shape[2:]) for x in (q, k, v)]
+        yield make.args(
+            *(rate, a, bias, 1.0, 20.0, *pairs, b, pool, words(1, 3)),
+            **drafts,
+            intermediate_states_buffer=buffer,
+            intermediate_state_indices=words(2, 0),
+            cache_steps=3,
+            retrieve_parent_token=make.tensor([[-1, 0, 0], [-1, 0, 1]], torch.int32),
+        )
+    q, k, v, b = vectors(5, (2, 4), torch.float32)
+    wide, shift = make.randn(5, 4, 8), make.randn(4, 8)
+    yield make.args(rate, wide, shift, 0.5, 2.0, q, k, v, b, None, None, is_kda=True)
+
+
+@fused_sigmoid_gating_delta_rule_update.bench
+def _(draw: Draw) -> Points:
+    net = net_of(draw)
+    for batch in net.batches:
+        q, k = (draw.randn(1, batch, net.key_heads, net.key_dim) for _ in range(2))
+        v = draw.randn(1, batch, net.value_heads, net.value_dim)
+        a, b = (draw.randn(batch, net.value_heads) for _ in range(2))
+        rate, bias = (draw.randn(net.value_heads) for _ in range(2))
+        shape = (batch + 1, net.value_heads, net.value_dim, net.key_dim)
+        pool, starts = draw.randn(*shape, dtype=torch.float32), draw.arange(batch + 1, torch.int32)
+        slot = draw.arange(batch, torch.int32) + 1
+        yield Point(
+            f"{batch} x {net.value_heads} x {net.value_dim}",
+            draw.args(rate, a, bias, 1.0, 20.0, q, k, v, b, pool, slot, None, True, starts),
+            moved(q, k, v, v, pool[1:], pool[1:]),
+        )

@@ -1,0 +1,24 @@
+"""Decay and strength of the gated delta rule, out of projections of a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.checks import FLOATS, expect
+
+
+def log_decay(a_log: Tensor, a: Tensor, dt_bias: Tensor, beta: float, threshold: float) -> Tensor:
+    """-e^a_log * softplus(a + dt_bias) float32 of a [..., HV] or, a decay for each column,
+    [..., HV, K]; softplus(x) = log(1 + e^(beta x)) / beta, and x where beta x > threshold."""
+    x = a.float() + dt_bias.float()
+    rate = a_log.float().exp()
+    if dt_bias.dim() == 2:
+        rate = rate.unsqueeze(-1)
+    return -rate * torch.nn.functional.softplus(x, beta, threshold)
+
+
+def expect_gates(op: str, a_log: Tensor, dt_bias: Tensor, heads: int, like: Tensor) -> None:
+    """Raise BadArgument unless `A_log` and `dt_bias` are [heads]."""
+    for name, given in (("A_log", a_log), ("dt_bias", dt_bias)):
+        expect(op, name, given, (heads,), FLOATS, like)

@@ -1,0 +1,34 @@
+"""Sequences side by side in one tensor, and the looks at what says where they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.checks import INDICES, expect, on_host, refuse
+
+
+def expect_starts(op: str, name: str, starts: Tensor, tokens: int, like: Tensor) -> None:
+    """Raise BadArgument unless starts are [N + 1] int32 or int64 and, on the host, ascend from 0 to
+    `tokens` at most."""
+    expect(op, name, starts, 1, INDICES, like)
+    if not starts.shape[0]:
+        refuse(op, name, "has no entry: it holds the start of every sequence and the end of all")
+    if not on_host(starts):
+        return
+    found = starts.tolist()
+    if found[0] != 0 or sorted(found) != found or found[-1] > tokens:
+        refuse(op, name, f"is {found}: it must ascend from 0 to {tokens} at most")
+
+
+def bounds(starts: Tensor | None, batch: int, tokens: int) -> list[int]:
+    """Where sequences begin, and the end, in [batch * tokens] rows: as `starts` says, or one
+    sequence of `tokens` after the other."""
+    if starts is not None:
+        return [int(start) for start in starts.tolist()]
+    return [row * tokens for row in range(batch + 1)]
+
+
+def regular(batch: int, tokens: int, device: torch.device) -> Tensor:
+    """Starts [batch + 1] of sequences of equal length."""
+    return torch.arange(batch + 1, device=device) * tokens

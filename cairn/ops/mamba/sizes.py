@@ -1,0 +1,36 @@
+"""The gated delta net that ops are timed on: a layer of Qwen3.5-35B-A3B, and a tiny one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cairn.ops.benching import Draw
+
+
+@dataclass(frozen=True)
+class Net:
+    """Heads of keys and of values, their widths, taps of the convolution, tokens of steps."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    batches: tuple[int, ...]
+    prefills: tuple[int, ...]
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+NETS = {
+    "full": Net(16, 32, 128, 128, 4, batches=(1, 64), prefills=(1024, 8192)),
+    "tiny": Net(2, 4, 16, 16, 4, batches=(1, 3), prefills=(40,)),
+}
+
+
+def net_of(draw: Draw) -> Net:
+    """The one of a size."""
+    return NETS[draw.sizes]

@@ -1,0 +1,33 @@
+"""Mixtures of experts: which ones a token goes to, its way there and back, and what they do.
+
+What sgl-kernel has in its module `moe` of this is in `cairn.ops.moe` too.
+"""
+
+from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
+from cairn.ops.moe.fused_experts import fused_experts
+from cairn.ops.moe.grouped_topk import biased_grouped_topk, grouped_topk, grouped_topk_softmax
+from cairn.ops.moe.kimi_k2_moe_fused_gate import kimi_k2_moe_fused_gate
+from cairn.ops.moe.moe_align_block_size import moe_align_block_size
+from cairn.ops.moe.moe_fused_gate import moe_fused_gate
+from cairn.ops.moe.moe_sum import moe_sum, moe_sum_reduce
+from cairn.ops.moe.prepare_moe_input import prepare_moe_input
+from cairn.ops.moe.shuffle_rows import shuffle_rows
+from cairn.ops.moe.topk_sigmoid import topk_sigmoid
+from cairn.ops.moe.topk_softmax import topk_softmax
+
+__all__ = [
+    "apply_shuffle_mul_sum",
+    "biased_grouped_topk",
+    "fused_experts",
+    "grouped_topk",
+    "grouped_topk_softmax",
+    "kimi_k2_moe_fused_gate",
+    "moe_align_block_size",
+    "moe_fused_gate",
+    "moe_sum",
+    "moe_sum_reduce",
+    "prepare_moe_input",
+    "shuffle_rows",
+    "topk_sigmoid",
+    "topk_softmax",
+]

@@ -1,0 +1,188 @@
+"""The experts of a mixture (Shazeer et al. 2017): gated feed-forward layers, each on its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cairn.ops.activation.gelu_and_mul import gelu_and_mul
+from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
+from cairn.ops.activation.silu_and_mul import silu_and_mul
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
+from cairn.ops.registry import Op, op
+from cairn.ops.testing import Cases, Make
+
+NAME = "fused_experts"
+ACTIVATIONS: dict[str, Op[..., Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+}
+LAYERS = {
+    "full": (2048, 512, 256, 8, (1, 64)),
+    "tiny": (32, 16, 8, 2, (1, 5)),
+}
+"""Widths of a token and between the products, experts, chosen ones, tokens: what it is timed on."""
+
+
+@op
+def fused_experts(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    routed_scaling_factor: float = 1.0,
+) -> Tensor:
+    """Sum over j of topk_weights[t, j] * w2[e] act(w1[e] x_t), e = topk_ids[t, j], in float32,
+    rounded once. Experts that no token has are not looked at.
+
+    Args:
+        hidden_states: [T, K] float32, bfloat16 or float16, x.
+        w1: [E, 2N, K] of its dtype: rows of the gate, then of what it gates.
+        w2: [E, K, N] of its dtype.
+        topk_weights: [T, k] float32.
+        topk_ids: [T, k] int32 or int64; -1: an expert of another device, which adds nothing.
+        activation: "silu", "gelu" (by erf) or "gelu_tanh": act of a gate and what it gates is
+            activation(gate) * gated.
+        apply_router_weight_on_input: the weight multiplies x_t, not the result.
+        routed_scaling_factor: of the sum.
+    Returns:
+        [T, K] of hidden_states' dtype.
+    Raises:
+        BadArgument: for another shape, dtype or device; on the CPU for experts that there are not.
+    """
+    act = ACTIVATIONS[activation].reference
+
+    def expert(x: Tensor, number: int) -> Tensor:
+        return act(x @ w1[number].float().T) @ w2[number].float().T
+
+    total = _summed(
+        *(hidden_states.float(), topk_weights, topk_ids, expert, apply_router_weight_on_input)
+    )
+    return (total * routed_scaling_factor).to(hidden_states.dtype)
+
+
+def _summed(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    expert: Callable[[Tensor, int], Tensor],
+    weigh_input: bool,
+) -> Tensor:
+    """[T, K] float32, the sum of what experts give; each is called once, with all of its tokens."""
+    flat = ids.flatten().long()
+    order = flat.argsort(stable=True)
+    token = order.div(max(1, ids.shape[1]), rounding_mode="floor")
+    weight = weights.float().flatten()[order].unsqueeze(1)
+    numbers, counts = (
+        found.tolist() for found in flat[order].unique_consecutive(return_counts=True)
+    )
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    end = 0
+    for number, count in zip(numbers, counts, strict=True):
+        begin, end = end, end + count
+        if number < 0:
+            continue
+        own, share = token[begin:end], weight[begin:end]
+        rows = x[own]
+        if weigh_input:
+            total.index_add_(0, own, expert((rows.float() * share).to(x.dtype), number).float())
+        else:
+            total.index_add_(0, own, expert(rows, number).float() * share)
+    return total
+
+
+@fused_experts.implementation("torch")
+def _(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    routed_scaling_factor: float = 1.0,
+) -> Tensor:
+    """Products in the dtype of the weights, which are not converted."""
+    act = ACTIVATIONS[activation]
+
+    def expert(x: Tensor, number: int) -> Tensor:
+        gated = torch.nn.functional.linear(x, w1[number])
+        return torch.nn.functional.linear(act(gated), w2[number])
+
+    total = _summed(*(hidden_states, topk_weights, topk_ids, expert, apply_router_weight_on_input))
+    return (total * routed_scaling_factor).to(hidden_states.dtype)
+
+
+@fused_experts.fake
+def _(hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+    shape, dtype = hidden_states.shape, hidden_states.dtype
+    return torch.empty(shape, dtype=dtype, device=hidden_states.device)
+
+
+@fused_experts.check
+def _(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    routed_scaling_factor: float = 1.0,
+) -> None:
+    expect(NAME, "hidden_states", hidden_states, 2, FLOATS)
+    tokens, width = hidden_states.shape
+    expect(NAME, "w1", w1, (None, None, width), (hidden_states.dtype,), hidden_states)
+    experts, doubled, _ = w1.shape
+    if doubled % 2:
+        refuse(NAME, "w1", f"has shape {list(w1.shape)}, not [E, 2N, K]")
+    shape = (experts, width, doubled // 2)
+    expect(NAME, "w2", w2, shape, (hidden_states.dtype,), hidden_states)
+    expect(NAME, "topk_ids", topk_ids, (tokens, None), INDICES, hidden_states)
+    expect_within(NAME, "topk_ids", topk_ids, experts, -1)
+    dtypes = (torch.float32,)
+    expect(NAME, "topk_weights", topk_weights, topk_ids.shape, dtypes, hidden_states)
+    if activation not in ACTIVATIONS:
+        refuse(NAME, "activation", f"is {activation!r}, not one of {', '.join(ACTIVATIONS)}")
+
+
+@fused_experts.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        w1, w2 = make.randn(6, 32, 24, dtype=dtype), make.randn(6, 24, 16, dtype=dtype)
+        w1, w2 = w1 / 5, w2 / 4
+        x, ids = make.randn(9, 24, dtype=dtype), make.randint(-1, 6, 9, 3, dtype=torch.int32)
+        yield make.args(x, w1, w2, make.rand(9, 3), ids)
+        yield make.args(x[:1], w1, w2, make.rand(1, 2), ids[:1, :2].long(), "gelu_tanh", True, 2.5)
+    yield make.args(x[:2], w1, w2, make.rand(2, 2), make.full((2, 2), -1, torch.int32), "gelu")
+    none = make.randint(0, 6, 0, 2)
+    yield make.args(x[:0], w1, w2, make.rand(0, 2), none)
+
+
+fused_experts.tolerance(
+    {torch.bfloat16: (2e-2, 2e-2)},
+    "the result of either product may be rounded to the weights' dtype",
+)
+
+
+@fused_experts.bench
+def _(draw: Draw) -> Points:
+    width, inner, experts, topk, batches = LAYERS[draw.sizes]
+    w1, w2 = draw.randn(experts, 2 * inner, width), draw.randn(experts, width, inner)
+    for tokens in batches:
+        x, weights = draw.randn(tokens, width), draw.rand(tokens, topk)
+        ids = draw.rand(tokens, experts).argsort(dim=1)[:, :topk].int()
+        hit = int(ids.unique().numel())
+        yield Point(
+            f"{tokens} x {width}, {topk} of {experts}",
+            draw.args(x, w1, w2, weights, ids),
+            moved(x, x) + hit * moved(w1[0], w2[0]),
+            6.0 * tokens * topk * width * inner,
+        )

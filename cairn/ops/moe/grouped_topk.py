@@ -1,0 +1,213 @@
+"""The experts of routers that choose groups of experts first, in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.moe import routing
+from cairn.ops.moe.moe_fused_gate import BEST
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+FLOOR = 1e-20
+"""Added to a sum that weights are divided by."""
+
+
+@op
+def grouped_topk(
+    scores: Tensor,
+    bias: Tensor,
+    num_expert_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """The best experts of the best groups by sigmoid(scores) + bias, lower index first among
+    equals; their weights are without the bias, times scaling_factor.
+
+    A group counts by the sum of its two best.
+
+    Args:
+        scores: [T, E] float32, bfloat16 or float16, what the router gives.
+        bias: [E] of any of these.
+        num_expert_group: groups of neighbours, all of one size.
+        topk_group: groups kept.
+        topk: experts of a token.
+        renormalize: weights are divided by their sum + 1e-20.
+        scaling_factor: of the weights.
+    Returns:
+        Weights [T, topk] float32, and ids [T, topk] int32.
+    Raises:
+        BadArgument: for another shape, dtype or device, or numbers that do not fit.
+    """
+    return _biased(
+        scores, bias, num_expert_group, topk_group, topk, renormalize, scaling_factor, FLOOR
+    )
+
+
+@op
+def biased_grouped_topk(
+    gating: Tensor,
+    correction_bias: Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int,
+    topk_group: int,
+    routed_scaling_factor: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`grouped_topk` with the arguments of sgl-kernel's CPU back end.
+
+    Args:
+        gating: [T, E], the scores there.
+        correction_bias: [E], the bias there.
+        topk, renormalize, num_expert_group, topk_group: as there, but nothing is added to the sum.
+        routed_scaling_factor: of the weights; None: 1.
+    Returns:
+        Weights [T, topk] float32, and ids [T, topk] int32.
+    Raises:
+        BadArgument: for another shape, dtype or device, or numbers that do not fit.
+    """
+    factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
+    return _biased(
+        *(gating, correction_bias, num_expert_group, topk_group, topk, renormalize, factor, 0.0)
+    )
+
+
+@op
+def grouped_topk_softmax(
+    gating: Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int,
+    topk_group: int,
+) -> tuple[Tensor, Tensor]:
+    """The best experts of the best groups by softmax(gating) over all experts, lower index first
+    among equals, in float32. A group counts by its best.
+
+    Args:
+        gating: [T, E] float32, bfloat16 or float16.
+        topk, renormalize, num_expert_group, topk_group: as in `biased_grouped_topk`.
+    Returns:
+        Weights [T, topk] float32, and ids [T, topk] int32.
+    Raises:
+        BadArgument: for another shape or dtype, or numbers that do not fit.
+    """
+    weights = torch.softmax(gating.float(), dim=-1)
+    ids = routing.largest(routing.in_best_groups(weights, num_expert_group, topk_group, 1), topk)
+    chosen = weights.gather(1, ids)
+    return routing.divided(chosen) if renormalize else chosen, ids.to(torch.int32)
+
+
+def _biased(
+    gating: Tensor,
+    bias: Tensor,
+    groups: int,
+    kept: int,
+    topk: int,
+    renormalize: bool,
+    factor: float,
+    floor: float,
+) -> tuple[Tensor, Tensor]:
+    scores = gating.float().sigmoid()
+    ranks = routing.in_best_groups(scores + bias.float(), groups, kept, BEST)
+    ids = routing.largest(ranks, topk)
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = routing.divided(weights, floor)
+    return weights * factor, ids.to(torch.int32)
+
+
+@grouped_topk.check
+def _(
+    scores: Tensor,
+    bias: Tensor,
+    num_expert_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    scaling_factor: float,
+) -> None:
+    name = "grouped_topk"
+    routing.expect_choice(name, ("scores", scores), num_expert_group, topk_group, topk)
+    routing.expect_bias(name, "bias", bias, scores)
+
+
+@biased_grouped_topk.check
+def _(
+    gating: Tensor,
+    correction_bias: Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int,
+    topk_group: int,
+    routed_scaling_factor: float | None = None,
+) -> None:
+    name = "biased_grouped_topk"
+    routing.expect_choice(name, ("gating", gating), num_expert_group, topk_group, topk)
+    routing.expect_bias(name, "correction_bias", correction_bias, gating)
+
+
+@grouped_topk_softmax.check
+def _(
+    gating: Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int,
+    topk_group: int,
+) -> None:
+    name = "grouped_topk_softmax"
+    routing.expect_choice(name, ("gating", gating), num_expert_group, topk_group, topk)
+
+
+@grouped_topk.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(9, 32, dtype=dtype), make.randn(32), 8, 3, 6, True, 2.5)
+    yield make.args(make.randint(0, 2, 9, 12).float(), make.full((12,), 0.5), 1, 1, 4, False, 1.0)
+
+
+@biased_grouped_topk.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(9, 32, dtype=dtype), make.randn(32), 6, True, 8, 3)
+    yield make.args(make.randn(9, 12), make.randn(12), 4, False, 12, 5, 2.5)
+
+
+@grouped_topk_softmax.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(9, 32, dtype=dtype), 6, True, 8, 3)
+    yield make.args(make.randint(0, 2, 9, 12).float(), 4, False, 6, 2)
+
+
+@grouped_topk.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routing.routers_of(draw):
+        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        given, size = (
+            draw.args(gating, bias, 8, 4, topk, True, 2.5),
+            f"{tokens}: {topk} of {experts}",
+        )
+        yield Point(size, given, moved(gating, weights, weights))
+
+
+@biased_grouped_topk.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routing.routers_of(draw):
+        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        given, size = draw.args(gating, bias, topk, True, 8, 4), f"{tokens}: {topk} of {experts}"
+        yield Point(size, given, moved(gating, weights, weights))
+
+
+@grouped_topk_softmax.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routing.routers_of(draw):
+        gating = draw.randn(tokens, experts)
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        given, size = draw.args(gating, topk, True, 8, 4), f"{tokens}: {topk} of {experts}"
+        yield Point(size, given, moved(gating, weights, weights))

@@ -1,0 +1,80 @@
+"""The experts of Kimi K2's router: one group, in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.moe import routing
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+NAME = "kimi_k2_moe_fused_gate"
+
+
+@op
+def kimi_k2_moe_fused_gate(
+    input_tensor: Tensor,
+    bias: Tensor,
+    topk: int,
+    renormalize: bool = True,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The topk experts with the largest sigmoid(input_tensor) + bias, lower index first among
+    equals; their weights are without the bias. In float32.
+
+    Args:
+        input_tensor: [T, E] float32, bfloat16 or float16.
+        bias: [E] of any of these.
+        topk: experts of a token.
+        renormalize: weights are divided by their sum.
+        routed_scaling_factor: of the weights, where both `renormalize` and the next are set.
+        apply_routed_scaling_factor_on_output: see there.
+    Returns:
+        Weights [T, topk] float32, and ids [T, topk] int32.
+    Raises:
+        BadArgument: for another shape, dtype or device, or a topk that does not fit.
+    """
+    scores = input_tensor.float().sigmoid()
+    ids = routing.largest(scores + bias.float(), topk)
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = routing.divided(weights)
+        if apply_routed_scaling_factor_on_output:
+            weights = weights * routed_scaling_factor
+    return weights, ids.to(torch.int32)
+
+
+@kimi_k2_moe_fused_gate.check
+def _(
+    input_tensor: Tensor,
+    bias: Tensor,
+    topk: int,
+    renormalize: bool = True,
+    routed_scaling_factor: float = 1.0,
+    apply_routed_scaling_factor_on_output: bool = False,
+) -> None:
+    routing.expect_choice(NAME, ("input_tensor", input_tensor), 1, 1, topk)
+    routing.expect_bias(NAME, "bias", bias, input_tensor)
+
+
+@kimi_k2_moe_fused_gate.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(5, 384, dtype=dtype), make.randn(384), 8, True, 2.8, True)
+        yield make.args(make.randn(7, 12, dtype=dtype), make.randn(12), 3, False, 2.8, True)
+    yield make.args(make.randn(0, 12), make.randn(12), 3)
+
+
+@kimi_k2_moe_fused_gate.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routing.routers_of(draw):
+        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        yield Point(
+            f"{tokens}: {topk} of {experts}",
+            draw.args(gating, bias, topk, True, 2.8, True),
+            moved(gating, weights, weights),
+        )

@@ -1,0 +1,120 @@
+"""The experts of a router that chooses groups of experts first, in the dtype of its scores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.checks import refuse
+from cairn.ops.moe import routing
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+
+NAME = "moe_fused_gate"
+BEST = 2
+"""Experts that a group is ranked by."""
+
+
+@op
+def moe_fused_gate(
+    input_tensor: Tensor,
+    bias: Tensor,
+    num_expert_group: int,
+    topk_group: int,
+    topk: int,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 0,
+    apply_routed_scaling_factor_on_output: bool = False,
+    *,
+    scoring_func: str = "sigmoid",
+    renormalize: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The best experts of the best groups by s + bias, lower index first among equals.
+
+    s is the score in float32, rounded to the input's dtype, in which the bias is added. A group
+    counts by the sum of its two best. Weights are s of the chosen over their sum, in float32.
+
+    Args:
+        input_tensor: [T, E] float32, bfloat16 or float16.
+        bias: [E] of its dtype.
+        num_expert_group: groups of neighbours, all of one size.
+        topk_group: groups kept.
+        topk: experts of a token, the shared ones included.
+        num_fused_shared_experts: experts E, E + 1, ... that every token goes to, behind the others;
+            their weight, before the division, is the sum over routed_scaling_factor.
+        routed_scaling_factor: see there; not 0 where it is used.
+        apply_routed_scaling_factor_on_output: all weights are multiplied by it.
+        scoring_func: "sigmoid", or "sqrtsoftplus": sqrt(log(1 + e^x)).
+        renormalize: False: weights are not divided by their sum.
+    Returns:
+        Weights [T, topk] float32, and ids [T, topk] int32.
+    Raises:
+        BadArgument: for another shape, dtype or device, or numbers that do not fit.
+    """
+    x = input_tensor.float()
+    raw = x.sigmoid() if scoring_func == "sigmoid" else torch.nn.functional.softplus(x).sqrt()
+    scores = raw.to(input_tensor.dtype)
+    ranks = routing.in_best_groups((scores + bias).float(), num_expert_group, topk_group, BEST)
+    ids = routing.largest(ranks, topk - num_fused_shared_experts)
+    weights = scores.float().gather(1, ids)
+    total = weights.sum(dim=-1, keepdim=True)
+    if num_fused_shared_experts:
+        shape = (ids.shape[0], num_fused_shared_experts)
+        experts = torch.arange(num_fused_shared_experts, device=ids.device) + x.shape[1]
+        ids = torch.cat((ids, experts.expand(shape)), dim=1)
+        weights = torch.cat((weights, (total / routed_scaling_factor).expand(shape)), dim=1)
+    if renormalize:
+        weights = weights / total
+    if apply_routed_scaling_factor_on_output:
+        weights = weights * routed_scaling_factor
+    return weights, ids.to(torch.int32)
+
+
+@moe_fused_gate.check
+def _(
+    input_tensor: Tensor,
+    bias: Tensor,
+    num_expert_group: int,
+    topk_group: int,
+    topk: int,
+    num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 0,
+    apply_routed_scaling_factor_on_output: bool = False,
+    *,
+    scoring_func: str = "sigmoid",
+    renormalize: bool = True,
+) -> None:
+    shared = num_fused_shared_experts
+    if not 0 <= shared <= topk:
+        refuse(NAME, "num_fused_shared_experts", f"is {shared}, not a number from 0 to {topk}")
+    given = ("input_tensor", input_tensor)
+    routing.expect_choice(NAME, given, num_expert_group, topk_group, topk - shared)
+    routing.expect_bias(NAME, "bias", bias, input_tensor, (input_tensor.dtype,))
+    if (shared or apply_routed_scaling_factor_on_output) and not routed_scaling_factor:
+        refuse(NAME, "routed_scaling_factor", f"is {routed_scaling_factor}, but it is used")
+    if scoring_func not in ("sigmoid", "sqrtsoftplus"):
+        refuse(NAME, "scoring_func", f"is {scoring_func!r}, not 'sigmoid' or 'sqrtsoftplus'")
+
+
+@moe_fused_gate.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, bias = make.randn(9, 32, dtype=dtype), make.randn(32, dtype=dtype)
+        yield make.args(x, bias, 4, 2, 6)
+        yield make.args(x, bias, 8, 3, 6, 2, 2.5, True)
+    yield make.args(x, bias, 1, 1, 4, scoring_func="sqrtsoftplus", renormalize=False)
+    yield make.args(make.randint(0, 2, 9, 12).float(), make.full((12,), 0.5), 6, 3, 4)
+    yield make.args(make.randn(0, 8), make.randn(8), 4, 2, 3)
+
+
+@moe_fused_gate.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routing.routers_of(draw):
+        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        yield Point(
+            f"{tokens}: {topk} of {experts}",
+            draw.args(gating, bias, 8, 4, topk, 0, 2.5, True),
+            moved(gating, weights, weights),
+        )

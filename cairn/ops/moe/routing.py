@@ -1,0 +1,78 @@
+"""Which experts a token goes to: ranks, groups of experts, and the looks at the arguments.
+
+Among equals the lower index comes first; NaN ranks with minus infinity.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.benching import Draw
+from cairn.ops.checks import FLOAT32, FLOATS, INT32, expect, refuse
+
+ROUTERS = {"full": ((1, 256, 8), (64, 256, 8), (8192, 256, 8)), "tiny": ((1, 16, 2), (5, 16, 2))}
+"""Tokens, experts and chosen ones of each token that routing is timed on."""
+
+
+WIDTH = 2048
+"""Numbers of a token in them."""
+
+
+def routers_of(draw: Draw) -> tuple[tuple[int, int, int], ...]:
+    """Those of a size."""
+    return ROUTERS[draw.sizes]
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """Indices [..., count] int64 of the largest of scores [..., E], descending."""
+    known = scores.masked_fill(scores.isnan(), -torch.inf)
+    return known.argsort(dim=-1, descending=True, stable=True)[..., :count]
+
+
+def in_best_groups(scores: Tensor, groups: int, kept: int, best: int) -> Tensor:
+    """scores [T, E] float32, minus infinity outside of the `kept` best of `groups` groups of
+    neighbours; a group counts by the sum of its `best` largest scores."""
+    grouped: Tensor = scores.unflatten(1, (groups, scores.shape[1] // groups))
+    first = largest(grouped, min(best, grouped.shape[2]))
+    rank = grouped.gather(2, first).sum(dim=-1)
+    chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(1, largest(rank, kept), True)
+    return grouped.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def divided(weights: Tensor, floor: float = 0.0) -> Tensor:
+    """Weights [T, k] over their sum + floor."""
+    return weights / (weights.sum(dim=-1, keepdim=True) + floor)
+
+
+def expect_outputs(op: str, weights: Tensor, ids: Tensor, gating: Tensor) -> None:
+    """Raise BadArgument unless weights [T, k] float32 and ids [T, k] int32 have room for the
+    experts of gating [T, E], k <= E."""
+    expect(op, "gating_output", gating, 2, FLOATS)
+    tokens, experts = gating.shape
+    expect(op, "topk_weights", weights, (tokens, None), FLOAT32, gating)
+    expect(op, "topk_ids", ids, weights.shape, INT32, gating)
+    if weights.shape[1] > experts:
+        refuse(op, "topk_weights", f"has shape {list(weights.shape)}: there are {experts} experts")
+
+
+def expect_bias(
+    op: str, name: str, bias: Tensor, gating: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS
+) -> None:
+    """Raise BadArgument unless a bias is [E] for gating [T, E]."""
+    expect(op, name, bias, gating.shape[1:], dtypes, gating)
+
+
+def expect_choice(op: str, gating: tuple[str, Tensor], groups: int, kept: int, topk: int) -> None:
+    """Raise BadArgument unless gating [T, E] falls into so many groups, of which `kept` have `topk`
+    experts."""
+    name, x = gating
+    expect(op, name, x, 2, FLOATS)
+    experts = x.shape[1]
+    if groups < 1 or experts % groups:
+        refuse(op, "num_expert_group", f"is {groups}: {experts} experts do not fall into so many")
+    if not 1 <= kept <= groups:
+        refuse(op, "topk_group", f"is {kept}, not a number from 1 to {groups}")
+    most = experts // groups * kept
+    if not 0 <= topk <= most:
+        refuse(op, "topk", f"is {topk}, not a number from 0 to {most}")
