@@ -65,7 +65,7 @@ def ragged_mqa_logits(
         if width is not None:
             key = key + low
             scores = scores.gather(1, key.clamp(0, length - 1).long())
-        seen = (key >= low) & (key < high)
+        seen = (key >= low.clamp(min=0)) & (key < high.clamp(max=length))
         logits[part] = scores.masked_fill_(~seen, -torch.inf)
     return logits
 
