@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,14 +51,26 @@ def select_topk(
         BadArgument: for a shape, dtype or device that does not fit, or arguments of the page table
             without each other.
     """
+    position = _in_blocks(selection.select, logits, count, topk, start)
+    return _cells(position, page_table, row, page_size)
+
+
+def _in_blocks(
+    select: Callable[[Rows], Tensor],
+    logits: Tensor,
+    count: Tensor,
+    topk: int,
+    start: Tensor | None,
+) -> Tensor:
+    """`select` of a few tokens at once: it makes several tensors of the logits' shape."""
     position = selection.blank(logits, topk)
     counts, starts = count.int(), None if start is None else start.int()
     block = paging.tokens_per_block(32 * logits.shape[1], len(logits))
     for first in range(0, len(logits), block):
         part = slice(first, first + block)
         begin = None if starts is None else starts[part]
-        position[part] = selection.select(Rows(logits[part], counts[part], begin, topk))
-    return _cells(position, page_table, row, page_size)
+        position[part] = select(Rows(logits[part], counts[part], begin, topk))
+    return position
 
 
 def _cells(
@@ -130,8 +143,8 @@ def _(
     row: Tensor | None = None,
     page_size: int = 0,
 ) -> Tensor:
-    rows = Rows(logits, count.int(), None if start is None else start.int(), topk)
-    return _cells(selection.select_by_topk(rows), page_table, row, page_size)
+    position = _in_blocks(selection.select_by_topk, logits, count, topk, start)
+    return _cells(position, page_table, row, page_size)
 
 
 @select_topk.implementation("triton", devices=gpu.DEVICES, when=_lines)

@@ -48,7 +48,8 @@ def test_paged_against_float64(heads: int, counts: tuple[int, ...], device: str)
     for t, (r, count) in enumerate(zip(row.tolist(), context.tolist(), strict=True)):
         wanted = expected(q[t : t + 1], weights[t : t + 1], keys_of(paged, r, count))[0]
         torch.testing.assert_close(logits[t, :count].double(), wanted, rtol=1e-5, atol=1e-4)
-        assert torch.equal(short[t, :count], logits[t, :count])
+        if device == "cpu":  # libraries for GPUs choose a way by the number of products
+            assert torch.equal(short[t, :count], logits[t, :count])
 
 
 @pytest.mark.parametrize("preshuffled", [False, True])
@@ -128,8 +129,8 @@ def test_compact_columns_start_at_the_first_key(device: str) -> None:
         assert torch.equal(compact[t, : high - low], whole[t, low:high])
 
 
-def test_blocks_of_queries_do_not_show(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    paged, q, weights, row, context = step(16, device, (75, 16, 0, 33))
+def test_blocks_of_queries_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged, q, weights, row, context = step(16, "cpu", (75, 16, 0, 33))
     given = (q, weights, paged.k_cache[:, 0], paged.page_table, row, context)
     ragged = (q, weights, paged.k_cache[paged.page_table[0].long(), 0].flatten(0, 1)[:75], None)
     ends = (torch.zeros_like(context), context)
