@@ -49,8 +49,8 @@ FLOAT32_FAMILIES = ("sampling", "speculative", "top_k")
 """Families on probabilities and scores."""
 NOT_INTERPRETED = {"cudnn", "flashinfer", "sdpa", "gluon", "gluon_few"}
 """Implementations by libraries or in Gluon: nothing interprets their kernels."""
-ALWAYS_FLOAT32 = ("page_weights", "rotary_cos_sin")
-"""Ops on what is float32 in every model: weights of attention states, and angles."""
+ALWAYS_FLOAT32 = ("page_weights", "rotary_cos_sin", "select_topk")
+"""Ops on what is float32 in every model: weights of attention states, angles, index scores."""
 OPS = [pytest.param(op, id=op.name) for op in all_ops()]
 CHOICES = [
     pytest.param(op, name, id=f"{op.name}-{name}")

@@ -8,10 +8,6 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
-NOT_FINITE = 255
-"""Exponent of a scale that is no number."""
-INFINITY = 0x7F800000
-"""Bits of the float32; those of NaN are more."""
 
 
 def scale_for(amax: Tensor, largest: float) -> Tensor:
@@ -33,13 +29,3 @@ def divided(x: Tensor, scale: Tensor) -> Tensor:
 def e4m3(x: Tensor) -> Tensor:
     """float32 as e4m3: clamped to +-448, to the nearest, ties to even. NaN stays."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-
-
-def powers_of_two(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The least powers of two that are not below positive scales, as float32 (NaN for what is not
-    finite), and their exponents + 127 as uint8."""
-    # NaN as infinity: more would be too much for the sum.
-    exponent = (scale.view(torch.int32).clamp(max=INFINITY) + 0x7FFFFF) >> 23
-    bits = torch.where(exponent == 0, 1 << 22, exponent << 23)
-    power = bits.view(torch.float32).masked_fill(exponent == NOT_FINITE, torch.nan)
-    return power, exponent.to(torch.uint8)

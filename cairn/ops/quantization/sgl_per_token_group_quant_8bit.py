@@ -8,8 +8,8 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.quantization import launch
-from cairn.ops.quantization.codes import E4M3, divided, inverse, powers_of_two, scale_for
+from cairn.ops.quantization import e8m0, launch
+from cairn.ops.quantization.codes import E4M3, divided, inverse, scale_for
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -65,7 +65,8 @@ def sgl_per_token_group_quant_8bit(
     scale = scale_for(groups.abs().amax(dim=-1).clamp(min=eps), high)
     exponent = scale
     if scale_ue8m0:
-        scale, exponent = powers_of_two(scale)
+        exponent = e8m0.encode(scale)
+        scale = e8m0.decode(exponent)
     if output_q.dtype == torch.int8:
         # Conversion drops what is behind the point, and knows no NaN.
         number = divided(groups, scale.unsqueeze(-1)).clamp(low, high).nan_to_num(0.0)

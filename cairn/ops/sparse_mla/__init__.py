@@ -1,0 +1,19 @@
+"""DeepSeek sparse attention: the indexer's keys and scores, the selection, latent attention."""
+
+from cairn.ops.sparse_mla.index_k_gather import index_k_gather
+from cairn.ops.sparse_mla.index_k_store import index_k_store
+from cairn.ops.sparse_mla.mla_kv_store import mla_kv_store
+from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits
+from cairn.ops.sparse_mla.ragged_mqa_logits import ragged_mqa_logits
+from cairn.ops.sparse_mla.select_topk import select_topk
+from cairn.ops.sparse_mla.sparse_mla import sparse_mla
+
+__all__ = [
+    "index_k_gather",
+    "index_k_store",
+    "mla_kv_store",
+    "paged_mqa_logits",
+    "ragged_mqa_logits",
+    "select_topk",
+    "sparse_mla",
+]

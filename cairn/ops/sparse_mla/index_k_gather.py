@@ -1,0 +1,94 @@
+"""Keys of the lightning indexer out of their paged cache, side by side."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.cache.quantized import BYTES
+from cairn.ops.checks import INT64, check_least, expect, expect_within
+from cairn.ops.quantization.codes import E4M3
+from cairn.ops.registry import op
+from cairn.ops.sparse_mla import index_cache
+from cairn.ops.sparse_mla.samples import decode_steps
+from cairn.ops.testing import Cases, Make
+
+
+@op
+def index_k_gather(
+    cache: Tensor, location: Tensor, head_dim: int, preshuffled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Numbers and scales of index keys, the very bits that `index_k_store` wrote.
+
+    Args:
+        cache: [pages, S, D], or quantized [pages, S * (D + 4)] uint8.
+        location: [N] int64, page * S + slot in the page; a negative one gives zeros of scale 1.
+        head_dim: D.
+        preshuffled: the quantized cache has tiles of 16 tokens by 16 dims.
+    Returns:
+        (k [N, D] float8_e4m3fn, scale [N] float32); a key is worth k * scale. Of an unquantized
+        cache k is of its dtype, and every scale 1.
+    Raises:
+        BadArgument: for another shape, dtype, device or layout, or (on a CPU) a location behind the
+            cache.
+    """
+    size = index_cache.page_size(cache, head_dim)
+    capacity = cache.shape[0] * size
+    kept = (location >= 0) & (location < capacity)
+    scale = torch.ones(location.shape, dtype=torch.float32, device=cache.device)
+    if not capacity:
+        dtype = E4M3 if index_cache.is_quantized(cache) else cache.dtype
+        return cache.new_zeros((len(location), head_dim), dtype=dtype), scale
+    cell = location.clamp(0, capacity - 1)
+    page, offset = cell // size, cell % size
+    hidden = ~kept.unsqueeze(-1)
+    if not index_cache.is_quantized(cache):
+        return cache[page, offset].masked_fill(hidden, 0), scale
+    positions = index_cache.byte_positions(offset, size, head_dim, preshuffled)
+    numbers, scales = cache[page.unsqueeze(-1), positions].split((head_dim, 4), dim=1)
+    scale = torch.where(kept, scales.contiguous().view(torch.float32)[:, 0], scale)
+    return numbers.masked_fill(hidden, 0).view(E4M3), scale
+
+
+@index_k_gather.check
+def _(cache: Tensor, location: Tensor, head_dim: int, preshuffled: bool = False) -> None:
+    name = "index_k_gather"
+    check_least(name, "head_dim", head_dim, 1)
+    expect(name, "location", location, 1, INT64, dense=-1)
+    size = index_cache.check_cache(name, cache, head_dim, preshuffled, location)
+    expect_within(name, "location", location, cache.shape[0] * size, begin=None)
+
+
+@index_k_gather.cases
+def _(make: Make) -> Cases:
+    for dtype, size, dim in ((torch.float32, 4, 24), (torch.bfloat16, 32, 48)):
+        spot = make.tensor([0, 3, 17, -1, 2 * size, 5 * size - 1, -7, 3], torch.int64)
+        cache = make.randn(5, size, dim, dtype=dtype)
+        yield make.args(cache, spot, dim)
+        yield make.args(cache, spot[:0], dim)
+        yield make.args(cache[:0], spot[3:4], dim)
+        yield make.args(make.randn(5, size, 2 * dim, dtype=dtype)[..., :dim], spot, dim)
+        # 127 is NaN.
+        small = make.randint(0, 127, 5, size * (dim + 4), dtype=torch.uint8)
+        yield make.args(small, spot, dim)
+        yield make.args(small, spot[:0], dim)
+        yield make.args(small[:0], spot[3:4], dim)
+        if size == 32:
+            yield make.args(small, spot, dim, preshuffled=True)
+
+
+@index_k_gather.bench
+def _(draw: Draw) -> Points:
+    for step in decode_steps(draw):
+        dim, size = step.sizes.index_dim, step.sizes.page
+        token = dim + index_cache.SCALE_BYTES
+        cache = draw.randint(0, 127, step.pages, size * token, dtype=BYTES)
+        first = step.page_table.long().flatten() * size
+        location = (first.unsqueeze(1) + draw.arange(size)).flatten()
+        yield Point(
+            str(step),
+            draw.args(cache, location, dim),
+            moved(location) + 2 * len(location) * token,
+            alternatives=draw.by_torch(index_k_gather.reference),
+        )

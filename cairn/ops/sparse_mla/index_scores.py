@@ -1,0 +1,44 @@
+"""Scores of the lightning indexer (DeepSeek-V3.2 report, equation 1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.checks import FLOAT32, FLOATS, expect, refuse
+from cairn.ops.quantization.codes import E4M3
+
+
+def check_queries(op: str, q: Tensor, weights: Tensor) -> tuple[int, int, int]:
+    """Raise BadArgument unless q is [T, Hi, D] and weights [T, Hi] float32. Returns (T, Hi, D)."""
+    expect(op, "q", q, 3, (*FLOATS, E4M3))
+    tokens, heads, dim = q.shape
+    if not heads or not dim:
+        refuse(op, "q", f"has shape {list(q.shape)}, not [any, n, n] with n > 0")
+    expect(op, "weights", weights, (tokens, heads), FLOAT32, q)
+    return tokens, heads, dim
+
+
+def bytes_of_query(heads: int, blocks: int, size: int, dim: int) -> int:
+    """Bytes of what `score_keys` makes for one query: its keys, their scores, copies of q."""
+    return 4 * blocks * (size * (heads + dim) + heads * dim)
+
+
+def score_keys(q: Tensor, weights: Tensor, k: Tensor, scale: Tensor | None) -> Tensor:
+    """scale_s * sum_h weights_h * max(0, q_h . k_s) for every key, in float32.
+
+    Blocks of keys are multiplied one by one: libraries round a product of another width in another
+    way, and a token's scores must not depend on how many keys other tokens have.
+
+    Args:
+        q: [n, Hi, D].
+        weights: [n, Hi] float32.
+        k: [n, blocks, S, D], each query's own, or [1, blocks, S, D]; a key that is NaN does no harm
+            to others.
+        scale: [n, blocks, S] or [1, blocks, S] float32; None: 1.
+    Returns:
+        [n, blocks * S] float32.
+    """
+    dots = torch.matmul(q.float().unsqueeze(1), k.float().transpose(-1, -2)).relu_()
+    scores = dots.mul_(weights[:, None, :, None]).sum(dim=2)
+    return (scores if scale is None else scores.mul_(scale)).flatten(1)

@@ -1,0 +1,37 @@
+"""Writing to locations of a cache, some of which are to be skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def store(
+    cache: Tensor,
+    values: Tensor,
+    location: Tensor,
+    capacity: int,
+    index_of: Callable[[Tensor], tuple[Tensor, ...]],
+) -> None:
+    """Write values[t] to cache[index_of(location)[t]] where 0 <= location[t] < capacity.
+
+    The device is not asked which tokens are skipped: they repeat what a kept token writes or, if
+    there is none, what is in the cache.
+
+    Args:
+        cache: of any shape, changed.
+        values: [T, n], the cache's dtype.
+        location: [T] int64.
+        capacity: locations that the cache has.
+        index_of: gives the index of locations; cache[index] is [T, n].
+    """
+    if not location.numel() or not capacity:
+        return
+    kept = (location >= 0) & (location < capacity)
+    some = kept.int().argmax(dim=0, keepdim=True)
+    token = torch.arange(len(location), device=location.device)
+    source = torch.where(kept, token, some)
+    index = index_of(location[source].clamp(0, capacity - 1))
+    cache[index] = torch.where(kept.any(), values[source], cache[index])

@@ -1,0 +1,81 @@
+"""What multi-head latent attention caches of a token: [latent | rotary key].
+
+An unquantized cache is [pages, S, r + dr], of the model's dtype. A quantized one (the format
+fp8_ds) is bytes, [pages, S, r + 4 * (r / 128) + 2 * dr] uint8: the latent as float8 e4m3 numbers,
+the float32 scales of its tiles of 128, and the rotary key in bfloat16. With r = 512 and dr = 64 a
+record has 656 bytes. A scale is a power of two: there are readers that take its exponent alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.cache.quantized import BYTES
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.quantization import e8m0
+from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, scale_for
+
+TILE = 128
+"""Numbers of a latent that share a scale."""
+LEAST_SCALE = 1e-4
+"""A tile of zeros has a scale, too: the power of two above."""
+
+
+def is_quantized(cache: Tensor) -> bool:
+    """Whether a cache is bytes."""
+    return cache.dtype == BYTES
+
+
+def record_bytes(latent: int, rope: int) -> int:
+    """Bytes of a quantized record."""
+    return latent + 4 * (latent // TILE) + 2 * rope
+
+
+def check_cache(
+    op: str, cache: Tensor, latent: int, rope: int, like: Tensor, dtype: torch.dtype
+) -> int:
+    """Raise BadArgument unless `cache` holds such records, of a dtype or quantized. Returns S."""
+    if isinstance(cache, Tensor) and is_quantized(cache):
+        if not latent or latent % TILE:
+            refuse(op, "cache", f"is uint8: a latent of {latent} numbers is no tiles of {TILE}")
+        shape = (None, None, record_bytes(latent, rope))
+        expect(op, "cache", cache, shape, (BYTES,), like, 1)
+    else:
+        expect(op, "cache", cache, (None, None, latent + rope), FLOATS, like, 1)
+        expect(op, "cache", cache, 3, (dtype, BYTES))
+    if not cache.shape[1]:
+        refuse(op, "cache", f"has shape {list(cache.shape)}: pages for no token")
+    return cache.shape[1]
+
+
+def quantize(latent: Tensor, k_pe: Tensor) -> Tensor:
+    """Records [T, bytes] uint8 of latents [T, r] and rotary keys [T, dr]."""
+    tiles = latent.float().unflatten(-1, (-1, TILE))
+    amax = tiles.abs().amax(dim=-1)
+    scale = e8m0.power_of_two(scale_for(amax, E4M3_MAX).clamp(min=LEAST_SCALE))
+    numbers = e4m3(tiles / scale.unsqueeze(-1)).flatten(-2)
+    parts = (numbers, scale, k_pe.to(torch.bfloat16).contiguous())
+    return torch.cat([part.view(BYTES) for part in parts], dim=-1)
+
+
+def dequantize(records: Tensor, latent: int) -> Tensor:
+    """What records [..., bytes] uint8 are worth, [..., r + dr] float32."""
+    scales = latent // TILE * 4
+    rope = records.shape[-1] - latent - scales
+    numbers, scale, k_pe = (part.contiguous() for part in records.split((latent, scales, rope), -1))
+    tiles = numbers.view(E4M3).float().unflatten(-1, (-1, TILE))
+    values = (tiles * scale.view(torch.float32).unsqueeze(-1)).flatten(-2)
+    return torch.cat((values, k_pe.view(torch.bfloat16).float()), dim=-1)
+
+
+def take(cache: Tensor, cells: Tensor, latent: int) -> Tensor:
+    """Records of cells [n, W] (int64, all in the cache), [n, W, r + dr] float32, new memory."""
+    if cache.is_contiguous():
+        # index_select copies whole lines; indexing with a tensor goes element by element.
+        lines = cache.flatten(0, 1).index_select(0, cells.flatten())
+        taken = lines.view(*cells.shape, cache.shape[2])
+    else:
+        size = cache.shape[1]
+        taken = cache[cells // size, cells % size]
+    return dequantize(taken, latent) if is_quantized(cache) else taken.float()

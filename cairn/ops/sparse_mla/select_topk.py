@@ -1,0 +1,185 @@
+"""Which keys sparse attention reads (DeepSeek-V3.2 report, section 2.1: the selection)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.attention import paging
+from cairn.ops.benching import Draw, Points
+from cairn.ops.checks import INDICES, check_rows, expect, expect_within, refuse
+from cairn.ops.registry import op
+from cairn.ops.testing import Cases, Make
+from cairn.ops.top_k import launch, selection
+from cairn.ops.top_k.samples import points, rows_of
+from cairn.ops.top_k.selection import NONE, Rows
+
+
+@op
+def select_topk(
+    logits: Tensor,
+    count: Tensor,
+    topk: int,
+    start: Tensor | None = None,
+    page_table: Tensor | None = None,
+    row: Tensor | None = None,
+    page_size: int = 0,
+) -> Tensor:
+    """Positions of the topk largest logits of every token, exact for any logits.
+
+    A token has the candidates logits[t, start : start + count]. With count <= topk all are taken,
+    whatever the logits hold. Of equal logits (+0 and -0 are) the lower position is taken; NaN
+    counts as -inf. With a page table each position p is replaced by its cell,
+    page_table[row, p // S] * S + p % S, S = page_size.
+
+    Args:
+        logits: [T, L] float32, rows of any stride.
+        count: [T] int32 or int64.
+        topk: 1 to 4096.
+        start: [T] int32 or int64; None: 0.
+        page_table: [rows, max_pages] int32.
+        row: [T] int64, of the page table.
+        page_size: S.
+    Returns:
+        [T, topk] int32, positions relative to start or their cells, in the order of ascending
+        positions, padded with -1.
+    Raises:
+        BadArgument: for a shape, dtype or device that does not fit, or arguments of the page table
+            without each other.
+    """
+    position = _in_blocks(selection.select, logits, count, topk, start)
+    return _cells(position, page_table, row, page_size)
+
+
+def _in_blocks(
+    select: Callable[[Rows], Tensor],
+    logits: Tensor,
+    count: Tensor,
+    topk: int,
+    start: Tensor | None,
+) -> Tensor:
+    """`select` of a few tokens at once: it makes several tensors of the logits' shape."""
+    position = selection.blank(logits, topk)
+    counts, starts = count.int(), None if start is None else start.int()
+    block = paging.tokens_per_block(32 * logits.shape[1], len(logits))
+    for first in range(0, len(logits), block):
+        part = slice(first, first + block)
+        begin = None if starts is None else starts[part]
+        position[part] = select(Rows(logits[part], counts[part], begin, topk))
+    return position
+
+
+def _cells(
+    position: Tensor, page_table: Tensor | None, row: Tensor | None, page_size: int
+) -> Tensor:
+    """Positions [T, topk], or their cells. One that no page of the table holds becomes -1."""
+    if page_table is None or row is None:
+        return position
+    columns = page_table.shape[1]
+    if not columns:
+        return torch.full_like(position, NONE)
+    column = position.long() // page_size
+    page = page_table[row.unsqueeze(1), column.clamp(0, columns - 1)]
+    cell = page * page_size + position % page_size
+    return torch.where((position >= 0) & (column < columns), cell, NONE)
+
+
+@select_topk.fake
+def _(logits: Tensor, count: Tensor, topk: int, *rest: Any, **named: Any) -> Tensor:
+    return selection.blank(logits, topk)
+
+
+@select_topk.check
+def _(
+    logits: Tensor,
+    count: Tensor,
+    topk: int,
+    start: Tensor | None = None,
+    page_table: Tensor | None = None,
+    row: Tensor | None = None,
+    page_size: int = 0,
+) -> None:
+    name = "select_topk"
+    expect(name, "logits", logits, 2, (torch.float32,))
+    tokens = len(logits)
+    expect(name, "count", count, (tokens,), INDICES, logits)
+    if not 1 <= topk <= selection.MOST:
+        refuse(name, "topk", f"is {topk}, not 1 to {selection.MOST}")
+    if start is not None:
+        expect(name, "start", start, (tokens,), INDICES, logits)
+    if page_table is None:
+        if row is not None or page_size:
+            refuse(name, "page_table", "is None, but `row` or `page_size` is given")
+        return
+    check_rows(name, tokens, row, page_table, logits)  # type: ignore[arg-type]
+    expect_within(name, "row", row, len(page_table))  # type: ignore[arg-type]
+    if page_size < 1:
+        refuse(name, "page_size", f"is {page_size}, not 1 or more")
+
+
+def _lines(
+    logits: Tensor,
+    count: Tensor,
+    topk: int,
+    start: Tensor | None = None,
+    page_table: Tensor | None = None,
+    row: Tensor | None = None,
+    page_size: int = 0,
+) -> bool:
+    return launch.accepts(Rows(logits, count, start, topk))
+
+
+@select_topk.implementation("topk", devices=("cpu",))
+def _(
+    logits: Tensor,
+    count: Tensor,
+    topk: int,
+    start: Tensor | None = None,
+    page_table: Tensor | None = None,
+    row: Tensor | None = None,
+    page_size: int = 0,
+) -> Tensor:
+    position = _in_blocks(selection.select_by_topk, logits, count, topk, start)
+    return _cells(position, page_table, row, page_size)
+
+
+@select_topk.implementation("triton", devices=gpu.DEVICES, when=_lines)
+def _(
+    logits: Tensor,
+    count: Tensor,
+    topk: int,
+    start: Tensor | None = None,
+    page_table: Tensor | None = None,
+    row: Tensor | None = None,
+    page_size: int = 0,
+) -> Tensor:
+    rows = Rows(logits, count.int(), None if start is None else start.int(), topk)
+    return _cells(launch.select(rows), page_table, row, page_size)
+
+
+@select_topk.cases
+def _(make: Make) -> Cases:
+    for number, (logits, count, start, topk) in enumerate(rows_of(make)):
+        tokens, width = logits.shape
+        yield make.args(logits, count, topk, start)
+        size = (1, 7)[number % 2]
+        table = make.randint(0, 1 << 20, 3, width // size + 1, dtype=torch.int32)
+        row = make.randint(0, 3, tokens)
+        paged = {"page_table": table, "row": row, "page_size": size}
+        yield make.args(logits, count.long(), topk, start, **paged)
+        yield make.args(logits[:, :width], count.clamp(max=width), topk, **paged)
+    yield make.args(make.randn(2, 0), make.tensor([0, 3], torch.int32), 5)
+
+
+def _by_topk(logits: Tensor, count: Tensor, topk: int) -> Tensor:
+    """torch's operator for tokens with equally many candidates."""
+    return logits.topk(topk).indices.sort().values.to(torch.int32)
+
+
+@select_topk.bench
+def _(draw: Draw) -> Points:
+    return points(draw, _by_topk)
