@@ -29,6 +29,7 @@ from cairn.obs.trace import Tracer
 from cairn.server.admin import create_admin_app
 from cairn.server.app import create_app
 from cairn.server.grammars import GrammarChecker
+from cairn.server.hosts import HostCheck
 from cairn.server.limits import MAX_HEADER_BYTES, BoundedProtocol
 from cairn.server.middleware import wrap
 from cairn.server.options import ServerOptions
@@ -121,9 +122,10 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        admin = wrap(create_admin_app(self._state), self._state)
-        for app, listener in zip((create_app(self._state), admin), sockets, strict=False):
-            self._listen(app, listener)
+        checks = [HostCheck.of(self._state.options, s.getsockname()[0]) for s in sockets]
+        self._listen(create_app(self._state, checks[0]), sockets[0])
+        for listener, check in zip(sockets[1:], checks[1:], strict=True):
+            self._listen(wrap(create_admin_app(self._state), self._state, check), listener)
         urls = [_url(listener) for listener in sockets]
         self._report.listening(self._state.model_name, *urls)
         try:

@@ -7,6 +7,7 @@ import signal
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cairn.config import default_model_path
@@ -124,6 +125,16 @@ def test_pickled_weights_are_refused_and_not_opened(model, tmp_path):
     (model / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
     refused(["pytorch_model.bin", "pickled", "safetensors"], str(model), "--port", "0")
     assert not mark.exists()
+
+
+def test_foreign_hosts_are_refused_on_both_ports(tmp_path):
+    server = Running(tmp_path)
+    try:
+        for url in (f"{server.url}/v1/models", f"{server.admin}/admin/cache"):
+            assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 403
+            assert httpx.get(url).status_code != 403
+    finally:
+        server.close()
 
 
 def test_a_signal_while_the_model_loads(tmp_path):
