@@ -24,17 +24,20 @@ from cairn.engine.tokenizer import load_tokenizer
 from cairn.errors import BadConfig
 from cairn.models.checkpoint import read_headers
 from cairn.models.registry import load_spec
+from cairn.obs.log import get_logger
 from cairn.obs.metrics import Metrics
 from cairn.obs.trace import Tracer
 from cairn.server.admin import create_admin_app
 from cairn.server.app import create_app
 from cairn.server.grammars import GrammarChecker
-from cairn.server.hosts import HostCheck
+from cairn.server.hosts import HostCheck, is_loopback
 from cairn.server.limits import MAX_HEADER_BYTES, BoundedProtocol
 from cairn.server.middleware import wrap
 from cairn.server.options import ServerOptions
 from cairn.server.report import Report, Say
 from cairn.server.state import ServerState
+
+log = get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
@@ -122,6 +125,7 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        _warn_of_open_port(self._state.options, sockets[0])
         checks = [HostCheck.of(self._state.options, s.getsockname()[0]) for s in sockets]
         self._listen(create_app(self._state, checks[0]), sockets[0])
         for listener, check in zip(sockets[1:], checks[1:], strict=True):
@@ -280,6 +284,19 @@ def _bound(host: str, port: int, option: str) -> socket.socket:
             f"Change --host or {option}",
         ) from None
     return made
+
+
+def _warn_of_open_port(options: ServerOptions, listener: socket.socket) -> None:
+    """Log a warning when other machines can use the API without a key."""
+    address = listener.getsockname()[0]
+    if not options.api_keys and not is_loopback(address):
+        log.warning(
+            "host %s: every machine that reaches %s can use the API, because there is no API key. "
+            "Give --api-key (or CAIRN_API_KEY), or listen on --host %s",
+            options.host,
+            _url(listener),
+            LOOPBACK,
+        )
 
 
 def _url(listener: socket.socket) -> str:

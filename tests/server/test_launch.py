@@ -127,6 +127,25 @@ def test_pickled_weights_are_refused_and_not_opened(model, tmp_path):
     assert not mark.exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "0.0.0.0", "--api-key", "secret"), False),
+        (("--host", "localhost"), False),
+    ],
+)
+def test_a_port_that_is_open_to_all_is_warned_of(tmp_path, arguments, warned):
+    server = Running(tmp_path, *arguments)
+    try:
+        server.signal(signal.SIGTERM)
+        assert server.wait_end() == 0
+        told = server.err.read_text()
+        assert ("WARNING" in told and "no API key" in told and "0.0.0.0" in told) == warned, told
+    finally:
+        server.close()
+
+
 def test_foreign_hosts_are_refused_on_both_ports(tmp_path):
     server = Running(tmp_path)
     try:
