@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from cairn.config import EngineOptions
 from cairn.engine.client import EngineClient
-from cairn.engine.tokenizer import load_tokenizer
+from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.errors import BadConfig
 from cairn.models.checkpoint import read_headers
 from cairn.models.registry import load_spec
@@ -36,6 +36,7 @@ from cairn.server.middleware import wrap
 from cairn.server.options import ServerOptions
 from cairn.server.report import Report, Say
 from cairn.server.state import ServerState
+from cairn.server.templates import TemplateRenderer
 
 log = get_logger(__name__)
 
@@ -111,6 +112,7 @@ class _Life:
             client=self._client,
             metrics=Metrics(name, self._totals, lambda: self._client.phases),
             grammars=GrammarChecker(),
+            templates=TemplateRenderer(),
             tracer=tracer,
             model_name=name,
         )
@@ -164,9 +166,8 @@ class _Life:
         (self._stop_now if self._stop.is_set() else self._stop).set()
 
     async def _load(self) -> None:
-        tokenizer = asyncio.to_thread(load_tokenizer, self._model)
         starting = self._client.start(on_phase=self._report.phase)
-        self._state.tokenizer, _ = await asyncio.gather(tokenizer, starting)
+        self._state.tokenizer, _ = await asyncio.gather(self._load_tokenizer(), starting)
         if self._state.tokenizer is not None:
             self._state.grammars.open(self._state.tokenizer, self._client.info.vocab_size)
         self._report.loaded(self._client.info)
@@ -174,6 +175,12 @@ class _Life:
         gc.collect()
         gc.freeze()
         self._state.loaded = True
+
+    async def _load_tokenizer(self) -> Tokenizer | None:
+        tokenizer = await asyncio.to_thread(load_tokenizer, self._model)
+        if tokenizer is not None and tokenizer.has_chat_template:
+            await self._state.templates.open()
+        return tokenizer
 
     async def _engine_ended(self) -> None:
         """Raise EngineDead when the engine has ended and its streams have said so."""
@@ -214,6 +221,7 @@ class _Life:
             server.should_exit, server.force_exit = True, at_once
         await asyncio.wait(self._servers.values(), timeout=STOP_SECONDS)
         self._state.grammars.close()
+        self._state.templates.close()
 
     def _totals(self) -> Mapping[str, float]:
         if not self._state.loaded:

@@ -62,6 +62,10 @@ class WorkerPool:
         with contextlib.suppress(RuntimeError):  # closed meanwhile
             self._threads.submit(self._replace)
 
+    async def ready(self) -> None:
+        """Wait until a worker is there. Raises CairnError when none can be started."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._replace)
+
     async def ask(self, message: bytes) -> bytes:
         """The answer of a worker.
 
