@@ -24,6 +24,13 @@ SERVER = (
         help="Port of the admin routes, on loopback; 0: none.  [default: port + 1]",
     ),
     click.option(
+        "--allowed-hosts",
+        metavar="NAME",
+        multiple=True,
+        help="Name in the Host header to answer to, all others are refused; repeatable, * takes "
+        "all.  [default: on loopback without a key, loopback and --host; else all]",
+    ),
+    click.option(
         "--api-key",
         "api_keys",
         multiple=True,

@@ -1,4 +1,7 @@
-"""Failures on demand, for tests of what happens then. Off unless CAIRN_FAULT is set.
+"""Failures on demand, for tests of what happens then.
+
+An engine injects those that CAIRN_FAULT names if CAIRN_ALLOW_FAULTS is 1; with CAIRN_FAULT alone it
+refuses to start, so that no variable left in an environment makes a serving engine fail.
 
 CAIRN_FAULT is "stall:SECONDS@STEP" (the step takes that much longer), "raise@STEP" (it raises) or
 "die@STEP" (the process is killed), with a list divided by commas for several. Steps count from 1.
@@ -10,6 +13,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cairn.errors import BadConfig
@@ -17,6 +21,7 @@ from cairn.runner.executor import Executor
 from cairn.runner.step import Launched, StepPlan
 
 ENVIRONMENT_VARIABLE = "CAIRN_FAULT"
+ALLOWING_VARIABLE = "CAIRN_ALLOW_FAULTS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,21 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
             )
         faults.append(Fault(match[1] or "stall", int(match[3]), float(match[2] or 0)))
     return tuple(faults)
+
+
+def faults_of(environment: Mapping[str, str]) -> tuple[Fault, ...]:
+    """The failures that an engine with these environment variables injects.
+
+    Raises:
+        BadConfig: failures are named but not allowed, or named in another form.
+    """
+    text = environment.get(ENVIRONMENT_VARIABLE, "")
+    if text and environment.get(ALLOWING_VARIABLE) != "1":
+        raise BadConfig(
+            f"{ENVIRONMENT_VARIABLE} is {text!r}, which makes the engine fail on purpose",
+            f"Unset it; a test of failures sets {ALLOWING_VARIABLE}=1 as well",
+        )
+    return parse_faults(text)
 
 
 class FaultyExecutor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -283,9 +284,15 @@ class EngineLoop:
             self._send(Reply(call.number, error=f"no method {call.method!r}", status=400))
 
     def _answer(self, number: int, work: Callable[[], Any]) -> None:
-        """Reply with what the work gives; one that fails says so to its caller alone."""
-        try:
+        """Reply with what the work gives, or with why it failed."""
+        with self._failures_replied(number):
             self._send(Reply(number, work()))
+
+    @contextmanager
+    def _failures_replied(self, number: int) -> Iterator[None]:
+        """Whatever is raised inside is the reply to the call, and goes no further."""
+        try:
+            yield
         except CairnError as error:
             self._send(Reply(number, error=str(error), status=error.http_status))
         except Exception as error:
@@ -301,12 +308,11 @@ class EngineLoop:
         return {"report": str(report), **asdict(report)}
 
     def _begin_profile(self, call: Call) -> None:
-        try:
+        """Start a profile; the call is answered when it ends, or at once if it cannot start."""
+        with self._failures_replied(call.number):
             if self._profile is not None:
                 raise BadRequest("a profile is being taken", "Wait for it to end")
             self._profile = call.number, StepProfile(**call.arguments)
-        except BadRequest as error:
-            self._send(Reply(call.number, error=str(error), status=error.http_status))
 
     def _end_profile(self) -> None:
         assert self._profile is not None

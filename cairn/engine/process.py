@@ -143,15 +143,15 @@ def _serve(
         began = now
 
     from cairn.engine.build import build
-    from cairn.engine.faults import ENVIRONMENT_VARIABLE, FaultyExecutor, parse_faults
+    from cairn.engine.faults import FaultyExecutor, faults_of
     from cairn.engine.loop import EngineLoop
     from cairn.engine.warmup import warm_up
 
+    faults = faults_of(os.environ)
     phase_ended("import")
     built = build(Path(launch.model), launch.options, phase_ended)
     warm_up(built)
     phase_ended("warmup")
-    faults = parse_faults(os.environ.get(ENVIRONMENT_VARIABLE, ""))
     if faults:
         log.warning("faults are injected: %s", faults)
         built.core.executor = FaultyExecutor(built.core.executor, faults)

@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from cairn.engine.chat import Message, checked_messages, plain_text
+from cairn.engine.chat_template import TemplateInput, render
 from cairn.engine.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
@@ -29,8 +30,6 @@ log = logging.getLogger(__name__)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 VARIABLES = "chat_template_kwargs"
 """What requests call a template's further variables."""
-ERROR_LENGTH = 500
-"""Characters of a template's error that are passed on; some quote the whole conversation."""
 BATCH_BYTES = 1 << 20
 """Of texts that are encoded together: what the library makes of them is many times as large."""
 WORDS_KEPT = 1000
@@ -39,7 +38,7 @@ text into words, each is a whole short prompt, and a server would grow by tens o
 
 
 class Tokenizer:
-    """A thin face over a Hugging Face tokenizer. Repository code is never run.
+    """A thin face over a Hugging Face tokenizer. Python files of the folder are never run.
 
     Several threads may use it at once.
 
@@ -77,9 +76,14 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
+    def has_chat_template(self) -> bool:
+        """The model has a template of its own."""
+        return bool(self._hf.chat_template)
+
+    @property
     def chat_template(self) -> str | None:
         """The model's own template (the one for tools, where it has two); None: the plain one."""
-        if not self._hf.chat_template:
+        if not self.has_chat_template:
             return None
         template: str = self._hf.get_chat_template(tools=[])
         return template
@@ -182,11 +186,43 @@ class Tokenizer:
         continue_final_message: bool = False,
         limit: int | None = None,
     ) -> list[int]:
-        """Ids of a conversation.
+        """Ids of a conversation; the model's chat template runs here, for as long as it takes.
 
-        A model without a chat template gets the plain one: a line `role: content` per message,
-        then `assistant:`. The role `developer` is called `system` for templates that do not know
-        it.
+        Args:
+            messages, tools, template_kwargs, add_generation_prompt, continue_final_message: as in
+                `chat_input`.
+            limit: as in `encode`.
+
+        Raises:
+            BadRequest: as `chat_input`; also messages that the template does not take.
+            TooLong: more than `limit` ids.
+            BadModel: the template is broken.
+        """
+        given = self.chat_input(
+            messages,
+            tools,
+            template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        if isinstance(given, str):
+            return self.encode(given, limit=limit)
+        return self.encode(render(given), add_special_tokens=False, limit=limit)
+
+    def chat_input(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+    ) -> TemplateInput | str:
+        """What the model's chat template is to render: its text is encoded without special tokens.
+
+        For a model without a template it is the whole text, to be encoded with special tokens: a
+        line `role: content` per message, then `assistant:`. The role `developer` is called `system`
+        for templates that do not know it.
 
         Args:
             messages: role and content (a string or a list of text parts); tool calls and their
@@ -196,13 +232,10 @@ class Tokenizer:
             add_generation_prompt: end with the beginning of the assistant's answer. None: unless
                 the last message is continued.
             continue_final_message: the last message is the assistant's and is left open.
-            limit: as in `encode`.
 
         Raises:
-            BadRequest: messages that are none, something that the template does not take or that
+            BadRequest: messages that are none, something that the template does not read or that
                 a model without a template has no place for.
-            TooLong: more than `limit` ids.
-            BadModel: the template is broken.
         """
         checked = checked_messages(messages)
         if continue_final_message and add_generation_prompt:
@@ -214,51 +247,26 @@ class Tokenizer:
             )
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
-        if not self._hf.chat_template:
+        if not self.has_chat_template:
             _refuse_without_template(tools, template_kwargs)
             text = plain_text(checked, add_generation_prompt)
-            if not (add_generation_prompt or continue_final_message):
-                text += "\n"
-            return self.encode(text, limit=limit)
-        text = self._render(
-            checked,
-            list(tools) if tools else None,
-            dict(template_kwargs or {}),
+            return text if add_generation_prompt or continue_final_message else f"{text}\n"
+        shown = list(tools) if tools else None
+        variables = dict(template_kwargs or {})
+        template: str = self._hf.get_chat_template(tools=shown)
+        _check_variables(template, shown, variables, self._reserved_variables)
+        if "developer" not in template:
+            for message in checked:
+                if message["role"] == "developer":
+                    message["role"] = "system"
+        return TemplateInput(
+            template=template,
+            messages=checked,
+            tools=shown,
+            variables={**self._hf.special_tokens_map, **variables},
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.encode(text, add_special_tokens=False, limit=limit)
-
-    def _render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Mapping[str, Any]] | None,
-        variables: dict[str, Any],
-        **ending: bool,
-    ) -> str:
-        from jinja2 import TemplateSyntaxError
-
-        template: str = self._hf.get_chat_template(tools=tools)
-        _check_variables(template, tools, variables, self._reserved_variables)
-        if "developer" not in template:
-            for message in messages:
-                if message["role"] == "developer":
-                    message["role"] = "system"
-        try:
-            text: str = self._hf.apply_chat_template(
-                messages, tools=tools, tokenize=False, **ending, **variables
-            )
-        except TemplateSyntaxError as error:
-            raise BadModel(
-                f"the model's chat template is broken: {error}", "Correct it in the model's folder"
-            ) from error
-        except Exception as error:
-            # A template refuses by raising, or trips over what it did not expect: both are about
-            # the messages.
-            raise BadRequest(
-                f"the model's chat template refuses the messages: {str(error)[:ERROR_LENGTH]}"
-            ) from error
-        return text
 
     @cached_property
     def _reserved_variables(self) -> frozenset[str]:

@@ -8,7 +8,8 @@ from starlette.types import ASGIApp
 
 from cairn.server import chat, completions, health, models, openapi, page, tokenization
 from cairn.server.errors import HANDLERS
-from cairn.server.middleware import wrap
+from cairn.server.hosts import HostCheck
+from cairn.server.middleware import ANY_HOST, wrap
 from cairn.server.state import ServerState
 
 routes: list[Route] = [
@@ -22,8 +23,8 @@ routes: list[Route] = [
 ]
 
 
-def create_app(state: ServerState) -> ASGIApp:
+def create_app(state: ServerState, hosts: HostCheck = ANY_HOST) -> ASGIApp:
     """The whole API as one ASGI application; all handlers share `state`."""
     app = Starlette(routes=routes, exception_handlers=HANDLERS)
     app.state.server = state
-    return wrap(app, state)
+    return wrap(app, state, hosts)

@@ -12,12 +12,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cairn.engine.chat_template import TemplateInput
 from cairn.engine.messages import Delta
 from cairn.engine.tokenizer import Tokenizer
 from cairn.errors import BadRequest
 from cairn.server.errors import about
 from cairn.server.generation import Head, Work, answer
-from cairn.server.intake import encoded, longest_prompt, read_request, tokenizer_of
+from cairn.server.intake import (
+    at_once_if_short,
+    encoded,
+    longest_prompt,
+    read_request,
+    tokenizer_of,
+)
 from cairn.server.logprobs import chat_logprobs
 from cairn.server.protocol.chat import (
     CalledFunction,
@@ -70,9 +77,7 @@ async def create_chat_completion(request: Request) -> Response:
     tools = tool_use(state, asked, tokenizer)
     grammar = await _grammar(state, asked, tools)
     params = sampling_params(asked, _output(state, asked, grammar), state.options)
-    prompt = await encoded(
-        request, lambda: encode_chat(tokenizer, asked, tools.shown or None, longest_prompt(state))
-    )
+    prompt = await encode_chat(request, tokenizer, asked, tools.shown, longest_prompt(state))
     work = Work([prompt], params, asked.priority or 0, "messages")
     shape = ChatShape(state, asked, tools, tokenizer)
     return await answer(request, work, shape, track, streaming)
@@ -138,22 +143,37 @@ def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return shown
 
 
-def encode_chat(
+async def encode_chat(
+    request: Request,
     tokenizer: Tokenizer,
     asked: ChatRequest | TokenizeRequest,
-    tools: Sequence[Mapping[str, Any]] | None,
+    tools: Sequence[Mapping[str, Any]],
     limit: int | None = None,
 ) -> list[int]:
-    """Token ids of a conversation. Raises BadRequest, TooLong: see Tokenizer.apply_chat."""
-    messages: list[dict[str, Any]] = msgspec.to_builtins(asked.messages or [])
-    try:
-        return tokenizer.apply_chat(
+    """Token ids of a conversation.
+
+    Raises BadRequest, TooLong, BadModel, Busy: see Tokenizer.chat_input, Tokenizer.encode and
+    TemplateRenderer.render.
+    """
+    state: ServerState = request.app.state.server
+
+    def prepared() -> TemplateInput | str:
+        messages: list[dict[str, Any]] = msgspec.to_builtins(asked.messages or [])
+        return tokenizer.chat_input(
             messages,
             tools,
             asked.chat_template_kwargs,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=bool(asked.continue_final_message),
-            limit=limit,
+        )
+
+    try:
+        given = await encoded(request, prepared)
+        rendered = not isinstance(given, str)
+        text = given if isinstance(given, str) else await state.templates.render(given)
+        # A template can make a long text of a short request.
+        return await at_once_if_short(
+            len(text), lambda: tokenizer.encode(text, not rendered, limit=limit)
         )
     except BadRequest as error:
         error.param = error.param or field_named_by(error, type(asked)) or "messages"

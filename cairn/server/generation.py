@@ -227,16 +227,21 @@ def _failure(delta: Delta) -> CairnError:
 async def _merged(
     submissions: Sequence[Submission],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
+    """(number of the submission, delta) of all; of each at most one ahead of the consumer."""
     if len(submissions) == 1:
         async for delta in submissions[0]:
             yield 0, delta
         return
     queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+    taken = [asyncio.Event() for _ in submissions]
 
     async def pump(i: int, submission: AsyncIterator[Delta]) -> None:
         try:
             async for delta in submission:
+                taken[i].clear()
                 queue.put_nowait((i, delta))
+                # What comes until then stays in the submission, which joins it into one delta.
+                await taken[i].wait()
             queue.put_nowait(None)
         except Exception as error:  # noqa: BLE001 - raised again where the queue is read
             queue.put_nowait(error)
@@ -252,6 +257,7 @@ async def _merged(
                 running -= 1
             else:
                 yield item
+                taken[item[0]].set()
     finally:
         for task in pumps:
             task.cancel()

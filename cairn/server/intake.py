@@ -44,7 +44,13 @@ async def read_request(request: Request, kind: type[F]) -> F:
 async def encoded(request: Request, work: Callable[[], T]) -> T:
     """The result of `work`, which encodes or decodes what the request brought. Other requests go
     on meanwhile when it may take long."""
-    if len(await request.body()) <= SHORT_BODY:
+    return await at_once_if_short(len(await request.body()), work)
+
+
+async def at_once_if_short(size: int, work: Callable[[], T]) -> T:
+    """The result of `work`, which reads `size` bytes: at once when they are few, else in a
+    thread."""
+    if size <= SHORT_BODY:
         return work()
     return await asyncio.to_thread(work)
 

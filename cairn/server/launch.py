@@ -20,20 +20,25 @@ from starlette.types import ASGIApp
 
 from cairn.config import EngineOptions
 from cairn.engine.client import EngineClient
-from cairn.engine.tokenizer import load_tokenizer
+from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.errors import BadConfig
 from cairn.models.checkpoint import read_headers
 from cairn.models.registry import load_spec
+from cairn.obs.log import get_logger
 from cairn.obs.metrics import Metrics
 from cairn.obs.trace import Tracer
 from cairn.server.admin import create_admin_app
 from cairn.server.app import create_app
 from cairn.server.grammars import GrammarChecker
+from cairn.server.hosts import HostCheck, is_loopback
 from cairn.server.limits import MAX_HEADER_BYTES, BoundedProtocol
 from cairn.server.middleware import wrap
 from cairn.server.options import ServerOptions
 from cairn.server.report import Report, Say
 from cairn.server.state import ServerState
+from cairn.server.templates import TemplateRenderer
+
+log = get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
@@ -107,6 +112,7 @@ class _Life:
             client=self._client,
             metrics=Metrics(name, self._totals, lambda: self._client.phases),
             grammars=GrammarChecker(),
+            templates=TemplateRenderer(),
             tracer=tracer,
             model_name=name,
         )
@@ -121,9 +127,11 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        admin = wrap(create_admin_app(self._state), self._state)
-        for app, listener in zip((create_app(self._state), admin), sockets, strict=False):
-            self._listen(app, listener)
+        _warn_of_open_port(self._state.options, sockets[0])
+        checks = [HostCheck.of(self._state.options, s.getsockname()[0]) for s in sockets]
+        self._listen(create_app(self._state, checks[0]), sockets[0])
+        for listener, check in zip(sockets[1:], checks[1:], strict=True):
+            self._listen(wrap(create_admin_app(self._state), self._state, check), listener)
         urls = [_url(listener) for listener in sockets]
         self._report.listening(self._state.model_name, *urls)
         try:
@@ -158,9 +166,8 @@ class _Life:
         (self._stop_now if self._stop.is_set() else self._stop).set()
 
     async def _load(self) -> None:
-        tokenizer = asyncio.to_thread(load_tokenizer, self._model)
         starting = self._client.start(on_phase=self._report.phase)
-        self._state.tokenizer, _ = await asyncio.gather(tokenizer, starting)
+        self._state.tokenizer, _ = await asyncio.gather(self._load_tokenizer(), starting)
         if self._state.tokenizer is not None:
             self._state.grammars.open(self._state.tokenizer, self._client.info.vocab_size)
         self._report.loaded(self._client.info)
@@ -168,6 +175,12 @@ class _Life:
         gc.collect()
         gc.freeze()
         self._state.loaded = True
+
+    async def _load_tokenizer(self) -> Tokenizer | None:
+        tokenizer = await asyncio.to_thread(load_tokenizer, self._model)
+        if tokenizer is not None and tokenizer.has_chat_template:
+            await self._state.templates.open()
+        return tokenizer
 
     async def _engine_ended(self) -> None:
         """Raise EngineDead when the engine has ended and its streams have said so."""
@@ -208,6 +221,7 @@ class _Life:
             server.should_exit, server.force_exit = True, at_once
         await asyncio.wait(self._servers.values(), timeout=STOP_SECONDS)
         self._state.grammars.close()
+        self._state.templates.close()
 
     def _totals(self) -> Mapping[str, float]:
         if not self._state.loaded:
@@ -278,6 +292,19 @@ def _bound(host: str, port: int, option: str) -> socket.socket:
             f"Change --host or {option}",
         ) from None
     return made
+
+
+def _warn_of_open_port(options: ServerOptions, listener: socket.socket) -> None:
+    """Log a warning when other machines can use the API without a key."""
+    address = listener.getsockname()[0]
+    if not options.api_keys and not is_loopback(address):
+        log.warning(
+            "host %s: every machine that reaches %s can use the API, because there is no API key. "
+            "Give --api-key (or CAIRN_API_KEY), or listen on --host %s",
+            options.host,
+            _url(listener),
+            LOOPBACK,
+        )
 
 
 def _url(listener: socket.socket) -> str:

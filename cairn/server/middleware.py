@@ -1,4 +1,4 @@
-"""What happens to every request before its handler: name, key, bounds, and a line in the log."""
+"""What happens to every request before its handler: name, host, key, bounds, a line in the log."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cairn.obs import log
 from cairn.obs.trace import Tracer
 from cairn.server import auth, limits
 from cairn.server.errors import CLIENT_GONE, error_response
+from cairn.server.hosts import HostCheck
 from cairn.server.state import ServerState
 
 access = logging.getLogger("cairn.access")
@@ -25,12 +26,13 @@ OPERATIONS = frozenset({"/health", "/ready", "/metrics"})
 """Answered in every state of the server; asked so often that they leave no span and no line."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 NO_TRACER = Tracer()
+ANY_HOST = HostCheck()
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-def wrap(app: ASGIApp, state: ServerState) -> ASGIApp:
+def wrap(app: ASGIApp, state: ServerState, hosts: HostCheck = ANY_HOST) -> ASGIApp:
     """The app behind everything that holds for all routes. Plain ASGI: streams pass unbuffered."""
-    return _Observed(_Guarded(app, state), state)
+    return _Observed(_Guarded(app, state, hosts), state)
 
 
 @dataclass(slots=True)
@@ -110,13 +112,15 @@ class _Observed:
 class _Guarded:
     """Refuses what must not reach a handler, and counts what does."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, hosts: HostCheck) -> None:
         self._app = app
         self._state = state
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, headers, path = self._state, Headers(scope=scope), scope["path"]
         try:
+            self._hosts.check(path, headers)
             auth.check_key(path, headers, state.options.api_keys)
             limits.check_headers(headers, state.options)
             # The page is there before the model: it says that it waits.

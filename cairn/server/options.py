@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ class ServerOptions:
         port: of the API; 0 takes a free one.
         admin_port: of the admin routes, always on the loopback address; 0 leaves them out, None
             takes the port after the API's (a free one where that is free-chosen).
+        allowed_hosts: further names and addresses that a Host header may have; with them every
+            other one is refused, and "*" takes all. Empty: only a server on a loopback address
+            without keys refuses what is not loopback or `host`.
         api_keys: every call but /health and /ready needs one of them; empty: open to all.
         served_model_name: what clients call the model; None: the folder's name.
         max_waiting: continuations that may wait for the engine beside those that run.
@@ -50,6 +54,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     admin_port: int | None = None
+    allowed_hosts: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     served_model_name: str | None = None
     max_waiting: int = 1024
@@ -98,12 +103,27 @@ class ServerOptions:
             # Anything else cannot stand in a header line.
             if not isinstance(key, str) or not re.fullmatch(r"[!-~]+", key):
                 raise BadConfig("an API key is empty or has a character that no header can carry")
+        for host in self.allowed_hosts:
+            if not isinstance(host, str) or not (host == "*" or _is_host(host)):
+                raise BadConfig(
+                    f"allowed_hosts has {host!r}",
+                    'Give a name or an address without scheme and port, or "*" for all',
+                )
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise BadConfig(f"served_model_name is {self.served_model_name!r}", "Give a name")
         _one_of("tool_parser", self.tool_parser, TOOL_PARSERS)
         _one_of("log_format", self.log_format, LOG_FORMATS)
         if self.trace is not None and not self.trace:
             raise BadConfig("trace is empty", 'Give "otel" or the name of a file')
+
+
+def _is_host(text: str) -> bool:
+    """A host name, or an IP address (one of version 6 may stand in brackets)."""
+    try:
+        ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", text) is not None
+    return True
 
 
 def _port(name: str, value: object) -> None:

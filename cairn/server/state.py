@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cairn.engine.client import EngineClient
     from cairn.engine.tokenizer import Tokenizer
     from cairn.server.grammars import GrammarChecker
+    from cairn.server.templates import TemplateRenderer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class ServerState:
         metrics: counters and histograms.
         tracer: makes spans, or none.
         grammars: checks grammars before the engine sees them.
+        templates: renders the model's chat template.
         model_name: what clients call the model.
         loaded: handlers may run; until then the middleware answers 503.
         draining: no new requests; the running ones finish.
@@ -38,6 +40,7 @@ class ServerState:
     client: EngineClient
     metrics: Metrics
     grammars: GrammarChecker
+    templates: TemplateRenderer
     model_name: str
     tokenizer: Tokenizer | None = None
     tracer: Tracer = field(default_factory=Tracer)

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from cairn.server.chat import encode_chat, shown_tools
 from cairn.server.errors import about
-from cairn.server.intake import encoded, read_request, tokenizer_of
+from cairn.server.intake import at_once_if_short, encoded, read_request, tokenizer_of
 from cairn.server.protocol.fields import BadField
 from cairn.server.protocol.tokens import (
     DetokenizeRequest,
@@ -27,17 +27,20 @@ async def tokenize(request: Request) -> Response:
     asked = await read_request(request, TokenizeRequest)
     tokenizer = tokenizer_of(state, "/tokenize")
 
-    def work() -> bytes:
-        if asked.prompt is None:
-            ids = encode_chat(tokenizer, asked, shown_tools(asked.tools or []))
-        else:
-            with about("prompt"):
-                ids = tokenizer.encode(asked.prompt, asked.add_special_tokens is not False)
+    prompt, special = asked.prompt, asked.add_special_tokens is not False
+    if prompt is None:
+        ids = await encode_chat(request, tokenizer, asked, shown_tools(asked.tools or []))
+    else:
+        with about("prompt"):
+            ids = await encoded(request, lambda: tokenizer.encode(prompt, special))
+
+    def answer() -> bytes:
         texts = [tokenizer.token_text(i) for i in ids] if asked.return_token_strs else UNSET
         length = state.client.info.max_model_len
         return msgspec.json.encode(TokenizeResponse(len(ids), length, ids, texts))
 
-    return Response(await encoded(request, work), media_type="application/json")
+    body = await at_once_if_short(len(ids), answer)
+    return Response(body, media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:

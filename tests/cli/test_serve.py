@@ -40,6 +40,7 @@ def test_who_asks_for_quiet_gets_it(run, started):
 
 SERVER = (
     "--host 0.0.0.0 --port 80 --admin-port 90 --api-key a --api-key b --served-model-name name "
+    "--allowed-hosts box.lan --allowed-hosts 10.0.0.7 "
     "--max-waiting 1 --max-body-bytes 2000 --max-json-depth 3 --max-headers 4 --max-prompts 5 "
     "--max-stop 6 --max-n 7 --max-logprobs 8 --max-selection-tokens 9 --body-timeout 1.5 "
     "--shutdown-timeout 0 --ready-step-age 2.5 --step-limit 3.5 --tool-parser hermes "
@@ -56,6 +57,7 @@ def test_every_option(run, started):
         host="0.0.0.0",
         port=80,
         admin_port=90,
+        allowed_hosts=("box.lan", "10.0.0.7"),
         api_keys=("a", "b"),
         served_model_name="name",
         max_waiting=1,

@@ -293,6 +293,31 @@ def test_prompts_share_what_the_step_allows():
     assert all(not s.finished for s in streams)
 
 
+@pytest.mark.parametrize("landmarks", [False, True])
+def test_a_chunk_of_four_pages_or_more_ends_with_a_page(landmarks):
+    """Where the time of a step cuts it: wherever it begins, and a smaller one fills what it has."""
+    core = fake_core(page_size=PAGE, landmarks=landmarks, pages=100, rows=2, step_slots=1024)
+    core.scheduler.limits = Limits(2, 1024, step_seconds=1.0)
+    slots = core.scheduler.slots
+    add(core, "stream", 3, 100)
+    core.step()
+    rooms = [4 * PAGE - 1, 6 * PAGE + 4, 4 * PAGE, 4 * PAGE - 3, 4 * PAGE + 9, 5 * PAGE + 15]
+    long = add(core, "long", 600, 1)
+    ends = [0]
+    for room in rooms:
+        core.scheduler.times.room = lambda load, first, limit, room=room: room
+        core.step()
+        ends.append(long.request.computed)
+        used = int(slots.slots_for(ends[-1])) - int(slots.slots_for(ends[-2]))
+        if room < 4 * PAGE:
+            # One may be left: a page's last token brings its landmark.
+            assert room - 1 <= used <= room
+            assert ends[-1] % slots.tokens_per_page != 0
+        else:
+            assert room - PAGE < used <= room
+            assert ends[-1] % slots.tokens_per_page == 0
+
+
 def test_the_same_times_give_the_same_steps():
     one, other = (streams_and_a_long_prompt(0.05)[1] for _ in range(2))
     assert one.steps == other.steps

@@ -1,6 +1,6 @@
 import pytest
 
-from cairn.engine.faults import Fault, FaultyExecutor, parse_faults
+from cairn.engine.faults import Fault, FaultyExecutor, faults_of, parse_faults
 from cairn.errors import BadConfig
 from cairn.types import SamplingParams
 from tests.engine.fakes import drain, fake_core
@@ -19,6 +19,19 @@ def test_reads_a_list_of_faults():
 def test_refuses_another_form(text):
     with pytest.raises(BadConfig, match="CAIRN_FAULT has .*Write stall:SECONDS@STEP"):
         parse_faults(text)
+
+
+@pytest.mark.parametrize("allowed", [{}, {"CAIRN_ALLOW_FAULTS": ""}, {"CAIRN_ALLOW_FAULTS": "0"}])
+def test_a_fault_that_is_not_allowed_is_refused_by_name(allowed):
+    assert faults_of(allowed) == ()
+    with pytest.raises(BadConfig, match="CAIRN_FAULT is 'die@3'.*CAIRN_ALLOW_FAULTS=1"):
+        faults_of({"CAIRN_FAULT": "die@3", **allowed})
+
+
+def test_an_allowed_fault_is_injected():
+    assert faults_of({"CAIRN_ALLOW_FAULTS": "1"}) == ()
+    environment = {"CAIRN_FAULT": "die@3", "CAIRN_ALLOW_FAULTS": "1"}
+    assert faults_of(environment) == (Fault("die", 3),)
 
 
 def test_only_the_named_step_fails():

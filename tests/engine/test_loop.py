@@ -283,3 +283,23 @@ def test_a_call_that_fails_is_its_callers_alone(make):
     assert first.error == "no method 'dance'" and first.status == 400
     assert "TypeError" in second.error and second.status == 500
     assert third.error is None and third.value == {"pages": 0}
+
+
+def test_a_profile_that_cannot_start_is_its_callers_alone(make, monkeypatch):
+    def broken(**_):
+        raise RuntimeError("the profiler is in use")
+
+    running = make()
+    running.tell(Call(1, "profile", {"colour": "red"}))
+    running.wait(lambda sent: len(sent) == 1)
+    monkeypatch.setattr("cairn.engine.loop.StepProfile", broken)
+    running.tell(Call(2, "profile"), Call(3, "flush_cache"))
+    running.wait(lambda sent: len(sent) == 3)
+    first, second, third = running.sent
+    assert "TypeError" in first.error and first.status == 500
+    assert second.error == "RuntimeError: the profiler is in use" and second.status == 500
+    assert third.error is None
+    monkeypatch.undo()
+    running.tell(Call(4, "profile", {"steps": 1, "seconds": 0.05}))
+    running.wait(lambda sent: len(sent) == 4)
+    assert running.sent[3].error is None and running.sent[3].value["steps"] == 0

@@ -297,6 +297,55 @@ def test_when_pages_are_short_the_next_step_waits():
     assert all_pages_back(core)
 
 
+@pytest.mark.parametrize("page_size, landmarks, window", [(4, True, None), (16, False, 2)])
+@pytest.mark.parametrize("step_slots", [7, 64])
+def test_only_the_last_in_order_is_taken_back_and_never_beside_a_step_in_flight(
+    page_size, landmarks, window, step_slots
+):
+    """A step planned ahead finds pages for all its rows: those in flight could not give theirs, and
+    earlier ones would lose them."""
+    preemptions = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        core = fake_core(
+            page_size=page_size,
+            landmarks=landmarks,
+            pages=128 // page_size,
+            rows=8,
+            step_slots=step_slots,
+            max_model_len=60,
+            overlap=True,
+            window_pages=0 if window is None else window + 60 // page_size * 2 + 2,
+            reach=window or 0,
+        )
+        late, planned_ahead = Late(core), []
+        schedule = core.scheduler.schedule
+
+        def watched(
+            schedule=schedule, scheduler=core.scheduler, late=late, planned_ahead=planned_ahead
+        ):
+            in_flight, before = len(late.pending), scheduler.preemptions
+            plan = schedule()
+            if in_flight:
+                planned_ahead.append(scheduler.preemptions - before)
+            return plan
+
+        core.scheduler.schedule = watched
+        for k in range(20):
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
+            count = rng.randint(1, 50)
+            add(core, late, f"r{k}", prompt, count, rng.randint(0, 2))
+        while core.has_work:
+            before = {r: r.retractions for r in core.scheduler.running}
+            core.step()
+            retracted = [r for r, count in before.items() if r.retractions > count]
+            kept = [r for r in core.scheduler.running if r in before and r not in retracted]
+            assert all(r.order > other.order for r in retracted for other in kept)
+        assert planned_ahead and not any(planned_ahead)
+        preemptions += core.scheduler.preemptions
+    assert preemptions > 20
+
+
 def drawn_params(rng: random.Random) -> SamplingParams:
     """Any way of sampling; each depends on the tokens before in its own way."""
     kinds = [

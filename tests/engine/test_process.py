@@ -150,6 +150,7 @@ def test_the_engine_does_not_outlive_its_parent(moment, private_tmp):
 
 
 def test_a_failing_step_ends_its_requests_only(monkeypatch):
+    monkeypatch.setenv("CAIRN_ALLOW_FAULTS", "1")
     monkeypatch.setenv("CAIRN_FAULT", "raise@3,raise@5,raise@6,raise@8,raise@9,raise@10")
     short = SamplingParams(max_tokens=2, ignore_eos=True)
 
@@ -179,6 +180,7 @@ def test_a_failing_step_ends_its_requests_only(monkeypatch):
 
 
 def test_a_step_that_hangs_is_seen_by_its_age(monkeypatch):
+    monkeypatch.setenv("CAIRN_ALLOW_FAULTS", "1")
     monkeypatch.setenv("CAIRN_FAULT", "stall:1.2@1,stall:600@3")
 
     async def run():
@@ -191,6 +193,18 @@ def test_a_step_that_hangs_is_seen_by_its_age(monkeypatch):
             with pytest.raises(EngineDead, match="step .* more than 3 seconds"):
                 await collect(submission)
             await until(lambda: gone(client.pid), 5)
+
+    asyncio.run(run())
+
+
+def test_a_fault_of_the_environment_alone_is_refused(monkeypatch):
+    monkeypatch.delenv("CAIRN_ALLOW_FAULTS", raising=False)
+    monkeypatch.setenv("CAIRN_FAULT", "die@3")
+
+    async def run():
+        with pytest.raises(BadConfig, match="CAIRN_FAULT is 'die@3'.*Unset it"):
+            async with engine():
+                pass
 
     asyncio.run(run())
 

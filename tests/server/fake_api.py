@@ -7,6 +7,7 @@ import json
 
 import httpx
 
+from cairn.engine.chat_template import render
 from cairn.errors import BadRequest
 from cairn.obs.metrics import Metrics
 from cairn.server.app import create_app
@@ -29,6 +30,13 @@ class FakeGrammars:
             raise BadRequest("the grammar is too large")
 
 
+class FakeTemplates:
+    """Renders in this process."""
+
+    async def render(self, given):
+        return render(given)
+
+
 class FakeApi:
     """Requests to the application, each in an event loop of its own."""
 
@@ -40,6 +48,7 @@ class FakeApi:
             client=self.client,
             metrics=Metrics(MODEL, dict, dict),
             grammars=self.grammars,
+            templates=FakeTemplates(),
             model_name=MODEL,
             tokenizer=tokenizer,
             loaded=True,

@@ -24,6 +24,7 @@ def fake_state(**options):
         client=client,
         metrics=Metrics("tiny", totals, lambda: client.phases),
         grammars=None,
+        templates=None,
         model_name="tiny",
         loaded=True,
     )

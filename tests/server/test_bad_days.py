@@ -148,7 +148,7 @@ def test_requests_that_are_no_requests(server):
         writer.transport.abort()
         return int(first.split(b" ")[1])
 
-    heads = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+    heads = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
     many = b"".join(b"x-%d: 1\r\n" % i for i in range(10_000))
     chunked = message({}).split(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
     deep = b"[" * 100_000
@@ -317,9 +317,8 @@ def check_nothing_outlives(server):
 
 
 def test_not_ready_while_loading_and_while_a_step_takes_long(tmp_path):
-    server = Running(
-        tmp_path, "--ready-step-age", "1", "--admin-port", "0", CAIRN_FAULT="stall:4@8"
-    )
+    faults = {"CAIRN_FAULT": "stall:4@8", "CAIRN_ALLOW_FAULTS": "1"}
+    server = Running(tmp_path, "--ready-step-age", "1", "--admin-port", "0", **faults)
     try:
         loading = server.get("/ready")
         assert loading.status_code == 503 and "loading" in loading.json()["reason"]

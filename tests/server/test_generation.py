@@ -193,3 +193,34 @@ def test_streams_of_several_prompts_interleave(api):
     events = api.events(COMPLETE, {"prompt": ["a", "b"], "max_tokens": 8})
     order = [event["choices"][0]["index"] for event in events]
     assert order != sorted(order)
+
+
+@pytest.mark.parametrize("prompt, n", [("a", 2), (["a", "b"], 1)])
+def test_a_slow_client_gets_larger_pieces(api, prompt, n):
+    api.client.answer = lambda *_: b"x" * 2000
+
+    async def run():
+        raw = Raw(COMPLETE, {"prompt": prompt, "n": n, "max_tokens": 2000, "stream": True})
+        send, reads = raw.send, asyncio.Event()
+
+        async def slow_send(message):
+            await send(message)
+            if b"data: " in message.get("body", b""):
+                await reads.wait()
+
+        raw.send = slow_send
+        task = raw.start(api.app)
+        await raw.until("data: ")
+        while api.client.live:
+            await asyncio.sleep(0)
+        reads.set()
+        await asyncio.wait_for(task, 10)
+        return events_of(raw.text)
+
+    *events, done = asyncio.run(run())
+    assert done == "[DONE]"
+    # Nothing waits piece by piece for the client: what the engine adds meanwhile is one piece.
+    assert len(events) < 10
+    for index in range(2):
+        mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == "x" * 2000

@@ -7,6 +7,7 @@ import signal
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cairn.config import default_model_path
@@ -124,6 +125,35 @@ def test_pickled_weights_are_refused_and_not_opened(model, tmp_path):
     (model / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(mark)))
     refused(["pytorch_model.bin", "pickled", "safetensors"], str(model), "--port", "0")
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "0.0.0.0", "--api-key", "secret"), False),
+        (("--host", "localhost"), False),
+    ],
+)
+def test_a_port_that_is_open_to_all_is_warned_of(tmp_path, arguments, warned):
+    server = Running(tmp_path, *arguments)
+    try:
+        server.signal(signal.SIGTERM)
+        assert server.wait_end() == 0
+        told = server.err.read_text()
+        assert ("WARNING" in told and "no API key" in told and "0.0.0.0" in told) == warned, told
+    finally:
+        server.close()
+
+
+def test_foreign_hosts_are_refused_on_both_ports(tmp_path):
+    server = Running(tmp_path)
+    try:
+        for url in (f"{server.url}/v1/models", f"{server.admin}/admin/cache"):
+            assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 403
+            assert httpx.get(url).status_code != 403
+    finally:
+        server.close()
 
 
 def test_a_signal_while_the_model_loads(tmp_path):

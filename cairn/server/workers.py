@@ -1,0 +1,218 @@
+"""Worker processes of the server: a bounded number, each replaced when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from cairn.errors import CairnError
+from cairn.server.worker import HEADER, READY, START_SECONDS, framed
+
+GRACE_SECONDS = 1.0
+"""A worker ends itself when its time is up; after this much more it is ended from outside."""
+
+
+class Ended(Exception):
+    """A worker ended over its message.
+
+    Args:
+        signal: what ended it: SIGALRM: its time was up; 0: it ended by itself.
+    """
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
+
+
+class WorkerPool:
+    """Processes that run a module with `cairn.server.worker.serve`, started when they are needed.
+
+    Args:
+        module: run as `python -m MODULE SECONDS BYTES`.
+        first: makes the first message of each, in a thread.
+        workers: processes at most.
+        seconds: time for one message.
+        memory: bytes of address space of each.
+    """
+
+    def __init__(
+        self, module: str, first: Callable[[], bytes], *, workers: int, seconds: float, memory: int
+    ) -> None:
+        self._module = module
+        self._first = first
+        self._seconds = seconds
+        self._memory = memory
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix=module)
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._workers: set[_Worker] = set()
+        self._closed = False
+
+    def prepare(self) -> None:
+        """Have a worker ready for the next message, soon."""
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._threads.submit(self._replace)
+
+    async def ready(self) -> None:
+        """Wait until a worker is there. Raises CairnError when none can be started."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._replace)
+
+    async def ask(self, message: bytes) -> bytes:
+        """The answer of a worker.
+
+        Raises:
+            Ended: the worker ended before it answered.
+            CairnError: none can be started.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._exchange, message)
+
+    def close(self) -> None:
+        """End the workers. Who waits for an answer gets Ended."""
+        with self._lock:
+            self._closed = True
+            workers = tuple(self._workers)
+        for worker in workers:
+            worker.kill()
+        # The pipes of the others belong to the threads that wait for an answer.
+        while self._idle:
+            self._drop(self._idle.pop())
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _replace(self) -> None:
+        if not self._idle and not self._closed:
+            self._idle.append(self._start())
+
+    def _exchange(self, message: bytes) -> bytes:
+        try:
+            try:
+                return self._try(message)
+            except Ended as ended:
+                if ended.signal != signal.SIGKILL:
+                    raise
+                # Killed from outside, maybe before it saw the message.
+                return self._try(message)
+        except Ended:
+            self.prepare()
+            raise
+
+    def _try(self, message: bytes) -> bytes:
+        worker = self._take()
+        try:
+            answer = worker.exchange(message, self._seconds)
+        except Ended:
+            self._drop(worker)
+            raise
+        self._idle.append(worker)
+        return answer
+
+    def _take(self) -> _Worker:
+        while True:
+            try:
+                worker = self._idle.pop()
+            except IndexError:
+                return self._start()
+            if worker.alive:
+                return worker
+            self._drop(worker)
+
+    def _start(self) -> _Worker:
+        first = self._first()
+        worker = _Worker(self._module, self._seconds, self._memory)
+        with self._lock:
+            self._workers.add(worker)
+        if self._closed:
+            worker.kill()
+        try:
+            if worker.exchange(first, START_SECONDS) != READY:
+                raise Ended(0)
+        except Ended:
+            self._drop(worker)
+            raise CairnError(
+                f"the worker process {self._module} cannot be started",
+                f"It may need more than the {self._memory} bytes that it gets",
+            ) from None
+        return worker
+
+    def _drop(self, worker: _Worker) -> None:
+        worker.end()
+        with self._lock:
+            self._workers.discard(worker)
+
+
+class _Worker:
+    """One process. Used by one thread at a time."""
+
+    def __init__(self, module: str, seconds: float, memory: int) -> None:
+        # -P: a module in the working directory must not pass for one of ours.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(seconds), str(memory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # One thread does the work; pools of others would only take address space.
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._pipes = (self._process.stdin, self._process.stdout)
+        self._to, self._from = (pipe.fileno() for pipe in self._pipes)
+        os.set_blocking(self._to, False)
+
+    @property
+    def alive(self) -> bool:
+        """The process has not ended."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End the process; who waits for its answer sees that."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """End the process and let go of it."""
+        self.kill()
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # what was not sent is lost
+                pipe.close()
+
+    def exchange(self, message: bytes, seconds: float) -> bytes:
+        """Send a message and wait for the answer. Raises Ended."""
+        deadline = time.monotonic() + seconds + GRACE_SECONDS
+        try:
+            left = memoryview(framed(message))
+            while left:
+                _wait(self._to, select.POLLOUT, deadline)
+                left = left[os.write(self._to, left) :]
+            size = int.from_bytes(self._receive(HEADER, deadline), "little")
+            return self._receive(size, deadline)
+        except TimeoutError:
+            raise Ended(signal.SIGALRM) from None
+        except (OSError, EOFError):
+            raise Ended(-self._process.wait()) from None
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            _wait(self._from, select.POLLIN, deadline)
+            part = os.read(self._from, size - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> None:
+    """Wait until a pipe can be written or read. Raises TimeoutError."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError
