@@ -75,6 +75,53 @@ class Linear(nn.Module):
         return self.scheme.add_to(self, residual, x, norm)
 
 
+class ExpertLinear(nn.Module):
+    """The same linear map of every expert, each with a matrix of its own.
+
+    Args:
+        experts: how many, E.
+        in_features: width of x.
+        parts: the matrices of one expert, one below the other.
+        fused: name of a tensor that holds the matrices of all experts.
+        dtype: of activations.
+        scheme: how the matrices are kept.
+    """
+
+    weight: nn.Parameter
+    scale: nn.Parameter
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        parts: Sequence[Rows],
+        fused: str,
+        *,
+        dtype: torch.dtype,
+        scheme: Scheme = PLAIN,
+    ) -> None:
+        super().__init__()
+        self.experts, self.in_features, self.parts = experts, in_features, tuple(parts)
+        self.out_features = sum(part.size for part in parts)
+        self.fused, self.scheme = fused, scheme
+        scheme.create(self, dtype)
+
+    def weights(self, source: Source) -> list[Weight]:
+        """One tensor for all experts where the checkpoint has that, else one for each matrix."""
+        if source.holds(self.fused):
+            shape = self.experts, self.out_features, self.in_features
+            return [Weight(source.name(self.fused), shape, self.weight, shard=0)]
+        return [
+            weight
+            for expert in range(self.experts)
+            for weight in self.scheme.weights(self, source.within(str(expert)), expert)
+        ]
+
+    def matrices(self, hit: Tensor, dtype: torch.dtype) -> Tensor:
+        """The matrices of the experts `hit` [n] int64, in `dtype`: [n, out, in]."""
+        return self.scheme.matrices(self, hit, dtype)
+
+
 class GatedLinear(Linear):
     """y = silu(A x) * B x, where the rows of the map are those of A, then those of B.
 

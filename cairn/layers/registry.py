@@ -13,11 +13,12 @@ from cairn.attention.step import BoundLayer
 from cairn.layers.gqa import GqaAttention
 from cairn.layers.hils import HilsAttention
 from cairn.layers.mlp import GatedMLP
+from cairn.layers.moe import MixtureOfExperts
 from cairn.layers.residual import Delta, Hidden
 from cairn.layers.rotary import Angles, Rotary
 from cairn.layers.schemes.base import Scheme
 from cairn.layers.weight import Source, Weight
-from cairn.specs.ffn import DenseFfn, FfnSpec
+from cairn.specs.ffn import DenseFfn, FfnSpec, MoeFfn
 from cairn.specs.gqa import GqaSpec
 from cairn.specs.hils import HilsSpec
 from cairn.specs.model import MixerSpec
@@ -80,8 +81,15 @@ def _dense(spec: DenseFfn, c: Context) -> nn.Module:
     return GatedMLP(c.hidden, spec.intermediate, dtype=c.dtype, scheme=c.scheme)
 
 
+def _moe(spec: MoeFfn, c: Context) -> nn.Module:
+    return MixtureOfExperts(spec, c.hidden, dtype=c.dtype, scheme=c.scheme)
+
+
 MIXERS: Mapping[type, Callable[[Any, Context], nn.Module]] = {GqaSpec: _gqa, HilsSpec: _hils}
-FFNS: Mapping[type, Callable[[Any, Context], nn.Module]] = {DenseFfn: _dense}
+FFNS: Mapping[type, Callable[[Any, Context], nn.Module]] = {
+    DenseFfn: _dense,
+    MoeFfn: _moe,
+}
 
 
 def build_mixer(spec: MixerSpec, context: Context) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from cairn import ops
 from cairn.layers.norm import RMSNorm
-from cairn.layers.weight import Source, Weight
+from cairn.layers.weight import Index, Source, Weight
 from cairn.ops import advice
 
 if TYPE_CHECKING:
-    from cairn.layers.linear import Linear
+    from cairn.layers.linear import ExpertLinear, Linear
 
 
 class Rows(NamedTuple):
@@ -36,13 +36,23 @@ class Rows(NamedTuple):
 class Scheme(ABC):
     """One way to keep a matrix [out, in]; one instance serves all maps of a model."""
 
-    @abstractmethod
-    def create(self, linear: Linear, dtype: torch.dtype) -> None:
-        """Register the parameters of a map on it; `dtype` is that of activations."""
+    converts: ClassVar[bool] = True
+    """Whether matrices are converted before products."""
 
     @abstractmethod
-    def weights(self, linear: Linear, source: Source) -> list[Weight]:
-        """What fills these parameters."""
+    def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
+        """Register the parameters of a map on it; `dtype` is that of activations. Those of experts
+        have the expert as their first axis."""
+
+    @abstractmethod
+    def weights(
+        self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
+    ) -> list[Weight]:
+        """What fills these parameters, or one expert's part of them."""
+
+    @abstractmethod
+    def matrices(self, linear: ExpertLinear, hit: Tensor, dtype: torch.dtype) -> Tensor:
+        """Matrices of the experts `hit` [n] int64 in `dtype`: [n, out, in]."""
 
     @abstractmethod
     def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
@@ -80,12 +90,17 @@ def biased(y: Tensor, bias: nn.Parameter | None) -> Tensor:
 class PlainScheme(Scheme):
     """A matrix in the model's dtype."""
 
-    def create(self, linear: Linear, dtype: torch.dtype) -> None:
-        """One parameter `weight` [out, in]."""
-        weight = torch.empty(linear.out_features, linear.in_features, dtype=dtype)
+    converts: ClassVar[bool] = False
+
+    def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
+        """One parameter `weight` [out, in], or [E, out, in]."""
+        shape = *leading(linear), linear.out_features, linear.in_features
+        weight = torch.empty(shape, dtype=dtype)
         linear.weight = nn.Parameter(weight, requires_grad=False)
 
-    def weights(self, linear: Linear, source: Source) -> list[Weight]:
+    def weights(
+        self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
+    ) -> list[Weight]:
         """A matrix for each part."""
         found, start = [], 0
         for name, size, order in linear.parts:
@@ -94,13 +109,17 @@ class PlainScheme(Scheme):
                     source.name(f"{name}.weight"),
                     (size, linear.in_features),
                     linear.weight,
-                    slice(start, start + size),
+                    at_rows(expert, start, size),
                     transform=None if order is None else functools.partial(reordered, order=order),
                     shard=0,
                 )
             )
             start += size
         return found
+
+    def matrices(self, linear: ExpertLinear, hit: Tensor, dtype: torch.dtype) -> Tensor:
+        """As they are."""
+        return linear.weight[hit]
 
     def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """One product, the norm in front of it fused where that is faster."""
@@ -123,6 +142,18 @@ class PlainScheme(Scheme):
         return ops.linear_add_rmsnorm(
             x, residual, linear.weight, norm.weight, linear.bias, norm.eps
         )
+
+
+def leading(linear: Linear | ExpertLinear) -> tuple[int, ...]:
+    """Axes of parameters in front of rows: the experts, if it is a map of experts."""
+    experts = getattr(linear, "experts", None)
+    return () if experts is None else (experts,)
+
+
+def at_rows(expert: int | None, start: int, size: int) -> Index:
+    """Rows of a parameter, or of one expert's part of it."""
+    rows = slice(start, start + size)
+    return rows if expert is None else (expert, rows)
 
 
 def reordered(tensor: Tensor, order: Tensor) -> Tensor:

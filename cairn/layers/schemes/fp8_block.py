@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from cairn import ops
 from cairn.errors import BadModel
 from cairn.layers.norm import RMSNorm
-from cairn.layers.schemes.base import Scheme, biased, normed, reordered
+from cairn.layers.schemes.base import Scheme, at_rows, biased, leading, normed, reordered
 from cairn.layers.weight import Source, Weight
 
 if TYPE_CHECKING:
-    from cairn.layers.linear import Linear
+    from cairn.layers.linear import ExpertLinear, Linear
 
 SCALE_DTYPES = ("F32", "BF16", "F8_E8M0", "U8")
 
@@ -34,22 +34,26 @@ class Fp8BlockScheme(Scheme):
     def __init__(self, block: tuple[int, int]) -> None:
         self.block = block
 
-    def create(self, linear: Linear, dtype: torch.dtype) -> None:
-        """`weight` [out, in] e4m3 and `scale` [blocks of rows, blocks of columns] float32; every
-        stored matrix begins a block of rows."""
-        weight = torch.empty(linear.out_features, linear.in_features, dtype=torch.float8_e4m3fn)
+    def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
+        """`weight` [out, in] e4m3 and `scale` [blocks of rows, blocks of columns] float32, or the
+        same by expert; every stored matrix begins a block of rows."""
+        lead = leading(linear)
+        shape = *lead, linear.out_features, linear.in_features
+        weight = torch.empty(shape, dtype=torch.float8_e4m3fn)
         linear.weight = nn.Parameter(weight, requires_grad=False)
         rows = sum(self._blocks(part.size, linear)[0] for part in linear.parts)
         # Zeros: a scale that no tensor fills is found by the loader, and never arbitrary.
-        scale = torch.zeros(rows, self._blocks(0, linear)[1], dtype=torch.float32)
+        scale = torch.zeros(*lead, rows, self._blocks(0, linear)[1], dtype=torch.float32)
         linear.scale = nn.Parameter(scale, requires_grad=False)
 
-    def weights(self, linear: Linear, source: Source) -> list[Weight]:
+    def weights(
+        self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
+    ) -> list[Weight]:
         """A matrix and its scales for each part."""
         found, start, first = [], 0, 0
         for name, size, order in linear.parts:
             transform = None if order is None else functools.partial(reordered, order=order)
-            shape, at = (size, linear.in_features), slice(start, start + size)
+            shape, at = (size, linear.in_features), at_rows(expert, start, size)
             matrix = source.name(f"{name}.weight")
             dtypes = ("F8_E4M3",)
             found.append(
@@ -61,7 +65,7 @@ class Fp8BlockScheme(Scheme):
                     scales,
                     blocks,
                     linear.scale,
-                    slice(first, first + blocks[0]),
+                    at_rows(expert, first, blocks[0]),
                     transform=functools.partial(decode_scale, name=scales),
                     draw="one",
                     dtypes=SCALE_DTYPES,
@@ -75,18 +79,26 @@ class Fp8BlockScheme(Scheme):
         weight = self.dequantised(linear, x.dtype)
         return biased(ops.linear(normed(x, norm), weight), linear.bias)
 
+    def matrices(self, linear: ExpertLinear, hit: Tensor, dtype: torch.dtype) -> Tensor:
+        """Dequantised, those of the experts that are hit."""
+        scale = self._by_element(linear, linear.scale[hit])
+        return (linear.weight[hit].float() * scale).to(dtype)
+
     def dequantised(self, linear: Linear, dtype: torch.dtype) -> Tensor:
         """The matrix [out, in] in `dtype`, rounded once."""
+        return (linear.weight.float() * self._by_element(linear, linear.scale)).to(dtype)
+
+    def _by_element(self, linear: Linear | ExpertLinear, scale: Tensor) -> Tensor:
+        """Scales [..., blocks of rows, blocks of columns] for every element [..., out, in]."""
         block_of, first = [], 0
         for _, size, order in linear.parts:
             row = torch.arange(size) if order is None else order
             block_of.append(row // self.block[0] + first)
             first += self._blocks(size, linear)[0]
-        scale = linear.scale[torch.cat(block_of).to(linear.scale.device)]
-        scale = scale.repeat_interleave(self.block[1], dim=1)[:, : linear.in_features]
-        return (linear.weight.float() * scale).to(dtype)
+        scale = scale.index_select(-2, torch.cat(block_of).to(scale.device))
+        return scale.repeat_interleave(self.block[1], dim=-1)[..., : linear.in_features]
 
-    def _blocks(self, rows: int, linear: Linear) -> tuple[int, int]:
+    def _blocks(self, rows: int, linear: Linear | ExpertLinear) -> tuple[int, int]:
         """Blocks of rows and of columns of a matrix with so many rows."""
         return -(-rows // self.block[0]), -(-linear.in_features // self.block[1])
 
