@@ -9,9 +9,29 @@ from cairn.cache.landmarks import SlotMap
 from cairn.cache.schema import PageFormat
 from cairn.layers.weight import Weight
 from cairn.models.decoder import Decoder
-from cairn.models.registry import measure_weights
+from cairn.models.registry import load_spec, measure_weights
 from cairn.specs.hils import HilsSpec
 from cairn.specs.model import ModelSpec
+
+
+def landmark_spec() -> ModelSpec:
+    """12 layers, of which 3, 7 and 11 select 32 pages."""
+    config = {
+        "model_type": "qwen_hils", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 12,
+        "num_attention_heads": 4, "intermediate_size": 64, "hils_sliding_window": 512,
+        "hils_topk": 32, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    return load_spec(config)
+
+
+def dense_spec() -> ModelSpec:
+    """12 layers of full attention."""
+    config = {
+        "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 12,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    return load_spec(config)
 
 
 def hils_of(spec: ModelSpec) -> HilsSpec | None:

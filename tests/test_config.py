@@ -13,26 +13,15 @@ from cairn.config import (
     EngineConfig,
     EngineOptions,
     Machine,
-    ModelFacts,
     default_model_path,
-    format_layers,
-    parse_layers,
     resolve,
 )
 from cairn.errors import BadConfig, BadRequest
+from cairn.specs.layer_list import format_layers, parse_layers
+from cairn.specs.model import count_backends
+from tests.specs import dense_spec, hils_of, landmark_spec
 
-LANDMARKS = ModelFacts(
-    page_size=64,
-    landmarks=True,
-    landmark_id=1000,
-    max_model_len=131072,
-    dtype="bfloat16",
-    landmark_layers=(3, 7, 11),
-    num_layers=12,
-    topk=32,
-    window=512,
-)
-PLAIN = ModelFacts(None, False, 1000, 32768, "bfloat16", (), 12, None, None)
+LANDMARKS, PLAIN = landmark_spec(), dense_spec()
 LAPTOP = Machine(has_cuda=False, native_bf16=False, free_memory=10 * GIB)
 SERVER = Machine(has_cuda=True, native_bf16=True, free_memory=80 * GIB)
 
@@ -49,10 +38,11 @@ def test_nothing_is_left_open():
     config = settle()
     assert config.dtype == "float32"
     assert config.device == "cpu"
-    assert config.attention_backend == "hsa"
+    assert count_backends(config.model) == {"dense": 9, "hsa": 3}
     assert config.page_size == 64
-    assert config.landmark_layers == (3, 7, 11)
-    assert (config.topk, config.window, config.strategy) == (32, 512, "hils")
+    assert config.model.selecting_layers == (3, 7, 11)
+    hils = hils_of(config.model)
+    assert (hils.topk, hils.window, hils.strategy) == (32, 512, "hils")
     assert config.chunked_prefill_size == 17 * 64
     assert config.kv_cache_memory == int(0.4 * 10 * GIB)
     assert config.warnings == ()
@@ -155,8 +145,8 @@ def test_a_target_and_a_fixed_chunk_contradict_each_other():
 
 def test_a_model_without_landmarks():
     config = settle(PLAIN)
-    assert (config.attention_backend, config.page_size) == ("dense", 64)
-    assert (config.landmark_layers, config.topk, config.window) == ((), None, None)
+    assert count_backends(config.model) == {"dense": 12} and config.page_size == 64
+    assert config.model == PLAIN
     assert settle(PLAIN, page_size=16).page_size == 16
     for option in (
         {"hsa_topk": 3},
@@ -178,8 +168,10 @@ def test_overrides_that_contradict_the_model_warn():
         hsa_selection_strategy="head",
         attention_backend="dense",
     )
-    assert (config.topk, config.window, config.strategy) == (8, 256, "head")
-    assert config.landmark_layers == (3, 7)
+    hils = hils_of(config.model)
+    assert (hils.topk, hils.window, hils.strategy) == (8, 256, "head")
+    assert config.model.selecting_layers == ()  # dense
+    assert [m.backend for m in config.model.mixers][3::4] == ["dense", "dense", "window"]
     assert len(config.warnings) == 5
     assert all("contradicts" in warning for warning in config.warnings)
     same = settle(hsa_topk=32, hsa_window_size=512, hsa_layers=[11, 7, 3], hsa_lmk_id=1000)

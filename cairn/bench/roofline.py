@@ -133,9 +133,14 @@ def decode_bytes(
 def prefill_flops(spec: ModelSpec, slots: int) -> float:
     """Operations to prefill one sequence of `slots` slots and sample one token."""
     head = 2.0 * spec.vocab_size * spec.hidden_size
-    products: float = sum(_mixer_parameters(spec, mixer) for mixer in spec.mixers)
-    products += sum(_ffn_parameters(spec, layer.ffn, 1) for layer in spec.layers)
-    return head + 2.0 * products * slots + sum(_mixing_flops(spec, m, slots) for m in spec.mixers)
+    mixing = sum(_mixing_flops(spec, mixer, slots) for mixer in spec.mixers)
+    return head + 2.0 * decode_parameters(spec) * slots + mixing
+
+
+def decode_parameters(spec: ModelSpec) -> float:
+    """Matrix parameters of the layers that one token multiplies with."""
+    mixers = sum(_mixer_parameters(spec, mixer) for mixer in spec.mixers)
+    return mixers + sum(_ffn_parameters(spec, layer.ffn, 1) for layer in spec.layers)
 
 
 def pages_per_query(spec: ModelSpec, slots: int) -> int:

@@ -32,6 +32,7 @@ from cairn.engine import admission
 from cairn.engine.admission import CoreShape
 from cairn.engine.budget import Load, StepTimes
 from cairn.engine.continuation import Continuation, SideBySide
+from cairn.engine.drafts import Drafter
 from cairn.engine.grammar import GrammarLoader, GrammarState
 from cairn.engine.output import OutputStream
 from cairn.engine.request import Moments, Request
@@ -70,6 +71,7 @@ class EngineCore:
         executor: runs the plans.
         tokenizer: None: token prompts and token outputs only.
         overlap: plan and launch a step before the result of the last one is there.
+        drafter: guesses the next tokens of rows that decode; None: nobody does.
 
     Attributes:
         grammars: compiles grammars; None without a tokenizer.
@@ -87,6 +89,7 @@ class EngineCore:
         tokenizer: Tokenizer | None = None,
         *,
         overlap: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         self.shape = shape
         self.cache = cache
@@ -95,7 +98,7 @@ class EngineCore:
         self.overlap = overlap
         self.clock: Callable[[], float] = time.perf_counter
         self.times = StepTimes()
-        self.scheduler = Scheduler(limits, cache, slots, self.times)
+        self.scheduler = Scheduler(limits, cache, slots, self.times, drafter)
         self._eos_ids = frozenset(shape.eos_ids)
         self.grammars = GrammarLoader(tokenizer, shape.vocab_size) if tokenizer else None
         self.stats = CoreStats()
@@ -314,7 +317,7 @@ class EngineCore:
         if result.prompt_logprobs:
             self._take_prompt_logprobs(plan, result)
         now = self.clock()
-        sampled = self.scheduler.retire(plan)
+        sampled = self.scheduler.retire(plan, result.counts)
         if not (plan.work or result.selection) and min(result.tokens) >= 0:
             together = self._together
             if together is None or together.requests is not sampled:
@@ -322,20 +325,29 @@ class EngineCore:
             if together is not None:
                 return self._retire_together(together, result, now)
         self._part()
-        changed = []
-        for index, request in enumerate(sampled):
+        changed, begin = [], 0
+        for number, request in enumerate(sampled):
+            end = begin + (1 if result.counts is None else result.counts[number])
             continuation = self._of(request)
-            if continuation is None:
-                continue
-            changed.append(continuation)
-            moments = continuation.moments
+            if continuation is not None:
+                changed.append(continuation)
+                self._take_tokens(continuation, result, range(begin, end), now)
+            begin = end
+        return changed
+
+    def _take_tokens(
+        self, continuation: Continuation, result: StepResult, indices: range, now: float
+    ) -> None:
+        """Give a continuation its tokens of a step, up to the one that ends it."""
+        moments = continuation.moments
+        for index in indices:
             if result.tokens[index] >= 0:
                 moments.last_token = now
                 if moments.first_token is None:
                     moments.first_token = now
             if self._take_token(continuation, result, index) is not None:
                 self._end(continuation, now)
-        return changed
+                return
 
     def _retire_together(
         self, together: SideBySide, result: StepResult, now: float

@@ -102,6 +102,8 @@ class Request:
         opened: the runner was told of the row.
         decoding: all that is left to run is the token that was chosen last, since the row was
             opened.
+        drafting: a step in flight runs guesses of it: which tokens it has, and how far it is, is
+            known when that step retires.
         doomed: to be released when the steps in flight have retired.
         failed: a step of it has failed: later ones, in flight already, go on from what it lost.
         held_by: a running request that is computing `held_until` tokens this one shares.
@@ -126,6 +128,7 @@ class Request:
     granted: int = 0
     opened: bool = False
     decoding: bool = False
+    drafting: bool = False
     doomed: bool = False
     failed: bool = False
     held_by: Request | None = None
@@ -275,7 +278,7 @@ class Phases:
     @classmethod
     def of(cls, running: Sequence[Request], counts: RowCounts, tokens_per_page: int) -> Phases:
         """Sort them; those that are to be released, or have all their tokens, run nothing."""
-        decoding = [r for r in running if r.decoding and not (r.doomed or r.complete)]
+        decoding = [r for r in running if r.decoding and not (r.drafting or r.doomed or r.complete)]
         return cls(
             Lockstep(decoding, counts, tokens_per_page),
             [r for r in running if not (r.decoding or r.doomed)],

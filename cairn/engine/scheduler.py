@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import NO_GROWTH, Growth, PageCache
 from cairn.engine.budget import Load, StepTimes
+from cairn.engine.drafts import Drafter, guesses_of
 from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State
 from cairn.engine.sharing import Computing
 from cairn.runner.step import (
@@ -76,10 +77,23 @@ class Scheduler:
         cache: the pages.
         slots: slot arithmetic.
         times: how long steps take; asked only when the limits hold `step_seconds`.
+        drafter: guesses the next tokens of rows that decode; None: each runs one token a step.
+
+    Raises ValueError for a drafter where layers keep states of sequences: those cannot be cut back.
     """
 
-    def __init__(self, limits: Limits, cache: PageCache, slots: SlotMap, times: StepTimes) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        cache: PageCache,
+        slots: SlotMap,
+        times: StepTimes,
+        drafter: Drafter | None = None,
+    ) -> None:
+        if drafter is not None and cache.states is not None:
+            raise ValueError("guesses need layers whose cache can be cut back, not states")
         self.limits = limits
+        self.drafter = drafter
         self.times = times
         self.cache = cache
         self.slots = slots
@@ -156,8 +170,13 @@ class Scheduler:
         """
         draft = _Draft(self.limits.step_slots)
         phases = self._phases()
+        guesses = {} if self.drafter is None else self._guess(phases.decoding.requests, draft)
+        if guesses:
+            phases = self._without(phases, guesses)
         if phases.decoding.requests:
             self._schedule_decode(phases, draft)
+        for request, tokens in guesses.items():
+            self._schedule_drafts(request, tokens, draft)
         for request in phases.prefilling:
             # Making room for one may have taken the pages of another one that comes later.
             if request.state is State.RUNNING:
@@ -181,9 +200,14 @@ class Scheduler:
         self._step_id += 1
         return plan
 
-    def retire(self, plan: StepPlan) -> list[Request]:
+    def retire(self, plan: StepPlan, counts: Sequence[int] | None = None) -> list[Request]:
         """Count what a step has run. Returns the requests of its tokens, in their order, not to be
-        changed; those that were finished while it ran are released here and take no token."""
+        changed; those that were finished while it ran are released here and take no token.
+
+        Args:
+            plan: the step's.
+            counts: tokens that each of these got; None: one each.
+        """
         requests = self._in_flight.pop(plan.step_id).requests
         decode = plan.decode
         for i in decode.full or ():
@@ -194,8 +218,14 @@ class Scheduler:
             sampled = requests[:decoding]
             for request, work in zip(requests[decoding:], plan.work, strict=True):
                 computed = work.first + work.num_tokens
+                if work.drafts and counts is not None:
+                    # The guesses that were right have run; what the others wrote is overwritten.
+                    computed += counts[len(sampled)] - 1 - work.drafts
+                    self._counts.planned[request.row] = computed
+                    request.drafting, self._known_phases = False, None
                 self._counts.computed[request.row] = computed
-                self._commit(request, computed)
+                # Right guesses are among the request's tokens when it has taken them.
+                self._commit(request, min(computed, len(request.tokens)))
                 if work.sample:
                     self._computing.remove(request)
                     sampled.append(request)
@@ -259,6 +289,51 @@ class Scheduler:
         draft.budget -= len(rows.requests)
         if self.slots.landmarks and draft.decode.full:
             draft.budget -= len(draft.decode.full)
+
+    def _guess(self, requests: Sequence[Request], draft: _Draft) -> dict[Request, list[int]]:
+        """Guesses for rows that decode, where the drafter has any."""
+        assert self.drafter is not None
+        room = (draft.budget - len(requests)) // (max(1, len(requests)) * self._closing_slots)
+        found = ((request, guesses_of(self.drafter, request, room)) for request in requests)
+        return {request: guesses for request, guesses in found if guesses}
+
+    def _without(self, phases: Phases, drafted: Mapping[Request, object]) -> Phases:
+        """The phases of the step in which these rows run guesses."""
+        self._known_phases = None
+        stay = [request for request in phases.decoding.requests if request not in drafted]
+        rows = Lockstep(stay, self._counts, self.slots.tokens_per_page)
+        return Phases(rows, phases.prefilling)
+
+    def _schedule_drafts(self, request: Request, guesses: list[int], draft: _Draft) -> None:
+        """Put a row's last token and its guesses into the draft, as many as there is room for."""
+        # Making room for one may have taken the pages of another one that comes later.
+        if request.state is not State.RUNNING:
+            return
+        assert request.lease is not None
+        first = request.planned
+        fitting = self.slots.tokens_per_page * self.cache.available + int(
+            self._counts.capacity[request.row]
+        )
+        guesses = guesses[: max(0, fitting - first - 1)]
+        if not self._make_room(request, first + 1 + len(guesses), draft):
+            return
+        self._announce(request, draft)
+        draft.work.append(
+            RowWork(
+                row=request.row,
+                first=first,
+                tokens=[request.tokens[first], *guesses],
+                sample=True,
+                output_index=request.num_output,
+                drafts=len(guesses),
+            )
+        )
+        end = first + 1 + len(guesses)
+        draft.load.add(draft.work[-1])
+        draft.requests.append(request)
+        draft.budget -= int(self.slots.slots_for(end)) - int(self.slots.slots_for(first))
+        self._counts.planned[request.row] = end
+        request.drafting = bool(guesses)
 
     def _extend(self, requests: Sequence[Request], draft: _Draft) -> list[Request]:
         """Make room for one token more in each; returns those that stay without."""
@@ -340,6 +415,10 @@ class Scheduler:
                 return False
             self._retract(victim)
             if victim is request:
+                if self.cache.states is not None:
+                    # Cached pages without a snapshot behind them are computed once more and then
+                    # held twice: it would be in its own way again.
+                    self.cache.reset()
                 return False
         return True
 
@@ -367,7 +446,7 @@ class Scheduler:
             targets = request.tokens[begin + 1 : min(end + 1, request.num_prompt)]
         samples = count == request.pending
         if samples and request.grammar is not None:
-            number = len(draft.decode.row) + sum(work.sample for work in draft.work)
+            number = len(draft.decode.row) + sum(work.choices for work in draft.work)
             draft.constrained = {**draft.constrained, number: request}
         work = RowWork(
             row=request.row,
@@ -521,7 +600,8 @@ class Scheduler:
         self._free_rows.append(request.row)
         if request.opened:
             self._closed.append(request.row)
-        request.row, request.counts, request.decoding = -1, None, False
+        request.row, request.counts = -1, None
+        request.decoding = request.drafting = False
 
 
 def _order(request: Request) -> tuple[int, int]:

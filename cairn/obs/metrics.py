@@ -63,7 +63,7 @@ COUNTERS = {
         "decode_stall_seconds",
         "Seconds that rows which decode waited for prefill of others in their step.",
     ),
-    "landmark_queries": ("landmark_queries", "Queries of layers that select pages."),
+    "landmark_queries": ("selecting_queries", "Queries of layers that select pages."),
     "selected_pages": ("pages_selected", "Pages that those queries selected."),
 }
 """Metric (without _total) -> (key of the engine's totals, help)."""
@@ -272,7 +272,7 @@ class _EngineCollector(Collector):
         used = values["pages_total"] - values["pages_free"] - values["pages_cached"]
         usage = used / (values["pages_total"] or 1)
         yield self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", usage)
-        pages = values["pages_selected"] / (values["landmark_queries"] or 1)
+        pages = values["pages_selected"] / (values["selecting_queries"] or 1)
         yield self._gauge("selected_pages_per_query", "Mean over all landmark queries.", pages)
         for name, (key, text) in COUNTERS.items():
             family = CounterMetricFamily(f"cairn:{name}", text, labels=("model_name",))

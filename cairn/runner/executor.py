@@ -57,6 +57,8 @@ class FakeExecutor:
         step_seconds: how long a step pretends to take.
         reach: pages before its own that a query of layers with pages of their own touches; None:
             there are no such layers.
+        stateful: some layers keep a state of each sequence: a row that goes on from a prefix must
+            have been given the state behind it.
     """
 
     def __init__(
@@ -65,9 +67,13 @@ class FakeExecutor:
         next_token: Callable[[str, int], int],
         step_seconds: float = 0.0,
         reach: int | None = None,
+        stateful: bool = False,
     ) -> None:
         self.slots = slots
         self.reach = reach
+        self.stateful = stateful
+        # Tokens in front of each snapshot.
+        self._snapshots: dict[int, int] = {}
         self.next_token = next_token
         self.step_seconds = step_seconds
         self._rows: dict[int, _FakeRow] = {}
@@ -93,35 +99,53 @@ class FakeExecutor:
             self._rows[grant.row].window |= zip(
                 range(last - len(grant.window), last), grant.window, strict=True
             )
+        for row, snapshot in plan.restored:
+            self._require(self._rows[row].tokens == 0, f"row {row} is restored in its midst")
+            self._rows[row].tokens = self._snapshots[snapshot]
         if self.step_seconds:
             time.sleep(self.step_seconds)
         writers: dict[int, int] = {}
         window_writers: dict[int, int] = {}
-        tokens = []
+        tokens: list[int] = []
+        counts: list[int] = []
         works = plan.row_by_row()
         for work in works:
             row = self._rows.get(work.row)
             if row is None:
                 raise InvariantError(f"step {plan.step_id}: row {work.row} runs but is not open")
-            self._require(
-                work.first == row.tokens or row.tokens == 0, f"row {work.row} skips tokens"
-            )
+            shared = row.tokens == 0 and not self.stateful
+            self._require(work.first == row.tokens or shared, f"row {work.row} skips tokens")
             self._check_pages(row.pages, work, writers, None)
             if self.reach is not None:
                 self._check_pages(row.window, work, window_writers, self.reach)
-            row.tokens = work.first + work.num_tokens
-            if work.sample:
-                tokens.append(self.next_token(row.request_id, work.output_index))
+            chosen = self._choose(row.request_id, work)
+            wrong = work.drafts + 1 - len(chosen) if work.sample else 0
+            row.tokens = work.first + work.num_tokens - wrong
+            tokens += chosen
+            counts += [len(chosen)] if work.sample else []
         for work in works if self.reach is not None else ():
             begin, window = self._first_page(work), self._rows[work.row].window
             for logical in range(max(0, begin - (self.reach or 0)), begin):
                 other = window_writers.get(window[logical])
                 self._require(other is None, f"row {other} writes under the window of {work.row}")
-        return Ready(StepResult(plan.step_id, tokens))
+        for number, snapshot in plan.kept:
+            self._snapshots[snapshot] = self._rows[number].tokens
+        drafted = any(work.drafts for work in works)
+        return Ready(StepResult(plan.step_id, tokens, counts=counts if drafted else None))
 
     def shutdown(self) -> None:
         """Forget every row."""
         self._rows.clear()
+
+    def _choose(self, request_id: str, work: RowWork) -> list[int]:
+        """The tokens that a work chooses, up to the first that differs from its guess."""
+        found: list[int] = []
+        guesses = list(work.tokens[-work.drafts :]) if work.drafts and work.tokens else []
+        for i in range(work.choices):
+            found.append(self.next_token(request_id, work.output_index + i))
+            if i < len(guesses) and found[-1] != guesses[i]:
+                break
+        return found
 
     def _first_page(self, work: RowWork) -> int:
         """The logical page of the first slot that the work runs."""

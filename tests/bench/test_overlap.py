@@ -6,6 +6,7 @@ from cairn import LLM, SamplingParams, ops
 from cairn.bench.overlap import NEIGHBOURS, SelectionWatch
 from cairn.bench.session import Subject
 from cairn.ops.testing import Make
+from tests.specs import hils_of
 
 
 def selected(make, key, z):
@@ -41,7 +42,7 @@ def test_the_embedded_model_is_seen():
     llm = LLM(max_model_len=2500, dtype="float32")
     with SelectionWatch() as watch:
         llm.generate({"prompt_token_ids": [7, 8, 9] * 800}, SamplingParams(max_tokens=1))
-    topk = llm.spec.hils.topk
+    topk = hils_of(llm.spec).topk
     llm.shutdown()
     assert topk <= watch.union < NEIGHBOURS * topk
 

@@ -4,6 +4,8 @@ from cairn.bench import roofline
 from cairn.bench.roofline import Roofline
 from cairn.bench.shapes import config_of
 from cairn.models.registry import load_spec
+from cairn.specs.hils import HilsSpec
+from tests.specs import parameter_count
 
 HSA = load_spec(config_of("345m", "hsa"))
 DENSE = load_spec(config_of("345m", "dense"))
@@ -59,15 +61,16 @@ def test_page_reads_do_not_grow():
 def brute_force_flops(spec, slots):
     """Attention of every query of every layer, one by one."""
     total = 0.0
-    width = spec.num_heads * spec.head_dim
+    own = spec.mixers[0]
+    width = own.num_heads * own.head_dim
     for query in range(slots):
-        if spec.hils is None:
+        if not isinstance(own, HilsSpec):
             total += 4 * width * (query + 1)
             continue
-        page, hils = spec.page_size, spec.hils
-        candidates = max(0, (query - hils.window + 1) // page)
+        page = spec.page_size
+        candidates = max(0, (query - own.window + 1) // page)
         total += 4 * width * (query + 1 - candidates * page)
-        total += 4 * width * (page - 1) * min(candidates, hils.topk)
+        total += 4 * width * (page - 1) * min(candidates, own.topk)
         total += 2 * width * candidates
         total += 4 * width * (page - 1) / page
     return total * spec.num_layers
@@ -76,7 +79,10 @@ def brute_force_flops(spec, slots):
 @pytest.mark.parametrize("spec", [HSA, DENSE], ids=["hsa", "dense"])
 @pytest.mark.parametrize("slots", [100, 2000, 6000])
 def test_prefill_flops(spec, slots):
-    matrices = sum(roofline._layer_parameters(spec, layer) for layer in spec.layers)
+    tables = (spec.embedding_rows + spec.head_rows * (not spec.tied)) * spec.hidden_size
+    # Norms are no products: a thousandth of the matrices.
+    matrices = roofline.decode_parameters(spec)
+    assert matrices == pytest.approx(parameter_count(spec) - tables, rel=1e-3)
     head = 2 * spec.vocab_size * spec.hidden_size
     attention = roofline.prefill_flops(spec, slots) - 2 * matrices * slots - head
     assert attention == pytest.approx(brute_force_flops(spec, slots), rel=1e-9)

@@ -13,8 +13,8 @@ from cairn.bench.session import Subject
 from cairn.bench.shapes import config_of
 from cairn.errors import BadConfig, CairnError
 from cairn.models.registry import load_spec
-from cairn.models.weight_map import parameter_count
 from tests.fake_llm import FakeLLM
+from tests.specs import parameter_count
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_dense_run_of_a_landmark_model_has_a_dense_floor(llms):
 def test_the_7b_shape(kind, billions):
     spec = load_spec(config_of("7b", kind))
     assert spec.num_layers == 32 and spec.head_dim == 128
-    assert len(spec.hils_layers) == (8 if kind == "hsa" else 0)
+    assert len(spec.selecting_layers) == (8 if kind == "hsa" else 0)
     assert decode_bytes(spec, 0, 1, "bfloat16") == pytest.approx(2 * billions * 1e9, rel=0.002)
 
 

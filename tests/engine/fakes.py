@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import zlib
+from collections.abc import Sequence
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
+from cairn.cache.states import StateSnapshots
 from cairn.cache.window import WindowPages
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
+from cairn.engine.drafts import Drafter
 from cairn.engine.scheduler import Limits
 from cairn.runner.executor import FakeExecutor
 
@@ -33,25 +37,65 @@ def fake_core(
     overlap: bool = False,
     window_pages: int = 0,
     reach: int = 2,
+    snapshots: int | None = None,
+    drafter: Drafter | None = None,
 ) -> EngineCore:
-    """An engine over a fake executor; with window pages some layers have pages of their own."""
+    """An engine over a fake executor; with window pages some layers have pages of their own, with
+    snapshots (any number) some are recurrent."""
     slots = SlotMap(page_size, landmarks)
     longest = max_model_len or slots.tokens_in(pages * page_size)
     window = WindowPages(window_pages, reach) if window_pages else None
+    states = None if snapshots is None else StateSnapshots(snapshots, interval=4)
     return EngineCore(
         CoreShape(VOCAB, longest, eos_ids, seed=0),
         Limits(rows, step_slots),
-        PageCache(pages, slots, prefix_caching, window),
+        PageCache(pages, slots, prefix_caching, window, states),
         slots,
-        FakeExecutor(slots, next_token, reach=reach if window else None),
+        FakeExecutor(
+            slots, next_token, reach=reach if window else None, stateful=states is not None
+        ),
         overlap=overlap,
+        drafter=drafter,
     )
+
+
+class FakeDrafter:
+    """Guesses each next token, rightly with some probability.
+
+    Args:
+        seed: of what it guesses.
+        right: share of guesses that are right.
+        most: guesses at a time.
+    """
+
+    def __init__(self, seed: int, right: float, most: int = 4) -> None:
+        self.rng = random.Random(seed)
+        self.right, self.most = right, most
+        self.texts: list[tuple[list[int], list[int]]] = []
+
+    def knows(self, prompt: list[int], output: list[int]) -> None:
+        """What follows a prompt; of others it knows nothing."""
+        self.texts.append((prompt, output))
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        tokens = list(tokens)
+        for prompt, output in self.texts:
+            done = len(tokens) - len(prompt)
+            if done >= 0 and tokens == prompt + output[:done]:
+                count = self.rng.randint(0, min(most, self.most))
+                truth = (output[done:] + [0] * count)[:count]
+                return [t if self.rng.random() < self.right else (t + 1) % VOCAB for t in truth]
+        return []
 
 
 def all_pages_back(core: EngineCore) -> bool:
     """Every page is free or cached without a user."""
     cache = core.cache
     if cache.window is not None and cache.window.available != cache.window.num_pages:
+        return False
+    if cache.states is not None and cache.states.num_free + cache.states.num_kept != (
+        cache.states.count
+    ):
         return False
     return cache.num_free + cache.num_evictable == cache.num_pages
 

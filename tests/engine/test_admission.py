@@ -5,7 +5,7 @@ from cairn.engine.messages import pack_ids, unpack_ids
 from cairn.errors import BadRequest, TooLong
 from cairn.types import Grammar, SamplingParams
 
-SHAPE = CoreShape(vocab_size=100, max_model_len=10, eos_ids=(2, 100), seed=0, landmarks=True)
+SHAPE = CoreShape(vocab_size=100, max_model_len=10, eos_ids=(2, 100), seed=0, selects=True)
 DENSE = CoreShape(vocab_size=100, max_model_len=10, eos_ids=(), seed=0)
 
 
@@ -40,7 +40,7 @@ def test_passes_what_can_be_served(params, form):
         ([3], {"prompt_logprobs": 101}, "prompt_logprobs is 101"),
         ([3], {"stop": ("x",)}, r"stop is \('x',\), but this model has no tokenizer"),
         ([3], {"grammar": Grammar("regex", "a")}, "regex grammar .* no tokenizer"),
-        ([3], {"selection": True}, "no layer of this model selects pages by landmarks"),
+        ([3], {"selection": True}, "no layer of this model selects pages"),
         ([3], {"stop_token_ids": tuple(range(100)), "min_tokens": 1}, "every token id ends"),
     ],
 )

@@ -66,7 +66,7 @@ def test_knows_the_engine(client, offline):
     info = client.info
     assert (info.vocab_size, info.page_size) == (256, offline.engine_config.page_size)
     assert info.max_model_len == offline.max_model_len
-    assert info.landmark_layers == offline.engine_config.landmark_layers
+    assert info.selecting_layers == offline.spec.selecting_layers
     assert info.has_tokenizer and info.max_num_seqs == 16
     assert any(choice.startswith("page_size=") for choice in info.choices)
     assert {"weights", "pages"} <= dict(info.memory).keys()
@@ -276,7 +276,7 @@ def test_stats_follow_the_engine(client, runner):
     assert after.prefix_hits - before.prefix_hits == cached
     assert after.steps - before.steps == 14
     assert after.model_seconds > before.model_seconds
-    assert after.landmark_queries > before.landmark_queries
+    assert after.selecting_queries > before.selecting_queries
     assert after.pages_total == client.info.num_pages
     assert after.pages_leaked == after.running == after.waiting == 0
 

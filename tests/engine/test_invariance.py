@@ -190,13 +190,13 @@ def test_a_step_writes_the_slots_it_runs_and_no_others(case, device):
         core.add(f"w{i}", shared[: 3 * size] + text(31 + i, 1 + i * 5), greedy(3 * size + i))
     while core.has_work:
         poison(built)
-        tensors = [(own, tensor) for own in (False, True) for tensor in pools.tensors(own)]
+        tensors = [(own, t) for own in range(len(pools.sizes.pages)) for t in pools.tensors(own)]
         before = [tensor.clone() for _, tensor in tensors]
-        writes.places = {False: set(), True: set()}
+        writes.places = {0: set(), 1: set()}
         core.step()
         for old, (own, new) in zip(before, tensors, strict=True):
             places = writes.places[own]
-            count = pools.window_pages if own else pools.num_pages
+            count = pools.sizes.pages[own]
             changed = (old.view(torch.int32) != new.view(torch.int32))[:count]
             if new.dim() == 4:
                 found = changed.any(dim=3).any(dim=1).nonzero().tolist()

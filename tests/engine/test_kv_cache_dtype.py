@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.cache.pools import BYTES
+from cairn.cache.schema import BYTES
 from tests.engine.harness import difference, engine, greedy, run, vectors
 
 CASES = [
@@ -45,7 +45,7 @@ def test_chunks_batches_prefixes_and_decode_agree(case):
 
     (want,) = run(fresh(), [tokens], greedy(40, prompt_logprobs=True))
     built = fresh()
-    assert all(cache.dtype == BYTES for cache in built.runner.pools.k)
+    assert all(cache.dtype == BYTES for cache in (layer["k"] for layer in built.runner.pools.pages))
     got, _ = run(built, [tokens, prompt(2, 90)], greedy(40, prompt_logprobs=True), [7, 31, 16])
     assert_near(got.prompt_logprobs, want.prompt_logprobs)
     (again,) = run(built, [tokens], greedy(1))

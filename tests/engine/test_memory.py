@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.attention.registry import cache_specs
+from cairn.attention.registry import cache_schema
 from cairn.bench.shapes import config_of
-from cairn.config import GIB, EngineOptions, Machine, ModelFacts, resolve
-from cairn.engine.build import attention_layers, bytes_of_pages, model_facts, page_format
+from cairn.config import GIB, EngineOptions, Machine, resolve
+from cairn.engine.build import page_format
 from cairn.engine.memory import (
     MemoryPlan,
     PageBytes,
@@ -23,19 +23,9 @@ from cairn.engine.memory import (
 )
 from cairn.errors import BadConfig, OutOfMemory
 from cairn.models.registry import load_spec
-from cairn.models.weight_map import parameter_count
+from tests.specs import landmark_spec, parameter_count
 
-LANDMARKS = ModelFacts(
-    page_size=64,
-    landmarks=True,
-    landmark_id=1000,
-    max_model_len=131072,
-    dtype="bfloat16",
-    landmark_layers=(3, 7, 11),
-    num_layers=12,
-    topk=32,
-    window=512,
-)
+LANDMARKS = landmark_spec()
 LAPTOP = Machine(has_cuda=False, native_bf16=False, free_memory=10 * GIB)
 SERVER = Machine(has_cuda=True, native_bf16=True, free_memory=80 * GIB)
 USAGE = Usage(total=1000_000, others=50_000, weights=300_000, activations=100_000, graphs=20_000)
@@ -222,13 +212,12 @@ def test_7b_at_128k_tokens_fits_a_card_of_80_gb():
     """32 layers of 32 heads of 128 in bfloat16, 8 of them with landmarks: 67 GB of pages before
     window layers had their own."""
     spec = load_spec(config_of("7b", "hsa"))
-    facts = model_facts(spec)
     options = EngineOptions(max_model_len=131072 + 33, max_num_seqs=1)
-    config = resolve(options, facts, SERVER)
-    sizes = bytes_of_pages(page_format(config), cache_specs(attention_layers(spec, config)))
+    config = resolve(options, spec, SERVER)
+    sizes = PageBytes.of(cache_schema(config.model.mixers, page_format(config)))
     assert sizes == PageBytes(8 * ((1 << 20) + 8320), 24 << 20, reach=8)
     usage = Usage(79 * GIB, GIB, 2 * parameter_count(spec), activations=8 * GIB, graphs=GIB)
-    found = plan_memory(options, config, facts, sizes, room_for_pages(config, usage))
+    found = plan_memory(options, config, spec, sizes, room_for_pages(config, usage))
     table = dict(found.table(usage.weights, usage))
     assert found.num_pages * 63 >= 131072 + 33
     assert 16 * GIB < table["pages"] < 17 * GIB
@@ -236,4 +225,4 @@ def test_7b_at_128k_tokens_fits_a_card_of_80_gb():
     assert step <= found.window_pages
     whole = PageBytes(sizes.shared + sizes.window)
     with pytest.raises(OutOfMemory, match="one sequence of max_model_len 131105"):
-        plan_memory(options, config, facts, whole, room_for_pages(config, usage))
+        plan_memory(options, config, spec, whole, room_for_pages(config, usage))

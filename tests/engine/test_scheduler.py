@@ -15,7 +15,7 @@ from cairn.engine.scheduler import Limits
 from cairn.errors import InvariantError
 from cairn.runner.step import Launched, StepPlan
 from cairn.types import SamplingParams
-from tests.engine.fakes import VOCAB, all_pages_back, drain, fake_core, next_token
+from tests.engine.fakes import VOCAB, FakeDrafter, all_pages_back, drain, fake_core, next_token
 
 
 def add(core: EngineCore, name: str, prompt: list[int], max_tokens: int, **options) -> Continuation:
@@ -41,11 +41,14 @@ def check_ledger(core: EngineCore) -> None:
     step_slots=st.sampled_from([1, 2, 7, 64, 1000]),
     prefix_caching=st.booleans(),
     window=st.sampled_from([None, 0, 2]),
+    beside=st.sampled_from([None, "no snapshots", "snapshots", 0.0, 0.6, 1.0]),
 )
 def test_every_request_ends_with_its_own_tokens(
-    seed, page_size, landmarks, pages, rows, step_slots, prefix_caching, window
+    seed, page_size, landmarks, pages, rows, step_slots, prefix_caching, window, beside
 ):
+    """Beside pages: states of recurrent layers, or guesses of which so many are right."""
     rng = random.Random(seed)
+    drafter = FakeDrafter(seed, beside) if isinstance(beside, float) else None
     core = fake_core(
         page_size=page_size,
         landmarks=landmarks,
@@ -56,6 +59,8 @@ def test_every_request_ends_with_its_own_tokens(
         # As few as one sequence needs for its largest step.
         window_pages=0 if window is None else min(window + step_slots // page_size + 2, pages),
         reach=window or 0,
+        snapshots={"no snapshots": 0, "snapshots": 3}.get(beside),
+        drafter=drafter,
     )
     longest = core.shape.max_model_len
     live = []
@@ -67,6 +72,8 @@ def test_every_request_ends_with_its_own_tokens(
         live.append(
             add(core, f"r{k}", prompt, rng.randint(1, 3 * page_size), priority=rng.randint(0, 1))
         )
+        if drafter is not None:
+            drafter.knows(prompt, expected(live[-1]))
         for _ in range(rng.randint(0, 3)):
             core.step()
             check_ledger(core)

@@ -27,6 +27,7 @@ from tests.engine.harness import (
 )
 from tests.failures.models import folder, variant, wide
 from tests.failures.oracle import OracleBatch, oracle
+from tests.specs import hils_of
 
 SMALL = ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4", "qwen_noprior_lmk_k"]
 Report = tuple[LayerSelection, ...]
@@ -69,7 +70,8 @@ def assert_report(report: Report, expected: dict[int, tuple[dict[int, float], fl
 
 def from_oracle(batch: OracleBatch, token: int) -> dict[int, tuple[dict[int, float], float]]:
     """What the query of user token `token` reads by the formulas."""
-    heads, groups = batch.spec.num_heads, batch.spec.num_kv_heads
+    own = hils_of(batch.spec)
+    heads, groups = own.num_heads, own.num_kv_heads
     slot = int(batch.users[token])
     found = {}
     for layer in batch.landmark_layers:
@@ -112,7 +114,7 @@ def test_every_token_against_the_formulas(case, device):
 def test_both_softmax_modes(tmp_path, case, softmax1, device):
     at = variant(tmp_path / "m", case, enable_softmax1=softmax1)
     built = engine(str(at), device=device)
-    assert built.spec.hils.softmax1 == softmax1
+    assert hils_of(built.spec).softmax1 == softmax1
     check_against_oracle(built, budgets=(1024,))
 
 
@@ -132,7 +134,7 @@ def test_prompt_ends_against_the_reference(case, device):
         if name.startswith(f"n{length}.")
     }
     built = engine(case, device=device)
-    topk, layer = built.config.topk, built.spec.hils_layers[-1]
+    own, layer = hils_of(built.spec), built.spec.selecting_layers[-1]
     ends = sorted({1, length // 3, length // 2, length - 1, length})
     prompts = [golden["input_ids"][:end].tolist() for end in ends]
     live = serve(built, prompts, [asking(1)] * len(ends))
@@ -140,16 +142,16 @@ def test_prompt_ends_against_the_reference(case, device):
         slot = built.slots.slot_of(end - 1)
         weights = golden["chunk_weights"][slot]
         shares: dict[int, float] = {}
-        group = built.spec.num_heads // built.spec.num_kv_heads
-        for head in range(built.spec.num_heads):
+        group = own.num_heads // own.num_kv_heads
+        for head in range(own.num_heads):
             for k, page in enumerate(golden["indices"][slot, head // group].tolist()):
                 if page >= 0:
-                    part = float(weights[head, k]) / built.spec.num_heads
+                    part = float(weights[head, k]) / own.num_heads
                     shares[page] = shares.get(page, 0.0) + part
         (report,) = continuation.stream.output.selection
         found = {one.layer: one for one in report}
-        assert tuple(found) == built.spec.hils_layers
-        window = float(weights[:, topk].mean())
+        assert tuple(found) == built.spec.selecting_layers
+        window = float(weights[:, own.topk].mean())
         assert_report((found[layer],), {layer: (shares, window)})
 
 

@@ -26,6 +26,7 @@ from tests.engine.harness import (
     trace,
 )
 from tests.engine.ties import leave_out_ties
+from tests.specs import kinds
 
 CASES = ["olmo_mha_interleave4", "qwen_nope_interleave2", "qwen_num_swa_layers2"]
 
@@ -144,9 +145,10 @@ def test_the_layers_pools(case):
     """Window layers have the window pages; what each layer stores is as large as was planned."""
     built = engine(case)
     pools, memory = built.runner.pools, built.memory
-    for layer, own, k in zip(built.spec.layers, pools.own, pools.k, strict=True):
-        assert own == (layer.kind == "window")
-        assert len(k) == (memory.window_pages if own else memory.num_pages)
+    owners = zip(kinds(built.spec), pools.schema.group_of, pools.pages, strict=True)
+    for kind, own, fields in owners:
+        assert own == (kind == "window")
+        assert len(fields["k"]) == (memory.window_pages if own else memory.num_pages)
     size = sum(tensor.nbytes for tensor in pools.tensors())
     table = dict(built.table)
     assert size == pools.nbytes == table["pages"] + table["window pages"] <= 8 << 20
@@ -156,7 +158,7 @@ def test_the_layers_pools(case):
 def test_layers_of_one_kind_share_their_pages(case):
     built = engine(case)
     assert built.core.cache.window is None
-    assert (built.memory.window_pages, built.runner.rows.window_table) == (0, None)
+    assert built.memory.window_pages == 0 and len(built.runner.rows.page_tables) == 1
     assert "window pages" not in dict(built.table)
     built = engine(case, attention_backend="window")
     assert built.core.cache.window is None
@@ -167,7 +169,7 @@ def test_landmark_layers_forced_to_their_window_are_window_layers():
     case = "qwen_gqa4_prior_lora_inrange"
     prompt = text(3, 300)
     built = engine(case, hsa_layers="1", enable_prefix_caching=False)
-    assert built.runner.pools.own == [True, False]
+    assert built.runner.pools.schema.group_of == (1, 0)
     whole = run(built, [prompt], greedy(20))[0]
     parts = run(
         engine(case, hsa_layers="1", enable_prefix_caching=False),

@@ -6,15 +6,19 @@ nothing clever. Tests put an engine's log-probabilities beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cairn.attention.inputs import GqaInputs, HilsInputs
 from cairn.engine.build import Built
-from cairn.models.spec import ModelSpec
+from cairn.specs.gqa import GqaSpec
+from cairn.specs.hils import HilsSpec
+from cairn.specs.model import ModelSpec
+from tests.specs import hils_of
 
 
 def on_host(x: Tensor | None) -> Tensor | None:
@@ -23,8 +27,26 @@ def on_host(x: Tensor | None) -> Tensor | None:
 
 
 @dataclass
+class OracleLayer:
+    """One layer of an OracleBatch."""
+
+    step: OracleBatch
+    index: int
+
+    @property
+    def completed(self) -> Tensor:
+        return self.step.completed
+
+    def kv_target(self) -> None:
+        return None
+
+    def run(self, inputs: GqaInputs) -> Tensor:
+        return self.step.attend(self.index, inputs)
+
+
+@dataclass
 class OracleBatch:
-    """One sequence as a step of a model.
+    """One sequence as a step of a model; the step and its batch in one.
 
     Attributes:
         spec: the model.
@@ -52,7 +74,6 @@ class OracleBatch:
     selected: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
     weights: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
     margin: float = float("inf")
-    _memo: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.size = self.spec.page_size or 1 << 30
@@ -73,42 +94,31 @@ class OracleBatch:
         slots = torch.arange(len(ids))
         self.last = slots % self.size == self.size - 1
         self.completed = slots[self.last].to(at)
+        self.batch = self
+        self.layers = [OracleLayer(self, i) for i in range(self.spec.num_layers)]
 
-    def memo(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        if key not in self._memo:
-            self._memo[key] = compute()
-        return self._memo[key]
-
-    def target(self, layer: int) -> None:
-        return None
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lmk_q: Tensor | None = None,
-        summary_query: Tensor | None = None,
-    ) -> Tensor:
-        hils = self.spec.hils
-        if summary_query is None and lmk_q is not None and hils and hils.needs_summary_query:
-            summary_query = lmk_q[self.completed]
-        o = self._attend(layer, *map(on_host, (q, k, v, lmk_q, summary_query)))
-        return o.to(q)
+    def attend(self, layer: int, inputs: GqaInputs) -> Tensor:
+        mixer, lmk_q, summary_query = self.spec.mixers[layer], None, None
+        if isinstance(inputs, HilsInputs) and isinstance(mixer, HilsSpec):
+            lmk_q, summary_query = inputs.lmk_q, inputs.summary_query
+            if summary_query is None and mixer.needs_summary_query:
+                summary_query = lmk_q[self.completed]
+        given = (inputs.q, inputs.k, inputs.v, lmk_q, summary_query)
+        return self._attend(layer, *map(on_host, given)).to(inputs.q)
 
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, z: Tensor | None, mu: Tensor | None
     ) -> Tensor:
-        kind = self.spec.layers[layer]
+        kind = self.spec.mixers[layer]
+        assert isinstance(kind, GqaSpec)
         group = q.shape[1] // k.shape[1]
         kh, vh = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        if kind.kind != "hils" or self.dense:
-            window = None if kind.kind == "hils" else kind.window
+        if not isinstance(kind, HilsSpec) or self.dense:
+            window = None if isinstance(kind, HilsSpec) else kind.window
             out = [self._plain(s, q, kh, vh, window, kind) for s in range(len(q))]
             return torch.stack(out)
         assert z is not None
-        key, bias = self._summaries(k, z, mu)
+        key, bias = self._summaries(kind, k, z, mu)
         out = []
         for s in range(len(q)):
             visible = self._window(s)
@@ -133,10 +143,10 @@ class OracleBatch:
         first = max(0, (s - self.window + 1) // self.size * self.size)
         return [t for t in range(first, s + 1) if (t + 1) % self.size]
 
-    def _summaries(self, k: Tensor, z: Tensor, mu: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _summaries(
+        self, hils: HilsSpec, k: Tensor, z: Tensor, mu: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Key [P, h_q, d] and bias [P, h_q] of every complete page."""
-        hils = self.spec.hils
-        assert hils is not None
         pages, group = len(k) // self.size, z.shape[1] // k.shape[1]
         paged = k[: pages * self.size].unflatten(0, (pages, self.size))
         paged = paged.repeat_interleave(group, 2)
@@ -155,7 +165,7 @@ class OracleBatch:
     def _landmark(self, layer, s, qkv, z, summary, window) -> Tensor:
         """Output [h_q, d] of the query at slot s."""
         (q, kh, vh), (key, bias), (lse, o_window) = qkv, summary, window
-        heads, kv_heads = q.shape[1], self.spec.num_kv_heads
+        heads, kv_heads = q.shape[1], self.spec.mixers[layer].num_kv_heads
         group, scale = heads // kv_heads, q.shape[-1] ** -0.5
         pages = max(0, (s - self.window + 1) // self.size)
         u = torch.einsum("hd,phd->hp", z[s], key[:pages]) * scale
@@ -206,13 +216,14 @@ def oracle(built: Built, tokens: Sequence[int], **changes) -> tuple[np.ndarray, 
         changes: attributes of `OracleBatch` to set otherwise.
     """
     config, spec = built.config, built.spec
-    assert spec.hils is not None and config.topk is not None and config.window is not None
+    hils = hils_of(spec)
+    assert hils is not None
     given = {
-        "topk": config.topk,
-        "window": config.window,
-        "softmax1": spec.hils.softmax1,
-        "strategy": config.strategy,
-        "landmark_layers": config.landmark_layers,
+        "topk": hils.topk,
+        "window": hils.window,
+        "softmax1": hils.softmax1,
+        "strategy": hils.strategy,
+        "landmark_layers": spec.selecting_layers,
         "device": config.device,
     }
     batch = OracleBatch(spec, tokens, **{**given, **changes})

@@ -16,7 +16,6 @@ import pytest
 from cairn import LLM, BadConfig, BadRequest, SamplingParams, TooLong
 from cairn.bench.shapes import config_of
 from cairn.models.registry import load_spec
-from cairn.models.weight_map import parameter_count
 from tests.engine.harness import (
     GOLDENS,
     ROUNDING,
@@ -29,6 +28,7 @@ from tests.engine.harness import (
 )
 from tests.failures.models import SIZE, TOPK, WINDOW, check_ledger, folder, variant, wide
 from tests.failures.oracle import oracle
+from tests.specs import parameter_count
 
 PER_PAGE = SIZE - 1
 
@@ -209,10 +209,14 @@ def test_row_23_a_wrong_page_size_is_refused_with_the_right_one(model, size):
 def test_row_26_the_dense_twin_is_the_same_model_without_landmarks():
     """As many layers of the same widths; the counts differ by the landmarks' own weights alone."""
     sparse, dense = (load_spec(config_of("345m", kind)) for kind in ("hsa", "dense"))
-    for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
+    for name in ("num_layers", "hidden_size"):
         assert getattr(sparse, name) == getattr(dense, name)
     assert not dense.landmarks
-    projection = sparse.hidden_size * sparse.num_heads * sparse.head_dim + sparse.head_dim
+    own, twin = sparse.mixers[0], dense.mixers[0]
+    for name in ("num_heads", "num_kv_heads", "head_dim"):
+        assert getattr(own, name) == getattr(twin, name)
+    assert sparse.layers[0].ffn == dense.layers[0].ffn
+    projection = sparse.hidden_size * own.num_heads * own.head_dim + own.head_dim
     rows = sparse.embedding_rows - dense.embedding_rows
     assert 0 <= rows <= 32
     extra = parameter_count(sparse) - parameter_count(dense)

@@ -9,6 +9,7 @@ from cairn.errors import BadConfig
 from tests.engine.harness import CASES, ROUNDING, difference, engine, greedy, run, text
 from tests.failures.models import folder, rows, wide
 from tests.failures.oracle import oracle
+from tests.specs import hils_of
 
 LENGTH = 330
 
@@ -60,7 +61,7 @@ def test_selection_strategies_differ(tmp_path):
 
 def test_auto_is_the_models_own_rule_and_warns_of_nothing():
     built = engine("qwen_gqa4_prior_lora_inrange")
-    assert built.config.strategy == "hils"
+    assert hils_of(built.spec).strategy == "hils"
     assert built.config.warnings == ()
 
 

@@ -127,7 +127,7 @@ def test_row_15_the_prior_counts_in_selection_and_in_the_weights(
 ):
     built = wide(model, device=device)
     run(built, [prompt], greedy(1), poisoned=False)
-    bias = built.runner.pools.summary_bias[1]
+    bias = built.runner.pools.pages[1]["summary_bias"]
     written = bias[~bias.isnan()]
     assert written.max() - written.min() > 1.0
     assert difference(rows(whole), formula) < ROUNDING
@@ -216,7 +216,7 @@ def prefill_then(built, prompt, act, count: int = 4) -> np.ndarray:
 
 def test_huge_values_under_landmarks_change_nothing(model, prompt, device):
     def poison_landmarks(pools):
-        for tensor in (*pools.k, *pools.v):
+        for tensor in (layer[name] for layer in pools.pages for name in ("k", "v")):
             tensor[:, :, -1] = 1e4
 
     plain = prefill_then(wide(model, device=device), prompt, lambda pools: None)
@@ -227,7 +227,9 @@ def test_huge_values_under_landmarks_change_nothing(model, prompt, device):
 
 def test_row_8_without_its_summaries_the_model_answers_otherwise(model, prompt, device):
     def forget(pools):
-        for tensor in (*pools.summary_key, *pools.summary_bias):
+        for tensor in (
+            layer.get(n) for layer in pools.pages for n in ("summary_key", "summary_bias")
+        ):
             tensor.zero_()
 
     plain = prefill_then(wide(model, device=device), prompt, lambda pools: None)
@@ -236,7 +238,7 @@ def test_row_8_without_its_summaries_the_model_answers_otherwise(model, prompt, 
 
 def test_row_8_where_the_summary_is_the_landmarks_own_key(device):
     def forget(pools):
-        for keys in pools.k:
+        for keys in (layer["k"] for layer in pools.pages):
             keys[:, :, -1] = 0.0
 
     case, tokens = "qwen_noprior_lmk_k", text(8, 1200)

@@ -66,7 +66,7 @@ def test_every_total_of_the_engine_is_shown():
 
 def test_shares():
     stats = Stats(
-        pages_total=100, pages_free=50, pages_cached=30, landmark_queries=8, pages_selected=20
+        pages_total=100, pages_free=50, pages_cached=30, selecting_queries=8, pages_selected=20
     )
     found = scraped(made(stats))
     assert found[("cairn:kv_cache_usage_perc",)] == 0.2

@@ -68,7 +68,7 @@ class FakeClient:
             eos_ids=(),
             page_size=64,
             landmarks=bool(self.layers),
-            landmark_layers=self.layers,
+            selecting_layers=self.layers,
             num_pages=100,
             max_num_seqs=16,
             has_tokenizer=self.tokenizer is not None,

@@ -16,7 +16,7 @@ def info(**changes):
         "eos_ids": (),
         "page_size": 64,
         "landmarks": True,
-        "landmark_layers": (0, 1),
+        "selecting_layers": (0, 1),
         "num_pages": 40,
         "max_num_seqs": 8,
         "has_tokenizer": True,

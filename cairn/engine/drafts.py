@@ -1,0 +1,33 @@
+"""Guesses of a row's next tokens, which the next step runs beside its last one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from cairn.engine.request import Request
+
+
+class Drafter(Protocol):
+    """Guesses what comes next. A wrong guess costs time, never a token."""
+
+    def guess(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """Up to `most` tokens that may follow these (prompt and output so far)."""
+
+
+def guesses_of(drafter: Drafter, request: Request, room: int) -> list[int]:
+    """What the drafter guesses for a row that decodes; nothing where each token depends on more
+    than the tokens before it, or where a step in flight has yet to choose the last one.
+
+    Args:
+        room: tokens that its next step may run beside the last one.
+    """
+    params = request.params
+    plain = not (params.penalized or params.logit_bias or params.selection)
+    plain = plain and request.grammar is None and params.logprobs is None
+    if not plain or request.choosing or params.min_tokens > request.num_output:
+        return []
+    # The last token that it may have follows the last one that runs.
+    left = request.num_prompt + request.max_output - request.planned - 2
+    most = min(room, left)
+    return list(drafter.guess(request.tokens, most))[:most] if most > 0 else []
