@@ -40,7 +40,7 @@ from cairn.engine.memory import (
     room_for_pages,
 )
 from cairn.engine.scheduler import Limits
-from cairn.engine.tokenizer import load_tokenizer
+from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.errors import BadConfig
 from cairn.models.registry import load_model, load_spec
 from cairn.models.spec import ModelSpec
@@ -147,7 +147,7 @@ def build(
     tokenizer = load_tokenizer(model)
     on_phase("tokenizer")
     core = EngineCore(
-        core_shape(spec, config, layers, memory.max_model_len),
+        core_shape(spec, config, layers, memory.max_model_len, tokenizer),
         limits_of(config),
         page_cache(memory, slots, config.enable_prefix_caching, page_bytes.reach),
         slots,
@@ -194,16 +194,33 @@ def page_format(config: EngineConfig) -> PageFormat:
 
 
 def core_shape(
-    spec: ModelSpec, config: EngineConfig, layers: tuple[AttentionLayer, ...], max_model_len: int
+    spec: ModelSpec,
+    config: EngineConfig,
+    layers: tuple[AttentionLayer, ...],
+    max_model_len: int,
+    tokenizer: Tokenizer | None,
 ) -> CoreShape:
     """What the loop must know of the model."""
     return CoreShape(
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
-        eos_ids=spec.eos_token_ids,
+        eos_ids=end_ids(spec, tokenizer),
         seed=config.seed,
         landmarks=any(layer.selects for layer in layers),
     )
+
+
+def end_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that end an output: those of config.json, generation_config.json and the tokenizer.
+
+    The files of one folder may disagree: a base model's config.json names the end of a document,
+    while the tokenizer of its chat fine-tune names the end of a turn. Ids that the model cannot
+    produce are left out.
+    """
+    ids = spec.eos_token_ids
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids += (tokenizer.eos_token_id,)
+    return tuple(dict.fromkeys(token for token in ids if token < spec.vocab_size))
 
 
 def attention_layers(spec: ModelSpec, config: EngineConfig) -> tuple[AttentionLayer, ...]:
