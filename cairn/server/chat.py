@@ -259,7 +259,7 @@ class _Reader:
             return [Text(delta.text)]
         pieces = list(self._parser.feed(delta.text))
         if delta.finish_reason is not None:
-            pieces += self._parser.close()
+            pieces += self._parser.close(complete=delta.finish_reason == "stop")
         return pieces
 
 
