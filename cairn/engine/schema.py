@@ -1,7 +1,7 @@
 """JSON schemas in the form that llguidance follows exactly.
 
-llguidance keeps numbers as 64-bit floats. Here a schema is rewritten to one of the same meaning
-that it follows exactly, or refused.
+llguidance keeps numbers as 64-bit floats and refuses formats that it does not know. Here a schema
+is rewritten to one of the same meaning that it follows exactly, or refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from cairn.errors import BadRequest
 EXACT = 2**53
 """A 64-bit float holds every integer up to this one."""
 INT64_MAX = 2**63 - 1
+FORMATS = frozenset(
+    "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()
+)
+"""Formats that llguidance follows; by the specification others are annotations."""
+
 _ONE = ("additionalProperties", "additionalItems", "contains", "else", "if", "items", "not",
         "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LIST = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
@@ -35,6 +40,9 @@ def prepared(schema: Any) -> Any:
     for path, part in subschemas(schema):
         _check_values(path, part)
         _prepare_bounds(path, part)
+        # One that is no text is no format either.
+        if not isinstance(name := part.get("format", "unknown"), str) or name not in FORMATS:
+            del part["format"]
     return schema
 
 

@@ -148,10 +148,48 @@ def test_unsigned_bounds(compiler):
     assert taken(compiler, schema, "0", str(2**64 - 1), "-1") == ["0", str(2**64 - 1)]
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["password", "byte", "path", "uuid4", "uri-reference", "regex", "int64", "URI", "", None, 3],
+)
+def test_a_format_that_is_not_known_is_an_annotation(compiler, name):
+    for schema in (
+        {"type": "string", "format": name, "minLength": 2},
+        {"format": name, "minLength": 2},
+        {"anyOf": [{"type": "null"}, {"type": "string", "format": name, "minLength": 2}]},
+        {"$ref": "#/$defs/p", "$defs": {"p": {"type": "string", "format": name, "minLength": 2}}},
+    ):
+        assert taken(compiler, schema, '"ab"', '"a"') == ['"ab"']
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "outside"),
+    [
+        ("date", "2024-02-29", "2024-2-29"),
+        ("date-time", "2024-02-29T10:00:00Z", "2024-02-29"),
+        ("time", "10:00:00Z", "10"),
+        ("duration", "P1D", "1 day"),
+        ("email", "a@b.c", "a"),
+        ("hostname", "a.b", "a b"),
+        ("ipv4", "127.0.0.1", "localhost"),
+        ("ipv6", "::1", "127.0.0.1"),
+        ("uuid", "00000000-0000-4000-8000-000000000000", "0000"),
+        ("uri", "https://a.b/c", "a b"),
+    ],
+)
+def test_formats_that_are_known_are_followed(compiler, name, inside, outside):
+    schema = {"type": "string", "format": name}
+    assert taken(compiler, schema, f'"{inside}"', f'"{outside}"') == [f'"{inside}"']
+
+
 def test_names_that_are_also_keywords(compiler):
     schema = {
         "type": "object",
-        "properties": {"const": {"type": "integer"}, "minimum": {"const": 7}},
+        "properties": {
+            "const": {"type": "integer"},
+            "minimum": {"const": 7},
+            "format": {"type": "string"},
+        },
         "required": ["const", "minimum"],
         "default": {"const": N + 1, "minimum": N + 1},
         "examples": [N + 1],
