@@ -399,6 +399,8 @@ def _plain(message: str) -> str:
 _PLAIN_WORDS = {
     "Failed to generate regex for integer range": "a bound of an integer is 1e18 or further out",
     "Failed to generate regex for float range": "a bound of a number is 1e18 or further out",
+    "oneOf constraints are not supported": "a value may satisfy several branches of a oneOf, or "
+    "they cannot be shown to exclude each other; anyOf takes them",
 }
 
 

@@ -1,7 +1,8 @@
 """JSON schemas in the form that llguidance follows exactly.
 
-llguidance keeps numbers as 64-bit floats and refuses formats that it does not know. Here a schema
-is rewritten to one of the same meaning that it follows exactly, or refused.
+llguidance keeps numbers as 64-bit floats, refuses formats that it does not know, and takes a
+`oneOf` only where it sees without following references that its branches exclude each other. Here
+a schema is rewritten to one of the same meaning that it follows exactly, or refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from decimal import Decimal
 from math import isfinite
 from typing import Any
 
+from cairn.engine.exclusion import Exclusion
 from cairn.errors import BadRequest
 
 EXACT = 2**53
@@ -37,13 +39,31 @@ def prepared(schema: Any) -> Any:
         BadRequest: it has a number that a 64-bit float does not hold.
     """
     schema = json.loads(json.dumps(schema))
-    for path, part in subschemas(schema):
+    parts = list(subschemas(schema))
+    for path, part in parts:
         _check_values(path, part)
         _prepare_bounds(path, part)
         # One that is no text is no format either.
         if not isinstance(name := part.get("format", "unknown"), str) or name not in FORMATS:
             del part["format"]
+    branching = [part for _, part in parts if isinstance(part.get("oneOf"), list)]
+    if branching:
+        nested_ids = any("$id" in part or "id" in part for path, part in parts if path)
+        exclusion = Exclusion(schema, nested_ids)
+        for part in branching:
+            _prepare_one_of(part, exclusion)
     return schema
+
+
+def _prepare_one_of(part: dict[str, Any], exclusion: Exclusion) -> None:
+    """Where no value satisfies two branches, `oneOf` is `anyOf`."""
+    branches = part.pop("oneOf")
+    if not exclusion.all_exclude(branches, part):
+        part["oneOf"] = branches
+    elif "anyOf" not in part:
+        part["anyOf"] = branches
+    else:
+        part["allOf"] = [*part.get("allOf", []), {"anyOf": branches}]
 
 
 def subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -112,7 +132,7 @@ def _bound_holds(part: dict[str, Any], key: str, bound: float, whole: bool) -> b
     away = exclusive and (bound > 0) == (key in _LOWER)
     if abs(bound) <= EXACT - away:
         return True
-    if exclusive or not _fits_int64(int(bound)):
+    if exclusive or not isfinite(bound) or not _fits_int64(int(bound)):
         return False
     # A bound of numbers is written with the shortest digits of its float.
     return whole or Decimal(repr(float(bound))) == int(bound)
