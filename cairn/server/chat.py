@@ -131,10 +131,12 @@ def tool_use(state: ServerState, asked: ChatRequest, tokenizer: Tokenizer) -> To
 
 
 def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools as templates print them; `strict` is the server's business."""
+    """Tools as templates print them; `strict` and hints for caches are the server's business."""
     shown: list[dict[str, Any]] = msgspec.to_builtins(tools)
     for tool in shown:
-        tool["function"].pop("strict", None)
+        tool.pop("cache_control", None)
+        for name in ("strict", "cache_control"):
+            tool["function"].pop(name, None)
     return shown
 
 
