@@ -155,6 +155,10 @@ NESTED = {
         said() | {"stream": True, "stream_options": {"include_usage": False}},
         said() | {"stream": True, "stream_options": {"include_usage": True}},
     ),
+    "StreamOptions.continuous_usage_stats": (
+        said() | {"stream": True, "stream_options": {"continuous_usage_stats": False}},
+        said() | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+    ),
     "CairnOptions.selection": (
         said() | {"max_tokens": 2, "cairn": {"selection": False}},
         said() | {"max_tokens": 2, "cairn": {"selection": True}},
