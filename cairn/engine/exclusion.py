@@ -34,11 +34,12 @@ class Exclusion:
     Args:
         document: the root, in which local references are looked up.
         nested_ids: some schema inside has an `$id`, against which its references are resolved.
+        size: characters of the document; fewer steps are taken for a short one.
     """
 
-    def __init__(self, document: Schema, nested_ids: bool = False) -> None:
+    def __init__(self, document: Schema, nested_ids: bool = False, size: int = MAX_STEPS) -> None:
         self._document = None if nested_ids else document
-        self._steps = MAX_STEPS
+        self._steps = min(MAX_STEPS, 2000 + 8 * size)
 
     def all_exclude(self, branches: Sequence[Schema], context: Schema) -> bool:
         """Whether no value that satisfies the context can satisfy two of the branches."""

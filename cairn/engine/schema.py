@@ -38,7 +38,8 @@ def prepared(schema: Any) -> Any:
     Raises:
         BadRequest: it has a number that a 64-bit float does not hold.
     """
-    schema = json.loads(json.dumps(schema))
+    text = json.dumps(schema)
+    schema = json.loads(text)
     parts = list(subschemas(schema))
     for path, part in parts:
         _check_values(path, part)
@@ -49,7 +50,7 @@ def prepared(schema: Any) -> Any:
     branching = [part for _, part in parts if isinstance(part.get("oneOf"), list)]
     if branching:
         nested_ids = any("$id" in part or "id" in part for path, part in parts if path)
-        exclusion = Exclusion(schema, nested_ids)
+        exclusion = Exclusion(schema, nested_ids, len(text))
         for part in branching:
             _prepare_one_of(part, exclusion)
     return schema

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.engine.grammar import json_rule
+from cairn.engine.schema import prepared
 from cairn.errors import BadRequest
 from cairn.server.calls import ARGUMENT_KEYS, NAME_KEYS, SEPARATORS, SPACE, Call, read_calls
 from cairn.types import Grammar
@@ -317,7 +318,12 @@ def _overlap(text: str, tag: str) -> int:
 
 
 def tool_grammar(
-    tools: Sequence[Mapping[str, Any]], choice: str, parser: str, *, several: bool = False
+    tools: Sequence[Mapping[str, Any]],
+    choice: str,
+    parser: str,
+    *,
+    several: bool = False,
+    answer: Any = None,
 ) -> Grammar | None:
     """A grammar that makes an output a call.
 
@@ -328,12 +334,13 @@ def tool_grammar(
         parser: one of `PARSERS`, whose form the call takes.
         several: with "required", more calls may follow the first. The model must be able to end
             its output then.
+        answer: a JSON schema (a parsed one) that the output may follow instead.
 
     Returns:
         None where no call is asked for.
 
     Raises:
-        BadRequest: no tool has the name.
+        BadRequest: no tool has the name, or as `json_rule`.
     """
     if choice in ("none", "auto"):
         return None
@@ -350,7 +357,13 @@ def tool_grammar(
     follow = f" ({_quoted(between)} call)*" if several and choice == "required" else ""
     names = " | ".join(f"call_{i}" for i in range(len(functions)))
     lines = [f"start: call{follow}", f"call: {_quoted(before)} ({names}) {_quoted(after)}"]
+    if answer is not None:
+        lines[0] += " | answer"
+        lines.append(f"answer: {json_rule(answer)}")
     for i, function in enumerate(functions):
+        if answer is not None and parser != HERMES:
+            lines.append(f"call_{i}: {json_rule(_call_schema(function))}")
+            continue
         head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
         lines.append(f"call_{i}: {_quoted(head)} arguments_{i} {_quoted('}')}")
         lines.append(f"arguments_{i}: {json_rule(_arguments(function))}")
@@ -363,6 +376,20 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     if parameters is None:
         return {"type": "object", "additionalProperties": False}
     return {**parameters, "type": "object"}
+
+
+def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A call in Llama 3's form as a JSON schema: beside an answer in JSON, whose signs its lexer
+    would not tell from those of a call that is written in literals."""
+    arguments = prepared(_arguments(function))
+    # References in it are meant from its own root.
+    arguments.setdefault("$id", "urn:arguments")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "parameters": arguments},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
 
 
 def _quoted(text: str) -> str:

@@ -431,6 +431,36 @@ def test_several_calls_may_follow(compiler: GrammarCompiler, name: str, between:
     assert read(name, [text]) == [("clock", "{}")] * 3
 
 
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_calls_or_an_answer(compiler: GrammarCompiler, name: str, several: bool) -> None:
+    answer = {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}
+    answer["properties"]["name"] = {"$ref": "#/$defs/city"}
+    answer["$defs"] = {"city": {"type": "null"}}
+    drafted = WEATHER["function"]["parameters"] | {
+        "$schema": "http://json-schema.org/draft-07/schema#"
+    }
+    weather = {"function": WEATHER["function"] | {"parameters": drafted}}
+    grammar = tool_grammar([weather, CLOCK], "required", name, several=several, answer=answer)
+    assert grammar is not None
+    clock = written(name, "clock", "{}")
+    rome = written(name, 'get "weather"', '{"city": "Rome"}')
+    for text in (clock, rome, '{"x": 1}', '{"x": 1, "name": null}', '{"x": 1, "y": []}'):
+        assert takes(compiler, grammar, text), text
+    between = "\n" if name == "hermes" else "; "
+    assert takes(compiler, grammar, clock + between + rome) == several
+    for text in (
+        "Hello",
+        '{"x": 2}',
+        '{"x": 1, "name": 2}',
+        '{"x": 1}' + between + clock,
+        clock + between + '{"x": 1}',
+        f"Let me see. {clock}",
+        written(name, 'get "weather"', '{"city": "Bern"}').replace("name", "nome"),
+    ):
+        assert not takes(compiler, grammar, text), text
+
+
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_a_free_choice_needs_no_grammar(choice: str) -> None:
     assert tool_grammar([CLOCK], choice, "hermes") is None
