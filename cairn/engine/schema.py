@@ -19,15 +19,16 @@ from cairn.errors import BadRequest
 EXACT = 2**53
 """A 64-bit float holds every integer up to this one."""
 INT64_MAX = 2**63 - 1
-FORMATS = frozenset(
-    "date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split()
-)
+LONGER_THAN_ANY = 2**31
+"""No output has as many characters, items or members; llguidance takes sizes up to 2**32."""
+FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 """Formats that llguidance follows; by the specification others are annotations."""
 
 _ONE = ("additionalProperties", "additionalItems", "contains", "else", "if", "items", "not",
         "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _LIST = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+_MOST = ("maxItems", "maxLength", "maxProperties")
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 
@@ -44,9 +45,12 @@ def prepared(schema: Any) -> Any:
     for path, part in parts:
         _check_values(path, part)
         _prepare_bounds(path, part)
-        # One that is no text is no format either.
-        if not isinstance(name := part.get("format", "unknown"), str) or name not in FORMATS:
-            del part["format"]
+        for key in _MOST:
+            if isinstance(most := part.get(key), int | float) and most >= LONGER_THAN_ANY:
+                del part[key]
+        name = part.get("format")
+        if not (isinstance(name, str) and name in FORMATS):
+            part.pop("format", None)
     branching = [part for _, part in parts if isinstance(part.get("oneOf"), list)]
     if branching:
         nested_ids = any("$id" in part or "id" in part for path, part in parts if path)

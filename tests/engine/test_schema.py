@@ -143,6 +143,13 @@ def test_bounds_of_64_bit_integers_are_no_bounds(compiler, bounds, kind):
     assert taken(compiler, schema, "[null, 7]", "[true]") == ["[null, 7]"]
 
 
+@pytest.mark.parametrize("most", [2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**64 - 1, 1e10])
+def test_sizes_that_no_output_reaches_are_no_bounds(compiler, most):
+    assert taken(compiler, {"type": "string", "maxLength": most}, '"a"') == ['"a"']
+    assert taken(compiler, {"type": "array", "maxItems": most}, "[1, 2]") == ["[1, 2]"]
+    assert taken(compiler, {"type": "object", "maxProperties": most}, '{"a": 1}') == ['{"a": 1}']
+
+
 def test_unsigned_bounds(compiler):
     schema = {"type": "integer", "format": "uint64", "minimum": 0, "maximum": 2**64 - 1}
     assert taken(compiler, schema, "0", str(2**64 - 1), "-1") == ["0", str(2**64 - 1)]
