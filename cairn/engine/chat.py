@@ -15,10 +15,10 @@ Message = Mapping[str, Any]
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Copies of the messages in the one form that templates agree on.
 
-    Content becomes a string (text parts are joined by line breaks; none, beside tool calls or
-    reasoning, is empty), and the arguments of tool calls become mappings, because templates print
-    them as JSON. `reasoning`, as some servers call it, becomes `reasoning_content`, which
-    templates read.
+    Content becomes a string (text parts are joined by line breaks; none, of a tool or beside tool
+    calls or reasoning, is empty), and the arguments of tool calls become mappings, because
+    templates print them as JSON. `reasoning`, as some servers call it, becomes
+    `reasoning_content`, which templates read.
 
     Raises:
         BadRequest: no message, a message without role or content, a content part that is not
@@ -58,7 +58,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     reasoning = plain.pop("reasoning", None)
     if reasoning is not None:
         plain.setdefault("reasoning_content", reasoning)
-    optional = "tool_calls" in plain or "reasoning_content" in plain
+    optional = role == "tool" or "tool_calls" in plain or "reasoning_content" in plain
     plain["content"] = _content(name, message.get("content"), optional)
     # Templates ask whether there are calls by the list or by its name.
     calls = _tool_calls(f"{name}.tool_calls", plain.pop("tool_calls", ()))

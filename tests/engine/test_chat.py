@@ -82,6 +82,11 @@ def test_what_programs_write_beside_content(message, seen):
     assert checked_messages([{"role": "assistant", **message}]) == [{"role": "assistant", **seen}]
 
 
+def test_a_tool_may_answer_nothing():
+    for message in ({"role": "tool", "content": None}, {"role": "tool"}):
+        assert checked_messages([message]) == [{"role": "tool", "content": ""}]
+
+
 @pytest.mark.parametrize("given", [{}, {"id": None}, {"type": "function"}, {"type": None}])
 def test_a_call_has_a_type_and_no_empty_id(given):
     message = {"role": "assistant", "tool_calls": [{**given, "function": {"name": "f"}}]}

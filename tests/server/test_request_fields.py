@@ -386,6 +386,8 @@ def test_values_that_ask_for_nothing(api):
     _, body = REQUESTS[CompletionRequest]
     assert observed(api, COMPLETE, body | {"best_of": 1}) == observed(api, COMPLETE, body)
     assert api.error(COMPLETE, body | {"best_of": 1, "n": 2})["param"] == "best_of"
+    nothing = observed(api, CHAT, assistant("name", None))
+    assert observed(api, CHAT, assistant("refusal", "")) == nothing
 
 
 DULL_VALUES = ("x", True, {"a": "b"}, ["text"])

@@ -105,7 +105,7 @@ class AssistantMessage(History, tag_field="role", tag="assistant"):
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: Annotated[Refusable, refused("pass what the assistant said as content")] = None
+    refusal: Annotated[Refusable, refused("pass what the assistant said as content", "")] = None
     audio: Annotated[Refusable, refused(NO_PICTURES)] = None
     function_call: Annotated[Refusable, refused("it was replaced by tool_calls")] = None
     annotations: Annotated[Any, no_effect("no template reads them")] = None
@@ -118,9 +118,9 @@ class AssistantMessage(History, tag_field="role", tag="assistant"):
 
 
 class ToolMessage(History, tag_field="role", tag="tool"):
-    """What a tool answered; `name` is the function's."""
+    """What a tool answered, maybe nothing; `name` is the function's."""
 
-    content: Content
+    content: Content | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
