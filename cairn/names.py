@@ -13,9 +13,9 @@ from cairn.errors import BadRequest
 T = TypeVar("T", bound=type)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, or None when nothing is close."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The known name most like `name`, or None when none has the likeness, up to 1."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return found[0] if found else None
 
 

@@ -33,7 +33,7 @@ from cairn.engine.memory import (
     room_for_pages,
 )
 from cairn.engine.scheduler import Limits
-from cairn.engine.tokenizer import load_tokenizer
+from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.errors import BadConfig
 from cairn.models.registry import load_model, load_spec, measure_weights
 from cairn.ops.compile_loops import compile_loops
@@ -140,7 +140,7 @@ def build(
     tokenizer = load_tokenizer(model)
     on_phase("tokenizer")
     core = EngineCore(
-        core_shape(config, memory.max_model_len),
+        core_shape(config, memory.max_model_len, tokenizer),
         limits_of(config),
         page_cache(memory, slots, config.enable_prefix_caching, schema),
         slots,
@@ -196,16 +196,29 @@ def page_format(config: EngineConfig) -> PageFormat:
     return PageFormat(config.page_size, dtype, quantized=config.kv_cache_dtype == "fp8_e4m3")
 
 
-def core_shape(config: EngineConfig, max_model_len: int) -> CoreShape:
+def core_shape(config: EngineConfig, max_model_len: int, tokenizer: Tokenizer | None) -> CoreShape:
     """What the loop must know of the model."""
     spec = config.model
     return CoreShape(
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
-        eos_ids=spec.eos_token_ids,
+        eos_ids=end_ids(spec, tokenizer),
         seed=config.seed,
         selects=bool(spec.selecting_layers),
     )
+
+
+def end_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that end an output: those of config.json, generation_config.json and the tokenizer.
+
+    The files of one folder may disagree: a base model's config.json names the end of a document,
+    while the tokenizer of its chat fine-tune names the end of a turn. Ids that the model cannot
+    produce are left out.
+    """
+    ids = spec.eos_token_ids
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids += (tokenizer.eos_token_id,)
+    return tuple(dict.fromkeys(token for token in ids if token < spec.vocab_size))
 
 
 def gpu_usage(

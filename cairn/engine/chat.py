@@ -15,8 +15,10 @@ Message = Mapping[str, Any]
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Copies of the messages in the one form that templates agree on.
 
-    Content becomes a string (text parts are joined by line breaks; none, beside tool calls, is
-    empty), and the arguments of tool calls become mappings, because templates print them as JSON.
+    Content becomes a string (text parts are joined by line breaks; none, of a tool or beside tool
+    calls or reasoning, is empty), and the arguments of tool calls become mappings, because
+    templates print them as JSON. `reasoning`, as some servers call it, becomes
+    `reasoning_content`, which templates read.
 
     Raises:
         BadRequest: no message, a message without role or content, a content part that is not
@@ -53,10 +55,14 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise BadRequest(f"{name} needs a string 'role', not {short(role)}")
     plain = {key: value for key, value in message.items() if value is not None}
-    if "tool_calls" in plain:
-        plain["tool_calls"] = _tool_calls(f"{name}.tool_calls", plain["tool_calls"])
-    plain["content"] = _content(name, message.get("content"), bool(plain.get("tool_calls")))
-    return plain
+    reasoning = plain.pop("reasoning", None)
+    if reasoning is not None:
+        plain.setdefault("reasoning_content", reasoning)
+    optional = role == "tool" or "tool_calls" in plain or "reasoning_content" in plain
+    plain["content"] = _content(name, message.get("content"), optional)
+    # Templates ask whether there are calls by the list or by its name.
+    calls = _tool_calls(f"{name}.tool_calls", plain.pop("tool_calls", ()))
+    return {**plain, "tool_calls": calls} if calls else plain
 
 
 def _content(name: str, content: Any, optional: bool) -> str:
@@ -87,7 +93,10 @@ def _part(name: str, part: Any) -> str:
 def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise BadRequest(f"{name} must be a list, not {short(calls)}")
-    return [_tool_call(f"{name}[{i}]", call) for i, call in enumerate(calls)]
+    checked = [_tool_call(f"{name}[{i}]", call) for i, call in enumerate(calls)]
+    # Programs that keep histories leave the type out, or write null for an id.
+    given = [{k: v for k, v in call.items() if v is not None} for call in checked]
+    return [{"type": "function", **call} for call in given]
 
 
 def _tool_call(name: str, call: Any) -> dict[str, Any]:

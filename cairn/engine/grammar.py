@@ -24,6 +24,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
+from cairn.engine.schema import prepared
 from cairn.errors import BadRequest, InvariantError
 from cairn.types import Grammar
 
@@ -204,7 +205,7 @@ class GrammarCompiler:
         limits = LLParserLimits(verbose_errors=False, **_LIMITS)
         matcher = LLMatcher(self._tokenizer, lark_text(grammar), log_level=0, limits=limits)
         if matcher.is_error():
-            message = _shortened(matcher.get_error())
+            message = _plain(_shortened(matcher.get_error()))
             if grammar.kind != "ebnf":
                 message = _LOCATION.sub("", message)
             raise refused(grammar, message)
@@ -286,9 +287,11 @@ def check_text(grammar: Grammar) -> None:
 
 
 def json_rule(schema: Any) -> str:
-    """The right side of a Lark rule that a JSON schema (a parsed one) describes."""
-    if schema is True:
-        schema = {}
+    """The right side of a Lark rule that a JSON schema (a parsed one) describes.
+
+    Raises BadRequest as `prepared`.
+    """
+    schema = {} if schema is True else prepared(schema)
     if isinstance(schema, dict):
         options = schema.get("x-guidance", {})
         if isinstance(options, dict) and not options.keys() & _WHITESPACE_OPTIONS:
@@ -382,6 +385,23 @@ def _shortened(message: str) -> str:
             return line.removeprefix("error: ")
         lines.append(line.strip())
     return " ".join(filter(None, lines))[:MAX_MESSAGE] or "it cannot be parsed"
+
+
+def _plain(message: str) -> str:
+    """The message in the words of a request, where llguidance speaks of its own inside."""
+    for beginning, words in _PLAIN_WORDS.items():
+        at = message.find(beginning)
+        if at >= 0:
+            return message[:at] + words
+    return message
+
+
+_PLAIN_WORDS = {
+    "Failed to generate regex for integer range": "a bound of an integer is 1e18 or further out",
+    "Failed to generate regex for float range": "a bound of a number is 1e18 or further out",
+    "oneOf constraints are not supported": "a value may satisfy several branches of a oneOf, or "
+    "they cannot be shown to exclude each other; anyOf takes them",
+}
 
 
 def _check(grammar: Grammar, state: GrammarState) -> None:

@@ -74,7 +74,7 @@ async def create_chat_completion(request: Request) -> Response:
     asked = await read_request(request, ChatRequest)
     streaming = stream_options(asked)
     tokenizer = tokenizer_of(state, "a chat")
-    tools = tool_use(state, asked, tokenizer)
+    tools = await encoded(request, lambda: tool_use(state, asked, tokenizer))
     grammar = await _grammar(state, asked, tools)
     params = sampling_params(asked, _output(state, asked, grammar), state.options)
     prompt = await encode_chat(request, tokenizer, asked, tools.shown, longest_prompt(state))
@@ -136,10 +136,12 @@ def tool_use(state: ServerState, asked: ChatRequest, tokenizer: Tokenizer) -> To
 
 
 def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools as templates print them; `strict` is the server's business."""
+    """Tools as templates print them; `strict` and hints for caches are the server's business."""
     shown: list[dict[str, Any]] = msgspec.to_builtins(tools)
     for tool in shown:
-        tool["function"].pop("strict", None)
+        tool.pop("cache_control", None)
+        for name in ("strict", "cache_control"):
+            tool["function"].pop(name, None)
     return shown
 
 
@@ -279,7 +281,7 @@ class _Reader:
             return [Text(delta.text)]
         pieces = list(self._parser.feed(delta.text))
         if delta.finish_reason is not None:
-            pieces += self._parser.close()
+            pieces += self._parser.close(complete=delta.finish_reason == "stop")
         return pieces
 
 
@@ -329,18 +331,35 @@ def _refuse_strict(tools: Sequence[Tool]) -> None:
 async def _grammar(state: ServerState, asked: ChatRequest, tools: ToolUse) -> Grammar | None:
     named = requested_grammar(asked)
     if named is not None and tools.shown:
-        raise BadField(
-            named[0],
-            f"{named[0]} and tools cannot go together: the output would not be a call",
-            "Leave one out, or set tool_choice to 'none'",
-        )
+        if named[0] != "response_format":
+            raise BadField(
+                named[0],
+                f"{named[0]} and tools cannot go together: the output would not be a call",
+                "Leave one out, or set tool_choice to 'none'",
+            )
+        if tools.grammar is None:
+            with about(named[0]):
+                await state.grammars.check(named[1])
+            with about("tools"):
+                named = ("tools", _calls_or_answer(state, tools, named[1]))
     if tools.grammar is not None:
+        # A call is asked for: there is no answer that could have a format.
         named = ("tools", tools.grammar)
     if named is None:
         return None
     with about(named[0]):
         await state.grammars.check(named[1])
     return named[1]
+
+
+def _calls_or_answer(state: ServerState, tools: ToolUse, answer: Grammar) -> Grammar:
+    """Calls of the tools, or an answer that follows a JSON schema."""
+    assert tools.parser is not None
+    more = tools.several and bool(state.client.info.eos_ids)
+    schema = msgspec.json.decode(answer.text)
+    grammar = tool_grammar(tools.shown, "required", tools.parser, several=more, answer=schema)
+    assert grammar is not None
+    return grammar
 
 
 def _output(state: ServerState, asked: ChatRequest, grammar: Grammar | None) -> Output:

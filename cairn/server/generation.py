@@ -286,7 +286,7 @@ async def answer(
     state: ServerState = request.app.state.server
     generation = Generation(state.client, work, shape.head.id)
     if streaming is not None:
-        return EventStream(_events(generation, shape, track, streaming.include_usage))
+        return EventStream(_events(generation, shape, track, streaming))
     body = await unless_gone(request.receive, _whole(generation, shape, track))
     return Response(body, media_type="application/json")
 
@@ -301,13 +301,14 @@ async def _whole(generation: Generation, shape: Shape[C], track: Track) -> bytes
 
 
 async def _events(
-    generation: Generation, shape: Shape[C], track: Track, include_usage: bool
+    generation: Generation, shape: Shape[C], track: Track, options: StreamOptions
 ) -> AsyncGenerator[bytes, None]:
-    no_usage = None if include_usage else msgspec.UNSET
+    no_usage = None if options.include_usage else msgspec.UNSET
     async with aclosing(_parts(generation, shape, track)) as run:
         async for part in run:
-            yield event(shape.chunk([part], no_usage))
-    if include_usage:
+            usage = generation.usage if options.continuous_usage_stats else no_usage
+            yield event(shape.chunk([part], usage))
+    if options.include_usage:
         yield event(shape.chunk([], generation.usage))
     yield DONE
 

@@ -1,8 +1,8 @@
 """Tool calls: found in what a model writes, and asked for by a grammar.
 
-A call is told when it is whole: a known form, a name, and arguments that are a JSON object. What
-looks like a call and is none stays text, to the last character. White space beside a call belongs
-to its markup.
+A call is told when it is whole: a known form, a name, and arguments that are a JSON object (see
+`read_calls`). What looks like a call and is none stays text, to the last character. White space
+beside a call belongs to its markup.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.engine.grammar import json_rule
+from cairn.engine.schema import prepared
 from cairn.errors import BadRequest
+from cairn.server.calls import ARGUMENT_KEYS, NAME_KEYS, SEPARATORS, SPACE, Call, read_calls
 from cairn.types import Grammar
 
 HERMES = "hermes"
@@ -26,7 +28,6 @@ PARSERS = (HERMES, LLAMA3_JSON)
 OPEN_TAG = "<tool_call>"
 CLOSE_TAG = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,6 @@ class CallArguments:
 
 
 Piece = Text | CallBegin | CallArguments
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    name: str
-    arguments: str
 
 
 def choose_parser(name: str, chat_template: str | None) -> str:
@@ -110,14 +105,14 @@ class ToolParser:
         """Take more text; returns what is settled by now."""
         return self._told(self._reader.feed(text))
 
-    def close(self) -> list[Piece]:
-        """The rest, when no text follows."""
-        return self._told(self._reader.close())
+    def close(self, complete: bool = True) -> list[Piece]:
+        """The rest, when no text follows; `complete`: the model ended it, it was not cut off."""
+        return self._told(self._reader.close(complete))
 
-    def _told(self, found: Iterator[str | _Call]) -> list[Piece]:
+    def _told(self, found: Iterator[str | Call]) -> list[Piece]:
         pieces: list[Piece] = []
         for part in found:
-            if isinstance(part, _Call):
+            if isinstance(part, Call):
                 pieces.append(CallBegin(self._calls, self._new_id(), part.name))
                 pieces.append(CallArguments(self._calls, part.arguments))
                 self._calls += 1
@@ -138,11 +133,11 @@ class _Reader(ABC):
         """A call was the last that was told: white space behind it is not shown."""
 
     @abstractmethod
-    def feed(self, text: str) -> Iterator[str | _Call]:
+    def feed(self, text: str) -> Iterator[str | Call]:
         """Take more text."""
 
     @abstractmethod
-    def close(self) -> Iterator[str | _Call]:
+    def close(self, complete: bool) -> Iterator[str | Call]:
         """The rest of the text."""
 
     def _text(self, text: str) -> str:
@@ -154,9 +149,13 @@ class _Reader(ABC):
 
 
 class _Hermes(_Reader):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, anywhere and several times."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, anywhere and several times.
 
-    def feed(self, text: str) -> Iterator[str | _Call]:
+    The closing tag may be missing before the next opening one and at the end of a complete text:
+    models end their turn instead of writing it.
+    """
+
+    def feed(self, text: str) -> Iterator[str | Call]:
         self._held += text
         while True:
             if self._object is None:
@@ -165,36 +164,36 @@ class _Hermes(_Reader):
                     yield self._settled(len(self._held) - _overlap(self._held, OPEN_TAG))
                     return
                 yield self._settled(start)
-                self._object = _ObjectEnd(CLOSE_TAG)
+                self._object = _ObjectEnd(OPEN_TAG, CLOSE_TAG)
             begin = self._held.index(OPEN_TAG) + len(OPEN_TAG)
             end = self._object.find(self._held, begin)
             if end is None:
                 return
-            yield from self._decide(begin, end)
+            rest = self._held[end:].removeprefix(CLOSE_TAG)
+            yield from self._decide(self._held[begin:end], rest)
 
-    def close(self) -> Iterator[str | _Call]:
+    def close(self, complete: bool) -> Iterator[str | Call]:
         while self._object is not None:
-            # A tag that was never closed is text; a call may stand in what follows it.
-            yield from self._reject()
+            # In a tag that holds no call, a call may follow.
+            begin = self._held.index(OPEN_TAG) + len(OPEN_TAG)
+            end = len(self._held) - _overlap(self._held, CLOSE_TAG)
+            yield from self._decide(self._held[begin:end] if complete else "", "")
             yield from self.feed("")
         yield self._text(self._held)
         self._held = ""
 
-    def _decide(self, begin: int, end: int) -> Iterator[str | _Call]:
-        call = _read_call(self._held[begin:end], ("name",), ("arguments",), self._tools)
-        if call is None:
-            yield from self._reject()
+    def _decide(self, inside: str, rest: str) -> Iterator[str | Call]:
+        """Tell the calls inside a tag and go on with the rest; without any the tag is text."""
+        calls = read_calls(inside, self._tools)
+        self._object = None
+        if calls is None:
+            size = self._held.index(OPEN_TAG) + len(OPEN_TAG)
+            yield self._text(self._held[:size])
+            self._held = self._held[size:]
             return
-        yield call
+        yield from calls
         self._called = True
-        self._object = None
-        self._held = self._held[end + len(CLOSE_TAG) :]
-
-    def _reject(self) -> Iterator[str]:
-        size = self._held.index(OPEN_TAG) + len(OPEN_TAG)
-        self._object = None
-        yield self._text(self._held[:size])
-        self._held = self._held[size:]
+        self._held = rest
 
     def _settled(self, size: int) -> str:
         """The first `size` characters as text, but for the space at their end: a call may follow,
@@ -206,19 +205,17 @@ class _Hermes(_Reader):
 
 class _Llama3(_Reader):
     """An answer that is nothing but `{"name": ..., "parameters": {...}}`, or several of these
-    with `;` between them, maybe behind `<|python_tag|>`."""
+    with `;` between them or in a list, maybe behind `<|python_tag|>`."""
 
-    _NAMES = ("name", "function")
-    _ARGUMENTS = ("parameters", "arguments")
-    _KEYS = (*_NAMES, *_ARGUMENTS, "type")
-    _FIRST_KEY = re.compile(r'\{[ \t\r\n]*(?:"([^"]*)("?))?')
+    _KEYS = (*NAME_KEYS, *ARGUMENT_KEYS, "type")
+    _FIRST_KEY = re.compile(r'(?:\[[ \t\r\n]*)?(?:\{[ \t\r\n]*(?:"([^"]*)("?))?)?')
 
     def __init__(self, tools: Collection[str] | None) -> None:
         super().__init__(tools)
         self._plain = False
         self._start = 0
 
-    def feed(self, text: str) -> Iterator[str | _Call]:
+    def feed(self, text: str) -> Iterator[str | Call]:
         self._held += text
         while not self._plain:
             if self._object is None:
@@ -234,18 +231,16 @@ class _Llama3(_Reader):
             end = self._object.find(self._held, self._start)
             if end is None:
                 return
-            call = _read_call(
-                self._held[self._start : end], self._NAMES, self._ARGUMENTS, self._tools
-            )
-            if call is None:
+            calls = read_calls(self._held[self._start : end], self._tools)
+            if calls is None:
                 break
-            yield call
+            yield from calls
             self._called = True
             self._object = None
             self._held = self._held[end:]
         yield from self._give_up()
 
-    def close(self) -> Iterator[str | _Call]:
+    def close(self, complete: bool) -> Iterator[str | Call]:
         yield from self._give_up()
 
     def _give_up(self) -> Iterator[str]:
@@ -256,15 +251,14 @@ class _Llama3(_Reader):
 
     def _find_start(self) -> int | None:
         """Where the next call's object begins; -1: there is none, None: not known yet."""
-        separators = SPACE + ";" if self._called else SPACE
-        text = self._held.lstrip(separators)
+        text = self._held.lstrip(SEPARATORS if self._called else SPACE)
         if not self._called and text.startswith(PYTHON_TAG):
             text = text[len(PYTHON_TAG) :].lstrip(SPACE)
         elif not self._called and PYTHON_TAG.startswith(text):
             return None
         if not text:
             return None
-        return len(self._held) - len(text) if text[0] == "{" else -1
+        return len(self._held) - len(text) if text[0] in "{[" else -1
 
     def _is_other(self) -> bool:
         """Whether the object's first key, as far as it is there, is none that a call has."""
@@ -278,18 +272,19 @@ class _Llama3(_Reader):
 
 
 class _ObjectEnd:
-    """Looks for where a JSON object ends in a growing text, every character once.
+    """Looks for where a JSON object or list ends in a growing text, every character once.
 
     Args:
-        tag: stands behind the object; the end is then where it begins, if it is in no string.
+        tags: one of them stands behind it; the end is then where the first one begins that is in
+            no string.
     """
 
-    def __init__(self, tag: str = "") -> None:
-        self._tag = tag
+    def __init__(self, *tags: str) -> None:
+        self._tags = tags
         self._at = 0
         self._depth = 0
         self._in_string = False
-        self._pattern = re.compile(r'["\\{}\[\]]' + (f"|{re.escape(tag)}" if tag else ""))
+        self._pattern = re.compile("|".join([r'["\\{}\[\]]', *map(re.escape, tags)]))
 
     def find(self, text: str, begin: int) -> int | None:
         """The end in `text`, whose object begins at `begin`; None: it has not come."""
@@ -305,13 +300,14 @@ class _ObjectEnd:
             elif self._in_string:
                 # A tag in a string may overlap the string's end.
                 at = match.start() + 1
-            elif sign == self._tag:
+            elif sign in self._tags:
                 return match.start()
-            elif not self._tag:
+            elif not self._tags:
                 self._depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(sign, 0)
                 if self._depth == 0:
                     return at
-        self._at = max(at, len(text) - max(0, len(self._tag) - 1))
+        longest = max(map(len, self._tags), default=1)
+        self._at = max(at, len(text) - (longest - 1))
         return None
 
 
@@ -321,60 +317,13 @@ def _overlap(text: str, tag: str) -> int:
     return next((size for size in sizes if text.endswith(tag[:size])), 0)
 
 
-def _read_call(
-    text: str,
-    name_keys: Sequence[str],
-    argument_keys: Sequence[str],
-    tools: Collection[str] | None,
-) -> _Call | None:
-    """The call that a JSON object is; None: it is none."""
-    try:
-        members = _members(text)
-    except (ValueError, RecursionError):
-        return None
-    name = next((members[key][0] for key in name_keys if key in members), None)
-    value, arguments = next((members[key] for key in argument_keys if key in members), ({}, "{}"))
-    if not isinstance(name, str) or not isinstance(value, dict):
-        return None
-    if tools is not None and name not in tools:
-        return None
-    return _Call(name, arguments)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
-
-
-def _members(text: str) -> dict[str, tuple[Any, str]]:
-    """The members of a JSON object: name -> (value, the value as written). Raises ValueError."""
-    value, end = _DECODER.raw_decode(text, _skip(text, 0))
-    if not isinstance(value, dict) or _skip(text, end) != len(text):
-        raise ValueError("no object")
-    members = {}
-    # The object is whole: from here on nothing can be missing.
-    at = _skip(text, text.index("{") + 1)
-    while text[at] != "}":
-        key, at = _DECODER.raw_decode(text, at)
-        begin = _skip(text, _skip(text, at) + 1)
-        value, end = _DECODER.raw_decode(text, begin)
-        members[key] = value, text[begin:end]
-        at = _skip(text, end)
-        if text[at] == ",":
-            at = _skip(text, at + 1)
-    return members
-
-
-def _skip(text: str, at: int) -> int:
-    while at < len(text) and text[at] in SPACE:
-        at += 1
-    return at
-
-
 def tool_grammar(
-    tools: Sequence[Mapping[str, Any]], choice: str, parser: str, *, several: bool = False
+    tools: Sequence[Mapping[str, Any]],
+    choice: str,
+    parser: str,
+    *,
+    several: bool = False,
+    answer: Any = None,
 ) -> Grammar | None:
     """A grammar that makes an output a call.
 
@@ -385,12 +334,13 @@ def tool_grammar(
         parser: one of `PARSERS`, whose form the call takes.
         several: with "required", more calls may follow the first. The model must be able to end
             its output then.
+        answer: a JSON schema (a parsed one) that the output may follow instead.
 
     Returns:
         None where no call is asked for.
 
     Raises:
-        BadRequest: no tool has the name.
+        BadRequest: no tool has the name, or as `json_rule`.
     """
     if choice in ("none", "auto"):
         return None
@@ -407,7 +357,13 @@ def tool_grammar(
     follow = f" ({_quoted(between)} call)*" if several and choice == "required" else ""
     names = " | ".join(f"call_{i}" for i in range(len(functions)))
     lines = [f"start: call{follow}", f"call: {_quoted(before)} ({names}) {_quoted(after)}"]
+    if answer is not None:
+        lines[0] += " | answer"
+        lines.append(f"answer: {json_rule(answer)}")
     for i, function in enumerate(functions):
+        if answer is not None and parser != HERMES:
+            lines.append(f"call_{i}: {json_rule(_call_schema(function))}")
+            continue
         head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
         lines.append(f"call_{i}: {_quoted(head)} arguments_{i} {_quoted('}')}")
         lines.append(f"arguments_{i}: {json_rule(_arguments(function))}")
@@ -420,6 +376,20 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     if parameters is None:
         return {"type": "object", "additionalProperties": False}
     return {**parameters, "type": "object"}
+
+
+def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A call in Llama 3's form as a JSON schema: beside an answer in JSON, whose signs its lexer
+    would not tell from those of a call that is written in literals."""
+    arguments = prepared(_arguments(function))
+    # References in it are meant from its own root.
+    arguments.setdefault("$id", "urn:arguments")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "parameters": arguments},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
 
 
 def _quoted(text: str) -> str:

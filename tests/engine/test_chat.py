@@ -20,7 +20,9 @@ def test_messages_become_plain_and_the_callers_stay():
         {
             "role": "assistant",
             "content": "",
-            "tool_calls": [{"id": "c1", "function": {"name": "look", "arguments": {}}}],
+            "tool_calls": [
+                {"type": "function", "id": "c1", "function": {"name": "look", "arguments": {}}}
+            ],
         },
     ]
     assert given[1]["content"] is None and given[1]["tool_calls"] == [CALL]
@@ -38,7 +40,7 @@ def call(**function: object) -> list[dict[str, object]]:
         ([{"content": "x"}], r"messages\[0\] needs a string 'role'"),
         ([{"role": "", "content": "x"}], "needs a string 'role'"),
         ([{"role": "user"}], r"messages\[0\] needs a string 'content'"),
-        ([{"role": "assistant", "content": None, "tool_calls": []}], "needs a string 'content'"),
+        ([{"role": "assistant", "content": None, "tool_calls": None}], "needs a string 'content'"),
         ([{"role": "user", "content": b"x"}], "needs a string 'content'"),
         ([{"role": "user", "content": {"type": "text"}}], "needs a string 'content'"),
         (
@@ -60,6 +62,36 @@ def call(**function: object) -> list[dict[str, object]]:
 def test_what_is_no_message(messages, words):
     with pytest.raises(BadRequest, match=words):
         checked_messages(messages)
+
+
+@pytest.mark.parametrize(
+    ("message", "seen"),
+    [
+        ({"content": None, "tool_calls": []}, {"content": ""}),
+        ({"content": "x", "tool_calls": []}, {"content": "x"}),
+        ({"reasoning_content": "Hm."}, {"content": "", "reasoning_content": "Hm."}),
+        ({"content": "x", "reasoning_content": None}, {"content": "x"}),
+        ({"content": "x", "reasoning": "Hm."}, {"content": "x", "reasoning_content": "Hm."}),
+        (
+            {"content": "x", "reasoning": "no", "reasoning_content": "Hm."},
+            {"content": "x", "reasoning_content": "Hm."},
+        ),
+    ],
+)
+def test_what_programs_write_beside_content(message, seen):
+    assert checked_messages([{"role": "assistant", **message}]) == [{"role": "assistant", **seen}]
+
+
+def test_a_tool_may_answer_nothing():
+    for message in ({"role": "tool", "content": None}, {"role": "tool"}):
+        assert checked_messages([message]) == [{"role": "tool", "content": ""}]
+
+
+@pytest.mark.parametrize("given", [{}, {"id": None}, {"type": "function"}, {"type": None}])
+def test_a_call_has_a_type_and_no_empty_id(given):
+    message = {"role": "assistant", "tool_calls": [{**given, "function": {"name": "f"}}]}
+    (call,) = checked_messages([message])[0]["tool_calls"]
+    assert call == {"type": "function", "function": {"name": "f", "arguments": {}}}
 
 
 def test_arguments_may_be_a_mapping():

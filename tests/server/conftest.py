@@ -16,7 +16,9 @@ HERMES_TEMPLATE = """\
 {%- if tools %}<|tools|>{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>
 {% endif %}
-{%- for message in messages %}<|{{ message.role }}|>{{ message.name or '' }}{{ message.content }}
+{%- for message in messages %}<|{{ message.role }}|>{{ message.name or '' }}
+{{- message.reasoning_content or '' }}
+{{- message.content }}
 {%- for call in message.tool_calls or [] -%}
 <tool_call>{{ call.id }}{{ call.function | tojson }}</tool_call>
 {%- endfor %}{{ message.tool_call_id or '' }}

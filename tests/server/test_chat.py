@@ -188,6 +188,44 @@ def test_tool_choice_becomes_a_grammar(tool_api, choice, names):
         assert grammar is None
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "an answer"}}}
+
+
+@pytest.mark.parametrize("form", [SCHEMA, {"type": "json_object"}])
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_tools_beside_a_response_format(tool_api, form, choice):
+    given = {"tools": [TOOL, OTHER], "response_format": form, "tool_choice": choice}
+    says(tool_api, call())
+    message = tool_api.chat(**given)["choices"][0]["message"]
+    assert [made["function"]["name"] for made in message["tool_calls"]] == ["look"]
+    says(tool_api, '{"x": 1}')
+    assert tool_api.chat(**given)["choices"][0]["message"]["content"] == '{"x": 1}'
+    text = tool_api.asked.params.grammar.text
+    assert '\\"look\\"' in text and '\\"hear\\"' in text
+    assert ("an answer" in text) == (form is SCHEMA)
+    assert tool_api.grammars.checked[-1] == tool_api.asked.params.grammar
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "look"}}, "none"]
+)
+def test_a_call_that_is_asked_for_has_no_response_format(tool_api, choice):
+    tool_api.chat(tools=[TOOL], tool_choice=choice, response_format=SCHEMA)
+    text = tool_api.asked.params.grammar.text
+    assert ("look" in text, "an answer" in text) == (choice != "none", choice == "none")
+    tool_api.chat(tools=[TOOL], response_format={"type": "text"})
+    assert tool_api.asked.params.grammar is None
+
+
+@pytest.mark.parametrize("bad", ["tools", "response_format"])
+def test_which_of_both_is_wrong(tool_api, bad):
+    schemas = {"tools": {}, "response_format": {}, bad: {"title": "bomb"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schemas["tools"]}}
+    form = {"type": "json_schema", "json_schema": {"schema": schemas["response_format"]}}
+    error = tool_api.error(PATH, chat_body(tools=[tool], response_format=form))
+    assert error["param"] == bad
+
+
 def test_a_function_may_be_called_required(tool_api):
     odd = {"type": "function", "function": {"name": "required"}}
     choice = {"type": "function", "function": {"name": "required"}}

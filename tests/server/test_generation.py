@@ -43,6 +43,37 @@ def test_failure_in_a_stream_is_its_last_event(api, path, body):
     assert api.client.live == 0
 
 
+@pytest.mark.parametrize("path, body", BODIES)
+@pytest.mark.parametrize("n", [1, 2])
+def test_usage_of_every_chunk(api, path, body, n):
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = api.events(path, body | {"stream_options": both, "n": n})
+    assert last["choices"] == []
+    seen = [event["usage"]["completion_tokens"] for event in events]
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 2
+    assert events[-1]["usage"] == last["usage"]
+    assert all(
+        event["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] for event in events
+    )
+    for event in events:
+        usage = event["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+@pytest.mark.parametrize("path, body", BODIES)
+def test_usage_of_every_chunk_but_no_last_one(api, path, body):
+    for none in ({}, {"include_usage": None}, {"include_usage": False}):
+        options = {"continuous_usage_stats": True, **none}
+        events = api.events(path, body | {"stream_options": options})
+        assert all(event["choices"] and event["usage"] for event in events)
+    for nothing in ({}, {"continuous_usage_stats": None, "include_usage": None}):
+        events = api.events(path, body | {"stream_options": nothing})
+        assert not any("usage" in event for event in events)
+    whole = api.events(path, body | {"stream_options": {"include_usage": True}})
+    assert [event["usage"] for event in whole[:-1]] == [None] * (len(whole) - 1)
+
+
 def test_request_taken_back_by_the_server(api):
     api.client.failure = {"finish_reason": "abort"}
     error = api.error(CHAT, chat_body(), 503)

@@ -9,6 +9,7 @@ from cairn.errors import BadRequest
 from cairn.server.protocol.chat import ChatRequest
 from cairn.server.protocol.completions import CompletionRequest
 from cairn.server.protocol.fields import read
+from cairn.server.protocol.tokens import TokenizeRequest
 from tests.server.fake_api import FakeApi, chat_body
 
 POSTS = {
@@ -120,6 +121,11 @@ def test_content_type_may_have_parameters(api):
     [
         ({"temprature": 1}, "temprature", "Did you mean 'temperature'?"),
         ({"messages": [{"role": "user", "content": "x", "nam": 1}]}, "messages[0].nam", "no field"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "toolcalls": []}]},
+            "messages[0].toolcalls",
+            "Did you mean 'tool_calls'?",
+        ),
         ({"temperature": 3}, "temperature", "<= 2"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
@@ -137,6 +143,47 @@ def test_errors_name_the_field(body, param, text):
         read(json.dumps(chat_body() | body).encode(), ChatRequest)
     assert caught.value.param == param
     assert text in str(caught.value)
+
+
+EXTRAS = {
+    "type": "text",
+    "id": "m1",
+    "status": "completed",
+    "timestamp": 1.5,
+    "created_at": "now",
+    "model": "m",
+    "prefix": True,
+    "reasoning_details": [{}],
+    "thinking_blocks": [],
+    "cache_control": {"type": "ephemeral"},
+    "provider_specific_fields": {},
+    "finish_reason": "stop",
+    "usage": {},
+    "x" * 100: None,
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_histories_hold_fields_of_the_programs_that_keep_them(name):
+    extra = {name: EXTRAS[name]}
+    call = {"function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}, "index": 0}
+    text = {"type": "text", "text": "x"}
+    other = {} if name in ("type", "id") else extra
+    given = [
+        {"role": "system", "content": "x", **extra},
+        {"role": "user", "content": [text | other], **extra},
+        {"role": "assistant", "content": None, "tool_calls": [call | other], **extra},
+        {"role": "tool", "content": "x", **extra},
+    ]
+    plain = [
+        {"role": "system", "content": "x"},
+        {"role": "user", "content": [text]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "content": "x"},
+    ]
+    for kind in (ChatRequest, TokenizeRequest):
+        read_ones = read(json.dumps({"messages": given}).encode(), kind)
+        assert read_ones == read(json.dumps({"messages": plain}).encode(), kind)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,36 @@ HERMES: dict[str, tuple[str, Told]] = {
         '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
         ['<tool_call>{"name": "f", "arguments": "x"}</tool_call>'],
     ),
+    "wrong closing tag": (
+        f"{call('f')[:-12]}</tool_calls>",
+        [f"{call('f')[:-12]}</tool_calls>"],
+    ),
+    "not closed": (call("f", DEEP).removesuffix("</tool_call>"), [("f", DEEP)]),
+    "half closed": (f"So {call('f')[:-4]}", ["So", ("f", "{}")]),
+    "not closed before the next": (
+        f"{call('f')[:-12]}{call('g')} Hm {call('h')[:-12]}",
+        [("f", "{}"), ("g", "{}"), "Hm", ("h", "{}")],
+    ),
+    "not closed, and text": (f"{call('f')[:-12]} So.", [f"{call('f')[:-12]} So."]),
+    "two in a tag": (
+        '<tool_call>{"name": "f"}\n{"name": "g", "arguments": {"a": [1]}}</tool_call>',
+        [("f", "{}"), ("g", '{"a": [1]}')],
+    ),
+    "list": (
+        '<tool_call>[{"name": "f", "arguments": {"a": 1e2}},\n{"name": "g"}]</tool_call>.',
+        [("f", '{"a": 1e2}'), ("g", "{}"), "."],
+    ),
+    "list, not closed": ('<tool_call> [{"name": "f"}]', [("f", "{}")]),
+    "list with a wrong one": (
+        '<tool_call>[{"name": "f"}, {"x": 1}]</tool_call>',
+        ['<tool_call>[{"name": "f"}, {"x": 1}]</tool_call>'],
+    ),
+    "empty list": ("<tool_call>[]</tool_call>", ["<tool_call>[]</tool_call>"]),
+    "call as a text": (
+        f"<tool_call>{json.dumps(json.dumps({'name': 'f', 'arguments': {'a': '</tool_call>'}}))}"
+        "</tool_call>",
+        [("f", '{"a": "</tool_call>"}')],
+    ),
     "NaN": (
         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
         ['<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'],
@@ -142,6 +172,14 @@ LLAMA: dict[str, tuple[str, Told]] = {
     "cut off": (' {"name": "f", "param', [' {"name": "f", "param']),
     "code": ("<|python_tag|>print(1)", ["<|python_tag|>print(1)"]),
     "cut in the tag": ("<|pyth", ["<|pyth"]),
+    "list": (
+        '[{"name": "f", "parameters": {"a": []}}, {"name": "g"}]',
+        [("f", '{"a": []}'), ("g", "{}")],
+    ),
+    "list of other things": ('[{"answer": 1}]', ['[{"answer": 1}]']),
+    "list of numbers": ("[1, 2]", ["[1, 2]"]),
+    "empty list": ("[ ]", ["[ ]"]),
+    "unknown key": ('{"name": "f", "inputs": {}}', ['{"name": "f", "inputs": {}}']),
     "call and wrong call": (
         '{"name": "f", "parameters": {}};{"x": 1}',
         [("f", "{}"), ';{"x": 1}'],
@@ -166,6 +204,7 @@ def test_what_is_found_at_every_split(name: str, text: str, expected: Told) -> N
 
 
 SNIPPETS = (
+    "[", "]", ",", '{"name": "f"}',
     "<tool_call>", "</tool_call>", "<tool", "_call>", '{"name": "f", "arguments": {"a": "b"}}',
     '{"name": "f", "parameters": {}}', "{", "}", '"', "\\", "\n", " ", ";", "word", '{"name"',
     "<|python_tag|>", call("g"),
@@ -202,6 +241,70 @@ def test_only_the_tools_given_are_called(name: str) -> None:
         texts = [f"<tool_call>{text}</tool_call>" for text in texts]
     assert read(name, [texts[0]], tools=["f"]) == [("f", "{}")]
     assert read(name, [texts[1]], tools=["f"]) == [texts[1]]
+
+
+@pytest.mark.parametrize(
+    ("members", "arguments"),
+    [
+        ('"name": "f", "parameters": {"a": 1}', '{"a": 1}'),
+        ('"function": "f", "arguments": {"a": 1}', '{"a": 1}'),
+        ('"name": "f", "function": "f", "arguments": {"a": 1}', '{"a": 1}'),
+        ('"name": "f", "arguments": {}, "parameters": {"a": 1}', '{"a": 1}'),
+        ('"name": "f", "arguments": {"a": 1}, "parameters": {"a": 1}', '{"a": 1}'),
+        ('"name": "f", "arguments": {"a": 1}, "id": "x", "thought": "y"', '{"a": 1}'),
+        ('"name": "f", "arguments": "{\\"a\\":  1e2}"', '{"a":  1e2}'),
+        ('"name": "f", "parameters": "{}"', "{}"),
+        ('"name": "f", "arguments": ""', "{}"),
+        ('"name": "f", "arguments": null', "{}"),
+        ('"name": "f", "type": "function"', "{}"),
+        ('"type": "function", "function": {"name": "f", "arguments": {"a": 1}}', '{"a": 1}'),
+        ('"id": "x", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}', '{"a": 1}'),
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_arguments_under_the_keys_of_other_forms(name: str, members: str, arguments: str) -> None:
+    text = f"<tool_call>{{{members}}}</tool_call>" if name == "hermes" else f"{{{members}}}"
+    expected = [("f", arguments)]
+    if name == "llama3_json" and members.startswith('"id"'):
+        # An answer that begins like this is shown while it is written.
+        expected = [text]
+    assert read(name, [text]) == expected
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        *(f'"name": "f", "{key}": {{"a": 1}}' for key in ("args", "input", "params", "Arguments")),
+        '"name": "f", "a": 1',
+        '"name": "f", "id": 7',
+        '"name": "f", "type": "cat"',
+        '"name": "f", "arguments": null, "args": {"a": 1}',
+        '"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}',
+        '"name": "f", "function": "g", "arguments": {}',
+        '"name": "f", "arguments": [1]',
+        '"name": "f", "arguments": "[1]"',
+        '"name": "f", "arguments": "{\\"a\\": "',
+        '"name": "f", "arguments": "{\\"a\\": NaN}"',
+        '"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"',
+        '"function": {"name": "f"}, "arguments": {"a": 1}',
+        '"arguments": {"a": 1}',
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_arguments_never_vanish(name: str, members: str) -> None:
+    text = f"<tool_call>{{{members}}}</tool_call>" if name == "hermes" else f"{{{members}}}"
+    assert read(name, [text]) == [text]
+
+
+@pytest.mark.parametrize("text", ["", call("g") + " Hm\n"])
+def test_an_answer_that_was_cut_off_ends_in_no_call(text: str) -> None:
+    cut = call("f").removesuffix("</tool_call>")
+    found = parser("hermes")
+    pieces = found.feed(text + cut) + found.close(complete=False)
+    assert told(pieces)[-1] == (f"Hm\n{cut}" if text else cut)
+    other = parser("hermes")
+    pieces = other.feed(text + cut[:-4]) + other.close(complete=True)
+    assert isinstance(told(pieces)[-1], str)
 
 
 def test_no_markup_leaks_while_a_call_is_written() -> None:
@@ -326,6 +429,36 @@ def test_several_calls_may_follow(compiler: GrammarCompiler, name: str, between:
     text = between.join([written(name, "clock", "{}")] * 3)
     assert takes(compiler, grammar, text)
     assert read(name, [text]) == [("clock", "{}")] * 3
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_calls_or_an_answer(compiler: GrammarCompiler, name: str, several: bool) -> None:
+    answer = {"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}
+    answer["properties"]["name"] = {"$ref": "#/$defs/city"}
+    answer["$defs"] = {"city": {"type": "null"}}
+    drafted = WEATHER["function"]["parameters"] | {
+        "$schema": "http://json-schema.org/draft-07/schema#"
+    }
+    weather = {"function": WEATHER["function"] | {"parameters": drafted}}
+    grammar = tool_grammar([weather, CLOCK], "required", name, several=several, answer=answer)
+    assert grammar is not None
+    clock = written(name, "clock", "{}")
+    rome = written(name, 'get "weather"', '{"city": "Rome"}')
+    for text in (clock, rome, '{"x": 1}', '{"x": 1, "name": null}', '{"x": 1, "y": []}'):
+        assert takes(compiler, grammar, text), text
+    between = "\n" if name == "hermes" else "; "
+    assert takes(compiler, grammar, clock + between + rome) == several
+    for text in (
+        "Hello",
+        '{"x": 2}',
+        '{"x": 1, "name": 2}',
+        '{"x": 1}' + between + clock,
+        clock + between + '{"x": 1}',
+        f"Let me see. {clock}",
+        written(name, 'get "weather"', '{"city": "Bern"}').replace("name", "nome"),
+    ):
+        assert not takes(compiler, grammar, text), text
 
 
 @pytest.mark.parametrize("choice", ["auto", "none"])

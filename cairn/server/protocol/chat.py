@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from cairn.names import nearest
 from cairn.server.protocol.common import ELSEWHERE, ChoiceExtras, SamplingFields, Usage
-from cairn.server.protocol.fields import BadField, Count, Fields, Refusable, no_effect, refused
+from cairn.server.protocol.fields import (
+    LONGEST_NAME,
+    BadField,
+    Count,
+    Fields,
+    History,
+    Refusable,
+    no_effect,
+    refused,
+)
 
+TYPING_ERROR = 0.85
+"""Likeness of names from which an unknown field of a message is a known one, mistyped."""
 NO_PICTURES = "this server reads text only"
+CACHED_ANYWAY = "equal prompts share pages anyway"
 NO_FUNCTIONS = "it was replaced by tools and tool_choice"
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class TextPart(Fields, tag_field="type", tag="text"):
+class TextPart(History, tag_field="type", tag="text"):
     """A piece of a message's text."""
 
     text: str
 
 
-class ImagePart(Fields, tag_field="type", tag="image_url"):
+class ImagePart(History, tag_field="type", tag="image_url"):
     """A picture."""
 
     image_url: Annotated[Refusable, refused(NO_PICTURES)]
 
 
-class AudioPart(Fields, tag_field="type", tag="input_audio"):
+class AudioPart(History, tag_field="type", tag="input_audio"):
     """A recording."""
 
     input_audio: Annotated[Refusable, refused(NO_PICTURES)]
 
 
-class FilePart(Fields, tag_field="type", tag="file"):
+class FilePart(History, tag_field="type", tag="file"):
     """A file."""
 
     file: Annotated[Refusable, refused(NO_PICTURES)]
@@ -41,64 +56,73 @@ class FilePart(Fields, tag_field="type", tag="file"):
 Content = str | list[TextPart | ImagePart | AudioPart | FilePart]
 
 
-class SystemMessage(Fields, tag_field="role", tag="system"):
+class SystemMessage(History, tag_field="role", tag="system"):
     """What the assistant is told first."""
 
     content: Content
     name: str | None = None
 
 
-class DeveloperMessage(Fields, tag_field="role", tag="developer"):
+class DeveloperMessage(History, tag_field="role", tag="developer"):
     """OpenAI's newer name of the system message; the chat template sees `system`."""
 
     content: Content
     name: str | None = None
 
 
-class UserMessage(Fields, tag_field="role", tag="user"):
+class UserMessage(History, tag_field="role", tag="user"):
     """What the user says."""
 
     content: Content
     name: str | None = None
 
 
-class FunctionCall(Fields):
+class FunctionCall(History):
     """What the assistant called. `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(Fields):
+class ToolCall(History, kw_only=True):
     """A call that the assistant made, answered by a tool message with its id."""
 
-    id: str
-    type: Literal["function"]
+    id: str | None = None
+    type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class AssistantMessage(Fields, tag_field="role", tag="assistant"):
-    """What the assistant said or called. Content may be null beside tool calls."""
+class AssistantMessage(History, tag_field="role", tag="assistant"):
+    """What the assistant said or called. Content may be null beside tool calls and reasoning.
+
+    Attributes:
+        reasoning_content, reasoning: what it thought before, under either name; for templates
+            that read `reasoning_content`.
+    """
 
     content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    refusal: Annotated[Refusable, refused("pass what the assistant said as content")] = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: Annotated[Refusable, refused("pass what the assistant said as content", "")] = None
     audio: Annotated[Refusable, refused(NO_PICTURES)] = None
     function_call: Annotated[Refusable, refused("it was replaced by tool_calls")] = None
-    annotations: Annotated[Refusable, refused("no template reads them", [])] = None
+    annotations: Annotated[Any, no_effect("no template reads them")] = None
 
     def __post_init__(self) -> None:
-        Fields.__post_init__(self)
-        if self.content is None and not self.tool_calls:
+        History.__post_init__(self)
+        others = (self.tool_calls, self.reasoning_content, self.reasoning)
+        if self.content is None and others == (None, None, None):
             raise BadField("content", "an assistant message needs content or tool_calls")
 
 
-class ToolMessage(Fields, tag_field="role", tag="tool"):
-    """What a tool answered."""
+class ToolMessage(History, tag_field="role", tag="tool"):
+    """What a tool answered, maybe nothing; `name` is the function's."""
 
-    content: Content
-    tool_call_id: str
+    content: Content | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
@@ -117,6 +141,7 @@ class FunctionDefinition(Fields):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: Annotated[Any, no_effect(CACHED_ANYWAY)] = None
 
 
 class Tool(Fields):
@@ -124,6 +149,7 @@ class Tool(Fields):
 
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Annotated[Any, no_effect(CACHED_ANYWAY)] = None
 
 
 class FunctionChoice(Fields):
@@ -137,6 +163,35 @@ class NamedTool(Fields):
 
     type: Literal["function"]
     function: FunctionChoice
+
+
+_MESSAGES = (SystemMessage, DeveloperMessage, UserMessage, AssistantMessage, ToolMessage)
+_MESSAGE_FIELDS = frozenset(
+    field.encode_name for struct in _MESSAGES for field in msgspec.structs.fields(struct)
+) | {"role"}
+
+
+class _Names(Struct):
+    """The fields of each message, whatever they are."""
+
+    messages: list[dict[str, msgspec.Raw]] | None = None
+
+
+def check_message_names(body: bytes) -> None:
+    """Raise BadField for a field of a message that is a known one, mistyped."""
+    for i, message in enumerate(msgspec.json.decode(body, type=_Names).messages or ()):
+        for name in message.keys() - _MESSAGE_FIELDS:
+            close = _mistyped(name) if len(name) <= LONGEST_NAME else None
+            if close is not None:
+                path = f"messages[{i}].{name}"
+                raise BadField(
+                    path, f"{path} is no field of this request", f"Did you mean {close!r}?"
+                )
+
+
+@lru_cache(maxsize=1000)
+def _mistyped(name: str) -> str | None:
+    return nearest(name, _MESSAGE_FIELDS, TYPING_ERROR)
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
@@ -176,13 +231,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     store: Annotated[bool | None, no_effect(ELSEWHERE)] = None
     service_tier: Annotated[str | None, no_effect(ELSEWHERE)] = None
     safety_identifier: Annotated[str | None, no_effect(ELSEWHERE)] = None
-    prompt_cache_key: Annotated[str | None, no_effect("equal prompts share pages anyway")] = None
+    prompt_cache_key: Annotated[str | None, no_effect(CACHED_ANYWAY)] = None
     prompt_cache_retention: Annotated[
         str | None, no_effect("pages are kept as long as there is room")
     ] = None
-    prompt_cache_options: Annotated[
-        dict[str, Any] | None, no_effect("equal prompts share pages anyway")
-    ] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, no_effect(CACHED_ANYWAY)] = None
     modalities: Annotated[list[Literal["text"]] | None, no_effect("text is all that is served")] = (
         None
     )
@@ -196,6 +249,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     verbosity: Annotated[Refusable, refused("the model has no such control")] = None
     web_search_options: Annotated[Refusable, refused("the server searches nothing")] = None
     moderation: Annotated[Refusable, refused("the server moderates nothing")] = None
+
+    @classmethod
+    def check_body(cls, body: bytes) -> None:
+        """See Fields."""
+        check_message_names(body)
 
 
 class TokenAlternative(Struct, frozen=True):

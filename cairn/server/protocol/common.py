@@ -25,10 +25,12 @@ class StreamOptions(Fields):
 
     Attributes:
         include_usage: a last chunk without choices carries the usage.
+        continuous_usage_stats: every chunk carries the usage so far, all choices together.
         include_obfuscation: OpenAI's padding against traffic analysis.
     """
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Annotated[bool | None, no_effect("no padding is ever sent")] = None
 
 

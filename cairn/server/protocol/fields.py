@@ -61,6 +61,15 @@ class Fields(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=Tru
             if value is not None and asks:
                 raise BadField(name, f"{name} is not served: {reason}", "Leave it out")
 
+    @classmethod
+    def check_body(cls, body: bytes) -> None:
+        """Raise BadField for what is wrong with a body although it could be read."""
+
+
+class History(Fields, forbid_unknown_fields=False):
+    """A part of a conversation. The programs that keep it write fields of their own into it:
+    unknown ones are left out."""
+
 
 class BadField(BadRequest):
     """A request field that cannot be served.
@@ -83,7 +92,10 @@ def read(body: bytes, kind: type[T]) -> T:
             that is not served; `param` names the field.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
+        value = msgspec.json.decode(body, type=kind)
+        if issubclass(kind, Fields):
+            kind.check_body(body)
+        return value
     except msgspec.ValidationError as error:
         raise _explained(error, kind) from error
     except RecursionError as error:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from cairn.server.protocol.chat import Messages, Tools
+from cairn.server.protocol.chat import Messages, Tools, check_message_names
 from cairn.server.protocol.fields import BadField, Fields, TokenId
 
 CHAT_ONLY = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
@@ -43,6 +43,11 @@ class TokenizeRequest(Fields):
         for name in only:
             if getattr(self, name) is not None:
                 raise BadField(name, f"{name} goes with {other} only", "Leave it out")
+
+    @classmethod
+    def check_body(cls, body: bytes) -> None:
+        """See Fields."""
+        check_message_names(body)
 
 
 class TokenizeResponse(Struct, frozen=True):

@@ -1,0 +1,135 @@
+"""Reads tool calls from the JSON that models write for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+SPACE = " \t\r\n"
+SEPARATORS = SPACE + ",;"
+"""Between calls that follow one another."""
+NAME_KEYS = ("name", "function")
+ARGUMENT_KEYS = ("arguments", "parameters")
+_WRAPPER_KEYS = {"function", "type", "id", "index"}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call: the function's name, and its arguments, the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+def read_calls(text: str, tools: Collection[str] | None) -> list[Call] | None:
+    """The calls that a text consists of, at least one; None: it is something else.
+
+    A call is `{"name": ..., "arguments": {...}}`. Models that were trained on other forms write
+    `parameters` for `arguments`, `function` for `name`, OpenAI's `{"function": {...}}` around it,
+    the arguments or the whole call as a JSON text, or several calls in a list or one behind the
+    other: they are read too. An object without arguments that has other keys is no call, because
+    these may be the arguments.
+
+    Args:
+        text: all that stands where a call belongs.
+        tools: names that may be called; None: any.
+    """
+    try:
+        calls = [_read_call(found) for found in _objects(text)]
+    except (ValueError, RecursionError):
+        return None
+    if tools is not None and any(call.name not in tools for call in calls):
+        return None
+    return calls or None
+
+
+def _objects(text: str, inside: bool = False) -> Iterator[str]:
+    """The texts of the objects that follow one another; those `inside` a list or a text too."""
+    at = _skip(text, 0)
+    while at < len(text):
+        value, end = _DECODER.raw_decode(text, at)
+        if isinstance(value, dict):
+            yield text[at:end]
+        elif inside:
+            raise ValueError("no object")
+        elif isinstance(value, list):
+            yield from _objects(text[at + 1 : end - 1], inside=True)
+        elif isinstance(value, str):
+            yield from _objects(value, inside=True)
+        else:
+            raise ValueError("no object")
+        at = _skip(text, end, SEPARATORS)
+
+
+def _read_call(text: str) -> Call:
+    """The call that an object is. Raises ValueError when it is none."""
+    members = _members(text)
+    wrapped = members.get("function")
+    if wrapped is not None and isinstance(wrapped[0], dict):
+        if members.keys() - _WRAPPER_KEYS:
+            raise ValueError("no call")
+        members = _members(wrapped[1])
+    names = [members[key][0] for key in NAME_KEYS if key in members]
+    if not names or not isinstance(names[0], str) or names[0] != names[-1]:
+        raise ValueError("no name")
+    given = [_arguments(*members[key]) for key in ARGUMENT_KEYS if key in members]
+    written = {json.dumps(value): text for value, text in filter(None, given)}
+    filled = [text for value, text in written.items() if value != "{}"]
+    if len(filled) > 1:
+        raise ValueError("arguments of two kinds")
+    if not written and not _bare(members):
+        raise ValueError("the arguments may stand under an unknown key")
+    return Call(names[0], filled[0] if filled else "{}")
+
+
+def _arguments(value: Any, text: str) -> tuple[dict[str, Any], str] | None:
+    """The arguments and their text; None where null or an empty text stands for them."""
+    if isinstance(value, str):
+        text = value
+        # Half a surrogate pair can be escaped inside a text, but not sent as one.
+        text.encode()
+        value = _DECODER.decode(text) if text.strip(SPACE) else None
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return value, text
+
+
+def _bare(members: dict[str, tuple[Any, str]]) -> bool:
+    """Whether nothing in a call without arguments can be meant as one."""
+    known = {*NAME_KEYS, *ARGUMENT_KEYS}
+    return all(
+        key in known or (key, value[0]) == ("type", "function") for key, value in members.items()
+    )
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _members(text: str) -> dict[str, tuple[Any, str]]:
+    """The members of a JSON object: name -> (value, the value as written)."""
+    members = {}
+    # The object is whole: nothing can be missing.
+    at = _skip(text, 1)
+    while text[at] != "}":
+        key, at = _DECODER.raw_decode(text, at)
+        begin = _skip(text, _skip(text, at) + 1)
+        value, end = _DECODER.raw_decode(text, begin)
+        members[key] = value, text[begin:end]
+        at = _skip(text, end)
+        if text[at] == ",":
+            at = _skip(text, at + 1)
+    return members
+
+
+def _skip(text: str, at: int, signs: str = SPACE) -> int:
+    while at < len(text) and text[at] in signs:
+        at += 1
+    return at
