@@ -69,7 +69,9 @@ def test_slots_that_are_alone_are_attended_by_themselves(
     q, k = drawn(300)
     wanted = attend(step_of(layer, counts, Cuts(True), told), q, k)
     monkeypatch.setattr(ops, name, hear)
-    torch.testing.assert_close(attend(step_of(layer, counts, Cuts(True, count), told), q, k), wanted)
+    torch.testing.assert_close(
+        attend(step_of(layer, counts, Cuts(True, count), told), q, k), wanted
+    )
     front = stretches[: 3 * 16] if count == 16 else [*stretches[: 3 * 20], 20, 0, 44]
     behind = stretches[3 * 16 :] if count == 16 else [20, 44, 156, 21, 0, 80]
     given = told and name == "dense_attention"
