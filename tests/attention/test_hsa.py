@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cairn import ops
-from cairn.attention.base import Batch
-from cairn.attention.registry import assign, cache_specs
+from cairn.attention.batch import Batch, PagePlace
+from cairn.attention.inputs import HilsInputs
+from cairn.attention.registry import Backends, cache_schema
 from cairn.cache.landmarks import SlotMap
-from cairn.cache.pools import CachePools, PageFormat
+from cairn.cache.pools import CachePools, PoolSizes
+from cairn.cache.schema import PageFormat
 from cairn.config import EngineOptions, Machine, resolve
-from cairn.engine.build import attention_layers, model_facts
+from cairn.layers.rotary import Rotary
 from cairn.models.registry import load_spec
+from cairn.specs.hils import HilsSpec
 from tests.engine.harness import CASES, GOLDENS, lengths, vectors
 
 
-def batch_of(slots: torch.Tensor, size: int, table: torch.Tensor, layer, backend) -> Batch:
+def batch_of(slots: torch.Tensor, size: int, table: torch.Tensor) -> Batch:
     """One row's slots as a batch."""
     page = table[slots // size].long()
     completed = torch.nonzero(slots % size == size - 1).flatten()
@@ -25,125 +29,106 @@ def batch_of(slots: torch.Tensor, size: int, table: torch.Tensor, layer, backend
         positions=slots - slots // size,
         row=torch.zeros_like(slots),
         slot=slots,
-        location=page * size + slots % size,
-        page_table=table[None].int(),
+        places=(PagePlace(table[None].int(), page * size + slots % size),),
         completed=completed,
         completed_pages=page[completed],
         max_slot=int(slots.max()),
-        backends={layer.index: (backend, layer)},
     )
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("case", CASES)
 def test_intermediate_tensors(case: str, chunk: int):
-    spec = load_spec(GOLDENS / case)
-    config = resolve(
-        EngineOptions(dtype="float32", device="cpu"),
-        model_facts(spec),
-        Machine(False, False, 1 << 30),
-    )
+    options = EngineOptions(dtype="float32", device="cpu")
+    config = resolve(options, load_spec(GOLDENS / case), Machine(False, False, 1 << 30))
+    model = config.model
     length = max(lengths(case))
     golden = {
         name.split(".", 1)[1]: value
         for name, value in vectors(case).items()
         if name.startswith(f"n{length}.")
     }
-    layer = attention_layers(spec, config)[spec.hils_layers[-1]]
+    number = model.selecting_layers[-1]
+    spec = model.mixers[number]
+    assert isinstance(spec, HilsSpec)
     size = config.page_size
     total = golden["q"].shape[0]
     pages = -(-total // size)
-    pools = CachePools(
-        cache_specs([layer] * spec.num_layers), pages + 9, PageFormat(size, torch.float32), "cpu"
-    )
+    schema = cache_schema([spec], PageFormat(size, torch.float32))
+    pools = CachePools(schema, PoolSizes((pages + 9,)), "cpu")
     for tensor in pools.tensors():
         tensor.fill_(float("nan"))
-    (backend, _) = assign([layer], pools)[layer.index]
+    backends = Backends([spec], pools)
     table = torch.randperm(pages + 9, generator=torch.Generator().manual_seed(1))[:pages]
-    slots = SlotMap(size, spec.landmarks)
-    assert slots.slots_for(length) == total
+    assert SlotMap(size, model.landmarks).slots_for(length) == total
 
-    shared = load_shared_query(case, layer.index) if spec.hils.shared_query else None
+    shared = load_shared_query(case, number) if spec.shared_query else None
     outputs = []
     for part in torch.arange(total).split(chunk):
-        batch = batch_of(part, size, table, layer, backend)
+        batch = batch_of(part, size, table)
         z = golden["lmk_q"][part]
-        query = z[batch.completed] if spec.hils.needs_summary_query else None
+        query = z[batch.completed] if spec.needs_summary_query else None
         if shared is not None:
             query = shared(batch.positions[batch.completed])
-        outputs.append(
-            batch.attend(
-                layer.index, golden["q"][part], golden["k"][part], golden["v"][part], z, query
-            )
-        )
+        q, k, v = (golden[name][part] for name in "qkv")
+        (layer,) = backends.step(batch).layers
+        outputs.append(layer.run(HilsInputs(q, k, v, z, query)))
     torch.testing.assert_close(torch.cat(outputs), golden["o"], rtol=1e-4, atol=1e-5)
-    check_summaries(golden, pools, layer, table, total // size)
-    check_selection(
-        golden, pools, layer, batch_of(torch.arange(total), size, table, layer, backend)
-    )
+    check_summaries(golden, pools.pages[0], table[: total // size])
+    check_selection(golden, pools.pages[0], spec, batch_of(torch.arange(total), size, table))
 
 
 def load_shared_query(case: str, layer: int):
     """The learned prior query, rotated at given positions."""
-    from safetensors.torch import load_file
-
-    from cairn.layers.rotary import rotate
-    from cairn.models.decoder import build_rotary
-
-    constant = load_file(GOLDENS / case / "model.safetensors")[
-        f"model.layers.{layer}.self_attn.q_c"
-    ]
-    rotary = build_rotary(load_spec(GOLDENS / case).layers[layer].rotary)
+    path = GOLDENS / case / "model.safetensors"
+    constant = load_file(path)[f"model.layers.{layer}.self_attn.q_c"]
+    spec = load_spec(GOLDENS / case).mixers[layer].rotary
+    rotary = Rotary(spec)
 
     def rotated(positions: torch.Tensor) -> torch.Tensor:
-        query = constant.expand(len(positions), -1, -1).clone()
+        query = constant.repeat(len(positions), 1, 1)
         table = rotary.cos_sin(positions, torch.float32)
-        rotate(torch.arange(len(positions)), query, None, table)
+        rotary.rotate(torch.arange(len(positions)), query, None, table)
         return query
 
     return rotated
 
 
-def check_summaries(golden, pools, layer, table, complete: int) -> None:
+def check_summaries(golden, fields, pages: torch.Tensor) -> None:
     """Stored summaries of the complete pages."""
-    pages = table[:complete]
-    key = pools.summary_key[layer.index]
-    stored = pools.k[layer.index][:, :, -1] if key is None else key
+    stored = fields.get("summary_key", fields["k"][:, :, -1])
     torch.testing.assert_close(stored[pages], golden["lmk_k"], rtol=1e-4, atol=1e-5)
     if "prior_b" in golden:
-        bias = pools.summary_bias[layer.index]
+        bias = fields["summary_bias"]
         torch.testing.assert_close(bias[pages], golden["prior_b"], rtol=1e-4, atol=1e-5)
 
 
-def check_selection(golden, pools, layer, batch: Batch) -> None:
+def check_selection(golden, fields, spec: HilsSpec, batch: Batch) -> None:
     """Window branch, selected pages, scores and weights of every query at once."""
-    rule, index = layer.landmark, layer.index
-    k, v = pools.k[index], pools.v[index]
-    where = (batch.row, batch.slot, batch.page_table)
+    k, v, page_table = fields["k"], fields["v"], batch.places[0].page_table
+    where = (batch.row, batch.slot, page_table)
     o, lse = ops.window_attention(
-        golden["q"], k, v, *where, rule.window, aligned=True, mask_landmarks=True
+        golden["q"], k, v, *where, spec.window, aligned=True, mask_landmarks=True
     )
     torch.testing.assert_close(o, golden["swa_o"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, golden["lse"], rtol=1e-4, atol=1e-5)
-    key, bias = pools.summary_key[index], pools.summary_bias[index]
-    page_size = k.shape[2]
+    key, bias = fields.get("summary_key", k[:, :, -1]), fields.get("summary_bias")
     indices, scores = ops.select_pages(
-        golden["lmk_q"], k[:, :, -1] if key is None else key, bias, lse, *where,
-        page_size, rule.window, rule.topk, num_kv_heads=layer.num_kv_heads,
+        golden["lmk_q"], key, bias, lse, *where,
+        k.shape[2], spec.window, spec.topk, num_kv_heads=spec.num_kv_heads,
     )  # fmt: skip
     assert torch.equal(indices.int(), golden["indices"].int())
-    weights, window_weight = ops.page_weights(scores, lse, rule.softmax1)
+    weights, window_weight = ops.page_weights(scores, lse, spec.softmax1)
     torch.testing.assert_close(
-        weights, golden["chunk_weights"][..., : rule.topk], rtol=1e-4, atol=1e-5
+        weights, golden["chunk_weights"][..., : spec.topk], rtol=1e-4, atol=1e-5
     )
     torch.testing.assert_close(
-        window_weight, golden["chunk_weights"][..., rule.topk], rtol=1e-4, atol=1e-5
+        window_weight, golden["chunk_weights"][..., spec.topk], rtol=1e-4, atol=1e-5
     )
     if bias is not None:
-        table = batch.page_table[0].long()
-        group = layer.num_heads // layer.num_kv_heads
-        picked = bias[table[indices.clamp(min=0).long()]]  # [T, h_kv, K, h_q]
-        own = torch.arange(layer.num_heads).view(layer.num_kv_heads, 1, group)
+        group = spec.num_heads // spec.num_kv_heads
+        picked = bias[page_table[0].long()[indices.clamp(min=0).long()]]  # [T, h_kv, K, h_q]
+        own = torch.arange(spec.num_heads).view(spec.num_kv_heads, 1, group)
         own = own.expand(picked.shape[0], -1, picked.shape[2], -1)
         picked = picked.gather(-1, own).permute(0, 1, 3, 2).flatten(1, 2)
         scores = scores - picked.masked_fill(torch.isinf(scores), 0)

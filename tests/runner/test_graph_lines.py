@@ -8,53 +8,34 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.attention.base import Batch
+from cairn.attention.cuts import Cuts
 from cairn.cache.landmarks import SlotMap
 from cairn.runner import graphs
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Sampling
 from cairn.runner.rows import NO_GRANTS, Rows
 from cairn.runner.sampler import Draws
 from cairn.runner.step import DecodeWork, PageGrant, RowWork, StepPlan
+from tests.runner.playing import LANDMARK, MAX_PAGES, VOCAB, Model, NoBackends, check_batch, chosen
 
-VOCAB, LANDMARK, MAX_PAGES = 23, 23, 40
 DTYPES = (np.float32, np.int64, np.float32, np.float32, np.int64, np.int64)
 """Of the draws."""
 
 
-class Model:
-    """Its logits are largest where slot and row say."""
-
-    def __init__(self) -> None:
-        self.batch: Batch | None = None
-
-    def __call__(self, batch: Batch) -> torch.Tensor:
-        self.batch = batch
-        return (batch.slot * 7 + batch.row)[:, None].float()
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(hidden[:, 0].long() % VOCAB, VOCAB).float()
-
-
-def chosen(slot: int, row: int) -> int:
-    return (slot * 7 + row) % VOCAB
-
-
-@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("landmarks", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 3, 20])
-def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
+def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, groups):
     """Rows that come and go, grants of one page and of many: the graph finds what was laid out, in
     its own tables too, and padding that reaches nobody."""
     rng, size = random.Random(num_rows), 4
     slots = SlotMap(size, landmarks)
-    rows = Rows(num_rows, MAX_PAGES, slots, LANDMARK, torch.device("cpu"), windowed)
-    tables, spare = torch.zeros_like(rows.tables), num_rows * MAX_PAGES
-    last_token = torch.zeros(num_rows + 1, dtype=torch.int64)
-    model = Model()
-    own = tables[num_rows:-1] if windowed else None
-    where = tables, tables[:num_rows], last_token, slots, LANDMARK
-    place = Place({}, *where, spare, own, spare + 1)
-    decoder = DecodeGraphs(model, place, num_rows)
+    sizes = num_rows, MAX_PAGES, slots, LANDMARK, torch.device("cpu"), groups
+    # What the host lays out, and what lies on the device.
+    rows, device = Rows(*sizes), Rows(*sizes)
+    many = num_rows * MAX_PAGES
+    spare = (many, many + 1)[:groups]
+    tables, last_token, model, backends = device.tables, device.last_token, Model(), NoBackends()
+    decoder = DecodeGraphs(model, Place(backends, device, spare), num_rows)
     done, granted = [0] * num_rows, [0] * num_rows
     told = np.zeros(num_rows, dtype=np.int64)
     on_the_way, arrays = [], {}
@@ -67,8 +48,8 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
                 done[r], granted[r] = rng.randrange(20 * (size - 1)), 0
             need = int(slots.pages_for(done[r] + 1))
             if need > granted[r]:
-                pages = tuple(rng.randrange(spare) for _ in range(need - granted[r]))
-                behind = tuple(page + 1 for page in pages[-2:]) if windowed else ()
+                pages = tuple(rng.randrange(many) for _ in range(need - granted[r]))
+                behind = tuple(page + 1 for page in pages[-2:]) if groups > 1 else ()
                 grants.append(PageGrant(r, granted[r], pages, behind))
                 granted[r] = need
         first = [done[r] for r in running]
@@ -109,37 +90,19 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
         else:
             told_before = told
         check_batch(model.batch, layout, told_before, spare)
-        assert model.batch.alone == len(model.batch.slot)
+        assert backends.cuts == Cuts(False, len(model.batch.slot))
+        assert [place.page_table.data_ptr() for place in model.batch.places] == [
+            table.data_ptr() for table in device.page_tables
+        ]
+        assert model.batch.max_slot == device.capacity - 1
         assert torch.equal(tables[:-1], rows.tables[:-1])
-
-
-def check_batch(batch, layout, told, spare) -> None:
-    count, closed = len(layout.slot), len(layout.completed)
-    ids = np.where(layout.ids < 0, told[layout.row], layout.ids)
-    assert batch.input_ids[:count].tolist() == ids.tolist()
-    for tensor, array in (
-        (batch.positions, layout.position),
-        (batch.row, layout.row),
-        (batch.slot, layout.slot),
-        (batch.location, layout.location),
-    ):
-        assert tensor[:count].tolist() == array.tolist()
-    assert batch.completed[:closed].tolist() == layout.completed.tolist()
-    assert batch.completed_pages[:closed].tolist() == layout.completed_pages.tolist()
-    assert set(batch.slot[count:].tolist()) <= {-1}
-    assert set(batch.completed_pages[closed:].tolist()) <= {-1}
-    assert set(batch.location[count:].tolist()) <= {spare * 4}
-    if batch.window_place is not None:
-        location = batch.window_place[1]
-        assert location[:count].tolist() == layout.window_location.tolist()
-        assert set(location[count:].tolist()) <= {(spare + 1) * 4}
 
 
 def test_a_drawing_graph_gets_its_numbers(no_gpu, monkeypatch):
     slots = SlotMap(4, True)
     rows = Rows(3, MAX_PAGES, slots, LANDMARK, torch.device("cpu"))
-    tables, last_token = torch.zeros_like(rows.tables), torch.zeros(4, dtype=torch.int64)
-    place = Place({}, tables, tables[:3], last_token, slots, LANDMARK, 99)
+    device = Rows(3, MAX_PAGES, slots, LANDMARK, torch.device("cpu"))
+    place = Place(NoBackends(), device, (99,))
     seen = []
 
     def draw(logits, *draws):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from cairn import LLM, SamplingParams
-from cairn.attention.registry import cache_specs
+from cairn.attention.registry import cache_schema
 from cairn.cache.landmarks import SlotMap
-from cairn.cache.pools import CachePools
-from cairn.engine.build import attention_layers, page_format
+from cairn.cache.pools import CachePools, PoolSizes
+from cairn.engine.build import page_format
 from cairn.errors import OutOfMemory
 from cairn.runner.memory import PAGES, Steps, decode_step, prefill_step
 from cairn.runner.runner import Runner, RunnerShape
@@ -81,14 +81,13 @@ def test_a_decode_step_runs_every_row(rows, longest):
 @pytest.mark.parametrize("case", ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"])
 def test_a_runner_takes_them(case):
     built = engine(case)
-    layers = attention_layers(built.spec, built.config)
-    device = torch.device("cpu")
-    own = PAGES if built.runner.shape.windowed else 0
-    form = page_format(built.config)
-    pools = CachePools(cache_specs(layers), PAGES, form, device, window_pages=own)
+    mixers, shape, device = built.spec.mixers, built.runner.shape, torch.device("cpu")
+    schema = cache_schema(mixers, page_format(built.config))
+    sizes = PoolSizes((PAGES,) * len(schema.groups), shape.num_rows)
+    pools = CachePools(schema, sizes, device)
     for tensor in pools.tensors():
         tensor.zero_()
-    runner = Runner(built.runner.model, layers, pools, built.runner.shape, device)
+    runner = Runner(built.runner.model, mixers, pools, shape, device)
     longest = built.memory.max_model_len
     steps = Steps(200, longest, graphs=False)
     for plan in (

@@ -12,31 +12,29 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cairn import SamplingParams
-from cairn.attention.base import AttentionLayer, Batch, LandmarkRule, alone
+from cairn.attention import base
+from cairn.attention.cuts import UNCHUNKED, WHOLE, Cuts, Front, alone
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.engine import build
 from cairn.engine.build import Built
 from cairn.engine.warmup import warm_up
 from cairn.runner import prefill_graphs
-from cairn.runner import rows as rows_module
 from cairn.runner.graphs import DecodeGraphs, Place
 from cairn.runner.prefill_graphs import (
     MORE_PAGES,
     MOST,
-    UNCHUNKED,
     Kind,
     PrefillGraphs,
     buckets_up_to,
     worthwhile,
 )
-from cairn.runner.rows import Rows
+from cairn.runner.rows import Layout, Rows
 from cairn.runner.step import DecodeWork, PageGrant, RowWork, StepPlan
 from tests.engine.harness import CASES, assert_same, engine, greedy, run, text
-from tests.runner.test_graph_lines import LANDMARK, MAX_PAGES, Model, check_batch
+from tests.runner.playing import LANDMARK, MAX_PAGES, Model, NoBackends, check_batch
 
 SIZE = 4
-PLAIN = AttentionLayer(0, "dense", num_heads=4, num_kv_heads=2, head_dim=16)
 
 
 @pytest.mark.parametrize("most", [1, 16, 17, 100, 1024, MOST])
@@ -48,30 +46,36 @@ def test_buckets_reach_and_waste_little(most):
     assert all(b - a <= max(16, b // (5 if b <= 512 else 9)) for a, b in itertools.pairwise(found))
 
 
-def graphs_of(rows: Rows, model: Model, tables: torch.Tensor, spare: int, **options):
-    num_rows = len(rows.page_table)
-    own = tables[num_rows:-1] if rows.window_table is not None else None
-    last_token = torch.arange(num_rows + 1) + 100
-    where = tables, tables[:num_rows], last_token, rows.slots, LANDMARK
-    backends = options.get("backends", {})
-    place = Place(backends, *where, spare, own, spare + 1)
-    return PrefillGraphs(
-        DecodeGraphs(model, place, num_rows), options.get("most", MOST)
-    ), last_token
+def rows_of(num_rows: int, landmarks: bool = True, groups: int = 1) -> Rows:
+    slots = SlotMap(SIZE, landmarks)
+    return Rows(num_rows, MAX_PAGES, slots, LANDMARK, torch.device("cpu"), groups)
 
 
-@pytest.mark.parametrize("windowed", [False, True])
+def graphs_of(
+    device: Rows,
+    model: Model,
+    spare: tuple[int, ...] = (999,),
+    backends: NoBackends | None = None,
+    most: int = MOST,
+) -> PrefillGraphs:
+    place = Place(backends or NoBackends(), device, spare)
+    return PrefillGraphs(DecodeGraphs(model, place, len(device.page_tables[0])), most)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("landmarks", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 3, 20])
-def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
+def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, groups):
     """Chunks of any length beside rows that decode: the graph finds what was laid out, in its own
     tables too, and padding that reaches nobody."""
     rng = random.Random(num_rows)
-    slots = SlotMap(SIZE, landmarks)
-    rows = Rows(num_rows, MAX_PAGES, slots, LANDMARK, torch.device("cpu"), windowed)
-    tables, spare = torch.zeros_like(rows.tables), num_rows * MAX_PAGES
-    model = Model()
-    graphs, last_token = graphs_of(rows, model, tables, spare, most=100)
+    # What the host lays out, and what lies on the device.
+    rows, device = (rows_of(num_rows, landmarks, groups) for _ in range(2))
+    slots, tables, many = rows.slots, device.tables, num_rows * MAX_PAGES
+    device.last_token += torch.arange(num_rows + 1) + 100
+    spare = (many, many + 1)[:groups]
+    model, backends = Model(), NoBackends()
+    graphs = graphs_of(device, model, spare, backends, most=100)
     replayed = 0
     for step in range(60):
         grants, works, decoding = [], [], []
@@ -79,8 +83,8 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
             first = rng.randrange(20 * (SIZE - 1))
             count = rng.choice([1, 2, 9, rng.randint(1, 60)])
             need = int(slots.pages_for(first + count))
-            pages = tuple(rng.randrange(spare) for _ in range(need))
-            behind = tuple(page + 1 for page in pages[-20:]) if windowed else ()
+            pages = tuple(rng.randrange(many) for _ in range(need))
+            behind = tuple(page + 1 for page in pages[-20:]) if groups > 1 else ()
             grants.append(PageGrant(r, 0, pages, behind))
             if count == 1:
                 decoding.append((r, first))
@@ -100,35 +104,18 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, windowed):
             continue
         replayed += 1
         assert hidden.tolist() == [
-            [7.0 * s + r] for s, r in zip(layout.slot, layout.row, strict=True)
+            [7.0 * s + r] for s, r in zip(layout.slot, layout.arrays.row, strict=True)
         ]
-        check_batch(model.batch, layout, last_token.numpy(), spare)
-        assert model.batch.chunked == (len(layout.slot) >= 16 * len(layout.start))
-        beside = len(decoding) if works and model.batch.chunked else 0
-        assert model.batch.alone == alone(beside, len(model.batch.slot))
+        check_batch(model.batch, layout, device.last_token.numpy(), spare)
+        cuts = backends.cuts
+        assert cuts.chunked == (len(layout.slot) >= 16 * len(layout.start))
+        beside = len(decoding) if works and cuts.chunked else 0
+        assert cuts.alone == alone(beside, len(model.batch.slot))
         assert torch.equal(tables[:-1], rows.tables[:-1])
     assert replayed > 10
 
 
-class Quick:
-    """A backend for rows of any length in graphs."""
-
-    longest_in_graphs = None
-
-    def __init__(self, near: int = 0):
-        self.near = near
-
-    def near_pages(self, layer):
-        return self.near
-
-
-class Slow:
-    """One that wants short ones."""
-
-    longest_in_graphs = 24
-
-
-def lay_out(rows: Rows, first: int, count: int, decoding: int = 0):
+def lay_out(rows: Rows, first: int, count: int, decoding: int = 0) -> Layout:
     """A chunk in the row behind those that decode, late."""
     need = int(rows.slots.pages_for(first + count))
     grants = (PageGrant(decoding, 0, tuple(range(need))),)
@@ -138,10 +125,8 @@ def lay_out(rows: Rows, first: int, count: int, decoding: int = 0):
 
 
 def test_what_fits_no_graph_is_left_alone(no_gpu):
-    rows = Rows(2, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
-    tables = torch.zeros_like(rows.tables)
-    backends = {0: (Slow(), PLAIN)}
-    graphs, _ = graphs_of(rows, Model(), tables, 99, most=40, backends=backends)
+    rows = rows_of(2)
+    graphs = graphs_of(rows, Model(), backends=NoBackends(longest_in_graphs=24), most=40)
     assert graphs.buckets == (16, 32, 48)
     for first, count, fits in (
         (0, 18, True),  # slots 0 .. 23
@@ -151,39 +136,26 @@ def test_what_fits_no_graph_is_left_alone(no_gpu):
     ):
         layout = lay_out(rows, first, count)
         assert (graphs.run(layout) is not None) == fits, (first, count)
-    free, _ = graphs_of(rows, Model(), tables, 99, most=40)
+    free = graphs_of(rows, Model(), most=40)
     assert free.run(lay_out(rows, 3, 31)) is not None
     assert free.run(lay_out(rows, 0, 37)) is None  # 49 slots
     assert free.run(lay_out(rows, 0, 37)) is None
 
 
-@pytest.mark.parametrize("near", [0, 80])
+@pytest.mark.parametrize("near", [False, True])
 def test_early_chunks_have_graphs_of_their_own(near, no_gpu, monkeypatch):
     """Of a row from its start on, and of such that are early as a whole."""
-    for module in (rows_module, prefill_graphs):
-        monkeypatch.setattr(module, "LEAST_EARLY", 16)
-    rule = LandmarkRule(topk=2, window=21, softmax1=True, summary="mean", bias=False)
-    looking = replace(PLAIN, backend="hsa", landmark=rule)
-    narrower = replace(rule, window=5)
-    backends = {
-        0: (Quick(near), replace(looking, landmark=replace(rule, window=30))),
-        1: (Quick(near), looking),
-        2: (Quick(), PLAIN),
-        # Another backend looks for no page.
-        3: (Quick(), replace(PLAIN, landmark=narrower)),
-    }
-    rows, model = Rows(40, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu")), Model()
-    graphs, _ = graphs_of(
-        rows, model, torch.zeros_like(rows.tables), 999, most=600, backends=backends
-    )
+    monkeypatch.setattr("cairn.attention.cuts.LEAST_EARLY", 16)
+    limits = [Front(32, 8), *([Front(320, 80)] if near else [])]
+    rows, model, backends = rows_of(40), Model(), NoBackends(limits)
+    graphs = graphs_of(rows, model, backends=backends, most=600)
     every = graphs.kinds()
     assert len(set(every)) == len(every)
-    assert not any(kind.fronts for kind in every if not kind.chunked)
+    assert not any(kind.cuts.fronts for kind in every if not kind.cuts.chunked)
 
     def fronts(slots: int, alone: int) -> set[tuple[tuple[int, ...], ...]]:
-        return {kind.fronts for kind in every if (kind.slots, kind.alone) == (slots, alone)}
+        return {k.cuts.fronts for k in every if (k.slots, k.cuts.alone) == (slots, alone)}
 
-    # 21 slots are 6 pages, and 2 more are selected.
     # At least one row decodes where 16 are apart, 17 where 64 are: others are of the chunk behind.
     behind = ((288, 80),) if near else ()
     assert fronts(320, 0) == {(), ((32, 8), *behind), ((320, 8),)}
@@ -196,17 +168,18 @@ def test_early_chunks_have_graphs_of_their_own(near, no_gpu, monkeypatch):
         *((0, 25, 32), (0, 110, 32)),
     ):
         assert graphs.run(lay_out(rows, first, count)) is not None
-        assert model.batch.fronts[:1] == (((early, 8),) if early else ()), (first, count)
+        assert backends.cuts.fronts[:1] == (((early, 8),) if early else ()), (first, count)
     # The last is no step of chunks.
     for decoding, early in ((1, 16), (5, 16), (9, 16), (15, 0)):
         layout = lay_out(rows, 0, 118, decoding)
         assert graphs.run(layout) is not None
-        assert model.batch.fronts[:1] == (((early, 8),) if early else ()), decoding
-        assert layout.within(model.batch.alone, model.batch.fronts, graphs._fronts)
+        assert backends.cuts.fronts[:1] == (((early, 8),) if early else ()), decoding
+        begin = backends.cuts.alone
+        for front in backends.cuts.fronts:
+            limit = next(limit.slots for limit in limits if limit.pages == front.pages)
+            assert (layout.slot[begin : begin + front.slots] < limit).all()
+            begin += front.slots
     assert set(graphs._captured) <= set(every)
-    # The most early slots, then the fewest pages: what is behind these steps is padding.
-    assert graphs._front(lay_out(rows, 0, 18), 320, 0) == ((320, 8),)
-    assert graphs._front(lay_out(rows, 0, 18, 17), 320, 64) == ((256, 8),)
 
 
 class Onlooker(TorchDispatchMode):
@@ -215,8 +188,8 @@ class Onlooker(TorchDispatchMode):
 
 
 def test_who_looks_at_ops_sees_them(no_gpu):
-    rows = Rows(1, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
-    graphs, _ = graphs_of(rows, Model(), torch.zeros_like(rows.tables), 0)
+    rows = rows_of(1)
+    graphs = graphs_of(rows, Model())
     layout = lay_out(rows, 0, 20)
     graphs.run(layout)
     with Onlooker():
@@ -228,40 +201,40 @@ def test_who_looks_at_ops_sees_them(no_gpu):
 
 def test_a_step_that_completes_too_many_pages_fits_none(no_gpu):
     count = 3 * MORE_PAGES
-    rows = Rows(count, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
-    graphs, _ = graphs_of(rows, Model(), torch.zeros_like(rows.tables), 0)
+    rows = rows_of(count)
+    graphs = graphs_of(rows, Model())
     for closing, fits in ((count, False), (MORE_PAGES, True)):
         first = [2 if r < closing else 1 for r in range(count)]
         grants = tuple(PageGrant(r, 0, (r,)) for r in range(count))
         decode = DecodeWork.of(range(count), first, [0] * count)
         layout = rows.lay_out(StepPlan(0, (), (), grants, (), decode))
-        assert len(layout.completed) == closing
+        assert len(layout.arrays.completed) == closing
         assert (graphs.run(layout) is not None) == fits
 
 
 def test_kinds_come_with_the_largest_first(no_gpu):
-    rows = Rows(1, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
-    graphs, _ = graphs_of(rows, Model(), torch.zeros_like(rows.tables), 0)
+    rows = rows_of(1)
+    graphs = graphs_of(rows, Model())
     kinds = graphs.kinds()
-    assert kinds[0] == Kind(MOST, True)
+    assert kinds[0] == Kind(MOST, Cuts(True))
     assert {kind.slots for kind in kinds} == set(graphs.buckets)
-    assert next(kind.slots for kind in kinds if not kind.chunked) == UNCHUNKED
+    assert next(kind.slots for kind in kinds if kind.cuts == WHOLE) == UNCHUNKED
     # Beside a row that is prefilled there is none.
-    assert not any(kind.alone for kind in kinds)
-    rows = Rows(18, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
-    graphs, _ = graphs_of(rows, Model(), torch.zeros_like(rows.tables), 0)
+    assert not any(kind.cuts.alone for kind in kinds)
+    rows = rows_of(18)
+    graphs = graphs_of(rows, Model())
     kinds = graphs.kinds()
-    assert [kind.alone for kind in kinds if kind.slots == 512] == [0, 16, 64]
+    assert [kind.cuts.alone for kind in kinds if kind.slots == 512] == [0, 16, 64]
     # 128 slots are chunks of eight rows at most.
-    assert [kind.alone for kind in kinds if kind.slots == 128] == [0, 16, 0]
-    assert [kind.alone for kind in kinds if kind.slots == 16] == [0, 0]
+    assert [kind.cuts.alone for kind in kinds if kind.slots == 128] == [0, 16, 0]
+    assert [kind.cuts.alone for kind in kinds if kind.slots == 16] == [0, 0]
     assert len(set(kinds)) == len(kinds)
 
 
 def test_a_graph_that_memory_does_not_hold_is_done_without(no_gpu, monkeypatch, caplog):
-    rows = Rows(1, MAX_PAGES, SlotMap(SIZE, True), LANDMARK, torch.device("cpu"))
-    tables = torch.zeros_like(rows.tables)
-    graphs, _ = graphs_of(rows, Model(), tables, 0)
+    rows, device = rows_of(1), rows_of(1)
+    tables = device.tables
+    graphs = graphs_of(device, Model())
     tried, fitting = [], prefill_graphs.capture
 
     def capture(run, pool):
@@ -285,8 +258,8 @@ def test_a_graph_that_memory_does_not_hold_is_done_without(no_gpu, monkeypatch, 
     ]
 
 
-def with_a_spare_page(specs, pages, form, device, spare, window_pages) -> CachePools:
-    return CachePools(specs, pages, form, device, True, window_pages)
+def with_a_spare_page(schema, sizes, device, spare) -> CachePools:
+    return CachePools(schema, sizes, device, True)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -306,15 +279,20 @@ def test_rows_that_decode_beside_chunks_that_are_cut_into_tiles(no_gpu, monkeypa
         patched.setattr(build, "CachePools", with_a_spare_page)
         graphs = engine(case, enable_prefix_caching=False)
     plain = engine(case, enable_prefix_caching=False)
-    attend_parts, counts = Batch.attend_parts, set()
+    attend_in_parts, counts = base.attend_in_parts, set()
 
-    def count_parts(batch, tiled, attend, **kinds):
+    def count_parts(batch, cuts, stretches, attend, **kinds):
         parts = []
-        out = attend_parts(batch, tiled, lambda part: parts.append(part) or attend(part), **kinds)
+
+        def noted(part):
+            parts.append(part)
+            return attend(part)
+
+        out = attend_in_parts(batch, cuts, stretches, noted, **kinds)
         counts.add(len(parts))
         return out
 
-    monkeypatch.setattr(Batch, "attend_parts", count_parts)
+    monkeypatch.setattr(base, "attend_in_parts", count_parts)
     rng = random.Random(5)
     prompts = [text(i, rng.choice([3, 20, 150, 260, 330])) for i in range(7)]
     params = [greedy(rng.choice([3, 25])) for _ in prompts]
@@ -342,13 +320,24 @@ def check_schedules(graphs: Built, plain: Built, buckets) -> None:
 
 
 def test_models_with_more_weights_have_smaller_graphs():
-    rule = LandmarkRule(topk=32, window=512, softmax1=True, summary="mean", bias=False)
-    landmark = replace(PLAIN, backend="hsa", landmark=rule)
-    assert worthwhile(358_584_320, [landmark] * 16) == MOST
-    assert 4096 < worthwhile(358_584_320, [PLAIN] * 16) < MOST
-    assert worthwhile(358_584_320, [replace(landmark, backend="window")] * 16) < MOST
-    assert 512 < worthwhile(7_314_800_000, [PLAIN] * 24 + [landmark] * 8) <= 576
-    assert worthwhile(10**12, [PLAIN] * 80) == 16
+    """A layer that selects counts as two."""
+    assert worthwhile(358_584_320, 2 * 16) == MOST
+    assert 4096 < worthwhile(358_584_320, 16) < MOST
+    assert 512 < worthwhile(7_314_800_000, 24 + 2 * 8) <= 576
+    assert worthwhile(10**12, 80) == 16
+
+
+@pytest.mark.parametrize("options, counted", [({}, 1), ({"attention_backend": "window"}, 0)])
+def test_layers_that_select_count_twice_in_an_engine(monkeypatch, options, counted):
+    """Not those that are computed as plain windows."""
+    heard = []
+    monkeypatch.setattr(build, "worthwhile", lambda *given: heard.append(given) or 32)
+    built = engine("qwen_gqa4_prior_lora_inrange", **options)
+    selecting = [mixer.selects for mixer in built.spec.mixers]
+    assert any(selecting) == bool(counted)
+    ((weights, layers),) = heard
+    assert weights > 0 and layers == built.spec.num_layers + sum(selecting)
+    assert built.runner.shape.graph_slots == 32
 
 
 @pytest.fixture(scope="module", params=["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"])

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cairn.attention.base import AttentionLayer, LandmarkRule
+from cairn.attention.page_reads import STEPS_COUNTED_AT_ONCE, PageReads
 from cairn.cache.landmarks import SlotMap
-from cairn.runner.runner import STEPS_COUNTED_AT_ONCE, PageReads
+from cairn.specs.gqa import GqaSpec
+from cairn.specs.hils import HilsSpec
 
 PAGE = 4
 
 
-def layer(index: int, window: int, topk: int, kv_heads: int) -> AttentionLayer:
-    rule = LandmarkRule(topk, window, softmax1=True, summary="prior", bias=True)
-    return AttentionLayer(index, "hsa", 4, kv_heads, 8, landmark=rule)
+def selecting(window: int, topk: int, kv_heads: int) -> HilsSpec:
+    return HilsSpec(
+        num_heads=4, num_kv_heads=kv_heads, head_dim=8, rotary=None, window=window, topk=topk,
+        softmax1=True, summary="prior", bias_by_entropy=True,
+    )  # fmt: skip
 
 
 def counted(reads: PageReads) -> tuple[int, int, int, int]:
@@ -26,8 +30,13 @@ def counted(reads: PageReads) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("steps", [1, 5, 2 * STEPS_COUNTED_AT_ONCE + 3])
 def test_against_a_count_query_by_query(steps):
     rng = random.Random(steps)
-    layers = [layer(0, 8, 2, 1), layer(1, 8, 2, 1), layer(2, 16, 3, 2)]
-    reads = PageReads(layers, SlotMap(PAGE, True))
+    layers = [selecting(8, 2, 1), selecting(8, 2, 1), selecting(16, 3, 2)]
+    # Others select nothing, nor does a landmark layer that is computed as its window.
+    others = [
+        GqaSpec(num_heads=4, num_kv_heads=2, head_dim=8, rotary=None),
+        replace(layers[2], backend="window"),
+    ]
+    reads = PageReads([*layers, *others], SlotMap(PAGE, True))
     queries = window = held = selected = 0
     for _ in range(steps):
         slots = [rng.randrange(100) for _ in range(rng.randint(1, 9))]
@@ -41,14 +50,13 @@ def test_against_a_count_query_by_query(steps):
                 slots += [slot, slot + 1] if slot % PAGE == PAGE - 2 else [slot]
         for slot in slots:
             for one in layers:
-                rule = one.landmark
                 pages = set(range(slot // PAGE + 1))
                 # The window is aligned down to the start of a page.
-                under = {p for p in pages if (p + 1) * PAGE > slot - rule.window + 1}
+                under = {p for p in pages if (p + 1) * PAGE > slot - one.local_window + 1}
                 queries += 1
                 held += len(pages)
                 window += len(under)
-                selected += min(len(pages - under), rule.topk) * one.num_kv_heads
+                selected += min(len(pages - under), one.topk) * one.num_kv_heads
         if rng.random() < 0.1:
             assert counted(reads) == (queries, window, held, selected)
     assert counted(reads) == (queries, window, held, selected)
