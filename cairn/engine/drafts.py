@@ -15,13 +15,24 @@ class Drafter(Protocol):
         """Up to `most` tokens that may follow these (prompt and output so far)."""
 
 
-def guesses_of(drafter: Drafter, request: Request, room: int) -> list[int]:
-    """What the drafter guesses for a row that decodes; nothing where each token depends on more
-    than the tokens before it, or where a step in flight has yet to choose the last one.
+def guesses_of(
+    drafter: Drafter, requests: Sequence[Request], budget: int
+) -> dict[Request, list[int]]:
+    """Guesses for rows that decode, where the drafter has any.
 
     Args:
-        room: tokens that its next step may run beside the last one.
+        drafter: guesses.
+        requests: of the rows.
+        budget: tokens that the step may run.
     """
+    room = (budget - len(requests)) // max(1, len(requests))
+    found = ((request, _guesses(drafter, request, room)) for request in requests)
+    return {request: guesses for request, guesses in found if guesses}
+
+
+def _guesses(drafter: Drafter, request: Request, room: int) -> list[int]:
+    """Nothing where each token depends on more than the tokens before it, or where a step in flight
+    has yet to choose the last one."""
     params = request.params
     plain = not (params.penalized or params.logit_bias or params.selection)
     plain = plain and request.grammar is None and params.logprobs is None

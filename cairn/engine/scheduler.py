@@ -9,32 +9,24 @@ schedule cannot stall.
 from __future__ import annotations
 
 import bisect
-import heapq
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cairn.cache.landmarks import SlotMap
-from cairn.cache.paged import NO_GROWTH, Growth, PageCache
+from cairn.cache.paged import PageCache
 from cairn.engine.budget import Load, StepTimes
 from cairn.engine.drafts import Drafter, guesses_of
+from cairn.engine.planned_step import PlannedStep
+from cairn.engine.promises import Promises
+from cairn.engine.queue import WaitingQueue
 from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State
 from cairn.engine.sharing import Computing
-from cairn.runner.step import (
-    NO_ROWS,
-    DecodeWork,
-    PageGrant,
-    RowOpen,
-    RowWork,
-    StateCopy,
-    StepPlan,
-)
+from cairn.runner.step import RowWork, StepPlan
 
 WHOLE_PAGES = 4
 """From this many pages on a chunk cut to fit a step ends with a page: attention runs faster on
 whole pages, and what is left out no longer matters."""
-DECODED_PAGES = 4
-"""A row that decodes leaves a snapshot behind every so many pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +43,6 @@ class Limits:
     max_rows: int
     step_slots: int
     step_seconds: float | None = None
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step while it is planned."""
-
-    budget: int
-    load: Load = field(default_factory=Load)
-    opened: list[RowOpen] = field(default_factory=list)
-    grants: list[PageGrant] = field(default_factory=list)
-    restored: list[StateCopy] = field(default_factory=list)
-    kept: list[StateCopy] = field(default_factory=list)
-    decode: DecodeWork = NO_ROWS
-    work: list[RowWork] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    constrained: Mapping[int, Request] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -97,7 +73,7 @@ class Scheduler:
         self.times = times
         self.cache = cache
         self.slots = slots
-        self.waiting: list[tuple[tuple[int, int], Request]] = []
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.preemptions = 0
         self.cached_prompt_tokens = 0
@@ -107,21 +83,19 @@ class Scheduler:
         self._counts = RowCounts(limits.max_rows)
         self._free_rows = list(range(limits.max_rows))
         self._closed: list[int] = []
-        self._in_flight: dict[int, _Draft] = {}
+        self._in_flight: dict[int, PlannedStep] = {}
         self._step_id = 0
-        self._finished_waiting = 0
         # How many of the requests in flight are doomed.
         self._doomed = 0
         self._known_phases: Phases | None = None
         self._computing = Computing(slots.tokens_per_page)
-        # Of the running rows, while requests are admitted; None: not worked out.
-        self._promise: Growth | None = None
+        self._promises = Promises(cache, slots)
         # The request that was refused its pages last, and the pages that were available then.
         self._refused: tuple[Request, int] | None = None
 
     def add(self, request: Request) -> None:
         """Queue a request. It must fit the pool alone: the caller checked."""
-        heapq.heappush(self.waiting, (request.order, request))
+        self.waiting.push(request)
 
     @property
     def has_work(self) -> bool:
@@ -141,7 +115,7 @@ class Scheduler:
         self._release(request)
         request.state = State.FINISHED
         if waited:
-            self._forget_finished()
+            self.waiting.forget_finished()
 
     def can_look_ahead(self) -> bool:
         """Whether the next step can be planned before the one in flight has retired.
@@ -168,9 +142,12 @@ class Scheduler:
         A step may be planned while another is in flight if `can_look_ahead` says so: the tokens
         that are being chosen then count as known, and rows go on from them.
         """
-        draft = _Draft(self.limits.step_slots)
+        draft = PlannedStep(self.limits.step_slots)
         phases = self._phases()
-        guesses = {} if self.drafter is None else self._guess(phases.decoding.requests, draft)
+        guesses: Mapping[Request, list[int]] = {}
+        if self.drafter is not None:
+            budget = draft.budget // self._closing_slots
+            guesses = guesses_of(self.drafter, phases.decoding.requests, budget)
         if guesses:
             phases = self._without(phases, guesses)
         if phases.decoding.requests:
@@ -184,17 +161,7 @@ class Scheduler:
         self._admit(draft)
         if not draft.requests:
             return None
-        plan = StepPlan(
-            self._step_id,
-            tuple(self._closed),
-            tuple(draft.opened),
-            tuple(draft.grants),
-            tuple(draft.work),
-            draft.decode,
-            tuple(draft.constrained),
-            tuple(draft.restored),
-            tuple(draft.kept),
-        )
+        plan = draft.plan(self._step_id, self._closed)
         self._closed.clear()
         self._in_flight[plan.step_id] = draft
         self._step_id += 1
@@ -265,7 +232,7 @@ class Scheduler:
             self._known_phases = Phases.of(self.running, self._counts, per_page)
         return self._known_phases
 
-    def _schedule_decode(self, phases: Phases, draft: _Draft) -> None:
+    def _schedule_decode(self, phases: Phases, draft: PlannedStep) -> None:
         """Put the tokens chosen last into the draft, those of all rows at once: most steps are
         nothing else, and their planning must cost less than they do."""
         rows = phases.decoding
@@ -281,7 +248,8 @@ class Scheduler:
         draft.decode, draft.constrained = rows.step(), rows.constrained
         if self.cache.states is not None:
             for i in draft.decode.full or ():
-                self._keep_state(rows.requests[i], int(draft.decode.first[i]) + 1, draft)
+                end = int(draft.decode.first[i]) + 1
+                draft.keep_state(rows.requests[i], end, self.cache)
         if rows.left <= 0:
             self._known_phases = None
         more = phases.prefilling or self.waiting
@@ -290,13 +258,6 @@ class Scheduler:
         if self.slots.landmarks and draft.decode.full:
             draft.budget -= len(draft.decode.full)
 
-    def _guess(self, requests: Sequence[Request], draft: _Draft) -> dict[Request, list[int]]:
-        """Guesses for rows that decode, where the drafter has any."""
-        assert self.drafter is not None
-        room = (draft.budget - len(requests)) // (max(1, len(requests)) * self._closing_slots)
-        found = ((request, guesses_of(self.drafter, request, room)) for request in requests)
-        return {request: guesses for request, guesses in found if guesses}
-
     def _without(self, phases: Phases, drafted: Mapping[Request, object]) -> Phases:
         """The phases of the step in which these rows run guesses."""
         self._known_phases = None
@@ -304,7 +265,7 @@ class Scheduler:
         rows = Lockstep(stay, self._counts, self.slots.tokens_per_page)
         return Phases(rows, phases.prefilling)
 
-    def _schedule_drafts(self, request: Request, guesses: list[int], draft: _Draft) -> None:
+    def _schedule_drafts(self, request: Request, guesses: list[int], draft: PlannedStep) -> None:
         """Put a row's last token and its guesses into the draft, as many as there is room for."""
         # Making room for one may have taken the pages of another one that comes later.
         if request.state is not State.RUNNING:
@@ -317,7 +278,7 @@ class Scheduler:
         guesses = guesses[: max(0, fitting - first - 1)]
         if not self._make_room(request, first + 1 + len(guesses), draft):
             return
-        self._announce(request, draft)
+        draft.announce(request, self.cache)
         draft.work.append(
             RowWork(
                 row=request.row,
@@ -329,13 +290,11 @@ class Scheduler:
             )
         )
         end = first + 1 + len(guesses)
-        draft.load.add(draft.work[-1])
-        draft.requests.append(request)
-        draft.budget -= int(self.slots.slots_for(end)) - int(self.slots.slots_for(first))
+        draft.count(request, end, self.slots)
         self._counts.planned[request.row] = end
         request.drafting = bool(guesses)
 
-    def _extend(self, requests: Sequence[Request], draft: _Draft) -> list[Request]:
+    def _extend(self, requests: Sequence[Request], draft: PlannedStep) -> list[Request]:
         """Make room for one token more in each; returns those that stay without."""
         left_out = []
         for request in requests:
@@ -343,12 +302,12 @@ class Scheduler:
             if request.state is not State.RUNNING:
                 continue
             if self._make_room(request, request.planned + 1, draft):
-                self._announce(request, draft)
+                draft.announce(request, self.cache)
             else:
                 left_out.append(request)
         return left_out
 
-    def _schedule_prefill(self, request: Request, draft: _Draft) -> None:
+    def _schedule_prefill(self, request: Request, draft: PlannedStep) -> None:
         room = self._room(request.planned, draft)
         if room == 0:
             return
@@ -356,7 +315,7 @@ class Scheduler:
         if self._make_room(request, request.planned + count, draft):
             self._append(request, draft, count)
 
-    def _room(self, first: int, draft: _Draft) -> int:
+    def _room(self, first: int, draft: PlannedStep) -> int:
         """Slots that the draft has for a row's prefill after its first `first` tokens.
 
         Beside rows that decode it is what the step's seconds allow: at least a page for the first
@@ -386,24 +345,7 @@ class Scheduler:
                 return min(count, border)
         return count
 
-    def _keep_state(self, request: Request, end: int, draft: _Draft) -> None:
-        """Leave a snapshot behind the first `end` tokens, which this step completes, where one
-        should be."""
-        lease, per_page = request.lease, self.slots.tokens_per_page
-        if self.cache.states is None or lease is None or end % per_page:
-            return
-        pages = end // per_page
-        if request.decoding:
-            wanted = pages % DECODED_PAGES == 0
-        else:
-            wanted = pages in self.cache.snapshot_borders(lease, len(request.tokens))
-        if not wanted:
-            return
-        snapshot = self.cache.take_snapshot(lease, pages, trailing=request.decoding)
-        if snapshot is not None:
-            draft.kept.append(StateCopy(request.row, snapshot))
-
-    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, draft: PlannedStep) -> bool:
         """Grow the lease to hold `num_tokens`, taking pages from the last in order if need be."""
         assert request.lease is not None
         pages = int(self.slots.pages_for(num_tokens))
@@ -430,16 +372,16 @@ class Scheduler:
         self._counts.capacity[request.row] = capacity
         return grown
 
-    def _victim(self, draft: _Draft) -> Request | None:
+    def _victim(self, draft: PlannedStep) -> Request | None:
         """The last request in order that no step in flight and not this draft names."""
         busy = {id(r) for flight in self._in_flight.values() for r in flight.requests}
         busy.update(id(r) for r in draft.requests)
         free = [r for r in self.running if id(r) not in busy and not r.doomed]
         return max(free, key=lambda request: request.order, default=None)
 
-    def _append(self, request: Request, draft: _Draft, count: int) -> None:
+    def _append(self, request: Request, draft: PlannedStep, count: int) -> None:
         """Put `count` tokens of a request that prefills into the draft."""
-        self._announce(request, draft)
+        draft.announce(request, self.cache)
         begin, end = request.planned, request.planned + count
         targets: array[int] | tuple[()] = ()
         if request.params.prompt_logprobs is not None and begin < request.num_prompt:
@@ -457,53 +399,36 @@ class Scheduler:
             prompt_targets=targets,
         )
         draft.work.append(work)
-        draft.load.add(work)
-        draft.requests.append(request)
-        draft.budget -= int(self.slots.slots_for(end)) - int(self.slots.slots_for(begin))
-        self._keep_state(request, end, draft)
+        draft.count(request, end, self.slots)
+        draft.keep_state(request, end, self.cache)
         self._counts.planned[request.row] = end
         if samples:
             request.decoding = True
             self._known_phases = None
 
-    def _announce(self, request: Request, draft: _Draft) -> None:
-        """Tell the runner of the row and of pages that it does not know yet."""
-        if not request.opened:
-            draft.opened.append(_row_open(request))
-            request.opened = True
-        lease = request.lease
-        assert lease is not None
-        if len(lease.pages) > request.granted:
-            pages = tuple(lease.pages[request.granted :])
-            own = tuple(lease.window[-len(pages) :])
-            draft.grants.append(PageGrant(request.row, request.granted, pages, own))
-            request.granted = len(lease.pages)
-        snapshot = self.cache.resume(lease)
-        if snapshot is not None:
-            draft.restored.append(StateCopy(request.row, snapshot))
-
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: PlannedStep) -> None:
         """Take waiting requests in while rows, budget and pages last."""
-        held, self._promise = [], None
+        held = []
+        self._promises.forget()
         while self.waiting and self._free_rows and self._room(0, draft) > 0:
-            request = self.waiting[0][1]
+            request = self.waiting.first
             if request.state is State.FINISHED:
-                heapq.heappop(self.waiting)
+                self.waiting.pop()
             elif self._shares(request) and self._computing.holds(request):
-                held.append(heapq.heappop(self.waiting))
+                held.append(self.waiting.pop())
             elif self._open(request):
-                heapq.heappop(self.waiting)
+                self.waiting.pop()
                 before = self.preemptions
                 if not self._start(request, draft):
                     break
                 if self.preemptions != before:
-                    self._promise = None
-                elif self._promise is not None:
-                    self._promise += self._promise_of(request)
+                    self._promises.forget()
+                else:
+                    self._promises.add(request)
             else:
                 break
-        for entry in held:
-            heapq.heappush(self.waiting, entry)
+        for request in held:
+            self.waiting.push(request)
 
     def _shares(self, request: Request) -> bool:
         """Whether it takes pages that others have computed."""
@@ -520,7 +445,7 @@ class Scheduler:
         needed = int(self.slots.pages_for(known)) - len(lease.pages)
         if self.running:
             step_pages = self.limits.step_slots // self.slots.page_size + 1
-            growth = self.cache.growth(lease, needed) + self._promised()
+            growth = self.cache.growth(lease, needed) + self._promises.of_all(self.running)
             if not self.cache.fits(growth, step_pages):
                 self.cache.close(lease)
                 self._refused = request, spare
@@ -528,21 +453,7 @@ class Scheduler:
         request.lease = lease
         return True
 
-    def _promised(self) -> Growth:
-        """Pages that running rows will want soon."""
-        if self._promise is None:
-            self._promise = sum((self._promise_of(r) for r in self.running), NO_GROWTH)
-        return self._promise
-
-    def _promise_of(self, request: Request) -> Growth:
-        """The rest of its known tokens, and one page more if that can still come to be needed."""
-        if request.lease is None:
-            return NO_GROWTH
-        soon = int(self.slots.pages_for(len(request.tokens))) + 1
-        most = int(self.slots.pages_for(request.most_computed))
-        return self.cache.growth(request.lease, min(soon, most) - len(request.lease.pages))
-
-    def _start(self, request: Request, draft: _Draft) -> bool:
+    def _start(self, request: Request, draft: PlannedStep) -> bool:
         """Give an admitted request its row and its first chunk; False: it had to wait again."""
         assert request.lease is not None
         request.state = State.RUNNING
@@ -576,16 +487,7 @@ class Scheduler:
         request.held_by = None
         request.retractions += 1
         self.preemptions += 1
-        heapq.heappush(self.waiting, (request.order, request))
-
-    def _forget_finished(self) -> None:
-        """A waiting request has ended. Once such are the half of the queue they leave it: prompts
-        that come and go while the running rows take long must not pile up."""
-        self._finished_waiting += 1
-        if 2 * self._finished_waiting > len(self.waiting):
-            self.waiting = [e for e in self.waiting if e[1].state is not State.FINISHED]
-            heapq.heapify(self.waiting)
-            self._finished_waiting = 0
+        self.waiting.push(request)
 
     def _release(self, request: Request) -> None:
         if request.state is not State.RUNNING:
@@ -606,16 +508,3 @@ class Scheduler:
 
 def _order(request: Request) -> tuple[int, int]:
     return request.order
-
-
-def _row_open(request: Request) -> RowOpen:
-    params = request.params
-    return RowOpen(
-        row=request.row,
-        request_id=request.id,
-        params=params,
-        seed=request.seed,
-        history=array("q", request.tokens) if params.penalized else (),
-        num_prompt=request.num_prompt,
-        stop_ids=request.stop_ids,
-    )

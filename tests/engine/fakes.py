@@ -14,7 +14,7 @@ from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
 from cairn.engine.drafts import Drafter
 from cairn.engine.scheduler import Limits
-from cairn.runner.executor import FakeExecutor
+from cairn.runner.fake_executor import FakeExecutor
 
 VOCAB = 10
 

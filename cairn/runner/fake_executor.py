@@ -1,0 +1,154 @@
+"""An executor that checks plans and needs no model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cairn.cache.landmarks import SlotMap
+from cairn.errors import InvariantError
+from cairn.runner.step import Ready, RowWork, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class _FakeRow:
+    request_id: str
+    pages: dict[int, int] = field(default_factory=dict)
+    window: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+
+
+class FakeExecutor:
+    """Takes plans as a Runner would, without a model: for tests of scheduling and for load tests.
+
+    Every plan is checked: a row runs only while open, exactly after the tokens that ran before
+    (or that its shared pages already hold), and only in pages granted to it.
+
+    Args:
+        slots: slot arithmetic.
+        next_token: (request id, output index) -> the token that is "sampled".
+        step_seconds: how long a step pretends to take.
+        reach: pages before its own that a query of layers with pages of their own touches; None:
+            there are no such layers.
+        stateful: some layers keep a state of each sequence: a row that goes on from a prefix must
+            have been given the state behind it.
+    """
+
+    def __init__(
+        self,
+        slots: SlotMap,
+        next_token: Callable[[str, int], int],
+        step_seconds: float = 0.0,
+        reach: int | None = None,
+        stateful: bool = False,
+    ) -> None:
+        self.slots = slots
+        self.reach = reach
+        self.stateful = stateful
+        # Tokens in front of each snapshot.
+        self._snapshots: dict[int, int] = {}
+        self.next_token = next_token
+        self.step_seconds = step_seconds
+        self._rows: dict[int, _FakeRow] = {}
+
+    def launch(self, plan: StepPlan) -> Ready:
+        """Check the plan and answer as if it had run.
+
+        Raises:
+            InvariantError: the plan is impossible.
+        """
+        self._open_rows(plan)
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        works = plan.row_by_row()
+        tokens: list[int] = []
+        counts: list[int] = []
+        self._check_reads_and_writes(plan.step_id, works)
+        for work in works:
+            row = self._rows[work.row]
+            chosen = self._choose(row.request_id, work)
+            wrong = work.drafts + 1 - len(chosen) if work.sample else 0
+            row.tokens = work.first + work.num_tokens - wrong
+            tokens += chosen
+            counts += [len(chosen)] if work.sample else []
+        for number, snapshot in plan.kept:
+            self._snapshots[snapshot] = self._rows[number].tokens
+        drafted = any(work.drafts for work in works)
+        return Ready(StepResult(plan.step_id, tokens, counts=counts if drafted else None))
+
+    def shutdown(self) -> None:
+        """Forget every row."""
+        self._rows.clear()
+
+    def _open_rows(self, plan: StepPlan) -> None:
+        """Close and open rows, grant pages and restore states."""
+        for closed in plan.closed:
+            self._require(closed in self._rows, f"row {closed} is closed but was not open")
+            del self._rows[closed]
+        for opened in plan.opened:
+            self._require(opened.row not in self._rows, f"row {opened.row} is opened twice")
+            self._rows[opened.row] = _FakeRow(opened.request_id)
+        for grant in plan.grants:
+            pages = self._rows[grant.row].pages
+            for i, page in enumerate(grant.pages):
+                self._require(grant.first + i not in pages, f"row {grant.row} is granted twice")
+                pages[grant.first + i] = page
+            last = grant.first + len(grant.pages)
+            self._rows[grant.row].window |= zip(
+                range(last - len(grant.window), last), grant.window, strict=True
+            )
+        for number, snapshot in plan.restored:
+            self._require(self._rows[number].tokens == 0, f"row {number} is restored in its midst")
+            self._rows[number].tokens = self._snapshots[snapshot]
+
+    def _check_reads_and_writes(self, step_id: int, works: Sequence[RowWork]) -> None:
+        """Rows go on from where they were, in pages that are theirs."""
+        writers: dict[int, int] = {}
+        window_writers: dict[int, int] = {}
+        for work in works:
+            row = self._rows.get(work.row)
+            if row is None:
+                raise InvariantError(f"step {step_id}: row {work.row} runs but is not open")
+            shared = row.tokens == 0 and not self.stateful
+            self._require(work.first == row.tokens or shared, f"row {work.row} skips tokens")
+            self._check_pages(row.pages, work, writers, None)
+            if self.reach is not None:
+                self._check_pages(row.window, work, window_writers, self.reach)
+        for work in works if self.reach is not None else ():
+            begin, window = self._first_page(work), self._rows[work.row].window
+            for logical in range(max(0, begin - (self.reach or 0)), begin):
+                other = window_writers.get(window[logical])
+                self._require(other is None, f"row {other} writes under the window of {work.row}")
+
+    def _choose(self, request_id: str, work: RowWork) -> list[int]:
+        """The tokens that a work chooses, up to the first that differs from its guess."""
+        found: list[int] = []
+        guesses = list(work.tokens[-work.drafts :]) if work.drafts and work.tokens else []
+        for i in range(work.choices):
+            found.append(self.next_token(request_id, work.output_index + i))
+            if i < len(guesses) and found[-1] != guesses[i]:
+                break
+        return found
+
+    def _first_page(self, work: RowWork) -> int:
+        """The logical page of the first slot that the work runs."""
+        return int(self.slots.slots_for(work.first)) // self.slots.page_size
+
+    def _check_pages(
+        self, pages: dict[int, int], work: RowWork, writers: dict[int, int], reach: int | None
+    ) -> None:
+        """The work's row has the pages that it reads, and nobody else writes those it writes."""
+        begin, number = self._first_page(work), work.row
+        end = int(self.slots.pages_for(work.first + work.num_tokens))
+        low = 0 if reach is None else max(0, begin - reach)
+        self._require(
+            all(page in pages for page in range(low, end)), f"row {number} lacks a granted page"
+        )
+        for logical in range(begin, end):
+            writer = writers.setdefault(pages[logical], number)
+            self._require(writer == number, f"rows {writer} and {number} write one page")
+
+    def _require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise InvariantError(f"impossible plan: {message}")
