@@ -32,7 +32,7 @@ from cairn.engine.memory import (
     plan_memory,
     room_for_pages,
 )
-from cairn.engine.scheduler import Limits
+from cairn.engine.planned_step import Limits
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.errors import BadConfig
 from cairn.models.registry import load_model, load_spec, measure_weights

@@ -35,8 +35,9 @@ from cairn.engine.continuation import Continuation, SideBySide
 from cairn.engine.drafts import Drafter
 from cairn.engine.grammar import GrammarLoader, GrammarState
 from cairn.engine.output import OutputStream
+from cairn.engine.planned_step import Limits
 from cairn.engine.request import Moments, Request
-from cairn.engine.scheduler import Limits, Scheduler
+from cairn.engine.scheduler import Scheduler
 from cairn.engine.tokenizer import Tokenizer
 from cairn.engine.totals import CoreStats
 from cairn.errors import BadRequest, InvariantError

@@ -24,6 +24,22 @@ DECODED_PAGES = 4
 """A row that decodes leaves a snapshot of its state behind every so many pages."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step may hold.
+
+    Attributes:
+        max_rows: requests that run at once.
+        step_slots: slots that one step may run, and one more where a single token fills a page.
+        step_seconds: what a step should take at most while rows decode: prefill is cut to fit.
+            None: no limit.
+    """
+
+    max_rows: int
+    step_slots: int
+    step_seconds: float | None = None
+
+
 @dataclass(slots=True)
 class PlannedStep:
     """What a step will run, and for whom.

@@ -11,13 +11,12 @@ from __future__ import annotations
 import bisect
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
 from cairn.engine.budget import Load, StepTimes
 from cairn.engine.drafts import Drafter, guesses_of
-from cairn.engine.planned_step import PlannedStep
+from cairn.engine.planned_step import Limits, PlannedStep
 from cairn.engine.promises import Promises
 from cairn.engine.queue import WaitingQueue
 from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State
@@ -27,22 +26,6 @@ from cairn.runner.step import RowWork, StepPlan
 WHOLE_PAGES = 4
 """From this many pages on a chunk cut to fit a step ends with a page: attention runs faster on
 whole pages, and what is left out no longer matters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one step may hold.
-
-    Attributes:
-        max_rows: requests that run at once.
-        step_slots: slots that one step may run, and one more where a single token fills a page.
-        step_seconds: what a step should take at most while rows decode: prefill is cut to fit.
-            None: no limit.
-    """
-
-    max_rows: int
-    step_slots: int
-    step_seconds: float | None = None
 
 
 class Scheduler:

@@ -13,7 +13,7 @@ from cairn.cache.window import WindowPages
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
 from cairn.engine.drafts import Drafter
-from cairn.engine.scheduler import Limits
+from cairn.engine.planned_step import Limits
 from cairn.runner.fake_executor import FakeExecutor
 
 VOCAB = 10

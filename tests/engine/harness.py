@@ -19,7 +19,7 @@ from cairn.cache.schema import BYTES
 from cairn.config import EngineOptions
 from cairn.engine.build import Built, build
 from cairn.engine.continuation import Continuation
-from cairn.engine.scheduler import Limits
+from cairn.engine.planned_step import Limits
 from cairn.ops.cache.quantized import NOT_FINITE
 from cairn.types import SamplingParams
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cairn.engine.budget import GROWTH, Load, StepTimes
 from cairn.engine.continuation import Continuation
 from cairn.engine.core import EngineCore
-from cairn.engine.scheduler import Limits
+from cairn.engine.planned_step import Limits
 from cairn.runner.step import Launched, StepPlan, StepResult
 from cairn.types import SamplingParams
 from tests.engine.fakes import VOCAB, all_pages_back, drain, fake_core

@@ -15,7 +15,7 @@ from cairn.config import EngineOptions
 from cairn.engine.build import Built, build
 from cairn.engine.continuation import Continuation
 from cairn.engine.grammar import GrammarState
-from cairn.engine.scheduler import Limits
+from cairn.engine.planned_step import Limits
 from cairn.runner.executor import Executor
 from cairn.runner.step import Launched, Masks, StepPlan, StepResult
 from cairn.types import CompletionOutput, Grammar, SamplingParams

@@ -20,7 +20,7 @@ from cairn.cache.invariants import check
 from cairn.engine.build import Built
 from cairn.engine.continuation import Continuation
 from cairn.engine.core import EngineCore
-from cairn.engine.scheduler import Limits
+from cairn.engine.planned_step import Limits
 from cairn.runner.step import StepPlan, StepResult
 from cairn.types import Grammar
 from tests.engine.fakes import VOCAB, all_pages_back, drain, fake_core, next_token

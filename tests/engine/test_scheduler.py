@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cairn.cache.invariants import check
 from cairn.engine.continuation import Continuation
 from cairn.engine.core import EngineCore
-from cairn.engine.scheduler import Limits
+from cairn.engine.planned_step import Limits
 from cairn.errors import InvariantError
 from cairn.runner.step import Launched, StepPlan
 from cairn.types import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from cairn.engine.build import Built
 from cairn.engine.continuation import Continuation
-from cairn.engine.scheduler import Limits
+from cairn.engine.planned_step import Limits
 from cairn.errors import BadRequest
 from cairn.llm import LLM
 from cairn.types import LayerSelection, SamplingParams

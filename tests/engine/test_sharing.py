@@ -7,8 +7,8 @@ import pytest
 from cairn import SamplingParams
 from cairn.cache.paged import PageCache
 from cairn.engine import sharing
+from cairn.engine.planned_step import Limits
 from cairn.engine.request import Request, RowCounts, State
-from cairn.engine.scheduler import Limits
 from cairn.engine.sharing import Computing
 from tests.engine.fakes import fake_core
 

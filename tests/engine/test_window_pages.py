@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cairn.cache.invariants import check
 from cairn.engine.build import Built
-from cairn.engine.scheduler import Limits
+from cairn.engine.planned_step import Limits
 from tests.engine.harness import (
     Trace,
     assert_same,
