@@ -69,8 +69,8 @@ class Runs(NamedTuple):
     begun: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """The tokens' part of x [T, ...]."""
-        return x if self.token is None else x[self.token]
+        """The tokens' part of x [T, ...], contiguous: the CPU may round strided numbers otherwise."""
+        return x.contiguous() if self.token is None else x[self.token]
 
 
 class Advance(NamedTuple):

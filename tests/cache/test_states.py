@@ -145,50 +145,72 @@ def test_the_check_finds_damage(damage) -> None:
     assert examine(cache, [lease]).problems
 
 
+class Walk:
+    """Requests that come, compute, fail and end at random, and what is in the snapshots.
+
+    Args:
+        seed: of everything.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.cache = cache_of(rng.choice((30, 60)), rng.choice((1, 3, 9)), rng.choice((2, 4)))
+        self.held: dict[int, tuple[int, ...]] = {}
+        self.running: list[tuple[Lease, list[int], int]] = []
+
+    def act(self) -> None:
+        """Let one thing happen."""
+        action, running = self.rng.random(), self.running
+        if action < 0.3 and len(running) < 4:
+            self._open()
+        elif action < 0.8 and running:
+            self._advance(running.pop(self.rng.randrange(len(running))))
+        elif action < 0.97 and running:
+            self.cache.close(running.pop(self.rng.randrange(len(running)))[0])
+        elif action > 0.99:
+            self.cache.reset()
+        check(self.cache, [lease for lease, _, _ in running])
+
+    def _open(self) -> None:
+        pages = self.rng.randrange(1, 12)
+        tokens = [i for _ in range(pages) for i in [self.rng.randrange(2)] * 4]
+        lease = self.cache.open(tokens, pages - 1)
+        self.running.append((lease, tokens, 4 * lease.cached_pages))
+
+    def _advance(self, request: tuple[Lease, list[int], int]) -> None:
+        lease, tokens, done = request
+        cache, rng = self.cache, self.rng
+        snapshot = cache.resume(lease)
+        if snapshot is not None:
+            # Whatever came in between, it is the state that this prefix left.
+            assert self.held[snapshot] == tuple(tokens[:done])
+        decoding = done == len(tokens)
+        if decoding:
+            tokens.append(rng.randrange(2))
+        borders = [4 * n for n in cache.snapshot_borders(lease, len(tokens))]
+        end = min([b for b in borders if b > done] + [rng.randrange(done, len(tokens)) + 1])
+        if not cache.grow(lease, -(-end // 4)):
+            cache.close(lease)
+            return
+        if end % 4 == 0 and (decoding or end in borders):
+            taken = cache.take_snapshot(lease, end // 4, trailing=decoding)
+            if taken is not None:
+                self.held[taken] = tuple(tokens[:end])
+        if rng.random() < 0.1:
+            # The step failed.
+            cache.close(lease)
+            return
+        cache.commit(lease, tokens, end)
+        self.running.append((lease, tokens, end))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_requests(seed: int) -> None:
     """Whatever comes: a sequence resumes from the state that its own prefix left."""
-    rng = random.Random(seed)
-    cache = cache_of(rng.choice((30, 60)), rng.choice((1, 3, 9)), rng.choice((2, 4)))
-    held: dict[int, tuple[int, ...]] = {}
-    running: list[tuple[Lease, list[int], int]] = []
+    walk = Walk(seed)
     for _ in range(600):
-        action = rng.random()
-        if action < 0.3 and len(running) < 4:
-            tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 12)) for _ in range(4)]
-            lease = cache.open(tokens, (len(tokens) - 1) // 4)
-            running.append((lease, tokens, 4 * lease.cached_pages))
-        elif action < 0.8 and running:
-            at = rng.randrange(len(running))
-            lease, tokens, done = running[at]
-            snapshot = cache.resume(lease)
-            if snapshot is not None:
-                assert held[snapshot] == tuple(tokens[:done])
-            decoding = done == len(tokens)
-            if decoding:
-                tokens.append(rng.randrange(2))
-            borders = [4 * n for n in cache.snapshot_borders(lease, len(tokens))]
-            end = min([b for b in borders if b > done] + [rng.randrange(done, len(tokens)) + 1])
-            if not cache.grow(lease, -(-end // 4)):
-                cache.close(running.pop(at)[0])
-                continue
-            if end % 4 == 0 and (decoding or end in borders):
-                taken = cache.take_snapshot(lease, end // 4, trailing=decoding)
-                if taken is not None:
-                    held[taken] = tuple(tokens[:end])
-            if rng.random() < 0.9:
-                cache.commit(lease, tokens, end)
-            else:
-                # The step failed.
-                cache.close(running.pop(at)[0])
-                continue
-            running[at] = lease, tokens, end
-        elif action < 0.97 and running:
-            cache.close(running.pop(rng.randrange(len(running)))[0])
-        elif action > 0.99:
-            cache.reset()
-        check(cache, [lease for lease, _, _ in running])
-    assert cache.prefix_hits
-    for lease, _, _ in running:
-        cache.close(lease)
-    check(cache, [])
+        walk.act()
+    assert walk.cache.prefix_hits
+    for lease, _, _ in walk.running:
+        walk.cache.close(lease)
+    check(walk.cache, [])

@@ -1,4 +1,4 @@
-"""Engines on the small golden models of the Qwen family, with their states and inner values visible."""
+"""Engines on the small golden models of the Qwen family, whose states and inner values are seen."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ def step(built: Built) -> None:
 
 def start(built: Built, prompt: Sequence[int], tokens: int) -> Continuation:
     """Queue a request that decodes greedily and reports every logit."""
-    # Log-probabilities of a prompt are computed, not cached: such a request takes no prefix.
     name = f"r{built.core._arrivals}"
     return built.core.add(name, list(prompt), greedy(tokens))
 

@@ -28,7 +28,8 @@ from tests.engine.qwen35 import (
 )
 
 PROMPTS = [(case, n) for case in CASES for n in lengths(case)]
-CHUNKS = (1, 3, 63, 64, 65, 4096)
+WHOLE = 4096
+CHUNKS = (1, 3, 63, 64, 65, WHOLE)
 BOUND = 2e-4
 
 
@@ -59,7 +60,8 @@ def test_goldens(case: str, length: int, chunk: int) -> None:
     reference = golden(case, length)
     built = engine(case, max_num_seqs=1)
     watch = Watch(built)
-    tokens = reference["greedy_ids"].tolist()
+    # How a prompt was cut shows in what follows it at once.
+    tokens = reference["greedy_ids"].tolist()[: None if chunk == WHOLE else 2]
     built.core.scheduler.limits = Limits(1, chunk)
     prompt = reference["input_ids"].tolist()
     live = built.core.add("r", prompt, greedy(len(tokens), prompt_logprobs=True))
@@ -80,9 +82,9 @@ def test_goldens(case: str, length: int, chunk: int) -> None:
     assert got.tokens == tokens
     prefill, decode = (logprobs(reference[f"{n}_logits"]) for n in ("prefill", "decode"))
     assert difference(got.prompt_logprobs, prefill[:-1]) < BOUND * scale
-    assert difference(got.logprobs, decode) < BOUND * scale
+    assert difference(got.logprobs, decode[: len(tokens)]) < BOUND * scale
     for name, value in states.items():
-        if "end_" in name:
+        if "end_" in name and chunk == WHOLE:
             assert relative(state_of(built, name.replace("end_", "")), value) < BOUND, name
     for name, value in reference.items():
         if name.endswith(".o"):
@@ -99,17 +101,17 @@ def test_goldens(case: str, length: int, chunk: int) -> None:
 
 @pytest.mark.parametrize("case", RECURRENT)
 def test_a_batch_gives_what_each_request_gives_alone(case: str) -> None:
-    prompts = [text(seed, length, 140) for seed, length in enumerate((1, 70, 129, 5, 64, 200))]
+    prompts = [text(seed, length, 140) for seed, length in enumerate((1, 70, 129, 5))]
     alone = engine(case, enable_prefix_caching=False)
-    wanted = [serve(alone, [prompt], 9)[0] for prompt in prompts]
-    for budget in (50, 4096):
-        together = serve(engine(case), prompts, 9, budget)
+    wanted = [serve(alone, [prompt], 5)[0] for prompt in prompts]
+    for budget in (50, WHOLE):
+        together = serve(engine(case), prompts, 5, budget)
         for a, b in zip(together, wanted, strict=True):
             assert a.tokens == b.tokens
             assert difference(a.logprobs, b.logprobs) < BOUND * 12
 
 
-@pytest.mark.parametrize("case", RECURRENT)
+@pytest.mark.parametrize("case", RECURRENT[:2])
 def test_a_cached_prefix_is_resumed_where_a_snapshot_is(case: str) -> None:
     cold = engine(case, enable_prefix_caching=False)
     built = engine(case)
@@ -123,8 +125,8 @@ def test_a_cached_prefix_is_resumed_where_a_snapshot_is(case: str) -> None:
     found = []
     for wanted, some in prompts.items():
         for prompt in some:
-            (got,) = serve(built, [prompt], 5)
-            (plain,) = serve(cold, [prompt], 5)
+            (got,) = serve(built, [prompt], 3)
+            (plain,) = serve(cold, [prompt], 3)
             assert got.tokens == plain.tokens
             assert difference(got.logprobs, plain.logprobs) < BOUND * 12
             found.append((wanted, got.cached))
@@ -138,30 +140,29 @@ def test_a_cached_prefix_is_resumed_where_a_snapshot_is(case: str) -> None:
 def test_an_output_is_resumed_from(case: str) -> None:
     """The next turn of a conversation begins behind the last one's output."""
     built = engine(case)
-    prompt = text(5, 100, 140)
-    (first,) = serve(built, [prompt], 430)
-    (second,) = serve(built, [prompt + first.tokens + text(6, 20, 140)], 3)
-    assert second.cached == 512
-    (plain,) = serve(
-        engine(case, enable_prefix_caching=False), [prompt + first.tokens + text(6, 20, 140)], 3
-    )
+    prompt = text(5, 200, 140)
+    (first,) = serve(built, [prompt], 60)
+    following = prompt + first.tokens + text(6, 20, 140)
+    (second,) = serve(built, [following], 3)
+    assert second.cached == 256
+    (plain,) = serve(engine(case, enable_prefix_caching=False), [following], 3)
     assert second.tokens == plain.tokens
     assert difference(second.logprobs, plain.logprobs) < BOUND * 12
 
 
-@pytest.mark.parametrize("case", RECURRENT)
+@pytest.mark.parametrize("case", RECURRENT[:2])
 def test_retracted_requests_go_on(case: str) -> None:
-    prompts = [text(seed, 100 + 20 * seed, 140) for seed in range(4)]
+    prompts = [text(seed, 60 + 64 * (seed % 2), 140) for seed in range(4)]
     alone = engine(case, enable_prefix_caching=False)
-    wanted = [serve(alone, [prompt], 150)[0] for prompt in prompts]
+    wanted = [serve(alone, [prompt], 12)[0] for prompt in prompts]
     built = engine(case)
-    harness_lease = harness.occupy(built.core.cache, keep=8)
+    held = harness.occupy(built.core.cache, keep=6)
     built.core.scheduler.limits = Limits(4, 100)
-    live = [start(built, prompt, 150) for prompt in prompts]
+    live = [start(built, prompt, 12) for prompt in prompts]
     while built.core.has_work:
         built.core.step()
         leases = [r.lease for r in built.core.scheduler.running if r.lease is not None]
-        check(built.core.cache, [harness_lease, *leases])
+        check(built.core.cache, [held, *leases])
         poison(built)
     assert built.core.scheduler.preemptions > 0
     for continuation, plain in zip(live, wanted, strict=True):
@@ -181,7 +182,7 @@ def test_few_snapshots_and_aborts(case: str) -> None:
     assert states is not None and 1 <= states.count <= 12
     roots = [text(seed, 300, 140) for seed in range(3)]
     live, wanted, stopped = {}, {}, 0
-    for number in range(24):
+    for number in range(15):
         root = rng.choice(roots)
         prompt = root[: rng.randrange(1, 300)] + text(number, rng.randrange(1, 40), 140)
         (wanted[number],) = serve(cold, [prompt], 4)
