@@ -43,14 +43,14 @@ class Piece(NamedTuple):
         row: the row's number, and its state's.
         begin: index of the first token in the step.
         first: its slot.
-        count: how many tokens.
+        length: how many tokens.
     """
 
     number: int
     row: int
     begin: int
     first: int
-    count: int
+    length: int
 
 
 class Runs(NamedTuple):
@@ -69,7 +69,7 @@ class Runs(NamedTuple):
     begun: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """The tokens' part of x [T, ...], contiguous: the CPU may round strided numbers otherwise."""
+        """The tokens' part of x [T, ...], contiguous: a CPU may round strided numbers otherwise."""
         return x.contiguous() if self.token is None else x[self.token]
 
 
@@ -182,7 +182,7 @@ def cut(row: Piece) -> list[Piece]:
     """The parts of a row's tokens: those up to a multiple of GRID, whole chunks, and what is left.
     How a part is run depends on its own length alone, so the last one of a prompt is run alike
     whether or not the prompt was cut before it."""
-    end = row.first + row.count
+    end = row.first + row.length
     head = min(end, -(-row.first // GRID) * GRID)
     tail = max(head, end // GRID * GRID)
     parts = [(a, b) for a, b in pairwise((row.first, head, tail, end)) if b > a]
@@ -194,7 +194,7 @@ def cut(row: Piece) -> list[Piece]:
 
 def _kind(piece: Piece) -> tuple[int, bool]:
     """Pieces that are alike in this run together, in this order."""
-    return piece.number, piece.count <= FEW
+    return piece.number, piece.length <= FEW
 
 
 def _runs(pieces: Sequence[Piece], device: torch.device, together: bool) -> Runs:
@@ -205,7 +205,9 @@ def _runs(pieces: Sequence[Piece], device: torch.device, together: bool) -> Runs
 
     token = None
     if not together:
-        token = sent([piece.begin + i for piece in pieces for i in range(piece.count)], torch.int64)
-    starts = sent([0, *accumulate(piece.count for piece in pieces)], torch.int32)
+        token = sent(
+            [piece.begin + i for piece in pieces for i in range(piece.length)], torch.int64
+        )
+    starts = sent([0, *accumulate(piece.length for piece in pieces)], torch.int32)
     state = sent([piece.row for piece in pieces], torch.int32)
     return Runs(token, starts, state, sent([piece.first > 0 for piece in pieces], torch.bool))

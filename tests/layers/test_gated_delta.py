@@ -200,7 +200,7 @@ def rows_run(rows: Rows, projected: Tensor, first: int, end: int) -> Tensor:
 
 def test_cutting_rows() -> None:
     def parts(first: int, count: int) -> list[tuple[int, int]]:
-        return [(piece.first, piece.count) for piece in cut(Piece(0, 3, 100, first, count))]
+        return [(piece.first, piece.length) for piece in cut(Piece(0, 3, 100, first, count))]
 
     assert parts(0, 1) == [(0, 1)]
     assert parts(63, 1) == [(63, 1)]
