@@ -14,8 +14,7 @@ from cairn.cache.invariants import check
 from cairn.config import EngineOptions
 from cairn.engine.build import Built, build
 from cairn.engine.continuation import Continuation
-from cairn.engine.scheduler import Limits
-from tests.engine.harness import Trace, greedy, trace
+from tests.engine.harness import Limits, Trace, greedy, trace
 
 GOLDENS = Path(__file__).parent.parent / "data" / "goldens" / "qwen35"
 CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
