@@ -8,6 +8,7 @@ from cairn.attention.base import AttentionBackend
 from cairn.attention.batch import Batch, StepRows
 from cairn.attention.cuts import WHOLE, Cuts, Cutter
 from cairn.attention.dense import DenseBackend
+from cairn.attention.gated_delta import GatedDeltaBackend
 from cairn.attention.hsa import HsaBackend
 from cairn.attention.step import BoundLayer, Step
 from cairn.attention.window import WindowBackend
@@ -16,7 +17,8 @@ from cairn.cache.schema import CacheSchema, PageFormat
 from cairn.specs.model import MixerSpec
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
-    backend.name: backend for backend in (DenseBackend, WindowBackend, HsaBackend)
+    backend.name: backend
+    for backend in (DenseBackend, WindowBackend, HsaBackend, GatedDeltaBackend)
 }
 
 

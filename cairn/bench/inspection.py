@@ -41,7 +41,7 @@ def inspection(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     config = resolve(chosen, spec, this_machine(chosen.device))
     spec = config.model
     return {
-        "model": {"folder": folder.name} | {name: getattr(spec, name) for name in GEOMETRY},
+        "model": {"folder": folder.name} | _geometry(spec),
         "layers": describe_layers(spec, lambda layer: layer.mixer.description),
         "feed_forward": describe_layers(spec, lambda layer: layer.ffn.description),
         "memory": _memory(spec, config, chosen.max_model_len),
@@ -51,6 +51,16 @@ def inspection(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
             {"name": name, "value": value, "from": source} for name, value, source in describe(spec)
         ],
     }
+
+
+def _geometry(spec: ModelSpec) -> dict[str, object]:
+    """What a model is; one without landmarks has no id for them and takes pages of any size."""
+    found = {name: getattr(spec, name) for name in GEOMETRY}
+    if not spec.landmarks:
+        del found["landmark_id"]
+    if spec.page_size is None:
+        found["page_size"] = "any"
+    return found
 
 
 def _memory(spec: ModelSpec, config: EngineConfig, asked_len: int | None) -> dict[str, Any]:

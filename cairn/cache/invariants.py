@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cairn.cache.paged import Lease, PageCache
 from cairn.cache.radix import Node, RadixTree
+from cairn.cache.states import StateSnapshots
 from cairn.cache.window import WindowPages
 from cairn.errors import InvariantError
 
@@ -37,6 +38,31 @@ class WindowReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotReport:
+    """What the check counted of the snapshots of recurrent states.
+
+    Attributes:
+        count: snapshots that there is memory for.
+        free: those that hold nothing.
+        kept: those beside pages of the prefix tree.
+        written: those that steps in flight write.
+        leaked: snapshots that nobody claims.
+    """
+
+    count: int
+    free: int
+    kept: int
+    written: int
+    leaked: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count} snapshots: {self.free} free, {self.kept} kept, "
+            f"{self.written} being written"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What the check counted, in pages unless said.
 
@@ -48,6 +74,7 @@ class Report:
         leaked: page ids that nobody claims.
         contested: page ids claimed more than once.
         window: counts of the window layers' pool, None where it has none.
+        snapshots: counts of the snapshots of recurrent states, None without such layers.
         problems: one line for every broken rule, empty when all is well.
     """
 
@@ -61,6 +88,7 @@ class Report:
     leaked: tuple[int, ...]
     contested: tuple[int, ...]
     window: WindowReport | None
+    snapshots: SnapshotReport | None
     problems: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -69,7 +97,7 @@ class Report:
             f"({self.evictable} evictable, {self.nodes} nodes), "
             f"{self.owned} owned by {self.leases} leases"
         )
-        others = () if self.window is None else (str(self.window),)
+        others = [str(part) for part in (self.window, self.snapshots) if part is not None]
         return "; ".join((counts, *others, *self.problems))
 
 
@@ -122,6 +150,10 @@ def examine(cache: PageCache, leases: Iterable[Lease]) -> Report:
     if cache.window is not None:
         window, broken = _examine_window(cache.window, leases, set(cached))
         problems += broken
+    snapshots = None
+    if cache.states is not None:
+        snapshots, broken = _examine_snapshots(cache.states, leases, set(cached))
+        problems += broken
     return Report(
         num_pages=cache.num_pages,
         free=len(free),
@@ -133,6 +165,7 @@ def examine(cache: PageCache, leases: Iterable[Lease]) -> Report:
         leaked=leaked,
         contested=contested,
         window=window,
+        snapshots=snapshots,
         problems=tuple(problems),
     )
 
@@ -169,6 +202,39 @@ def _examine_window(
             if page in cached and page in window.beside and window.beside[page] != mine:
                 problems.append(f"a lease holds another window page than is beside page {page}")
     return WindowReport(len(everything), len(free), len(kept), len(users), leaked), problems
+
+
+def _examine_snapshots(
+    states: StateSnapshots, leases: list[Lease], cached: set[int]
+) -> tuple[SnapshotReport, list[str]]:
+    """Each snapshot is free, beside one cached page, or being written for one lease; the order in
+    which they are given up lists every page that has one once."""
+    written = [snapshot for lease in leases for snapshot in lease.snapshots.values()]
+    free, beside = list(states.allocator.free_pages), list(states.beside.values())
+    claims = Counter((*free, *beside, *written))
+    everything, problems = range(states.count), []
+    leaked = tuple(snapshot for snapshot in everything if not claims[snapshot])
+    contested = [snapshot for snapshot, count in claims.items() if count > 1]
+    unknown = [snapshot for snapshot in claims if snapshot not in everything]
+    for name, found in (("leaked", leaked), ("contested", contested), ("unknown", unknown)):
+        if found:
+            problems.append(f"{name} snapshots {list(found)}")
+    if any(states.allocator.is_free(n) != (n in free) for n in everything):
+        problems.append("snapshots are wrongly marked free, or wrongly not")
+    if states.beside.keys() - cached:
+        problems.append("snapshots lie beside pages that are not cached")
+    if sorted(states.kept()) != sorted(states.beside):
+        problems.append("the order in which snapshots are given up lists other pages than have one")
+    resumes = [lease.resumes for lease in leases if lease.resumes is not None]
+    if states.resuming != Counter(page for page, _ in resumes):
+        problems.append("other sequences are about to resume than the leases say")
+    if any(states.beside.get(page) != snapshot for page, snapshot in resumes):
+        problems.append("a lease resumes from a snapshot that was given up")
+    for lease in leases:
+        if not lease.trailing <= lease.snapshots.keys():
+            problems.append("a lease lets go of a snapshot that it does not write")
+    counts = len(everything), len(free), len(beside), len(written)
+    return SnapshotReport(*counts, leaked), problems
 
 
 def _nodes(root: Node) -> list[Node]:

@@ -328,7 +328,8 @@ class PageCache:
                 begin = lease.window_first
                 self.window.attach(held, lease.window[first - begin : last - begin])
             if self.states is not None:
-                self._attach_snapshots(lease, first, held)
+                border = self.slots.complete_pages(len(tokens) - 1)
+                self._attach_snapshots(lease, first, held, border)
         self.pass_windows(lease, last)
 
     def pass_windows(self, lease: Lease, pages: int) -> None:
@@ -382,13 +383,13 @@ class PageCache:
         if self.states is not None:
             self.states.drop(pages)
 
-    def _attach_snapshots(self, lease: Lease, first: int, held: list[int]) -> None:
+    def _attach_snapshots(self, lease: Lease, first: int, held: list[int], border: int) -> None:
         """Put the snapshots that have been written beside the pages `held` of the tree, which are
-        the logical pages from `first` on."""
+        the logical pages from `first` on; `border` of the sequence's pages are known."""
         assert self.states is not None
         for count in sorted(n for n in lease.snapshots if first < n <= first + len(held)):
             page, snapshot = held[count - 1 - first], lease.snapshots.pop(count)
-            passed = count % self.states.interval == 0 and count != lease.missed
+            passed = count % self.states.interval == 0 and count not in (lease.missed, border)
             if count in lease.trailing:
                 lease.trailing.remove(count)
                 if lease.trail is not None:

@@ -133,7 +133,7 @@ class CacheSchema:
         page_size: slots in a page.
 
     Attributes:
-        groups: the page groups; one with `reach` comes behind one without.
+        groups: the page groups, at least one; one with `reach` comes behind one without.
         group_of: by layer, the index of its group; None for a layer without pages.
         row_bytes: bytes of one sequence's state over all layers.
     """
@@ -147,7 +147,8 @@ class CacheSchema:
         # Where all layers look at windows their pages stay: something must hold the prefix.
         windowed = [i for i in paged if i not in whole] if whole else []
         first = whole or paged
-        groups = [PageGroup(tuple(first), self._bytes(first))] if first else []
+        # One without layers too: prefixes are known by their pages.
+        groups = [PageGroup(tuple(first), self._bytes(first))]
         if windowed:
             widest = max(layers[i].window or 1 for i in windowed)
             reach = -((1 - widest) // page_size)
@@ -159,7 +160,7 @@ class CacheSchema:
     @property
     def reach(self) -> int | None:
         """Of the group of windowed layers; None without one."""
-        return self.groups[-1].reach if self.groups else None
+        return self.groups[-1].reach
 
     @property
     def has_rows(self) -> bool:

@@ -26,6 +26,7 @@ class StateSnapshots:
 
     Attributes:
         beside: page of the prefix tree -> snapshot after its last token.
+        resuming: page whose snapshot sequences are about to resume from -> how many are.
         evicted: snapshots that were given up to make room.
     """
 
@@ -36,8 +37,7 @@ class StateSnapshots:
         self.evicted = 0
         self._passed: OrderedDict[int, None] = OrderedDict()
         self._wanted: OrderedDict[int, None] = OrderedDict()
-        # Pages whose snapshots sequences are about to resume from -> how many are.
-        self._resuming: Counter[int] = Counter()
+        self.resuming: Counter[int] = Counter()
 
     @property
     def count(self) -> int:
@@ -64,14 +64,14 @@ class StateSnapshots:
         resumes from it."""
         self._passed.pop(page, None)
         self._wanted.pop(page, None)
-        self._resuming[page] += 1
+        self.resuming[page] += 1
         return self.beside[page]
 
     def release(self, page: int) -> None:
         """A sequence that held the snapshot beside this page has resumed from it, or will not."""
-        self._resuming[page] -= 1
-        if not self._resuming[page]:
-            del self._resuming[page]
+        self.resuming[page] -= 1
+        if not self.resuming[page]:
+            del self.resuming[page]
             self._wanted[page] = None
 
     def take(self) -> int | None:
@@ -94,7 +94,7 @@ class StateSnapshots:
             self.allocator.free((snapshot,))
         else:
             self.beside[page] = snapshot
-        if page in self._resuming or page in self._wanted:
+        if page in self.resuming or page in self._wanted:
             return
         self._passed.pop(page, None)
         (self._wanted if wanted else self._passed)[page] = None
@@ -120,4 +120,4 @@ class StateSnapshots:
     def kept(self) -> list[int]:
         """Pages of the tree that have one, in the order in which they would be given up; last those
         that sequences are about to resume from."""
-        return [*self._passed, *self._wanted, *self._resuming]
+        return [*self._passed, *self._wanted, *self.resuming]

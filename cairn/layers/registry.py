@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cairn.attention.step import BoundLayer
+from cairn.layers.gated_delta import GatedDeltaNet
 from cairn.layers.gqa import GqaAttention
 from cairn.layers.hils import HilsAttention
 from cairn.layers.mlp import GatedMLP
@@ -19,6 +20,7 @@ from cairn.layers.rotary import Angles, Rotary
 from cairn.layers.schemes.base import Scheme
 from cairn.layers.weight import Source, Weight
 from cairn.specs.ffn import DenseFfn, FfnSpec, MoeFfn
+from cairn.specs.gated_delta import GatedDeltaSpec
 from cairn.specs.gqa import GqaSpec
 from cairn.specs.hils import HilsSpec
 from cairn.specs.model import MixerSpec
@@ -77,6 +79,10 @@ def _hils(spec: HilsSpec, c: Context) -> nn.Module:
     return HilsAttention(spec, c.hidden, c.rotary(spec.rotary), c.dtype, c.scheme)
 
 
+def _gated_delta(spec: GatedDeltaSpec, c: Context) -> nn.Module:
+    return GatedDeltaNet(spec, c.hidden, c.dtype, c.scheme)
+
+
 def _dense(spec: DenseFfn, c: Context) -> nn.Module:
     return GatedMLP(c.hidden, spec.intermediate, dtype=c.dtype, scheme=c.scheme)
 
@@ -85,7 +91,11 @@ def _moe(spec: MoeFfn, c: Context) -> nn.Module:
     return MixtureOfExperts(spec, c.hidden, dtype=c.dtype, scheme=c.scheme)
 
 
-MIXERS: Mapping[type, Callable[[Any, Context], nn.Module]] = {GqaSpec: _gqa, HilsSpec: _hils}
+MIXERS: Mapping[type, Callable[[Any, Context], nn.Module]] = {
+    GqaSpec: _gqa,
+    HilsSpec: _hils,
+    GatedDeltaSpec: _gated_delta,
+}
 FFNS: Mapping[type, Callable[[Any, Context], nn.Module]] = {
     DenseFfn: _dense,
     MoeFfn: _moe,

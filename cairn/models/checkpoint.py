@@ -83,7 +83,9 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
 
 def stored_rows(entries: dict[str, TensorEntry]) -> StoredRows:
     """Row counts of embedding and head, and the embedding's dtype."""
-    embedding, head = entries.get("model.embed_tokens.weight"), entries.get("lm_head.weight")
+    # A decoder that is a part of a larger model stands deeper in the names.
+    tables = [n for n in entries if n.startswith("model.") and n.endswith(".embed_tokens.weight")]
+    embedding, head = entries.get(min(tables, key=len, default="")), entries.get("lm_head.weight")
     return StoredRows(
         embedding=embedding.shape[0] if embedding and embedding.shape else None,
         head=head.shape[0] if head and head.shape else None,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cairn.errors import BadModel
+from cairn.models.checkpoint import StoredRows
 from cairn.names import nearest
 from cairn.specs.model import ELEMENT_SIZE, ResolvedField
 
@@ -85,12 +86,13 @@ class ConfigFields:
             )
         return self._settle(name, float(value))
 
-    def layer_types(self, count: int) -> list[str] | None:
-        """`layer_types`, one full_attention or sliding_attention per layer; None where absent."""
+    def layer_types(
+        self, count: int, known: Sequence[str] = ("full_attention", "sliding_attention")
+    ) -> list[str] | None:
+        """`layer_types`, one of the `known` kinds per layer; None where absent."""
         value = self.config.get("layer_types")
         if value is None:
             return None
-        known = ("full_attention", "sliding_attention")
         if not isinstance(value, list) or len(value) != count:
             raise refuse(
                 "layer_types", value, f"not a list of {count} entries", "Write one entry per layer"
@@ -147,18 +149,37 @@ def rope_theta(fields: ConfigFields, default: float = 10000.0) -> float:
                 name, value, f"rotary of type {kind!r} is not supported", "Only unscaled rotary is"
             )
     fields.record("rope_scaling", None, fields.source("rope_scaling"))
-    theta = fields.number("rope_theta", default)
     if isinstance(nested, dict):
         fields.record("rope_parameters", nested, "config")
-        inner = nested.get("rope_theta")
-        if inner is not None:
-            if fields.written("rope_theta") and theta != inner:
-                raise refuse(
-                    "rope_theta", theta, f"rope_parameters says {inner}", "Write one of them"
-                )
-            theta = ConfigFields({"rope_theta": inner}).number("rope_theta", default)
-            fields.record("rope_theta", theta, "config (rope_parameters)")
-    return theta
+    return _rope_number(fields, "rope_theta", default)
+
+
+def rotated_dims(fields: ConfigFields, head_dim: int, default: float) -> int:
+    """Leading dimensions of a head that rotate: `partial_rotary_factor` of them, which stands where
+    `rope_theta` does."""
+    factor = _rope_number(fields, "partial_rotary_factor", default)
+    count = int(head_dim * factor)
+    if factor > 1 or count < 2 or count % 2:
+        raise refuse(
+            "partial_rotary_factor",
+            factor,
+            f"{count} of {head_dim} dimensions (head_dim) cannot rotate in pairs",
+            "Write a factor that gives an even number of them",
+        )
+    return count
+
+
+def _rope_number(fields: ConfigFields, name: str, default: float) -> float:
+    """A number of the rotary embedding, at the top level or in `rope_parameters`."""
+    value, nested = fields.number(name, default), fields.config.get("rope_parameters")
+    inner = nested.get(name) if isinstance(nested, dict) else None
+    if inner is None:
+        return value
+    if fields.written(name) and value != inner:
+        raise refuse(name, value, f"rope_parameters says {inner}", "Write one of them")
+    value = ConfigFields({name: inner}).number(name, default)
+    fields.record(name, value, "config (rope_parameters)")
+    return value
 
 
 def stored_dtype(config: Mapping[str, Any], fallback: str | None) -> str:
@@ -188,6 +209,19 @@ def first_token_id(name: str, value: object) -> int | None:
     return next(iter(token_ids(name, value)), None)
 
 
+def vocabulary_rows(vocab: int, tied: bool, stored: StoredRows) -> tuple[int, int]:
+    """Rows of embedding and head as they are stored: at least those of the vocabulary."""
+    rows, head_rows = stored.embedding or vocab, stored.head or stored.embedding or vocab
+    if min(rows, rows if tied else head_rows) < vocab:
+        raise refuse(
+            "vocab_size",
+            vocab,
+            f"the weights have {min(rows, head_rows)} rows",
+            "Write the vocabulary size the weights were trained with",
+        )
+    return rows, head_rows
+
+
 def silu_only(fields: ConfigFields) -> None:
     """Refuse every activation but SwiGLU's."""
     value = fields.config.get("hidden_act", "silu")
@@ -207,6 +241,14 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
             "quantized weights are not supported",
             "Use the float32, bfloat16 or float16 checkpoint",
         )
+
+
+def key_value_heads(fields: ConfigFields, num_heads: int, default: int) -> int:
+    """`num_key_value_heads`; null: as many as query heads."""
+    kv_heads = fields.optional_integer("num_key_value_heads", default) or num_heads
+    fields.record("num_key_value_heads", kv_heads, fields.source("num_key_value_heads"))
+    grouped_heads(num_heads, kv_heads)
+    return kv_heads
 
 
 def grouped_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -55,14 +55,7 @@ def spec_from_config(
         )
         for window in _windows(f, f.integer("num_hidden_layers", 32))
     )
-    rows, head_rows = stored.embedding or vocab, stored.head or stored.embedding or vocab
-    if min(rows, rows if tied else head_rows) < vocab:
-        raise refuse(
-            "vocab_size",
-            vocab,
-            f"the weights have {min(rows, head_rows)} rows",
-            "Write the vocabulary size the weights were trained with",
-        )
+    rows, head_rows = reading.vocabulary_rows(vocab, tied, stored)
     spec = ModelSpec(
         architecture="qwen3",
         vocab_size=vocab,
@@ -87,9 +80,7 @@ def spec_from_config(
 def _heads(f: ConfigFields) -> tuple[int, int, int]:
     """h_q, h_kv, d; the head width is a field of its own here."""
     heads = f.integer("num_attention_heads", 32)
-    kv_heads = f.optional_integer("num_key_value_heads", 32) or heads
-    f.record("num_key_value_heads", kv_heads, f.source("num_key_value_heads"))
-    reading.grouped_heads(heads, kv_heads)
+    kv_heads = reading.key_value_heads(f, heads, 32)
     head_dim = f.integer("head_dim", 128, low=2)
     if head_dim % 2:
         raise refuse("head_dim", head_dim, "rotary needs pairs", "Write an even head_dim")

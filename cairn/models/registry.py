@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import BadModel
-from cairn.models import hils, older, qwen3
+from cairn.models import hils, older, qwen3, qwen3_moe, qwen_hybrid
 from cairn.models.checkpoint import StoredRows, has_weights, read_headers, stored_rows
 from cairn.models.fields import BOOKKEEPING, refuse, token_ids
 from cairn.names import suggestion
@@ -29,10 +29,20 @@ MODELS: dict[str, ConfigMapping] = {
     "qwen_hils": hils.spec_from_config,
     "olmo_hils": hils.spec_from_config,
     "qwen3": qwen3.spec_from_config,
+    "qwen3_moe": qwen3_moe.spec_from_config,
+    **dict.fromkeys(qwen_hybrid.FAMILIES, qwen_hybrid.spec_from_config),
 }
 """model_type -> mapping of its config.json. A new model is one file and one line here."""
 
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+}
 """Architectures that name their model_type alone; the others need model_type written."""
 
 

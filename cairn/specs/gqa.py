@@ -60,4 +60,5 @@ class GqaSpec:
     def description(self) -> str:
         """In words, for `cairn inspect`."""
         seen = "all slots" if self.window is None else f"a window of {self.window} slots"
-        return f"{self.backend}: {seen}"
+        gated = ", outputs gated" if self.output_gate else ""
+        return f"{self.backend}: {seen}{gated}"

@@ -1,0 +1,213 @@
+"""Gated delta nets: a convolution and a recurrent state in the place of a cache.
+
+A row's state and the last inputs of its convolution lie in the row's place among the states and are
+read and written there. A row that begins is treated as one of zeros, whatever lies in its place:
+others have used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cairn import ops
+from cairn.attention.base import AttentionBackend, StepPlan
+from cairn.attention.batch import Batch, StepRows
+from cairn.attention.cuts import Cuts
+from cairn.attention.inputs import GatedDeltaInputs
+from cairn.cache.schema import LayerSchema, PageFormat, RowField
+from cairn.specs.backends import GATED_DELTA
+from cairn.specs.gated_delta import GatedDeltaSpec
+
+STATE, CONV = "state", "conv"
+GRID = 64
+"""Chunks of the delta rule begin at multiples of it in their row, so that a prompt that is cut
+there gives the same numbers to the last bit."""
+FEW = 16
+"""So many tokens of a row run one by one: a chunk costs as much."""
+NOBODY = -1
+SOFTPLUS = (1.0, 20.0)
+"""Steepness of softplus, and the input from which on it is the identity."""
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a row.
+
+    Attributes:
+        number: which of the row's pieces it is.
+        row: the row's number, and its state's.
+        begin: index of the first token in the step.
+        first: its slot.
+        length: how many tokens.
+    """
+
+    number: int
+    row: int
+    begin: int
+    first: int
+    length: int
+
+
+class Runs(NamedTuple):
+    """Pieces, each of another row, that an op takes at once.
+
+    Attributes:
+        token: [n] int64, the tokens' indices in the step; None: all of it in order.
+        starts: [R + 1] int32, where pieces begin among these tokens, and the end.
+        state: [R] int32, the rows' states.
+        begun: [R] bool, whether the row has a state; False: it begins.
+    """
+
+    token: Tensor | None
+    starts: Tensor
+    state: Tensor
+    begun: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """The tokens' part of x [T, ...], contiguous: a CPU may round strided numbers otherwise."""
+        return x.contiguous() if self.token is None else x[self.token]
+
+
+class Advance(NamedTuple):
+    """One call of the delta rule.
+
+    Attributes:
+        runs: what it runs.
+        few: no piece has more than `FEW` tokens.
+    """
+
+    runs: Runs
+    few: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class GatedDeltaPlan(StepPlan):
+    """What the delta rule derives from a step.
+
+    Attributes:
+        whole: the rows.
+        advances: the rows cut into pieces; of those of one row, each goes on from the one before.
+    """
+
+    whole: Runs
+    advances: Sequence[Advance]
+
+
+class GatedDeltaBackend(AttentionBackend):
+    """The convolution, the gates and the delta rule of the layers that have a recurrent state."""
+
+    name: ClassVar[str] = GATED_DELTA
+    in_graphs: ClassVar[bool] = False
+
+    @classmethod
+    def needs(cls, spec: GatedDeltaSpec, form: PageFormat) -> LayerSchema:
+        """The state, and the inputs that the convolution looks back at, the oldest first."""
+        shape = spec.value_heads, spec.value_dim, spec.key_dim
+        state = RowField(STATE, shape, torch.float32)
+        inputs = spec.conv_channels, spec.conv_kernel - 1
+        return LayerSchema(rows=(state, RowField(CONV, inputs, form.dtype)))
+
+    def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> GatedDeltaPlan:
+        """Cut the rows at multiples of GRID."""
+        assert rows is not None, "graphs do not hold this backend"
+        device, row = batch.row.device, rows.row.tolist()
+        begin = (rows.count.cumsum() - rows.count).tolist()
+        whole = [
+            Piece(0, *numbers)
+            for numbers in zip(row, begin, rows.first.tolist(), rows.count.tolist(), strict=True)
+        ]
+        pieces = [piece for of_row in whole for piece in cut(of_row)]
+        advances = []
+        for kind in sorted({_kind(piece) for piece in pieces}):
+            chosen = [piece for piece in pieces if _kind(piece) == kind]
+            together = len(chosen) == len(pieces)
+            advances.append(Advance(_runs(chosen, device, together), few=kind[1]))
+        whole_runs = _runs(whole, device, together=True)
+        return GatedDeltaPlan(
+            batch=batch, cuts=cuts, rows=rows, whole=whole_runs, advances=advances
+        )
+
+    def run(self, layer: int, inputs: GatedDeltaInputs, plan: GatedDeltaPlan) -> Tensor:
+        """Outputs of the delta rule, before the gated norm: [T, hv, dv] in the inputs' dtype.
+
+        `inputs.qkv` is overwritten.
+        """
+        spec, fields, whole = self.layers[layer], self.pools.rows[layer], plan.whole
+        qkv = inputs.qkv
+        ops.causal_conv1d_fwd(
+            *(qkv.t(), inputs.conv_weight, None, fields[CONV], whole.starts, whole.state),
+            *(whole.begun, True, NOBODY),
+        )
+        out = qkv.new_empty(len(qkv), spec.value_heads, spec.value_dim)
+        for runs, few in plan.advances:
+            o = self._advance(spec, inputs, fields[STATE], runs, few)
+            if runs.token is None:
+                return o
+            out[runs.token] = o
+        return out
+
+    def _advance(
+        self, spec: GatedDeltaSpec, inputs: GatedDeltaInputs, state: Tensor, runs: Runs, few: bool
+    ) -> Tensor:
+        """Outputs [n, hv, dv] of the runs' tokens; the states of their rows go on."""
+        keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
+        q, k, v = runs.of(inputs.qkv).split((keys, keys, values), dim=-1)
+        q, k = (x.unflatten(-1, (spec.key_heads, spec.key_dim))[None] for x in (q, k))
+        v = v.unflatten(-1, (spec.value_heads, spec.value_dim))[None]
+        a, b = runs.of(inputs.a), runs.of(inputs.b)
+        if few:
+            o: Tensor = ops.fused_sigmoid_gating_delta_rule_update(
+                *(inputs.a_log, a, inputs.dt_bias, *SOFTPLUS, q, k, v, b, state, runs.state),
+                use_qk_l2norm_in_kernel=True,
+                cu_seqlens=runs.starts,
+                has_initial_state=runs.begun,
+            )
+            return o[0]
+        # The strength in float32: this op rounds it to the dtype of b, the other one does not.
+        g, beta = ops.fused_gdn_gating(inputs.a_log, a, b.float(), inputs.dt_bias, *SOFTPLUS)
+        o, _, _ = ops.chunk_gated_delta_rule(
+            *(q, k, v, g, beta, None, state, runs.state, runs.starts),
+            use_qk_l2norm_in_kernel=True,
+            has_initial_state=runs.begun,
+        )
+        return o[0]
+
+
+def cut(row: Piece) -> list[Piece]:
+    """The parts of a row's tokens: those up to a multiple of GRID, whole chunks, and what is left.
+    How a part is run depends on its own length alone, so the last one of a prompt is run alike
+    whether or not the prompt was cut before it."""
+    end = row.first + row.length
+    head = min(end, -(-row.first // GRID) * GRID)
+    tail = max(head, end // GRID * GRID)
+    parts = [(a, b) for a, b in pairwise((row.first, head, tail, end)) if b > a]
+    return [
+        Piece(number, row.row, row.begin + a - row.first, a, b - a)
+        for number, (a, b) in enumerate(parts)
+    ]
+
+
+def _kind(piece: Piece) -> tuple[int, bool]:
+    """Pieces that are alike in this run together, in this order."""
+    return piece.number, piece.length <= FEW
+
+
+def _runs(pieces: Sequence[Piece], device: torch.device, together: bool) -> Runs:
+    """Pieces as tensors; together: they are all of the step."""
+
+    def sent(numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+    token = None
+    if not together:
+        token = sent(
+            [piece.begin + i for piece in pieces for i in range(piece.length)], torch.int64
+        )
+    starts = sent([0, *accumulate(piece.length for piece in pieces)], torch.int32)
+    state = sent([piece.row for piece in pieces], torch.int32)
+    return Runs(token, starts, state, sent([piece.first > 0 for piece in pieces], torch.bool))
