@@ -9,6 +9,7 @@ from cairn.attention.batch import Batch, StepRows
 from cairn.attention.cuts import WHOLE, Cuts, Cutter
 from cairn.attention.dense import DenseBackend
 from cairn.attention.hsa import HsaBackend
+from cairn.attention.mla import MlaBackend
 from cairn.attention.step import BoundLayer, Step
 from cairn.attention.window import WindowBackend
 from cairn.cache.pools import CachePools
@@ -16,7 +17,7 @@ from cairn.cache.schema import CacheSchema, PageFormat
 from cairn.specs.model import MixerSpec
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
-    backend.name: backend for backend in (DenseBackend, WindowBackend, HsaBackend)
+    backend.name: backend for backend in (DenseBackend, WindowBackend, HsaBackend, MlaBackend)
 }
 
 

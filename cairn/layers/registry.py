@@ -12,6 +12,7 @@ from torch import nn
 from cairn.attention.step import BoundLayer
 from cairn.layers.gqa import GqaAttention
 from cairn.layers.hils import HilsAttention
+from cairn.layers.mla import MlaAttention
 from cairn.layers.mlp import GatedMLP
 from cairn.layers.moe import MixtureOfExperts
 from cairn.layers.residual import Delta, Hidden
@@ -21,6 +22,7 @@ from cairn.layers.weight import Source, Weight
 from cairn.specs.ffn import DenseFfn, FfnSpec, MoeFfn
 from cairn.specs.gqa import GqaSpec
 from cairn.specs.hils import HilsSpec
+from cairn.specs.mla import MlaSpec
 from cairn.specs.model import MixerSpec
 from cairn.specs.rotary import RotarySpec
 
@@ -77,6 +79,13 @@ def _hils(spec: HilsSpec, c: Context) -> nn.Module:
     return HilsAttention(spec, c.hidden, c.rotary(spec.rotary), c.dtype, c.scheme)
 
 
+def _mla(spec: MlaSpec, c: Context) -> nn.Module:
+    rotary = c.rotary(spec.rotary)
+    assert rotary is not None
+    indexer = None if spec.indexer is None else c.rotary(spec.indexer.rotary)
+    return MlaAttention(spec, c.hidden, rotary, indexer, c.dtype, c.scheme)
+
+
 def _dense(spec: DenseFfn, c: Context) -> nn.Module:
     return GatedMLP(c.hidden, spec.intermediate, dtype=c.dtype, scheme=c.scheme)
 
@@ -85,7 +94,11 @@ def _moe(spec: MoeFfn, c: Context) -> nn.Module:
     return MixtureOfExperts(spec, c.hidden, dtype=c.dtype, scheme=c.scheme)
 
 
-MIXERS: Mapping[type, Callable[[Any, Context], nn.Module]] = {GqaSpec: _gqa, HilsSpec: _hils}
+MIXERS: Mapping[type, Callable[[Any, Context], nn.Module]] = {
+    GqaSpec: _gqa,
+    HilsSpec: _hils,
+    MlaSpec: _mla,
+}
 FFNS: Mapping[type, Callable[[Any, Context], nn.Module]] = {
     DenseFfn: _dense,
     MoeFfn: _moe,

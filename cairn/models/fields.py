@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cairn.errors import BadModel
+from cairn.models.checkpoint import StoredRows
 from cairn.names import nearest
 from cairn.specs.model import ELEMENT_SIZE, ResolvedField
 
@@ -159,6 +160,19 @@ def rope_theta(fields: ConfigFields, default: float = 10000.0) -> float:
             theta = ConfigFields({"rope_theta": inner}).number("rope_theta", default)
             fields.record("rope_theta", theta, "config (rope_parameters)")
     return theta
+
+
+def table_rows(vocab: int, tied: bool, stored: StoredRows) -> tuple[int, int]:
+    """Rows of the stored embedding and head, which hold at least the vocabulary."""
+    rows, head_rows = stored.embedding or vocab, stored.head or stored.embedding or vocab
+    if min(rows, rows if tied else head_rows) < vocab:
+        raise refuse(
+            "vocab_size",
+            vocab,
+            f"the weights have {min(rows, head_rows)} rows",
+            "Write the vocabulary size the weights were trained with",
+        )
+    return rows, head_rows
 
 
 def stored_dtype(config: Mapping[str, Any], fallback: str | None) -> str:

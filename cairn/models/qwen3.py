@@ -55,14 +55,7 @@ def spec_from_config(
         )
         for window in _windows(f, f.integer("num_hidden_layers", 32))
     )
-    rows, head_rows = stored.embedding or vocab, stored.head or stored.embedding or vocab
-    if min(rows, rows if tied else head_rows) < vocab:
-        raise refuse(
-            "vocab_size",
-            vocab,
-            f"the weights have {min(rows, head_rows)} rows",
-            "Write the vocabulary size the weights were trained with",
-        )
+    rows, head_rows = reading.table_rows(vocab, tied, stored)
     spec = ModelSpec(
         architecture="qwen3",
         vocab_size=vocab,
