@@ -61,9 +61,7 @@ def load_weights(model: Any, folder: Path, ignored: Sequence[str] = ()) -> None:
     for path, some in by_file.items():
         with _opened(path, device) as file:
             for weight in some:
-                beside = [
-                    _read(entries[other.source].file, other, device) for other in weight.beside
-                ]
+                beside = [_whole(entries, other.source, device) for other in weight.beside]
                 fill(weight, file.get_slice(weight.source), *beside)
 
 
