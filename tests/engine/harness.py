@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from cairn.cache.allocator import PageAllocator
 from cairn.cache.paged import Lease, PageCache
-from cairn.cache.pools import BYTES
+from cairn.cache.schema import BYTES
 from cairn.config import EngineOptions
 from cairn.engine.build import Built, build
 from cairn.engine.continuation import Continuation
@@ -46,9 +46,9 @@ _POISONED: WeakKeyDictionary[PageAllocator, set[int]] = WeakKeyDictionary()
 def poison(built: Built) -> None:
     """Fill every page that nobody owns with NaN (what is poisoned already stays so)."""
     cache, pools = built.core.cache, built.runner.pools
-    _poison(cache.allocator, pools.tensors(own=False), pools.spare_page is not None)
+    _poison(cache.allocator, pools.tensors(group=0), pools.spare)
     if cache.window is not None:
-        _poison(cache.window.allocator, pools.tensors(own=True), pools.spare_page is not None)
+        _poison(cache.window.allocator, pools.tensors(group=1), pools.spare)
 
 
 def _poison(allocator: PageAllocator, tensors: Iterable[torch.Tensor], spare: bool) -> None:
