@@ -50,7 +50,8 @@ class Indexer(nn.Module):
         self.wq_b = Linear(q_lora_rank, queries, dtype=dtype, scheme=scheme)
         self.wk = Linear(hidden, [Rows("wk", spec.head_dim)], dtype=dtype, scheme=scheme)
         self.k_norm = LayerNorm(spec.head_dim, spec.eps, dtype=dtype)
-        matrix = torch.empty(spec.num_heads, hidden, dtype=dtype)
+        # In float32: what products of shorter dtypes round away decides which tokens are selected.
+        matrix = torch.empty(spec.num_heads, hidden, dtype=torch.float32)
         self.head_weights = nn.Parameter(matrix, requires_grad=False)
 
     def weights(self, source: Source) -> list[Weight]:
@@ -68,7 +69,7 @@ class Indexer(nn.Module):
         q = self.wq_b(q_latent).unflatten(-1, (self.heads, -1))
         k = self.k_norm(self.wk(x))
         self.rotary.rotate(angles.index, q, k.unsqueeze(1), angles.of(self.rotary))
-        weights = ops.linear(x, self.head_weights, dtype=torch.float32)
+        weights = ops.linear(x.float(), self.head_weights)
         return IndexInputs(q, k, weights * self.scale)
 
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from cairn.models.weight_map import parameter_count
 
 from cairn.bench import latency, session
 from cairn.bench.latency import LatencyPlan, run_latency
@@ -14,6 +13,7 @@ from cairn.bench.session import Subject
 from cairn.bench.shapes import config_of
 from cairn.errors import BadConfig, CairnError
 from cairn.models.registry import load_spec
+from cairn.models.weight_map import parameter_count
 from tests.fake_llm import FakeLLM
 
 

@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from cairn.models.weight_map import parameter_count
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from cairn.engine.memory import (
 )
 from cairn.errors import BadConfig, OutOfMemory
 from cairn.models.registry import load_spec
+from cairn.models.weight_map import parameter_count
 
 LANDMARKS = ModelFacts(
     page_size=64,

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from cairn.models.spec import ModelSpec
 from torch import Tensor
 
 from cairn.engine.build import Built
+from cairn.models.spec import ModelSpec
 
 
 def on_host(x: Tensor | None) -> Tensor | None:

@@ -12,11 +12,11 @@ import subprocess
 import sys
 
 import pytest
-from cairn.models.weight_map import parameter_count
 
 from cairn import LLM, BadConfig, BadRequest, SamplingParams, TooLong
 from cairn.bench.shapes import config_of
 from cairn.models.registry import load_spec
+from cairn.models.weight_map import parameter_count
 from tests.engine.harness import (
     GOLDENS,
     ROUNDING,

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import groupby
 
 import pytest
-from cairn.models.weight_map import parameter_count
 
 from cairn.errors import BadConfig
 from cairn.models.registry import load_spec
+from cairn.models.weight_map import parameter_count
 from cairn.train.recipe import RECIPES, Rates, dense, embedded, from_json, load_recipe, smoke
 
 
