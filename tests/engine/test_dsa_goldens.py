@@ -151,5 +151,5 @@ def test_bfloat16_runs(case: str):
     error = np.abs(got.prompt_logprobs - logprobs(expected["prefill_logits"])[:-1]).max(-1)
     scale = expected["prefill_logits"].abs().max().item()
     print(f"{case}: half of the rows within {np.median(error) / scale:.1e}")
-    assert np.median(error) < 0.1 * scale
+    assert np.median(error) < 6e-2 * scale
     assert np.isfinite(got.logprobs).all() and np.isfinite(got.prompt_logprobs).all()
