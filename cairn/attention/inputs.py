@@ -56,12 +56,14 @@ class MlaInputs:
 
     Attributes:
         q: [T, H, r + dr], [latent | rotated] queries.
-        record: [T, r + dr], [normed latent | rotated key] of each token, to be cached.
+        latent: [T, r], the normed latent of each token, its value and a part of its key.
+        k_pe: [T, dr], the rotated part of its key.
         index: of the layer's own indexer; None: it has none.
     """
 
     q: Tensor
-    record: Tensor
+    latent: Tensor
+    k_pe: Tensor
     index: IndexInputs | None = None
 
 

@@ -10,6 +10,7 @@ from cairn.attention.cuts import WHOLE, Cuts, Cutter
 from cairn.attention.dense import DenseBackend
 from cairn.attention.gated_delta import GatedDeltaBackend
 from cairn.attention.hsa import HsaBackend
+from cairn.attention.mla import MlaBackend
 from cairn.attention.step import BoundLayer, Step
 from cairn.attention.window import WindowBackend
 from cairn.cache.pools import CachePools
@@ -18,7 +19,7 @@ from cairn.specs.model import MixerSpec
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     backend.name: backend
-    for backend in (DenseBackend, WindowBackend, HsaBackend, GatedDeltaBackend)
+    for backend in (DenseBackend, WindowBackend, HsaBackend, MlaBackend, GatedDeltaBackend)
 }
 
 

@@ -202,11 +202,9 @@ def _query_bytes(
         return 2 * (4 * state + size * mixer.conv_channels * (mixer.conv_kernel - 1))
     if isinstance(mixer, MlaSpec):
         record = mixer.record_dim * size
-        if mixer.indexer is None and mixer.selection_layer is None:
-            return record * (slots + 2)
-        topk = selected_tokens(spec, mixer)
         keys = 0 if mixer.indexer is None else (slots + 2) * mixer.indexer.head_dim * size
-        return record * (min(slots + 1, topk) + 1) + keys
+        seen = slots + 1 if mixer.topk is None else min(slots + 1, mixer.topk)
+        return record * (seen + 1) + keys
     head = mixer.head_dim + 1 if quantized else mixer.head_dim * size
     pair = 2 * mixer.num_kv_heads * head
     if not isinstance(mixer, HilsSpec) or not mixer.selects or not spec.page_size:
@@ -222,13 +220,6 @@ def _query_bytes(
     return pair * (window + selected + 1) + candidates * summary + pooled
 
 
-def selected_tokens(spec: ModelSpec, mixer: MlaSpec) -> int:
-    """Tokens that a query of a latent layer selects."""
-    own = mixer if mixer.selection_layer is None else spec.mixers[mixer.selection_layer]
-    assert isinstance(own, MlaSpec) and own.indexer is not None
-    return own.indexer.topk
-
-
 def _window(mixer: GqaSpec) -> int | None:
     """Slots that a layer sees as it is computed: a landmark layer may be forced to see all."""
     return None if mixer.backend == DENSE else mixer.window
@@ -240,9 +231,7 @@ def _mixing_flops(spec: ModelSpec, mixer: MixerSpec, slots: int) -> float:
         return 6.0 * mixer.value_heads * mixer.key_dim * mixer.value_dim * slots
     if isinstance(mixer, MlaSpec):
         per_key = 2.0 * mixer.num_heads * (mixer.record_dim + mixer.kv_lora_rank)
-        if mixer.indexer is None and mixer.selection_layer is None:
-            return per_key * _visible(slots, None)
-        total = per_key * _visible(slots, selected_tokens(spec, mixer))
+        total = per_key * _visible(slots, mixer.topk)
         if mixer.indexer is not None:
             keys = _visible(slots, None)
             total += 2.0 * mixer.indexer.num_heads * mixer.indexer.head_dim * keys

@@ -13,6 +13,7 @@ from cairn.attention.step import BoundLayer
 from cairn.layers.gated_delta import GatedDeltaNet
 from cairn.layers.gqa import GqaAttention
 from cairn.layers.hils import HilsAttention
+from cairn.layers.mla import MlaAttention
 from cairn.layers.mlp import GatedMLP
 from cairn.layers.moe import MixtureOfExperts
 from cairn.layers.residual import Delta, Hidden
@@ -23,6 +24,7 @@ from cairn.specs.ffn import DenseFfn, FfnSpec, MoeFfn
 from cairn.specs.gated_delta import GatedDeltaSpec
 from cairn.specs.gqa import GqaSpec
 from cairn.specs.hils import HilsSpec
+from cairn.specs.mla import MlaSpec
 from cairn.specs.model import MixerSpec
 from cairn.specs.rotary import RotarySpec
 
@@ -83,6 +85,13 @@ def _gated_delta(spec: GatedDeltaSpec, c: Context) -> nn.Module:
     return GatedDeltaNet(spec, c.hidden, c.dtype, c.scheme)
 
 
+def _mla(spec: MlaSpec, c: Context) -> nn.Module:
+    rotary = c.rotary(spec.rotary)
+    assert rotary is not None
+    indexer = None if spec.indexer is None else c.rotary(spec.indexer.rotary)
+    return MlaAttention(spec, c.hidden, rotary, indexer, c.dtype, c.scheme)
+
+
 def _dense(spec: DenseFfn, c: Context) -> nn.Module:
     return GatedMLP(c.hidden, spec.intermediate, dtype=c.dtype, scheme=c.scheme)
 
@@ -95,6 +104,7 @@ MIXERS: Mapping[type, Callable[[Any, Context], nn.Module]] = {
     GqaSpec: _gqa,
     HilsSpec: _hils,
     GatedDeltaSpec: _gated_delta,
+    MlaSpec: _mla,
 }
 FFNS: Mapping[type, Callable[[Any, Context], nn.Module]] = {
     DenseFfn: _dense,

@@ -26,13 +26,15 @@ class Weight:
         parameter: what it fills; None: it is accounted for and ignored.
         at: the part of the parameter.
         read: the part of the tensor that is read.
-        transform: applied to what was read, on the parameter's device; None: it is copied, and
-            converted to the parameter's dtype.
+        transform: applied to what was read, on the parameter's device, and to the tensors
+            `beside` it; None: it is copied, and converted to the parameter's dtype.
         shard: axis of the tensor along which ranks split it; None: every rank reads all of it.
         required: a checkpoint without it is incomplete.
         draw: how it is drawn where no checkpoint is read.
         dtypes: dtypes that the stored tensor may have, as file headers write them; None: any
             floating-point type that converts without a scale.
+        beside: further tensors of the checkpoint that the transform needs, whole; they fill
+            nothing themselves.
     """
 
     source: str
@@ -40,11 +42,12 @@ class Weight:
     parameter: Tensor | None
     at: Index = WHOLE
     read: Index = WHOLE
-    transform: Callable[[Tensor], Tensor] | None = None
+    transform: Callable[..., Tensor] | None = None
     shard: int | None = None
     required: bool = True
     draw: Draw = "matrix"
     dtypes: tuple[str, ...] | None = None
+    beside: tuple[Weight, ...] = ()
 
     @property
     def place(self) -> Tensor:

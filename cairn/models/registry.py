@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import BadModel
-from cairn.models import hils, older, qwen3, qwen3_moe, qwen_hybrid
+from cairn.models import deepseek, hils, older, qwen3, qwen3_moe, qwen_hybrid
 from cairn.models.checkpoint import StoredRows, has_weights, read_headers, stored_rows
 from cairn.models.fields import BOOKKEEPING, refuse, token_ids
 from cairn.names import suggestion
@@ -31,6 +31,8 @@ MODELS: dict[str, ConfigMapping] = {
     "qwen3": qwen3.spec_from_config,
     "qwen3_moe": qwen3_moe.spec_from_config,
     **dict.fromkeys(qwen_hybrid.FAMILIES, qwen_hybrid.spec_from_config),
+    "deepseek_v32": deepseek.spec_from_config,
+    "glm_moe_dsa": deepseek.spec_from_config,
 }
 """model_type -> mapping of its config.json. A new model is one file and one line here."""
 
@@ -42,8 +44,16 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
 }
 """Architectures that name their model_type alone; the others need model_type written."""
+
+UNSUPPORTED = {
+    "glm5_next": "its linear-attention layers and pooled indexer are not, although its fields "
+    "have the names of glm_moe_dsa"
+}
+"""Model types that look like known ones, and why they are not supported."""
 
 
 def load_spec(
@@ -154,6 +164,8 @@ def _model_type(config: dict[str, Any]) -> str:
         written = next((ARCHITECTURES[a] for a in architectures if a in ARCHITECTURES), None)
         config["model_type"] = written
     resolved = older.MODEL_TYPES.get(str(written), str(written))
+    if resolved in UNSUPPORTED:
+        raise refuse("model_type", written, UNSUPPORTED[resolved], "Use another model")
     if written is None or resolved not in MODELS:
         known = ", ".join(sorted({*MODELS, *older.MODEL_TYPES}))
         raise BadModel(

@@ -5,6 +5,7 @@ What fills what is declared by the modules themselves (`cairn.layers.weight`).
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,24 +59,40 @@ def load_weights(model: Any, folder: Path, ignored: Sequence[str] = ()) -> None:
             by_file[entries[weight.source].file].append(weight)
     device = str(next(model.parameters()).device)
     for path, some in by_file.items():
-        try:
-            with safe_open(path, framework="pt", device=device) as file:
-                for weight in some:
-                    fill(weight, file.get_slice(weight.source))
-        except SafetensorError as error:
-            raise BadModel(f"{path} is corrupt: {error}", "Copy the file again") from None
+        with _opened(path, device) as file:
+            for weight in some:
+                beside = [_whole(entries, other.source, device) for other in weight.beside]
+                fill(weight, file.get_slice(weight.source), *beside)
 
 
-def fill(weight: Weight, stored: Any) -> None:
+@contextlib.contextmanager
+def _opened(path: Path, device: str) -> Iterator[Any]:
+    """A safetensors file. Raises BadModel where it turns out to be corrupt."""
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            yield file
+    except SafetensorError as error:
+        raise BadModel(f"{path} is corrupt: {error}", "Copy the file again") from None
+
+
+def _whole(entries: Mapping[str, TensorEntry], name: str, device: str) -> Tensor:
+    """One tensor by its name."""
+    with _opened(entries[name].file, device) as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def fill(weight: Weight, stored: Any, *beside: Tensor) -> None:
     """Write the part of a parameter that a stored tensor fills.
 
     Args:
         weight: the declaration.
         stored: a tensor, or a slice of a file that is read when it is indexed.
+        beside: the tensors that its transform needs beside it.
     """
     read: Tensor = stored[weight.read]
     if weight.transform is not None:
-        read = weight.transform(read)
+        read = weight.transform(read, *beside)
     weight.place.copy_(read)
 
 
@@ -109,11 +126,13 @@ def account(
     Raises:
         BadModel: naming up to five tensors of each kind of difference.
     """
-    declared = {weight.source: weight for weight in weights}
+    declared = {w.source: w for weight in weights for w in (weight, *weight.beside)}
+    needed = {w.source for weight in weights for w in weight.beside}
     skipped = re.compile("|".join(f"(?:{pattern})" for pattern in ignored) or r"(?!)")
     missing = [n for n, w in declared.items() if w.required and n not in entries]
     unexpected = [n for n in entries if n not in declared and not skipped.search(n)]
-    used = [n for n, w in declared.items() if w.parameter is not None and n in entries]
+    filling = needed | {n for n, w in declared.items() if w.parameter is not None}
+    used = [n for n in declared if n in filling and n in entries]
     misshapen = [n for n in used if entries[n].shape != declared[n].shape]
     unreadable = [
         n for n in used if entries[n].dtype not in (declared[n].dtypes or tuple(CONVERTIBLE))

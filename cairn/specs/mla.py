@@ -10,18 +10,16 @@ from cairn.specs.rotary import RotarySpec
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
-    """The lightning indexer: scores all earlier tokens and keeps the best (DeepSeek-V3.2).
+    """The lightning indexer: scores all earlier tokens, of which the best are kept (DeepSeek-V3.2).
 
     Attributes:
         num_heads, head_dim: heads and their size; one key a token is shared by all heads.
-        topk: tokens that a query selects.
         rotary: of the first dimensions of queries and keys.
         eps: of the layer norm of keys.
     """
 
     num_heads: int
     head_dim: int
-    topk: int
     rotary: RotarySpec
     eps: float = 1e-6
 
@@ -39,8 +37,9 @@ class MlaSpec:
         scale: factor of the scores.
         latent_eps: of the norms of both latents.
         bias: projections into latents and the output projection have a bias.
-        indexer: None in a layer that attends to all tokens, or shares a selection.
-        selection_layer: the layer whose selection this one uses; None: its own, or no selection.
+        topk: tokens that a query reads, at most; None: all.
+        indexer: selects them; None, where there is a topk: they are those that the nearest layer
+            below with an indexer has selected.
         backend: name of the attention backend.
     """
 
@@ -54,8 +53,8 @@ class MlaSpec:
     scale: float
     latent_eps: float = 1e-6
     bias: bool = False
+    topk: int | None = None
     indexer: IndexerSpec | None = None
-    selection_layer: int | None = None
     backend: str = MLA
 
     @property
@@ -72,8 +71,7 @@ class MlaSpec:
     def description(self) -> str:
         """In words, for `cairn inspect`."""
         text = f"latent attention: {self.num_heads} heads over {self.record_dim} numbers a token"
-        if self.indexer is not None:
-            return f"{text}, top {self.indexer.topk} tokens by an indexer"
-        if self.selection_layer is not None:
-            return f"{text}, tokens selected by layer {self.selection_layer}"
-        return text
+        if self.topk is None:
+            return text
+        by = "shared from the nearest indexer below" if self.indexer is None else "by an indexer"
+        return f"{text}, top {self.topk} tokens {by}"

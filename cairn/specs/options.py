@@ -69,6 +69,8 @@ def _resolve_backend(model: ModelSpec, asked: str, notes: Notes) -> str:
         attends = any(isinstance(mixer, GqaSpec) for mixer in model.mixers)
         trained = DENSE if attends else model.mixers[0].backend
         reason = "no layer of the model has landmarks"
+        if not attends:
+            reason = "nothing else computes the model's layers"
     if asked == "auto":
         notes.chose("attention_backend", trained, reason)
     elif asked != trained and not open_layers:

@@ -39,6 +39,11 @@ class Scheme(ABC):
     converts: ClassVar[bool] = True
     """Whether matrices are converted before products."""
 
+    @property
+    @abstractmethod
+    def unpacked(self) -> Scheme:
+        """A scheme for the same checkpoint that keeps its matrices in the model's dtype."""
+
     @abstractmethod
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
         """Register the parameters of a map on it; `dtype` is that of activations. Those of experts
@@ -91,6 +96,11 @@ class PlainScheme(Scheme):
     """A matrix in the model's dtype."""
 
     converts: ClassVar[bool] = False
+
+    @property
+    def unpacked(self) -> Scheme:
+        """Itself."""
+        return self
 
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
         """One parameter `weight` [out, in], or [E, out, in]."""

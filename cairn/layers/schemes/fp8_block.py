@@ -7,6 +7,7 @@ are stored as float32, or as e8m0: a byte e for 2^(e - 127), which some files ca
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,15 @@ from torch import Tensor, nn
 from cairn import ops
 from cairn.errors import BadModel
 from cairn.layers.norm import RMSNorm
-from cairn.layers.schemes.base import Scheme, at_rows, biased, leading, normed, reordered
+from cairn.layers.schemes.base import (
+    PlainScheme,
+    Scheme,
+    at_rows,
+    biased,
+    leading,
+    normed,
+    reordered,
+)
 from cairn.layers.weight import Source, Weight
 
 if TYPE_CHECKING:
@@ -33,6 +42,11 @@ class Fp8BlockScheme(Scheme):
 
     def __init__(self, block: tuple[int, int]) -> None:
         self.block = block
+
+    @property
+    def unpacked(self) -> Scheme:
+        """Matrices are dequantised when they are read."""
+        return Fp8BlockAtLoad(self.block)
 
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
         """`weight` [out, in] e4m3 and `scale` [blocks of rows, blocks of columns] float32, or the
@@ -101,6 +115,37 @@ class Fp8BlockScheme(Scheme):
     def _blocks(self, rows: int, linear: Linear | ExpertLinear) -> tuple[int, int]:
         """Blocks of rows and of columns of a matrix with so many rows."""
         return -(-rows // self.block[0]), -(-linear.in_features // self.block[1])
+
+
+class Fp8BlockAtLoad(PlainScheme):
+    """Matrices of the same checkpoints in the model's dtype: dequantised when they are read.
+
+    Args:
+        block: rows and columns that share a scale.
+    """
+
+    def __init__(self, block: tuple[int, int]) -> None:
+        self.block = block
+
+    def weights(
+        self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
+    ) -> list[Weight]:
+        """A matrix for each part, with its scales beside it."""
+        return [self._scaled(plain) for plain in super().weights(linear, source, expert)]
+
+    def _scaled(self, plain: Weight) -> Weight:
+        rows, columns = (-(-n // size) for n, size in zip(plain.shape, self.block, strict=True))
+        name = f"{plain.source}_scale_inv"
+        scales = Weight(name, (rows, columns), None, dtypes=SCALE_DTYPES)
+
+        def dequantise(stored: Tensor, scale: Tensor) -> Tensor:
+            decoded = decode_scale(scale, name)
+            for axis, size in enumerate(self.block):
+                decoded = decoded.repeat_interleave(size, dim=axis)
+            matrix = stored.float() * decoded[: stored.shape[0], : stored.shape[1]]
+            return matrix if plain.transform is None else plain.transform(matrix)
+
+        return replace(plain, transform=dequantise, dtypes=("F8_E4M3",), beside=(scales,))
 
 
 def decode_scale(stored: Tensor, name: str) -> Tensor:

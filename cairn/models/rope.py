@@ -1,0 +1,153 @@
+"""Rotary embedding of a config.json: unscaled, or scaled by YaRN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cairn.models.fields import ConfigFields, refuse
+from cairn.specs.rotary import RotarySpec, YarnSpec, yarn_magnitude
+
+SPELLINGS = ("rope_parameters", "rope_scaling")
+TYPES = ("default", "yarn")
+
+
+def scaled_rope(
+    f: ConfigFields, head_dim: int, theta: float, max_positions: int, interleaved: bool
+) -> tuple[RotarySpec, float]:
+    """The rotation, and m: scores are multiplied by m^2.
+
+    Reads `rope_parameters`, or `rope_theta` and `rope_scaling`, each with `rope_type` or `type`.
+
+    Args:
+        f: the config.
+        head_dim: dimensions that rotate.
+        theta: default of the base.
+        max_positions: of the model, which an extension reaches.
+        interleaved: pairs are neighbours.
+
+    Raises:
+        BadModel: a type that is not supported, a value that is impossible, or spellings that
+            contradict each other.
+    """
+    given = _parameters(f)
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    if kind not in TYPES:
+        name = _spelling(f)
+        raise refuse(
+            f"{name}.type", kind, "a rotary that is not supported", f"Known: {', '.join(TYPES)}"
+        )
+    base = _theta(f, given, theta)
+    share = given.pop("partial_rotary_factor", None)
+    if share not in (None, 1, 1.0):
+        raise refuse(
+            f"{_spelling(f)}.partial_rotary_factor",
+            share,
+            "all rotary dimensions rotate",
+            "Write 1",
+        )
+    if kind == "default":
+        return RotarySpec("standard", head_dim, base, interleaved=interleaved), 1.0
+    return _yarn(_Part(f, given), head_dim, base, max_positions, interleaved)
+
+
+class _Part:
+    """Numbers of the nested object.
+
+    Args:
+        f: the config, which records them.
+        given: the object.
+    """
+
+    def __init__(self, f: ConfigFields, given: dict[str, Any]) -> None:
+        self._f, self._name = f, _spelling(f)
+        self._nested = ConfigFields({self._full(key): value for key, value in given.items()})
+
+    def _full(self, key: str) -> str:
+        return f"{self._name}.{key}"
+
+    def number(self, key: str) -> float | None:
+        """A number >= 0; None where it is absent, null or 0."""
+        name = self._full(key)
+        if not self._nested.config.get(name):
+            return None
+        value = self._nested.number(name, 0.0)
+        self._f.record(name, value, "config")
+        return value
+
+    def integer(self, key: str) -> int | None:
+        """A positive integer; None where it is absent or null."""
+        name = self._full(key)
+        value = self._nested.optional_integer(name, None)
+        self._f.record(name, value, "config" if value is not None else "default")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        name = self._full(key)
+        value = self._nested.flag(name, default)
+        self._f.record(name, value, "config" if name in self._nested.config else "default")
+        return value
+
+
+def _yarn(
+    part: _Part, head_dim: int, theta: float, max_positions: int, interleaved: bool
+) -> tuple[RotarySpec, float]:
+    """YaRN (Peng et al. 2023): frequencies, the factor of cos and sin, and m."""
+    original = part.integer("original_max_position_embeddings") or max_positions
+    factor = part.number("factor") or max_positions / original
+    yarn = YarnSpec(
+        factor=factor,
+        original=original,
+        beta_fast=part.number("beta_fast") or 32.0,
+        beta_slow=part.number("beta_slow") or 1.0,
+        truncate=part.flag("truncate", True),
+    )
+    scale, scale_all = part.number("mscale"), part.number("mscale_all_dim")
+    attention = part.number("attention_factor")
+    if attention is None and scale and scale_all:
+        attention = yarn_magnitude(factor, scale) / yarn_magnitude(factor, scale_all)
+    elif attention is None:
+        attention = yarn_magnitude(factor, 1.0)
+    rotary = RotarySpec(
+        "yarn",
+        head_dim,
+        theta,
+        yarn=yarn,
+        attention_factor=attention,
+        interleaved=interleaved,
+    )
+    return rotary, yarn_magnitude(factor, scale_all) if scale_all else 1.0
+
+
+def _parameters(f: ConfigFields) -> dict[str, Any]:
+    """What the one of the two spellings that is used holds; both may be written alike."""
+    found: list[dict[str, Any]] = []
+    for name in SPELLINGS:
+        value = f.config.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise refuse(name, value, "not an object", f"Write null for {name}")
+        f.record(name, value, f.source(name))
+        if value:
+            found.append(value)
+    if len(found) == 2 and any(found[0].get(k, v) != v for k, v in found[1].items()):
+        raise refuse("rope_scaling", found[1], "rope_parameters differs", "Write one of them")
+    return {k: v for part in reversed(found) for k, v in part.items()}
+
+
+def _spelling(f: ConfigFields) -> str:
+    """The spelling that is used."""
+    return next((name for name in SPELLINGS if f.config.get(name)), SPELLINGS[-1])
+
+
+def _theta(f: ConfigFields, given: dict[str, Any], default: float) -> float:
+    """The base, written beside the object or in it."""
+    inner = given.pop("rope_theta", None)
+    theta = f.number("rope_theta", default)
+    if inner is None:
+        return theta
+    nested = ConfigFields({"rope_theta": inner}).number("rope_theta", default)
+    if f.written("rope_theta") and theta != nested:
+        raise refuse("rope_theta", theta, f"rope_parameters says {inner}", "Write one of them")
+    f.record("rope_theta", nested, f"config ({_spelling(f)})")
+    return nested

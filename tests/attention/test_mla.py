@@ -1,0 +1,142 @@
+"""The backend of latent attention against softmax written out, on pages that nobody else owns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from cairn import ops
+from cairn.attention.batch import Batch, PagePlace
+from cairn.attention.inputs import IndexInputs, MlaInputs
+from cairn.attention.mla import MlaBackend
+from cairn.attention.registry import Backends, cache_schema
+from cairn.cache.pools import CachePools, PoolSizes
+from cairn.cache.schema import PageFormat
+from cairn.errors import BadConfig
+from cairn.specs.mla import IndexerSpec, MlaSpec
+from cairn.specs.rotary import RotarySpec
+
+SIZE, HEADS, LATENT, ROPE, TOPK = 4, 3, 8, 4, 5
+ROTARY = RotarySpec("standard", ROPE, 100.0)
+FULL = MlaSpec(
+    num_heads=HEADS,
+    q_lora_rank=1,
+    kv_lora_rank=LATENT,
+    nope_dim=6,
+    rope_dim=ROPE,
+    value_dim=5,
+    rotary=ROTARY,
+    scale=0.3,
+    topk=TOPK,
+    indexer=IndexerSpec(2, 6, ROTARY),
+)
+SHARED, DENSE = replace(FULL, indexer=None), replace(FULL, indexer=None, topk=None)
+
+
+def pools_of(mixers, pages: int = 12) -> CachePools:
+    schema = cache_schema(mixers, PageFormat(SIZE, torch.float32))
+    pools = CachePools(schema, PoolSizes((pages,)), "cpu")
+    for tensor in pools.tensors():
+        tensor.fill_(torch.nan)
+    return pools
+
+
+def step(counts: list[int], padding: int = 0) -> Batch:
+    """All tokens of some rows, and slots of padding behind them."""
+    columns = -(-max(counts) // SIZE)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(2)).int()
+    # Entries behind a row are of pages that nobody owns.
+    table = torch.full((len(counts), columns), 11, dtype=torch.int32)
+    taken = iter(order[order != 11].tolist())
+    for row, count in enumerate(counts):
+        for column in range(-(-count // SIZE)):
+            table[row, column] = next(taken)
+    row = torch.tensor([r for r, n in enumerate(counts) for _ in range(n)] + padding * [0])
+    slot = torch.tensor([s for n in counts for s in range(n)] + padding * [-1])
+    location = table[row, (slot // SIZE).clamp(min=0)].long() * SIZE + slot % SIZE
+    none = torch.zeros(0, dtype=torch.int64)
+    return Batch(
+        input_ids=slot.clone(),
+        positions=slot,
+        row=row,
+        slot=slot,
+        places=(PagePlace(table, location.where(slot >= 0, -1)),),
+        completed=none,
+        completed_pages=none,
+        max_slot=int(slot.max()),
+    )
+
+
+def drawn(tokens: int, indexer: bool) -> MlaInputs:
+    index = None
+    if indexer:
+        index = IndexInputs(
+            torch.randn(tokens, 2, 6), torch.randn(tokens, 6), torch.randn(tokens, 2)
+        )
+    q, latent = torch.randn(tokens, HEADS, LATENT + ROPE), torch.randn(tokens, LATENT)
+    return MlaInputs(q, latent, torch.randn(tokens, ROPE), index)
+
+
+def expected(inputs: MlaInputs, batch: Batch, index: IndexInputs | None) -> Tensor:
+    """Token by token; index: by which tokens are selected, None: all are."""
+    o = torch.zeros(len(batch.slot), HEADS, LATENT)
+    keys = torch.cat((inputs.latent, inputs.k_pe), dim=-1)
+    for t, (row, slot) in enumerate(zip(batch.row, batch.slot, strict=True)):
+        seen = ((batch.row == row) & (batch.slot <= slot) & (batch.slot >= 0)).nonzero().flatten()
+        if index is not None and len(seen) > TOPK:
+            dots = torch.einsum("hd,sd->hs", index.q[t], index.k[seen]).relu()
+            # Two heads leave many scores 0: of equal ones the first counts.
+            best = (index.weights[t] @ dots).sort(descending=True, stable=True).indices
+            seen = seen[best[:TOPK]]
+        if len(seen):
+            p = (torch.einsum("hd,sd->hs", inputs.q[t], keys[seen]) * FULL.scale).softmax(-1)
+            o[t] = p @ inputs.latent[seen]
+    return o
+
+
+@pytest.mark.parametrize("block_bytes", [64 << 20, 1])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_selecting_sharing_and_dense_layers(block_bytes, padding):
+    torch.manual_seed(5)
+    mixers = [FULL, SHARED, DENSE, FULL, SHARED]
+    pools, batch = pools_of(mixers), step([17, 4, 9], padding)
+    backends, index = Backends(mixers, pools), None
+    run = backends.step(batch)
+    for layer, mixer in zip(run.layers, mixers, strict=True):
+        inputs = drawn(len(batch.slot), mixer.indexer is not None)
+        index = inputs.index or index
+        with patch("cairn.attention.mla.BLOCK_BYTES", block_bytes):
+            o = layer.run(inputs)
+        wanted = expected(inputs, batch, None if mixer.topk is None else index)
+        torch.testing.assert_close(o, wanted, rtol=1e-4, atol=1e-5)
+        assert padding == 0 or not o[-padding:].any()
+
+
+def test_short_rows_are_not_scored():
+    mixers = [FULL, SHARED]
+    pools, batch = pools_of(mixers), step([TOPK, 3])
+    run = Backends(mixers, pools).step(batch)
+    with patch.object(ops, "paged_mqa_logits", side_effect=AssertionError):
+        for layer, mixer in zip(run.layers, mixers, strict=True):
+            inputs = drawn(len(batch.slot), mixer.indexer is not None)
+            o = layer.run(inputs)
+            torch.testing.assert_close(o, expected(inputs, batch, None), rtol=1e-4, atol=1e-5)
+    # The keys are kept for later queries.
+    keys = pools.pages[0]["index_key"].flatten(0, 1)
+    assert keys[batch.places[0].location].isfinite().all()
+
+
+def test_what_layers_keep():
+    schema = cache_schema([FULL, SHARED], PageFormat(SIZE, torch.bfloat16))
+    shapes = [{f.name: (f.shape, f.dtype) for f in layer.pages} for layer in schema.layers]
+    record = {"record": ((SIZE, LATENT + ROPE), torch.bfloat16)}
+    assert shapes == [record | {"index_key": ((SIZE, 6), torch.bfloat16)}, record]
+
+
+def test_pages_in_8_bits_are_refused():
+    with pytest.raises(BadConfig, match=r"fp8_e4m3.*bfloat16.*--kv-cache-dtype auto"):
+        MlaBackend.needs(FULL, PageFormat(SIZE, torch.bfloat16, quantized=True))

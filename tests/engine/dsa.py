@@ -1,0 +1,111 @@
+"""What layers of latent attention select and give, seen from outside while an engine runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cairn import ops
+from cairn.attention.mla import MlaBackend
+from cairn.engine.build import Built
+
+GOLDENS = Path(__file__).parent.parent / "data" / "goldens" / "dsa"
+CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
+
+Place = tuple[int, int, int]
+"""Layer, row of the page table, slot."""
+
+
+class Seen:
+    """What was seen, by place.
+
+    Attributes:
+        selected: positions, ascending.
+        index_logits: [slot + 1] scores of a query with more visible tokens than it may select.
+        attn_out: [H * dv], the attention's output before its last product.
+        rows: in the order in which they first ran: that of the requests, where none waits.
+    """
+
+    def __init__(self, built: Built) -> None:
+        self.selected: dict[Place, list[int]] = {}
+        self.index_logits: dict[Place, Tensor] = {}
+        self.attn_out: dict[Place, Tensor] = {}
+        self.rows: list[int] = []
+        self.mixers = built.spec.mixers
+        self.full = [i for i, mixer in enumerate(self.mixers) if mixer.indexer is not None]
+        self._layer, self._places = 0, [(0, 0)]
+
+    def began(self, layer: int, plan: Any) -> None:
+        """A layer runs; all that its queries see counts as selected until something selects."""
+        rows, slots = plan.batch.row.tolist(), plan.batch.slot.tolist()
+        self.rows += [row for row in dict.fromkeys(rows) if row not in self.rows]
+        self._layer, self._places = layer, list(zip(rows, slots, strict=True))
+        if layer in self.full:
+            for row, slot in self._places:
+                self.selected[layer, row, slot] = list(range(slot + 1))
+
+    def chose(self, logits: Tensor, page_table: Tensor, size: int, cells: Tensor) -> None:
+        """The layer selected cells [T, topk] by logits [T, width]."""
+        assert len(cells) == len(self._places), "one block"
+        for line, (row, slot) in enumerate(self._places):
+            place = self._layer, row, slot
+            logical = {
+                page: i for i, page in enumerate(page_table[row].tolist()) if i <= slot // size
+            }
+            own = [cell for cell in cells[line].tolist() if cell >= 0]
+            self.selected[place] = [logical[cell // size] * size + cell % size for cell in own]
+            self.index_logits[place] = logits[line, : slot + 1].clone()
+
+    def gave(self, x: Tensor) -> None:
+        """The layer's output [T, H * dv]."""
+        for line, (row, slot) in enumerate(self._places):
+            self.attn_out[self._layer, row, slot] = x[line].clone()
+
+    def sets(self, row: int, slots: range, topk: int) -> Tensor:
+        """[F, slots, topk] int16, -1 behind positions, as goldens have it."""
+        lines = [[self.selected[layer, row, slot] for slot in slots] for layer in self.full]
+        padded = [[own + [-1] * (topk - len(own)) for own in layer] for layer in lines]
+        return torch.tensor(padded, dtype=torch.int16)
+
+
+@contextlib.contextmanager
+def watched(built: Built) -> Iterator[Seen]:
+    """Within, what the engine's layers select and give is seen."""
+    seen, run, select = Seen(built), MlaBackend.run, ops.select_topk
+
+    def running(self, layer, inputs, plan):
+        seen.began(layer, plan)
+        return run(self, layer, inputs, plan)
+
+    def selecting(logits, count, topk, start, page_table, row, page_size):
+        cells = select(logits, count, topk, start, page_table, row, page_size)
+        seen.chose(logits, page_table, page_size, cells)
+        return cells
+
+    hooks = [
+        block.mixer.register_forward_hook(lambda _module, _args, delta: seen.gave(delta.x))
+        for block in built.runner.model.layers
+    ]
+    with (
+        patch.object(MlaBackend, "run", running),
+        patch.object(ops, "select_topk", selecting),
+    ):
+        yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+def golden(folder: Path) -> dict[int, dict[str, Tensor]]:
+    """The reference outputs of a case, by prompt length."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, value in load_file(folder / "vectors.safetensors").items():
+        length, field = name[1:].split(".", 1)
+        found.setdefault(int(length), {})[field] = value
+    return found
