@@ -17,7 +17,7 @@ from cairn.config import EngineOptions, Machine, resolve
 from cairn.layers.rotary import Rotary
 from cairn.models.registry import load_spec
 from cairn.specs.hils import HilsSpec
-from tests.engine.harness import CASES, GOLDENS, lengths, vectors
+from tests.engine.harness import GOLDENS, TRACED, lengths, vectors
 
 
 def batch_of(slots: torch.Tensor, size: int, table: torch.Tensor) -> Batch:
@@ -37,7 +37,7 @@ def batch_of(slots: torch.Tensor, size: int, table: torch.Tensor) -> Batch:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TRACED)
 def test_intermediate_tensors(case: str, chunk: int):
     options = EngineOptions(dtype="float32", device="cpu")
     config = resolve(options, load_spec(GOLDENS / case), Machine(False, False, 1 << 30))

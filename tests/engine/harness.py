@@ -25,6 +25,14 @@ from cairn.types import SamplingParams
 
 GOLDENS = Path(__file__).parent.parent / "data" / "goldens" / "hils"
 CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
+TRACED = [
+    "olmo_mha_interleave4",
+    "qwen_c64",
+    "qwen_gqa4_prior_lora_inrange",
+    "qwen_meanpool_nolmk",
+    "qwen_noprior_lmk_k",
+]
+"""Cases with all intermediate tensors of one layer, at their greatest length."""
 
 ROUNDING = 2e-4
 """Float32 noise on log-probabilities whose scale is about 10."""

@@ -13,7 +13,7 @@ from tests.engine.harness import CASES, Trace, difference, engine, greedy, lengt
 
 CASE_LENGTHS = [(case, n) for case in CASES for n in lengths(case)]
 TRAINED = Path(__file__).parents[1] / "data" / "models"
-FOLDERS = {name: TRAINED / name for name in ("tiny-hils", "tiny-hils-2m")}
+FOLDERS = {name: TRAINED / name for name in ("tiny-hils-2m",)}
 
 
 def golden_of(case: str, length: int) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from cairn.types import LayerSelection, SamplingParams
 from tests.engine.harness import (
     CASES,
     GOLDENS,
+    TRACED,
     engine,
     greedy,
     lengths,
@@ -124,7 +125,7 @@ def test_older_strategies(strategy, device):
     check_against_oracle(built, budgets=(50,))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TRACED)
 def test_prompt_ends_against_the_reference(case, device):
     """The first token of prompts of many lengths, the query at each end being a golden one."""
     length = max(lengths(case))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from cairn.models.registry import load_model, load_spec
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
-FOLDERS = {name: MODELS / name for name in ("tiny-hils", "tiny-hils-2m")}
+FOLDERS = {name: MODELS / name for name in ("tiny-hils-2m",)}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
