@@ -43,8 +43,8 @@ def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 0) -> None:
                         f"the pool's {cache.num_pages} pages do not hold all prompts of this cell",
                         "Raise --kv-cache-memory",
                     )
-                for own, held in ((False, lease.pages), (True, lease.window)):
-                    for tensor in pools.tensors(own):
+                for group, held in enumerate((lease.pages, lease.window)):
+                    for tensor in pools.tensors(group):
                         new = held[first - last :]
                         index = torch.tensor(new, dtype=torch.int64, device=tensor.device)
                         tensor[index] = _random_pages(len(index), tensor)

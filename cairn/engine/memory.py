@@ -230,7 +230,7 @@ def plan_memory(
     least = -(-(asked or 1) // tokens_per_page)
     pools = _Pools.of(page_bytes, config)
     states = (config.max_num_seqs + 1) * page_bytes.row
-    if states > room.bytes:
+    if states and states > room.bytes:
         raise OutOfMemory(
             f"states of {config.max_num_seqs} sequences need {states} bytes, but {room}",
             "Lower max_num_seqs (--max-num-seqs)",

@@ -224,17 +224,20 @@ class Runner:
         if log.isEnabledFor(logging.DEBUG):
             rows = [work.row for work in plan.row_by_row()]
             log.debug("step %d: rows %s", plan.step_id, rows)
-        self._copy_states(plan.restored, restore=True)
+        if plan.restored:
+            self._copy_states(plan.restored, restore=True)
         picks = Picks.of(plan)
         replayed = None if plan.work else self._replayed(plan, picks)
         if replayed is not None:
-            self._copy_states(plan.kept, restore=False)
+            if plan.kept:
+                self._copy_states(plan.kept, restore=False)
             self.reads.add_decoding(plan.decode.first)
             return replayed
         layout = self.rows.lay_out(plan)
         self.reads.add(layout.slot)
         run = self._run(plan, layout, picks)
-        self._copy_states(plan.kept, restore=False)
+        if plan.kept:
+            self._copy_states(plan.kept, restore=False)
         choose = functools.partial(self._choose, run, picks, Drafts.of(plan))
         return LaunchedStep(plan, choose)
 
@@ -293,8 +296,6 @@ class Runner:
     @torch.inference_mode()
     def _copy_states(self, copies: Sequence[StateCopy], restore: bool) -> None:
         """Copy states of rows from snapshots, or to them."""
-        if not copies:
-            return
         first = self.pools.first_snapshot
         row = np.array([copy.row for copy in copies], dtype=np.int64)
         snapshot = np.array([first + copy.snapshot for copy in copies], dtype=np.int64)

@@ -63,8 +63,8 @@ def sharpen(built: Built, factor: float) -> None:
     """Enlarge the landmark queries, so that pages differ clearly in score and in prior."""
     with torch.no_grad():
         for block in built.runner.model.layers:
-            norm = block.attention.lmk_q_norm
-            (block.attention.q_norm if norm is None else norm).weight.mul_(factor)
+            norm = block.mixer.lmk_q_norm
+            (block.mixer.q_norm if norm is None else norm).weight.mul_(factor)
 
 
 def again(built: Built, prompt: list[int], got: Trace) -> float:

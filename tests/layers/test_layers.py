@@ -10,6 +10,8 @@ from cairn.layers.embedding import Embedding
 from cairn.layers.linear import Head, Linear, TiedHead
 from cairn.layers.mlp import GatedMLP
 from cairn.layers.norm import RMSNorm
+from cairn.layers.residual import Hidden, Product, Residual
+from cairn.layers.schemes.base import Rows
 from cairn.ops.linear import panel
 
 
@@ -17,7 +19,7 @@ from cairn.ops.linear import panel
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(dtype, bias):
     torch.manual_seed(0)
-    layer = Linear(48, 33, bias, dtype=dtype)
+    layer = Linear(48, [Rows("w", 33)], bias, dtype=dtype)
     for parameter in layer.parameters():
         parameter.copy_(torch.randn(parameter.shape))
     weight = layer.weight.clone()
@@ -34,7 +36,10 @@ def test_linear(dtype, bias):
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_with_what_stands_before_and_behind(bias):
     torch.manual_seed(1)
-    layer, norm = Linear(48, 32, bias, dtype=torch.float32), RMSNorm(48, 1e-3, dtype=torch.float32)
+    layer, norm = (
+        Linear(48, [Rows("w", 32)], bias, dtype=torch.float32),
+        RMSNorm(48, 1e-3, dtype=torch.float32),
+    )
     for parameter in (*layer.parameters(), *norm.parameters()):
         parameter.copy_(torch.randn(parameter.shape))
     x = torch.randn(5, 48)
@@ -53,7 +58,10 @@ def test_linear_with_what_stands_before_and_behind(bias):
 )
 def test_what_is_added_to_is_normed_where_that_saves_a_pass(bias, tokens, at_once):
     torch.manual_seed(2)
-    layer, norm = Linear(48, 32, bias, dtype=torch.float32), RMSNorm(32, 1e-3, dtype=torch.float32)
+    layer, norm = (
+        Linear(48, [Rows("w", 32)], bias, dtype=torch.float32),
+        RMSNorm(32, 1e-3, dtype=torch.float32),
+    )
     for parameter in (*layer.parameters(), *norm.parameters()):
         parameter.copy_(torch.randn(parameter.shape))
     x = torch.randn(tokens, 48)
@@ -111,6 +119,34 @@ def test_mlp():
     expected = functional.silu(x @ gate.T) * (x @ up.T)
     norm = RMSNorm(8, 1e-3, dtype=torch.float32)
     norm.weight.copy_(torch.randn(8))
-    torch.testing.assert_close(mlp(x), expected)
-    torch.testing.assert_close(mlp(x[:1]), expected[:1])
-    torch.testing.assert_close(mlp(x, norm), mlp(norm(x)))
+
+    def delta(h):
+        product = mlp(h)
+        assert product.linear is mlp.down
+        return product.value()
+
+    down = mlp.down.weight.clone()
+    torch.testing.assert_close(delta(Hidden(x)), expected @ down.T)
+    torch.testing.assert_close(delta(Hidden(x[:1])), expected[:1] @ down.T)
+    torch.testing.assert_close(delta(Hidden(x, norm)), delta(Hidden(norm(x))))
+
+
+def test_the_residual_is_summed_and_normed_in_one_place():
+    """Deltas as tensors and as products, norms of the next reader and of the delta itself."""
+    norm = RMSNorm(8, 1e-3, dtype=torch.float32)
+    linear = Linear(6, [Rows("w", 8)], dtype=torch.float32)
+    for parameter in (*norm.parameters(), *linear.parameters()):
+        parameter.copy_(torch.randn(parameter.shape))
+    for tokens in (1, 40, 2000):
+        x, delta, inner = torch.randn(tokens, 8), torch.randn(tokens, 8), torch.randn(tokens, 6)
+        residual = Residual(x.clone())
+        assert residual.read(None).value() is residual.x
+        residual.add(delta)
+        residual.add(Product(linear, inner), next_norm=norm)
+        total = x + delta + inner @ linear.weight.T
+        torch.testing.assert_close(residual.x, total)
+        torch.testing.assert_close(residual.read(norm).value(), norm(total))
+        torch.testing.assert_close(residual.read(None).value(), total)
+        residual.add(Product(linear, inner), own_norm=norm)
+        torch.testing.assert_close(residual.x, total + norm(inner @ linear.weight.T))
+        torch.testing.assert_close(residual.read(norm).value(), norm(residual.x))
