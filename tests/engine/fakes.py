@@ -84,7 +84,7 @@ class FakeDrafter:
             if done >= 0 and tokens == prompt + output[:done]:
                 count = self.rng.randint(0, min(most, self.most))
                 truth = (output[done:] + [0] * count)[:count]
-                return [t if self.rng.random() < self.right else (t + 1) % VOCAB for t in truth]
+                return [t if self.rng.random() < self.right else t ^ 1 for t in truth]
         return []
 
 

@@ -1,0 +1,135 @@
+"""One test of every invariance for every family: random schedules against each request alone.
+
+The same tokens give the same logits, however prompts are cut into chunks, with whom they share
+steps, how much of them is found in the prefix cache, whether pages are taken back in between, in
+which physical pages they lie, and with what is aborted beside them.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from cairn.cache.invariants import check
+from cairn.cache.paged import Lease
+from cairn.engine.build import Built
+from cairn.engine.continuation import Continuation
+from cairn.engine.planned_step import Limits
+from cairn.types import SamplingParams
+from tests.engine.fakes import FakeDrafter, all_pages_back
+from tests.engine.harness import (
+    Trace,
+    assert_same,
+    engine,
+    greedy,
+    occupy,
+    poison,
+    run,
+    text,
+    trace,
+)
+
+DATA = Path(__file__).parents[1] / "data" / "goldens"
+FAMILIES = {
+    "landmarks": DATA / "hils" / "qwen_gqa4_prior_lora_inrange",
+    "landmarks and windows": DATA / "hils" / "olmo_mha_interleave4",
+    "experts": DATA / "qwen35" / "q3moe_nonorm_sparse2",
+    "recurrent": DATA / "qwen35" / "q35_dense_ratio3_tied",
+    "recurrent with experts": DATA / "qwen35" / "qnext_3to1",
+    "latent, shared selections": DATA / "dsa" / "glm_types_mixed_dense2",
+    "latent in 8 bits": DATA / "dsa" / "v32_fp8_scale_ue8m0",
+}
+OUTPUT = 6
+
+
+def build(family: str, **options) -> Built:
+    """An engine that hands out pages in random order."""
+    built = engine(str(FAMILIES[family]), kv_cache_memory="16MiB", max_num_seqs=4, **options)
+    allocator = built.core.cache.allocator
+    pages = allocator.take(allocator.num_free)
+    random.Random(4).shuffle(pages)
+    allocator.free(pages)
+    return built
+
+
+def prompts_of(rng: random.Random, size: int, vocab: int) -> list[list[int]]:
+    """Prompts that share from nothing to nearly everything with one another."""
+    base = text(rng.randrange(1 << 20), 5 * size, vocab)
+    found = []
+    for number in range(5):
+        shared = rng.choice([0, 1, size, rng.randrange(len(base)), len(base) - 1])
+        more = rng.choice([1, size - 1, rng.randint(1, 2 * size)])
+        found.append(base[:shared] + text(rng.randrange(1 << 20) + number, more, vocab))
+    return found
+
+
+def serve(
+    built: Built, rng: random.Random, prompts: list[list[int]], hostage: Lease
+) -> list[Trace | None]:
+    """Requests that come one after the other while others run, in steps of random sizes; some are
+    aborted (None). What nobody owns is NaN, and the ledger is exact after every step."""
+    core, size = built.core, built.config.page_size
+    waiting, live, doomed = list(enumerate(prompts)), {}, {}
+    while waiting or core.has_work:
+        if waiting and (rng.random() < 0.3 or not core.has_work):
+            number, prompt = waiting.pop(0)
+            live[number] = core.add(f"r{core._arrivals}", prompt, greedy(OUTPUT))
+            if rng.random() < 0.2:
+                doomed[number] = rng.randint(1, 4)
+        core.scheduler.limits = Limits(4, rng.choice([1, 3, size, size + 1, 2 * size, 1000]))
+        core.step()
+        for number in [n for n in doomed if doomed[n] <= 0 and not live[n].finished]:
+            core.abort(live[number].request.id)
+        doomed = {number: left - 1 for number, left in doomed.items()}
+        poison(built)
+        running = [r.lease for r in core.scheduler.running if r.lease is not None]
+        check(core.cache, [hostage, *running])
+    return [_ended(live[number], built) for number in range(len(prompts))]
+
+
+def _ended(continuation: Continuation, built: Built) -> Trace | None:
+    aborted = continuation.stream.output.finish_reason == "abort"
+    return None if aborted else trace(continuation, built.spec.vocab_size)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_schedule_gives_what_each_request_gives_alone(family: str, seed: int) -> None:
+    rng = random.Random(seed)
+    built = build(family)
+    size, vocab = built.config.page_size, built.spec.vocab_size
+    prompts = prompts_of(rng, min(size, 32), vocab)
+    cold = build(family, enable_prefix_caching=False)
+    alone = [run(cold, [prompt], greedy(OUTPUT), poisoned=False)[0] for prompt in prompts]
+    longest = max(len(prompt) for prompt in prompts) + OUTPUT
+    # Two of the longest fit side by side: the others wait, or give their pages back.
+    hostage = occupy(built.core.cache, keep=2 * int(built.slots.pages_for(longest)) + 1)
+    for _ in range(2):
+        for found, wanted in zip(serve(built, rng, prompts, hostage), alone, strict=True):
+            if found is not None:
+                assert_same(found, wanted)
+    built.core.cache.close(hostage)
+    assert all_pages_back(built.core)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "recurrent" not in name])
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_guessed_tokens_change_nothing(family: str, right: float) -> None:
+    """Guesses are run as a prefill; what a wrong one wrote is overwritten before it is read."""
+    built = build(family)
+    size, vocab = min(built.config.page_size, 32), built.spec.vocab_size
+    prompts = [text(7, size - 3, vocab), text(8, 2 * size, vocab), text(9, 3, vocab)]
+    plain = SamplingParams(temperature=0, max_tokens=2 * size, ignore_eos=True)
+    wanted = run(built, prompts, plain)
+    drafter = FakeDrafter(3, right)
+    for prompt, one in zip(prompts, wanted, strict=True):
+        drafter.knows(prompt, one.tokens)
+    guessing = build(family)
+    guessing.core.scheduler.drafter = drafter
+    found = run(guessing, prompts, plain, budgets=[1000, 7, 64])
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    if right == 1.0:
+        assert guessing.core.stats.steps < built.core.stats.steps
+    assert all_pages_back(guessing.core)
