@@ -49,6 +49,7 @@ class Tokenizer:
     Attributes:
         eos_token_id: what the tokenizer says ends a text, None when it does not say.
         special_ids: ids that texts leave out.
+        special_texts: id -> name of those.
 
     Raises:
         BadModel: the files cannot be read.
@@ -63,7 +64,8 @@ class Tokenizer:
         _bound_cache(self._backend)
         self.eos_token_id: int | None = self._hf.eos_token_id
         added = self._backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = {i: token.content for i, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_texts)
         rules = Rules.read(describe_decoder(self._backend))
         self._spelling = Spelling(self._backend, rules) if rules is not None else None
         # Cleaning up byte-pair texts would eat spaces that the model wrote.
