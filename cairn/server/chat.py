@@ -48,6 +48,7 @@ from cairn.server.sampling import (
     within,
 )
 from cairn.server.state import ServerState
+from cairn.server.tool_grammars import strict_grammar
 from cairn.server.tools import (
     CallArguments,
     CallBegin,
@@ -85,7 +86,7 @@ class ToolUse:
     Attributes:
         shown: the tools as the chat template reads them.
         parser: name of the parser that finds calls in the output; None: none is looked for.
-        grammar: makes the output a call, where one is asked for.
+        grammar: makes the output a call, where one is asked for; holds calls to their schemas.
         several: more than one call may be made.
     """
 
@@ -115,14 +116,14 @@ def tool_use(state: ServerState, asked: ChatRequest, tokenizer: Tokenizer) -> To
         raise BadField("tool_choice", f"tool_choice names {named!r}, which is none of the tools")
     if not tools or choice == "none":
         return ToolUse()
-    if choice in (None, "auto"):
-        _refuse_strict(tools)
     with about("tools"):
         parser = choose_parser(state.options.tool_parser, tokenizer.chat_template)
         shown = shown_tools(tools)
         several = asked.parallel_tool_calls is not False
         if choice in (None, "auto"):
-            return ToolUse(shown, parser, None, several)
+            strict = any(tool.function.strict for tool in tools)
+            held = strict_grammar(msgspec.to_builtins(tools), parser) if strict else None
+            return ToolUse(shown, parser, held, several)
         callable_ = [tool for tool in shown if named in (None, tool["function"]["name"])]
         # A model that cannot end its output would call for ever.
         more = several and named is None and bool(state.client.info.eos_ids)
@@ -293,17 +294,6 @@ def _extended(call: MadeCall | None, fragment: CallFragment) -> MadeCall:
         return MadeCall(fragment.id or "", CalledFunction(name, function.arguments or ""))
     arguments = call.function.arguments + (function.arguments or "")
     return MadeCall(call.id, CalledFunction(call.function.name, arguments))
-
-
-def _refuse_strict(tools: Sequence[Tool]) -> None:
-    for i, tool in enumerate(tools):
-        if tool.function.strict:
-            raise BadField(
-                f"tools[{i}].function.strict",
-                f"tools[{i}].function.strict is true, but with tool_choice 'auto' arguments are "
-                "not held to their schema",
-                "Set tool_choice to 'required' or to a function, or leave strict out",
-            )
 
 
 async def _grammar(state: ServerState, asked: ChatRequest, tools: ToolUse) -> Grammar | None:

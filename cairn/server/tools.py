@@ -404,17 +404,17 @@ def tool_grammar(
         if parser == HERMES
         else ("parameters", "", "", "; ")
     )
-    follow = f" ({_quoted(between)} call)*" if several and choice == "required" else ""
+    follow = f" ({quoted(between)} call)*" if several and choice == "required" else ""
     names = " | ".join(f"call_{i}" for i in range(len(functions)))
-    lines = [f"start: call{follow}", f"call: {_quoted(before)} ({names}) {_quoted(after)}"]
+    lines = [f"start: call{follow}", f"call: {quoted(before)} ({names}) {quoted(after)}"]
     for i, function in enumerate(functions):
         head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
-        lines.append(f"call_{i}: {_quoted(head)} arguments_{i} {_quoted('}')}")
-        lines.append(f"arguments_{i}: {json_rule(_arguments(function))}")
+        lines.append(f"call_{i}: {quoted(head)} arguments_{i} {quoted('}')}")
+        lines.append(f"arguments_{i}: {json_rule(arguments_schema(function))}")
     return Grammar("ebnf", "\n".join(lines))
 
 
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a function's arguments, which are an object whatever it says."""
     parameters = function.get("parameters")
     if parameters is None:
@@ -422,6 +422,6 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**parameters, "type": "object"}
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A literal of Lark, whose escapes are those of JSON."""
     return json.dumps(text, ensure_ascii=False)

@@ -201,6 +201,20 @@ def test_wrong_schema_of_a_tool(tool_api):
     assert error["param"] == "tools"
 
 
+def test_a_strict_tool_holds_calls_to_its_schema(tool_api):
+    strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    says(tool_api, call())
+    for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}):
+        answer = tool_api.chat(tools=[strict], **fields)
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+        assert tool_api.asked.params.grammar.kind == "ebnf"
+        assert tool_api.grammars.checked[-1] == tool_api.asked.params.grammar
+    tool_api.chat(tools=[strict], tool_choice="none")
+    assert tool_api.asked.params.grammar is None
+    tool_api.chat(tools=[TOOL])
+    assert tool_api.asked.params.grammar is None
+
+
 @pytest.mark.parametrize(
     "fields, param, text",
     [
@@ -210,11 +224,6 @@ def test_wrong_schema_of_a_tool(tool_api):
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
             "'x'",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-            "tools[0].function.strict",
-            "required",
         ),
         ({"tools": [TOOL], "regex": "a"}, "regex", "tools"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "4"),

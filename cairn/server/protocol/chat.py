@@ -110,7 +110,7 @@ class FunctionDefinition(Fields):
     Attributes:
         name: what the call names.
         description, parameters: shown to the model; `parameters` is a JSON schema.
-        strict: arguments must follow the schema; held where `tool_choice` asks for a call.
+        strict: arguments follow the schema; where `tool_choice` asks for a call, they always do.
     """
 
     name: FunctionName
