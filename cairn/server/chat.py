@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -35,6 +36,7 @@ from cairn.server.protocol.chat import (
     MadeCall,
     NamedTool,
     Tool,
+    ToolChoice,
 )
 from cairn.server.protocol.common import ChoiceExtras, Usage
 from cairn.server.protocol.fields import BadField
@@ -55,6 +57,7 @@ from cairn.server.tools import (
     Piece,
     Text,
     ToolParser,
+    arguments_schema,
     choose_parser,
     tool_grammar,
 )
@@ -305,12 +308,44 @@ async def _grammar(state: ServerState, asked: ChatRequest, tools: ToolUse) -> Gr
             "Leave one out, or set tool_choice to 'none'",
         )
     if tools.grammar is not None:
-        named = ("tools", tools.grammar)
+        await _check_tools(state, asked, tools.grammar)
+        return tools.grammar
     if named is None:
         return None
     with about(named[0]):
         await state.grammars.check(named[1])
     return named[1]
+
+
+async def _check_tools(state: ServerState, asked: ChatRequest, grammar: Grammar) -> None:
+    """Raise BadRequest, for the tool at fault if it is one, unless the grammar of calls works."""
+    try:
+        with about("tools"):
+            await state.grammars.check(grammar)
+    except BadRequest:
+        for i, tool in enumerate(asked.tools or []):
+            if _is_held(tool, asked.tool_choice):
+                await _check_parameters(state, i, tool)
+        raise
+
+
+def _is_held(tool: Tool, choice: ToolChoice | None) -> bool:
+    """Whether calls of a tool follow its schema."""
+    if isinstance(choice, NamedTool):
+        return tool.function.name == choice.function.name
+    return choice == "required" or bool(tool.function.strict)
+
+
+async def _check_parameters(state: ServerState, i: int, tool: Tool) -> None:
+    schema = arguments_schema(msgspec.to_builtins(tool.function))
+    try:
+        await state.grammars.check(Grammar("json_schema", json.dumps(schema)))
+    except BadRequest as error:
+        raise BadField(
+            f"tools[{i}].function.parameters",
+            f"the parameters of tools[{i}], {tool.function.name!r}: {error.message}",
+            error.hint,
+        ) from None
 
 
 def _output(state: ServerState, asked: ChatRequest, grammar: Grammar | None) -> Output:

@@ -197,8 +197,17 @@ def test_a_function_may_be_called_required(tool_api):
 
 def test_wrong_schema_of_a_tool(tool_api):
     bad = {"type": "function", "function": {"name": "f", "parameters": {"title": "bomb"}}}
-    error = tool_api.error(PATH, chat_body(tools=[bad], tool_choice="required"))
-    assert error["param"] == "tools"
+    error = tool_api.error(PATH, chat_body(tools=[TOOL, bad], tool_choice="required"))
+    assert error["param"] == "tools[1].function.parameters"
+    assert "tools[1], 'f'" in error["message"] and "the grammar" not in error["message"][:20]
+
+
+def test_wrong_schema_of_a_tool_that_is_not_held_to_it(tool_api):
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"title": "bomb"}}}
+    strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    named = {"type": "function", "function": {"name": "look"}}
+    for fields in ({"tools": [bad, TOOL]}, {"tools": [bad, strict]}, {"tool_choice": named}):
+        tool_api.chat(**({"tools": [bad, TOOL]} | fields))
 
 
 def test_a_strict_tool_holds_calls_to_its_schema(tool_api):
