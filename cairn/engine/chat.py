@@ -17,6 +17,8 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Content becomes a string (text parts are joined by line breaks; none, beside tool calls, is
     empty), and the arguments of tool calls become mappings, because templates print them as JSON.
+    Arguments that are no JSON object, as a model may have written them, stay what they are, as
+    text: one malformed call must not end a conversation.
 
     Raises:
         BadRequest: no message, a message without role or content, a content part that is not
@@ -94,14 +96,39 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{name} needs a 'function' with a string 'name', not {short(call)}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"{name}.function.arguments is not JSON: {error}") from None
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, Mapping):
-        raise BadRequest(f"{name}.function.arguments must be a JSON object, not {short(arguments)}")
-    return {**call, "function": {**function, "arguments": dict(arguments)}}
+    arguments = _arguments(function.get("arguments"))
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(given: Any) -> dict[str, Any] | str:
+    """A call's arguments; a text where they are no JSON object."""
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not isinstance(given, str):
+        return json.dumps(given, ensure_ascii=False, default=str)
+    try:
+        parsed = json.loads(given)
+        # Half a surrogate pair, escaped in the text, could not be encoded.
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return given
+    return parsed if isinstance(parsed, dict) else given
+
+
+def with_wrapped_arguments(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
+    """The checked messages with arguments that are a text as `{"arguments": text}`, for templates
+    that walk through them; None where there are none."""
+    changed = False
+    wrapped = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if isinstance(function["arguments"], str):
+                changed = True
+                function = {**function, "arguments": {"arguments": function["arguments"]}}
+            calls.append({**call, "function": function})
+        wrapped.append({**message, "tool_calls": calls} if calls else dict(message))
+    return wrapped if changed else None

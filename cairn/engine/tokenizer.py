@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
@@ -13,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from cairn.engine.chat import Message, checked_messages, plain_text
+from cairn.engine.chat import Message, checked_messages, plain_text, with_wrapped_arguments
 from cairn.engine.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
@@ -246,10 +247,21 @@ class Tokenizer:
             for message in messages:
                 if message["role"] == "developer":
                     message["role"] = "system"
-        try:
+
+        def rendered(messages: list[dict[str, Any]]) -> str:
             text: str = self._hf.apply_chat_template(
                 messages, tools=tools, tokenize=False, **ending, **variables
             )
+            return text
+
+        wrapped = with_wrapped_arguments(messages)
+        try:
+            if wrapped is not None:
+                # A template that trips over a text may take a mapping.
+                with contextlib.suppress(Exception):
+                    return rendered(messages)
+                messages = wrapped
+            return rendered(messages)
         except TemplateSyntaxError as error:
             raise BadModel(
                 f"the model's chat template is broken: {error}", "Correct it in the model's folder"
@@ -260,7 +272,6 @@ class Tokenizer:
             raise BadRequest(
                 f"the model's chat template refuses the messages: {str(error)[:ERROR_LENGTH]}"
             ) from error
-        return text
 
     @cached_property
     def _reserved_variables(self) -> frozenset[str]:

@@ -85,6 +85,25 @@ def test_tools_and_their_calls(qwen):
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": "é"}'
 
 
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "nothing"])
+def test_a_malformed_call_in_a_history(folder, tmp_path, arguments):
+    templates = {
+        "{{ c.function.arguments if c.function.arguments is string else 'no' }}": arguments,
+        "{{ c.function.arguments | tojson }}": json.dumps(arguments),
+        "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}": (
+            f"arguments={arguments}"
+        ),
+        "{% for k in c.function.arguments.keys() %}{{ k }}{% endfor %}": "arguments",
+    }
+    call = {"id": "c1", "function": {"name": "look", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "content": "x", "tool_calls": [call]}]
+    for i, (part, text) in enumerate(templates.items()):
+        loops = "{% for m in messages %}{% for c in m.tool_calls %}"
+        template = f"{loops}{part}{{% endfor %}}{{% endfor %}}"
+        tokenizer = with_template(folder, tmp_path / str(i), template)
+        assert shown(tokenizer, messages) == text
+
+
 def test_template_variables(qwen):
     text = shown(qwen, [USER], template_kwargs={"enable_thinking": False})
     assert text.endswith("assistant\n<think>\n\n</think>\n\n")

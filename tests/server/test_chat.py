@@ -325,3 +325,13 @@ def test_too_long_names_both_numbers(api):
 def test_without_tokenizer():
     api = FakeApi(None)
     assert "tokenizer" in api.error(PATH, chat_body())["message"]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", {"a": 1}, [1], 3, None, ""])
+def test_malformed_arguments_in_a_history(tool_api, arguments):
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answered = {"role": "tool", "tool_call_id": "c1", "content": "failed"}
+    user = {"role": "user", "content": "hi"}
+    answer = tool_api.answer(PATH, {"messages": [user, said, answered], "tools": [TOOL]})
+    assert answer["choices"][0]["finish_reason"] == "stop"

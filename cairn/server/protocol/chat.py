@@ -63,10 +63,11 @@ class UserMessage(Fields, tag_field="role", tag="user"):
 
 
 class FunctionCall(Fields):
-    """What the assistant called. `arguments` is JSON text."""
+    """What the assistant called. `arguments` is JSON text, or the object itself; a malformed one
+    of an earlier answer reaches the chat template as it is."""
 
     name: str
-    arguments: str
+    arguments: Any = None
 
 
 class ToolCall(Fields):
