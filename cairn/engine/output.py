@@ -23,7 +23,8 @@ class OutputStream:
         output: what is filled in.
         params: stop conditions and logprobs wanted.
         eos_ids: ids that end the output without showing (empty when they are ignored).
-        max_output: tokens that may be generated.
+        max_output: tokens that may be generated; 0: the first token ends the output and is no part
+            of it.
         tokenizer: None: no text.
         prompt: prompt tokens; the text goes on behind them.
 
@@ -97,6 +98,8 @@ class OutputStream:
     ) -> FinishReason | None:
         """Take one sampled token; returns the reason when it was the last. `complete`: it is,
         since its grammar lets nothing follow."""
+        if self.max_output == 0:
+            return self.finish(FinishReason.LENGTH)
         ids = self.ids
         ids.append(token)
         if self.reports:

@@ -23,7 +23,7 @@ from cairn.server.protocol.fields import BadField
 from cairn.server.sampling import field_named_by
 from cairn.server.sse import DONE, EventStream, event, unless_gone
 from cairn.server.state import ServerState
-from cairn.types import FinishReason, SamplingParams
+from cairn.types import SamplingParams
 
 
 class Part(Protocol):
@@ -59,14 +59,12 @@ class Work:
         params: of all of them.
         priority: smaller goes first.
         field: the body's field that the prompts came from, for errors.
-        prompt_only: what is generated is neither shown nor counted.
     """
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     priority: int
     field: str
-    prompt_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,22 +195,7 @@ class Generation:
             async for prompt, delta in merged:
                 if delta.finish_reason in ("error", "abort"):
                     raise _failure(delta)
-                if self._work.prompt_only:
-                    delta = _without_output(delta)
                 yield prompt * self._work.params.n + delta.index, delta
-
-
-def _without_output(delta: Delta) -> Delta:
-    reason = FinishReason.LENGTH.value if delta.finish_reason is not None else None
-    return msgspec.structs.replace(
-        delta,
-        text="",
-        token_ids=(),
-        logprobs=(),
-        selection=(),
-        finish_reason=reason,
-        stop_reason=None,
-    )
 
 
 def _failure(delta: Delta) -> CairnError:

@@ -140,6 +140,17 @@ def test_nothing_generated(api):
     assert error["param"] == "max_tokens"
 
 
+@pytest.mark.parametrize("prompt", ["a" * 4096, [97] * 4096], ids=["text", "ids"])
+def test_a_full_context_is_scored(api, prompt):
+    fields = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    choice = api.complete(prompt, **fields)["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == 4096
+    for other in ({"max_tokens": 1}, {"prompt": prompt + prompt[:1]}):
+        error = api.error(PATH, {"prompt": prompt, **fields, **other})
+        assert error["code"] == "context_length_exceeded", error
+        assert "output" not in error["message"] or other == {"max_tokens": 1}
+
+
 def test_offsets_are_characters_and_parts_show_bytes(api):
     api.client.answer = lambda *_: "🐘!".encode()
     scored = api.complete("ö", echo=True, logprobs=0, max_tokens=9)["choices"][0]["logprobs"]
