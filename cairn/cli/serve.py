@@ -11,7 +11,13 @@ from typing import Any
 
 import click
 
-from cairn.cli.options import engine_arguments, engine_options, model_argument, model_or_default
+from cairn.cli.options import (
+    engine_arguments,
+    engine_options,
+    model_argument,
+    model_or_default,
+    sampling_defaults_option,
+)
 from cairn.obs import log
 from cairn.version import __version__
 
@@ -60,6 +66,7 @@ SERVER = (
         type=float,
         help="Seconds of a step after which the engine counts as stuck.  [default: 300]",
     ),
+    sampling_defaults_option,
     click.option(
         "--tool-parser",
         metavar="NAME",

@@ -62,7 +62,10 @@ def load_spec(
             stored = stored_rows(read_headers(folder))
         if (folder / "generation_config.json").is_file():
             generation = _read_json(folder / "generation_config.json")
-            more_eos = token_ids("eos_token_id", generation.get("eos_token_id"))
+            try:
+                more_eos = token_ids("eos_token_id", generation.get("eos_token_id"))
+            except BadModel as error:
+                raise BadModel(f"generation_{error.message}", error.hint) from None
     config |= overrides or {}
     if config.get("auto_map"):
         log.info("config.json: auto_map ignored; code of a model folder is never run")
@@ -116,7 +119,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise BadModel(f"{path.parent} has no {path.name}", "Give the folder of a model")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        # Some editors begin a file with a byte order mark.
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise BadModel(f"{path} is not JSON: {error}", "Copy the file again") from None
     if not isinstance(content, dict):

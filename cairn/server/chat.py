@@ -73,7 +73,9 @@ async def create_chat_completion(request: Request) -> Response:
     tokenizer = tokenizer_of(state, "a chat")
     tools = tool_use(state, asked, tokenizer)
     grammar = await _grammar(state, asked, tools)
-    params = sampling_params(asked, _output(state, asked, grammar), state.options)
+    params = sampling_params(
+        asked, _output(state, asked, grammar), state.options, state.sampling_defaults
+    )
     prompt = await encoded(
         request, lambda: encode_chat(tokenizer, asked, tools.shown or None, longest_prompt(state))
     )

@@ -42,7 +42,7 @@ async def create_completion(request: Request) -> Response:
     asked = await read_request(request, CompletionRequest)
     streaming = stream_options(asked)
     output = await _output(state, asked)
-    params = sampling_params(asked, output, state.options)
+    params = sampling_params(asked, output, state.options, state.sampling_defaults)
     given = _prompts(asked, state)
     with about("prompt"):
         prompts = await encoded(request, lambda: [_encode(state, asked, one) for one in given])

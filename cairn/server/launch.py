@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from cairn.config import EngineOptions
 from cairn.engine.client import EngineClient
+from cairn.engine.recommended import recommended_sampling
 from cairn.engine.tokenizer import load_tokenizer
 from cairn.errors import BadConfig
 from cairn.models.checkpoint import read_headers
@@ -110,6 +111,8 @@ class _Life:
             tracer=tracer,
             model_name=name,
         )
+        if options.sampling_defaults == "model":
+            self._state.sampling_defaults = recommended_sampling(model)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._last_signal = 0
@@ -163,7 +166,7 @@ class _Life:
         self._state.tokenizer, _ = await asyncio.gather(tokenizer, starting)
         if self._state.tokenizer is not None:
             self._state.grammars.open(self._state.tokenizer, self._client.info.vocab_size)
-        self._report.loaded(self._client.info)
+        self._report.loaded(self._client.info, self._state.sampling_defaults)
         # What is loaded stays: the collector need not walk it again and again.
         gc.collect()
         gc.freeze()

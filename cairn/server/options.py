@@ -13,6 +13,7 @@ from cairn.names import checked_keywords
 MIB = 1 << 20
 LOG_FORMATS = ("text", "json")
 TOOL_PARSERS = ("auto", "hermes", "llama3_json")
+SAMPLING_DEFAULTS = ("model", "openai")
 SMALLEST_BODY = 1024
 
 
@@ -41,6 +42,8 @@ class ServerOptions:
         shutdown_timeout: seconds that running requests get to finish after SIGTERM.
         ready_step_age: seconds that one engine step may take before /ready says no.
         step_limit: seconds after which a step counts as stuck and the server ends.
+        sampling_defaults: of requests that do not say: "model", what generation_config.json
+            recommends, or "openai", temperature 1 and all tokens.
         tool_parser: "auto" (by the chat template), "hermes" or "llama3_json".
         log_format: "text" or "json".
         trace: where spans go: "otel" (the OpenTelemetry provider of the process) or the name of
@@ -65,6 +68,7 @@ class ServerOptions:
     shutdown_timeout: float = 30.0
     ready_step_age: float = 5.0
     step_limit: float = 300.0
+    sampling_defaults: Literal["model", "openai"] = "model"
     tool_parser: str = "auto"
     log_format: Literal["text", "json"] = "text"
     trace: str | None = None
@@ -100,6 +104,7 @@ class ServerOptions:
                 raise BadConfig("an API key is empty or has a character that no header can carry")
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise BadConfig(f"served_model_name is {self.served_model_name!r}", "Give a name")
+        _one_of("sampling_defaults", self.sampling_defaults, SAMPLING_DEFAULTS)
         _one_of("tool_parser", self.tool_parser, TOOL_PARSERS)
         _one_of("log_format", self.log_format, LOG_FORMATS)
         if self.trace is not None and not self.trace:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cairn.obs.metrics import Metrics
 from cairn.obs.trace import Tracer
@@ -27,6 +28,7 @@ class ServerState:
         metrics: counters and histograms.
         tracer: makes spans, or none.
         grammars: checks grammars before the engine sees them.
+        sampling_defaults: sampling parameters of requests that do not say.
         model_name: what clients call the model.
         loaded: handlers may run; until then the middleware answers 503.
         draining: no new requests; the running ones finish.
@@ -39,6 +41,7 @@ class ServerState:
     metrics: Metrics
     grammars: GrammarChecker
     model_name: str
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
     tracer: Tracer = field(default_factory=Tracer)
     loaded: bool = False

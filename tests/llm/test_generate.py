@@ -400,3 +400,16 @@ def test_a_stream_of_a_prompt_that_is_only_scored(token_llm):
     *_, (text, result) = token_llm.stream({"prompt_token_ids": [5, 6, 7]}, params)
     assert (text, result.finished, result.outputs[0].token_ids) == ("", True, [])
     assert len(result.prompt_logprobs) == 3
+
+
+def test_calls_without_parameters_follow_the_models_recommendation(token_folder, tmp_path):
+    folder = shutil.copytree(token_folder, tmp_path / "model")
+    recommended = {"temperature": 0.0, "repetition_penalty": 1.3}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    llm = LLM(folder, device="cpu", kv_cache_memory="4MiB")
+    prompt = {"prompt_token_ids": ids(4, 20)}
+    params = SamplingParams(**recommended)
+    assert llm.default_params == params
+    assert tokens_of(llm.generate(prompt)) == tokens_of(llm.generate(prompt, params))
+    *_, (_, streamed) = llm.stream(prompt)
+    assert tokens_of([streamed]) == tokens_of(llm.generate(prompt, params))

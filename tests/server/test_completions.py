@@ -226,3 +226,11 @@ def test_without_tokenizer():
     choice = api.complete([1, 2], echo=True, logprobs=1, max_tokens=1)["choices"][0]
     assert choice["text"] == ""
     assert choice["logprobs"]["tokens"] == ["token_id:1", "token_id:2", f"token_id:{WORDS[0]}"]
+
+
+def test_sampling_defaults(api):
+    api.state.sampling_defaults = {"temperature": 0.6, "top_p": 0.9}
+    api.complete("a", top_p=0.5)
+    assert (api.asked.params.temperature, api.asked.params.top_p) == (0.6, 0.5)
+    api.chat(temperature=0)
+    assert (api.asked.params.temperature, api.asked.params.top_p) == (0, 0.9)

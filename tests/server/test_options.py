@@ -32,6 +32,7 @@ from cairn.server.options import ServerOptions
         ("ready_step_age", 0),
         ("step_limit", float("nan")),
         ("tool_parser", "mistral"),
+        ("sampling_defaults", "vllm"),
         ("log_format", "xml"),
         ("trace", ""),
     ],
