@@ -36,6 +36,12 @@ SERVER = (
         envvar="CAIRN_API_KEY",
         help="Clients must send it as a bearer token; repeatable. Or set CAIRN_API_KEY.",
     ),
+    click.option(
+        "--allowed-origins",
+        multiple=True,
+        metavar="ORIGIN",
+        help="Whose pages in a browser may ask, as https://example.com; *: all; repeatable.",
+    ),
     click.option("--served-model-name", metavar="NAME", help="What clients call the model."),
     click.option("--max-waiting", type=int, help="Outputs that may wait.  [default: 1024]"),
     click.option("--max-body-bytes", type=int, help="Of a request.  [default: 16777216]"),

@@ -26,4 +26,4 @@ def create_app(state: ServerState) -> ASGIApp:
     """The whole API as one ASGI application; all handlers share `state`."""
     app = Starlette(routes=routes, exception_handlers=HANDLERS)
     app.state.server = state
-    return wrap(app, state)
+    return wrap(app, state, state.options.allowed_origins)

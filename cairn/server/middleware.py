@@ -6,10 +6,12 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,9 +30,26 @@ NO_TRACER = Tracer()
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-def wrap(app: ASGIApp, state: ServerState) -> ASGIApp:
-    """The app behind everything that holds for all routes. Plain ASGI: streams pass unbuffered."""
-    return _Observed(_Guarded(app, state), state)
+def wrap(app: ASGIApp, state: ServerState, origins: Sequence[str] = ()) -> ASGIApp:
+    """The app behind everything that holds for all routes. Plain ASGI: streams pass unbuffered.
+
+    Args:
+        app: the routes.
+        state: of the server.
+        origins: whose pages may ask from a browser ("*": all). Their preflights need no key, since
+            browsers send none.
+    """
+    guarded: ASGIApp = _Guarded(app, state)
+    if origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    return _Observed(guarded, state)
 
 
 @dataclass(slots=True)

@@ -28,6 +28,8 @@ class ServerOptions:
         admin_port: of the admin routes, always on the loopback address; 0 leaves them out, None
             takes the port after the API's (a free one where that is free-chosen).
         api_keys: every call but /health and /ready needs one of them; empty: open to all.
+        allowed_origins: whose pages a browser lets ask this server, as https://example.com; "*":
+            those of every site; empty: its own page alone.
         served_model_name: what clients call the model; None: the folder's name.
         max_waiting: continuations that may wait for the engine beside those that run.
         max_body_bytes: longest request body.
@@ -54,6 +56,7 @@ class ServerOptions:
     port: int = 8000
     admin_port: int | None = None
     api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     served_model_name: str | None = None
     max_waiting: int = 1024
     max_body_bytes: int = 16 * MIB
@@ -102,6 +105,8 @@ class ServerOptions:
             # Anything else cannot stand in a header line.
             if not isinstance(key, str) or not re.fullmatch(r"[!-~]+", key):
                 raise BadConfig("an API key is empty or has a character that no header can carry")
+        for origin in self.allowed_origins:
+            _origin(origin)
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise BadConfig(f"served_model_name is {self.served_model_name!r}", "Give a name")
         _one_of("sampling_defaults", self.sampling_defaults, SAMPLING_DEFAULTS)
@@ -109,6 +114,17 @@ class ServerOptions:
         _one_of("log_format", self.log_format, LOG_FORMATS)
         if self.trace is not None and not self.trace:
             raise BadConfig("trace is empty", 'Give "otel" or the name of a file')
+
+
+def _origin(origin: object) -> None:
+    """As a browser writes it in a request: scheme, host and port, in small letters."""
+    text = str(origin)
+    pattern = r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s*A-Z@,]+"
+    if not isinstance(origin, str) or not re.fullmatch(pattern, text):
+        raise BadConfig(
+            f"allowed_origins has {origin!r}",
+            "Write scheme, host and port without a path, such as https://example.com; * for all",
+        )
 
 
 def _port(name: str, value: object) -> None:
