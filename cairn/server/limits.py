@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from cairn.server.encodings import decoded, decoders
 from cairn.server.options import ServerOptions
 
 BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -37,16 +38,17 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> R
 
     Raises:
         HTTPException: 413 too long (at the first byte too many), 408 too slow, 400 nested too
-            deeply.
+            deeply or not what its Content-Encoding says, 415 an unknown Content-Encoding.
         ClientDisconnect: the client went away.
     """
     if scope["method"] in BODILESS:
         return receive
-    limit = options.max_body_bytes
-    announced = Headers(scope=scope).get("content-length", "")
+    limit, headers = options.max_body_bytes, Headers(scope=scope)
+    steps = decoders(",".join(headers.getlist("content-encoding")))
+    announced = headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise _too_long(f"{int(announced)} bytes", limit)
-    body = bytearray()
+    received = bytearray()
     try:
         async with asyncio.timeout(options.body_timeout):
             more = True
@@ -54,18 +56,21 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> R
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
-                body += message.get("body", b"")
-                if len(body) > limit:
+                received += message.get("body", b"")
+                if len(received) > limit:
                     raise _too_long("longer", limit)
                 more = message.get("more_body", False)
     except TimeoutError:
         raise _last(
             408, f"the request body did not arrive within {options.body_timeout:g} seconds"
         ) from None
+    body = bytes(received)
+    if steps:
+        body = await asyncio.to_thread(decoded, body, steps, limit)
     depth = options.max_json_depth
-    if nested_deeper(bytes(body), depth):
+    if nested_deeper(body, depth):
         raise HTTPException(400, f"the request body is nested more than {depth} levels deep")
-    return _replay(bytes(body), receive)
+    return _replay(body, receive)
 
 
 def nested_deeper(body: bytes, depth: int) -> bool:

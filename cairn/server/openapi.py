@@ -33,7 +33,7 @@ ERRORS = {
     404: "A model that is not served.",
     408: "The body did not arrive in time.",
     413: "The body is too long.",
-    415: "The body is not sent as JSON.",
+    415: "The body is not sent as JSON, or in an unknown encoding.",
     429: "The server is full; Retry-After says when to come again.",
     431: "Too many headers.",
     500: "The engine failed on this request.",
