@@ -89,7 +89,20 @@ def read(body: bytes, kind: type[T]) -> T:
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the body is no valid JSON: {error}") from error
+        raise _unreadable(body, error) from error
+
+
+def _unreadable(body: bytes, error: Exception) -> BadRequest:
+    try:
+        body.decode()
+    except UnicodeDecodeError as wrong:
+        # The decoder of JSON counts from the beginning of a string.
+        return BadRequest(
+            f"the body is no UTF-8: {wrong.reason} (0x{body[wrong.start]:02x} at byte "
+            f"{wrong.start})",
+            "Encode it as UTF-8",
+        )
+    return BadRequest(f"the body is no valid JSON: {error}")
 
 
 @functools.cache
