@@ -25,5 +25,6 @@ routes: list[Route] = [
 def create_app(state: ServerState) -> ASGIApp:
     """The whole API as one ASGI application; all handlers share `state`."""
     app = Starlette(routes=routes, exception_handlers=HANDLERS)
+    app.router.redirect_slashes = False
     app.state.server = state
     return wrap(app, state, state.options.allowed_origins)

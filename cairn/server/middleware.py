@@ -49,7 +49,21 @@ def wrap(app: ASGIApp, state: ServerState, origins: Sequence[str] = ()) -> ASGIA
             allow_private_network=True,
             expose_headers=("X-Request-Id", "Retry-After"),
         )
-    return _Observed(guarded, state)
+    return _Slashless(_Observed(guarded, state))
+
+
+class _Slashless:
+    """A path means the same with a slash at its end: no redirect, whose address would be wrong
+    behind a proxy."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").rstrip("/")
+        if path:
+            scope = {**scope, "path": path}
+        await self._app(scope, receive, send)
 
 
 @dataclass(slots=True)
