@@ -42,7 +42,12 @@ SERVER = (
         metavar="ORIGIN",
         help="Whose pages in a browser may ask, as https://example.com; *: all; repeatable.",
     ),
-    click.option("--served-model-name", metavar="NAME", help="What clients call the model."),
+    click.option(
+        "--served-model-name",
+        multiple=True,
+        metavar="NAME",
+        help="What clients call the model; repeatable.  [default: the folder's name]",
+    ),
     click.option("--max-waiting", type=int, help="Outputs that may wait.  [default: 1024]"),
     click.option("--max-body-bytes", type=int, help="Of a request.  [default: 16777216]"),
     click.option("--max-json-depth", type=int, help="Of a request body.  [default: 64]"),

@@ -102,7 +102,7 @@ class _Life:
         self._client = EngineClient(
             model, engine, max_waiting=options.max_waiting, step_limit=options.step_limit
         )
-        name = options.served_model_name or model.resolve().name
+        name, *aliases = options.served_model_names or (model.resolve().name,)
         self._state = ServerState(
             options=options,
             client=self._client,
@@ -110,6 +110,7 @@ class _Life:
             grammars=GrammarChecker(),
             tracer=tracer,
             model_name=name,
+            aliases=tuple(aliases),
         )
         if options.sampling_defaults == "model":
             self._state.sampling_defaults = recommended_sampling(model)

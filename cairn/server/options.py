@@ -30,7 +30,8 @@ class ServerOptions:
         api_keys: every call but /health and /ready needs one of them; empty: open to all.
         allowed_origins: whose pages a browser lets ask this server, as https://example.com; "*":
             those of every site; empty: its own page alone.
-        served_model_name: what clients call the model; None: the folder's name.
+        served_model_name: what clients call the model, one name or several, of which answers say
+            the first; empty: the folder's name.
         max_waiting: continuations that may wait for the engine beside those that run.
         max_body_bytes: longest request body.
         max_json_depth: deepest nesting of a request body.
@@ -57,7 +58,7 @@ class ServerOptions:
     admin_port: int | None = None
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
-    served_model_name: str | None = None
+    served_model_name: str | tuple[str, ...] = ()
     max_waiting: int = 1024
     max_body_bytes: int = 16 * MIB
     max_json_depth: int = 64
@@ -100,6 +101,12 @@ class ServerOptions:
         for name in ("body_timeout", "ready_step_age", "step_limit"):
             _seconds(name, getattr(self, name))
 
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        """What clients call the model."""
+        names = self.served_model_name
+        return (names,) if isinstance(names, str) else names
+
     def _check_texts(self) -> None:
         for key in self.api_keys:
             # Anything else cannot stand in a header line.
@@ -107,8 +114,9 @@ class ServerOptions:
                 raise BadConfig("an API key is empty or has a character that no header can carry")
         for origin in self.allowed_origins:
             _origin(origin)
-        if self.served_model_name is not None and not self.served_model_name.strip():
-            raise BadConfig(f"served_model_name is {self.served_model_name!r}", "Give a name")
+        for name in self.served_model_names:
+            if not isinstance(name, str) or not name.strip():
+                raise BadConfig(f"served_model_name is {name!r}", "Give a name")
         _one_of("sampling_defaults", self.sampling_defaults, SAMPLING_DEFAULTS)
         _one_of("tool_parser", self.tool_parser, TOOL_PARSERS)
         _one_of("log_format", self.log_format, LOG_FORMATS)

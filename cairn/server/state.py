@@ -30,6 +30,7 @@ class ServerState:
         grammars: checks grammars before the engine sees them.
         sampling_defaults: sampling parameters of requests that do not say.
         model_name: what clients call the model.
+        aliases: further names that clients may call it by.
         loaded: handlers may run; until then the middleware answers 503.
         draining: no new requests; the running ones finish.
         open_requests: requests that the middleware let in and that have not ended.
@@ -41,6 +42,7 @@ class ServerState:
     metrics: Metrics
     grammars: GrammarChecker
     model_name: str
+    aliases: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
     tracer: Tracer = field(default_factory=Tracer)

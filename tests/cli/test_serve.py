@@ -57,7 +57,7 @@ def test_every_option(run, started):
         port=80,
         admin_port=90,
         api_keys=("a", "b"),
-        served_model_name="name",
+        served_model_name=("name",),
         max_waiting=1,
         max_body_bytes=2000,
         max_json_depth=3,

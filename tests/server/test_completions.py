@@ -234,3 +234,22 @@ def test_sampling_defaults(api):
     assert (api.asked.params.temperature, api.asked.params.top_p) == (0.6, 0.5)
     api.chat(temperature=0)
     assert (api.asked.params.temperature, api.asked.params.top_p) == (0, 0.9)
+
+
+def test_an_empty_suffix_asks_for_nothing(api):
+    assert api.complete("a", suffix="")["choices"][0]["text"]
+    assert api.error(PATH, {"prompt": "a", "suffix": "b"})["param"] == "suffix"
+
+
+def test_whole_numbers_may_be_written_as_floats(api):
+    fields = {"max_tokens": 5.0, "seed": 3.0, "n": 1.0, "top_k": 2e1, "min_tokens": -0.0}
+    api.complete("a", **fields, logprobs=1.0, stop_token_ids=[7.0], logit_bias={"3": 1.0})
+    params = api.asked.params
+    assert (params.max_tokens, params.seed, params.n, params.top_k) == (5, 3, 1, 20)
+    assert (params.logprobs, params.stop_token_ids, params.logit_bias) == (1, (7,), {3: 1.0})
+    api.complete([104.0, 105.0])
+    assert api.asked.prompt == [104, 105]
+    api.complete("a", max_tokens=5.0, temperature=0.5, stop="x")
+    assert api.asked.params.temperature == 0.5
+    for name, value in (("max_tokens", 5.5), ("seed", 1e300), ("max_tokens", "5"), ("n", 0.0)):
+        assert api.error(PATH, {"prompt": "a", name: value})["param"] == name

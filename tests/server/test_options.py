@@ -17,6 +17,8 @@ from cairn.server.options import ServerOptions
         ("api_keys", ("two words",)),
         ("api_keys", ("schlüssel",)),
         ("served_model_name", " "),
+        ("served_model_name", ""),
+        ("served_model_name", ("a", "")),
         ("max_waiting", -1),
         ("max_body_bytes", 10),
         ("max_json_depth", 0),

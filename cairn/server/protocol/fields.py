@@ -15,6 +15,8 @@ from cairn.names import nearest
 MAX_TOKENS = 2**31 - 1
 """Largest count of tokens that a field takes; the engine caps it at the model's context."""
 
+LARGEST_WHOLE = 2**63
+"""Floats beyond it are no integers that a field takes."""
 LONGEST_NAME = 64
 
 T = TypeVar("T")
@@ -83,13 +85,34 @@ def read(body: bytes, kind: type[T]) -> T:
             that is not served; `param` names the field.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
+        return _decoded(body, kind)
     except msgspec.ValidationError as error:
         raise _explained(error, kind) from error
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _unreadable(body, error) from error
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+    # JSON has numbers only: languages without integers write 5 as 5.0.
+    return msgspec.json.decode(msgspec.json.encode(_whole(msgspec.json.decode(body))), type=kind)
+
+
+def _whole(value: Any) -> Any:
+    """Plain data with integers in place of floats without a fraction."""
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST_WHOLE:
+        return int(value)
+    return value
 
 
 def _unreadable(body: bytes, error: Exception) -> BadRequest:

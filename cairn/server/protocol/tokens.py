@@ -106,7 +106,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
-    """The served models: one."""
+    """The served model, once for each of its names."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
