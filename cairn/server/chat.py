@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -113,10 +114,8 @@ def tool_use(state: ServerState, asked: ChatRequest, tokenizer: Tokenizer) -> To
     """
     tools, choice = asked.tools or [], asked.tool_choice
     named = choice.function.name if isinstance(choice, NamedTool) else None
-    if not tools and choice not in (None, "none"):
+    if not tools and choice not in (None, "none", "auto"):
         raise BadField("tool_choice", "tool_choice asks for tools, but there are none")
-    if not tools and asked.parallel_tool_calls is not None:
-        raise BadField("parallel_tool_calls", "parallel_tool_calls goes with tools only")
     if named is not None and all(tool.function.name != named for tool in tools):
         raise BadField("tool_choice", f"tool_choice names {named!r}, which is none of the tools")
     if not tools or choice == "none":
@@ -152,11 +151,16 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation. Raises BadRequest, TooLong: see Tokenizer.apply_chat."""
     messages: list[dict[str, Any]] = msgspec.to_builtins(asked.messages or [])
+    variables = asked.chat_template_kwargs
+    if isinstance(asked, ChatRequest) and asked.reasoning_effort is not None:
+        variables = _reasoning(asked.reasoning_effort, tokenizer.chat_template or "") | (
+            variables or {}
+        )
     try:
         return tokenizer.apply_chat(
             messages,
             tools,
-            asked.chat_template_kwargs,
+            variables,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=bool(asked.continue_final_message),
             limit=limit,
@@ -164,6 +168,16 @@ def encode_chat(
     except BadRequest as error:
         error.param = error.param or field_named_by(error, type(asked)) or "messages"
         raise
+
+
+def _reasoning(effort: str, template: str) -> dict[str, Any]:
+    """What a template is told of the reasoning effort."""
+    variables: dict[str, Any] = {}
+    if re.search(r"\breasoning_effort\b", template):
+        variables["reasoning_effort"] = effort
+    if effort == "none" and re.search(r"\benable_thinking\b", template):
+        variables["enable_thinking"] = False
+    return variables
 
 
 class ChatShape:

@@ -119,12 +119,8 @@ def requested_grammar(request: SamplingFields) -> tuple[str, Grammar] | None:
 
 
 def stream_options(request: SamplingFields) -> StreamOptions | None:
-    """How to stream, None: not at all. Raises BadRequest for options of a stream not asked for."""
-    if request.stream:
-        return request.stream_options or StreamOptions()
-    if request.stream_options is not None:
-        raise BadField("stream_options", "stream_options go with stream only", "Set stream to true")
-    return None
+    """How to stream, None: not at all; then options have no effect."""
+    return (request.stream_options or StreamOptions()) if request.stream else None
 
 
 def field_named_by(error: BadRequest, kind: type[msgspec.Struct]) -> str | None:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from cairn.engine.tokenizer import Tokenizer
+from tests.server.conftest import model_with_template
 from tests.server.fake_api import FakeApi, chat_body
 from tests.server.fake_client import LAYERS, WORDS
 
@@ -228,7 +230,9 @@ def test_a_strict_tool_holds_calls_to_its_schema(tool_api):
     "fields, param, text",
     [
         ({"tool_choice": "required"}, "tool_choice", "no"),
-        ({"parallel_tool_calls": True}, "parallel_tool_calls", "tools"),
+        ({"guided_json": {"type": "object"}}, "guided_json", "response_format"),
+        ({"guided_regex": "a"}, "guided_regex", "as regex"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs", "response_format"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
@@ -335,3 +339,40 @@ def test_malformed_arguments_in_a_history(tool_api, arguments):
     user = {"role": "user", "content": "hi"}
     answer = tool_api.answer(PATH, {"messages": [user, said, answered], "tools": [TOOL]})
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "auto"},
+        {"tool_choice": "auto", "tools": []},
+        {"parallel_tool_calls": True},
+        {"parallel_tool_calls": False, "tools": []},
+        {"stream_options": {"include_usage": True}},
+        {"verbosity": "low"},
+        {"reasoning_effort": "low"},
+        {"reasoning_effort": "none"},
+    ],
+)
+def test_what_asks_for_nothing_is_taken(api, fields):
+    api.chat(seed=1)
+    plain = api.asked
+    api.chat(seed=1, **fields)
+    assert (api.asked.prompt, api.asked.params) == (plain.prompt, plain.params)
+
+
+def test_reasoning_effort_reaches_a_template_that_knows_it(tmp_path):
+    template = (
+        "{{ reasoning_effort }} {{ enable_thinking }} "
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    api = FakeApi(Tokenizer(model_with_template(tmp_path / "model", template)))
+
+    def shown(**fields):
+        api.chat(**fields)
+        return bytes(api.asked.prompt).decode()
+
+    assert shown(reasoning_effort="high") == "high  hi"
+    assert shown(reasoning_effort="none") == "none False hi"
+    kwargs = {"enable_thinking": True, "reasoning_effort": "low"}
+    assert shown(reasoning_effort="none", chat_template_kwargs=kwargs) == "low True hi"

@@ -78,6 +78,7 @@ CHANGES = {
         "tool_choice": Change("none", {"tools": [TOOL]}),
         "parallel_tool_calls": Change(False, {"tools": [TOOL], "seed": 2}),
         "chat_template_kwargs": {"extra": "more"},
+        "reasoning_effort": "low",
         "add_generation_prompt": False,
         "continue_final_message": Change(
             True, {"messages": [USER, {"role": "assistant", "content": "I"}]}

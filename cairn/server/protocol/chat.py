@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from cairn.server.protocol.common import ELSEWHERE, ChoiceExtras, SamplingFields, Usage
+from cairn.server.protocol.common import ELSEWHERE, ChoiceExtras, SamplingFields, Text, Usage
 from cairn.server.protocol.fields import BadField, Count, Fields, Refusable, no_effect, refused
 
 NO_PICTURES = "this server reads text only"
@@ -156,6 +156,8 @@ class ChatRequest(SamplingFields, kw_only=True):
         tool_choice: "none", "auto" (the default with tools), "required" or one function.
         parallel_tool_calls: false: the answer ends with the first call.
         tools: functions that the model may call.
+        reasoning_effort: as the chat template knows it; "none" also sets its `enable_thinking` to
+            false. A template that knows neither is not told.
         chat_template_kwargs: further variables of the chat template.
         add_generation_prompt: open the assistant's answer; the default unless the last message is
             continued.
@@ -191,10 +193,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     functions: Annotated[Refusable, refused(NO_FUNCTIONS)] = None
     function_call: Annotated[Refusable, refused(NO_FUNCTIONS)] = None
     prediction: Annotated[Refusable, refused("predicted outputs are not built")] = None
-    reasoning_effort: Annotated[
-        Refusable, refused("pass what the model's template knows in chat_template_kwargs")
-    ] = None
-    verbosity: Annotated[Refusable, refused("the model has no such control")] = None
+    reasoning_effort: Text | None = None
+    verbosity: Annotated[str | None, no_effect("no template has such a control")] = None
     web_search_options: Annotated[Refusable, refused("the server searches nothing")] = None
     moderation: Annotated[Refusable, refused("the server moderates nothing")] = None
 
