@@ -17,7 +17,7 @@ from cairn.engine.continuation import Continuation
 from cairn.engine.recommended import recommended_sampling
 from cairn.engine.tokenizer import Tokenizer
 from cairn.engine.totals import HostTimes
-from cairn.errors import BadModel, BadRequest
+from cairn.errors import BadRequest
 from cairn.models.spec import ModelSpec
 from cairn.names import refuse_unknown
 from cairn.obs.progress import Progress
@@ -85,8 +85,6 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         refuse_unknown("LLM", options, [f.name for f in fields(EngineOptions)])
         path = default_model_path() if model is None else Path(model)
-        if not path.is_dir():
-            raise BadModel(f"{path} is not a folder", "Give a folder that holds config.json")
         self._path = path
         self._built = build(path, EngineOptions(**options))
         self._core = self._built.core

@@ -62,16 +62,17 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_headers(folder: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the folder by name, from the headers alone.
+    """Every tensor of the folder by name, from the headers alone. A single file goes before an
+    index, which may be left from another form of the checkpoint.
 
     Raises:
         BadModel: no safetensors weights, a truncated or corrupt file, an index that disagrees
             with its shards.
     """
-    if (folder / INDEX).is_file():
-        return _read_sharded(folder)
     if (folder / SINGLE).is_file():
         return _read_file(folder / SINGLE)
+    if (folder / INDEX).is_file():
+        return _read_sharded(folder)
     pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
     if pickled:
         raise BadModel(

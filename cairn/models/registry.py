@@ -13,6 +13,7 @@ from cairn.errors import BadModel
 from cairn.models import hils, older, qwen3
 from cairn.models.checkpoint import StoredRows, has_weights, read_headers, stored_rows
 from cairn.models.fields import BOOKKEEPING, refuse, token_ids
+from cairn.models.folders import refuse_other_paths, refuse_other_weights, refuse_quantized
 from cairn.models.spec import ModelSpec
 from cairn.models.weight_map import weight_map
 from cairn.names import suggestion
@@ -57,9 +58,12 @@ def load_spec(
         config = dict(source)
     else:
         folder = Path(source)
+        refuse_other_paths(folder)
         config = _read_json(folder / "config.json")
-        if has_weights(folder):
-            stored = stored_rows(read_headers(folder))
+        refuse_other_weights(folder)
+        headers = read_headers(folder) if has_weights(folder) else {}
+        refuse_quantized(config, folder, headers)
+        stored = stored_rows(headers)
         if (folder / "generation_config.json").is_file():
             generation = _read_json(folder / "generation_config.json")
             try:
@@ -112,10 +116,6 @@ def load_model(
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.parent.is_dir():
-        raise BadModel(
-            f"{path.parent} is not a folder", "Give the folder that holds config.json and weights"
-        )
     if not path.is_file():
         raise BadModel(f"{path.parent} has no {path.name}", "Give the folder of a model")
     try:
