@@ -11,6 +11,8 @@ from cairn.errors import BadRequest
 
 Message = Mapping[str, Any]
 
+PLAIN_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Copies of the messages in the one form that templates agree on.
@@ -29,23 +31,38 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
-def plain_text(messages: Sequence[Message], answer: bool) -> str:
+def plain_text(
+    messages: Sequence[Message], answer: bool, tools: Sequence[Mapping[str, Any]] | None = None
+) -> str:
     """The conversation for models without a chat template.
 
     Each message is a line `role: content`. `assistant:` follows where an answer is asked for;
-    otherwise the last line stays open.
+    otherwise the last line stays open. Tools come first, a line each, and calls stand behind what
+    the assistant said, in the form of Hermes models.
 
-    Raises:
-        BadRequest: tool calls or their results, which have no plain form.
+    Args:
+        messages: as `checked_messages` gives them.
+        answer: the assistant is to answer.
+        tools: function descriptions as OpenAI writes them.
     """
-    for i, message in enumerate(messages):
-        if message.get("tool_calls") or message["role"] == "tool":
-            raise BadRequest(
-                f"messages[{i}] belongs to a tool call, but this model has no chat template",
-                "Use a model whose chat template knows tools",
-            )
-    lines = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-    return f"{lines}\nassistant:" if answer else lines
+    lines = [f"{message['role']}: {_with_calls(message)}" for message in messages]
+    if tools:
+        printed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        lines.insert(0, f"tools, called as {PLAIN_CALL}:\n{printed}")
+    text = "\n".join(lines)
+    return f"{text}\nassistant:" if answer else text
+
+
+def _with_calls(message: Message) -> str:
+    parts = [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        name = json.dumps(function["name"], ensure_ascii=False)
+        parts.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
+    return "\n".join(parts)
 
 
 def _message(name: str, message: Any) -> dict[str, Any]:

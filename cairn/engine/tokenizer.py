@@ -188,8 +188,8 @@ class Tokenizer:
         """Ids of a conversation.
 
         A model without a chat template gets the plain one: a line `role: content` per message,
-        then `assistant:`. The role `developer` is called `system` for templates that do not know
-        it.
+        then `assistant:`; see `cairn.engine.chat.plain_text`. The role `developer` is called
+        `system` for templates that do not know it.
 
         Args:
             messages: role and content (a string or a list of text parts); tool calls and their
@@ -218,8 +218,12 @@ class Tokenizer:
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         if not self._hf.chat_template:
-            _refuse_without_template(tools, template_kwargs)
-            text = plain_text(checked, add_generation_prompt)
+            if template_kwargs:
+                raise _refused(
+                    VARIABLES,
+                    "chat template variables are given, but this model has no chat template",
+                )
+            text = plain_text(checked, add_generation_prompt, tools)
             if not (add_generation_prompt or continue_final_message):
                 text += "\n"
             return self.encode(text, limit=limit)
@@ -371,13 +375,6 @@ def _check_variables(
             raise _refused(VARIABLES, f"{name!r} is no variable of a chat template")
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise _refused(VARIABLES, f"the model's chat template has no variable {name!r}")
-
-
-def _refuse_without_template(tools: Any, variables: Mapping[str, Any] | None) -> None:
-    given = (("tools", "tools", tools), (VARIABLES, "chat template variables", variables))
-    for field, what, value in given:
-        if value:
-            raise _refused(field, f"{what} are given, but this model has no chat template")
 
 
 def _refused(field: str, message: str) -> BadRequest:

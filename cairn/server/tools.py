@@ -67,18 +67,27 @@ def choose_parser(name: str, chat_template: str | None) -> str:
 
     Args:
         name: one of `PARSERS`, or "auto": by the chat template.
-        chat_template: of the model, None when it has none.
+        chat_template: of the model, None when it has none: conversations get a plain form.
 
     Raises:
-        BadRequest: it shows no format that is known.
+        BadRequest: it has no place for tools, or shows no format that is known.
     """
+    if chat_template is None:
+        # The plain form of conversations writes calls as Hermes models do.
+        return HERMES if name == "auto" else name
     if name != "auto":
         return name
-    template = chat_template or ""
-    if OPEN_TAG in template:
+    if OPEN_TAG in chat_template:
         return HERMES
-    if PYTHON_TAG in template or ("ipython" in template and '"parameters"' in template):
+    if PYTHON_TAG in chat_template or (
+        "ipython" in chat_template and '"parameters"' in chat_template
+    ):
         return LLAMA3_JSON
+    if not re.search(r"\btools\b", chat_template):
+        raise BadRequest(
+            "tools were given, but the model's chat template has no place for them",
+            "Leave tools out, or serve a model whose template shows tools",
+        )
     raise BadRequest(
         "tools were given, but the model's chat template shows no format of tool calls",
         f"Leave tools out, or start the server with --tool-parser ({' or '.join(PARSERS)})",

@@ -145,18 +145,24 @@ def test_the_plain_template(bytewise):
     assert text == "system: Be brief.\nuser: hi\n"
 
 
-@pytest.mark.parametrize(
-    ("messages", "kwargs", "words"),
-    [
-        ([USER], {"tools": [TOOL]}, "tools are given.*no chat template"),
-        ([USER], {"template_kwargs": {"x": 1}}, "chat template variables are given"),
-        ([USER, {"role": "assistant", "tool_calls": [CALL]}], {}, r"messages\[1\].*tool call"),
-        ([USER, {"role": "tool", "content": "42"}], {}, r"messages\[1\].*tool call"),
-    ],
-)
-def test_the_plain_template_knows_no_tools(bytewise, messages, kwargs, words):
-    with pytest.raises(BadRequest, match=words):
-        bytewise.apply_chat(messages, **kwargs)
+def test_tools_in_the_plain_template(bytewise):
+    messages = [
+        USER,
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "So.", "tool_calls": [CALL]},
+    ]
+    call = '<tool_call>\n{"name": "look", "arguments": {"a": "é"}}\n</tool_call>'
+    assert shown(bytewise, messages, [TOOL]) == (
+        'tools, called as <tool_call>{"name": ..., "arguments": {...}}</tool_call>:\n'
+        f"{json.dumps(TOOL)}\nuser: hi\nassistant: {call}\ntool: 42\n"
+        f"assistant: So.\n{call}\nassistant:"
+    )
+
+
+def test_the_plain_template_has_no_variables(bytewise):
+    with pytest.raises(BadRequest, match="chat template variables are given"):
+        bytewise.apply_chat([USER], template_kwargs={"x": 1})
 
 
 def test_a_template_without_tools_refuses_them(folder, tmp_path):

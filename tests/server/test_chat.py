@@ -1,5 +1,7 @@
 """Chat completions over an engine that says what the test wants."""
 
+import json
+
 import pytest
 
 from cairn.engine.tokenizer import Tokenizer
@@ -258,8 +260,17 @@ def test_refused(tool_api, fields, param, text):
     assert not tool_api.client.submitted
 
 
-def test_tools_without_a_template_are_refused(api):
-    assert "template" in api.error(PATH, chat_body(tools=[TOOL]))["message"]
+def test_tools_without_a_template(api):
+    says(api, call())
+    choice = api.chat(tools=[TOOL])["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    made = choice["message"]["tool_calls"]
+    answered = {"role": "tool", "tool_call_id": made[0]["id"], "content": "seen"}
+    said = {"role": "assistant", "content": None, "tool_calls": made}
+    messages = [*chat_body()["messages"], said, answered]
+    api.answer(PATH, {"messages": messages, "tools": [TOOL]})
+    text = bytes(api.asked.prompt).decode()
+    assert json.dumps(TOOL) in text and "tool: seen\nassistant:" in text
 
 
 def test_variables_without_a_template_are_refused(api):
