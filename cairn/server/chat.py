@@ -94,12 +94,14 @@ class ToolUse:
         parser: name of the parser that finds calls in the output; None: none is looked for.
         grammar: makes the output a call, where one is asked for; holds calls to their schemas.
         several: more than one call may be made.
+        forced: the whole output is calls: what was cut off is one as well.
     """
 
     shown: Sequence[Mapping[str, Any]] = ()
     parser: str | None = None
     grammar: Grammar | None = None
     several: bool = True
+    forced: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -132,7 +134,7 @@ def tool_use(state: ServerState, asked: ChatRequest, tokenizer: Tokenizer) -> To
         # A model that cannot end its output would call for ever.
         more = several and named is None and bool(state.client.info.eos_ids)
         grammar = tool_grammar(callable_, "required", parser, several=more)
-    return ToolUse(shown, parser, grammar, several)
+    return ToolUse(shown, parser, grammar, several, forced=True)
 
 
 def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -247,6 +249,8 @@ class _Reader:
         self.finish_reason: FinishReason | None = None
         self._parser = ToolParser(tools.parser, tools.names) if tools.parser is not None else None
         self._several = tools.several
+        self._forced = tools.forced
+        self._cut = False
         self._called = False
 
     def read(self, delta: Delta) -> tuple[str, list[CallFragment]]:
@@ -264,7 +268,7 @@ class _Reader:
                 case CallArguments():
                     more = FunctionFragment(arguments=piece.fragment)
                     calls.append(CallFragment(piece.index, more))
-                    if not self._several:
+                    if not (self._several or self._cut):
                         # A call is told when it is whole.
                         self.finish_reason = "tool_calls"
                         return "".join(text), calls
@@ -279,7 +283,8 @@ class _Reader:
             return [Text(delta.text)]
         pieces = list(self._parser.feed(delta.text))
         if delta.finish_reason is not None:
-            pieces += self._parser.close()
+            self._cut = self._forced and delta.finish_reason == "length"
+            pieces += self._parser.cut() if self._cut else self._parser.close()
         return pieces
 
 

@@ -7,6 +7,7 @@ to its markup.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import uuid
@@ -122,6 +123,23 @@ class ToolParser:
     def close(self) -> list[Piece]:
         """The rest, when no text follows."""
         return self._told(self._reader.close())
+
+    def cut(self) -> list[Piece]:
+        """The rest of an output that is calls alone and was cut off: a call with the arguments that
+        were written, or nothing when not even its name was."""
+        closed = self.close()
+        rest = "".join(piece.text for piece in closed if isinstance(piece, Text))
+        pieces: list[Piece] = [piece for piece in closed if not isinstance(piece, Text)]
+        begun = _BEGUN_CALL.search(rest)
+        if begun is not None:
+            arguments = rest[begun.end() :]
+            with contextlib.suppress(ValueError, RecursionError):
+                # They may be whole, and only what closes the call is missing.
+                arguments = arguments[: _DECODER.raw_decode(arguments)[1]]
+            pieces.append(CallBegin(self._calls, self._new_id(), json.loads(begun[1])))
+            pieces.append(CallArguments(self._calls, arguments))
+            self._calls += 1
+        return pieces
 
     def _told(self, found: Iterator[str | _Call]) -> list[Piece]:
         pieces: list[Piece] = []
@@ -348,6 +366,13 @@ def _read_call(
     if tools is not None and name not in tools:
         return None
     return _Call(name, arguments)
+
+
+_BEGUN_CALL = re.compile(
+    r'\{\s*"(?:name|function)"\s*:\s*("(?:[^"\\]|\\.)*")\s*'
+    r'(?:,\s*"(?:arguments|parameters)"\s*:\s*|,?[^{]*$)'
+)
+"""A call up to its arguments, or as much of that as was written behind its name."""
 
 
 def _no_constant(name: str) -> None:

@@ -157,6 +157,35 @@ def test_call_cut_by_length_is_text(tool_api):
     assert choice["message"]["content"] == call()[:20]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+@pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": False}])
+def test_a_call_that_was_asked_for_and_cut(tool_api, choice, fields):
+    text = '<tool_call>\n{"name": "look", "arguments": {"at": 12}}\n</tool_call>'
+    says(tool_api, text)
+    for size in range(1, len(text)):
+        cut = tool_api.chat(tools=[TOOL], tool_choice=choice, max_tokens=size, **fields)
+        (got,) = cut["choices"]
+        assert got["finish_reason"] == "length"
+        assert not got["message"]["content"]
+        calls = got["message"].get("tool_calls", [])
+        named = size >= text.index('"look"') + len('"look"')
+        assert [made["function"]["name"] for made in calls] == ["look"] * named
+        if named:
+            written = text[:size].partition('"arguments": ')[2].partition("}")
+            assert calls[0]["function"]["arguments"] == written[0] + written[1]
+
+
+def test_a_second_call_that_was_cut(tool_api):
+    text = f"{call()}\n{call(arguments='{}')}"
+    says(tool_api, text)
+    body = chat_body(tools=[TOOL], tool_choice="required", max_tokens=len(text) - 13)
+    streamed = joined(tool_api.events(PATH, body))[0]
+    assert [made["arguments"] for made in streamed["calls"].values()] == ['{"at": 1}', "{}"]
+    assert (streamed["content"], streamed["end"]) == ("", "length")
+    choice = tool_api.answer(PATH, body)["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 2 and choice["finish_reason"] == "length"
+
+
 def test_one_call_ends_the_answer(tool_api):
     says(tool_api, call() + call("look", '{"at": 2}') + "x" * 500)
     answer = tool_api.chat(tools=[TOOL], parallel_tool_calls=False)
