@@ -87,6 +87,18 @@ class Tokenizer:
         template: str = self._hf.get_chat_template(tools=[])
         return template
 
+    @property
+    def named_tokens(self) -> dict[str, str | None]:
+        """Its tokens for the beginning and the end of a text, for filling and for the unknown, by
+        the names of Hugging Face's tokenizer_config.json."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: getattr(self._hf, name, None) for name in names}
+
+    @property
+    def kind(self) -> str:
+        """The library's class that reads it."""
+        return type(self._hf).__name__
+
     def encode(
         self, text: str, add_special_tokens: bool = True, limit: int | None = None
     ) -> list[int]:

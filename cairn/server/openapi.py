@@ -23,6 +23,7 @@ from cairn.server.protocol.tokens import (
     ModelList,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from cairn.version import __version__
 
@@ -87,6 +88,7 @@ ENDPOINTS = (
     Endpoint("/v1/models/{name}", "get", "The served model by its name.", ModelCard),
     Endpoint("/tokenize", "post", "Token ids of a prompt.", TokenizeResponse, TokenizeRequest),
     Endpoint("/detokenize", "post", "Text of token ids.", DetokenizeResponse, DetokenizeRequest),
+    Endpoint("/tokenizer_info", "get", "The tokenizer's named tokens.", TokenizerInfo),
     Endpoint("/health", "get", "200 while the server lives.", open=True),
     Endpoint("/ready", "get", "200 while new requests are welcome.", open=True),
     Endpoint("/metrics", "get", "Prometheus metrics.", media_type="text/plain"),

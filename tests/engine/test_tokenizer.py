@@ -368,3 +368,8 @@ def test_prompts_that_never_come_again_are_not_kept():
     before = process.memory_info().rss
     encode(range(1500, 9000))
     assert process.memory_info().rss - before < 8 << 20
+
+
+def test_named_tokens(qwen, bytewise):
+    assert qwen.named_tokens["eos_token"] == "<|im_end|>"
+    assert set(bytewise.named_tokens.values()) == {None}

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /v1/models."""
+"""/tokenize, /detokenize, /tokenizer_info and /v1/models."""
 
 from __future__ import annotations
 
@@ -59,6 +59,25 @@ class TokenizeResponse(Struct, frozen=True):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | UnsetType = UNSET
+
+
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """What clients that encode by this server must know, as in tokenizer_config.json.
+
+    Attributes:
+        tokenizer_class: of Hugging Face's library.
+        bos_token, eos_token, pad_token, unk_token: null where there is none.
+        chat_template: null for a model that gets the plain one.
+        model_max_length: longest prompt with its output.
+    """
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    model_max_length: int
 
 
 class DetokenizeRequest(Fields):
