@@ -144,6 +144,13 @@ class Generation:
             prompt_tokens_details=CachedTokens(sum(self._cached.values())),
         )
 
+    @property
+    def reading(self) -> bytes | None:
+        """A comment that says how far the prompts are read; None while nothing has been."""
+        read = sum(submission.read for submission in self._submissions)
+        total = sum(len(ids) for ids in self._work.prompts)
+        return b": read %d of %d tokens\n\n" % (read, total) if read else None
+
     def __enter__(self) -> Self:
         """Submit every prompt, or none.
 
@@ -263,7 +270,8 @@ async def answer(
     state: ServerState = request.app.state.server
     generation = Generation(state.client, work, shape.head.id)
     if streaming is not None:
-        return EventStream(_events(generation, shape, track, streaming.include_usage))
+        events = _events(generation, shape, track, streaming.include_usage)
+        return EventStream(events, lambda: generation.reading)
     body = await unless_gone(request.receive, _whole(generation, shape, track))
     return Response(body, media_type="application/json")
 
