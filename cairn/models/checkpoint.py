@@ -94,7 +94,7 @@ def stored_rows(entries: dict[str, TensorEntry]) -> StoredRows:
 
 def _read_sharded(folder: Path) -> dict[str, TensorEntry]:
     try:
-        weights = json.loads((folder / INDEX).read_text())["weight_map"]
+        weights = json.loads((folder / INDEX).read_text("utf-8-sig"))["weight_map"]
         files = sorted(set(weights.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadModel(f"{folder / INDEX} is corrupt: {error}", "Copy it again") from None

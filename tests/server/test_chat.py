@@ -390,6 +390,8 @@ def test_malformed_arguments_in_a_history(tool_api, arguments):
         {"parallel_tool_calls": False, "tools": []},
         {"stream_options": {"include_usage": True}},
         {"verbosity": "low"},
+        {"functions": []},
+        {"function_call": "none"},
         {"reasoning_effort": "low"},
         {"reasoning_effort": "none"},
     ],

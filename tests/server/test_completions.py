@@ -241,6 +241,12 @@ def test_an_empty_suffix_asks_for_nothing(api):
     assert api.error(PATH, {"prompt": "a", "suffix": "b"})["param"] == "suffix"
 
 
+@pytest.mark.parametrize("best_of", [1, 1.0, None])
+def test_the_best_of_one_is_it(api, best_of):
+    assert api.complete("a", best_of=best_of)
+    assert api.error(PATH, {"prompt": "a", "best_of": True})["param"] == "best_of"
+
+
 def test_whole_numbers_may_be_written_as_floats(api):
     fields = {"max_tokens": 5.0, "seed": 3.0, "n": 1.0, "top_k": 2e1, "min_tokens": -0.0}
     api.complete("a", **fields, logprobs=1.0, stop_token_ids=[7.0], logit_bias={"3": 1.0})

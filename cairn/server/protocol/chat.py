@@ -190,8 +190,8 @@ class ChatRequest(SamplingFields, kw_only=True):
         None
     )
     audio: Annotated[Refusable, refused("this server writes text only")] = None
-    functions: Annotated[Refusable, refused(NO_FUNCTIONS)] = None
-    function_call: Annotated[Refusable, refused(NO_FUNCTIONS)] = None
+    functions: Annotated[Refusable, refused(NO_FUNCTIONS, [])] = None
+    function_call: Annotated[Refusable, refused(NO_FUNCTIONS, "none")] = None
     prediction: Annotated[Refusable, refused("predicted outputs are not built")] = None
     reasoning_effort: Text | None = None
     verbosity: Annotated[str | None, no_effect("no template has such a control")] = None

@@ -59,7 +59,7 @@ class Fields(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=Tru
     def __post_init__(self) -> None:
         for name, (reason, but) in _refusals(type(self)).items():
             value = getattr(self, name)
-            asks = type(value) is not type(but) or value != but  # true is no 1
+            asks = isinstance(value, bool) or value != but  # true is no 1
             if value is not None and asks:
                 raise BadField(name, f"{name} is not served: {reason}", "Leave it out")
 
