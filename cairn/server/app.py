@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from cairn.server import chat, completions, health, models, openapi, page, tokenization
+from cairn.server import chat, completions, health, messages, models, openapi, page, tokenization
 from cairn.server.errors import HANDLERS
 from cairn.server.middleware import wrap
 from cairn.server.state import ServerState
@@ -14,6 +14,7 @@ from cairn.server.state import ServerState
 routes: list[Route] = [
     *chat.routes,
     *completions.routes,
+    *messages.routes,
     *models.routes,
     *tokenization.routes,
     *openapi.routes,

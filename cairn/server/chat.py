@@ -71,6 +71,13 @@ async def create_chat_completion(request: Request) -> Response:
     track = state.metrics.track(request.url.path)
     asked = await read_request(request, ChatRequest)
     streaming = stream_options(asked)
+    work, shape = await prepared(request, asked)
+    return await answer(request, work, shape, track, streaming)
+
+
+async def prepared(request: Request, asked: ChatRequest) -> tuple[Work, ChatShape]:
+    """A chat as work for the engine, and how its answer is written. Raises CairnError."""
+    state: ServerState = request.app.state.server
     tokenizer = tokenizer_of(state, "a chat")
     tools = tool_use(state, asked, tokenizer)
     grammar = await _grammar(state, asked, tools)
@@ -81,8 +88,7 @@ async def create_chat_completion(request: Request) -> Response:
         request, lambda: encode_chat(tokenizer, asked, tools.shown or None, longest_prompt(state))
     )
     work = Work([prompt], params, asked.priority or 0, "messages")
-    shape = ChatShape(state, asked, tools, tokenizer)
-    return await answer(request, work, shape, track, streaming)
+    return work, ChatShape(state, asked, tools, tokenizer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,7 +278,7 @@ async def answer(
 
 async def _whole(generation: Generation, shape: Shape[C], track: Track) -> bytes:
     parts: dict[int, list[C]] = {}
-    async with aclosing(_parts(generation, shape, track)) as run:
+    async with aclosing(parts_of(generation, shape, track)) as run:
         async for part in run:
             parts.setdefault(part.index, []).append(part)
     ordered = [parts[index] for index in sorted(parts)]
@@ -289,7 +289,7 @@ async def _events(
     generation: Generation, shape: Shape[C], track: Track, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     no_usage = None if include_usage else msgspec.UNSET
-    async with aclosing(_parts(generation, shape, track)) as run:
+    async with aclosing(parts_of(generation, shape, track)) as run:
         async for part in run:
             yield event(shape.chunk([part], no_usage))
     if include_usage:
@@ -297,7 +297,9 @@ async def _events(
     yield DONE
 
 
-async def _parts(generation: Generation, shape: Shape[C], track: Track) -> AsyncGenerator[C, None]:
+async def parts_of(
+    generation: Generation, shape: Shape[C], track: Track
+) -> AsyncGenerator[C, None]:
     """Parts of the choices as the engine makes them; leaving it early cancels the work."""
     with track, generation:
         over: set[int] = set()

@@ -16,6 +16,13 @@ from starlette.routing import Route
 from cairn.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from cairn.server.protocol.common import ErrorBody
 from cairn.server.protocol.completions import CompletionRequest, CompletionResponse
+from cairn.server.protocol.messages import (
+    CountRequest,
+    MessageEvent,
+    MessageResponse,
+    MessagesRequest,
+    TokenCount,
+)
 from cairn.server.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -84,6 +91,15 @@ ENDPOINTS = (
         CompletionRequest,
         CompletionResponse,
     ),
+    Endpoint(
+        "/v1/messages",
+        "post",
+        "The same in the form of Anthropic's Messages API.",
+        MessageResponse,
+        MessagesRequest,
+        MessageEvent,
+    ),
+    Endpoint("/v1/messages/count_tokens", "post", "Tokens of a message.", TokenCount, CountRequest),
     Endpoint("/v1/models", "get", "The served model.", ModelList),
     Endpoint("/v1/models/{name}", "get", "The served model by its name.", ModelCard),
     Endpoint("/tokenize", "post", "Token ids of a prompt.", TokenizeResponse, TokenizeRequest),

@@ -71,8 +71,7 @@ def test_megabytes_are_not_sent_back(api, body):
     [
         ("POST", "/v1/responses", "Use /v1/chat/completions"),
         ("GET", "/v1/responses/resp_1", "Use /v1/chat/completions"),
-        ("POST", "/v1/messages", "Use /v1/chat/completions"),
-        ("POST", "/v1/messages/count_tokens", "Anthropic"),
+        ("POST", "/messages", "Use /v1/messages"),
         ("POST", "/api/chat", "Ollama"),
         ("POST", "/v1/embeddings", "no embeddings"),
         ("POST", "/v1/rerank", "ranks nothing"),
