@@ -6,7 +6,17 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from cairn.server import chat, completions, health, messages, models, openapi, page, tokenization
+from cairn.server import (
+    chat,
+    completions,
+    health,
+    messages,
+    models,
+    openapi,
+    page,
+    responses,
+    tokenization,
+)
 from cairn.server.errors import HANDLERS
 from cairn.server.middleware import wrap
 from cairn.server.state import ServerState
@@ -15,6 +25,7 @@ routes: list[Route] = [
     *chat.routes,
     *completions.routes,
     *messages.routes,
+    *responses.routes,
     *models.routes,
     *tokenization.routes,
     *openapi.routes,

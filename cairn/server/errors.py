@@ -27,10 +27,16 @@ CODES = {
     401: "invalid_api_key",
     429: "rate_limit_exceeded",
 }
-API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages")
+API_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/v1/messages",
+    "/v1/responses",
+)
 USE_CHAT = "Use /v1/chat/completions"
 OTHER_APIS = {
-    "/responses": f"The Responses API is not served. {USE_CHAT}",
+    "/v1/responses/": "Answers are not kept: send the whole conversation to /v1/responses",
     "/api/chat": f"Ollama's API is not served. {USE_CHAT}",
     "/api/generate": "Ollama's API is not served. Use /v1/completions",
     "/embed": "The model makes no embeddings: this server generates text",

@@ -23,6 +23,7 @@ from cairn.server.protocol.messages import (
     MessagesRequest,
     TokenCount,
 )
+from cairn.server.protocol.responses import ResponsesAnswer, ResponsesEvent, ResponsesRequest
 from cairn.server.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -100,6 +101,14 @@ ENDPOINTS = (
         MessageEvent,
     ),
     Endpoint("/v1/messages/count_tokens", "post", "Tokens of a message.", TokenCount, CountRequest),
+    Endpoint(
+        "/v1/responses",
+        "post",
+        "The same in the form of OpenAI's Responses API; nothing is kept.",
+        ResponsesAnswer,
+        ResponsesRequest,
+        ResponsesEvent,
+    ),
     Endpoint("/v1/models", "get", "The served model.", ModelList),
     Endpoint("/v1/models/{name}", "get", "The served model by its name.", ModelCard),
     Endpoint("/tokenize", "post", "Token ids of a prompt.", TokenizeResponse, TokenizeRequest),

@@ -69,8 +69,8 @@ def test_megabytes_are_not_sent_back(api, body):
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("POST", "/v1/responses", "Use /v1/chat/completions"),
-        ("GET", "/v1/responses/resp_1", "Use /v1/chat/completions"),
+        ("POST", "/responses", "Use /v1/responses"),
+        ("GET", "/v1/responses/resp_1", "Answers are not kept"),
         ("POST", "/messages", "Use /v1/messages"),
         ("POST", "/api/chat", "Ollama"),
         ("POST", "/v1/embeddings", "no embeddings"),
