@@ -18,12 +18,21 @@ ANY_OBJECT = {"type": "object"}
 HERMES_RULES = rf"""start: (open call {json.dumps(CLOSE_TAG)})* TEXT
 open[lazy]: TEXT {json.dumps(OPEN_TAG)}
 TEXT: /(.|\n)*/"""
-LLAMA3_RULES = r"""start: first ("; {\"name\"" named)* | TEXT
+LLAMA3_RULES = r"""start: first ("; {\"name\"" named)* | listed (", {\"name\"" named)* "]" | TEXT
 first: by_name named | by_type ": \"function\", \"name\"" named | by_arguments ": " reversed
-by_name[lazy]: BEFORE /"(name|function)"/
-by_type[lazy]: BEFORE "\"type\""
-by_arguments[lazy]: BEFORE /"(parameters|arguments)"/
+by_name[lazy]: BEFORE NAME
+by_type[lazy]: BEFORE TYPE
+by_arguments[lazy]: BEFORE ARGUMENTS
+listed: listed_name named | listed_type ": \"function\", \"name\"" named
+    | listed_arguments ": " reversed
+listed_name[lazy]: BEFORE_LIST NAME
+listed_type[lazy]: BEFORE_LIST TYPE
+listed_arguments[lazy]: BEFORE_LIST ARGUMENTS
 BEFORE: /[ \t\r\n]*(<\|python_tag\|>[ \t\r\n]*)?\{[ \t\r\n]*/
+BEFORE_LIST: /[ \t\r\n]*(<\|python_tag\|>[ \t\r\n]*)?\[[ \t\r\n]*\{[ \t\r\n]*/
+NAME: /"(name|function)"/
+TYPE: "\"type\""
+ARGUMENTS: /"(parameters|arguments)"/
 TEXT: /(.|\n)*/"""
 
 

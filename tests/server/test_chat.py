@@ -239,6 +239,14 @@ def test_tools_beside_a_response_format(tool_api, form, choice):
     assert tool_api.grammars.checked[-1] == tool_api.asked.params.grammar
 
 
+def test_a_strict_tool_beside_a_response_format(tool_api):
+    schema = {"type": "object", "properties": {"at": {"const": "a place"}}}
+    strict = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    tool_api.chat(tools=[strict], response_format=SCHEMA)
+    text = tool_api.asked.params.grammar.text
+    assert "a place" in text and "an answer" in text
+
+
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "look"}}, "none"]
 )

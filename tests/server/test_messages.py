@@ -140,7 +140,9 @@ def test_what_has_no_effect_is_taken(tool_api):
     )
     assert prompt_of(tool_api, given) == plain
     thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
-    said = {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}
+    # The programs that keep a history write fields of their own into it.
+    said = {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes.", "id": "b"}]}
+    said["timestamp"] = 1
     text = prompt_of(tool_api, body(USER, said, USER))
     assert "hm" not in text and "<|assistant|>Yes.\n" in text
 

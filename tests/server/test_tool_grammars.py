@@ -105,12 +105,15 @@ def test_llama_answers_that_begin_like_a_call_are_one(compiler):
         f" <|python_tag|> {call}",
         '{"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}',
         '{"parameters": {"a": 1, "b": 2}, "name": "add"}',
+        f"[{call}, {llama(*RIGHT[2])}]",
+        '[ {"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}]',
     ):
         assert takes(compiler, grammar, text), text
         found = [piece for piece in read("llama3_json", [text], NAMES) if isinstance(piece, tuple)]
         assert found[0] == RIGHT[0]
-    for text in ('{"names": 1}', '{"x": {"name": 1}}', "It is {}.", '{"nam'):
+    for text in ('{"names": 1}', '{"x": {"name": 1}}', "It is {}.", '{"nam', '[{"x": 1}]'):
         assert takes(compiler, grammar, text), text
         assert read("llama3_json", [text], NAMES) == [text]
-    for text in (f"{call} more", '{"parameters": {"a": 1}, "name": "add"}', '{ "name": 3}'):
+    wrong = '{"parameters": {"a": 1}, "name": "add"}'
+    for text in (f"{call} more", wrong, f"[{wrong}]", f"[{call}, {wrong}]", '{ "name": 3}'):
         assert not takes(compiler, grammar, text), text

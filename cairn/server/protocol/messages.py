@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from cairn.server.protocol.common import ELSEWHERE, Share, StopText
-from cairn.server.protocol.fields import Count, Fields, Refusable, no_effect, refused
+from cairn.server.protocol.fields import Count, Fields, History, Refusable, no_effect, refused
 
 SHARED = "equal prompts share pages anyway"
 NO_SERVER_TOOLS = "this server runs no tools: describe yours with an input_schema"
 Cache = Annotated[dict[str, Any] | None, no_effect(SHARED)]
 
 
-class TextBlock(Fields, tag_field="type", tag="text"):
+class TextBlock(History, tag_field="type", tag="text"):
     """A piece of text."""
 
     text: str
@@ -22,14 +22,14 @@ class TextBlock(Fields, tag_field="type", tag="text"):
     citations: Annotated[Any, no_effect("no template reads them")] = None
 
 
-class ImageBlock(Fields, tag_field="type", tag="image"):
+class ImageBlock(History, tag_field="type", tag="image"):
     """A picture."""
 
     source: Annotated[Refusable, refused("this server reads text only")]
     cache_control: Cache = None
 
 
-class ToolUseBlock(Fields, tag_field="type", tag="tool_use"):
+class ToolUseBlock(History, tag_field="type", tag="tool_use"):
     """A call that the assistant made."""
 
     id: str
@@ -38,7 +38,7 @@ class ToolUseBlock(Fields, tag_field="type", tag="tool_use"):
     cache_control: Cache = None
 
 
-class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
+class ToolResultBlock(History, tag_field="type", tag="tool_result"):
     """What a tool answered."""
 
     tool_use_id: str
@@ -47,14 +47,14 @@ class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
     cache_control: Cache = None
 
 
-class ThinkingBlock(Fields, tag_field="type", tag="thinking"):
+class ThinkingBlock(History, tag_field="type", tag="thinking"):
     """What the assistant thought, given back."""
 
     thinking: Annotated[str, no_effect("templates read the answer")]
     signature: Annotated[str | None, no_effect("templates read the answer")] = None
 
 
-class HiddenThinkingBlock(Fields, tag_field="type", tag="redacted_thinking"):
+class HiddenThinkingBlock(History, tag_field="type", tag="redacted_thinking"):
     """The same, enciphered."""
 
     data: Annotated[str, no_effect("templates read the answer")]
@@ -65,7 +65,7 @@ Block = (
 )
 
 
-class TurnMessage(Fields):
+class TurnMessage(History):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]

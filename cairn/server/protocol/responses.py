@@ -8,42 +8,38 @@ from msgspec import Meta, Struct
 
 from cairn.server.protocol.chat import FunctionName
 from cairn.server.protocol.common import ELSEWHERE, Temperature
-from cairn.server.protocol.fields import Count, Fields, Refusable, no_effect, refused
+from cairn.server.protocol.fields import Count, Fields, History, Refusable, no_effect, refused
 
 KEPT = "this server keeps nothing: send the whole conversation as input"
 
 
-class Given(Fields, forbid_unknown_fields=False):
-    """A part of the conversation: clients give back what answers held, with fields of all kinds."""
-
-
-class InputText(Given, tag_field="type", tag="input_text"):
+class InputText(History, tag_field="type", tag="input_text"):
     """A piece of what was given."""
 
     text: str
 
 
-class OutputText(Given, tag_field="type", tag="output_text"):
+class OutputText(History, tag_field="type", tag="output_text"):
     """A piece of what the assistant said."""
 
     text: str
 
 
-class InputImage(Given, tag_field="type", tag="input_image"):
+class InputImage(History, tag_field="type", tag="input_image"):
     """A picture."""
 
     image_url: Annotated[Refusable, refused("this server reads text only")] = None
     file_id: Annotated[Refusable, refused("this server reads text only")] = None
 
 
-class InputMessage(Given, tag_field="type", tag="message"):
+class InputMessage(History, tag_field="type", tag="message"):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputText | InputImage]
 
 
-class InputCall(Given, tag_field="type", tag="function_call"):
+class InputCall(History, tag_field="type", tag="function_call"):
     """A call that the assistant made."""
 
     call_id: str
@@ -51,14 +47,14 @@ class InputCall(Given, tag_field="type", tag="function_call"):
     arguments: Any = None
 
 
-class CallOutput(Given, tag_field="type", tag="function_call_output"):
+class CallOutput(History, tag_field="type", tag="function_call_output"):
     """What a function answered."""
 
     call_id: str
     output: str | list[InputText | InputImage]
 
 
-class Reasoning(Given, tag_field="type", tag="reasoning"):
+class Reasoning(History, tag_field="type", tag="reasoning"):
     """What the assistant thought, given back."""
 
 
