@@ -7,15 +7,17 @@ import gc
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from cairn.config import EngineConfig, EngineOptions, default_model_path
 from cairn.engine.build import Built, build
 from cairn.engine.continuation import Continuation
+from cairn.engine.recommended import recommended_sampling
 from cairn.engine.tokenizer import Tokenizer
 from cairn.engine.totals import HostTimes
-from cairn.errors import BadModel, BadRequest
+from cairn.errors import BadRequest
 from cairn.names import refuse_unknown
 from cairn.obs.progress import Progress
 from cairn.specs.model import ModelSpec
@@ -83,8 +85,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         refuse_unknown("LLM", options, [f.name for f in fields(EngineOptions)])
         path = default_model_path() if model is None else Path(model)
-        if not path.is_dir():
-            raise BadModel(f"{path} is not a folder", "Give a folder that holds config.json")
+        self._path = path
         self._built = build(path, EngineOptions(**options))
         self._core = self._built.core
         self._count = 0
@@ -98,6 +99,15 @@ class LLM:
     def engine_config(self) -> EngineConfig:
         """The resolved options."""
         return self._built.config
+
+    @cached_property
+    def default_params(self) -> SamplingParams:
+        """Parameters of calls without any: what the model's generation_config.json recommends.
+
+        Raises:
+            BadModel: the file has a value that is no such parameter.
+        """
+        return SamplingParams(**recommended_sampling(self._path))
 
     @property
     def engine(self) -> Built:
@@ -126,7 +136,7 @@ class LLM:
 
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or a list.
-            sampling_params: one for all, or one per prompt; None: the defaults.
+            sampling_params: one for all, or one per prompt; None: `default_params`.
             use_tqdm: show a progress bar (on a terminal).
             priority: one per prompt, smaller goes first.
 
@@ -180,7 +190,7 @@ class LLM:
         Raises:
             BadRequest: as `generate`; also for n > 1.
         """
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.default_params
         if params.n != 1:
             raise BadRequest(f"n is {params.n}, but a stream has one continuation", "Use generate")
         [(text, ids)] = self._encode([prompt])
@@ -224,7 +234,7 @@ class LLM:
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
         if given is None:
-            return [SamplingParams()] * count
+            return [self.default_params] * count
         if isinstance(given, SamplingParams):
             return [given] * count
         if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):

@@ -65,7 +65,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens with at least this share of the most likely one's mass, in [0, 1].
         seed: any 64-bit integer; the same seed gives the same draws in a batch and alone.
-        max_tokens: at most this many tokens are generated; None: as many as fit.
+        max_tokens: at most this many tokens are generated; None: as many as fit; 0: none, the
+            prompt is run for its log-probabilities.
         min_tokens: no stop id or stop string ends the output before this many tokens.
         stop: strings that end the output (not part of the text).
         stop_token_ids: ids that end the output (not part of the text).
@@ -118,7 +119,7 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, low=1)
+            _integer("max_tokens", self.max_tokens, low=0)
         _integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from cairn.bench.shapes import config_of
 from cairn.engine.totals import HostTimes
 from cairn.models.registry import load_spec
-from cairn.types import CompletionOutput, RequestOutput, TokenLogprobs
+from cairn.types import CompletionOutput, RequestOutput, SamplingParams, TokenLogprobs
 
 COUNTERS = (
     "steps",
@@ -32,6 +32,7 @@ class FakeLLM:
     closed: bool = False
     has_tokenizer = True
     finish_reason = "length"
+    default_params = SamplingParams()
     answer = staticmethod(lambda prompt: "an answer")
 
     def __post_init__(self):

@@ -19,6 +19,7 @@ from cairn.cli.options import (
     model_or_default,
     parse_ids,
     sampling_arguments,
+    sampling_defaults_option,
     sampling_options,
 )
 from cairn.errors import CairnError
@@ -42,6 +43,7 @@ Prompt = str | dict[str, list[int]]
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message.")
 @json_option
 @sampling_options
+@sampling_defaults_option
 @engine_options
 def generate(
     model: Path | None,
@@ -50,6 +52,7 @@ def generate(
     prompt_token_ids: str | None,
     chat: bool,
     as_json: bool,
+    sampling_defaults: str | None,
     **options: Any,
 ) -> None:
     """Generate text with MODEL and stream it to stdout.
@@ -63,12 +66,17 @@ def generate(
     if chat and not isinstance(given, str):
         raise click.UsageError("--chat takes text, not --prompt-token-ids")
 
+    if sampling_defaults not in (None, "model", "openai"):
+        raise click.UsageError(f"--sampling-defaults is {sampling_defaults!r}, not model or openai")
+
     params = SamplingParams(**sampling)
 
     from cairn.llm import LLM
 
     llm = LLM(str(model_or_default(model)), **engine_arguments(options))
     try:
+        if sampling_defaults != "openai":
+            params = dataclasses.replace(llm.default_params, **sampling)
         if chat or as_json or params.n > 1:
             result = _run(llm, given, params, chat)
             _print_whole(result, as_json, llm.has_tokenizer)

@@ -145,6 +145,11 @@ def model_argument(command: F) -> F:
     return click.argument("model", required=False, type=click.Path(path_type=Path))(command)
 
 
+sampling_defaults_option = click.option(
+    "--sampling-defaults",
+    metavar="SOURCE",
+    help="Of what is not said: model (its generation_config.json) or openai.  [default: model]",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 

@@ -11,7 +11,13 @@ from typing import Any
 
 import click
 
-from cairn.cli.options import engine_arguments, engine_options, model_argument, model_or_default
+from cairn.cli.options import (
+    engine_arguments,
+    engine_options,
+    model_argument,
+    model_or_default,
+    sampling_defaults_option,
+)
 from cairn.obs import log
 from cairn.version import __version__
 
@@ -37,7 +43,18 @@ SERVER = (
         envvar="CAIRN_API_KEY",
         help="Clients must send it as a bearer token; repeatable. Or set CAIRN_API_KEY.",
     ),
-    click.option("--served-model-name", metavar="NAME", help="What clients call the model."),
+    click.option(
+        "--allowed-origins",
+        multiple=True,
+        metavar="ORIGIN",
+        help="Whose pages in a browser may ask, as https://example.com; *: all; repeatable.",
+    ),
+    click.option(
+        "--served-model-name",
+        multiple=True,
+        metavar="NAME",
+        help="What clients call the model; repeatable.  [default: the folder's name]",
+    ),
     click.option("--max-waiting", type=int, help="Outputs that may wait.  [default: 1024]"),
     click.option("--max-body-bytes", type=int, help="Of a request.  [default: 16777216]"),
     click.option("--max-json-depth", type=int, help="Of a request body.  [default: 64]"),
@@ -67,6 +84,7 @@ SERVER = (
         type=float,
         help="Seconds of a step after which the engine counts as stuck.  [default: 300]",
     ),
+    sampling_defaults_option,
     click.option(
         "--tool-parser",
         metavar="NAME",

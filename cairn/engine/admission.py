@@ -41,9 +41,9 @@ def check(
 
     Raises:
         BadRequest: a prompt or parameters that this model can never serve.
-        TooLong: no room for the prompt and one more token.
+        TooLong: no room for the prompt and one more token, if any is to be generated.
     """
-    _check_prompt(prompt, shape)
+    _check_prompt(prompt, params, shape)
     _check_ids(params, shape)
     if params.stop and not has_tokenizer:
         raise BadRequest(
@@ -69,14 +69,20 @@ def stop_ids(params: SamplingParams, shape: CoreShape) -> tuple[int, ...]:
     return tuple(token for token in ids if token < shape.vocab_size)
 
 
-def _check_prompt(prompt: Sequence[int], shape: CoreShape) -> None:
-    vocab, longest = shape.vocab_size, shape.max_model_len
+def longest_prompt(max_model_len: int, max_tokens: int | None) -> int:
+    """Tokens of the longest prompt that leaves room for one more, if any is to be generated."""
+    return max_model_len if max_tokens == 0 else max_model_len - 1
+
+
+def _check_prompt(prompt: Sequence[int], params: SamplingParams, shape: CoreShape) -> None:
+    vocab = shape.vocab_size
     if len(prompt) == 0:
         raise BadRequest("the prompt is empty", "Give at least one token")
-    if len(prompt) >= longest:
+    if len(prompt) > longest_prompt(shape.max_model_len, params.max_tokens):
+        what = "it" if params.max_tokens == 0 else "prompt and output together"
         raise TooLong(
-            f"the prompt has {len(prompt)} tokens, but prompt and output together may have "
-            f"{longest} (max_model_len)",
+            f"the prompt has {len(prompt)} tokens, but {what} may have "
+            f"{shape.max_model_len} (max_model_len)",
             "Shorten the prompt, or raise max_model_len or kv_cache_memory if the model "
             "and the memory allow it",
         )

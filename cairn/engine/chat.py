@@ -11,14 +11,17 @@ from cairn.errors import BadRequest
 
 Message = Mapping[str, Any]
 
+PLAIN_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Copies of the messages in the one form that templates agree on.
 
     Content becomes a string (text parts are joined by line breaks; none, of a tool or beside tool
     calls or reasoning, is empty), and the arguments of tool calls become mappings, because
-    templates print them as JSON. `reasoning`, as some servers call it, becomes
-    `reasoning_content`, which templates read.
+    templates print them as JSON. Arguments that are no JSON object, as a model may have written
+    them, stay what they are, as text: one malformed call must not end a conversation. `reasoning`,
+    as some servers call it, becomes `reasoning_content`, which templates read.
 
     Raises:
         BadRequest: no message, a message without role or content, a content part that is not
@@ -29,23 +32,38 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
-def plain_text(messages: Sequence[Message], answer: bool) -> str:
+def plain_text(
+    messages: Sequence[Message], answer: bool, tools: Sequence[Mapping[str, Any]] | None = None
+) -> str:
     """The conversation for models without a chat template.
 
     Each message is a line `role: content`. `assistant:` follows where an answer is asked for;
-    otherwise the last line stays open.
+    otherwise the last line stays open. Tools come first, a line each, and calls stand behind what
+    the assistant said, in the form of Hermes models.
 
-    Raises:
-        BadRequest: tool calls or their results, which have no plain form.
+    Args:
+        messages: as `checked_messages` gives them.
+        answer: the assistant is to answer.
+        tools: function descriptions as OpenAI writes them.
     """
-    for i, message in enumerate(messages):
-        if message.get("tool_calls") or message["role"] == "tool":
-            raise BadRequest(
-                f"messages[{i}] belongs to a tool call, but this model has no chat template",
-                "Use a model whose chat template knows tools",
-            )
-    lines = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-    return f"{lines}\nassistant:" if answer else lines
+    lines = [f"{message['role']}: {_with_calls(message)}" for message in messages]
+    if tools:
+        printed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        lines.insert(0, f"tools, called as {PLAIN_CALL}:\n{printed}")
+    text = "\n".join(lines)
+    return f"{text}\nassistant:" if answer else text
+
+
+def _with_calls(message: Message) -> str:
+    parts = [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        name = json.dumps(function["name"], ensure_ascii=False)
+        parts.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
+    return "\n".join(parts)
 
 
 def _message(name: str, message: Any) -> dict[str, Any]:
@@ -103,14 +121,39 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{name} needs a 'function' with a string 'name', not {short(call)}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"{name}.function.arguments is not JSON: {error}") from None
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, Mapping):
-        raise BadRequest(f"{name}.function.arguments must be a JSON object, not {short(arguments)}")
-    return {**call, "function": {**function, "arguments": dict(arguments)}}
+    arguments = _arguments(function.get("arguments"))
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(given: Any) -> dict[str, Any] | str:
+    """A call's arguments; a text where they are no JSON object."""
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not isinstance(given, str):
+        return json.dumps(given, ensure_ascii=False, default=str)
+    try:
+        parsed = json.loads(given)
+        # Half a surrogate pair, escaped in the text, could not be encoded.
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return given
+    return parsed if isinstance(parsed, dict) else given
+
+
+def with_wrapped_arguments(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
+    """The checked messages with arguments that are a text as `{"arguments": text}`, for templates
+    that walk through them; None where there are none."""
+    changed = False
+    wrapped = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if isinstance(function["arguments"], str):
+                changed = True
+                function = {**function, "arguments": {"arguments": function["arguments"]}}
+            calls.append({**call, "function": function})
+        wrapped.append({**message, "tool_calls": calls} if calls else dict(message))
+    return wrapped if changed else None

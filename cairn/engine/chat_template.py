@@ -6,10 +6,12 @@ memory: a server renders in a process that can be ended (`cairn.server.templates
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from cairn.engine.chat import with_wrapped_arguments
 from cairn.errors import BadModel, BadRequest
 
 ERROR_LENGTH = 500
@@ -44,6 +46,16 @@ def render(given: TemplateInput) -> str:
         BadRequest: the template does not take the messages.
         BadModel: the template is broken.
     """
+    wrapped = with_wrapped_arguments(given.messages)
+    if wrapped is None:
+        return _rendered(given)
+    # A template that trips over arguments that are a text may take a mapping.
+    with contextlib.suppress(BadRequest):
+        return _rendered(given)
+    return _rendered(replace(given, messages=wrapped))
+
+
+def _rendered(given: TemplateInput) -> str:
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -33,6 +33,7 @@ from cairn.engine.messages import (
     Launch,
     Outputs,
     Phase,
+    Reading,
     Ready,
     Reply,
     Stats,
@@ -71,16 +72,29 @@ class Submission:
     It ends when all continuations have ended, or after `cancel`. As a context manager it cancels
     what is unfinished when the block is left.
 
+    Attributes:
+        read: tokens of the prompt that the engine has said to have computed.
+
     Raises (while iterating):
         EngineDead: the engine ended before the request did.
     """
 
-    __slots__ = ("_client", "_error", "_waiter", "_waiting", "cancelled", "id", "unfinished")
+    __slots__ = (
+        "_client",
+        "_error",
+        "_waiter",
+        "_waiting",
+        "cancelled",
+        "id",
+        "read",
+        "unfinished",
+    )
 
     def __init__(self, client: EngineClient, request_id: str, n: int) -> None:
         self.id = request_id
         self.unfinished = n
         self.cancelled = False
+        self.read = 0
         self._client = client
         # By continuation, and whether it has failed.
         self._waiting: dict[tuple[int, bool], list[Delta]] = {}
@@ -350,6 +364,8 @@ class EngineClient:
             case Heartbeat():
                 self.stats = message.stats
                 self._watchdog.beat(message)
+            case Reading():
+                self._note(message)
             case Reply():
                 self._answer(message)
             case Phase():
@@ -360,6 +376,12 @@ class EngineClient:
                 self._ready(message)
             case Fatal():
                 self._end(error_of(message))
+
+    def _note(self, reading: Reading) -> None:
+        for request_id, tokens in reading.read.items():
+            # One that has just ended is not known any more.
+            if (submission := self._submissions.get(request_id)) is not None:
+                submission.read = tokens
 
     def _ready(self, info: Ready) -> None:
         self.info = info

@@ -142,7 +142,7 @@ class EngineCore:
         if request_id in self._live:
             raise BadRequest(f"request id {request_id!r} is in use", "Choose another one")
         room = self.shape.max_model_len - len(prompt)
-        max_output = min(params.max_tokens or room, room)
+        max_output = room if params.max_tokens is None else min(params.max_tokens, room)
         eos_ids = frozenset[int]() if params.ignore_eos else self._eos_ids
         output = CompletionOutput(index)
         request = Request(
@@ -151,7 +151,8 @@ class EngineCore:
             params=params,
             seed=self._seed(params, index),
             stop_ids=admission.stop_ids(params, self.shape),
-            max_output=max_output,
+            # A step that runs the end of a prompt always chooses a token.
+            max_output=max(max_output, 1),
             order=(priority, self._arrivals),
             prompt=prompt,
             output=output.token_ids,

@@ -23,6 +23,7 @@ from cairn.engine.messages import (
     Outputs,
     Position,
     Positions,
+    Reading,
     Reply,
     Stats,
     Stop,
@@ -172,6 +173,7 @@ class EngineLoop:
             self._end_profile()
         if time.monotonic() >= self._stats_due:
             self._refresh_stats()
+            self._tell_reading()
 
     def _failed(self, error: Exception) -> list[_Part]:
         """The continuations that a failing step ended. Raises what the engine cannot survive."""
@@ -282,6 +284,16 @@ class EngineLoop:
             self._answer(call.number, lambda: method(**call.arguments))
         else:
             self._send(Reply(call.number, error=f"no method {call.method!r}", status=400))
+
+    def _tell_reading(self) -> None:
+        """Tell how far the prompts are that no token follows yet."""
+        read = {
+            part.id: part.continuation.request.computed
+            for part in self._parts.values()
+            if not part.told and part.index == 0 and part.continuation.request.computed
+        }
+        if read:
+            self._send(Reading(read))
 
     def _answer(self, number: int, work: Callable[[], Any]) -> None:
         """Reply with what the work gives, or with why it failed."""

@@ -296,6 +296,16 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
+class Reading(msgspec.Struct, frozen=True, tag=True):
+    """How far prompts are that are being read.
+
+    Attributes:
+        read: by request, tokens of its prompt that have been computed or were cached.
+    """
+
+    read: dict[str, int]
+
+
 class Reply(msgspec.Struct, frozen=True, tag=True):
     """Answer to a `Call`: a value, or an error with its HTTP status."""
 
@@ -319,7 +329,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     exit_code: int = 1
 
 
-FromEngine = Phase | Ready | Outputs | Heartbeat | Reply | Fatal
+FromEngine = Phase | Ready | Outputs | Heartbeat | Reading | Reply | Fatal
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from cairn.engine.stops import StopSearch
 from cairn.engine.tokenizer import Tokenizer
 from cairn.types import (
     Alternatives,
@@ -22,7 +23,8 @@ class OutputStream:
         output: what is filled in.
         params: stop conditions and logprobs wanted.
         eos_ids: ids that end the output without showing (empty when they are ignored).
-        max_output: tokens that may be generated.
+        max_output: tokens that may be generated; 0: the first token ends the output and is no part
+            of it.
         tokenizer: None: no text.
         prompt: prompt tokens; the text goes on behind them.
 
@@ -67,7 +69,9 @@ class OutputStream:
         self.reports = params.logprobs is not None or params.selection
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(prompt) if tokenizer is not None else None
-        self._stops = [StopString(stop) for stop in params.stop]
+        self._stops = None
+        if params.stop and tokenizer is not None:
+            self._stops = StopSearch(params.stop, tokenizer.special_texts)
         self._shown = 0
         if params.logprobs is not None:
             output.logprobs = []
@@ -94,6 +98,8 @@ class OutputStream:
     ) -> FinishReason | None:
         """Take one sampled token; returns the reason when it was the last. `complete`: it is,
         since its grammar lets nothing follow."""
+        if self.max_output == 0:
+            return self.finish(FinishReason.LENGTH)
         ids = self.ids
         ids.append(token)
         if self.reports:
@@ -103,7 +109,10 @@ class OutputStream:
             return self.finish(FinishReason.STOP)
         if self._detokenizer is not None:
             piece = self._detokenizer.push(token)
-            if piece and self._append(piece, len(ids) >= self.params.min_tokens):
+            may_stop = len(ids) >= self.params.min_tokens
+            if piece and self._append(piece, may_stop):
+                return self.finish(FinishReason.STOP)
+            if self._stops is not None and self._pass_special(token, may_stop):
                 return self.finish(FinishReason.STOP)
         if complete:
             return self.finish(FinishReason.STOP)
@@ -136,8 +145,8 @@ class OutputStream:
         """New text that no stop string can take back any more."""
         text, begin = self.output.text, self._shown
         end = len(text)
-        if self._stops and self.output.finish_reason is None:
-            end -= max(stop.matched for stop in self._stops)
+        if self._stops is not None and self.output.finish_reason is None:
+            end -= self._stops.held
         if end <= begin:
             return ""
         self._shown = end
@@ -153,62 +162,19 @@ class OutputStream:
         self.output.text = ""
         begin = len(text)
         text += piece
-        if not self._stops:
-            self.output.text = text
-            return False
-        ends = [(end, stop.text) for stop in self._stops if (end := stop.feed(piece, may_stop))]
-        if ends:
-            end, stop = min(ends, key=lambda found: (found[0], -len(found[1])))
-            text = text[: begin + end - len(stop)]
-            self.output.stop_reason = stop
+        found = None if self._stops is None else self._stops.feed(piece, may_stop)
+        if found is not None:
+            text = text[: begin + found.end - found.shown]
+            self.output.stop_reason = found.stop
         self.output.text = text
-        return bool(ends)
+        return found is not None
 
-
-class StopString:
-    """Looks for one string in a text that comes in pieces, character by character at most once
-    (Knuth, Morris, Pratt 1977).
-
-    Attributes:
-        text: the string looked for.
-        matched: its longest beginning, in characters, that the text so far ends with.
-    """
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0
-        # borders[k]: longest proper beginning of text[: k + 1] that also ends it. It grows with
-        # what was matched: a long string costs nothing before the output looks like it.
-        self._borders = [0]
-
-    def feed(self, piece: str, may_end: bool = True) -> int:
-        """Take the next piece; returns where in it the string first ends, 0 when it does not.
-
-        With `may_end` false the string is followed but no end is reported.
-        """
-        text, at = self.text, 0
-        while at < len(piece):
-            if self.matched == 0:
-                at = piece.find(text[0], at)
-                if at < 0:
-                    break
-            while self.matched and piece[at] != text[self.matched]:
-                self.matched = self._borders[self.matched - 1]
-            if piece[at] == text[self.matched]:
-                self.matched += 1
-            at += 1
-            self._extend_borders()
-            if self.matched == len(text):
-                self.matched = self._borders[-1]
-                if may_end:
-                    return at
-        return 0
-
-    def _extend_borders(self) -> None:
-        size = len(self._borders)
-        if self.matched <= size:
-            return
-        border = self._borders[-1]
-        while border and self.text[border] != self.text[size]:
-            border = self._borders[border - 1]
-        self._borders.append(border + (self.text[border] == self.text[size]))
+    def _pass_special(self, token: int, may_stop: bool) -> bool:
+        """Look for stop strings at a token that the text leaves out, if it is one."""
+        assert self._stops is not None
+        found = self._stops.feed_special(token, may_stop)
+        if found is None:
+            return False
+        self.output.text = self.output.text[: len(self.output.text) - found.shown]
+        self.output.stop_reason = found.stop
+        return True

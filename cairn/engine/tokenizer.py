@@ -48,6 +48,7 @@ class Tokenizer:
     Attributes:
         eos_token_id: what the tokenizer says ends a text, None when it does not say.
         special_ids: ids that texts leave out.
+        special_texts: id -> name of those.
 
     Raises:
         BadModel: the files cannot be read.
@@ -62,7 +63,8 @@ class Tokenizer:
         _bound_cache(self._backend)
         self.eos_token_id: int | None = self._hf.eos_token_id
         added = self._backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = {i: token.content for i, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_texts)
         rules = Rules.read(describe_decoder(self._backend))
         self._spelling = Spelling(self._backend, rules) if rules is not None else None
         # Cleaning up byte-pair texts would eat spaces that the model wrote.
@@ -87,6 +89,18 @@ class Tokenizer:
             return None
         template: str = self._hf.get_chat_template(tools=[])
         return template
+
+    @property
+    def named_tokens(self) -> dict[str, str | None]:
+        """Its tokens for the beginning and the end of a text, for filling and for the unknown, by
+        the names of Hugging Face's tokenizer_config.json."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: getattr(self._hf, name, None) for name in names}
+
+    @property
+    def kind(self) -> str:
+        """The library's class that reads it."""
+        return type(self._hf).__name__
 
     def encode(
         self, text: str, add_special_tokens: bool = True, limit: int | None = None
@@ -221,8 +235,8 @@ class Tokenizer:
         """What the model's chat template is to render: its text is encoded without special tokens.
 
         For a model without a template it is the whole text, to be encoded with special tokens: a
-        line `role: content` per message, then `assistant:`. The role `developer` is called `system`
-        for templates that do not know it.
+        line `role: content` per message, then `assistant:`; see `cairn.engine.chat.plain_text`. The
+        role `developer` is called `system` for templates that do not know it.
 
         Args:
             messages: role and content (a string or a list of text parts); tool calls and their
@@ -248,8 +262,12 @@ class Tokenizer:
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         if not self.has_chat_template:
-            _refuse_without_template(tools, template_kwargs)
-            text = plain_text(checked, add_generation_prompt)
+            if template_kwargs:
+                raise _refused(
+                    VARIABLES,
+                    "chat template variables are given, but this model has no chat template",
+                )
+            text = plain_text(checked, add_generation_prompt, tools)
             return text if add_generation_prompt or continue_final_message else f"{text}\n"
         shown = list(tools) if tools else None
         variables = dict(template_kwargs or {})
@@ -366,13 +384,6 @@ def _check_variables(
             raise _refused(VARIABLES, f"{name!r} is no variable of a chat template")
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise _refused(VARIABLES, f"the model's chat template has no variable {name!r}")
-
-
-def _refuse_without_template(tools: Any, variables: Mapping[str, Any] | None) -> None:
-    given = (("tools", "tools", tools), (VARIABLES, "chat template variables", variables))
-    for field, what, value in given:
-        if value:
-            raise _refused(field, f"{what} are given, but this model has no chat template")
 
 
 def _refused(field: str, message: str) -> BadRequest:

@@ -62,16 +62,17 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_headers(folder: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the folder by name, from the headers alone.
+    """Every tensor of the folder by name, from the headers alone. A single file goes before an
+    index, which may be left from another form of the checkpoint.
 
     Raises:
         BadModel: no safetensors weights, a truncated or corrupt file, an index that disagrees
             with its shards.
     """
-    if (folder / INDEX).is_file():
-        return _read_sharded(folder)
     if (folder / SINGLE).is_file():
         return _read_file(folder / SINGLE)
+    if (folder / INDEX).is_file():
+        return _read_sharded(folder)
     pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
     if pickled:
         raise BadModel(
@@ -95,7 +96,7 @@ def stored_rows(entries: dict[str, TensorEntry]) -> StoredRows:
 
 def _read_sharded(folder: Path) -> dict[str, TensorEntry]:
     try:
-        weights = json.loads((folder / INDEX).read_text())["weight_map"]
+        weights = json.loads((folder / INDEX).read_text("utf-8-sig"))["weight_map"]
         files = sorted(set(weights.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadModel(f"{folder / INDEX} is corrupt: {error}", "Copy it again") from None

@@ -13,6 +13,7 @@ from cairn.errors import BadModel
 from cairn.models import deepseek, hils, older, qwen3, qwen3_moe, qwen_hybrid
 from cairn.models.checkpoint import StoredRows, has_weights, read_headers, stored_rows
 from cairn.models.fields import BOOKKEEPING, refuse, token_ids
+from cairn.models.folders import refuse_other_paths, refuse_other_weights, refuse_quantized
 from cairn.names import suggestion
 from cairn.specs.model import ModelSpec
 
@@ -59,7 +60,7 @@ UNSUPPORTED = {
 def load_spec(
     source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> ModelSpec:
-    """Read what a model is. Needs no torch and runs no code of the folder.
+    """Read what a model is. Needs no torch and runs nothing of the folder.
 
     Args:
         source: the model's folder, or the content of a config.json.
@@ -76,15 +77,21 @@ def load_spec(
         config = dict(source)
     else:
         folder = Path(source)
+        refuse_other_paths(folder)
         config = _read_json(folder / "config.json")
-        if has_weights(folder):
-            stored = stored_rows(read_headers(folder))
+        refuse_other_weights(folder)
+        headers = read_headers(folder) if has_weights(folder) else {}
+        refuse_quantized(config, folder, headers)
+        stored = stored_rows(headers)
         if (folder / "generation_config.json").is_file():
             generation = _read_json(folder / "generation_config.json")
-            more_eos = token_ids("eos_token_id", generation.get("eos_token_id"))
+            try:
+                more_eos = token_ids("eos_token_id", generation.get("eos_token_id"))
+            except BadModel as error:
+                raise BadModel(f"generation_{error.message}", error.hint) from None
     config |= overrides or {}
     if config.get("auto_map"):
-        log.info("config.json: auto_map ignored; code of a model folder is never run")
+        log.info("config.json: auto_map ignored; Python files of a model folder are never run")
     model_type = _model_type(config)
     spec = MODELS[model_type](config, frozenset(overrides or ()), stored)
     _check_overrides(overrides or {}, spec)
@@ -139,14 +146,11 @@ def measure_weights(spec: ModelSpec, dtype: torch.dtype | str) -> tuple[int, int
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.parent.is_dir():
-        raise BadModel(
-            f"{path.parent} is not a folder", "Give the folder that holds config.json and weights"
-        )
     if not path.is_file():
         raise BadModel(f"{path.parent} has no {path.name}", "Give the folder of a model")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        # Some editors begin a file with a byte order mark.
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise BadModel(f"{path} is not JSON: {error}", "Copy the file again") from None
     if not isinstance(content, dict):

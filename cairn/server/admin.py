@@ -58,6 +58,7 @@ async def profile(request: Request) -> Response:
 def create_admin_app(state: ServerState) -> Starlette:
     """The admin routes as an app; `middleware.wrap` goes around it like around the API's."""
     app = Starlette(routes=routes, exception_handlers=HANDLERS)
+    app.router.redirect_slashes = False
     app.state.server = state
     return app
 

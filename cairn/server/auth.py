@@ -28,7 +28,8 @@ def check_key(path: str, headers: Headers, keys: Sequence[str]) -> None:
     Args:
         path: of the request.
         headers: of the request; the key stands in `Authorization: Bearer KEY`, or is the password
-            of `Authorization: Basic`, as browsers send it after they asked for one.
+            of `Authorization: Basic`, as browsers send it after they asked for one, or stands in
+            `X-Api-Key`, as Anthropic's clients send it.
         keys: those that are accepted; none: everybody is.
 
     Raises:
@@ -36,7 +37,7 @@ def check_key(path: str, headers: Headers, keys: Sequence[str]) -> None:
     """
     if not keys or path in OPEN_PATHS:
         return
-    given = _given(headers.get("authorization", ""))
+    given = _given(headers.get("authorization", "")) or headers.get("x-api-key", "").encode()
     if not given:
         raise _refused(path, "this server asks for an API key: send Authorization: Bearer KEY")
     matches = [hmac.compare_digest(given, key.encode()) for key in keys]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,11 @@ SEPARATORS = SPACE + ",;"
 NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
 _WRAPPER_KEYS = {"function", "type", "id", "index"}
+_BEGUN_CALL = re.compile(
+    r'\{\s*"(?:name|function)"\s*:\s*("(?:[^"\\]|\\.)*")\s*'
+    r'(?:,\s*"(?:arguments|parameters)"\s*:\s*|,?[^{]*$)'
+)
+"""A call up to its arguments, or as much of that as was written behind its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,19 @@ def read_calls(text: str, tools: Collection[str] | None) -> list[Call] | None:
     if tools is not None and any(call.name not in tools for call in calls):
         return None
     return calls or None
+
+
+def begun_call(text: str) -> Call | None:
+    """The call that a text which was cut off begins, with its arguments as far as they were
+    written; None: not even the name is whole."""
+    begun = _BEGUN_CALL.search(text)
+    if begun is None:
+        return None
+    arguments = text[begun.end() :]
+    with contextlib.suppress(ValueError, RecursionError):
+        # They may be whole, and only what closes the call is missing.
+        arguments = arguments[: _DECODER.raw_decode(arguments)[1]]
+    return Call(json.loads(begun[1]), arguments)
 
 
 def _objects(text: str, inside: bool = False) -> Iterator[str]:

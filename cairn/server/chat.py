@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgspec
@@ -55,6 +57,7 @@ from cairn.server.sampling import (
     within,
 )
 from cairn.server.state import ServerState
+from cairn.server.tool_grammars import arguments_schema, strict_grammar, tool_grammar
 from cairn.server.tools import (
     CallArguments,
     CallBegin,
@@ -62,7 +65,6 @@ from cairn.server.tools import (
     Text,
     ToolParser,
     choose_parser,
-    tool_grammar,
 )
 from cairn.types import Grammar
 
@@ -73,14 +75,28 @@ async def create_chat_completion(request: Request) -> Response:
     track = state.metrics.track(request.url.path)
     asked = await read_request(request, ChatRequest)
     streaming = stream_options(asked)
+    work, shape = await prepared(request, asked)
+    return await answer(request, work, shape, track, streaming)
+
+
+async def prepared(request: Request, asked: ChatRequest) -> tuple[Work, ChatShape]:
+    """A chat as work for the engine, and how its answer is written. Raises CairnError."""
+    state: ServerState = request.app.state.server
     tokenizer = tokenizer_of(state, "a chat")
-    tools = await encoded(request, lambda: tool_use(state, asked, tokenizer))
-    grammar = await _grammar(state, asked, tools)
-    params = sampling_params(asked, _output(state, asked, grammar), state.options)
+    try:
+        tools = await encoded(request, lambda: tool_use(state, asked, tokenizer))
+        grammar = await _grammar(state, asked, tools)
+    except BadRequest as error:
+        if error.param == "tools":
+            # One grammar is made of all tools: its error does not say which one is at fault.
+            await _check_tools(state, asked)
+        raise
+    params = sampling_params(
+        asked, _output(state, asked, grammar), state.options, state.sampling_defaults
+    )
     prompt = await encode_chat(request, tokenizer, asked, tools.shown, longest_prompt(state))
     work = Work([prompt], params, asked.priority or 0, "messages")
-    shape = ChatShape(state, asked, tools, tokenizer)
-    return await answer(request, work, shape, track, streaming)
+    return work, ChatShape(state, asked, tools, tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +106,16 @@ class ToolUse:
     Attributes:
         shown: the tools as the chat template reads them.
         parser: name of the parser that finds calls in the output; None: none is looked for.
-        grammar: makes the output a call, where one is asked for.
+        grammar: makes the output a call, where one is asked for; holds calls to their schemas.
         several: more than one call may be made.
+        forced: the whole output is calls: what was cut off is one as well.
     """
 
     shown: Sequence[Mapping[str, Any]] = ()
     parser: str | None = None
     grammar: Grammar | None = None
     several: bool = True
+    forced: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -112,27 +130,25 @@ def tool_use(state: ServerState, asked: ChatRequest, tokenizer: Tokenizer) -> To
     """
     tools, choice = asked.tools or [], asked.tool_choice
     named = choice.function.name if isinstance(choice, NamedTool) else None
-    if not tools and choice not in (None, "none"):
+    if not tools and choice not in (None, "none", "auto"):
         raise BadField("tool_choice", "tool_choice asks for tools, but there are none")
-    if not tools and asked.parallel_tool_calls is not None:
-        raise BadField("parallel_tool_calls", "parallel_tool_calls goes with tools only")
     if named is not None and all(tool.function.name != named for tool in tools):
         raise BadField("tool_choice", f"tool_choice names {named!r}, which is none of the tools")
     if not tools or choice == "none":
         return ToolUse()
-    if choice in (None, "auto"):
-        _refuse_strict(tools)
     with about("tools"):
         parser = choose_parser(state.options.tool_parser, tokenizer.chat_template)
         shown = shown_tools(tools)
         several = asked.parallel_tool_calls is not False
         if choice in (None, "auto"):
-            return ToolUse(shown, parser, None, several)
+            strict = any(tool.function.strict for tool in tools)
+            held = strict_grammar(msgspec.to_builtins(tools), parser) if strict else None
+            return ToolUse(shown, parser, held, several)
         callable_ = [tool for tool in shown if named in (None, tool["function"]["name"])]
         # A model that cannot end its output would call for ever.
         more = several and named is None and bool(state.client.info.eos_ids)
         grammar = tool_grammar(callable_, "required", parser, several=more)
-    return ToolUse(shown, parser, grammar, several)
+    return ToolUse(shown, parser, grammar, several, forced=True)
 
 
 def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -159,18 +175,23 @@ async def encode_chat(
     """
     state: ServerState = request.app.state.server
 
-    def prepared() -> TemplateInput | str:
+    def chat_input() -> TemplateInput | str:
         messages: list[dict[str, Any]] = msgspec.to_builtins(asked.messages or [])
+        variables = asked.chat_template_kwargs
+        if isinstance(asked, ChatRequest) and asked.reasoning_effort is not None:
+            variables = _reasoning(asked.reasoning_effort, tokenizer.chat_template or "") | (
+                variables or {}
+            )
         return tokenizer.chat_input(
             messages,
             tools,
-            asked.chat_template_kwargs,
+            variables,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=bool(asked.continue_final_message),
         )
 
     try:
-        given = await encoded(request, prepared)
+        given = await encoded(request, chat_input)
         rendered = not isinstance(given, str)
         text = given if isinstance(given, str) else await state.templates.render(given)
         # A template can make a long text of a short request.
@@ -180,6 +201,16 @@ async def encode_chat(
     except BadRequest as error:
         error.param = error.param or field_named_by(error, type(asked)) or "messages"
         raise
+
+
+def _reasoning(effort: str, template: str) -> dict[str, Any]:
+    """What a template is told of the reasoning effort."""
+    variables: dict[str, Any] = {}
+    if re.search(r"\breasoning_effort\b", template):
+        variables["reasoning_effort"] = effort
+    if effort == "none" and re.search(r"\benable_thinking\b", template):
+        variables["enable_thinking"] = False
+    return variables
 
 
 class ChatShape:
@@ -249,6 +280,8 @@ class _Reader:
         self.finish_reason: FinishReason | None = None
         self._parser = ToolParser(tools.parser, tools.names) if tools.parser is not None else None
         self._several = tools.several
+        self._forced = tools.forced
+        self._cut = False
         self._called = False
 
     def read(self, delta: Delta) -> tuple[str, list[CallFragment]]:
@@ -266,7 +299,7 @@ class _Reader:
                 case CallArguments():
                     more = FunctionFragment(arguments=piece.fragment)
                     calls.append(CallFragment(piece.index, more))
-                    if not self._several:
+                    if not (self._several or self._cut):
                         # A call is told when it is whole.
                         self.finish_reason = "tool_calls"
                         return "".join(text), calls
@@ -281,7 +314,9 @@ class _Reader:
             return [Text(delta.text)]
         pieces = list(self._parser.feed(delta.text))
         if delta.finish_reason is not None:
-            pieces += self._parser.close(complete=delta.finish_reason == "stop")
+            self._cut = self._forced and delta.finish_reason == "length"
+            complete = delta.finish_reason == "stop"
+            pieces += self._parser.cut() if self._cut else self._parser.close(complete)
         return pieces
 
 
@@ -317,17 +352,6 @@ def _extended(call: MadeCall | None, fragment: CallFragment) -> MadeCall:
     return MadeCall(call.id, CalledFunction(call.function.name, arguments))
 
 
-def _refuse_strict(tools: Sequence[Tool]) -> None:
-    for i, tool in enumerate(tools):
-        if tool.function.strict:
-            raise BadField(
-                f"tools[{i}].function.strict",
-                f"tools[{i}].function.strict is true, but with tool_choice 'auto' arguments are "
-                "not held to their schema",
-                "Set tool_choice to 'required' or to a function, or leave strict out",
-            )
-
-
 async def _grammar(state: ServerState, asked: ChatRequest, tools: ToolUse) -> Grammar | None:
     named = requested_grammar(asked)
     if named is not None and tools.shown:
@@ -337,13 +361,13 @@ async def _grammar(state: ServerState, asked: ChatRequest, tools: ToolUse) -> Gr
                 f"{named[0]} and tools cannot go together: the output would not be a call",
                 "Leave one out, or set tool_choice to 'none'",
             )
-        if tools.grammar is None:
+        # Where a call is asked for, there is no answer that could have a format.
+        if not tools.forced:
             with about(named[0]):
                 await state.grammars.check(named[1])
             with about("tools"):
-                named = ("tools", _calls_or_answer(state, tools, named[1]))
+                tools = replace(tools, grammar=_calls_or_answer(state, tools, named[1]))
     if tools.grammar is not None:
-        # A call is asked for: there is no answer that could have a format.
         named = ("tools", tools.grammar)
     if named is None:
         return None
@@ -360,6 +384,33 @@ def _calls_or_answer(state: ServerState, tools: ToolUse, answer: Grammar) -> Gra
     grammar = tool_grammar(tools.shown, "required", tools.parser, several=more, answer=schema)
     assert grammar is not None
     return grammar
+
+
+async def _check_tools(state: ServerState, asked: ChatRequest) -> None:
+    """Raise BadField for the first tool whose parameters no grammar can follow."""
+    for i, tool in enumerate(asked.tools or []):
+        if _is_held(tool, asked):
+            await _check_parameters(state, i, tool)
+
+
+def _is_held(tool: Tool, asked: ChatRequest) -> bool:
+    """Whether calls of a tool follow its schema."""
+    choice = asked.tool_choice
+    if isinstance(choice, NamedTool):
+        return tool.function.name == choice.function.name
+    return choice == "required" or bool(tool.function.strict) or asked.response_format is not None
+
+
+async def _check_parameters(state: ServerState, i: int, tool: Tool) -> None:
+    schema = arguments_schema(msgspec.to_builtins(tool.function))
+    try:
+        await state.grammars.check(Grammar("json_schema", json.dumps(schema)))
+    except BadRequest as error:
+        raise BadField(
+            f"tools[{i}].function.parameters",
+            f"the parameters of tools[{i}], {tool.function.name!r}: {error.message}",
+            error.hint,
+        ) from None
 
 
 def _output(state: ServerState, asked: ChatRequest, grammar: Grammar | None) -> Output:

@@ -42,7 +42,7 @@ async def create_completion(request: Request) -> Response:
     asked = await read_request(request, CompletionRequest)
     streaming = stream_options(asked)
     output = await _output(state, asked)
-    params = sampling_params(asked, output, state.options)
+    params = sampling_params(asked, output, state.options, state.sampling_defaults)
     given = _prompts(asked, state)
     with about("prompt"):
         prompts = await encoded(request, lambda: [_encode(state, asked, one) for one in given])
@@ -51,7 +51,6 @@ async def create_completion(request: Request) -> Response:
         params=params,
         priority=asked.priority or 0,
         field="prompt",
-        prompt_only=asked.max_tokens == 0,
     )
     return await answer(request, work, CompletionShape(state, asked, prompts), track, streaming)
 
@@ -184,10 +183,8 @@ async def _output(state: ServerState, asked: CompletionRequest) -> Output:
     if named is not None:
         with about(named[0]):
             await state.grammars.check(named[1])
-    max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     return Output(
-        # The engine generates something always; `prompt_only` leaves it out.
-        max_tokens=max(max_tokens, 1),
+        max_tokens=DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens,
         logprobs=asked.logprobs,
         prompt_logprobs=asked.logprobs if asked.echo else None,
         grammar=named[1] if named is not None else None,
@@ -216,7 +213,7 @@ def _encode(state: ServerState, asked: CompletionRequest, prompt: str | list[int
     if isinstance(prompt, str):
         special = asked.add_special_tokens is not False
         tokenizer = tokenizer_of(state, "a text prompt")
-        ids = tokenizer.encode(prompt, special, limit=longest_prompt(state))
+        ids = tokenizer.encode(prompt, special, limit=longest_prompt(state, asked.max_tokens))
         return Prompt(ids, prompt if asked.echo else "")
     if asked.add_special_tokens is not None:
         raise BadField(

@@ -27,6 +27,25 @@ CODES = {
     401: "invalid_api_key",
     429: "rate_limit_exceeded",
 }
+API_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/v1/messages",
+    "/v1/responses",
+)
+USE_CHAT = "Use /v1/chat/completions"
+OTHER_APIS = {
+    "/v1/responses/": "Answers are not kept: send the whole conversation to /v1/responses",
+    "/api/chat": f"Ollama's API is not served. {USE_CHAT}",
+    "/api/generate": "Ollama's API is not served. Use /v1/completions",
+    "/embed": "The model makes no embeddings: this server generates text",
+    "/rerank": "The model ranks nothing: this server generates text",
+    "/score": "Log-probabilities of a text come from /v1/completions with echo and logprobs",
+    "/audio/": "This server reads and writes text only",
+    "/images/": "This server reads and writes text only",
+}
+"""Paths of APIs that are not served, and what there is in their place."""
 LONGEST_TEXT = 2000
 CLIENT_GONE = 499
 """Stands in logs and metrics for the status of an answer that nobody was there to take."""
@@ -111,8 +130,21 @@ async def on_cairn_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Handler of what the web framework raises: unknown routes, wrong methods."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    path = request.scope["path"]
+    message = f"{request.method} {path}: {error.detail}"
+    hint = _hint_at(path) if error.status_code == 404 else None
+    if hint is not None:
+        message = f"{message}. {hint}"
     return error_response(error.status_code, message, headers=error.headers)
+
+
+def _hint_at(path: str) -> str | None:
+    """What to use in place of a path that is not served."""
+    known = next((hint for name, hint in OTHER_APIS.items() if name in path), None)
+    if known is not None:
+        return known
+    meant = next((name for name in API_PATHS if path.endswith(name.removeprefix("/v1"))), None)
+    return f"Use {meant}" if meant is not None else None
 
 
 async def on_gone(request: Request, error: Exception) -> Response:

@@ -23,7 +23,7 @@ from cairn.server.protocol.fields import BadField
 from cairn.server.sampling import field_named_by
 from cairn.server.sse import DONE, EventStream, event, unless_gone
 from cairn.server.state import ServerState
-from cairn.types import FinishReason, SamplingParams
+from cairn.types import SamplingParams
 
 
 class Part(Protocol):
@@ -59,14 +59,12 @@ class Work:
         params: of all of them.
         priority: smaller goes first.
         field: the body's field that the prompts came from, for errors.
-        prompt_only: what is generated is neither shown nor counted.
     """
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     priority: int
     field: str
-    prompt_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +144,13 @@ class Generation:
             prompt_tokens_details=CachedTokens(sum(self._cached.values())),
         )
 
+    @property
+    def reading(self) -> bytes | None:
+        """A comment that says how far the prompts are read; None while nothing has been."""
+        read = sum(submission.read for submission in self._submissions)
+        total = sum(len(ids) for ids in self._work.prompts)
+        return b": read %d of %d tokens\n\n" % (read, total) if read else None
+
     def __enter__(self) -> Self:
         """Submit every prompt, or none.
 
@@ -197,22 +202,7 @@ class Generation:
             async for prompt, delta in merged:
                 if delta.finish_reason in ("error", "abort"):
                     raise _failure(delta)
-                if self._work.prompt_only:
-                    delta = _without_output(delta)
                 yield prompt * self._work.params.n + delta.index, delta
-
-
-def _without_output(delta: Delta) -> Delta:
-    reason = FinishReason.LENGTH.value if delta.finish_reason is not None else None
-    return msgspec.structs.replace(
-        delta,
-        text="",
-        token_ids=(),
-        logprobs=(),
-        selection=(),
-        finish_reason=reason,
-        stop_reason=None,
-    )
 
 
 def _failure(delta: Delta) -> CairnError:
@@ -286,14 +276,15 @@ async def answer(
     state: ServerState = request.app.state.server
     generation = Generation(state.client, work, shape.head.id)
     if streaming is not None:
-        return EventStream(_events(generation, shape, track, streaming))
+        events = _events(generation, shape, track, streaming)
+        return EventStream(events, lambda: generation.reading)
     body = await unless_gone(request.receive, _whole(generation, shape, track))
     return Response(body, media_type="application/json")
 
 
 async def _whole(generation: Generation, shape: Shape[C], track: Track) -> bytes:
     parts: dict[int, list[C]] = {}
-    async with aclosing(_parts(generation, shape, track)) as run:
+    async with aclosing(parts_of(generation, shape, track)) as run:
         async for part in run:
             parts.setdefault(part.index, []).append(part)
     ordered = [parts[index] for index in sorted(parts)]
@@ -304,7 +295,7 @@ async def _events(
     generation: Generation, shape: Shape[C], track: Track, options: StreamOptions
 ) -> AsyncGenerator[bytes, None]:
     no_usage = None if options.include_usage else msgspec.UNSET
-    async with aclosing(_parts(generation, shape, track)) as run:
+    async with aclosing(parts_of(generation, shape, track)) as run:
         async for part in run:
             usage = generation.usage if options.continuous_usage_stats else no_usage
             yield event(shape.chunk([part], usage))
@@ -313,7 +304,9 @@ async def _events(
     yield DONE
 
 
-async def _parts(generation: Generation, shape: Shape[C], track: Track) -> AsyncGenerator[C, None]:
+async def parts_of(
+    generation: Generation, shape: Shape[C], track: Track
+) -> AsyncGenerator[C, None]:
     """Parts of the choices as the engine makes them; leaving it early cancels the work."""
     with track, generation:
         over: set[int] = set()

@@ -9,6 +9,7 @@ from typing import TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from cairn.engine import admission
 from cairn.engine.tokenizer import Tokenizer
 from cairn.errors import BadRequest
 from cairn.server.models import check_model
@@ -65,6 +66,6 @@ def tokenizer_of(state: ServerState, what: str) -> Tokenizer:
     return state.tokenizer
 
 
-def longest_prompt(state: ServerState) -> int:
-    """Tokens of the longest prompt that leaves room for one more."""
-    return state.client.info.max_model_len - 1
+def longest_prompt(state: ServerState, max_tokens: int | None = None) -> int:
+    """Tokens of the longest prompt of a request for so many tokens."""
+    return admission.longest_prompt(state.client.info.max_model_len, max_tokens)

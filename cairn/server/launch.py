@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from cairn.config import EngineOptions
 from cairn.engine.client import EngineClient
+from cairn.engine.recommended import recommended_sampling
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.errors import BadConfig
 from cairn.models.checkpoint import read_headers
@@ -106,7 +107,7 @@ class _Life:
         self._client = EngineClient(
             model, engine, max_waiting=options.max_waiting, step_limit=options.step_limit
         )
-        name = options.served_model_name or model.resolve().name
+        name, *aliases = options.served_model_names or (model.resolve().name,)
         self._state = ServerState(
             options=options,
             client=self._client,
@@ -115,7 +116,10 @@ class _Life:
             templates=TemplateRenderer(),
             tracer=tracer,
             model_name=name,
+            aliases=tuple(aliases),
         )
+        if options.sampling_defaults == "model":
+            self._state.sampling_defaults = recommended_sampling(model)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._last_signal = 0
@@ -170,7 +174,7 @@ class _Life:
         self._state.tokenizer, _ = await asyncio.gather(self._load_tokenizer(), starting)
         if self._state.tokenizer is not None:
             self._state.grammars.open(self._state.tokenizer, self._client.info.vocab_size)
-        self._report.loaded(self._client.info)
+        self._report.loaded(self._client.info, self._state.sampling_defaults)
         # What is loaded stays: the collector need not walk it again and again.
         gc.collect()
         gc.freeze()

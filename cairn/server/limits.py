@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from typing import Any
 
 import h11
@@ -13,12 +14,22 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from cairn.server.encodings import decoded, decoders
 from cairn.server.options import ServerOptions
 
 BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 HEADER_SECONDS = 30.0
 """A connection that has not sent a whole request head by then is closed."""
 MAX_HEADER_BYTES = 64 * 1024
+MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    # Its beginning is the mark of UTF-16.
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+"""Byte order marks and the encodings that they tell."""
 DEPTH_WINDOW = 1 << 20
 """Bytes whose nesting is counted at once."""
 
@@ -37,16 +48,18 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> R
 
     Raises:
         HTTPException: 413 too long (at the first byte too many), 408 too slow, 400 nested too
-            deeply.
+            deeply or not what its Content-Encoding or its byte order mark says, 415 an unknown
+            Content-Encoding.
         ClientDisconnect: the client went away.
     """
     if scope["method"] in BODILESS:
         return receive
-    limit = options.max_body_bytes
-    announced = Headers(scope=scope).get("content-length", "")
+    limit, headers = options.max_body_bytes, Headers(scope=scope)
+    steps = decoders(",".join(headers.getlist("content-encoding")))
+    announced = headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise _too_long(f"{int(announced)} bytes", limit)
-    body = bytearray()
+    received = bytearray()
     try:
         async with asyncio.timeout(options.body_timeout):
             more = True
@@ -54,18 +67,36 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> R
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
-                body += message.get("body", b"")
-                if len(body) > limit:
+                received += message.get("body", b"")
+                if len(received) > limit:
                     raise _too_long("longer", limit)
                 more = message.get("more_body", False)
     except TimeoutError:
         raise _last(
             408, f"the request body did not arrive within {options.body_timeout:g} seconds"
         ) from None
+    body = bytes(received)
+    if steps:
+        body = await asyncio.to_thread(decoded, body, steps, limit)
+    body = _as_utf8(body)
     depth = options.max_json_depth
-    if nested_deeper(bytes(body), depth):
+    if nested_deeper(body, depth):
         raise HTTPException(400, f"the request body is nested more than {depth} levels deep")
-    return _replay(bytes(body), receive)
+    return _replay(body, receive)
+
+
+def _as_utf8(body: bytes) -> bytes:
+    """A body without its byte order mark, which also tells its encoding."""
+    for mark, encoding in MARKS:
+        if body.startswith(mark):
+            try:
+                text = body[len(mark) :].decode(encoding)
+            except UnicodeDecodeError as error:
+                at = error.start + len(mark)
+                detail = f"the request body begins as {encoding}, but is none at byte {at}"
+                raise HTTPException(400, detail) from None
+            return text.encode("utf-8", "surrogatepass")
+    return body
 
 
 def nested_deeper(body: bytes, depth: int) -> bool:

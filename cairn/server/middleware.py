@@ -6,10 +6,12 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,9 +32,43 @@ ANY_HOST = HostCheck()
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-def wrap(app: ASGIApp, state: ServerState, hosts: HostCheck = ANY_HOST) -> ASGIApp:
-    """The app behind everything that holds for all routes. Plain ASGI: streams pass unbuffered."""
-    return _Observed(_Guarded(app, state, hosts), state)
+def wrap(
+    app: ASGIApp, state: ServerState, hosts: HostCheck = ANY_HOST, origins: Sequence[str] = ()
+) -> ASGIApp:
+    """The app behind everything that holds for all routes. Plain ASGI: streams pass unbuffered.
+
+    Args:
+        app: the routes.
+        state: of the server.
+        hosts: the names under which it answers.
+        origins: whose pages may ask from a browser ("*": all). Their preflights need no key, since
+            browsers send none.
+    """
+    guarded: ASGIApp = _Guarded(app, state, hosts)
+    if origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    return _Slashless(_Observed(guarded, state))
+
+
+class _Slashless:
+    """A path means the same with a slash at its end: no redirect, whose address would be wrong
+    behind a proxy."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").rstrip("/")
+        if path:
+            scope = {**scope, "path": path}
+        await self._app(scope, receive, send)
 
 
 @dataclass(slots=True)

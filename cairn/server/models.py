@@ -13,15 +13,16 @@ from cairn.server.state import ServerState
 
 
 def check_model(state: ServerState, name: str | None) -> None:
-    """Raise NotFound unless the request names the served model, or none."""
-    if name is not None and name != state.model_name:
+    """Raise NotFound unless the request names the served model, or none: some clients write ""
+    where nobody chose one."""
+    if name and name not in (state.model_name, *state.aliases):
         error = NotFound(f"the model {name!r} is not served", f"Use {state.model_name!r}")
         error.param = "model"
         raise error
 
 
-def card(state: ServerState) -> ModelCard:
-    """The served model."""
+def card(state: ServerState, name: str | None = None) -> ModelCard:
+    """The served model under one of its names; None: the first."""
     info = state.client.info
     facts = ModelFacts(
         page_size=info.page_size,
@@ -32,7 +33,7 @@ def card(state: ServerState) -> ModelCard:
         chat_template=state.tokenizer is not None and state.tokenizer.chat_template is not None,
     )
     return ModelCard(
-        id=state.model_name,
+        id=name or state.model_name,
         created=int(state.started),
         max_model_len=info.max_model_len,
         cairn=facts,
@@ -40,16 +41,18 @@ def card(state: ServerState) -> ModelCard:
 
 
 async def list_models(request: Request) -> Response:
-    """GET /v1/models."""
-    body = ModelList(data=[card(request.app.state.server)])
+    """GET /v1/models: a card for each name."""
+    state: ServerState = request.app.state.server
+    body = ModelList(data=[card(state, name) for name in (state.model_name, *state.aliases)])
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 async def get_model(request: Request) -> Response:
-    """GET /v1/models/NAME; 404 for another name than the served one."""
+    """GET /v1/models/NAME; 404 for a name that is not served."""
     state: ServerState = request.app.state.server
-    check_model(state, request.path_params["name"])
-    return Response(msgspec.json.encode(card(state)), media_type="application/json")
+    name = request.path_params["name"]
+    check_model(state, name)
+    return Response(msgspec.json.encode(card(state, name)), media_type="application/json")
 
 
 routes = [

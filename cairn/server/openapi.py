@@ -16,6 +16,14 @@ from starlette.routing import Route
 from cairn.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from cairn.server.protocol.common import ErrorBody
 from cairn.server.protocol.completions import CompletionRequest, CompletionResponse
+from cairn.server.protocol.messages import (
+    CountRequest,
+    MessageEvent,
+    MessageResponse,
+    MessagesRequest,
+    TokenCount,
+)
+from cairn.server.protocol.responses import ResponsesAnswer, ResponsesEvent, ResponsesRequest
 from cairn.server.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -23,6 +31,7 @@ from cairn.server.protocol.tokens import (
     ModelList,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from cairn.version import __version__
 
@@ -33,7 +42,7 @@ ERRORS = {
     404: "A model that is not served.",
     408: "The body did not arrive in time.",
     413: "The body is too long.",
-    415: "The body is not sent as JSON.",
+    415: "The body is not sent as JSON, or in an unknown encoding.",
     429: "The server is full; Retry-After says when to come again.",
     431: "Too many headers.",
     500: "The engine failed on this request.",
@@ -83,10 +92,28 @@ ENDPOINTS = (
         CompletionRequest,
         CompletionResponse,
     ),
+    Endpoint(
+        "/v1/messages",
+        "post",
+        "The same in the form of Anthropic's Messages API.",
+        MessageResponse,
+        MessagesRequest,
+        MessageEvent,
+    ),
+    Endpoint("/v1/messages/count_tokens", "post", "Tokens of a message.", TokenCount, CountRequest),
+    Endpoint(
+        "/v1/responses",
+        "post",
+        "The same in the form of OpenAI's Responses API; nothing is kept.",
+        ResponsesAnswer,
+        ResponsesRequest,
+        ResponsesEvent,
+    ),
     Endpoint("/v1/models", "get", "The served model.", ModelList),
     Endpoint("/v1/models/{name}", "get", "The served model by its name.", ModelCard),
     Endpoint("/tokenize", "post", "Token ids of a prompt.", TokenizeResponse, TokenizeRequest),
     Endpoint("/detokenize", "post", "Text of token ids.", DetokenizeResponse, DetokenizeRequest),
+    Endpoint("/tokenizer_info", "get", "The tokenizer's named tokens.", TokenizerInfo),
     Endpoint("/health", "get", "200 while the server lives.", open=True),
     Endpoint("/ready", "get", "200 while new requests are welcome.", open=True),
     Endpoint("/metrics", "get", "Prometheus metrics.", media_type="text/plain"),

@@ -14,6 +14,7 @@ from cairn.names import checked_keywords
 MIB = 1 << 20
 LOG_FORMATS = ("text", "json")
 TOOL_PARSERS = ("auto", "hermes", "llama3_json")
+SAMPLING_DEFAULTS = ("model", "openai")
 SMALLEST_BODY = 1024
 
 
@@ -31,7 +32,10 @@ class ServerOptions:
             other one is refused, and "*" takes all. Empty: only a server on a loopback address
             without keys refuses what is not loopback or `host`.
         api_keys: every call but /health and /ready needs one of them; empty: open to all.
-        served_model_name: what clients call the model; None: the folder's name.
+        allowed_origins: whose pages a browser lets ask this server, as https://example.com; "*":
+            those of every site; empty: its own page alone.
+        served_model_name: what clients call the model, one name or several, of which answers say
+            the first; empty: the folder's name.
         max_waiting: continuations that may wait for the engine beside those that run.
         max_body_bytes: longest request body.
         max_json_depth: deepest nesting of a request body.
@@ -45,6 +49,8 @@ class ServerOptions:
         shutdown_timeout: seconds that running requests get to finish after SIGTERM.
         ready_step_age: seconds that one engine step may take before /ready says no.
         step_limit: seconds after which a step counts as stuck and the server ends.
+        sampling_defaults: of requests that do not say: "model", what generation_config.json
+            recommends, or "openai", temperature 1 and all tokens.
         tool_parser: "auto" (by the chat template), "hermes" or "llama3_json".
         log_format: "text" or "json".
         trace: where spans go: "otel" (the OpenTelemetry provider of the process) or the name of
@@ -56,7 +62,8 @@ class ServerOptions:
     admin_port: int | None = None
     allowed_hosts: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
-    served_model_name: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    served_model_name: str | tuple[str, ...] = ()
     max_waiting: int = 1024
     max_body_bytes: int = 16 * MIB
     max_json_depth: int = 64
@@ -70,6 +77,7 @@ class ServerOptions:
     shutdown_timeout: float = 30.0
     ready_step_age: float = 5.0
     step_limit: float = 300.0
+    sampling_defaults: Literal["model", "openai"] = "model"
     tool_parser: str = "auto"
     log_format: Literal["text", "json"] = "text"
     trace: str | None = None
@@ -98,6 +106,12 @@ class ServerOptions:
         for name in ("body_timeout", "ready_step_age", "step_limit"):
             _seconds(name, getattr(self, name))
 
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        """What clients call the model."""
+        names = self.served_model_name
+        return (names,) if isinstance(names, str) else names
+
     def _check_texts(self) -> None:
         for key in self.api_keys:
             # Anything else cannot stand in a header line.
@@ -109,8 +123,12 @@ class ServerOptions:
                     f"allowed_hosts has {host!r}",
                     'Give a name or an address without scheme and port, or "*" for all',
                 )
-        if self.served_model_name is not None and not self.served_model_name.strip():
-            raise BadConfig(f"served_model_name is {self.served_model_name!r}", "Give a name")
+        for origin in self.allowed_origins:
+            _origin(origin)
+        for name in self.served_model_names:
+            if not isinstance(name, str) or not name.strip():
+                raise BadConfig(f"served_model_name is {name!r}", "Give a name")
+        _one_of("sampling_defaults", self.sampling_defaults, SAMPLING_DEFAULTS)
         _one_of("tool_parser", self.tool_parser, TOOL_PARSERS)
         _one_of("log_format", self.log_format, LOG_FORMATS)
         if self.trace is not None and not self.trace:
@@ -124,6 +142,17 @@ def _is_host(text: str) -> bool:
     except ValueError:
         return re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", text) is not None
     return True
+
+
+def _origin(origin: object) -> None:
+    """As a browser writes it in a request: scheme, host and port, in small letters."""
+    text = str(origin)
+    pattern = r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s*A-Z@,]+"
+    if not isinstance(origin, str) or not re.fullmatch(pattern, text):
+        raise BadConfig(
+            f"allowed_origins has {origin!r}",
+            "Write scheme, host and port without a path, such as https://example.com; * for all",
+        )
 
 
 def _port(name: str, value: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from cairn.engine.messages import Ready
 
@@ -34,11 +34,15 @@ class Report:
         """A phase of the start-up has ended."""
         self._row(name, f"{seconds:.2f} s")
 
-    def loaded(self, info: Ready) -> None:
-        """The engine is there: what it chose, and where the memory goes."""
+    def loaded(self, info: Ready, sampling: Mapping[str, float] | None = None) -> None:
+        """The engine is there: what it chose, what the model recommends to requests that do not
+        say, and where the memory goes."""
         self._say("choices")
         for choice in info.choices:
             self._say(f"  {choice}")
+        if sampling:
+            told = ", ".join(f"{name}={value:g}" for name, value in sampling.items())
+            self._say(f"  sampling defaults: {told} (generation_config.json)")
         self._say("memory")
         for name, count in info.memory:
             self._row(name, f"{readable(count):>12}")

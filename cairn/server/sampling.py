@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -53,9 +55,18 @@ class Output:
 
 
 def sampling_params(
-    request: SamplingFields, output: Output, options: ServerOptions
+    request: SamplingFields,
+    output: Output,
+    options: ServerOptions,
+    defaults: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
     """The parameters of a request.
+
+    Args:
+        request: its fields.
+        output: what its endpoint says in fields of its own.
+        options: limits of this server.
+        defaults: values of fields that the request leaves out.
 
     Raises:
         BadRequest: a value that is out of range, contradicts another one or passes a limit of
@@ -69,6 +80,7 @@ def sampling_params(
     if selection:
         _check_selection(output.max_tokens, options)
     given = {name: getattr(request, name) for name in SAME_NAME}
+    chosen = {name: value for name, value in given.items() if value is not None}
     try:
         return SamplingParams(
             stop=tuple(stop),
@@ -77,7 +89,7 @@ def sampling_params(
             prompt_logprobs=output.prompt_logprobs,
             grammar=output.grammar,
             selection=selection,
-            **{name: value for name, value in given.items() if value is not None},
+            **{**(defaults or {}), **chosen},
         )
     except BadRequest as error:
         error.param = field_named_by(error, type(request))
@@ -107,12 +119,8 @@ def requested_grammar(request: SamplingFields) -> tuple[str, Grammar] | None:
 
 
 def stream_options(request: SamplingFields) -> StreamOptions | None:
-    """How to stream, None: not at all. Raises BadRequest for options of a stream not asked for."""
-    if request.stream:
-        return request.stream_options or StreamOptions()
-    if request.stream_options is not None:
-        raise BadField("stream_options", "stream_options go with stream only", "Set stream to true")
-    return None
+    """How to stream, None: not at all; then options have no effect."""
+    return (request.stream_options or StreamOptions()) if request.stream else None
 
 
 def field_named_by(error: BadRequest, kind: type[msgspec.Struct]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 PING_SECONDS = 10.0
 """Silence after which a comment keeps proxies from giving the connection up."""
+NEWS_SECONDS = 1.0
+"""Silence after which a comment says what there is to tell meanwhile."""
 PING = b": still working\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = {
@@ -70,16 +72,22 @@ class EventStream(Response):
 
     Args:
         events: whole events, as made by `event`.
+        news: a comment about the work while no event comes; None: nothing to tell.
 
     Raises (when run):
         ClientDisconnect: the client went away before the first event.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        news: Callable[[], bytes | None] = lambda: None,
+    ) -> None:
         super().__init__(headers=HEADERS)
         # A stream has no length known beforehand.
         del self.headers["content-length"]
         self._events = events
+        self._news = news
         self._started = False
         self._last = time.monotonic()
         self._turn = asyncio.Lock()
@@ -120,12 +128,16 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _ping(self, send: Send) -> None:
+        step, told = min(NEWS_SECONDS, PING_SECONDS), self._news()
         while True:
             quiet = time.monotonic() - self._last
-            if quiet >= PING_SECONDS:
+            news = self._news()
+            if quiet >= NEWS_SECONDS and news is not None and news != told:
+                told = news
+                await self._send(send, news)
+            elif quiet >= PING_SECONDS:
                 await self._send(send, PING)
-                quiet = 0.0
-            await asyncio.sleep(PING_SECONDS - quiet)
+            await asyncio.sleep(max(step - quiet % step, step / 10))
 
     async def _fail(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         known = isinstance(error, CairnError)

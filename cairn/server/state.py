@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cairn.obs.metrics import Metrics
 from cairn.obs.trace import Tracer
@@ -29,7 +30,9 @@ class ServerState:
         tracer: makes spans, or none.
         grammars: checks grammars before the engine sees them.
         templates: renders the model's chat template.
+        sampling_defaults: sampling parameters of requests that do not say.
         model_name: what clients call the model.
+        aliases: further names that clients may call it by.
         loaded: handlers may run; until then the middleware answers 503.
         draining: no new requests; the running ones finish.
         open_requests: requests that the middleware let in and that have not ended.
@@ -42,6 +45,8 @@ class ServerState:
     grammars: GrammarChecker
     templates: TemplateRenderer
     model_name: str
+    aliases: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
     tracer: Tracer = field(default_factory=Tracer)
     loaded: bool = False

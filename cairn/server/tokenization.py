@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what a prompt is to the model."""
+"""/tokenize, /detokenize and /tokenizer_info: what a prompt is to the model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cairn.server.protocol.tokens import (
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from cairn.server.state import ServerState
 
@@ -57,7 +58,21 @@ async def detokenize(request: Request) -> Response:
     return Response(body, media_type="application/json")
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """GET /tokenizer_info, as lm-eval's remote tokenizer asks. Raises BadRequest without one."""
+    state: ServerState = request.app.state.server
+    tokenizer = tokenizer_of(state, "/tokenizer_info")
+    info = TokenizerInfo(
+        tokenizer_class=tokenizer.kind,
+        **tokenizer.named_tokens,
+        chat_template=tokenizer.chat_template,
+        model_max_length=state.client.info.max_model_len,
+    )
+    return Response(msgspec.json.encode(info), media_type="application/json")
+
+
 routes = [
+    Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
 ]

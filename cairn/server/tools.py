@@ -1,4 +1,4 @@
-"""Tool calls: found in what a model writes, and asked for by a grammar.
+"""Tool calls, found in what a model writes.
 
 A call is told when it is whole: a known form, a name, and arguments that are a JSON object (see
 `read_calls`). What looks like a call and is none stays text, to the last character. White space
@@ -7,19 +7,22 @@ beside a call belongs to its markup.
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from cairn.engine.grammar import json_rule
-from cairn.engine.schema import prepared
 from cairn.errors import BadRequest
-from cairn.server.calls import ARGUMENT_KEYS, NAME_KEYS, SEPARATORS, SPACE, Call, read_calls
-from cairn.types import Grammar
+from cairn.server.calls import (
+    ARGUMENT_KEYS,
+    NAME_KEYS,
+    SEPARATORS,
+    SPACE,
+    Call,
+    begun_call,
+    read_calls,
+)
 
 HERMES = "hermes"
 LLAMA3_JSON = "llama3_json"
@@ -62,18 +65,27 @@ def choose_parser(name: str, chat_template: str | None) -> str:
 
     Args:
         name: one of `PARSERS`, or "auto": by the chat template.
-        chat_template: of the model, None when it has none.
+        chat_template: of the model, None when it has none: conversations get a plain form.
 
     Raises:
-        BadRequest: it shows no format that is known.
+        BadRequest: it has no place for tools, or shows no format that is known.
     """
+    if chat_template is None:
+        # The plain form of conversations writes calls as Hermes models do.
+        return HERMES if name == "auto" else name
     if name != "auto":
         return name
-    template = chat_template or ""
-    if OPEN_TAG in template:
+    if OPEN_TAG in chat_template:
         return HERMES
-    if PYTHON_TAG in template or ("ipython" in template and '"parameters"' in template):
+    if PYTHON_TAG in chat_template or (
+        "ipython" in chat_template and '"parameters"' in chat_template
+    ):
         return LLAMA3_JSON
+    if not re.search(r"\btools\b", chat_template):
+        raise BadRequest(
+            "tools were given, but the model's chat template has no place for them",
+            "Leave tools out, or serve a model whose template shows tools",
+        )
     raise BadRequest(
         "tools were given, but the model's chat template shows no format of tool calls",
         f"Leave tools out, or start the server with --tool-parser ({' or '.join(PARSERS)})",
@@ -108,6 +120,15 @@ class ToolParser:
     def close(self, complete: bool = True) -> list[Piece]:
         """The rest, when no text follows; `complete`: the model ended it, it was not cut off."""
         return self._told(self._reader.close(complete))
+
+    def cut(self) -> list[Piece]:
+        """The rest of an output that is calls alone and was cut off: a call with the arguments that
+        were written, or nothing when not even its name was."""
+        closed = self.close(complete=False)
+        rest = "".join(piece.text for piece in closed if isinstance(piece, Text))
+        pieces: list[Piece] = [piece for piece in closed if not isinstance(piece, Text)]
+        begun = begun_call(rest)
+        return pieces if begun is None else pieces + self._told(iter([begun]))
 
     def _told(self, found: Iterator[str | Call]) -> list[Piece]:
         pieces: list[Piece] = []
@@ -315,83 +336,3 @@ def _overlap(text: str, tag: str) -> int:
     """Length of the longest beginning of `tag`, short of all of it, that ends `text`."""
     sizes = range(min(len(tag) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(tag[:size])), 0)
-
-
-def tool_grammar(
-    tools: Sequence[Mapping[str, Any]],
-    choice: str,
-    parser: str,
-    *,
-    several: bool = False,
-    answer: Any = None,
-) -> Grammar | None:
-    """A grammar that makes an output a call.
-
-    Args:
-        tools: as in a request: `{"type": "function", "function": {"name", "parameters"}}`.
-        choice: "required", or the name of the function that is to be called; "none" and "auto"
-            ask for nothing.
-        parser: one of `PARSERS`, whose form the call takes.
-        several: with "required", more calls may follow the first. The model must be able to end
-            its output then.
-        answer: a JSON schema (a parsed one) that the output may follow instead.
-
-    Returns:
-        None where no call is asked for.
-
-    Raises:
-        BadRequest: no tool has the name, or as `json_rule`.
-    """
-    if choice in ("none", "auto"):
-        return None
-    functions = [tool["function"] for tool in tools]
-    if choice != "required":
-        functions = [function for function in functions if function["name"] == choice]
-        if not functions:
-            raise BadRequest(f"no tool is named {choice!r}", "Choose one of the tools given")
-    key, before, after, between = (
-        ("arguments", f"{OPEN_TAG}\n", f"\n{CLOSE_TAG}", "\n")
-        if parser == HERMES
-        else ("parameters", "", "", "; ")
-    )
-    follow = f" ({_quoted(between)} call)*" if several and choice == "required" else ""
-    names = " | ".join(f"call_{i}" for i in range(len(functions)))
-    lines = [f"start: call{follow}", f"call: {_quoted(before)} ({names}) {_quoted(after)}"]
-    if answer is not None:
-        lines[0] += " | answer"
-        lines.append(f"answer: {json_rule(answer)}")
-    for i, function in enumerate(functions):
-        if answer is not None and parser != HERMES:
-            lines.append(f"call_{i}: {json_rule(_call_schema(function))}")
-            continue
-        head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
-        lines.append(f"call_{i}: {_quoted(head)} arguments_{i} {_quoted('}')}")
-        lines.append(f"arguments_{i}: {json_rule(_arguments(function))}")
-    return Grammar("ebnf", "\n".join(lines))
-
-
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object whatever it says."""
-    parameters = function.get("parameters")
-    if parameters is None:
-        return {"type": "object", "additionalProperties": False}
-    return {**parameters, "type": "object"}
-
-
-def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call in Llama 3's form as a JSON schema: beside an answer in JSON, whose signs its lexer
-    would not tell from those of a call that is written in literals."""
-    arguments = prepared(_arguments(function))
-    # References in it are meant from its own root.
-    arguments.setdefault("$id", "urn:arguments")
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, "parameters": arguments},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }
-
-
-def _quoted(text: str) -> str:
-    """A literal of Lark, whose escapes are those of JSON."""
-    return json.dumps(text, ensure_ascii=False)

@@ -7,6 +7,7 @@ from cairn.cli.generate import generate
 from cairn.cli.options import ENGINE_NAMES
 from cairn.config import EngineOptions, default_model_path
 from cairn.types import Grammar, SamplingParams
+from tests.fake_llm import FakeLLM
 
 
 def test_streams_the_text(run, llms):
@@ -199,3 +200,13 @@ def test_bad_input_is_refused_before_loading(run, llms, arguments, word):
     assert (code, out) == (2, "")
     assert word in err
     assert llms == []
+
+
+def test_what_is_not_said_is_the_models_recommendation(run, llms, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "default_params", SamplingParams(top_k=7))
+    assert run("generate", "--prompt", "hi", "--top-p", "0.5")[0] == 0
+    assert run("generate", "--prompt", "hi", "--top-k", "3")[0] == 0
+    assert run("generate", "--prompt", "hi", "--sampling-defaults", "openai")[0] == 0
+    params = [llm.calls[-1][1] for llm in llms]
+    assert [(p.top_k, p.top_p) for p in params] == [(7, 0.5), (3, 1.0), (0, 1.0)]
+    assert run("generate", "--prompt", "hi", "--sampling-defaults", "vllm")[0] == 2

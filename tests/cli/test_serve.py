@@ -59,7 +59,7 @@ def test_every_option(run, started):
         admin_port=90,
         allowed_hosts=("box.lan", "10.0.0.7"),
         api_keys=("a", "b"),
-        served_model_name="name",
+        served_model_name=("name",),
         max_waiting=1,
         max_body_bytes=2000,
         max_json_depth=3,

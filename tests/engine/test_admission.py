@@ -56,6 +56,13 @@ def test_a_prompt_that_can_never_fit_names_both_numbers():
         check([0] * 10, SamplingParams(), SHAPE, has_tokenizer=True)
 
 
+def test_a_prompt_that_is_only_scored_may_fill_the_context():
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    check([0] * 10, params, SHAPE, has_tokenizer=True)
+    with pytest.raises(TooLong, match="prompt has 11 tokens, but it may have 10 "):
+        check([0] * 11, params, SHAPE, has_tokenizer=True)
+
+
 def test_stop_ids_are_the_ids_that_can_come_once_each():
     assert stop_ids(SamplingParams(stop_token_ids=(7, 2, 7)), SHAPE) == (2, 7)
     assert stop_ids(SamplingParams(stop_token_ids=(7,), ignore_eos=True), SHAPE) == (7,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cairn.engine.chat import checked_messages, plain_text
+from cairn.engine.chat import checked_messages, plain_text, with_wrapped_arguments
 from cairn.errors import BadRequest
 
 CALL = {"id": "c1", "function": {"name": "look", "arguments": ""}}
@@ -54,9 +54,6 @@ def call(**function: object) -> list[dict[str, object]]:
             r"messages\[1\].tool_calls must be a list",
         ),
         (call(arguments="{}"), r"tool_calls\[0\] needs a 'function' with a string 'name'"),
-        (call(name="f", arguments="{a"), r"tool_calls\[0\].function.arguments is not JSON"),
-        (call(name="f", arguments="[1]"), r"arguments must be a JSON object, not \[1\]"),
-        (call(name="f", arguments="[" * 100_000), "arguments is not JSON"),
     ],
 )
 def test_what_is_no_message(messages, words):
@@ -97,6 +94,42 @@ def test_a_call_has_a_type_and_no_empty_id(given):
 def test_arguments_may_be_a_mapping():
     (message,) = checked_messages(call(name="f", arguments={"a": [1]}))
     assert message["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{a", "[1]", '{"a": ', "3", "null", '"x"', "{} x"),
+        *("[" * 100_000, "1" * 5000, '{"a": "\\ud83d"}'),
+    ],
+)
+def test_arguments_that_are_no_object_stay_text(text):
+    (message,) = checked_messages(call(name="f", arguments=text))
+    assert message["tool_calls"][0]["function"]["arguments"] == text
+
+
+@pytest.mark.parametrize(
+    ("given", "text"), [([1, "é"], '[1, "é"]'), (3, "3"), (2.5, "2.5"), (True, "true")]
+)
+def test_arguments_that_are_another_value_are_its_json(given, text):
+    (message,) = checked_messages(call(name="f", arguments=given))
+    assert message["tool_calls"][0]["function"]["arguments"] == text
+
+
+@pytest.mark.parametrize("given", [None, "", " \n", "{}", {}])
+def test_no_arguments(given):
+    (message,) = checked_messages(call(name="f", arguments=given))
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_wrapped_arguments():
+    good = {"role": "user", "content": "x"}
+    assert with_wrapped_arguments(checked_messages([good, *call(name="f", arguments="{}")])) is None
+    messages = checked_messages([good, *call(name="f", arguments="{a")])
+    wrapped = with_wrapped_arguments(messages)
+    assert wrapped is not None and wrapped[0] == good
+    assert wrapped[1]["tool_calls"][0]["function"]["arguments"] == {"arguments": "{a"}
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == "{a"
 
 
 def test_plain_text():

@@ -14,6 +14,7 @@ from cairn.engine.messages import (
     Call,
     FromEngine,
     Outputs,
+    Reading,
     Reply,
     Stats,
     Stop,
@@ -62,7 +63,7 @@ class Running:
         self._outbox.bind("inproc://loop")
         inbox = self._context.socket(zmq.PULL)
         inbox.connect("inproc://loop")
-        runner = SimpleNamespace(reads=SimpleNamespace(queries=0, selected=0))
+        runner = SimpleNamespace(reads=SimpleNamespace(queries=0, selected_by_head=0.0))
         built = SimpleNamespace(core=self.core, runner=runner)
         self.loop = EngineLoop(built, inbox, self._take, self.vitals)
         self.thread = threading.Thread(target=self._run)
@@ -143,6 +144,17 @@ def test_one_message_a_step_with_every_continuation_that_moved(make):
     first = {(d.id, d.index): d for d in reversed(deltas(sent))}
     assert first["a", 0].cached_tokens is not None
     assert first["a", 1].cached_tokens is None
+
+
+def test_how_far_a_long_prompt_is_read(make, monkeypatch):
+    monkeypatch.setattr("cairn.engine.loop.STATS_SECONDS", 0.0)
+    running = make(step_slots=8, landmarks=False, prefix_caching=False)
+    running.submit("long", n=2, size=30)
+    running.reach_step()
+    running.step(6)
+    told = [message.read for message in running.sent if isinstance(message, Reading)]
+    assert [read["long"] for read in told if "long" in read] == [8, 16, 24]
+    running.wait(lambda sent: any(delta.id == "long" for delta in deltas(sent)))
 
 
 def test_pages_of_what_is_taken_back_return_before_the_next_step(make):

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from cairn.config import default_model_path
-from cairn.engine.output import OutputStream, StopString
+from cairn.engine.output import OutputStream
+from cairn.engine.stops import StopString
 from cairn.engine.tokenizer import Tokenizer
 from cairn.types import Alternatives, CompletionOutput, FinishReason, SamplingParams
+from tests.engine import vocabularies
 
 
 @cache
@@ -24,8 +26,9 @@ def bytewise() -> Tokenizer:
 class Pieces:
     """A tokenizer whose ids are places in a list of pieces of text."""
 
-    def __init__(self, pieces: list[str]) -> None:
+    def __init__(self, pieces: list[str], special_texts: dict[int, str] | None = None) -> None:
         self.pieces = pieces
+        self.special_texts = special_texts or {}
 
     def detokenizer(self, prompt):
         return SimpleNamespace(push=self.pieces.__getitem__, flush=lambda: "")
@@ -219,3 +222,87 @@ def test_logprobs_are_collected():
     assert out.output.logprobs[0][66].rank == 2
     assert out.output.logprobs[0][65].decoded_token == "A"
     assert list(out.output.logprobs[0]) == [65, 66]
+
+
+def written_out(pieces: list[str], special: dict[int, str]) -> str:
+    return "".join(special.get(i, piece) for i, piece in enumerate(pieces))
+
+
+@pytest.mark.parametrize("stop", ["<|end|>", "ab<|end|>", "<|end|>ab", "<|a|><|end|>", "b<|end|>a"])
+def test_a_stop_string_with_a_special_token_in_it(stop):
+    pieces = ["ba", "", "ab", "", "ab", "", "", "aba"]
+    special = {1: "<|a|>", 3: "<|end|>", 5: "<|a|>", 6: "<|end|>"}
+    out = stream(stop=stop, max_output=8, tokenizer=Pieces(pieces, special))
+    taken = ""
+    for i in range(8):
+        reason = out.push(i, None)
+        taken += out.take()
+        if reason is not None:
+            break
+    before = written_out(pieces, special).partition(stop)[0]
+    for name in special.values():
+        before = before.replace(name, "")
+    assert taken == out.output.text == before
+    assert (out.output.finish_reason, out.output.stop_reason) == ("stop", stop)
+
+
+def test_special_tokens_in_stop_strings_at_random_borders():
+    rng = random.Random(7)
+    stopped = 0
+    for _ in range(1000):
+        size = rng.randint(1, 20)
+        special = {i: rng.choice(["X", "YZ"]) for i in range(size) if rng.random() < 0.4}
+        pieces = ["" if i in special else "".join(rng.choices("ab", k=2)) for i in range(size)]
+        parts = ["a", "b", "X", "YZ"]
+        stops = tuple("".join(rng.choices(parts, k=rng.randint(1, 4))) for _ in range(2))
+        out = stream(stop=stops, max_output=size, tokenizer=Pieces(pieces, special))
+        taken = ""
+        for i in range(size):
+            reason = out.push(i, None)
+            taken += out.take()
+            if reason is not None:
+                break
+        full, plain = written_out(pieces, special), "".join(pieces)
+        marked = tuple(stop for stop in stops if any(name in stop for name in special.values()))
+        unmarked = tuple(stop for stop in stops if stop not in marked)
+        cut = cut_offline(full, marked) if marked else (full, None, 0)
+        text = "".join(c for c in cut[0] if c in "ab")
+        if not unmarked:
+            assert taken == out.output.text == text
+            assert out.output.stop_reason == cut[1]
+        elif not marked:
+            assert taken == out.output.text == cut_offline(plain, unmarked)[0]
+        else:
+            assert taken == out.output.text
+        stopped += out.output.stop_reason is not None
+    assert stopped > 300
+
+
+def test_a_special_token_in_no_stop_string_does_not_break_the_others():
+    out = stream(stop="abc", max_output=3, tokenizer=Pieces(["xab", "", "cd"], {1: "<|end|>"}))
+    assert [out.push(i, None) for i in range(3)] == [None, None, "stop"]
+    assert out.output.text == "x"
+
+
+def test_a_special_stop_token_before_min_tokens_does_not_count():
+    pieces = Pieces(["a", "", "b", ""], {1: "<|end|>", 3: "<|end|>"})
+    out = stream(stop="<|end|>", min_tokens=3, max_output=4, tokenizer=pieces)
+    assert [out.push(i, None) for i in range(4)] == [None, None, None, "stop"]
+    assert (out.output.text, out.output.stop_reason) == ("ab", "<|end|>")
+
+
+def test_a_special_stop_token_that_is_spelled_in_letters():
+    pieces = Pieces(["a<|en", "d|>b"], {7: "<|end|>"})
+    out = stream(stop="<|end|>", max_output=2, tokenizer=pieces)
+    assert [out.push(i, None) for i in range(2)] == [None, "stop"]
+    assert out.output.text == "a"
+
+
+def test_special_tokens_of_a_real_tokenizer_are_stop_strings(tmp_path):
+    tokenizer = Tokenizer(vocabularies.qwen(tmp_path / "qwen"))
+    for token, name in sorted(tokenizer.special_texts.items()):
+        ids = [*tokenizer.encode("one two"), token, *tokenizer.encode(" three")]
+        out = stream(stop=("three", name), tokenizer=tokenizer)
+        reasons = [out.push(i, None) for i in ids[: ids.index(token) + 1]]
+        assert reasons == [None] * (len(reasons) - 1) + ["stop"]
+        assert (out.output.text, out.output.stop_reason) == ("one two", name)

@@ -85,6 +85,25 @@ def test_tools_and_their_calls(qwen):
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": "é"}'
 
 
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "nothing"])
+def test_a_malformed_call_in_a_history(folder, tmp_path, arguments):
+    templates = {
+        "{{ c.function.arguments if c.function.arguments is string else 'no' }}": arguments,
+        "{{ c.function.arguments | tojson }}": json.dumps(arguments),
+        "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}": (
+            f"arguments={arguments}"
+        ),
+        "{% for k in c.function.arguments.keys() %}{{ k }}{% endfor %}": "arguments",
+    }
+    call = {"id": "c1", "function": {"name": "look", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "content": "x", "tool_calls": [call]}]
+    for i, (part, text) in enumerate(templates.items()):
+        loops = "{% for m in messages %}{% for c in m.tool_calls %}"
+        template = f"{loops}{part}{{% endfor %}}{{% endfor %}}"
+        tokenizer = with_template(folder, tmp_path / str(i), template)
+        assert shown(tokenizer, messages) == text
+
+
 def test_template_variables(qwen):
     text = shown(qwen, [USER], template_kwargs={"enable_thinking": False})
     assert text.endswith("assistant\n<think>\n\n</think>\n\n")
@@ -126,18 +145,24 @@ def test_the_plain_template(bytewise):
     assert text == "system: Be brief.\nuser: hi\n"
 
 
-@pytest.mark.parametrize(
-    ("messages", "kwargs", "words"),
-    [
-        ([USER], {"tools": [TOOL]}, "tools are given.*no chat template"),
-        ([USER], {"template_kwargs": {"x": 1}}, "chat template variables are given"),
-        ([USER, {"role": "assistant", "tool_calls": [CALL]}], {}, r"messages\[1\].*tool call"),
-        ([USER, {"role": "tool", "content": "42"}], {}, r"messages\[1\].*tool call"),
-    ],
-)
-def test_the_plain_template_knows_no_tools(bytewise, messages, kwargs, words):
-    with pytest.raises(BadRequest, match=words):
-        bytewise.apply_chat(messages, **kwargs)
+def test_tools_in_the_plain_template(bytewise):
+    messages = [
+        USER,
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "So.", "tool_calls": [CALL]},
+    ]
+    call = '<tool_call>\n{"name": "look", "arguments": {"a": "é"}}\n</tool_call>'
+    assert shown(bytewise, messages, [TOOL]) == (
+        'tools, called as <tool_call>{"name": ..., "arguments": {...}}</tool_call>:\n'
+        f"{json.dumps(TOOL)}\nuser: hi\nassistant: {call}\ntool: 42\n"
+        f"assistant: So.\n{call}\nassistant:"
+    )
+
+
+def test_the_plain_template_has_no_variables(bytewise):
+    with pytest.raises(BadRequest, match="chat template variables are given"):
+        bytewise.apply_chat([USER], template_kwargs={"x": 1})
 
 
 def test_a_template_without_tools_refuses_them(folder, tmp_path):
@@ -343,3 +368,8 @@ def test_prompts_that_never_come_again_are_not_kept():
     before = process.memory_info().rss
     encode(range(1500, 9000))
     assert process.memory_info().rss - before < 8 << 20
+
+
+def test_named_tokens(qwen, bytewise):
+    assert qwen.named_tokens["eos_token"] == "<|im_end|>"
+    assert set(bytewise.named_tokens.values()) == {None}

@@ -106,7 +106,7 @@ NAN, INF = math.nan, math.inf
         ("top_k", [-2, 1.5, NAN, None, True]),
         ("min_p", [NAN, -0.1, 1.1]),
         ("n", [0, -1, 1.5, None]),
-        ("max_tokens", [0, -1, 2.0, NAN]),
+        ("max_tokens", [-1, 2.0, NAN]),
         ("min_tokens", [-1, 17, None, NAN]),
         ("seed", [1.5, "1", 2**64, -(2**63) - 1, NAN]),
         ("presence_penalty", [NAN, -2.1, 2.1, INF]),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cairn import LLM, BadRequest, SamplingParams
+from cairn.errors import TooLong
 from tests.llm.conftest import assert_idle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -373,3 +374,42 @@ def test_chunks_that_choose_no_token_have_no_logits(token_folder, monkeypatch):
     llm.generate([{"prompt_token_ids": ids(1, 100)}], SamplingParams(temperature=0, max_tokens=2))
     assert llm.stats().steps > 3
     assert rows == [1, 1]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prompt_as_long_as_the_context_is_scored(token_folder, n):
+    llm = LLM(token_folder, device="cpu", kv_cache_memory="4MiB", max_model_len=100)
+    prompt = ids(3, 100)
+    scored = SamplingParams(max_tokens=0, prompt_logprobs=2, n=n)
+    shorter = SamplingParams(max_tokens=1, prompt_logprobs=2, logprobs=2, temperature=0.0)
+    full, part = llm.generate(
+        [{"prompt_token_ids": prompt}, {"prompt_token_ids": prompt[:-1]}], [scored, shorter]
+    )
+    assert [(o.token_ids, o.finish_reason) for o in full.outputs] == [([], "length")] * n
+    assert len(full.prompt_logprobs) == 100
+    for i in range(1, 99):
+        one, other = full.prompt_logprobs[i], part.prompt_logprobs[i]
+        assert one[prompt[i]].logprob == pytest.approx(other[prompt[i]].logprob, abs=1e-4)
+    assert full.prompt_logprobs[99][prompt[99]].rank >= 1
+    with pytest.raises(TooLong):
+        llm.generate({"prompt_token_ids": [*prompt, 5]}, scored)
+
+
+def test_a_stream_of_a_prompt_that_is_only_scored(token_llm):
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0, logprobs=1)
+    *_, (text, result) = token_llm.stream({"prompt_token_ids": [5, 6, 7]}, params)
+    assert (text, result.finished, result.outputs[0].token_ids) == ("", True, [])
+    assert len(result.prompt_logprobs) == 3
+
+
+def test_calls_without_parameters_follow_the_models_recommendation(token_folder, tmp_path):
+    folder = shutil.copytree(token_folder, tmp_path / "model")
+    recommended = {"temperature": 0.0, "repetition_penalty": 1.3}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    llm = LLM(folder, device="cpu", kv_cache_memory="4MiB")
+    prompt = {"prompt_token_ids": ids(4, 20)}
+    params = SamplingParams(**recommended)
+    assert llm.default_params == params
+    assert tokens_of(llm.generate(prompt)) == tokens_of(llm.generate(prompt, params))
+    *_, (_, streamed) = llm.stream(prompt)
+    assert tokens_of([streamed]) == tokens_of(llm.generate(prompt, params))

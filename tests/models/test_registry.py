@@ -50,6 +50,15 @@ def test_generation_config_adds_eos_ids(tmp_path, tiny):
     (tmp_path / "config.json").write_text(json.dumps(tiny | {"eos_token_id": 7}))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert load_spec(tmp_path).eos_token_ids == (7, 9)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(BadModel, match=r"^generation_config\.json: eos_token_id is 'x'"):
+        load_spec(tmp_path)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path, tiny):
+    (tmp_path / "config.json").write_text(json.dumps(tiny | {"eos_token_id": 7}), "utf-8-sig")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}', "utf-8-sig")
+    assert load_spec(tmp_path).eos_token_ids == (7, 9)
 
 
 def test_spec_needs_no_torch():

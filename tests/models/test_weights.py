@@ -220,6 +220,12 @@ def test_shards_equal_one_file(folder, plain):
     assert torch.equal(plain(load(folder), TOKENS)[0], base)
 
 
+def test_a_single_file_goes_before_a_stale_index(folder, plain):
+    base, _ = plain(load(folder), TOKENS)
+    write_index(folder, {"model.norm.weight": "model-00001-of-00009.safetensors"})
+    assert torch.equal(plain(load(folder), TOKENS)[0], base)
+
+
 def test_wrong_index(folder):
     index = shard(folder)
     name = "model.norm.weight"

@@ -129,7 +129,17 @@ class FakeClient:
     def _deltas(self, request_id, prompt, params, index):
         answer = self.answer(list(prompt), params, index)
         room = self.max_model_len - len(prompt)
-        count = min(len(answer), params.max_tokens or room, room)
+        count = min(len(answer), room if params.max_tokens is None else params.max_tokens, room)
+        if count == 0:
+            yield Delta(
+                request_id,
+                index,
+                prompt_logprobs=self._prompt_logprobs(prompt, params) if index == 0 else None,
+                cached_tokens=len(prompt) // 2,
+                finish_reason="length",
+                timing=Timing(0.1, 0.2, 0.0),
+            )
+            return
         stream = self.tokenizer.detokenizer(prompt) if self.tokenizer else None
         for i, token in enumerate(answer[:count]):
             last = i == count - 1

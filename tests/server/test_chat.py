@@ -1,7 +1,11 @@
 """Chat completions over an engine that says what the test wants."""
 
+import json
+
 import pytest
 
+from cairn.engine.tokenizer import Tokenizer
+from tests.server.conftest import model_with_template
 from tests.server.fake_api import FakeApi, chat_body
 from tests.server.fake_client import LAYERS, WORDS
 
@@ -153,6 +157,35 @@ def test_call_cut_by_length_is_text(tool_api):
     assert choice["message"]["content"] == call()[:20]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+@pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": False}])
+def test_a_call_that_was_asked_for_and_cut(tool_api, choice, fields):
+    text = '<tool_call>\n{"name": "look", "arguments": {"at": 12}}\n</tool_call>'
+    says(tool_api, text)
+    for size in range(1, len(text)):
+        cut = tool_api.chat(tools=[TOOL], tool_choice=choice, max_tokens=size, **fields)
+        (got,) = cut["choices"]
+        assert got["finish_reason"] == "length"
+        assert not got["message"]["content"]
+        calls = got["message"].get("tool_calls", [])
+        named = size >= text.index('"look"') + len('"look"')
+        assert [made["function"]["name"] for made in calls] == ["look"] * named
+        if named:
+            written = text[:size].partition('"arguments": ')[2].partition("}")
+            assert calls[0]["function"]["arguments"] == written[0] + written[1]
+
+
+def test_a_second_call_that_was_cut(tool_api):
+    text = f"{call()}\n{call(arguments='{}')}"
+    says(tool_api, text)
+    body = chat_body(tools=[TOOL], tool_choice="required", max_tokens=len(text) - 13)
+    streamed = joined(tool_api.events(PATH, body))[0]
+    assert [made["arguments"] for made in streamed["calls"].values()] == ['{"at": 1}', "{}"]
+    assert (streamed["content"], streamed["end"]) == ("", "length")
+    choice = tool_api.answer(PATH, body)["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 2 and choice["finish_reason"] == "length"
+
+
 def test_one_call_ends_the_answer(tool_api):
     says(tool_api, call() + call("look", '{"at": 2}') + "x" * 500)
     answer = tool_api.chat(tools=[TOOL], parallel_tool_calls=False)
@@ -206,6 +239,14 @@ def test_tools_beside_a_response_format(tool_api, form, choice):
     assert tool_api.grammars.checked[-1] == tool_api.asked.params.grammar
 
 
+def test_a_strict_tool_beside_a_response_format(tool_api):
+    schema = {"type": "object", "properties": {"at": {"const": "a place"}}}
+    strict = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    tool_api.chat(tools=[strict], response_format=SCHEMA)
+    text = tool_api.asked.params.grammar.text
+    assert "a place" in text and "an answer" in text
+
+
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "look"}}, "none"]
 )
@@ -223,7 +264,7 @@ def test_which_of_both_is_wrong(tool_api, bad):
     tool = {"type": "function", "function": {"name": "f", "parameters": schemas["tools"]}}
     form = {"type": "json_schema", "json_schema": {"schema": schemas["response_format"]}}
     error = tool_api.error(PATH, chat_body(tools=[tool], response_format=form))
-    assert error["param"] == bad
+    assert error["param"] == {"tools": "tools[0].function.parameters"}.get(bad, bad)
 
 
 def test_a_function_may_be_called_required(tool_api):
@@ -235,24 +276,44 @@ def test_a_function_may_be_called_required(tool_api):
 
 def test_wrong_schema_of_a_tool(tool_api):
     bad = {"type": "function", "function": {"name": "f", "parameters": {"title": "bomb"}}}
-    error = tool_api.error(PATH, chat_body(tools=[bad], tool_choice="required"))
-    assert error["param"] == "tools"
+    error = tool_api.error(PATH, chat_body(tools=[TOOL, bad], tool_choice="required"))
+    assert error["param"] == "tools[1].function.parameters"
+    assert "tools[1], 'f'" in error["message"] and "the grammar" not in error["message"][:20]
+
+
+def test_wrong_schema_of_a_tool_that_is_not_held_to_it(tool_api):
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"title": "bomb"}}}
+    strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    named = {"type": "function", "function": {"name": "look"}}
+    for fields in ({"tools": [bad, TOOL]}, {"tools": [bad, strict]}, {"tool_choice": named}):
+        tool_api.chat(**({"tools": [bad, TOOL]} | fields))
+
+
+def test_a_strict_tool_holds_calls_to_its_schema(tool_api):
+    strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    says(tool_api, call())
+    for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}):
+        answer = tool_api.chat(tools=[strict], **fields)
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+        assert tool_api.asked.params.grammar.kind == "ebnf"
+        assert tool_api.grammars.checked[-1] == tool_api.asked.params.grammar
+    tool_api.chat(tools=[strict], tool_choice="none")
+    assert tool_api.asked.params.grammar is None
+    tool_api.chat(tools=[TOOL])
+    assert tool_api.asked.params.grammar is None
 
 
 @pytest.mark.parametrize(
     "fields, param, text",
     [
         ({"tool_choice": "required"}, "tool_choice", "no"),
-        ({"parallel_tool_calls": True}, "parallel_tool_calls", "tools"),
+        ({"guided_json": {"type": "object"}}, "guided_json", "response_format"),
+        ({"guided_regex": "a"}, "guided_regex", "as regex"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs", "response_format"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
             "'x'",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-            "tools[0].function.strict",
-            "required",
         ),
         ({"tools": [TOOL], "regex": "a"}, "regex", "tools"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "4"),
@@ -274,8 +335,17 @@ def test_refused(tool_api, fields, param, text):
     assert not tool_api.client.submitted
 
 
-def test_tools_without_a_template_are_refused(api):
-    assert "template" in api.error(PATH, chat_body(tools=[TOOL]))["message"]
+def test_tools_without_a_template(api):
+    says(api, call())
+    choice = api.chat(tools=[TOOL])["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    made = choice["message"]["tool_calls"]
+    answered = {"role": "tool", "tool_call_id": made[0]["id"], "content": "seen"}
+    said = {"role": "assistant", "content": None, "tool_calls": made}
+    messages = [*chat_body()["messages"], said, answered]
+    api.answer(PATH, {"messages": messages, "tools": [TOOL]})
+    text = bytes(api.asked.prompt).decode()
+    assert json.dumps(TOOL) in text and "tool: seen\nassistant:" in text
 
 
 def test_variables_without_a_template_are_refused(api):
@@ -309,10 +379,10 @@ def test_selection_per_token(api):
     assert "cairn" not in api.chat(max_tokens=3)["choices"][0]
 
 
-def test_selection_needs_landmarks(api):
+def test_selection_needs_layers_that_select(api):
     api.client.layers = ()
     error = api.error(PATH, chat_body(max_tokens=3, cairn={"selection": True}))
-    assert "landmarks" in error["message"]
+    assert "no layer of this model selects pages" in error["message"]
     assert error["param"] == "cairn.selection"
 
 
@@ -345,3 +415,52 @@ def test_too_long_names_both_numbers(api):
 def test_without_tokenizer():
     api = FakeApi(None)
     assert "tokenizer" in api.error(PATH, chat_body())["message"]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", {"a": 1}, [1], 3, None, ""])
+def test_malformed_arguments_in_a_history(tool_api, arguments):
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answered = {"role": "tool", "tool_call_id": "c1", "content": "failed"}
+    user = {"role": "user", "content": "hi"}
+    answer = tool_api.answer(PATH, {"messages": [user, said, answered], "tools": [TOOL]})
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "auto"},
+        {"tool_choice": "auto", "tools": []},
+        {"parallel_tool_calls": True},
+        {"parallel_tool_calls": False, "tools": []},
+        {"stream_options": {"include_usage": True}},
+        {"verbosity": "low"},
+        {"functions": []},
+        {"function_call": "none"},
+        {"reasoning_effort": "low"},
+        {"reasoning_effort": "none"},
+    ],
+)
+def test_what_asks_for_nothing_is_taken(api, fields):
+    api.chat(seed=1)
+    plain = api.asked
+    api.chat(seed=1, **fields)
+    assert (api.asked.prompt, api.asked.params) == (plain.prompt, plain.params)
+
+
+def test_reasoning_effort_reaches_a_template_that_knows_it(tmp_path):
+    template = (
+        "{{ reasoning_effort }} {{ enable_thinking }} "
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    api = FakeApi(Tokenizer(model_with_template(tmp_path / "model", template)))
+
+    def shown(**fields):
+        api.chat(**fields)
+        return bytes(api.asked.prompt).decode()
+
+    assert shown(reasoning_effort="high") == "high  hi"
+    assert shown(reasoning_effort="none") == "none False hi"
+    kwargs = {"enable_thinking": True, "reasoning_effort": "low"}
+    assert shown(reasoning_effort="none", chat_template_kwargs=kwargs) == "low True hi"

@@ -140,6 +140,17 @@ def test_nothing_generated(api):
     assert error["param"] == "max_tokens"
 
 
+@pytest.mark.parametrize("prompt", ["a" * 4096, [97] * 4096], ids=["text", "ids"])
+def test_a_full_context_is_scored(api, prompt):
+    fields = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    choice = api.complete(prompt, **fields)["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == 4096
+    for other in ({"max_tokens": 1}, {"prompt": prompt + prompt[:1]}):
+        error = api.error(PATH, {"prompt": prompt, **fields, **other})
+        assert error["code"] == "context_length_exceeded", error
+        assert "output" not in error["message"] or other == {"max_tokens": 1}
+
+
 def test_offsets_are_characters_and_parts_show_bytes(api):
     api.client.answer = lambda *_: "🐘!".encode()
     scored = api.complete("ö", echo=True, logprobs=0, max_tokens=9)["choices"][0]["logprobs"]
@@ -215,3 +226,36 @@ def test_without_tokenizer():
     choice = api.complete([1, 2], echo=True, logprobs=1, max_tokens=1)["choices"][0]
     assert choice["text"] == ""
     assert choice["logprobs"]["tokens"] == ["token_id:1", "token_id:2", f"token_id:{WORDS[0]}"]
+
+
+def test_sampling_defaults(api):
+    api.state.sampling_defaults = {"temperature": 0.6, "top_p": 0.9}
+    api.complete("a", top_p=0.5)
+    assert (api.asked.params.temperature, api.asked.params.top_p) == (0.6, 0.5)
+    api.chat(temperature=0)
+    assert (api.asked.params.temperature, api.asked.params.top_p) == (0, 0.9)
+
+
+def test_an_empty_suffix_asks_for_nothing(api):
+    assert api.complete("a", suffix="")["choices"][0]["text"]
+    assert api.error(PATH, {"prompt": "a", "suffix": "b"})["param"] == "suffix"
+
+
+@pytest.mark.parametrize("best_of", [1, 1.0, None])
+def test_the_best_of_one_is_it(api, best_of):
+    assert api.complete("a", best_of=best_of)
+    assert api.error(PATH, {"prompt": "a", "best_of": True})["param"] == "best_of"
+
+
+def test_whole_numbers_may_be_written_as_floats(api):
+    fields = {"max_tokens": 5.0, "seed": 3.0, "n": 1.0, "top_k": 2e1, "min_tokens": -0.0}
+    api.complete("a", **fields, logprobs=1.0, stop_token_ids=[7.0], logit_bias={"3": 1.0})
+    params = api.asked.params
+    assert (params.max_tokens, params.seed, params.n, params.top_k) == (5, 3, 1, 20)
+    assert (params.logprobs, params.stop_token_ids, params.logit_bias) == (1, (7,), {3: 1.0})
+    api.complete([104.0, 105.0])
+    assert api.asked.prompt == [104, 105]
+    api.complete("a", max_tokens=5.0, temperature=0.5, stop="x")
+    assert api.asked.params.temperature == 0.5
+    for name, value in (("max_tokens", 5.5), ("seed", 1e300), ("max_tokens", "5"), ("n", 0.0)):
+        assert api.error(PATH, {"prompt": "a", name: value})["param"] == name

@@ -285,7 +285,11 @@ def test_completion_stream(client):
         (lambda c: chat(c, extra_body={"tempratur": 1}), openai.BadRequestError, "tempratur"),
         (lambda c: complete(c, "x" * 9000), openai.BadRequestError, "prompt"),
         (lambda c: complete(c, best_of=2), openai.BadRequestError, "best_of"),
-        (lambda c: chat(c, reasoning_effort="low"), openai.BadRequestError, "reasoning_effort"),
+        (
+            lambda c: chat(c, extra_body={"guided_json": {}}),
+            openai.BadRequestError,
+            "guided_json",
+        ),
         (
             lambda c: c.chat.completions.create(model="gpt-4", messages=CHAT),
             openai.NotFoundError,

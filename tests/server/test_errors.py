@@ -64,3 +64,30 @@ def test_megabytes_are_not_sent_back(api, body):
     assert response.status_code in (400, 404)
     assert len(response.content) < 10_000
     assert response.json()["error"]["param"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("POST", "/responses", "Use /v1/responses"),
+        ("GET", "/v1/responses/resp_1", "Answers are not kept"),
+        ("POST", "/messages", "Use /v1/messages"),
+        ("POST", "/api/chat", "Ollama"),
+        ("POST", "/v1/embeddings", "no embeddings"),
+        ("POST", "/v1/rerank", "ranks nothing"),
+        ("POST", "/v1/audio/transcriptions", "text only"),
+        ("POST", "/chat/completions", "Use /v1/chat/completions"),
+        ("POST", "/v1/v1/chat/completions", "Use /v1/chat/completions"),
+        ("POST", "/completions", "Use /v1/completions"),
+        ("GET", "/models", "Use /v1/models"),
+    ],
+)
+def test_paths_that_are_not_served_say_what_is(api, method, path, words):
+    answer = api.request(method, path, json={} if method == "POST" else None)
+    assert answer.status_code == 404
+    assert words in answer.json()["error"]["message"]
+
+
+def test_another_path_has_no_hint(api):
+    message = api.request("GET", "/nowhere").json()["error"]["message"]
+    assert message == "GET /nowhere: Not Found"

@@ -5,7 +5,10 @@ import asyncio
 import pytest
 
 from cairn.errors import EngineDead
+from cairn.server.generation import Generation, Work
+from cairn.types import SamplingParams
 from tests.server.fake_api import chat_body, events_of
+from tests.server.fake_client import FakeClient
 from tests.server.raw import Raw
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -255,3 +258,17 @@ def test_a_slow_client_gets_larger_pieces(api, prompt, n):
     for index in range(2):
         mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
         assert "".join(choice["text"] for choice in mine) == "x" * 2000
+
+
+def test_how_far_the_prompts_are_read(tokenizer):
+    client = FakeClient(tokenizer)
+    work = Work([[1, 2, 3], [4, 5]], SamplingParams(), 0, "prompt")
+
+    async def run():
+        with Generation(client, work, "x") as generation:
+            assert generation.reading is None
+            first, second = generation._submissions
+            first.read, second.read = 3, 1
+            return generation.reading
+
+    assert asyncio.run(run()) == b": read 4 of 5 tokens\n\n"

@@ -30,3 +30,19 @@ def test_requests_name_the_model_or_none(api):
 def test_names_with_slashes(api):
     api.state.model_name = "org/model"
     assert api.request("GET", "/v1/models/org/model").json()["id"] == "org/model"
+
+
+def test_an_empty_name_is_none(api):
+    assert api.complete(model="")["model"] == "tiny"
+    assert api.answer("/tokenize", {"prompt": "a", "model": ""})["count"] == 1
+
+
+def test_several_names(api):
+    api.state.aliases = ("gpt-4o", "org/tiny")
+    names = ["tiny", "gpt-4o", "org/tiny"]
+    assert [card["id"] for card in api.request("GET", "/v1/models").json()["data"]] == names
+    for name in names:
+        assert api.request("GET", f"/v1/models/{name}").json()["id"] == name
+        assert api.complete(model=name)["model"] == "tiny"
+    error = api.error("/v1/completions", {"prompt": "a", "model": "gpt-4"}, 404)
+    assert "'gpt-4'" in error["message"]

@@ -11,11 +11,11 @@ from cairn.server.sse import EventStream, unless_gone
 from tests.server.raw import Raw
 
 
-def run_stream(events, leave_after=None):
+def run_stream(events, leave_after=None, news=lambda: None):
     async def run():
         raw = Raw("/", {})
         await raw.receive()
-        task = raw.start(EventStream(events()))
+        task = raw.start(EventStream(events(), news))
         if leave_after is not None:
             await raw.until(leave_after)
             raw.leave()
@@ -86,6 +86,21 @@ def test_silence_is_filled_with_comments(monkeypatch):
     assert raw.text.startswith(": ")
     assert raw.text.endswith("data: 1\n\n")
     assert sum(m["type"] == "http.response.start" for m in raw.sent) == 1
+
+
+def test_news_are_told_once_each(monkeypatch):
+    monkeypatch.setattr(sse, "NEWS_SECONDS", 0.02)
+    told = [None]
+
+    async def events():
+        await asyncio.sleep(0.1)
+        for count in (1, 2):
+            told[0] = b": read %d\n\n" % count
+            await asyncio.sleep(0.2)
+        yield b"data: 1\n\n"
+
+    raw = run_stream(events, news=lambda: told[0])
+    assert raw.text == ": read 1\n\n: read 2\n\ndata: 1\n\n"
 
 
 def test_no_comments_between_busy_events(monkeypatch):

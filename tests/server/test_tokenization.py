@@ -61,3 +61,11 @@ def test_refused(api, path, body, param, text):
 )
 def test_without_tokenizer(path, body):
     assert "tokenizer" in FakeApi(None).error(path, body)["message"]
+
+
+def test_what_a_remote_tokenizer_asks(api, tool_api):
+    info = api.request("GET", "/tokenizer_info").json()
+    assert info["model_max_length"] == 4096 and info["chat_template"] is None
+    assert {info[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token")} == {None}
+    info = tool_api.request("GET", "/tokenizer_info").json()
+    assert "<tool_call>" in info["chat_template"]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cairn.engine.grammar import GrammarCompiler, Vocabulary, unpack
 from cairn.errors import BadRequest
+from cairn.server.tool_grammars import tool_grammar
 from cairn.server.tools import (
     CallArguments,
     CallBegin,
@@ -19,7 +20,6 @@ from cairn.server.tools import (
     Text,
     ToolParser,
     choose_parser,
-    tool_grammar,
 )
 from cairn.types import Grammar
 
@@ -345,10 +345,20 @@ def test_the_template_names_the_parser(template: str, expected: str) -> None:
     assert choose_parser("llama3_json", None) == "llama3_json"
 
 
-@pytest.mark.parametrize("template", [None, "{{ messages }}"])
-def test_without_a_known_format_tools_are_refused(template: str | None) -> None:
+def test_without_a_known_format_tools_are_refused() -> None:
     with pytest.raises(BadRequest, match="--tool-parser"):
-        choose_parser("auto", template)
+        choose_parser("auto", "{{ tools }}{{ messages }}")
+    assert choose_parser("hermes", "{{ tools }}{{ messages }}") == "hermes"
+
+
+def test_a_template_without_a_place_for_tools() -> None:
+    with pytest.raises(BadRequest, match="no place for them.*Leave tools out"):
+        choose_parser("auto", "{{ messages }} toolset")
+
+
+def test_the_plain_template_has_the_form_of_hermes() -> None:
+    assert choose_parser("auto", None) == "hermes"
+    assert choose_parser("llama3_json", None) == "llama3_json"
 
 
 WEATHER = {

@@ -93,11 +93,14 @@ export async function detokenize(tokens) {
   return (await (await request("detokenize", { tokens })).json()).prompt;
 }
 
-/** Stream a completion: yields its chunks as objects. Throws when it breaks off. */
-export async function* stream(path, body, signal) {
+/**
+ * Stream a completion: yields its chunks as objects. Throws when it breaks off.
+ * @param onComment called with what the server says between the chunks
+ */
+export async function* stream(path, body, signal, onComment) {
   const response = await request(path, body, signal);
   try {
-    for await (const data of events(response.body)) {
+    for await (const data of events(response.body, onComment)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ApiError(chunk.error.message, Number(chunk.error.code) || 500);

@@ -50,10 +50,12 @@ async function connect() {
   composer.say("");
   composer.model = model;
   composer.setMode(model.chat ? "chat" : "completion");
-  const context = Number.isFinite(model.maxModelLen)
-    ? ` · up to ${model.maxModelLen.toLocaleString()} tokens`
-    : "";
-  byId("model").textContent = model.id + context;
+  const context = document.createElement("span");
+  if (Number.isFinite(model.maxModelLen)) {
+    context.textContent = ` · up to ${model.maxModelLen.toLocaleString()} tokens`;
+  }
+  byId("model").replaceChildren(model.id, context);
+  byId("model").title = model.id;
   settings = new Settings(model);
   if (model.layers.length) panel = new Panel(model, (...at) => conversation.light(...at));
   byId("main").classList.toggle("watched", panel !== null);
@@ -144,7 +146,8 @@ function requestBody({ mode, fact }, prompt) {
 /** Take the chunks of a stream as they come. */
 async function follow(mode, body, { answer, meter, reads }) {
   const path = mode === "chat" ? "v1/chat/completions" : "v1/completions";
-  for await (const { choices, usage } of stream(path, body, running.signal)) {
+  const hear = (comment) => meter.hear(comment);
+  for await (const { choices, usage } of stream(path, body, running.signal, hear)) {
     meter.usage = usage ?? meter.usage;
     for (const choice of choices) {
       const text = (mode === "chat" ? choice.delta.content : choice.text) ?? "";

@@ -13,6 +13,13 @@ export class Meter {
     this.tokens = 0;
     this.usage = null;
     this.reason = null;
+    this.read = null; // [tokens of the prompt that are read, all of them]
+  }
+
+  /** A comment of the stream may say how far the prompt is read. */
+  hear(comment) {
+    const told = /^read (\d+) of (\d+) tokens$/.exec(comment);
+    if (told) this.read = [Number(told[1]), Number(told[2])];
   }
 
   /** Some tokens have come. */
@@ -24,7 +31,13 @@ export class Meter {
 
   /** The line while nothing has come. */
   waiting() {
-    return [[`reading, ${seconds(performance.now() - this.began)}`]];
+    const facts = [[`reading, ${seconds(performance.now() - this.began)}`]];
+    if (this.read) {
+      const [read, all] = this.read;
+      const share = Math.floor((100 * read) / all);
+      facts.push([`${read.toLocaleString()} of ${all.toLocaleString()} tokens, ${share}%`, "read"]);
+    }
+    return facts;
   }
 
   /** The facts so far: time to the first token, rate, counts, cache, why it ended. */

@@ -4,6 +4,7 @@ import { Strip } from "./strip.js";
 
 const HEIGHT = 230; // pixels of the strip at most
 const HEAVIEST = 6; // pages listed with their text
+const GAP = 8; // pixels around the tooltip of a page
 const BAR = 54; // pixels of the largest share
 const REFRESH = 150; // milliseconds between two fetches of texts while an answer streams
 
@@ -177,14 +178,29 @@ export class Panel {
     const title = facts.join(" · ");
     byId("peek-title").textContent = title;
     byId("peek-text").textContent = "…";
-    this.#fill(byId("peek-text"), page, (text) => text);
+    // The text makes it taller when it comes.
+    this.#fill(byId("peek-text"), page, (text) => text).then(() => place(peek, x, y));
     byId("strip").setAttribute("aria-valuenow", page);
     byId("strip").setAttribute("aria-valuetext", title);
-    const room = document.documentElement.clientWidth - peek.offsetWidth - 12;
-    peek.style.left = `${Math.max(12, Math.min(room, x - peek.offsetWidth / 2))}px`;
-    const below = document.documentElement.clientHeight - peek.offsetHeight - 12;
-    peek.style.top = `${Math.min(below, y + 8)}px`;
+    place(peek, x, y);
   }
+}
+
+/** Put the tooltip of the point (x, y) beside strip and legend: left of them, else above or below. */
+function place(peek, x, y) {
+  const { clientWidth, clientHeight } = document.documentElement;
+  const [strip, legend] = [byId("strip"), byId("legend")].map((e) => e.getBoundingClientRect());
+  const within = (at, size, room) => Math.max(GAP, Math.min(room - size - GAP, at));
+  const { offsetWidth: width, offsetHeight: height } = peek;
+  let left = strip.left - width - 2 * GAP;
+  let top = within(y - height / 2, height, clientHeight);
+  if (left < GAP) {
+    left = within(x - width / 2, width, clientWidth);
+    top = strip.top - height - GAP;
+    if (top < GAP) top = legend.bottom + GAP;
+  }
+  peek.style.left = `${left}px`;
+  peek.style.top = `${top}px`;
 }
 
 function strong(text) {

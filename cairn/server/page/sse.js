@@ -1,5 +1,8 @@
-/** Server-sent events of a byte stream: yields the data of each event, however the bytes are cut. */
-export async function* events(stream) {
+/**
+ * Server-sent events of a byte stream: yields the data of each event, however the bytes are cut.
+ * @param onComment called with the text of each comment
+ */
+export async function* events(stream, onComment = () => {}) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let data = [];
@@ -18,6 +21,8 @@ export async function* events(stream) {
           data = [];
         } else if (line.startsWith("data:")) {
           data.push(line.slice(line[5] === " " ? 6 : 5));
+        } else if (line.startsWith(":")) {
+          onComment(line.slice(1).trim());
         }
       }
     }

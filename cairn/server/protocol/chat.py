@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cairn.names import nearest
-from cairn.server.protocol.common import ELSEWHERE, ChoiceExtras, SamplingFields, Usage
+from cairn.server.protocol.common import ELSEWHERE, ChoiceExtras, SamplingFields, Text, Usage
 from cairn.server.protocol.fields import (
     LONGEST_NAME,
     BadField,
@@ -78,10 +78,11 @@ class UserMessage(History, tag_field="role", tag="user"):
 
 
 class FunctionCall(History):
-    """What the assistant called. `arguments` is JSON text."""
+    """What the assistant called. `arguments` is JSON text, or the object itself; a malformed one
+    of an earlier answer reaches the chat template as it is."""
 
     name: str
-    arguments: str
+    arguments: Any = None
 
 
 class ToolCall(History, kw_only=True):
@@ -134,7 +135,7 @@ class FunctionDefinition(Fields):
     Attributes:
         name: what the call names.
         description, parameters: shown to the model; `parameters` is a JSON schema.
-        strict: arguments must follow the schema; held where `tool_choice` asks for a call.
+        strict: arguments follow the schema; where `tool_choice` asks for a call, they always do.
     """
 
     name: FunctionName
@@ -210,6 +211,8 @@ class ChatRequest(SamplingFields, kw_only=True):
         tool_choice: "none", "auto" (the default with tools), "required" or one function.
         parallel_tool_calls: false: the answer ends with the first call.
         tools: functions that the model may call.
+        reasoning_effort: as the chat template knows it; "none" also sets its `enable_thinking` to
+            false. A template that knows neither is not told.
         chat_template_kwargs: further variables of the chat template.
         add_generation_prompt: open the assistant's answer; the default unless the last message is
             continued.
@@ -240,13 +243,11 @@ class ChatRequest(SamplingFields, kw_only=True):
         None
     )
     audio: Annotated[Refusable, refused("this server writes text only")] = None
-    functions: Annotated[Refusable, refused(NO_FUNCTIONS)] = None
-    function_call: Annotated[Refusable, refused(NO_FUNCTIONS)] = None
+    functions: Annotated[Refusable, refused(NO_FUNCTIONS, [])] = None
+    function_call: Annotated[Refusable, refused(NO_FUNCTIONS, "none")] = None
     prediction: Annotated[Refusable, refused("predicted outputs are not built")] = None
-    reasoning_effort: Annotated[
-        Refusable, refused("pass what the model's template knows in chat_template_kwargs")
-    ] = None
-    verbosity: Annotated[Refusable, refused("the model has no such control")] = None
+    reasoning_effort: Text | None = None
+    verbosity: Annotated[str | None, no_effect("no template has such a control")] = None
     web_search_options: Annotated[Refusable, refused("the server searches nothing")] = None
     moderation: Annotated[Refusable, refused("the server moderates nothing")] = None
 

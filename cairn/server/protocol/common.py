@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from cairn.server.protocol.fields import Count, Fields, TokenId, no_effect
+from cairn.server.protocol.fields import Count, Fields, Refusable, TokenId, no_effect, refused
 from cairn.types import LayerSelection
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -17,6 +17,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]]
 
+IN_RESPONSE_FORMAT = "pass a schema as response_format, an expression as regex or a grammar as ebnf"
 ELSEWHERE = "this server keeps nothing and serves every request alike"
 
 
@@ -101,7 +102,7 @@ class SamplingFields(Fields):
         ebnf: a grammar (Lark or GBNF) that the output follows.
         priority: smaller goes first.
         stream: send the answer piece by piece, as server-sent events.
-        stream_options: only together with `stream`.
+        stream_options: of an answer that is streamed.
         cairn: extensions of this server.
     """
 
@@ -127,6 +128,11 @@ class SamplingFields(Fields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cairn: CairnOptions | None = None
+    guided_json: Annotated[Refusable, refused(IN_RESPONSE_FORMAT)] = None
+    guided_regex: Annotated[Refusable, refused("pass the expression as regex")] = None
+    guided_grammar: Annotated[Refusable, refused("pass the grammar as ebnf")] = None
+    guided_choice: Annotated[Refusable, refused("pass the choices as regex: a|b")] = None
+    structured_outputs: Annotated[Refusable, refused(IN_RESPONSE_FORMAT)] = None
     user: Annotated[str | None, no_effect(ELSEWHERE)] = None
 
 

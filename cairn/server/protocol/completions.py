@@ -29,7 +29,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     add_special_tokens: bool | None = None
     best_of: Annotated[Refusable, refused("ask for n continuations and choose", 1)] = None
-    suffix: Annotated[Refusable, refused("the model continues text, it does not fill in")] = None
+    suffix: Annotated[Refusable, refused("the model continues text, it does not fill in", "")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,6 +15,8 @@ from cairn.names import nearest
 MAX_TOKENS = 2**31 - 1
 """Largest count of tokens that a field takes; the engine caps it at the model's context."""
 
+LARGEST_WHOLE = 2**63
+"""Floats beyond it are no integers that a field takes."""
 LONGEST_NAME = 64
 
 T = TypeVar("T")
@@ -57,7 +59,7 @@ class Fields(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=Tru
     def __post_init__(self) -> None:
         for name, (reason, but) in _refusals(type(self)).items():
             value = getattr(self, name)
-            asks = type(value) is not type(but) or value != but  # true is no 1
+            asks = isinstance(value, bool) or value != but  # true is no 1
             if value is not None and asks:
                 raise BadField(name, f"{name} is not served: {reason}", "Leave it out")
 
@@ -92,7 +94,7 @@ def read(body: bytes, kind: type[T]) -> T:
             that is not served; `param` names the field.
     """
     try:
-        value = msgspec.json.decode(body, type=kind)
+        value = _decoded(body, kind)
         if issubclass(kind, Fields):
             kind.check_body(body)
         return value
@@ -101,7 +103,41 @@ def read(body: bytes, kind: type[T]) -> T:
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the body is no valid JSON: {error}") from error
+        raise _unreadable(body, error) from error
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+    # JSON has numbers only: languages without integers write 5 as 5.0.
+    return msgspec.json.decode(msgspec.json.encode(_whole(msgspec.json.decode(body))), type=kind)
+
+
+def _whole(value: Any) -> Any:
+    """Plain data with integers in place of floats without a fraction."""
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST_WHOLE:
+        return int(value)
+    return value
+
+
+def _unreadable(body: bytes, error: Exception) -> BadRequest:
+    try:
+        body.decode()
+    except UnicodeDecodeError as wrong:
+        # The decoder of JSON counts from the beginning of a string.
+        return BadRequest(
+            f"the body is no UTF-8: {wrong.reason} (0x{body[wrong.start]:02x} at byte "
+            f"{wrong.start})",
+            "Encode it as UTF-8",
+        )
+    return BadRequest(f"the body is no valid JSON: {error}")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /v1/models."""
+"""/tokenize, /detokenize, /tokenizer_info and /v1/models."""
 
 from __future__ import annotations
 
@@ -66,6 +66,25 @@ class TokenizeResponse(Struct, frozen=True):
     token_strs: list[str] | UnsetType = UNSET
 
 
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """What clients that encode by this server must know, as in tokenizer_config.json.
+
+    Attributes:
+        tokenizer_class: of Hugging Face's library.
+        bos_token, eos_token, pad_token, unk_token: null where there is none.
+        chat_template: null for a model that gets the plain one.
+        model_max_length: longest prompt with its output.
+    """
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
 class DetokenizeRequest(Fields):
     """Body of /detokenize."""
 
@@ -111,7 +130,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
-    """The served models: one."""
+    """The served model, once for each of its names."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

@@ -42,6 +42,7 @@ class Script:
         reads: per token a list of layers; None: page 1 in every layer.
         failure: (status, body) of the next generation.
         breaks: an error event (or, "", the end of the connection) instead of the end.
+        comments: sent before the pieces.
         hold: the piece number `hold_at` waits for this.
         loading: answers of 503 before the server is ready.
         asked: bodies of generations, with their paths under "path".
@@ -55,6 +56,7 @@ class Script:
     reads: list[list[dict[str, Any]]] | None = None
     failure: tuple[int, dict[str, Any]] | None = None
     breaks: str | None = None
+    comments: list[str] = field(default_factory=list)
     hold: threading.Event = field(default_factory=threading.Event)
     hold_at: int = 1
     loading: int = 0
@@ -139,6 +141,8 @@ class Scripted:
         pieces = answer_to(body) if script.pieces is None else script.pieces
         if chat:
             yield event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        for comment in script.comments:
+            yield f": {comment}\n\n".encode()
         try:
             for i, piece in enumerate(pieces):
                 while i == script.hold_at and not script.hold.is_set():

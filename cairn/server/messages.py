@@ -1,0 +1,287 @@
+"""/v1/messages: Anthropic's Messages API, translated to a chat and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cairn.errors import CairnError
+from cairn.obs.metrics import Track
+from cairn.server.chat import ChatShape, encode_chat, joined, prepared, shown_tools
+from cairn.server.errors import body_of
+from cairn.server.generation import Generation, answer, parts_of
+from cairn.server.intake import read_request, tokenizer_of
+from cairn.server.protocol.chat import ChatChoice, ChatChunkChoice, ChatRequest
+from cairn.server.protocol.common import Usage
+from cairn.server.protocol.fields import BadField
+from cairn.server.protocol.messages import (
+    AnthropicChoice,
+    CountRequest,
+    ImageBlock,
+    MadeText,
+    MadeToolUse,
+    MessageEvent,
+    MessageResponse,
+    MessagesRequest,
+    MessageUsage,
+    StopReason,
+    TextBlock,
+    TokenCount,
+    ToolResultBlock,
+    ToolUseBlock,
+    TurnMessage,
+)
+from cairn.server.sse import EventStream
+from cairn.server.state import ServerState
+
+STOP_REASONS: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+async def create_message(request: Request) -> Response:
+    """POST /v1/messages. Raises CairnError for what cannot be served."""
+    state: ServerState = request.app.state.server
+    track = state.metrics.track(request.url.path)
+    given = await read_request(request, MessagesRequest)
+    work, shape = await prepared(request, chat_of(given))
+    message = MessageShape(shape)
+    if not given.stream:
+        return await answer(request, work, message, track, None)
+    generation = Generation(state.client, work, message.head.id)
+    events = _events(generation, message, track)
+    return EventStream(events, lambda: generation.reading)
+
+
+async def count_tokens(request: Request) -> Response:
+    """POST /v1/messages/count_tokens. Raises BadRequest for a conversation that is none."""
+    state: ServerState = request.app.state.server
+    asked = chat_of(await read_request(request, CountRequest))
+    tokenizer = tokenizer_of(state, "a chat")
+    tools = shown_tools(asked.tools or [])
+    ids = await encode_chat(request, tokenizer, asked, tools)
+    return Response(msgspec.json.encode(TokenCount(len(ids))), media_type="application/json")
+
+
+def chat_of(given: CountRequest) -> ChatRequest:
+    """The chat request that asks for the same.
+
+    Raises:
+        BadRequest: a message that no chat can hold.
+    """
+    messages = [] if given.system is None else [_said("system", _text(given.system))]
+    for i, turn in enumerate(given.messages):
+        messages += _turn(f"messages[{i}]", turn)
+    body: dict[str, Any] = {"messages": messages}
+    if given.messages[-1].role == "assistant":
+        body["continue_final_message"] = True
+    if given.tools:
+        body["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in given.tools
+        ]
+    if given.tool_choice is not None:
+        body |= _choice(given.tool_choice)
+    if isinstance(given, MessagesRequest):
+        body["stop"] = given.stop_sequences
+        for name in ("max_tokens", "temperature", "top_p", "top_k"):
+            body[name] = getattr(given, name)
+    try:
+        return msgspec.convert(body, ChatRequest)
+    except msgspec.ValidationError as error:
+        raise BadField(None, str(error)) from None
+
+
+def _choice(choice: AnthropicChoice) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    if choice.type == "tool":
+        if choice.name is None:
+            raise BadField("tool_choice.name", "tool_choice of type 'tool' needs a name")
+        chosen["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    else:
+        chosen["tool_choice"] = CHOICES[choice.type]
+    if choice.disable_parallel_tool_use:
+        chosen["parallel_tool_calls"] = False
+    return chosen
+
+
+def _turn(name: str, turn: TurnMessage) -> Iterator[dict[str, Any]]:
+    """A turn as messages of a chat: results of tools are messages of their own."""
+    if isinstance(turn.content, str):
+        yield _said(turn.role, turn.content)
+        return
+    texts: list[str] = []
+    calls = []
+    for i, block in enumerate(turn.content):
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ToolUseBlock() if turn.role == "assistant":
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ToolResultBlock() if turn.role == "user":
+                content = "" if block.content is None else _text(block.content)
+                yield _said("tool", content) | {"tool_call_id": block.tool_use_id}
+            case ToolUseBlock() | ToolResultBlock():
+                raise BadField(f"{name}.content[{i}]", f"{name}: the {turn.role} has no such block")
+    if calls:
+        yield _said(turn.role, "\n".join(texts)) | {"tool_calls": calls}
+    elif texts:
+        yield _said(turn.role, "\n".join(texts))
+
+
+def _said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _text(content: str | Sequence[TextBlock | ImageBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content if isinstance(block, TextBlock))
+
+
+class MessageShape:
+    """Answers of /v1/messages, made of a chat's.
+
+    Args:
+        chat: writes the chat's answer.
+    """
+
+    def __init__(self, chat: ChatShape) -> None:
+        self.head = chat.head
+        self.push = chat.push
+        self.over = chat.over
+        self.chunk = chat.chunk
+
+    def whole(self, parts: list[list[ChatChunkChoice]], usage: Usage) -> MessageResponse:
+        """See Shape."""
+        choice = joined(parts[0])
+        return self.message(_content(choice), usage, *_ending(choice))
+
+    def message(
+        self,
+        content: list[MadeText | MadeToolUse],
+        usage: Usage,
+        reason: StopReason | None = None,
+        sequence: str | None = None,
+    ) -> MessageResponse:
+        """A message as far as it is there."""
+        return MessageResponse(
+            id=self.head.id.replace("chatcmpl", "msg"),
+            model=self.head.model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=_usage(usage),
+        )
+
+
+def _content(choice: ChatChoice) -> list[MadeText | MadeToolUse]:
+    message = choice.message
+    content: list[MadeText | MadeToolUse] = [MadeText(message.content)] if message.content else []
+    for call in message.tool_calls or ():
+        try:
+            given = json.loads(call.function.arguments)
+        except ValueError:
+            given = {}
+        content.append(MadeToolUse(call.id, call.function.name, given))
+    return content
+
+
+def _ending(choice: ChatChoice | ChatChunkChoice) -> tuple[StopReason, str | None]:
+    """stop_reason and stop_sequence."""
+    if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str):
+        return "stop_sequence", choice.stop_reason
+    return STOP_REASONS.get(choice.finish_reason or "", "end_turn"), None
+
+
+def _usage(usage: Usage) -> MessageUsage:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+async def _events(
+    generation: Generation, shape: MessageShape, track: Track
+) -> AsyncGenerator[bytes, None]:
+    blocks = _Blocks()
+    begun = False
+    try:
+        async with aclosing(parts_of(generation, shape, track)) as run:
+            async for part in run:
+                if not begun:
+                    begun = True
+                    yield _event("message_start", message=shape.message([], generation.usage))
+                for event in blocks.take(part):
+                    yield event
+                if part.finish_reason is not None:
+                    reason, sequence = _ending(part)
+                    delta = {"stop_reason": reason, "stop_sequence": sequence}
+                    usage = _usage(generation.usage)
+                    yield _event("message_delta", delta=delta, usage=usage)
+        yield _event("message_stop")
+    except CairnError as error:
+        if not begun:
+            raise
+        yield _event("error", error=msgspec.to_builtins(body_of(error).error))
+
+
+class _Blocks:
+    """The blocks of a stream: texts and calls, one after the other."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open = ""
+
+    def take(self, part: ChatChunkChoice) -> Iterator[bytes]:
+        """Events for what a part adds."""
+        if part.delta.content:
+            if self._open != "text":
+                yield from self._begin("text", text="")
+            yield self._add(type="text_delta", text=part.delta.content)
+        for call in part.delta.tool_calls or ():
+            if call.id:
+                yield from self._begin("tool_use", id=call.id, name=call.function.name, input={})
+            if call.function.arguments:
+                yield self._add(type="input_json_delta", partial_json=call.function.arguments)
+        if part.finish_reason is not None:
+            yield from self._end()
+
+    def _begin(self, kind: str, **fields: Any) -> Iterator[bytes]:
+        yield from self._end()
+        self._index += 1
+        self._open = kind
+        block = {"type": kind, **fields}
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _add(self, **delta: Any) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _end(self) -> Iterator[bytes]:
+        if self._open:
+            self._open = ""
+            yield _event("content_block_stop", index=self._index)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    data = msgspec.json.encode(MessageEvent(kind, **fields))
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+routes = [
+    Route("/v1/messages", create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+]

@@ -1,0 +1,182 @@
+"""/v1/messages: Anthropic's form of a chat request, of its answer and of its stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from cairn.server.protocol.common import ELSEWHERE, Share, StopText
+from cairn.server.protocol.fields import Count, Fields, History, Refusable, no_effect, refused
+
+SHARED = "equal prompts share pages anyway"
+NO_SERVER_TOOLS = "this server runs no tools: describe yours with an input_schema"
+Cache = Annotated[dict[str, Any] | None, no_effect(SHARED)]
+
+
+class TextBlock(History, tag_field="type", tag="text"):
+    """A piece of text."""
+
+    text: str
+    cache_control: Cache = None
+    citations: Annotated[Any, no_effect("no template reads them")] = None
+
+
+class ImageBlock(History, tag_field="type", tag="image"):
+    """A picture."""
+
+    source: Annotated[Refusable, refused("this server reads text only")]
+    cache_control: Cache = None
+
+
+class ToolUseBlock(History, tag_field="type", tag="tool_use"):
+    """A call that the assistant made."""
+
+    id: str
+    name: str
+    input: Any = None
+    cache_control: Cache = None
+
+
+class ToolResultBlock(History, tag_field="type", tag="tool_result"):
+    """What a tool answered."""
+
+    tool_use_id: str
+    content: str | list[TextBlock | ImageBlock] | None = None
+    is_error: Annotated[bool | None, no_effect("the text says what went wrong")] = None
+    cache_control: Cache = None
+
+
+class ThinkingBlock(History, tag_field="type", tag="thinking"):
+    """What the assistant thought, given back."""
+
+    thinking: Annotated[str, no_effect("templates read the answer")]
+    signature: Annotated[str | None, no_effect("templates read the answer")] = None
+
+
+class HiddenThinkingBlock(History, tag_field="type", tag="redacted_thinking"):
+    """The same, enciphered."""
+
+    data: Annotated[str, no_effect("templates read the answer")]
+
+
+Block = (
+    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | HiddenThinkingBlock
+)
+
+
+class TurnMessage(History):
+    """A turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class AnthropicTool(Fields):
+    """A tool that the model may call; its input is described by a JSON schema."""
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    type: Annotated[Any, refused(NO_SERVER_TOOLS, "custom")] = None
+    cache_control: Cache = None
+
+
+class AnthropicChoice(Fields):
+    """Which tools are to be called: "any" one, the named "tool", "none", or as the model likes."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountRequest(Fields):
+    """Body of /v1/messages/count_tokens; see MessagesRequest."""
+
+    messages: Annotated[list[TurnMessage], Meta(min_length=1)]
+    model: str | None = None
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Annotated[Any, no_effect("the model thinks as its template says")] = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """Body of /v1/messages.
+
+    Attributes:
+        messages: the conversation, oldest first; an assistant's last message is continued.
+        max_tokens: at most this many tokens are generated.
+        system: what the assistant is told first.
+        tools, tool_choice: functions that the model may call.
+        stop_sequences: strings that end the output.
+        temperature, top_p, top_k: as in ChatRequest.
+        stream: send the answer piece by piece, as server-sent events.
+    """
+
+    max_tokens: Count
+    stop_sequences: list[StopText] | None = None
+    temperature: Share | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    stream: bool | None = None
+    metadata: Annotated[dict[str, Any] | None, no_effect(ELSEWHERE)] = None
+    service_tier: Annotated[str | None, no_effect(ELSEWHERE)] = None
+
+
+class MadeText(Struct, frozen=True, tag_field="type", tag="text"):
+    """Text of the answer."""
+
+    text: str
+
+
+class MadeToolUse(Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A call of the answer; `input` is empty where it was cut off."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(Struct, frozen=True):
+    """Tokens of a request; `input_tokens` are those that came from no cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageResponse(Struct, frozen=True, kw_only=True):
+    """The whole answer; at the beginning of a stream without content."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[MadeText | MadeToolUse]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(Struct, frozen=True, omit_defaults=True):
+    """A server-sent event, named by its `type`; which fields it has depends on that."""
+
+    type: str
+    message: MessageResponse | None = None
+    index: int | None = None
+    content_block: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    usage: MessageUsage | None = None
+    error: dict[str, Any] | None = None
+
+
+class TokenCount(Struct, frozen=True):
+    """Tokens of a conversation with its tools."""
+
+    input_tokens: int

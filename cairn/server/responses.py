@@ -1,0 +1,313 @@
+"""/v1/responses: OpenAI's Responses API without its memory, translated to a chat and back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cairn.errors import CairnError
+from cairn.obs.metrics import Track
+from cairn.server.chat import ChatShape, joined, prepared
+from cairn.server.errors import body_of
+from cairn.server.generation import Generation, answer, parts_of
+from cairn.server.intake import read_request
+from cairn.server.protocol.chat import ChatChunkChoice, ChatRequest
+from cairn.server.protocol.common import Usage
+from cairn.server.protocol.fields import BadField
+from cairn.server.protocol.responses import (
+    CallOutput,
+    FlatChoice,
+    InputCall,
+    InputImage,
+    InputMessage,
+    InputText,
+    Item,
+    OutputText,
+    ResponsesAnswer,
+    ResponsesEvent,
+    ResponsesRequest,
+    ResponsesUsage,
+)
+from cairn.server.sse import EventStream
+from cairn.server.state import ServerState
+
+
+async def create_response(request: Request) -> Response:
+    """POST /v1/responses. Raises CairnError for what cannot be served."""
+    state: ServerState = request.app.state.server
+    track = state.metrics.track(request.url.path)
+    given = await read_request(request, ResponsesRequest)
+    work, chat = await prepared(request, chat_of(given))
+    shape = ResponsesShape(chat, given)
+    if not given.stream:
+        return await answer(request, work, shape, track, None)
+    generation = Generation(state.client, work, shape.head.id)
+    return EventStream(_events(generation, shape, track), lambda: generation.reading)
+
+
+def chat_of(given: ResponsesRequest) -> ChatRequest:
+    """The chat request that asks for the same.
+
+    Raises:
+        BadRequest: an item that no chat can hold.
+    """
+    messages = [] if given.instructions is None else [_said("system", given.instructions)]
+    if isinstance(given.input, str):
+        messages.append(_said("user", given.input))
+    else:
+        for i, item in enumerate(given.input):
+            _add(messages, _item(f"input[{i}]", item))
+    body: dict[str, Any] = {
+        "messages": messages,
+        "max_tokens": given.max_output_tokens,
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "parallel_tool_calls": given.parallel_tool_calls,
+        "reasoning_effort": given.reasoning.effort if given.reasoning is not None else None,
+        "response_format": _format(given),
+        "tool_choice": given.tool_choice,
+    }
+    if isinstance(given.tool_choice, FlatChoice):
+        body["tool_choice"] = {"type": "function", "function": {"name": given.tool_choice.name}}
+    if given.tools:
+        functions = [msgspec.to_builtins(tool) for tool in given.tools]
+        body["tools"] = [{"type": f.pop("type"), "function": f} for f in functions]
+    try:
+        return msgspec.convert(body, ChatRequest)
+    except msgspec.ValidationError as error:
+        raise BadField(None, str(error)) from None
+
+
+def _item(name: str, item: dict[str, Any]) -> Item:
+    try:
+        read: Item = msgspec.convert({"type": "message", **item}, Item)
+    except msgspec.ValidationError as error:
+        reason = error.__cause__ if isinstance(error.__cause__, BadField) else error
+        raise BadField(name, f"{name}: {reason}") from None
+    return read
+
+
+def _add(messages: list[dict[str, Any]], item: Item) -> None:
+    """Add an item to the messages of a chat; calls that follow each other are one message."""
+    match item:
+        case InputMessage():
+            messages.append(_said(item.role, _text(item.content)))
+        case InputCall():
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append(_said("assistant", ""))
+            messages[-1].setdefault("tool_calls", []).append(call)
+        case CallOutput():
+            messages.append(_said("tool", _text(item.output)) | {"tool_call_id": item.call_id})
+
+
+def _said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _text(content: str | Sequence[InputText | OutputText | InputImage]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content if not isinstance(part, InputImage))
+
+
+def _format(given: ResponsesRequest) -> dict[str, Any] | None:
+    form = given.text.format if given.text is not None else None
+    if form is None or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+
+
+class ResponsesShape:
+    """Answers of /v1/responses, made of a chat's.
+
+    Args:
+        chat: writes the chat's answer.
+        given: the request.
+    """
+
+    def __init__(self, chat: ChatShape, given: ResponsesRequest) -> None:
+        self.head = chat.head
+        self.push = chat.push
+        self.over = chat.over
+        self.chunk = chat.chunk
+        self.id = self.head.id.replace("chatcmpl-", "resp_")
+        self._given = given
+
+    def whole(self, parts: list[list[ChatChunkChoice]], usage: Usage) -> ResponsesAnswer:
+        """See Shape."""
+        choice = joined(parts[0])
+        output = [self.text(0, choice.message.content)] if choice.message.content else []
+        for call in choice.message.tool_calls or ():
+            function = call.function
+            output.append(self.call(len(output), call.id, function.name, function.arguments))
+        return self.answer(output, usage, choice.finish_reason)
+
+    def text(self, index: int, text: str, status: str = "completed") -> dict[str, Any]:
+        """The item of a message."""
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {
+            "type": "message",
+            "id": f"msg_{self.id[5:]}_{index}",
+            "status": status,
+            "role": "assistant",
+            "content": [part] if status == "completed" else [],
+        }
+
+    def call(
+        self, index: int, call_id: str, name: str, arguments: str, status: str = "completed"
+    ) -> dict[str, Any]:
+        """The item of a call."""
+        return {
+            "type": "function_call",
+            "id": f"fc_{self.id[5:]}_{index}",
+            "call_id": call_id,
+            "name": name,
+            "arguments": arguments,
+            "status": status,
+        }
+
+    def answer(
+        self, output: list[dict[str, Any]], usage: Usage | None, reason: str | None
+    ) -> ResponsesAnswer:
+        """The answer; `reason` is the chat's finish_reason, None while it goes on."""
+        given, cut = self._given, reason == "length"
+        return ResponsesAnswer(
+            id=self.id,
+            created_at=self.head.created,
+            model=self.head.model,
+            status="in_progress" if reason is None else "incomplete" if cut else "completed",
+            incomplete_details={"reason": "max_output_tokens"} if cut else None,
+            instructions=given.instructions,
+            max_output_tokens=given.max_output_tokens,
+            output=output,
+            parallel_tool_calls=given.parallel_tool_calls is not False,
+            temperature=given.temperature,
+            tool_choice=given.tool_choice or "auto",
+            tools=[msgspec.to_builtins(tool) for tool in given.tools or ()],
+            top_p=given.top_p,
+            usage=None if usage is None else _usage(usage),
+        )
+
+
+def _usage(usage: Usage) -> ResponsesUsage:
+    return ResponsesUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details={"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        output_tokens=usage.completion_tokens,
+        output_tokens_details={"reasoning_tokens": 0},
+        total_tokens=usage.total_tokens,
+    )
+
+
+async def _events(
+    generation: Generation, shape: ResponsesShape, track: Track
+) -> AsyncGenerator[bytes, None]:
+    items = _Items(shape)
+    begun, reason = False, None
+    try:
+        async with aclosing(parts_of(generation, shape, track)) as run:
+            async for part in run:
+                if not begun:
+                    begun = True
+                    for kind in ("response.created", "response.in_progress"):
+                        yield items.event(kind, response=shape.answer([], None, None))
+                reason = part.finish_reason or reason
+                for event in items.take(part):
+                    yield event
+        last = shape.answer(items.done, generation.usage, reason or "stop")
+        yield items.event(f"response.{last.status}", response=last)
+    except CairnError as error:
+        if not begun:
+            raise
+        detail = body_of(error).error
+        yield items.event("error", code=detail.code or detail.type, message=detail.message)
+
+
+class _Items:
+    """The items of a stream: messages and calls, one after the other.
+
+    Attributes:
+        done: those that are whole.
+    """
+
+    def __init__(self, shape: ResponsesShape) -> None:
+        self.done: list[dict[str, Any]] = []
+        self._shape = shape
+        self._number = 0
+        self._open: dict[str, Any] | None = None
+        self._written = ""
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """The next event."""
+        data = msgspec.json.encode(ResponsesEvent(kind, self._number, **fields))
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+    def take(self, part: ChatChunkChoice) -> Iterator[bytes]:
+        """Events for what a part adds."""
+        if part.delta.content:
+            yield from self._write(part.delta.content)
+        for call in part.delta.tool_calls or ():
+            if call.id:
+                yield from self._end()
+                yield from self._begin_call(call.id, call.function.name or "")
+            if call.function.arguments:
+                yield from self._add(call.function.arguments)
+        if part.finish_reason is not None:
+            yield from self._end()
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        place = {"item_id": self._open["id"], "output_index": len(self.done)}
+        return place | {"content_index": 0} if self._open["type"] == "message" else place
+
+    def _write(self, text: str) -> Iterator[bytes]:
+        if self._open is None or self._open["type"] != "message":
+            yield from self._end()
+            self._open = self._shape.text(len(self.done), "", "in_progress")
+            yield self.event(
+                "response.output_item.added", output_index=len(self.done), item=self._open
+            )
+            empty = self._shape.text(len(self.done), "")["content"][0]
+            yield self.event("response.content_part.added", part=empty, **self._place)
+        self._written += text
+        yield self.event("response.output_text.delta", delta=text, logprobs=[], **self._place)
+
+    def _begin_call(self, call_id: str, name: str) -> Iterator[bytes]:
+        self._open = self._shape.call(len(self.done), call_id, name, "", "in_progress")
+        yield self.event("response.output_item.added", output_index=len(self.done), item=self._open)
+
+    def _add(self, arguments: str) -> Iterator[bytes]:
+        self._written += arguments
+        yield self.event("response.function_call_arguments.delta", delta=arguments, **self._place)
+
+    def _end(self) -> Iterator[bytes]:
+        """Close the item that is open."""
+        item, written, at = self._open, self._written, len(self.done)
+        if item is None:
+            return
+        place = self._place
+        if item["type"] == "message":
+            item = self._shape.text(at, written)
+            yield self.event("response.output_text.done", text=written, logprobs=[], **place)
+            yield self.event("response.content_part.done", part=item["content"][0], **place)
+        else:
+            name = item["name"]
+            item = self._shape.call(at, item["call_id"], name, written)
+            kind = "response.function_call_arguments.done"
+            yield self.event(kind, name=name, arguments=written, **place)
+        yield self.event("response.output_item.done", output_index=at, item=item)
+        self.done.append(item)
+        self._open, self._written = None, ""
+
+
+routes = [Route("/v1/responses", create_response, methods=["POST"])]
