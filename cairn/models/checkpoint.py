@@ -25,6 +25,7 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 """Bytes of one number of a stored dtype."""
 MAX_HEADER = 100_000_000
+COMPARED_AT_ONCE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,14 @@ class TensorEntry:
         file: the file that holds it.
         dtype: as the header writes it ("BF16", ...).
         shape: its shape.
+        begin, end: where its bytes lie in the file.
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,22 @@ def stored_rows(entries: dict[str, TensorEntry]) -> StoredRows:
     )
 
 
+def same_numbers(a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether two stored tensors are the same, byte by byte."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with a.file.open("rb") as one, b.file.open("rb") as other:
+        one.seek(a.begin)
+        other.seek(b.begin)
+        left = a.end - a.begin
+        while left > 0:
+            count = min(left, COMPARED_AT_ONCE)
+            if one.read(count) != other.read(count):
+                return False
+            left -= count
+    return True
+
+
 def _read_sharded(folder: Path) -> dict[str, TensorEntry]:
     try:
         weights = json.loads((folder / INDEX).read_text("utf-8-sig"))["weight_map"]
@@ -143,7 +163,7 @@ def _read_file(path: Path) -> dict[str, TensorEntry]:
         if dtype in ELEMENT_BYTES and last - first != prod(shape) * ELEMENT_BYTES[dtype]:
             raise _corrupt(path, f"{name} has the wrong number of bytes")
         end = max(end, last)
-        entries[name] = TensorEntry(path, dtype, shape)
+        entries[name] = TensorEntry(path, dtype, shape, first, last)
     if end != size:
         raise BadModel(
             f"{path} is truncated or corrupt: it has {size} bytes, its header says {end}",

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.errors import BadModel
 from cairn.models import deepseek, hils, older, qwen3, qwen3_moe, qwen_hybrid
-from cairn.models.checkpoint import StoredRows, has_weights, read_headers, stored_rows
+from cairn.models.checkpoint import (
+    StoredRows,
+    TensorEntry,
+    has_weights,
+    read_headers,
+    same_numbers,
+    stored_rows,
+)
 from cairn.models.fields import BOOKKEEPING, refuse, token_ids
 from cairn.models.folders import refuse_other_paths, refuse_other_weights, refuse_quantized
 from cairn.names import suggestion
@@ -71,6 +78,7 @@ def load_spec(
             impossible, contradictory or not supported; a truncated weight file.
     """
     config: dict[str, Any]
+    headers: dict[str, TensorEntry] = {}
     stored = StoredRows()
     more_eos: tuple[int, ...] = ()
     if isinstance(source, Mapping):
@@ -80,7 +88,8 @@ def load_spec(
         refuse_other_paths(folder)
         config = _read_json(folder / "config.json")
         refuse_other_weights(folder)
-        headers = read_headers(folder) if has_weights(folder) else {}
+        if has_weights(folder):
+            headers = read_headers(folder)
         refuse_quantized(config, folder, headers)
         stored = stored_rows(headers)
         if (folder / "generation_config.json").is_file():
@@ -95,6 +104,7 @@ def load_spec(
     model_type = _model_type(config)
     spec = MODELS[model_type](config, frozenset(overrides or ()), stored)
     _check_overrides(overrides or {}, spec)
+    spec = _with_its_own_head(spec, headers)
     return replace(spec, eos_token_ids=tuple(dict.fromkeys(spec.eos_token_ids + more_eos)))
 
 
@@ -143,6 +153,32 @@ def measure_weights(spec: ModelSpec, dtype: torch.dtype | str) -> tuple[int, int
     with torch.device("meta"):
         model = Decoder(spec, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     return parameter_bytes(model)
+
+
+def _with_its_own_head(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> ModelSpec:
+    """The spec, untied where the files hold a head that is not the embedding: some fine-tunes train
+    one and keep the config of their base.
+
+    Raises:
+        BadModel: the head has another shape than the embedding.
+    """
+    head = entries.get("lm_head.weight")
+    table = entries.get(f"{spec.prefix}embed_tokens.weight")
+    if not spec.tied or head is None or table is None:
+        return spec
+    if head.shape != table.shape:
+        raise BadModel(
+            f"config.json: tie_word_embeddings is true, but lm_head.weight is {list(head.shape)} "
+            f"and the embedding {list(table.shape)}",
+            "Write tie_word_embeddings: false if the head is trained apart",
+        )
+    if same_numbers(head, table):
+        return spec
+    log.warning(
+        "config.json: tie_word_embeddings is true, but lm_head.weight differs from the embedding: "
+        "it is used"
+    )
+    return replace(spec, tied=False, head_rows=head.shape[0])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -6,6 +6,8 @@ What fills what is declared by the modules themselves (`cairn.layers.weight`).
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +22,8 @@ from cairn.errors import BadModel
 from cairn.layers.embedding import Table
 from cairn.layers.weight import Index, Weight
 from cairn.models.checkpoint import CONVERTIBLE, TensorEntry, read_headers
+
+log = logging.getLogger(__name__)
 
 SHOWN = 5
 """Tensors named per kind of mistake; the rest is counted."""
@@ -130,7 +134,10 @@ def account(
     needed = {w.source for weight in weights for w in weight.beside}
     skipped = re.compile("|".join(f"(?:{pattern})" for pattern in ignored) or r"(?!)")
     missing = [n for n, w in declared.items() if w.required and n not in entries]
-    unexpected = [n for n in entries if n not in declared and not skipped.search(n)]
+    others = [n for n in entries if n not in declared and not skipped.search(n)]
+    unexpected = [n for n in others if not _is_old_buffer(n, entries[n])]
+    if len(others) > len(unexpected):
+        log.info("%d buffers of older exports are not read", len(others) - len(unexpected))
     filling = needed | {n for n, w in declared.items() if w.parameter is not None}
     used = [n for n in declared if n in filling and n in entries]
     misshapen = [n for n in used if entries[n].shape != declared[n].shape]
@@ -152,6 +159,20 @@ def account(
             f"the weights in {folder} do not fit config.json: {told}",
             "Use config.json and weights of the same checkpoint",
         )
+
+
+def _is_old_buffer(name: str, entry: TensorEntry) -> bool:
+    """Whether a stored tensor is a table or a mask that older exports kept beside the weights, and
+    that follows from the config."""
+    if re.search(r"(?:^|\.)rotary_emb\.(?:original_)?(?:inv_freq|cos_cached|sin_cached)$", name):
+        return True
+    if not re.search(r"(?:^|\.)(?:attn|self_attn|attention)\.(?:masked_)?bias$", name):
+        return False
+    square = (
+        len(entry.shape) == 4 and entry.shape[:2] == (1, 1) and entry.shape[2] == entry.shape[3]
+    )
+    single = math.prod(entry.shape) <= 1
+    return square or single or entry.dtype in ("BOOL", "U8")
 
 
 def draw_weights(model: Any, seed: int) -> None:

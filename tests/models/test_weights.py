@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cairn.errors import BadModel
 from cairn.models.registry import load_model, load_spec
+from cairn.models.weights import shard
 from tests.specs import declared, parameter_count
 
 TOKENS = torch.arange(75) * 7 % 40
@@ -127,11 +128,66 @@ def test_too_few_rows_are_refused(folder):
         load_spec(folder)
 
 
-def test_stored_head_of_a_tied_model_is_ignored(folder, tiny, plain):
+def test_a_stored_head_of_a_tied_model_counts_where_it_differs(folder, tiny, plain, caplog):
+    untied, _ = plain(load(folder), TOKENS)
     (folder / "config.json").write_text(json.dumps(tiny | {"tie_word_embeddings": True}))
     with_head, _ = plain(load(folder), TOKENS)
+    assert torch.equal(with_head, untied) and "tie_word_embeddings" in caplog.text
     rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    assert torch.equal(plain(load(folder), TOKENS)[0], with_head)
+    tied, _ = plain(load(folder), TOKENS)
+    assert not torch.allclose(tied, untied)
+    caplog.clear()
+
+    def copy(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    rewrite(folder, copy)
+    assert load_spec(folder).tied and not caplog.text
+    assert torch.equal(plain(load(folder), TOKENS)[0], tied)
+
+    def last_row(tensors):
+        tensors["lm_head.weight"][39] += 1
+
+    rewrite(folder, last_row)
+    assert not torch.equal(plain(load(folder), TOKENS)[0], tied)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.ones(7, 32)}))
+    with pytest.raises(BadModel, match=r"lm_head\.weight is \[7, 32\] and the embedding"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "known"),
+    [
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8), True),
+        ("model.rotary_emb.inv_freq", torch.ones(8), True),
+        ("model.layers.1.self_attn.rotary_emb.cos_cached", torch.ones(1, 1, 12, 16), True),
+        ("model.layers.0.attn.bias", torch.ones(1, 1, 12, 12, dtype=torch.bool), True),
+        ("model.layers.0.attn.masked_bias", torch.tensor(-1e4), True),
+        ("model.layers.0.self_attn.rotary_emb.weight", torch.ones(8), False),
+        ("model.layers.0.self_attn.bias", torch.ones(32), False),
+    ],
+)
+def test_buffers_of_older_exports_change_nothing(folder, plain, name, value, known):
+    before, _ = plain(load(folder), TOKENS)
+    rewrite(folder, lambda tensors: tensors.update({name: value}))
+    if known:
+        assert torch.equal(plain(load(folder), TOKENS)[0], before)
+        return
+    with pytest.raises(BadModel, match="unexpected"):
+        load(folder)
+
+
+def test_ranks_read_their_parts(tiny):
+    """Together, and without gaps, what one rank reads; uneven shares are refused."""
+    for weight in declared(load_spec(tiny)).values():
+        if weight.shard is None or weight.read is not ...:
+            continue
+        stored = torch.randn(weight.shape)
+        parts = [stored[shard(weight, rank, 2)] for rank in range(2)]
+        assert torch.equal(torch.cat(parts, weight.shard), stored[weight.read])
+        assert torch.equal(stored[shard(weight, 0, 1)], stored)
+        with pytest.raises(BadModel, match="7 ranks"):
+            shard(weight, 0, 7)
 
 
 def test_all_mistakes_in_one_error(folder):
@@ -195,7 +251,7 @@ def test_offsets_that_disagree_with_shapes(folder):
         load(folder)
 
 
-def shard(folder):
+def in_shards(folder):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -216,7 +272,7 @@ def write_index(folder, index):
 
 def test_shards_equal_one_file(folder, plain):
     base, _ = plain(load(folder), TOKENS)
-    shard(folder)
+    in_shards(folder)
     assert torch.equal(plain(load(folder), TOKENS)[0], base)
 
 
@@ -227,7 +283,7 @@ def test_a_single_file_goes_before_a_stale_index(folder, plain):
 
 
 def test_wrong_index(folder):
-    index = shard(folder)
+    index = in_shards(folder)
     name = "model.norm.weight"
     other = next(file for file in index.values() if file != index[name])
     write_index(folder, index | {name: other})
