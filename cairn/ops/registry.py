@@ -6,13 +6,18 @@
         return ...
 
     @silu_and_mul.implementation("triton", devices=("cuda",))
-    def _(input: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def _(call: Call) -> Tensor: ...  # call.input, call.out
 
+    # in the family's cases.py
     @silu_and_mul.cases
     def _(make: Make) -> Cases: yield make.args(make.randn(7, 192))
 
+    # in the family's bench.py
     @silu_and_mul.bench
     def _(draw: Draw) -> Points: yield Point("7 x 192", draw.args(draw.randn(7, 192)), bytes=4032)
+
+The definition owns the signature: implementations, checks, fakes and `when` receive one bound call,
+whose attributes are the definition's parameters, with defaults filled in (call.py).
 
 A call goes to the implementation forced by CAIRN_OPS, else to the first one registered whose
 device, dtype and `when` accept the arguments, else to the definition (named "reference"). A forced
@@ -25,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,9 +41,10 @@ from torch import Tensor
 
 from cairn.errors import BadConfig
 from cairn.names import suggestion
-from cairn.ops import checks, plans, replay
+from cairn.ops import checks, gpu, plans, replay
 from cairn.ops.autocast import as_it_is
-from cairn.ops.implementation import HANDED_ON, REFERENCE, Implementation
+from cairn.ops.call import Call, binder, call_type, caller
+from cairn.ops.implementation import REFERENCE, Implementation
 from cairn.ops.trust import calls
 
 if TYPE_CHECKING:
@@ -50,6 +57,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Tolerance = tuple[float, float]
 
 VARIABLE = "CAIRN_OPS"
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 class Op(Generic[P, R]):
@@ -77,9 +85,8 @@ class Op(Generic[P, R]):
         self.tolerances: dict[torch.dtype, Tolerance] = {}
         self.tolerance_reason = ""
         self.fronts: dict[str, Callable[..., Any]] = {}
-        self._check: Callable[..., None] | None = None
-        self._fake: Callable[..., Any] = definition
-        self._chosen: dict[str, tuple[Implementation, ...]] = {}
+        self._check: Callable[[Call], None] | None = None
+        self._chosen: dict[str, tuple[list[Implementation], Implementation]] = {}
         self._plans: plans.Plans | None = None
         self._front_plans: list[plans.Plans] = []
         self.__doc__ = definition.__doc__
@@ -88,10 +95,16 @@ class Op(Generic[P, R]):
         self.__module__ = definition.__module__
         self.__wrapped__ = definition
         self.__signature__ = signature = inspect.signature(definition)
-        self._parameters = list(signature.parameters)
+        names = list(signature.parameters)
         # An `out` that the op declares to change is an argument like others.
-        made = "out" in self._parameters and "out" not in self.mutates
-        self._out = self._parameters.index("out") if made else None
+        made = "out" in names and "out" not in self.mutates
+        self._out = names.index("out") if made else None
+        self._kind = call_type(names)
+        self.bind = binder(self.name, signature, self._kind)
+        self._run_reference = self._fake = caller(definition, signature)
+        self._definition = Implementation(
+            REFERENCE, self._run_reference, self.bind, ("cpu", "cuda")
+        )
         self._register(signature)
 
     def __repr__(self) -> str:
@@ -109,30 +122,47 @@ class Op(Generic[P, R]):
         position = self._key
         key = args[position] if len(args) > position else kwargs.get(self._key_name)
         if plans.is_traced(key):
-            if self._check is not None:
-                self._check(*args, **kwargs)
-            if isinstance(key, Tensor):
-                return self._dispatch(args, kwargs)
-            return self.reference(*args, **kwargs)
+            return cast(R, self._traced(args, kwargs))
         if self._plans is not None and cast(Tensor, key).is_cuda:
             return cast(R, self._plans.run(self._eager, args, kwargs))
         return cast(R, self._eager(args, kwargs))
 
     def _eager(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Check the arguments, choose and run."""
-        if self._check is not None and not calls.trusted:
-            self._check(*args, **kwargs)
+        """Bind and check the arguments, choose and run."""
         try:
-            chosen = self._select(args, kwargs)
-            if not chosen.replayed:
+            call = self.bind(*args, **kwargs)
+            if self._check is not None and not calls.trusted:
+                self._check(call)
+            chosen = self._select(call)
+            if gpu.watch.by is not None and not chosen.replayed:
                 replay.spoil()
-            function = as_it_is(chosen.function)
-            if self._out is None:
-                return function(*args, **kwargs)
-            return self._with_out(function, args, kwargs)
+            run = chosen.run
+            if _is_any_autocast_enabled():
+                run = as_it_is(run)
+            return run(call) if self._out is None else self._with_out(run, call)
         except Exception as error:
             checks.explain(error, self.reference, args, kwargs)
             raise
+
+    def _traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Bind and check the arguments, and leave the call to PyTorch's dispatcher."""
+        call = self._checked(args, kwargs)
+        if not isinstance(getattr(call, self._key_name), Tensor):
+            return self._run_reference(call)
+        if self._dispatch_out is None or call.out is None:
+            return self._dispatch(call)
+        self._dispatch_out(call)
+        return call.out
+
+    def _checked(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        try:
+            call = self.bind(*args, **kwargs)
+            if self._check is not None:
+                self._check(call)
+        except Exception as error:
+            checks.explain(error, self.reference, args, kwargs)
+            raise
+        return call
 
     def _respell(self, kwargs: dict[str, Any]) -> None:
         """Give keywords that are spelled in another way the names of the definition."""
@@ -144,21 +174,22 @@ class Op(Generic[P, R]):
 
     def using(self, name: str) -> Callable[P, R]:
         """One implementation by name ("reference": the definition). Raises BadConfig if unknown."""
-        function = self._named(name).function
-        if self._out is None:
-            return function
+        run = self._named(name).run
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return cast(R, self._with_out(function, args, kwargs))
+            bound = self.bind(*args, **kwargs)
+            return cast(R, run(bound) if self._out is None else self._with_out(run, bound))
 
         return call
 
     def choice(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """Name of what a call with these arguments would run. Raises what a call's look does."""
         self._respell(kwargs)
-        if self._check is not None:
-            self._check(*args, **kwargs)
-        return self._select(args, kwargs).name
+        return self._select(self._checked(args, kwargs)).name
+
+    def accepts(self, name: str, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Whether an implementation's dtypes and `when` take a call with these arguments."""
+        return self._named(name).accepts(self.bind(*args, **kwargs))
 
     def candidates(self, device: str) -> tuple[Implementation, ...]:
         """What is tried for tensors on a device type, in order; the last one accepts anything."""
@@ -182,41 +213,28 @@ class Op(Generic[P, R]):
                 return tuple(fitting[: position + 1])
         return (*fitting, self._named(REFERENCE))
 
-    def _select(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Implementation:
-        key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
-        device = key.device.type
-        candidates = self._chosen.get(device)
-        if candidates is None:
-            candidates = self._chosen[device] = self.candidates(device)
-        for implementation in candidates[:-1]:
-            if implementation.accepts(args, kwargs):
+    def _select(self, call: Call) -> Implementation:
+        device = self._key_of(call).device.type
+        chosen = self._chosen.get(device)
+        if chosen is None:
+            *conditional, last = self.candidates(device)
+            chosen = self._chosen[device] = (conditional, last)
+        for implementation in chosen[0]:
+            if implementation.accepts(call):
                 return implementation
-        return candidates[-1]
+        return chosen[1]
 
     def _named(self, name: str) -> Implementation:
         if name == REFERENCE:
-            return Implementation(REFERENCE, self.reference, ("cpu", "cuda"))
+            return self._definition
         try:
             return self.implementations[name]
         except KeyError:
             known = [*self.implementations, REFERENCE]
             raise _unknown(f"op {self.name} has no implementation {name!r}", name, known) from None
 
-    def _split_out(
-        self, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
-        position = cast(int, self._out)
-        if len(args) > position:
-            return (*args[:position], *args[position + 1 :]), kwargs, args[position]
-        rest = {name: value for name, value in kwargs.items() if name != "out"}
-        return tuple(args), rest, kwargs.get("out")
-
-    def _with_out(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        result = function(*args, **kwargs)
-        position = cast(int, self._out)
-        out = args[position] if len(args) > position else kwargs.get("out")
+    def _with_out(self, run: Callable[[Call], Any], call: Call) -> Any:
+        result, out = run(call), call.out
         if out is None or result is out:
             return result
         replay.spoil()
@@ -234,19 +252,25 @@ class Op(Generic[P, R]):
         if self._out is not None:
             del parameters[self._out]
         plain = signature.replace(parameters=parameters)
+        self._bind_plain = binder(self.name, plain, self._kind)
         arguments = self._define(self.name, plain, self.mutates, self._run)
         names = [a.name for a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
         if not names:
             raise TypeError(f"op {self.name} takes no tensor")
         self._key_name = names[0]
-        self._key = self._parameters.index(self._key_name)
+        self._key_of = operator.attrgetter(self._key_name)
+        self._key = list(signature.parameters).index(self._key_name)
         self.registered = getattr(torch.ops.cairn, self.name).default
+        self._dispatch = caller(self.registered, plain)
         self.registered_out: Any = None
+        self._dispatch_out: Callable[[Call], Any] | None = None
         if self._out is not None:
             out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Tensor)
             into = signature.replace(parameters=[*parameters, out], return_annotation=None)
+            self._bind_out = binder(self.name, into, self._kind)
             self._define(f"{self.name}_out", into, (*self.mutates, "out"), self._run_out)
             self.registered_out = getattr(torch.ops.cairn, f"{self.name}_out").default
+            self._dispatch_out = caller(self.registered_out, into)
         _ops[self.name] = self
 
     def _define(
@@ -269,34 +293,15 @@ class Op(Generic[P, R]):
         return list(parsed.arguments)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        args = self._without_out(args)
-        return as_it_is(self._select(args, kwargs).function)(*args, **kwargs)
+        call = self._bind_plain(*args, **kwargs)
+        return as_it_is(self._select(call).run)(call)
 
-    def _run_out(self, *args: Any, out: Tensor, **kwargs: Any) -> None:
-        position = cast(int, self._out)
-        named = dict(zip(self._parameters[position + 1 :], args[position:], strict=False))
-        args, kwargs = args[:position], {**kwargs, **named, "out": out}
-        self._with_out(as_it_is(self._select(args, kwargs).function), args, kwargs)
+    def _run_out(self, *args: Any, **kwargs: Any) -> None:
+        call = self._bind_out(*args, **kwargs)
+        self._with_out(as_it_is(self._select(call).run), call)
 
     def _run_fake(self, *args: Any, **kwargs: Any) -> Any:
-        if self._fake is self.reference:
-            args = self._without_out(args)
-        return self._fake(*args, **kwargs)
-
-    def _without_out(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Positional arguments of the registered form as those of the definition: `out` None."""
-        if self._out is None or len(args) <= self._out:
-            return tuple(args)
-        return (*args[: self._out], None, *args[self._out :])
-
-    def _dispatch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> R:
-        if self._out is None:
-            return cast(R, self.registered(*args, **kwargs))
-        args, kwargs, out = self._split_out(args, kwargs)
-        if out is None:
-            return cast(R, self.registered(*args, **kwargs))
-        self.registered_out(*args, out=out, **kwargs)
-        return cast(R, out)
+        return self._fake(self._bind_plain(*args, **kwargs))
 
     def unregister(self) -> None:
         """Take the op out of the registry and of torch.ops (for ops that tests define)."""
@@ -308,37 +313,33 @@ class Op(Generic[P, R]):
         name: str,
         devices: Sequence[str] = ("cpu", "cuda"),
         dtypes: Sequence[torch.dtype] | None = None,
-        when: Callable[..., bool] | None = None,
+        when: Callable[[Call], bool] | None = None,
         missing: str = "",
         replayed: bool = False,
     ) -> Callable[[F], F]:
         """Decorator: register a faster way. Earlier registrations are preferred.
 
-        One that hands the whole call on to something else may take (*args, **kwargs).
+        The function takes the bound call and returns what the definition does.
 
         Args:
             name: unique within the op, not "reference".
             devices: device types it runs on.
             dtypes: accepted dtypes of the first floating-point tensor argument; None: any.
-            when: called with the op's arguments; False passes them on to the next candidate.
+            when: called with the bound call; False passes it on to the next candidate.
             missing: why it cannot run on this machine, for `cairn ops`; empty: it can.
             replayed: all it does on the device is to take memory from gpu.py and to launch kernels,
                 which depend on no more than replay.py says: they may be repeated without it.
         Raises:
-            ValueError: for a name already taken, or parameters that differ from the definition's.
+            ValueError: for a name already taken, or a function that takes more than the call.
         """
 
         def register(function: F) -> F:
             if name == REFERENCE or name in self.implementations:
                 raise ValueError(f"op {self.name} already has an implementation {name!r}")
-            parameters = list(inspect.signature(function).parameters)
-            if parameters not in (self._parameters, HANDED_ON):
-                raise ValueError(
-                    f"{self.name}, implementation {name!r}: parameters {parameters} differ from "
-                    f"the definition's {self._parameters}"
-                )
+            _expect_one_parameter(self.name, f"implementation {name!r}", function)
             self.implementations[name] = Implementation(
-                name, function, tuple(devices), dtypes and tuple(dtypes), when, missing, replayed
+                *(name, function, self.bind, tuple(devices), dtypes and tuple(dtypes)),
+                *(when, missing, replayed),
             )
             if replayed:
                 self._plans = plans.Plans()
@@ -350,9 +351,10 @@ class Op(Generic[P, R]):
     def fake(self, function: F) -> F:
         """Decorator: state the outputs' shapes where the definition depends on data.
 
-        Called with the op's arguments less `out`. Not needed for ops that return nothing, nor
+        Called with a bound call without `out`. Not needed for ops that return nothing, nor
         where the definition runs under fake tensors.
         """
+        _expect_one_parameter(self.name, "fake", function)
         self._fake = function
         return function
 
@@ -380,10 +382,10 @@ class Op(Generic[P, R]):
 
         return register if function is None else register(function)
 
-    def check(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Decorator: what looks at the arguments of a call first; raises BadArgument."""
-        function.__qualname__ = self.name  # it is the one who misses an argument
-        self._check = checks.naming(function, self.reference)
+    def check(self, function: Callable[[Call], None]) -> Callable[[Call], None]:
+        """Decorator: what looks at a bound call first; raises BadArgument."""
+        _expect_one_parameter(self.name, "check", function)
+        self._check = function
         return function
 
     def cases(
@@ -490,6 +492,12 @@ def _set_forced(forced: dict[str, str]) -> None:
         entry._chosen.clear()
         for own in (*entry._front_plans, *filter(None, [entry._plans])):
             own.forget()
+
+
+def _expect_one_parameter(op: str, what: str, function: Callable[..., Any]) -> None:
+    parameters = list(inspect.signature(function).parameters)
+    if len(parameters) != 1:
+        raise ValueError(f"{op}, {what}: takes {parameters}, not the bound call alone")
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

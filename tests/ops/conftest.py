@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cairn.ops import gpu
+from cairn.ops.call import Call
 from cairn.ops.registry import Op
 from tests.ops.replays import Compiled
 
@@ -25,9 +26,9 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             interpret(kernel, *args, grid=grid, warmup=warmup, **options)
         return Compiled(lambda *a, **k: interpret(kernel, *a, **k), args, options)
 
-    def select(op: Op[..., Any], args: Any, kwargs: Any) -> Any:
+    def select(op: Op[..., Any], call: Call) -> Any:
         *others, last = op.candidates("cuda")
-        return next((i for i in others if i.accepts(args, kwargs)), last)
+        return next((i for i in others if i.accepts(call)), last)
 
     monkeypatch.setattr(interpreter, "run", run)
     monkeypatch.setattr(Op, "_select", select)

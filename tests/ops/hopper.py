@@ -116,12 +116,12 @@ def main() -> None:
     make, dtype = Make("cpu"), torch.bfloat16
     for name, heads in (("gluon", 100), ("gluon_few", 16), ("gluon_few", 32)):
         given = latents(make, [300, 64], heads, 64, (512, 64), dtype)
-        cutlass_mla_decode._named(name).function(*given.args)
+        cutlass_mla_decode.using(name)(*given.args)
     for width, page, sinks in ((64, 64, True), (128, -1, False), (128, 128, False)):
         shape = {"queries": (140, 131), "keys": (300, 131), "heads": (4, 2)}
         options = {**shape, "widths": (width, width), "page": page, "sinks": sinks}
         given = drawn(make, dtype, **options, right=0)
-        flash_attention._named("gluon").function(*given.args)
+        flash_attention.using("gluon")(*given.args)
     for heads, groups, width, masked in ((16, 2, 64, True), (6, 2, 128, True), (3, 3, 128, False)):
         q, cache = torch.empty(300, heads, width, dtype=dtype), (20, groups, 64, width)
         caches = torch.empty(cache, dtype=dtype), torch.empty(cache, dtype=dtype)

@@ -144,7 +144,7 @@ def test_kernel_agrees_with_definition_when_interpreted(
         as_if_early(monkeypatch)
     implementation = op._named(name)
     cases = [case for case in cases_of(op) if not has_half(case) and smallest_of(case)]
-    accepted = [case for case in cases if implementation.accepts(case.args, case.kwargs)]
+    accepted = [case for case in cases if implementation.accepts(case.bound(implementation))]
     assert accepted, f"no case of {op.name} reaches {name}: it is never tested"
     for arguments in sorted(accepted, key=size_of)[:INTERPRETED_CASES]:
         check(op, name, arguments)
@@ -175,10 +175,10 @@ def test_the_choice_is_the_same_for_arguments_by_name(op: Op[..., Any]) -> None:
     for case in cases_of(op):
         named = case.named(parameters)
         for implementation in op.implementations.values():
-            accepted = implementation.accepts(case.args, case.kwargs)
-            assert implementation.accepts((), named) == accepted, implementation.name
+            accepted = implementation.accepts(op.bind(*case.args, **case.kwargs))
+            assert implementation.accepts(op.bind(**named)) == accepted, implementation.name
         if op._check is not None:
-            op._check(**named)
+            op._check(op.bind(**named))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -37,7 +37,7 @@ def small_case(op: Op[..., Any], name: str) -> Arguments:
     found: list[Arguments] = []
     for case in cases_of(op):
         known = all(t.numel() and t.dtype not in halves for t in tensors_of(case))
-        if known and op._named(name).accepts(case.args, case.kwargs):
+        if known and op.accepts(name, *case.args, **case.kwargs):
             found.append(case)
     return min(found, key=lambda case: tensors_of(case)[0].numel())
 
@@ -79,7 +79,7 @@ def test_what_is_replayed_takes_memory_and_launches_and_does_no_more(
     others = {other.name for other in all_ops()}
     call, planned = Calls(op.using(name)), 0
     for case in cases_of(op):
-        if op._named(name).accepts(case.args, case.kwargs):
+        if op.accepts(name, *case.args, **case.kwargs):
             call.plans = Plans()
             with Operators() as operators:
                 call(*case.args, **case.kwargs)
@@ -165,7 +165,7 @@ def on_gpu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def test_replays_are_exact_on_a_gpu(op: Op[..., Any], name: str) -> None:
     replayed = 0
     for case in cases_of(op, "cuda"):
-        if not op._named(name).accepts(case.args, case.kwargs):
+        if not op.accepts(name, *case.args, **case.kwargs):
             continue
         call, own, plain = Calls(op.using(name)), case.clone(), case.clone()
         call(*own.args, **own.kwargs)

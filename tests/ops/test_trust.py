@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cairn.errors import BadArgument
+from cairn.ops.call import Call
 from cairn.ops.checks import refuse
 from cairn.ops.registry import op
 from cairn.ops.trust import trusted
@@ -22,7 +23,7 @@ def picky():
         return input * 2
 
     @picky_for_the_test.check
-    def _(input: Tensor) -> None:
+    def _(call: Call) -> None:
         refuse("picky_for_the_test", "input", "is never right")
 
     yield picky_for_the_test

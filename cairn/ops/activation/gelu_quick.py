@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.activation import launch
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -27,15 +28,15 @@ def gelu_quick(input: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 @gelu_quick.check
-def _(input: Tensor, out: Tensor | None = None) -> None:
-    launch.check("gelu_quick", input, out, gates=1)
+def _(call: Call) -> None:
+    launch.check("gelu_quick", call.input, call.out, gates=1)
 
 
 @gelu_quick.implementation(
-    "triton", devices=gpu.DEVICES, when=lambda input, out=None: input.stride(-1) == 1, replayed=True
+    "triton", devices=gpu.DEVICES, when=lambda call: call.input.stride(-1) == 1, replayed=True
 )
-def _(input: Tensor, out: Tensor | None = None) -> Tensor:
-    return launch.launch("gelu_quick", input, out, gates=1)
+def _(call: Call) -> Tensor:
+    return launch.launch("gelu_quick", call.input, call.out, gates=1)
 
 
 @gelu_quick.cases

@@ -11,6 +11,7 @@ from cairn.ops import gpu
 from cairn.ops.activation import launch
 from cairn.ops.activation.cases import gated_cases
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.registry import op
 
 
@@ -46,25 +47,13 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 @gelu_tanh_and_mul.check
-def _(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> None:
-    launch.check("gelu_tanh_and_mul", input, out, expert_ids, expert_step)
+def _(call: Call) -> None:
+    launch.check("gelu_tanh_and_mul", call.input, call.out, call.expert_ids, call.expert_step)
 
 
 @gelu_tanh_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
-def _(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> Tensor:
-    return launch.launch("gelu_tanh", input, out, expert_ids, expert_step)
+def _(call: Call) -> Tensor:
+    return launch.launch("gelu_tanh", call.input, call.out, call.expert_ids, call.expert_step)
 
 
 gelu_tanh_and_mul.cases(gated_cases)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.activation.kernels import activation_kernel
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 from cairn.ops.early import early_for, early_option
 
@@ -21,9 +21,9 @@ EARLY_BLOCK, EARLY_WARPS = 256, 4
 """The same of any that is launched before the kernel in front is done."""
 
 
-def in_rows(input: Tensor, *args: Any, **kwargs: Any) -> bool:
+def in_rows(call: Call) -> bool:
     """The numbers of a row lie side by side."""
-    return input.stride(-1) == 1
+    return bool(call.input.stride(-1) == 1)
 
 
 def gated(

@@ -9,6 +9,7 @@ from cairn.ops import cpu, gpu, lanes
 from cairn.ops.activation import launch, loops
 from cairn.ops.activation.cases import gated_cases
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.registry import op
 
 
@@ -36,14 +37,8 @@ def silu_and_mul(
 
 
 @silu_and_mul.check
-def _(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> None:
-    launch.check("silu_and_mul", input, out, expert_ids, expert_step)
+def _(call: Call) -> None:
+    launch.check("silu_and_mul", call.input, call.out, call.expert_ids, call.expert_step)
 
 
 def in_lanes(out: Tensor) -> bool:
@@ -59,42 +54,28 @@ def gate_rows(gates: Tensor, ups: Tensor, first: int, out: Tensor) -> None:
     loop(cpu.numbers(gates), cpu.numbers(ups), first, cpu.numbers(out))
 
 
-def _dense(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> bool:
-    return input.is_contiguous() and input.numel() > 0 and (out is None or out.is_contiguous())
+def _dense(call: Call) -> bool:
+    return (
+        call.input.is_contiguous()
+        and call.input.numel() > 0
+        and (call.out is None or call.out.is_contiguous())
+    )
 
 
 @silu_and_mul.implementation("numba", devices=cpu.DEVICES, when=_dense)
-def _(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> Tensor:
-    width = input.shape[-1] // 2
-    result = out
-    if result is None or expert_ids is not None:
-        result = input.new_empty(*input.shape[:-1], width)
-    both = input.view(-1, 2 * width)
+def _(call: Call) -> Tensor:
+    width = call.input.shape[-1] // 2
+    result = call.out
+    if result is None or call.expert_ids is not None:
+        result = call.input.new_empty(*call.input.shape[:-1], width)
+    both = call.input.view(-1, 2 * width)
     gate_rows(both, both, width, result.view(-1, width))
-    return launch.of_experts(result, out, expert_ids, expert_step)
+    return launch.of_experts(result, call.out, call.expert_ids, call.expert_step)
 
 
 @silu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
-def _(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> Tensor:
-    return launch.launch("silu", input, out, expert_ids, expert_step)
+def _(call: Call) -> Tensor:
+    return launch.launch("silu", call.input, call.out, call.expert_ids, call.expert_step)
 
 
 silu_and_mul.cases(gated_cases)

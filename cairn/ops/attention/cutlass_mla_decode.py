@@ -15,6 +15,7 @@ from cairn.ops.attention.latent_groups import latent_groups_kernel
 from cairn.ops.attention.latent_kernels import latent_split_kernel
 from cairn.ops.attention.lines import NO_LINES, are_lines, lines_of
 from cairn.ops.benching import Alternative, Draw, Point, Points
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, check_pages, expect, expect_within, refuse
 from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Cases, Make
@@ -69,63 +70,36 @@ def cutlass_mla_decode(
 
 
 @cutlass_mla_decode.fake
-def _(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> Tensor:
-    return torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
+def _(call: Call) -> Tensor:
+    return torch.empty(call.q_nope.shape, dtype=call.q_nope.dtype, device=call.q_nope.device)
 
 
 @cutlass_mla_decode.check
-def _(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> None:
-    name, cache = "cutlass_mla_decode", kv_c_and_k_pe_cache
-    expect(name, "q_nope", q_nope, (None, None, None), FLOATS, dense=1)
-    batch, heads, latent = q_nope.shape
+def _(call: Call) -> None:
+    name, cache = "cutlass_mla_decode", call.kv_c_and_k_pe_cache
+    expect(name, "q_nope", call.q_nope, (None, None, None), FLOATS, dense=1)
+    batch, heads, latent = call.q_nope.shape
     if heads > MOST_HEADS:
         refuse(name, "q_nope", f"has {heads} heads, not at most {MOST_HEADS}")
-    same = (q_nope.dtype,)
-    expect(name, "q_pe", q_pe, (batch, heads, None), same, q_nope, dense=1)
-    width = latent + q_pe.shape[2]
-    expect(name, "kv_c_and_k_pe_cache", cache, (None, None, width), same, q_nope, dense=1)
+    same = (call.q_nope.dtype,)
+    expect(name, "q_pe", call.q_pe, (batch, heads, None), same, call.q_nope, dense=1)
+    width = latent + call.q_pe.shape[2]
+    expect(name, "kv_c_and_k_pe_cache", cache, (None, None, width), same, call.q_nope, dense=1)
     if not cache.shape[1]:
         refuse(name, "kv_c_and_k_pe_cache", f"has shape {list(cache.shape)}: pages of no slots")
-    expect(name, "seq_lens", seq_lens, (batch,), INDICES, q_nope, dense=-1)
-    expect(name, "page_table", page_table, (batch, None), (torch.int32,), q_nope, dense=1)
-    expect_within(name, "seq_lens", seq_lens, cache.shape[1] * page_table.shape[1] + 1)
-    check_pages(name, page_table, seq_lens, cache.shape[1], len(cache))
+    expect(name, "seq_lens", call.seq_lens, (batch,), INDICES, call.q_nope, dense=-1)
+    expect(name, "page_table", call.page_table, (batch, None), (torch.int32,), call.q_nope, dense=1)
+    expect_within(name, "seq_lens", call.seq_lens, cache.shape[1] * call.page_table.shape[1] + 1)
+    check_pages(name, call.page_table, call.seq_lens, cache.shape[1], len(cache))
 
 
-def _fits_groups(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> bool:
-    latent = q_nope.shape[2]
+def _fits_groups(call: Call) -> bool:
+    latent = call.q_nope.shape[2]
     return (
-        gpu.multiplies_in_groups(q_nope.device)
-        and (latent, q_pe.shape[2]) == (LATENT, ROPE)
-        and kv_c_and_k_pe_cache.shape[1] % _BLOCK == 0
-        and all(are_lines(part, _BLOCK) for part in _parts(kv_c_and_k_pe_cache, latent))
+        gpu.multiplies_in_groups(call.q_nope.device)
+        and (latent, call.q_pe.shape[2]) == (LATENT, ROPE)
+        and call.kv_c_and_k_pe_cache.shape[1] % _BLOCK == 0
+        and all(are_lines(part, _BLOCK) for part in _parts(call.kv_c_and_k_pe_cache, latent))
     )
 
 
@@ -138,24 +112,20 @@ def _parts(cache: Tensor, latent: int) -> tuple[Tensor, Tensor]:
     "gluon_few",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
-    when=lambda q_nope, *args, **kwargs: (
-        q_nope.shape[1] <= MOST_COLUMNS and _fits_groups(q_nope, *args, **kwargs)
-    ),
+    when=lambda call: call.q_nope.shape[1] <= MOST_COLUMNS and _fits_groups(call),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> Tensor:
-    given = (q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, sm_scale)
-    return _attend(latent_columns_kernel, 16 if q_nope.shape[1] <= 16 else 32, *given)
+def _(call: Call) -> Tensor:
+    given = (
+        call.q_nope,
+        call.q_pe,
+        call.kv_c_and_k_pe_cache,
+        call.seq_lens,
+        call.page_table,
+        call.sm_scale,
+    )
+    return _attend(latent_columns_kernel, 16 if call.q_nope.shape[1] <= 16 else 32, *given)
 
 
 @cutlass_mla_decode.implementation(
@@ -166,17 +136,15 @@ def _(
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> Tensor:
-    given = (q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, sm_scale)
+def _(call: Call) -> Tensor:
+    given = (
+        call.q_nope,
+        call.q_pe,
+        call.kv_c_and_k_pe_cache,
+        call.seq_lens,
+        call.page_table,
+        call.sm_scale,
+    )
     return _attend(latent_groups_kernel, _BLOCK, *given)
 
 
@@ -225,43 +193,42 @@ def _parts_of(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 
 
 @cutlass_mla_decode.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> Tensor:
-    cache = kv_c_and_k_pe_cache
-    batch, heads, latent = q_nope.shape
-    out = gpu.empty(q_nope.shape, q_nope.dtype, q_nope.device)
+def _(call: Call) -> Tensor:
+    cache = call.kv_c_and_k_pe_cache
+    batch, heads, latent = call.q_nope.shape
+    out = gpu.empty(call.q_nope.shape, call.q_nope.dtype, call.q_nope.device)
     if out.numel() == 0:
         return out
-    single = q_nope.dtype == torch.float32
+    single = call.q_nope.dtype == torch.float32
     lines = 16 if single else min(64, max(16, gpu.next_power_of_2(heads)))
     keys = 16 if single else 32
     large = lines == 64 and gpu.program_memory(cache.device) >= _WIDE_BYTES
     values = rest = NO_LINES
     wide, size = 64 if large else keys, cache.shape[1]
     if size % wide == 0 and (not single or gpu.INTERPRETED):
-        flops = 2 * batch * heads * page_table.shape[1] * size * (latent + cache.shape[2])
+        flops = 2 * batch * heads * call.page_table.shape[1] * size * (latent + cache.shape[2])
         values, rest = lines_of(*_parts(cache, latent), wide, flops)
     if values.blocks is not None:
         keys = wide
     columns = -(-heads // lines)
-    blocks = -(-page_table.shape[1] * cache.shape[1] // keys)
+    blocks = -(-call.page_table.shape[1] * cache.shape[1] // keys)
     wanted = -(-_PROGRAMS // (columns * batch))
     splits = max(1, min(blocks // _LEAST_BLOCKS, wanted, launch.MOST_SPLITS))
     part_o, part_lse = _parts_of(out, splits)
-    padded = (max(16, gpu.next_power_of_2(width)) for width in (latent, q_pe.shape[2]))
+    padded = (max(16, gpu.next_power_of_2(width)) for width in (latent, call.q_pe.shape[2]))
     latent_split_kernel[(splits, columns, batch)](
-        *(q_nope, q_pe, cache, values.blocks, rest.blocks, seq_lens, page_table),
-        *(part_o, part_lse, sm_scale, *q_nope.stride()[:2], *q_pe.stride()[:2]),
-        *(*cache.stride()[:2], values.page, page_table.stride(0)),
-        *(heads, cache.shape[1], latent, q_pe.shape[2], *padded, lines, keys),
+        *(
+            call.q_nope,
+            call.q_pe,
+            cache,
+            values.blocks,
+            rest.blocks,
+            call.seq_lens,
+            call.page_table,
+        ),
+        *(part_o, part_lse, call.sm_scale, *call.q_nope.stride()[:2], *call.q_pe.stride()[:2]),
+        *(*cache.stride()[:2], values.page, call.page_table.stride(0)),
+        *(heads, cache.shape[1], latent, call.q_pe.shape[2], *padded, lines, keys),
         "ieee" if single else "tf32",
         num_warps=8 if lines == 64 else 4,
         num_stages=2,

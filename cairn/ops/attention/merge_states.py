@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.attention.merge_kernels import merge_states_kernel
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -53,22 +54,26 @@ def merge_states(
 
 
 @merge_states.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    v_a: Tensor,
-    s_a: Tensor,
-    v_b: Tensor,
-    s_b: Tensor,
-    v_merged: Tensor,
-    s_merged: Tensor,
-    base2: bool = False,
-) -> None:
-    lines, dim = s_a.numel(), v_a.shape[-1]
-    if v_a.numel():
+def _(call: Call) -> None:
+    lines, dim = call.s_a.numel(), call.v_a.shape[-1]
+    if call.v_a.numel():
         width = gpu.next_power_of_2(dim)
         # Few lines are spread over as many programs as there are.
         rows = min(max(1, _BLOCK // width), gpu.next_power_of_2(-(-lines // 512)))
         merge_states_kernel[(-(-lines // rows),)](
-            *(v_a, s_a, v_b, s_b, v_merged, s_merged, lines, dim, width, rows, base2),
+            *(
+                call.v_a,
+                call.s_a,
+                call.v_b,
+                call.s_b,
+                call.v_merged,
+                call.s_merged,
+                lines,
+                dim,
+                width,
+                rows,
+                call.base2,
+            ),
             num_warps=gpu.warps_for(rows * width),
         )
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.elementwise.fp8 import KINDS
@@ -43,14 +44,14 @@ def concat_mla_k(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
 
 
 @concat_mla_k.check
-def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
+def _(call: Call) -> None:
     name = "concat_mla_k"
-    expect(name, "k", k, (None, None, None), (*FLOATS, *KINDS))
-    expect(name, "k_nope", k_nope, (*k.shape[:2], None), (k.dtype,), like=k)
-    expect(name, "k_rope", k_rope, (k.shape[0], 1, None), (k.dtype,), like=k)
-    if k_nope.shape[2] + k_rope.shape[2] != k.shape[2]:
-        parts = f"{k_nope.shape[2]} + {k_rope.shape[2]}"
-        refuse(name, "k", f"has {k.shape[2]} numbers a head, not {parts}")
+    expect(name, "k", call.k, (None, None, None), (*FLOATS, *KINDS))
+    expect(name, "k_nope", call.k_nope, (*call.k.shape[:2], None), (call.k.dtype,), like=call.k)
+    expect(name, "k_rope", call.k_rope, (call.k.shape[0], 1, None), (call.k.dtype,), like=call.k)
+    if call.k_nope.shape[2] + call.k_rope.shape[2] != call.k.shape[2]:
+        parts = f"{call.k_nope.shape[2]} + {call.k_rope.shape[2]}"
+        refuse(name, "k", f"has {call.k.shape[2]} numbers a head, not {parts}")
 
 
 def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
@@ -74,14 +75,15 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
 @concat_mla_k.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda k, k_nope, k_rope: (
-        k.stride(2) == k_nope.stride(2) == k_rope.stride(2) == 1 and gpu.within_32_bits(k, k_nope)
+    when=lambda call: (
+        call.k.stride(2) == call.k_nope.stride(2) == call.k_rope.stride(2) == 1
+        and gpu.within_32_bits(call.k, call.k_nope)
     ),
     replayed=True,
 )
-def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
+def _(call: Call) -> None:
     # Not every device that runs these kernels knows float8: it moves as bytes.
-    parts = (k_nope, k_rope, k)
+    parts = (call.k_nope, call.k_rope, call.k)
     _launch(*(x.view(torch.uint8) if x.dtype in KINDS else x for x in parts))
 
 
@@ -100,8 +102,8 @@ def _(make: Make) -> Cases:
     yield make.args(make.empty(0, 3, 12), make.randn(0, 3, 8), make.randn(0, 1, 4))
 
 
-def _cat(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> Tensor:
-    return torch.cat((k_nope, k_rope.expand(-1, k.shape[1], -1)), dim=-1, out=k)
+def _cat(call: Call) -> Tensor:
+    return torch.cat((call.k_nope, call.k_rope.expand(-1, call.k.shape[1], -1)), dim=-1, out=call.k)
 
 
 @concat_mla_k.bench
@@ -130,15 +132,15 @@ def concat_mla_absorb_q(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tens
 
 
 @concat_mla_absorb_q.check
-def _(a: Tensor, b: Tensor, out: Tensor | None = None) -> None:
+def _(call: Call) -> None:
     name = "concat_mla_absorb_q"
-    expect(name, "a", a, dtypes=FLOATS)
-    if a.dim() == 0:
+    expect(name, "a", call.a, dtypes=FLOATS)
+    if call.a.dim() == 0:
         refuse(name, "a", "has no dims")
-    expect(name, "b", b, (*a.shape[:-1], None), (a.dtype,), like=a)
-    if out is not None:
-        shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
-        expect(name, "out", out, shape, (a.dtype,), like=a)
+    expect(name, "b", call.b, (*call.a.shape[:-1], None), (call.a.dtype,), like=call.a)
+    if call.out is not None:
+        shape = (*call.a.shape[:-1], call.a.shape[-1] + call.b.shape[-1])
+        expect(name, "out", call.out, shape, (call.a.dtype,), like=call.a)
 
 
 def _as_heads(x: Tensor) -> Tensor | None:
@@ -153,18 +155,18 @@ def _as_heads(x: Tensor) -> Tensor | None:
     return x if gpu.within_32_bits(x) else None
 
 
-def _in_rows(a: Tensor, b: Tensor, out: Tensor | None = None) -> bool:
-    return _as_heads(a) is not None and _as_heads(b) is not None
+def _in_rows(call: Call) -> bool:
+    return _as_heads(call.a) is not None and _as_heads(call.b) is not None
 
 
 @concat_mla_absorb_q.implementation("triton", devices=gpu.DEVICES, when=_in_rows, replayed=True)
-def _(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    result, into = out, None if out is None else _as_heads(out)
+def _(call: Call) -> Tensor:
+    result, into = call.out, None if call.out is None else _as_heads(call.out)
     if result is None or into is None:
-        shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
-        result = gpu.empty(shape, a.dtype, a.device)
+        shape = (*call.a.shape[:-1], call.a.shape[-1] + call.b.shape[-1])
+        result = gpu.empty(shape, call.a.dtype, call.a.device)
         into = _as_heads(result)
-    first, second = _as_heads(a), _as_heads(b)
+    first, second = _as_heads(call.a), _as_heads(call.b)
     assert first is not None and second is not None and into is not None
     _launch(first, second, into)
     return result

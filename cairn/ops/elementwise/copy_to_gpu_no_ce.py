@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.elementwise.kernels import put_integers_kernel
 from cairn.ops.registry import op
@@ -55,17 +56,19 @@ def copy_to_gpu_no_ce(input: Tensor, output: Tensor) -> None:
     put_integers(output, input)
 
 
-def _accepts(output: Tensor, input: Tensor) -> bool:
-    return input.device.type == "cpu" and len(input) <= MOST and output.is_contiguous()
+def _accepts(call: Call) -> bool:
+    return (
+        call.input.device.type == "cpu" and len(call.input) <= MOST and call.output.is_contiguous()
+    )
 
 
 @put_integers.implementation("triton", devices=gpu.DEVICES, when=_accepts)
-def _(output: Tensor, input: Tensor) -> None:
-    numbers = input.tolist()
+def _(call: Call) -> None:
+    numbers = call.input.tolist()
     if numbers:
         spare = [0] * (-len(numbers) % STEP)
         values = tuple((number & 0xFFFFFFFF) * 16 + _ALIKE for number in numbers + spare)
-        put_integers_kernel[(1,)](values, output, len(numbers), len(values), num_warps=1)
+        put_integers_kernel[(1,)](values, call.output, len(numbers), len(values), num_warps=1)
 
 
 @put_integers.cases

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, on_host, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.elementwise.kernels import downcast_kernel, fp8_kernel
@@ -51,42 +52,34 @@ def fp8_quantize(
 
 
 @fp8_quantize.check
-def _(
-    x: Tensor,
-    scale_inv: float = 1.0,
-    out: Tensor | None = None,
-    fp8_dtype: torch.dtype = torch.float8_e4m3fn,
-    enable_pdl: bool | None = None,
-) -> None:
-    expect("fp8_quantize", "x", x, dtypes=FLOATS)
-    if fp8_dtype not in KINDS:
-        refuse("fp8_quantize", "fp8_dtype", f"is {fp8_dtype}, not float8_e4m3fn or float8_e5m2")
-    if out is not None:
-        expect("fp8_quantize", "out", out, x.shape, (fp8_dtype,), like=x)
+def _(call: Call) -> None:
+    expect("fp8_quantize", "x", call.x, dtypes=FLOATS)
+    if call.fp8_dtype not in KINDS:
+        refuse(
+            "fp8_quantize", "fp8_dtype", f"is {call.fp8_dtype}, not float8_e4m3fn or float8_e5m2"
+        )
+    if call.out is not None:
+        expect("fp8_quantize", "out", call.out, call.x.shape, (call.fp8_dtype,), like=call.x)
 
 
 @fp8_quantize.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    x: Tensor,
-    scale_inv: float = 1.0,
-    out: Tensor | None = None,
-    fp8_dtype: torch.dtype = torch.float8_e4m3fn,
-    enable_pdl: bool | None = None,
-) -> Tensor:
-    result = out
+def _(call: Call) -> Tensor:
+    result = call.out
     if result is None or not result.is_contiguous():
-        result = gpu.empty(x.shape, fp8_dtype, x.device)
-    if x.numel():
+        result = gpu.empty(call.x.shape, call.fp8_dtype, call.x.device)
+    if call.x.numel():
         # What lies in one piece is one row.
-        rows = x.view(1, -1) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
+        rows = (
+            call.x.view(1, -1) if call.x.is_contiguous() else call.x.reshape(-1, call.x.shape[-1])
+        )
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         width = rows.shape[1]
-        early = early_for(x.device, rows.shape[0], -(-width // EARLY_BLOCK) * EARLY_WARPS)
+        early = early_for(call.x.device, rows.shape[0], -(-width // EARLY_BLOCK) * EARLY_WARPS)
         block, warps = (EARLY_BLOCK, EARLY_WARPS) if early else (BLOCK, WARPS)
         blocks = -(-width // block)
         fp8_kernel[(rows.shape[0] * blocks,)](
-            *(rows, result.view(torch.uint8), float(scale_inv), rows.stride(0), width, width),
-            *(blocks, block, fp8_dtype == E4M3, gpu.knows_e4m3(x.device), early),
+            *(rows, result.view(torch.uint8), float(call.scale_inv), rows.stride(0), width, width),
+            *(blocks, block, call.fp8_dtype == E4M3, gpu.knows_e4m3(call.x.device), early),
             num_warps=warps,
             **early_option(early),
         )
@@ -148,67 +141,55 @@ def downcast_fp8(
 
 
 @downcast_fp8.check
-def _(
-    k: Tensor,
-    v: Tensor,
-    k_out: Tensor,
-    v_out: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    loc: Tensor,
-    mult: int = 1,
-    offset: int = 0,
-) -> None:
+def _(call: Call) -> None:
     name = "downcast_fp8"
-    expect(name, "k", k, (None, None, None), FLOATS)
-    expect(name, "v", v, k.shape, (k.dtype,), like=k)
-    for argument, out in (("k_out", k_out), ("v_out", v_out)):
-        expect(name, argument, out, (None, *k.shape[1:]), (torch.uint8, E4M3), like=k)
-    for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    expect(name, "k", call.k, (None, None, None), FLOATS)
+    expect(name, "v", call.v, call.k.shape, (call.k.dtype,), like=call.k)
+    for argument, out in (("k_out", call.k_out), ("v_out", call.v_out)):
+        expect(name, argument, out, (None, *call.k.shape[1:]), (torch.uint8, E4M3), like=call.k)
+    for argument, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         if scale is not None:
-            expect(name, argument, scale, (1,) * scale.dim(), (torch.float32,), like=k)
-    expect(name, "loc", loc, k.shape[:1], INDICES, like=k)
-    if on_host(loc):
-        rows = loc[loc >= 0].long() * mult + offset
-        expect_within(name, "loc * mult + offset", rows, min(len(k_out), len(v_out)))
+            expect(name, argument, scale, (1,) * scale.dim(), (torch.float32,), like=call.k)
+    expect(name, "loc", call.loc, call.k.shape[:1], INDICES, like=call.k)
+    if on_host(call.loc):
+        rows = call.loc[call.loc >= 0].long() * call.mult + call.offset
+        expect_within(name, "loc * mult + offset", rows, min(len(call.k_out), len(call.v_out)))
 
 
-def _dense(
-    k: Tensor,
-    v: Tensor,
-    k_out: Tensor,
-    v_out: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    loc: Tensor,
-    mult: int = 1,
-    offset: int = 0,
-) -> bool:
-    return loc.is_contiguous() and all(x[:1].is_contiguous() for x in (k, v, k_out, v_out))
+def _dense(call: Call) -> bool:
+    return call.loc.is_contiguous() and all(
+        x[:1].is_contiguous() for x in (call.k, call.v, call.k_out, call.v_out)
+    )
 
 
 @downcast_fp8.implementation("triton", devices=gpu.DEVICES, when=_dense, replayed=True)
-def _(
-    k: Tensor,
-    v: Tensor,
-    k_out: Tensor,
-    v_out: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    loc: Tensor,
-    mult: int = 1,
-    offset: int = 0,
-) -> None:
-    tokens, width = k.shape[0], k.shape[1:].numel()
+def _(call: Call) -> None:
+    tokens, width = call.k.shape[0], call.k.shape[1:].numel()
     block = min(BLOCK, gpu.next_power_of_2(max(1, width)))
-    k_bytes, v_bytes = k_out.view(torch.uint8), v_out.view(torch.uint8)
+    k_bytes, v_bytes = call.k_out.view(torch.uint8), call.v_out.view(torch.uint8)
     blocks, warps = -(-width // block), gpu.warps_for(block)
-    early = early_for(k.device, tokens, blocks * warps)
+    early = early_for(call.k.device, tokens, blocks * warps)
     if tokens and width:
         downcast_kernel[(tokens * blocks,)](
-            *(k, v, k_bytes, v_bytes, k_scale, v_scale, loc, mult, offset),
-            *(k.stride(0), v.stride(0), k_out.stride(0), v_out.stride(0), width),
-            *(blocks, block, gpu.knows_e4m3(k.device), early),
+            *(
+                call.k,
+                call.v,
+                k_bytes,
+                v_bytes,
+                call.k_scale,
+                call.v_scale,
+                call.loc,
+                call.mult,
+                call.offset,
+            ),
+            *(
+                call.k.stride(0),
+                call.v.stride(0),
+                call.k_out.stride(0),
+                call.v_out.stride(0),
+                width,
+            ),
+            *(blocks, block, gpu.knows_e4m3(call.k.device), early),
             num_warps=warps,
             **early_option(early),
         )

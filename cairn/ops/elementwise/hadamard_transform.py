@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.elementwise.kernels import hadamard_kernel, hadamard_rows_kernel
 from cairn.ops.registry import op
@@ -46,38 +47,41 @@ def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 @hadamard_transform.check
-def _(x: Tensor, scale: float = 1.0) -> None:
-    expect("hadamard_transform", "x", x, dtypes=FLOATS)
-    if x.dim() == 0 or x.shape[-1] == 0:
-        refuse("hadamard_transform", "x", f"has shape {list(x.shape)}, not [..., d] with d > 0")
+def _(call: Call) -> None:
+    expect("hadamard_transform", "x", call.x, dtypes=FLOATS)
+    if call.x.dim() == 0 or call.x.shape[-1] == 0:
+        refuse(
+            "hadamard_transform", "x", f"has shape {list(call.x.shape)}, not [..., d] with d > 0"
+        )
 
 
-def _short(x: Tensor, scale: float = 1.0) -> bool:
-    if x.stride(-1) != 1 or x.shape[-1] > LONGEST:
+def _short(call: Call) -> bool:
+    if call.x.stride(-1) != 1 or call.x.shape[-1] > LONGEST:
         return False
-    return x.shape[-1] <= LONGEST // 2 or gpu.program_memory(x.device) >= MEMORY
+    return call.x.shape[-1] <= LONGEST // 2 or gpu.program_memory(call.x.device) >= MEMORY
 
 
 @hadamard_transform.implementation("triton", devices=gpu.DEVICES, when=_short, replayed=True)
-def _(x: Tensor, scale: float = 1.0) -> Tensor:
+def _(call: Call) -> Tensor:
     """By matrix products: H_ab of a row is H_a X H_b of the row as [a, b]."""
-    width = x.shape[-1]
-    source = x.reshape(-1, width)
-    out = gpu.empty(x.shape, x.dtype, x.device)
+    width = call.x.shape[-1]
+    source = call.x.reshape(-1, width)
+    out = gpu.empty(call.x.shape, call.x.dtype, call.x.device)
     rows, size = source.shape[0], max(LEAST, gpu.next_power_of_2(width))
     if not rows:
         return out
     if size <= NARROW:
         hadamard_rows_kernel[(min(PROGRAMS, -(-rows // ROWS)),)](
-            *(source, out, rows, source.stride(0), width, width, scale, ROWS, size), num_warps=WARPS
+            *(source, out, rows, source.stride(0), width, width, call.scale, ROWS, size),
+            num_warps=WARPS,
         )
         return out
     # As nearly a square as can be: the fewest products, and matrices of signs that take least room.
     tall = 1 << size.bit_length() // 2
     hadamard_kernel[(min(PROGRAMS, rows),)](
-        *(source, out, rows, source.stride(0), width, width, scale, tall, size // tall),
+        *(source, out, rows, source.stride(0), width, width, call.scale, tall, size // tall),
         num_warps=WARPS if size <= 4096 else 2 * WARPS,
-        num_stages=max(1, min(STAGES, ON_THE_WAY // (size * x.element_size()))),
+        num_stages=max(1, min(STAGES, ON_THE_WAY // (size * call.x.element_size()))),
     )
     return out
 

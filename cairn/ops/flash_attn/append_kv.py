@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.early import early_for, early_option
 from cairn.ops.flash_attn.kernels import append_kernel
 from cairn.ops.flash_attn.strides import strides
@@ -71,30 +72,30 @@ def positions(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 @append_kv.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    seqlens: Tensor,
-    cu_seqlens: Tensor | None,
-    page_table: Tensor | None,
-    batch_idx: Tensor | None,
-) -> None:
-    lines, (heads, dim), wide = k.shape[:-2].numel(), k.shape[-2:], v.shape[-1]
-    if k.numel() == 0 or seqlens.numel() == 0:
+def _(call: Call) -> None:
+    lines, (heads, dim), wide = call.k.shape[:-2].numel(), call.k.shape[-2:], call.v.shape[-1]
+    if call.k.numel() == 0 or call.seqlens.numel() == 0:
         return
-    rows, *widths = (gpu.next_power_of_2(number) for number in (seqlens.numel(), dim, wide))
+    rows, *widths = (gpu.next_power_of_2(number) for number in (call.seqlens.numel(), dim, wide))
     at_once = min(gpu.next_power_of_2(heads), max(1, NUMBERS // max(widths)))
     parts, warps = -(-heads // at_once), gpu.warps_for(at_once * max(widths))
-    early = early_for(k.device, lines, 2 * parts * warps)
+    early = early_for(call.k.device, lines, 2 * parts * warps)
     append_kernel[(2 * parts * lines,)](
-        *(k, v, k_cache, v_cache, seqlens, cu_seqlens, page_table, batch_idx),
-        *(k.shape[-3], seqlens.numel(), *strides(k), *strides(v)),
-        *(*strides(k_cache), *strides(v_cache)),
-        0 if page_table is None else page_table.stride(0),
-        *(heads, dim, wide, k_cache.shape[1], rows, parts, at_once, *widths),
-        *(cu_seqlens is None and k.shape[-3] == 1, early),
+        *(
+            call.k,
+            call.v,
+            call.k_cache,
+            call.v_cache,
+            call.seqlens,
+            call.cu_seqlens,
+            call.page_table,
+            call.batch_idx,
+        ),
+        *(call.k.shape[-3], call.seqlens.numel(), *strides(call.k), *strides(call.v)),
+        *(*strides(call.k_cache), *strides(call.v_cache)),
+        0 if call.page_table is None else call.page_table.stride(0),
+        *(heads, dim, wide, call.k_cache.shape[1], rows, parts, at_once, *widths),
+        *(call.cu_seqlens is None and call.k.shape[-3] == 1, early),
         num_warps=warps,
         **early_option(early),
     )

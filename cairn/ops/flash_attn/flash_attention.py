@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.flash_attn import group_launch, launch, library
 from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Cases, Make
@@ -165,17 +166,17 @@ def weigh(scores: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     return o, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def _plain(*args: Any, **kwargs: Any) -> bool:
-    return library.plain(launch.Task(*args, **kwargs))
+def _plain(call: Call) -> bool:
+    return library.plain(launch.Task(*call.astuple()))
 
 
-def _whole(*args: Any, **kwargs: Any) -> bool:
-    task = launch.Task(*args, **kwargs)
+def _whole(call: Call) -> bool:
+    task = launch.Task(*call.astuple())
     return library.whole(task) and not (library.outrun(task) and group_launch.fits(task))
 
 
-def _grouped(*args: Any, **kwargs: Any) -> bool:
-    return group_launch.fits(launch.Task(*args, **kwargs))
+def _grouped(call: Call) -> bool:
+    return group_launch.fits(launch.Task(*call.astuple()))
 
 
 @flash_attention.implementation(
@@ -183,8 +184,8 @@ def _grouped(*args: Any, **kwargs: Any) -> bool:
     devices=("cpu",),
     when=_plain,
 )
-def _(*args: Any, **kwargs: Any) -> None:
-    task = launch.Task(*args, **kwargs)
+def _(call: Call) -> None:
+    task = launch.Task(*call.astuple())
     q, o, lse = task.q, task.o, task.lse
     keys = Keys(
         *(task.k, task.v, task.page_table, task.batch_idx, task.leftpad),
@@ -205,8 +206,8 @@ def _(*args: Any, **kwargs: Any) -> None:
     devices=gpu.DEVICES,
     when=_whole,
 )
-def _(*args: Any, **kwargs: Any) -> None:
-    library.attend_whole(launch.Task(*args, **kwargs))
+def _(call: Call) -> None:
+    library.attend_whole(launch.Task(*call.astuple()))
 
 
 @flash_attention.implementation(
@@ -216,13 +217,13 @@ def _(*args: Any, **kwargs: Any) -> None:
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(*args: Any, **kwargs: Any) -> None:
-    group_launch.attend(launch.Task(*args, **kwargs))
+def _(call: Call) -> None:
+    group_launch.attend(launch.Task(*call.astuple()))
 
 
 @flash_attention.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(*args: Any, **kwargs: Any) -> None:
-    launch.attend(launch.Task(*args, **kwargs))
+def _(call: Call) -> None:
+    launch.attend(launch.Task(*call.astuple()))
 
 
 def drawn(make: Make, dtype: torch.dtype, **options: Any) -> Arguments:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.grammar.kernels import bitmask_kernel
@@ -71,40 +72,54 @@ def apply_token_bitmask_inplace_cuda(
 
 
 @mask_tokens.check
-def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
-    expect(NAME, "logits", logits, dtypes=FLOATS)
-    expect(NAME, "bitmask", bitmask, dtypes=(torch.int32,), like=logits)
-    for argument, value in (("logits", logits), ("bitmask", bitmask)):
+def _(call: Call) -> None:
+    expect(NAME, "logits", call.logits, dtypes=FLOATS)
+    expect(NAME, "bitmask", call.bitmask, dtypes=(torch.int32,), like=call.logits)
+    for argument, value in (("logits", call.logits), ("bitmask", call.bitmask)):
         if value.dim() not in (1, 2):
             refuse(NAME, argument, f"has shape {list(value.shape)}, not [any] or [any, any]")
-    rows, lines = (x.shape[0] if x.dim() == 2 else 1 for x in (logits, bitmask))
-    if rows != lines and (indices is None or logits.dim() != bitmask.dim()):
+    rows, lines = (x.shape[0] if x.dim() == 2 else 1 for x in (call.logits, call.bitmask))
+    if rows != lines and (call.indices is None or call.logits.dim() != call.bitmask.dim()):
         refuse(NAME, "bitmask", f"has {lines} rows, logits {rows}")
-    if indices is not None:
-        expect(NAME, "indices", indices, (None,), INDICES, like=logits)
-        expect_within(NAME, "indices", indices, min(rows, lines))
+    if call.indices is not None:
+        expect(NAME, "indices", call.indices, (None,), INDICES, like=call.logits)
+        expect_within(NAME, "indices", call.indices, min(rows, lines))
 
 
-def _lines(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> bool:
-    near = logits.stride(-1) == 1 and bitmask.stride(-1) == 1
-    return near and (indices is None or indices.is_contiguous())
+def _lines(call: Call) -> bool:
+    near = call.logits.stride(-1) == 1 and call.bitmask.stride(-1) == 1
+    return near and (call.indices is None or call.indices.is_contiguous())
 
 
 @mask_tokens.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
-def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
-    width = min(logits.shape[-1], BITS * bitmask.shape[-1])
-    rows = logits.shape[0] if logits.dim() == 2 else 1
-    if indices is not None:
-        rows = indices.shape[0]
+def _(call: Call) -> None:
+    width = min(call.logits.shape[-1], BITS * call.bitmask.shape[-1])
+    rows = call.logits.shape[0] if call.logits.dim() == 2 else 1
+    if call.indices is not None:
+        rows = call.indices.shape[0]
     if rows and width:
         # One row is row 0, whatever its stride.
-        strides = (logits.stride(0), bitmask.stride(0)) if logits.dim() == bitmask.dim() else (0, 0)
+        strides = (
+            (call.logits.stride(0), call.bitmask.stride(0))
+            if call.logits.dim() == call.bitmask.dim()
+            else (0, 0)
+        )
         longest = width + ALIGNED - 1
-        early = early_for(logits.device, rows, -(-longest // EARLY_BLOCK) * EARLY_WARPS)
+        early = early_for(call.logits.device, rows, -(-longest // EARLY_BLOCK) * EARLY_WARPS)
         block, warps = (EARLY_BLOCK, EARLY_WARPS) if early else (BLOCK, WARPS)
         blocks = -(-longest // block)
         bitmask_kernel[(rows * blocks,)](
-            *(logits, bitmask, indices, *strides, width, blocks, block, ALIGNED, early),
+            *(
+                call.logits,
+                call.bitmask,
+                call.indices,
+                *strides,
+                width,
+                blocks,
+                block,
+                ALIGNED,
+                early,
+            ),
             num_warps=warps,
             **early_option(early),
         )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points
+from cairn.ops.call import Call
 from cairn.ops.kvcacheio.kernels import copy_kernel
 from cairn.ops.kvcacheio.layout import Layout
 from cairn.ops.memory.addresses import tensor_at
@@ -79,24 +80,14 @@ def _buffer(given: Tensor, layer: int, layout: Layout, indices: Tensor) -> Tenso
     return tensor_at(address, indices.device, torch.uint8, shape)
 
 
-def _words(
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    src_k: Tensor,
-    dst_k: Tensor,
-    src_v: Tensor | None,
-    dst_v: Tensor | None,
-    item_size: int,
-    layers: int,
-    layer_id: int,
-    src_layout: list[int],
-    dst_layout: list[int],
-) -> bool:
+def _words(call: Call) -> bool:
     """Runs of whole words, in memory that a kernel reaches."""
-    own, other = Layout(*src_layout), Layout(*dst_layout)
+    own, other = Layout(*call.src_layout), Layout(*call.dst_layout)
     runs = max(own.heads, other.heads)
-    whole = item_size % (WORD * runs) == 0 and {own.heads, other.heads} <= {1, runs}
-    return whole and all(_reached(x, src_indices) for x in (src_k, dst_k, src_v, dst_v))
+    whole = call.item_size % (WORD * runs) == 0 and {own.heads, other.heads} <= {1, runs}
+    return whole and all(
+        _reached(x, call.src_indices) for x in (call.src_k, call.dst_k, call.src_v, call.dst_v)
+    )
 
 
 def _reached(buffer: Tensor | None, indices: Tensor) -> bool:
@@ -108,32 +99,31 @@ def _reached(buffer: Tensor | None, indices: Tensor) -> bool:
 
 
 @copy_slots.implementation("triton", devices=gpu.DEVICES, when=_words, replayed=True)
-def _(
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    src_k: Tensor,
-    dst_k: Tensor,
-    src_v: Tensor | None,
-    dst_v: Tensor | None,
-    item_size: int,
-    layers: int,
-    layer_id: int,
-    src_layout: list[int],
-    dst_layout: list[int],
-) -> None:
-    own, other = Layout(*src_layout), Layout(*dst_layout)
+def _(call: Call) -> None:
+    own, other = Layout(*call.src_layout), Layout(*call.dst_layout)
     runs = max(own.heads, other.heads)
-    run = item_size // runs
-    lines, words = src_indices.shape[0] * runs, run // WORD
+    run = call.item_size // runs
+    lines, words = call.src_indices.shape[0] * runs, run // WORD
     if not lines:
         return
     block = min(WIDEST, gpu.next_power_of_2(words))
     rows = max(1, TILE // block)
-    copy_kernel[(-(-lines // rows), layers, 1 if src_v is None else 2)](
-        *(src_k, dst_k, src_v, dst_v, src_indices, dst_indices, lines, runs, words, layer_id),
-        *(own.page_size, *(step // WORD for step in own.steps(item_size, run))),
-        *(other.page_size, *(step // WORD for step in other.steps(item_size, run))),
-        *(src_k.dtype == TABLE, dst_k.dtype == TABLE, rows, block),
+    copy_kernel[(-(-lines // rows), call.layers, 1 if call.src_v is None else 2)](
+        *(
+            call.src_k,
+            call.dst_k,
+            call.src_v,
+            call.dst_v,
+            call.src_indices,
+            call.dst_indices,
+            lines,
+            runs,
+            words,
+            call.layer_id,
+        ),
+        *(own.page_size, *(step // WORD for step in own.steps(call.item_size, run))),
+        *(other.page_size, *(step // WORD for step in other.steps(call.item_size, run))),
+        *(call.src_k.dtype == TABLE, call.dst_k.dtype == TABLE, rows, block),
         num_warps=4,
     )
 

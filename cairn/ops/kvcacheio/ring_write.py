@@ -6,6 +6,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect, refuse
 from cairn.ops.early import early_option
 from cairn.ops.kvcacheio.kernels import ring_write_kernel
@@ -40,39 +41,41 @@ def ring_write(
 
 
 @ring_write.check
-def _(
-    values: Tensor,
-    ring: Tensor,
-    count: Tensor,
-    kept: Tensor | None = None,
-    place: Tensor | None = None,
-) -> None:
-    expect("ring_write", "values", values, 1, INT64, dense=-1)
-    expect("ring_write", "ring", ring, 2, INT64, dense=-1)
-    check_ring("ring_write", ring, count, values)
-    if len(values) > ring.shape[1]:
-        refuse("ring_write", "values", f"has {len(values)} numbers for entries of {ring.shape[1]}")
-    if (kept is None) != (place is None):
-        missing = "kept" if kept is None else "place"
+def _(call: Call) -> None:
+    expect("ring_write", "values", call.values, 1, INT64, dense=-1)
+    expect("ring_write", "ring", call.ring, 2, INT64, dense=-1)
+    check_ring("ring_write", call.ring, call.count, call.values)
+    if len(call.values) > call.ring.shape[1]:
+        refuse(
+            "ring_write",
+            "values",
+            f"has {len(call.values)} numbers for entries of {call.ring.shape[1]}",
+        )
+    if (call.kept is None) != (call.place is None):
+        missing = "kept" if call.kept is None else "place"
         refuse("ring_write", missing, "is None: `kept` and `place` are given together")
-    if kept is not None and place is not None:
-        expect("ring_write", "kept", kept, 1, INT64, values, dense=-1)
-        expect("ring_write", "place", place, values.shape, INT64, values, dense=-1)
+    if call.kept is not None and call.place is not None:
+        expect("ring_write", "kept", call.kept, 1, INT64, call.values, dense=-1)
+        expect("ring_write", "place", call.place, call.values.shape, INT64, call.values, dense=-1)
 
 
 @ring_write.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    values: Tensor,
-    ring: Tensor,
-    count: Tensor,
-    kept: Tensor | None = None,
-    place: Tensor | None = None,
-) -> None:
-    numbers = len(values)
+def _(call: Call) -> None:
+    numbers = len(call.values)
     block = gpu.next_power_of_2(max(1, numbers))
-    early = gpu.launches_early(values.device)
+    early = gpu.launches_early(call.values.device)
     ring_write_kernel[(1,)](
-        *(values, ring, count, kept, place, *ring.shape, numbers, block, early),
+        *(
+            call.values,
+            call.ring,
+            call.count,
+            call.kept,
+            call.place,
+            *call.ring.shape,
+            numbers,
+            block,
+            early,
+        ),
         num_warps=gpu.warps_for(block),
         **early_option(early),
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache import quantized
+from cairn.ops.call import Call
 from cairn.ops.checks import INT64, check_cache, expect
 from cairn.ops.landmark.kernels.summary import mean_summary_kernel
 from cairn.ops.registry import op
@@ -36,28 +37,29 @@ def mean_summary(k_cache: Tensor, pages: Tensor) -> Tensor:
 
 
 @mean_summary.check
-def _(k_cache: Tensor, pages: Tensor) -> None:
-    check_cache("mean_summary", k_cache)
-    expect("mean_summary", "pages", pages, 1, INT64, k_cache, -1)
+def _(call: Call) -> None:
+    check_cache("mean_summary", call.k_cache)
+    expect("mean_summary", "pages", call.pages, 1, INT64, call.k_cache, -1)
 
 
 @mean_summary.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda k_cache, pages: (
-        quantized.is_quantized(k_cache) or k_cache.stride()[2:] == (k_cache.shape[3], 1)
+    when=lambda call: (
+        quantized.is_quantized(call.k_cache)
+        or call.k_cache.stride()[2:] == (call.k_cache.shape[3], 1)
     ),
     replayed=True,
 )
-def _(k_cache: Tensor, pages: Tensor) -> Tensor:
-    heads, size, dim = k_cache.shape[1:]
-    dtype = k_cache.dtype
-    if quantized.is_quantized(k_cache):
+def _(call: Call) -> Tensor:
+    heads, size, dim = call.k_cache.shape[1:]
+    dtype = call.k_cache.dtype
+    if quantized.is_quantized(call.k_cache):
         dim, dtype = dim - 1, torch.float32
-    key = gpu.empty((pages.numel(), heads, dim), dtype, k_cache.device)
-    if pages.numel():
-        mean_summary_kernel[(pages.numel() * heads,)](
-            *(k_cache, pages, key, *k_cache.stride()[:2], heads, dim, size),
+    key = gpu.empty((call.pages.numel(), heads, dim), dtype, call.k_cache.device)
+    if call.pages.numel():
+        mean_summary_kernel[(call.pages.numel() * heads,)](
+            *(call.k_cache, call.pages, key, *call.k_cache.stride()[:2], heads, dim, size),
             *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size)),
             num_warps=WARPS,
         )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import cpu, gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
 from cairn.ops.landmark import loops
 from cairn.ops.landmark.kernels.summary import page_weights_kernel
@@ -40,25 +41,27 @@ def page_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, T
 
 
 @page_weights.check
-def _(scores: Tensor, lse: Tensor, softmax1: bool) -> None:
-    expect("page_weights", "scores", scores, 3, FLOAT32)
-    expect("page_weights", "lse", lse, scores.shape[:2], FLOAT32, scores)
+def _(call: Call) -> None:
+    expect("page_weights", "scores", call.scores, 3, FLOAT32)
+    expect("page_weights", "lse", call.lse, call.scores.shape[:2], FLOAT32, call.scores)
 
 
 @page_weights.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda scores, lse, softmax1: scores.is_contiguous() and lse.is_contiguous(),
+    when=lambda call: call.scores.is_contiguous() and call.lse.is_contiguous(),
     replayed=True,
 )
-def _(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
-    weights, window_weight = (gpu.empty(x.shape, x.dtype, x.device) for x in (scores, lse))
-    topk = scores.shape[-1]
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    weights, window_weight = (
+        gpu.empty(x.shape, x.dtype, x.device) for x in (call.scores, call.lse)
+    )
+    topk = call.scores.shape[-1]
     width = gpu.next_power_of_2(max(1, topk))
     per_program = max(1, 2048 // width)
-    if lse.numel():
-        page_weights_kernel[(-(-lse.numel() // per_program),)](
-            *(scores, lse, weights, window_weight, lse.numel(), topk, softmax1),
+    if call.lse.numel():
+        page_weights_kernel[(-(-call.lse.numel() // per_program),)](
+            *(call.scores, call.lse, weights, window_weight, call.lse.numel(), topk, call.softmax1),
             *(per_program, width),
             num_warps=4,
         )
@@ -68,13 +71,13 @@ def _(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
 @page_weights.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda scores, lse, softmax1: scores.is_contiguous() and lse.is_contiguous(),
+    when=lambda call: call.scores.is_contiguous() and call.lse.is_contiguous(),
 )
-def _(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
-    weights, window_weight = torch.empty_like(scores), torch.empty_like(lse)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    weights, window_weight = torch.empty_like(call.scores), torch.empty_like(call.lse)
     loops.page_weights(
-        *map(cpu.numbers, (scores.flatten(0, 1), lse.flatten())),
-        softmax1,
+        *map(cpu.numbers, (call.scores.flatten(0, 1), call.lse.flatten())),
+        call.softmax1,
         *map(cpu.numbers, (weights.flatten(0, 1), window_weight.flatten())),
     )
     return weights, window_weight

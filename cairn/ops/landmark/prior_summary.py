@@ -9,6 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.attention import paging
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache import quantized
+from cairn.ops.call import Call
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
 from cairn.ops.landmark.looks import check_pooling
 from cairn.ops.registry import op
@@ -54,8 +55,8 @@ def prior_summary(
 
 
 @prior_summary.check
-def _(query: Tensor, k_cache: Tensor, pages: Tensor, scale: float | None = None) -> None:
-    check_pooling("prior_summary", query, k_cache, pages)
+def _(call: Call) -> None:
+    check_pooling("prior_summary", call.query, call.k_cache, call.pages)
 
 
 def warps_of(dim: int, size: int) -> int:
@@ -66,23 +67,26 @@ def warps_of(dim: int, size: int) -> int:
 @prior_summary.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda query, k_cache, pages, scale=None: (
-        query.is_contiguous() and quantized.fits(query, k_cache)
-    ),
+    when=lambda call: call.query.is_contiguous() and quantized.fits(call.query, call.k_cache),
     replayed=True,
 )
-def _(
-    query: Tensor, k_cache: Tensor, pages: Tensor, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    count, heads, dim = query.shape
-    kv_heads, size = k_cache.shape[1:3]
-    key = gpu.empty(query.shape, query.dtype, query.device)
-    bias = gpu.empty(query.shape[:2], torch.float32, query.device)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    count, heads, dim = call.query.shape
+    kv_heads, size = call.k_cache.shape[1:3]
+    key = gpu.empty(call.query.shape, call.query.dtype, call.query.device)
+    bias = gpu.empty(call.query.shape[:2], torch.float32, call.query.device)
     if count:
         padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
         prior_summary_kernel[(count * heads,)](
-            *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
-            *(*k_cache.stride()[:2], heads, kv_heads, dim, size, *padded, True, True, False),
+            *(
+                call.query,
+                call.k_cache,
+                call.pages,
+                key,
+                bias,
+                dim**-0.5 if call.scale is None else call.scale,
+            ),
+            *(*call.k_cache.stride()[:2], heads, kv_heads, dim, size, *padded, True, True, False),
             num_warps=warps_of(*padded),
             **gpu.ONE_SUM,
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
 from cairn.ops.attention import paging
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, check_least, check_slots, expect
 from cairn.ops.landmark import loops, select_cpu, select_launch
 from cairn.ops.landmark.looks import check_rule, check_summaries
@@ -94,196 +93,104 @@ def select_pages(
 
 
 @select_pages.check
-def _(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> None:
+def _(call: Call) -> None:
     name = "select_pages"
-    check_rule(name, window, topk, strategy, 1 if strategy == "hils" else 0)
-    check_least(name, "page_size", page_size, 1)
-    expect(name, "lmk_q", lmk_q, 3, FLOATS)
-    check_summaries(name, lmk_q, summary_key, summary_bias, None, num_kv_heads, strategy)
-    tokens, heads, _ = lmk_q.shape
-    expect(name, "lse", lse, (tokens, heads), FLOAT32, lmk_q, -1)
-    check_slots(name, tokens, row, slot, page_table, lmk_q)
+    check_rule(name, call.window, call.topk, call.strategy, 1 if call.strategy == "hils" else 0)
+    check_least(name, "page_size", call.page_size, 1)
+    expect(name, "lmk_q", call.lmk_q, 3, FLOATS)
+    check_summaries(
+        name,
+        call.lmk_q,
+        call.summary_key,
+        call.summary_bias,
+        None,
+        call.num_kv_heads,
+        call.strategy,
+    )
+    tokens, heads, _ = call.lmk_q.shape
+    expect(name, "lse", call.lse, (tokens, heads), FLOAT32, call.lmk_q, -1)
+    check_slots(name, tokens, call.row, call.slot, call.page_table, call.lmk_q)
 
 
 @select_pages.fake
-def _(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    task = task_of(lmk_q, summary_key, strategy, scale, num_kv_heads)
-    return task.empty(lmk_q.shape[0], topk, slot.device)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    task = task_of(call.lmk_q, call.summary_key, call.strategy, call.scale, call.num_kv_heads)
+    return task.empty(call.lmk_q.shape[0], call.topk, call.slot.device)
 
 
 @select_pages.implementation("row_tiles", devices=cpu.DEVICES)
-def _(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    task = task_of(lmk_q, summary_key, strategy, scale, num_kv_heads)
-    candidates = candidate_pages(slot, page_size, window, strategy)
-    indices, scores = task.empty(slot.numel(), topk, slot.device)
-    for tokens, pages in select_cpu.tiles(row, candidates):
-        safe = tokens.clamp(max=slot.numel() - 1)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    task = task_of(call.lmk_q, call.summary_key, call.strategy, call.scale, call.num_kv_heads)
+    candidates = candidate_pages(call.slot, call.page_size, call.window, call.strategy)
+    indices, scores = task.empty(call.slot.numel(), call.topk, call.slot.device)
+    for tokens, pages in select_cpu.tiles(call.row, candidates):
+        safe = tokens.clamp(max=call.slot.numel() - 1)
         # Those after the candidates make a round number for the matrix product.
         columns = -(-pages // 16) * 16
-        physical = page_table[row[safe[:, 0]], :columns]
-        bias = None if summary_bias is None else select_cpu.gather(summary_bias, physical)
-        keys = select_cpu.gather(summary_key, physical)
-        score = select_cpu.Scorer(task, lmk_q, keys, bias)
-        limits = torch.where(tokens < slot.numel(), candidates[safe], 0)
+        physical = call.page_table[call.row[safe[:, 0]], :columns]
+        bias = None if call.summary_bias is None else select_cpu.gather(call.summary_bias, physical)
+        keys = select_cpu.gather(call.summary_key, physical)
+        score = select_cpu.Scorer(task, call.lmk_q, keys, bias)
+        limits = torch.where(tokens < call.slot.numel(), candidates[safe], 0)
         bytes_per_token = 4 * tokens.shape[0] * task.score_heads * pages
         step = paging.tokens_per_block(bytes_per_token, tokens.shape[1])
         for begin in range(0, tokens.shape[1], step):
             at = (slice(None), slice(begin, begin + step))
             u = score(safe[at])
-            given = (u, lse, limits[at].contiguous(), tokens[at].contiguous())
+            given = (u, call.lse, limits[at].contiguous(), tokens[at].contiguous())
             loops.choose_pages(
                 *map(cpu.numbers, given), task.normalised, *map(cpu.numbers, (indices, scores))
             )
     return indices, scores
 
 
-def _selection(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> select_launch.Selection:
-    task = task_of(lmk_q, summary_key, strategy, scale, num_kv_heads)
-    offset = window - 1 if window or strategy != "softmax_head" else 0
+def _selection(call: Call) -> select_launch.Selection:
+    task = task_of(call.lmk_q, call.summary_key, call.strategy, call.scale, call.num_kv_heads)
+    offset = call.window - 1 if call.window or call.strategy != "softmax_head" else 0
     return select_launch.Selection(
-        *(lmk_q, summary_key, summary_bias, lse, row, slot, page_table, page_size, topk),
+        *(call.lmk_q, call.summary_key, call.summary_bias, call.lse),
+        *(call.row, call.slot, call.page_table, call.page_size, call.topk),
         *(task.scale, offset, task.groups, task.normalised),
     )
 
 
-def _few_on_gpu(lmk_q: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return lmk_q.shape[0] <= select_launch.FEW_TOKENS and _on_gpu(lmk_q, *args, **kwargs)
+def _few_on_gpu(call: Call) -> bool:
+    return call.lmk_q.shape[0] <= select_launch.FEW_TOKENS and _on_gpu(call)
 
 
-def _on_gpu(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> bool:
-    groups = min(lmk_q.shape[1], num_kv_heads or summary_key.shape[1])
-    return strategy != "group" and select_launch.accepts(
-        lmk_q, summary_key, page_table, groups, topk
+def _on_gpu(call: Call) -> bool:
+    groups = min(call.lmk_q.shape[1], call.num_kv_heads or call.summary_key.shape[1])
+    return call.strategy != "group" and select_launch.accepts(
+        call.lmk_q, call.summary_key, call.page_table, groups, call.topk
     )
 
 
 @select_pages.implementation("triton_few", devices=gpu.DEVICES, when=_few_on_gpu, replayed=True)
-def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return select_launch.select(_selection(*args, **kwargs), few=True)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return select_launch.select(_selection(call), few=True)
 
 
 @select_pages.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu, replayed=True)
-def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return select_launch.select(_selection(*args, **kwargs), few=False)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return select_launch.select(_selection(call), few=False)
 
 
-def _group_on_gpu(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> bool:
-    groups = min(lmk_q.shape[1], num_kv_heads or summary_key.shape[1])
+def _group_on_gpu(call: Call) -> bool:
+    groups = min(call.lmk_q.shape[1], call.num_kv_heads or call.summary_key.shape[1])
     return (
-        strategy == "group"
-        and summary_key.shape[1] == groups
-        and select_launch.accepts(lmk_q, summary_key, page_table, groups, topk)
+        call.strategy == "group"
+        and call.summary_key.shape[1] == groups
+        and select_launch.accepts(call.lmk_q, call.summary_key, call.page_table, groups, call.topk)
     )
 
 
 @select_pages.implementation("triton_group", devices=gpu.DEVICES, when=_group_on_gpu)
-def _(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor]:
     """One head a group, the sum of its queries: float32, which the kernels for few tokens take."""
-    groups = min(lmk_q.shape[1], num_kv_heads or summary_key.shape[1])
-    summed = lmk_q.float().unflatten(1, (groups, -1)).sum(dim=2)
-    scale = lmk_q.shape[2] ** -0.5 if scale is None else scale
-    job = _selection(
-        *(summed, summary_key, summary_bias, lse, row, slot, page_table, page_size, window, topk),
-        *(scale, "head", groups),
-    )
+    groups = min(call.lmk_q.shape[1], call.num_kv_heads or call.summary_key.shape[1])
+    summed = call.lmk_q.float().unflatten(1, (groups, -1)).sum(dim=2)
+    scale = call.lmk_q.shape[2] ** -0.5 if call.scale is None else call.scale
+    job = _selection(call.replaced(lmk_q=summed, scale=scale, strategy="head", num_kv_heads=groups))
     return select_launch.select(job, few=True)
 
 

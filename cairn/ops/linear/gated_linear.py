@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import cpu, gpu
 from cairn.ops.activation.silu_and_mul import gate_rows, in_lanes, silu_and_mul
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.linear import few, few_rows, group_launch, panel
 from cairn.ops.linear.linear import normed
@@ -38,82 +39,92 @@ def gated_linear(
 
 
 @gated_linear.check
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> None:
-    expect("gated_linear", "input", input, 2)
-    check_product("gated_linear", input, "weight", weight, None, norm)
-    if weight.shape[0] % 2:
-        refuse("gated_linear", "weight", f"has {weight.shape[0]} rows, no two equal halves")
+def _(call: Call) -> None:
+    expect("gated_linear", "input", call.input, 2)
+    check_product("gated_linear", call.input, "weight", call.weight, None, call.norm)
+    if call.weight.shape[0] % 2:
+        refuse("gated_linear", "weight", f"has {call.weight.shape[0]} rows, no two equal halves")
 
 
 @gated_linear.implementation(
     "gluon",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
-    when=lambda input, weight, norm=None, eps=1e-6: group_launch.accepts(input, weight, gated=True),
+    when=lambda call: group_launch.accepts(call.input, call.weight, gated=True),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    out = gpu.empty((input.shape[0], weight.shape[0] // 2), input.dtype, input.device)
-    return group_launch.multiply(x, weight, out, gated=True)
+def _(call: Call) -> Tensor:
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    out = gpu.empty(
+        (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
+    )
+    return group_launch.multiply(x, call.weight, out, gated=True)
 
 
 @gated_linear.implementation(
     "triton_panel",
     devices=gpu.DEVICES,
-    when=lambda input, weight, norm=None, eps=1e-6: panel.accepts(input, weight, gated=True),
+    when=lambda call: panel.accepts(call.input, call.weight, gated=True),
     replayed=True,
 )
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    out = gpu.empty((input.shape[0], weight.shape[0] // 2), input.dtype, input.device)
-    return panel.multiply(x, weight, out, gated=True)
+def _(call: Call) -> Tensor:
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    out = gpu.empty(
+        (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
+    )
+    return panel.multiply(x, call.weight, out, gated=True)
 
 
 @gated_linear.implementation(
     "triton_few",
     devices=gpu.DEVICES,
-    when=lambda input, weight, norm=None, eps=1e-6: few.accepts(input, weight, gated=True),
+    when=lambda call: few.accepts(call.input, call.weight, gated=True),
     replayed=True,
 )
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    out = gpu.empty((input.shape[0], weight.shape[0] // 2), input.dtype, input.device)
-    given = None if norm is None else (norm, eps)
-    return few.multiply(input, weight, out, norm=given, gated=True)
+def _(call: Call) -> Tensor:
+    out = gpu.empty(
+        (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
+    )
+    given = None if call.norm is None else (call.norm, call.eps)
+    return few.multiply(call.input, call.weight, out, norm=given, gated=True)
 
 
 @gated_linear.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda input, weight, norm=None, eps=1e-6: few_rows.accepts(input, weight),
+    when=lambda call: few_rows.accepts(call.input, call.weight),
 )
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    out = input.new_empty(input.shape[0], weight.shape[0] // 2)
+def _(call: Call) -> Tensor:
+    out = call.input.new_empty(call.input.shape[0], call.weight.shape[0] // 2)
     return few_rows.multiply(
-        input, weight, out, norm=None if norm is None else (norm, eps), gated=True
+        call.input,
+        call.weight,
+        out,
+        norm=None if call.norm is None else (call.norm, call.eps),
+        gated=True,
     )
 
 
 @gated_linear.implementation("halves", devices=cpu.DEVICES)
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def _(call: Call) -> Tensor:
     """Norm, two products and their gate, each rounded.
 
     The C library maps what is larger than 32 MiB anew for every tensor, page by page: one product
     of 2,048 tokens with 2 x 4,096 numbers takes half as long again for it.
     """
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    gate, up = (torch.nn.functional.linear(x, half) for half in weight.chunk(2))
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    gate, up = (torch.nn.functional.linear(x, half) for half in call.weight.chunk(2))
     out = gate if in_lanes(gate) else torch.empty_like(gate)
     gate_rows(gate, up, 0, out)
     return out
 
 
 @gated_linear.implementation("composed")
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def _(call: Call) -> Tensor:
     """Norm, product and gate, each rounded."""
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    return silu_and_mul(torch.nn.functional.linear(x, weight))
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    return silu_and_mul(torch.nn.functional.linear(x, call.weight))
 
 
 gated_linear.tolerance(

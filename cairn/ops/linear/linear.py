@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import cpu, gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import check_dtype
 from cairn.ops.linear import few, few_rows, group_launch, panel
 from cairn.ops.linear.looks import check_product
@@ -49,16 +50,9 @@ def linear(
 
 
 @linear.check
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> None:
-    check_product("linear", input, "weight", weight, bias, norm)
-    check_dtype("linear", dtype)
+def _(call: Call) -> None:
+    check_product("linear", call.input, "weight", call.weight, call.bias, call.norm)
+    check_dtype("linear", call.dtype)
 
 
 def _blank(input: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -71,117 +65,85 @@ def _blank(input: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     "gluon",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
-    when=lambda input, weight, bias=None, *args, **kwargs: (
-        bias is None and group_launch.accepts(input, weight)
-    ),
+    when=lambda call: call.bias is None and group_launch.accepts(call.input, call.weight),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    out = _blank(input, weight, dtype)
-    return group_launch.multiply(x, weight, out)
+def _(call: Call) -> Tensor:
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    out = _blank(call.input, call.weight, call.dtype)
+    return group_launch.multiply(x, call.weight, out)
 
 
 @linear.implementation(
     "triton_panel",
     devices=gpu.DEVICES,
-    when=lambda input, weight, bias=None, *args, **kwargs: (
-        bias is None and panel.accepts(input, weight)
-    ),
+    when=lambda call: call.bias is None and panel.accepts(call.input, call.weight),
     replayed=True,
 )
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    out = _blank(input, weight, dtype)
-    return panel.multiply(x, weight, out)
+def _(call: Call) -> Tensor:
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    out = _blank(call.input, call.weight, call.dtype)
+    return panel.multiply(x, call.weight, out)
 
 
 @linear.implementation(
     "triton_few",
     devices=gpu.DEVICES,
-    when=lambda input, weight, *args, **kwargs: few.accepts(input, weight),
+    when=lambda call: few.accepts(call.input, call.weight),
     replayed=True,
 )
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    out = _blank(input, weight, dtype)
-    return few.multiply(input, weight, out, bias, None if norm is None else (norm, eps))
+def _(call: Call) -> Tensor:
+    out = _blank(call.input, call.weight, call.dtype)
+    return few.multiply(
+        call.input,
+        call.weight,
+        out,
+        call.bias,
+        None if call.norm is None else (call.norm, call.eps),
+    )
 
 
 @linear.implementation(
     "triton_block",
     devices=gpu.DEVICES,
-    when=lambda input, weight, *args, **kwargs: few.accepts_block(input, weight),
+    when=lambda call: few.accepts_block(call.input, call.weight),
     replayed=True,
 )
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    out = _blank(input, weight, dtype)
-    return few.multiply_block(x, weight, out, bias)
+def _(call: Call) -> Tensor:
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    out = _blank(call.input, call.weight, call.dtype)
+    return few.multiply_block(x, call.weight, out, call.bias)
 
 
 @linear.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda input, weight, *args, **kwargs: few_rows.accepts(input, weight),
+    when=lambda call: few_rows.accepts(call.input, call.weight),
 )
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    out = input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=dtype or input.dtype)
-    return few_rows.multiply(input, weight, out, bias, None if norm is None else (norm, eps))
+def _(call: Call) -> Tensor:
+    out = call.input.new_empty(
+        (*call.input.shape[:-1], call.weight.shape[0]), dtype=call.dtype or call.input.dtype
+    )
+    return few_rows.multiply(
+        call.input,
+        call.weight,
+        out,
+        call.bias,
+        None if call.norm is None else (call.norm, call.eps),
+    )
 
 
 @linear.implementation("composed")
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """The norm, rounded; then the library's product, rounded where the result is not float32."""
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    if dtype == torch.float32 and x.dtype != dtype and bias is None and x.is_cuda:
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    if call.dtype == torch.float32 and x.dtype != call.dtype and call.bias is None and x.is_cuda:
         # Rounded on the way, logits would be equal that are not.
-        wide = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=dtype)
-        return wide.view(*x.shape[:-1], weight.shape[0])
-    product = torch.nn.functional.linear(x, weight, bias)
-    return product if dtype is None else product.to(dtype)
+        wide = torch.mm(x.reshape(-1, x.shape[-1]), call.weight.t(), out_dtype=call.dtype)
+        return wide.view(*x.shape[:-1], call.weight.shape[0])
+    product = torch.nn.functional.linear(x, call.weight, call.bias)
+    return product if call.dtype is None else product.to(call.dtype)
 
 
 linear.tolerance(

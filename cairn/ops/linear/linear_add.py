@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import cpu, gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect
 from cairn.ops.linear import few, few_rows, group_launch, panel
 from cairn.ops.linear.looks import check_product
@@ -32,56 +33,57 @@ def linear_add(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | N
 
 
 @linear_add.check
-def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    expect("linear_add", "input", input, 2)
-    check_product("linear_add", input, "weight", weight, bias)
-    shape = (input.shape[0], weight.shape[0])
-    expect("linear_add", "residual", residual, shape, (input.dtype,), input)
+def _(call: Call) -> None:
+    expect("linear_add", "input", call.input, 2)
+    check_product("linear_add", call.input, "weight", call.weight, call.bias)
+    shape = (call.input.shape[0], call.weight.shape[0])
+    expect("linear_add", "residual", call.residual, shape, (call.input.dtype,), call.input)
 
 
 @linear_add.implementation(
     "triton_few",
     devices=gpu.DEVICES,
-    when=lambda input, residual, weight, bias=None: (
-        few.accepts(input, weight, add=True) and residual.stride(1) == 1
+    when=lambda call: (
+        few.accepts(call.input, call.weight, add=True) and call.residual.stride(1) == 1
     ),
     replayed=True,
 )
-def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    few.multiply(input, weight, residual, bias, add=True)
+def _(call: Call) -> None:
+    few.multiply(call.input, call.weight, call.residual, call.bias, add=True)
 
 
 @linear_add.implementation(
     "gluon",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
-    when=lambda input, residual, weight, bias=None: (
-        bias is None and residual.stride(1) == 1 and group_launch.accepts_added(input, weight)
+    when=lambda call: (
+        call.bias is None
+        and call.residual.stride(1) == 1
+        and group_launch.accepts_added(call.input, call.weight)
     ),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    panel.add(group_launch.multiply_parts(input, weight), residual)
+def _(call: Call) -> None:
+    panel.add(group_launch.multiply_parts(call.input, call.weight), call.residual)
 
 
 @linear_add.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda input, residual, weight, bias=None: (
-        few_rows.accepts(input, weight) and residual.is_contiguous()
-    ),
+    when=lambda call: few_rows.accepts(call.input, call.weight) and call.residual.is_contiguous(),
 )
-def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    few_rows.multiply(input, weight, residual, bias, add=True)
+def _(call: Call) -> None:
+    few_rows.multiply(call.input, call.weight, call.residual, call.bias, add=True)
 
 
 @linear_add.implementation("torch")
-def _(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def _(call: Call) -> None:
     """One product of the library, which adds to what is there."""
-    residual.addmm_(input, weight.t())
-    if bias is not None:
-        residual += bias
+    residual = call.residual
+    residual.addmm_(call.input, call.weight.t())
+    if call.bias is not None:
+        residual += call.bias
 
 
 @linear_add.cases

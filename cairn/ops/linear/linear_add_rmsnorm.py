@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect
 from cairn.ops.linear import few, group_launch, panel
 from cairn.ops.linear.linear_add import linear_add
@@ -50,95 +51,72 @@ def linear_add_rmsnorm(
 
 
 @linear_add_rmsnorm.check
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-) -> None:
-    expect("linear_add_rmsnorm", "input", input, (None, None))
-    check_product("linear_add_rmsnorm", input, "weight", weight, bias)
-    shape = (input.shape[0], weight.shape[0])
-    expect("linear_add_rmsnorm", "residual", residual, shape, (input.dtype,), input)
-    check_weight("linear_add_rmsnorm", "norm", norm, residual)
+def _(call: Call) -> None:
+    expect("linear_add_rmsnorm", "input", call.input, (None, None))
+    check_product("linear_add_rmsnorm", call.input, "weight", call.weight, call.bias)
+    shape = (call.input.shape[0], call.weight.shape[0])
+    expect("linear_add_rmsnorm", "residual", call.residual, shape, (call.input.dtype,), call.input)
+    check_weight("linear_add_rmsnorm", "norm", call.norm, call.residual)
 
 
 @linear_add_rmsnorm.implementation(
     "gluon",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
-    when=lambda input, residual, weight, norm, bias=None, eps=1e-6: (
-        bias is None and residual.stride(1) == 1 and group_launch.accepts_split(input, weight)
+    when=lambda call: (
+        call.bias is None
+        and call.residual.stride(1) == 1
+        and group_launch.accepts_split(call.input, call.weight)
     ),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """The norm sums what the product is split into."""
-    return panel.add_and_norm(group_launch.multiply_parts(input, weight), residual, norm, eps)
+    return panel.add_and_norm(
+        group_launch.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
+    )
 
 
 @linear_add_rmsnorm.implementation(
     "triton_panel",
     devices=gpu.DEVICES,
-    when=lambda input, residual, weight, norm, bias=None, eps=1e-6: (
-        bias is None and residual.stride(1) == 1 and panel.accepts_split(input, weight)
+    when=lambda call: (
+        call.bias is None
+        and call.residual.stride(1) == 1
+        and panel.accepts_split(call.input, call.weight)
     ),
     replayed=True,
 )
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """The norm sums what the product is split into."""
-    return panel.add_and_norm(panel.multiply_parts(input, weight), residual, norm, eps)
+    return panel.add_and_norm(
+        panel.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
+    )
 
 
 @linear_add_rmsnorm.implementation(
     "triton_few",
     devices=gpu.DEVICES,
-    when=lambda input, residual, weight, norm, bias=None, eps=1e-6: (
-        bias is None and residual.stride(1) == 1 and few.accepts_split(input, weight)
+    when=lambda call: (
+        call.bias is None
+        and call.residual.stride(1) == 1
+        and few.accepts_split(call.input, call.weight)
     ),
     replayed=True,
 )
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """The same, of fewer tokens."""
-    return panel.add_and_norm(few.multiply_parts(input, weight), residual, norm, eps)
+    return panel.add_and_norm(
+        few.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
+    )
 
 
 @linear_add_rmsnorm.implementation("composed")
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Two ops: the norm is that of the rounded sum."""
-    linear_add(input, residual, weight, bias)
-    return rmsnorm(residual, norm, eps)
+    linear_add(call.input, call.residual, call.weight, call.bias)
+    return rmsnorm(call.residual, call.norm, call.eps)
 
 
 linear_add_rmsnorm.tolerance(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect
 from cairn.ops.early import early_for, early_option
 from cairn.ops.memory.kernels import take_rows_kernel
@@ -32,26 +33,26 @@ def take_rows(table: Tensor, index: Tensor) -> Tensor:
 
 
 @take_rows.check
-def _(table: Tensor, index: Tensor) -> None:
-    expect("take_rows", "table", table, (None, None), FLOATS)
-    expect("take_rows", "index", index, (None,), INDICES, like=table)
+def _(call: Call) -> None:
+    expect("take_rows", "table", call.table, (None, None), FLOATS)
+    expect("take_rows", "index", call.index, (None,), INDICES, like=call.table)
 
 
 @take_rows.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda table, index: table.stride(1) == 1 and index.is_contiguous(),
+    when=lambda call: call.table.stride(1) == 1 and call.index.is_contiguous(),
     replayed=True,
 )
-def _(table: Tensor, index: Tensor) -> Tensor:
-    rows, width = index.shape[0], table.shape[1]
-    out = gpu.empty((rows, width), table.dtype, table.device)
+def _(call: Call) -> Tensor:
+    rows, width = call.index.shape[0], call.table.shape[1]
+    out = gpu.empty((rows, width), call.table.dtype, call.table.device)
     if out.numel():
         block = min(BLOCK, gpu.next_power_of_2(width))
         blocks, warps = -(-width // block), gpu.warps_for(block)
-        early = early_for(table.device, rows, blocks * warps)
+        early = early_for(call.table.device, rows, blocks * warps)
         take_rows_kernel[(rows * blocks,)](
-            *(table, index, out, table.stride(0), width, blocks, block, early),
+            *(call.table, call.index, out, call.table.stride(0), width, blocks, block, early),
             num_warps=warps,
             **early_option(early),
         )

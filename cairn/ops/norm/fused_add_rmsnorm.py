@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.norm.cases import sum_cases
 from cairn.ops.norm.launch import both_in_rows, check_sum, norm_sums
 from cairn.ops.registry import op
@@ -39,25 +40,13 @@ def fused_add_rmsnorm(
 
 
 @fused_add_rmsnorm.check
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    enable_pdl: bool | None = None,
-) -> None:
-    check_sum("fused_add_rmsnorm", input, residual, weight)
+def _(call: Call) -> None:
+    check_sum("fused_add_rmsnorm", call.input, call.residual, call.weight)
 
 
 @fused_add_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=both_in_rows, replayed=True)
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    enable_pdl: bool | None = None,
-) -> None:
-    norm_sums(input, residual, weight, eps, shifted=False)
+def _(call: Call) -> None:
+    norm_sums(call.input, call.residual, call.weight, call.eps, shifted=False)
 
 
 fused_add_rmsnorm.cases(sum_cases)

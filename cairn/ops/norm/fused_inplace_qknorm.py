@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.kernels import qknorm_kernel
@@ -53,52 +54,29 @@ def _heads(x: Tensor, dim: int) -> Tensor:
 
 
 @fused_inplace_qknorm.check
-def _(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float = 1e-6,
-    *,
-    head_dim: int = 0,
-) -> None:
-    dim = head_dim or (q.shape[-1] if q.dim() else 0)
+def _(call: Call) -> None:
+    dim = call.head_dim or (call.q.shape[-1] if call.q.dim() else 0)
     if dim < 1:
         refuse(NAME, "head_dim", f"is {dim}")
-    for name, x in (("q", q), ("k", k)):
-        expect(NAME, name, x, dtypes=FLOATS if x is q else (q.dtype,), like=q)
+    for name, x in (("q", call.q), ("k", call.k)):
+        expect(NAME, name, x, dtypes=FLOATS if x is call.q else (call.q.dtype,), like=call.q)
         flat = x.dim() == 2 and x.shape[-1] % dim == 0
-        if x.shape[:1] != q.shape[:1] or not (flat or (x.dim() == 3 and x.shape[-1] == dim)):
+        if x.shape[:1] != call.q.shape[:1] or not (flat or (x.dim() == 3 and x.shape[-1] == dim)):
             refuse(NAME, name, f"has shape {list(x.shape)}, not [T, n, {dim}] or [T, n * {dim}]")
-    check_weight(NAME, "q_weight", q_weight, _heads(q, dim))
-    check_weight(NAME, "k_weight", k_weight, _heads(k, dim))
+    check_weight(NAME, "q_weight", call.q_weight, _heads(call.q, dim))
+    check_weight(NAME, "k_weight", call.k_weight, _heads(call.k, dim))
 
 
-def _dense(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float = 1e-6,
-    *,
-    head_dim: int = 0,
-) -> bool:
-    dim = head_dim or q.shape[-1]
-    heads = _heads(q, dim), _heads(k, dim)
-    return q.stride(-1) == k.stride(-1) == 1 and gpu.within_32_bits(*heads)
+def _dense(call: Call) -> bool:
+    dim = call.head_dim or call.q.shape[-1]
+    heads = _heads(call.q, dim), _heads(call.k, dim)
+    return call.q.stride(-1) == call.k.stride(-1) == 1 and gpu.within_32_bits(*heads)
 
 
 @fused_inplace_qknorm.implementation("triton", devices=gpu.DEVICES, when=_dense, replayed=True)
-def _(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float = 1e-6,
-    *,
-    head_dim: int = 0,
-) -> None:
-    dim = head_dim or q.shape[-1]
+def _(call: Call) -> None:
+    q, k = call.q, call.k
+    dim = call.head_dim or q.shape[-1]
     q, k = _heads(q, dim), _heads(k, dim)
     tokens, q_heads, k_heads = q.shape[0], q.shape[1], k.shape[1]
     block = gpu.next_power_of_2(dim)
@@ -108,8 +86,8 @@ def _(
     early = early_for(q.device, tokens, programs * WARPS)
     if tokens and programs:
         qknorm_kernel[(tokens * programs,)](
-            *(q, k, q_weight, k_weight, *q.stride()[:2], *k.stride()[:2]),
-            *(q_heads, k_heads, dim, eps, programs, at_once, block, early),
+            *(q, k, call.q_weight, call.k_weight, *q.stride()[:2], *k.stride()[:2]),
+            *(q_heads, k_heads, dim, call.eps, programs, at_once, block, early),
             num_warps=WARPS,
             **early_option(early),
         )

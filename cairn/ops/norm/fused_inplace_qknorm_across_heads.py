@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
 from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.kernels import qknorm_rows_kernel
@@ -41,46 +42,39 @@ def fused_inplace_qknorm_across_heads(
 
 
 @fused_inplace_qknorm_across_heads.check
-def _(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float = 1e-6,
-) -> None:
-    expect(NAME, "q", q, (None, None), FLOATS)
-    expect(NAME, "k", k, (q.shape[0], None), (q.dtype,), like=q)
-    check_weight(NAME, "q_weight", q_weight, q)
-    check_weight(NAME, "k_weight", k_weight, k)
+def _(call: Call) -> None:
+    expect(NAME, "q", call.q, (None, None), FLOATS)
+    expect(NAME, "k", call.k, (call.q.shape[0], None), (call.q.dtype,), like=call.q)
+    check_weight(NAME, "q_weight", call.q_weight, call.q)
+    check_weight(NAME, "k_weight", call.k_weight, call.k)
 
 
-def _rows(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float = 1e-6,
-) -> bool:
-    return all(x.stride(1) == 1 and 0 < x.shape[1] <= LONGEST for x in (q, k))
+def _rows(call: Call) -> bool:
+    return all(x.stride(1) == 1 and 0 < x.shape[1] <= LONGEST for x in (call.q, call.k))
 
 
 @fused_inplace_qknorm_across_heads.implementation(
     "triton", devices=gpu.DEVICES, when=_rows, replayed=True
 )
-def _(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float = 1e-6,
-) -> None:
-    (tokens, q_width), k_width = q.shape, k.shape[1]
+def _(call: Call) -> None:
+    (tokens, q_width), k_width = call.q.shape, call.k.shape[1]
     blocks = gpu.next_power_of_2(q_width), gpu.next_power_of_2(k_width)
     warps = gpu.warps_for(max(blocks))
-    early = early_for(q.device, tokens, 2 * warps)
+    early = early_for(call.q.device, tokens, 2 * warps)
     if tokens:
         qknorm_rows_kernel[(2 * tokens,)](
-            *(q, k, q_weight, k_weight, q.stride(0), k.stride(0), q_width, k_width, eps, *blocks),
+            *(
+                call.q,
+                call.k,
+                call.q_weight,
+                call.k_weight,
+                call.q.stride(0),
+                call.k.stride(0),
+                q_width,
+                k_width,
+                call.eps,
+                *blocks,
+            ),
             early,
             num_warps=warps,
             **early_option(early),

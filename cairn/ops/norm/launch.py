@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel, rmsnorm_kernel
@@ -50,14 +49,14 @@ def rows_of(x: Tensor) -> Tensor | None:
         return None
 
 
-def in_rows(input: Tensor, *args: Any, **kwargs: Any) -> bool:
+def in_rows(call: Call) -> bool:
     """Rows with their numbers side by side, short enough for one program."""
-    return input.stride(-1) == 1 and input.shape[-1] <= LONGEST
+    return call.input.stride(-1) == 1 and call.input.shape[-1] <= LONGEST
 
 
-def both_in_rows(input: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> bool:
+def both_in_rows(call: Call) -> bool:
     """The same of both, in memory that is a matrix of rows: what is changed is not copied."""
-    return rows_of(input) is not None and rows_of(residual) is not None
+    return rows_of(call.input) is not None and rows_of(call.residual) is not None
 
 
 def norm_rows(

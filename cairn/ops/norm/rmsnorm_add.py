@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.early import early_option
 from cairn.ops.norm.cases import sum_cases
 from cairn.ops.norm.kernels import rmsnorm_add_kernel
@@ -36,27 +37,29 @@ def rmsnorm_add(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e
 
 
 @rmsnorm_add.check
-def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
-    check_sum("rmsnorm_add", input, residual, weight)
+def _(call: Call) -> None:
+    check_sum("rmsnorm_add", call.input, call.residual, call.weight)
 
 
 @rmsnorm_add.implementation("torch", devices=("cpu",))
-def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+def _(call: Call) -> None:
     """Three to five calls instead of eight, which few rows notice."""
-    normed = torch.nn.functional.rms_norm(input.float(), weight.shape, weight.float(), eps)
-    residual.copy_(normed.add_(residual))
+    normed = torch.nn.functional.rms_norm(
+        call.input.float(), call.weight.shape, call.weight.float(), call.eps
+    )
+    call.residual.copy_(normed.add_(call.residual))
 
 
 @rmsnorm_add.implementation("triton", devices=gpu.DEVICES, when=both_in_rows, replayed=True)
-def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
-    x, other = rows_of(input), rows_of(residual)
+def _(call: Call) -> None:
+    x, other = rows_of(call.input), rows_of(call.residual)
     assert x is not None and other is not None
     rows, width = x.shape
     block = gpu.next_power_of_2(width)
-    early = rows <= EARLY_ROWS and gpu.launches_early(input.device)
+    early = rows <= EARLY_ROWS and gpu.launches_early(call.input.device)
     if rows:
         rmsnorm_add_kernel[(rows,)](
-            *(x, other, weight, x.stride(0), other.stride(0), width, eps, block, early),
+            *(x, other, call.weight, x.stride(0), other.stride(0), width, call.eps, block, early),
             num_warps=gpu.warps_for(block),
             **early_option(early),
         )

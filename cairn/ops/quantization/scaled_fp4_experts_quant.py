@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect, refuse
 from cairn.ops.quantization import nvfp4
 from cairn.ops.quantization.codes import E4M3
@@ -58,78 +59,50 @@ def scaled_fp4_experts_quant(
 
 
 @scaled_fp4_experts_quant.fake
-def _(
-    input_tensor: Tensor,
-    input_global_scale: Tensor,
-    expert_offsets: Tensor,
-    blockscale_offsets: Tensor,
-    topk: int,
-    expert_map: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    rows = input_tensor.shape[0] if expert_map is None else expert_map.shape[0]
-    experts = input_global_scale.shape[0]
-    return nvfp4.blank(input_tensor, rows, rows + nvfp4.TILE_ROWS * experts)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    rows = call.input_tensor.shape[0] if call.expert_map is None else call.expert_map.shape[0]
+    experts = call.input_global_scale.shape[0]
+    return nvfp4.blank(call.input_tensor, rows, rows + nvfp4.TILE_ROWS * experts)
 
 
 @scaled_fp4_experts_quant.check
-def _(
-    input_tensor: Tensor,
-    input_global_scale: Tensor,
-    expert_offsets: Tensor,
-    blockscale_offsets: Tensor,
-    topk: int,
-    expert_map: Tensor | None = None,
-) -> None:
-    name, x = "scaled_fp4_experts_quant", input_tensor
+def _(call: Call) -> None:
+    name, x = "scaled_fp4_experts_quant", call.input_tensor
     nvfp4.expect_input(name, "input_tensor", x, 2)
-    expect(name, "input_global_scale", input_global_scale, (None,), (torch.float32,), like=x)
-    experts = input_global_scale.shape[0]
+    expect(name, "input_global_scale", call.input_global_scale, (None,), (torch.float32,), like=x)
+    experts = call.input_global_scale.shape[0]
     if not experts:
         refuse(name, "input_global_scale", "names no expert")
     bounds = (experts + 1,)
-    expect(name, "expert_offsets", expert_offsets, bounds, (torch.int32,), like=x)
-    expect(name, "blockscale_offsets", blockscale_offsets, bounds, (torch.int32,), like=x)
-    if topk < 1:
-        refuse(name, "topk", f"is {topk}")
-    if expert_map is not None:
-        expect(name, "expert_map", expert_map, (x.shape[0] * topk,), INDICES, like=x)
+    expect(name, "expert_offsets", call.expert_offsets, bounds, (torch.int32,), like=x)
+    expect(name, "blockscale_offsets", call.blockscale_offsets, bounds, (torch.int32,), like=x)
+    if call.topk < 1:
+        refuse(name, "topk", f"is {call.topk}")
+    if call.expert_map is not None:
+        expect(name, "expert_map", call.expert_map, (x.shape[0] * call.topk,), INDICES, like=x)
 
 
-def _in_rows(
-    input_tensor: Tensor,
-    input_global_scale: Tensor,
-    expert_offsets: Tensor,
-    blockscale_offsets: Tensor,
-    topk: int,
-    expert_map: Tensor | None = None,
-) -> bool:
-    others = [input_global_scale, expert_offsets, blockscale_offsets]
-    if expert_map is not None:
-        others.append(expert_map)
-    return in_rows(input_tensor, 1, *others)
+def _in_rows(call: Call) -> bool:
+    others = [call.input_global_scale, call.expert_offsets, call.blockscale_offsets]
+    if call.expert_map is not None:
+        others.append(call.expert_map)
+    return in_rows(call.input_tensor, 1, *others)
 
 
 @scaled_fp4_experts_quant.implementation(
     "triton", devices=gpu.DEVICES, when=_in_rows, replayed=True
 )
-def _(
-    input_tensor: Tensor,
-    input_global_scale: Tensor,
-    expert_offsets: Tensor,
-    blockscale_offsets: Tensor,
-    topk: int,
-    expert_map: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    x, experts = input_tensor, input_global_scale.shape[0]
-    rows = x.shape[0] if expert_map is None else expert_map.shape[0]
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    x, experts = call.input_tensor, call.input_global_scale.shape[0]
+    rows = x.shape[0] if call.expert_map is None else call.expert_map.shape[0]
     blocks = x.shape[1] // nvfp4.BLOCK
     tall, wide = nvfp4.padded(rows + nvfp4.TILE_ROWS * experts, blocks)
     codes = gpu.empty((rows, x.shape[1] // 2), torch.uint8, x.device)
     scales = gpu.empty((tall, wide), E4M3, x.device)
     own, warps, programs = programs_of(wide, EXPERTS_A_WARP)
     nvfp4_experts_kernel[(tall, programs)](
-        *(x, codes.view(torch.int32), scales.view(torch.uint8), input_global_scale),
-        *(expert_offsets, blockscale_offsets, expert_map),
+        *(x, codes.view(torch.int32), scales.view(torch.uint8), call.input_global_scale),
+        *(call.expert_offsets, call.blockscale_offsets, call.expert_map),
         *(rows, blocks, wide // nvfp4.TILE_COLUMNS, experts, x.stride(0)),
         *(own, gpu.next_power_of_2(experts)),
         num_warps=warps,

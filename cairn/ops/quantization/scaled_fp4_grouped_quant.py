@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.activation.silu_and_mul import silu_and_mul
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect
 from cairn.ops.quantization import nvfp4, nvfp4_launch
 from cairn.ops.quantization.codes import E4M3
@@ -76,46 +77,56 @@ def _expect(name: str, x: Tensor, global_scale: Tensor, mask: Tensor, factor: in
 
 
 @scaled_fp4_grouped_quant.fake
-def _(x: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    groups, rows, _ = x.shape
-    return _views(*nvfp4.blank(x, rows, rows, groups))
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    groups, rows, _ = call.input_tensor.shape
+    return _views(*nvfp4.blank(call.input_tensor, rows, rows, groups))
 
 
 @silu_and_mul_scaled_fp4_grouped_quant.fake
-def _(x: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    groups, rows, _ = x.shape
-    return _views(*nvfp4.blank(x.chunk(2, dim=-1)[0], rows, rows, groups))
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    groups, rows, _ = call.input_tensor.shape
+    return _views(*nvfp4.blank(call.input_tensor.chunk(2, dim=-1)[0], rows, rows, groups))
 
 
 @scaled_fp4_grouped_quant.check
-def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> None:
-    _expect("scaled_fp4_grouped_quant", input_tensor, input_global_scale, mask, 1)
+def _(call: Call) -> None:
+    _expect("scaled_fp4_grouped_quant", call.input_tensor, call.input_global_scale, call.mask, 1)
 
 
 @silu_and_mul_scaled_fp4_grouped_quant.check
-def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> None:
-    _expect("silu_and_mul_scaled_fp4_grouped_quant", input_tensor, input_global_scale, mask, 2)
+def _(call: Call) -> None:
+    _expect(
+        "silu_and_mul_scaled_fp4_grouped_quant",
+        call.input_tensor,
+        call.input_global_scale,
+        call.mask,
+        2,
+    )
 
 
-def _in_rows(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> bool:
-    groups = input_tensor.shape[0]
-    return nvfp4_launch.in_rows(input_tensor, groups, input_global_scale, mask)
+def _in_rows(call: Call) -> bool:
+    groups = call.input_tensor.shape[0]
+    return nvfp4_launch.in_rows(call.input_tensor, groups, call.input_global_scale, call.mask)
 
 
 @scaled_fp4_grouped_quant.implementation("triton", devices=gpu.DEVICES, when=_in_rows)
-def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return _views(*nvfp4_launch.quantize(input_tensor, input_global_scale, mask))
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return _views(*nvfp4_launch.quantize(call.input_tensor, call.input_global_scale, call.mask))
 
 
 @silu_and_mul_scaled_fp4_grouped_quant.implementation("triton", devices=gpu.DEVICES, when=_in_rows)
-def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return _views(*nvfp4_launch.quantize(input_tensor, input_global_scale, mask, gated=True))
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return _views(
+        *nvfp4_launch.quantize(call.input_tensor, call.input_global_scale, call.mask, gated=True)
+    )
 
 
 @silu_and_mul_scaled_fp4_grouped_quant.implementation("composed", devices=("cpu",))
-def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor]:
     """The two ops: the same codes as theirs, whichever implementation rounds the numbers."""
-    return scaled_fp4_grouped_quant(silu_and_mul(input_tensor), input_global_scale, mask)
+    return scaled_fp4_grouped_quant(
+        silu_and_mul(call.input_tensor), call.input_global_scale, call.mask
+    )
 
 
 @scaled_fp4_grouped_quant.cases

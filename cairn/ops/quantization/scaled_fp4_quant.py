@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.quantization import launch, nvfp4, nvfp4_launch
 from cairn.ops.quantization.codes import E4M3_MAX
@@ -34,15 +35,15 @@ def scaled_fp4_quant(input: Tensor, input_global_scale: Tensor) -> tuple[Tensor,
 
 
 @scaled_fp4_quant.fake
-def _(input: Tensor, input_global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    rows = input.numel() // input.shape[-1]
-    return nvfp4.blank(input, rows, rows)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    rows = call.input.numel() // call.input.shape[-1]
+    return nvfp4.blank(call.input, rows, rows)
 
 
 @scaled_fp4_quant.check
-def _(input: Tensor, input_global_scale: Tensor) -> None:
-    nvfp4.expect_input("scaled_fp4_quant", "input", input, None)
-    _expect_one("scaled_fp4_quant", input_global_scale, input)
+def _(call: Call) -> None:
+    nvfp4.expect_input("scaled_fp4_quant", "input", call.input, None)
+    _expect_one("scaled_fp4_quant", call.input_global_scale, call.input)
 
 
 def _expect_one(name: str, scale: Tensor, input: Tensor) -> None:
@@ -51,14 +52,16 @@ def _expect_one(name: str, scale: Tensor, input: Tensor) -> None:
         refuse(name, "input_global_scale", f"has shape {list(scale.shape)}, not [1]")
 
 
-def _in_rows(input: Tensor, input_global_scale: Tensor) -> bool:
-    return (input.is_contiguous() or input.dim() == 2) and nvfp4_launch.in_rows(input, 1)
+def _in_rows(call: Call) -> bool:
+    return (call.input.is_contiguous() or call.input.dim() == 2) and nvfp4_launch.in_rows(
+        call.input, 1
+    )
 
 
 @scaled_fp4_quant.implementation("triton", devices=gpu.DEVICES, when=_in_rows, replayed=True)
-def _(input: Tensor, input_global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    rows = input if input.dim() == 2 else input.view(-1, input.shape[-1])
-    return nvfp4_launch.quantize(rows, input_global_scale)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    rows = call.input if call.input.dim() == 2 else call.input.view(-1, call.input.shape[-1])
+    return nvfp4_launch.quantize(rows, call.input_global_scale)
 
 
 @scaled_fp4_quant.cases
@@ -91,16 +94,17 @@ def suggest_nvfp4_global_scale(x: Tensor) -> Tensor:
 
 
 @suggest_nvfp4_global_scale.check
-def _(x: Tensor) -> None:
-    expect("suggest_nvfp4_global_scale", "x", x, dtypes=FLOATS)
+def _(call: Call) -> None:
+    expect("suggest_nvfp4_global_scale", "x", call.x, dtypes=FLOATS)
 
 
-def _flat(x: Tensor) -> bool:
-    return x.is_contiguous()
+def _flat(call: Call) -> bool:
+    return call.x.is_contiguous()
 
 
 @suggest_nvfp4_global_scale.implementation("triton", devices=gpu.DEVICES, when=_flat, replayed=True)
-def _(x: Tensor) -> Tensor:
+def _(call: Call) -> Tensor:
+    x = call.x
     scale = gpu.empty((1,), torch.float32, x.device)
     if x.numel() > launch.ONE_PROGRAM:
         x = launch.amax_parts(x).view(torch.float32)

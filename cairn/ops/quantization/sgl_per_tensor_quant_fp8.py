@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.quantization import launch
@@ -46,39 +47,49 @@ def sgl_per_tensor_quant_fp8(
 
 
 @sgl_per_tensor_quant_fp8.check
-def _(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> None:
+def _(call: Call) -> None:
     name = "sgl_per_tensor_quant_fp8"
-    expect(name, "input", input, dtypes=FLOATS)
-    expect(name, "output_q", output_q, input.shape, (E4M3,), like=input)
-    expect(name, "output_s", output_s, dtypes=(torch.float32,), like=input)
-    if output_s.numel() != 1:
-        refuse(name, "output_s", f"has shape {list(output_s.shape)}, not [1]")
+    expect(name, "input", call.input, dtypes=FLOATS)
+    expect(name, "output_q", call.output_q, call.input.shape, (E4M3,), like=call.input)
+    expect(name, "output_s", call.output_s, dtypes=(torch.float32,), like=call.input)
+    if call.output_s.numel() != 1:
+        refuse(name, "output_s", f"has shape {list(call.output_s.shape)}, not [1]")
 
 
-def _flat(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> bool:
-    return input.is_contiguous() and output_q.is_contiguous()
+def _flat(call: Call) -> bool:
+    return call.input.is_contiguous() and call.output_q.is_contiguous()
 
 
 @sgl_per_tensor_quant_fp8.implementation("triton", devices=gpu.DEVICES, when=_flat, replayed=True)
-def _(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> None:
-    count = input.numel()
-    if 0 < count <= launch.ONE_PROGRAM and not is_static:
+def _(call: Call) -> None:
+    count = call.input.numel()
+    if 0 < count <= launch.ONE_PROGRAM and not call.is_static:
         one = (1, count)
-        launch.quantize(input.view(one), output_q.view(one), output_s.view(1, 1), count, RULE)
+        launch.quantize(
+            call.input.view(one), call.output_q.view(one), call.output_s.view(1, 1), count, RULE
+        )
         return
-    if is_static and not count:
+    if call.is_static and not count:
         return
-    most, warps = (STATIC_BLOCK, WARPS) if is_static else (BLOCK, WARPS)
-    if is_static and early_for(input.device, 1, -(-count // EARLY_BLOCK) * EARLY_WARPS):
+    most, warps = (STATIC_BLOCK, WARPS) if call.is_static else (BLOCK, WARPS)
+    if call.is_static and early_for(call.input.device, 1, -(-count // EARLY_BLOCK) * EARLY_WARPS):
         most, warps = EARLY_BLOCK, EARLY_WARPS
-    block = min(most, gpu.next_power_of_2(count)) if is_static else most
-    parts = None if is_static else launch.amax_parts(input)
+    block = min(most, gpu.next_power_of_2(count)) if call.is_static else most
+    parts = None if call.is_static else launch.amax_parts(call.input)
     number_of_parts = 1 if parts is None else parts.numel()
     programs = max(-(-count // block), 1)
-    early = early_for(input.device, 1, programs * warps)
+    early = early_for(call.input.device, 1, programs * warps)
     tensor_kernel[(programs,)](
-        *(input, output_q.view(torch.uint8), output_s, parts, count, number_of_parts, E4M3_MAX),
-        *(gpu.next_power_of_2(number_of_parts), block, gpu.knows_e4m3(input.device), early),
+        *(
+            call.input,
+            call.output_q.view(torch.uint8),
+            call.output_s,
+            parts,
+            count,
+            number_of_parts,
+            E4M3_MAX,
+        ),
+        *(gpu.next_power_of_2(number_of_parts), block, gpu.knows_e4m3(call.input.device), early),
         num_warps=warps,
         **early_option(early),
     )

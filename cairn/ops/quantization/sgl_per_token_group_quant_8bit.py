@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.quantization import launch
 from cairn.ops.quantization.codes import E4M3, divided, inverse, powers_of_two, scale_for
@@ -92,81 +93,51 @@ def _range(output_q: Tensor, low: float | None, high: float | None) -> tuple[flo
 
 
 @sgl_per_token_group_quant_8bit.check
-def _(
-    input: Tensor,
-    output_q: Tensor,
-    output_s: Tensor,
-    group_size: int,
-    eps: float = 1e-10,
-    fp8_min: float | None = None,
-    fp8_max: float | None = None,
-    scale_ue8m0: bool = False,
-    fuse_silu_and_mul: bool = False,
-    masked_m: Tensor | None = None,
-    enable_v2: bool | None = None,
-) -> None:
+def _(call: Call) -> None:
     name = "sgl_per_token_group_quant_8bit"
-    expect(name, "input", input, dtypes=FLOATS)
-    if input.dim() < 2:
-        refuse(name, "input", f"has shape {list(input.shape)}, not at least two dims")
-    width, odd = divmod(input.shape[-1], 2 if fuse_silu_and_mul else 1)
+    expect(name, "input", call.input, dtypes=FLOATS)
+    if call.input.dim() < 2:
+        refuse(name, "input", f"has shape {list(call.input.shape)}, not at least two dims")
+    width, odd = divmod(call.input.shape[-1], 2 if call.fuse_silu_and_mul else 1)
     if odd or not width:
-        refuse(name, "input", f"has rows of {input.shape[-1]} numbers")
-    if group_size < 1 or width % group_size:
-        refuse(name, "group_size", f"is {group_size}: it must divide {width}")
-    rows, groups = input.shape[:-1], width // group_size
-    expect(name, "output_q", output_q, (*rows, width), (E4M3, torch.int8), like=input)
-    expect(name, "output_s", output_s, dtypes=(torch.float32, torch.int32), like=input)
-    packed = output_s.dtype == torch.int32
-    if packed and not scale_ue8m0:
+        refuse(name, "input", f"has rows of {call.input.shape[-1]} numbers")
+    if call.group_size < 1 or width % call.group_size:
+        refuse(name, "group_size", f"is {call.group_size}: it must divide {width}")
+    rows, groups = call.input.shape[:-1], width // call.group_size
+    expect(name, "output_q", call.output_q, (*rows, width), (E4M3, torch.int8), like=call.input)
+    expect(name, "output_s", call.output_s, dtypes=(torch.float32, torch.int32), like=call.input)
+    packed = call.output_s.dtype == torch.int32
+    if packed and not call.scale_ue8m0:
         refuse(name, "output_s", "is int32: exponents need scale_ue8m0")
-    expect(name, "output_s", output_s, (*rows, -(-groups // 4) if packed else groups))
-    (low, high), (least, most) = (_range(output_q, *x) for x in ((fp8_min, fp8_max), (None, None)))
+    expect(name, "output_s", call.output_s, (*rows, -(-groups // 4) if packed else groups))
+    (low, high), (least, most) = (
+        _range(call.output_q, *x) for x in ((call.fp8_min, call.fp8_max), (None, None))
+    )
     if not least <= low <= 0 < high <= most:
         hint = f"0 must lie between them, and they between {least:g} and {most:g}"
         refuse(name, "fp8_max", f"is {high:g}, fp8_min {low:g}", hint)
-    if masked_m is not None:
-        expect(name, "input", input, (None, None, None))
-        expect(name, "masked_m", masked_m, input.shape[:1], (torch.int32,), like=input)
+    if call.masked_m is not None:
+        expect(name, "input", call.input, (None, None, None))
+        expect(
+            name, "masked_m", call.masked_m, call.input.shape[:1], (torch.int32,), like=call.input
+        )
 
 
-def _groups(
-    input: Tensor,
-    output_q: Tensor,
-    output_s: Tensor,
-    group_size: int,
-    eps: float = 1e-10,
-    fp8_min: float | None = None,
-    fp8_max: float | None = None,
-    scale_ue8m0: bool = False,
-    fuse_silu_and_mul: bool = False,
-    masked_m: Tensor | None = None,
-    enable_v2: bool | None = None,
-) -> bool:
-    return launch.accepts(input, output_q, group_size, masked_m)
+def _groups(call: Call) -> bool:
+    return launch.accepts(call.input, call.output_q, call.group_size, call.masked_m)
 
 
 @sgl_per_token_group_quant_8bit.implementation(
     "triton", devices=gpu.DEVICES, when=_groups, replayed=True
 )
-def _(
-    input: Tensor,
-    output_q: Tensor,
-    output_s: Tensor,
-    group_size: int,
-    eps: float = 1e-10,
-    fp8_min: float | None = None,
-    fp8_max: float | None = None,
-    scale_ue8m0: bool = False,
-    fuse_silu_and_mul: bool = False,
-    masked_m: Tensor | None = None,
-    enable_v2: bool | None = None,
-) -> None:
-    low, high = _range(output_q, fp8_min, fp8_max)
-    eighths = output_q.dtype == E4M3
+def _(call: Call) -> None:
+    low, high = _range(call.output_q, call.fp8_min, call.fp8_max)
+    eighths = call.output_q.dtype == E4M3
     rounding = "e4m3" if eighths else "truncate"
-    rule = launch.Rule(low, high, rounding, eps, eighths, scale_ue8m0, fuse_silu_and_mul)
-    launch.quantize(input, output_q, output_s, group_size, rule, masked_m)
+    rule = launch.Rule(
+        low, high, rounding, call.eps, eighths, call.scale_ue8m0, call.fuse_silu_and_mul
+    )
+    launch.quantize(call.input, call.output_q, call.output_s, call.group_size, rule, call.masked_m)
 
 
 sgl_per_token_group_quant_fp8 = sgl_per_token_group_quant_8bit

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.memory.rows import store_rows
 from cairn.ops.registry import op
@@ -78,75 +79,47 @@ def rotary_set_kv(
 
 
 @rotary_set_kv.check
-def _(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    value: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    cache_loc: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    is_neox: bool = True,
-) -> None:
-    launch.check(NAME, positions, query, key, head_size, cos_sin_cache)
-    tokens = positions.numel()
-    expect(NAME, "value", value, dtypes=FLOATS, like=query)
-    if value.dim() not in (2, 3) or value.shape[0] != tokens:
-        refuse(NAME, "value", f"has shape {list(value.shape)}, not [{tokens}, nk * dv]")
-    expect(NAME, "cache_loc", cache_loc, (tokens,), INDICES, like=query, dense=1)
-    for name, buffer, x in (("k_buffer", k_buffer, key), ("v_buffer", v_buffer, value)):
-        expect(NAME, name, buffer, dtypes=STORED, like=query)
+def _(call: Call) -> None:
+    launch.check(NAME, call.positions, call.query, call.key, call.head_size, call.cos_sin_cache)
+    tokens = call.positions.numel()
+    expect(NAME, "value", call.value, dtypes=FLOATS, like=call.query)
+    if call.value.dim() not in (2, 3) or call.value.shape[0] != tokens:
+        refuse(NAME, "value", f"has shape {list(call.value.shape)}, not [{tokens}, nk * dv]")
+    expect(NAME, "cache_loc", call.cache_loc, (tokens,), INDICES, like=call.query, dense=1)
+    for name, buffer, x in (
+        ("k_buffer", call.k_buffer, call.key),
+        ("v_buffer", call.v_buffer, call.value),
+    ):
+        expect(NAME, name, buffer, dtypes=STORED, like=call.query)
         width = x.numel() // tokens if tokens else buffer.shape[1:].numel()
         if buffer.dim() not in (2, 3) or buffer.shape[1:].numel() != width:
             wanted = f"[slots, {width}], the numbers of a token"
             refuse(NAME, name, f"has shape {list(buffer.shape)}, not {wanted}")
-        expect_within(NAME, "cache_loc", cache_loc, buffer.shape[0], None)
+        expect_within(NAME, "cache_loc", call.cache_loc, buffer.shape[0], None)
 
 
-def _accepts(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    value: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    cache_loc: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    is_neox: bool = True,
-) -> bool:
-    rows = (value, k_buffer, v_buffer)
+def _accepts(call: Call) -> bool:
+    rows = (call.value, call.k_buffer, call.v_buffer)
     return (
-        launch.accepts(positions, query, key, head_size, cos_sin_cache)
+        launch.accepts(call.positions, call.query, call.key, call.head_size, call.cos_sin_cache)
         and all(x[:1].is_contiguous() for x in rows)
         and all(x.dtype in FLOATS for x in rows)
     )
 
 
 @rotary_set_kv.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    value: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    cache_loc: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    is_neox: bool = True,
-) -> None:
-    v, k_rows, v_rows = (x.flatten(1) for x in (value, k_buffer, v_buffer))
-    store = launch.Store(v, k_rows, v_rows, cache_loc, k_scale, v_scale)
-    launch.launch(positions, query, key, head_size, cos_sin_cache, is_neox, store)
+def _(call: Call) -> None:
+    v, k_rows, v_rows = (x.flatten(1) for x in (call.value, call.k_buffer, call.v_buffer))
+    store = launch.Store(v, k_rows, v_rows, call.cache_loc, call.k_scale, call.v_scale)
+    launch.launch(
+        call.positions,
+        call.query,
+        call.key,
+        call.head_size,
+        call.cos_sin_cache,
+        call.is_neox,
+        store,
+    )
 
 
 @rotary_set_kv.front
@@ -218,23 +191,12 @@ def _(make: Make) -> Cases:
     yield make.args(none, *empty, 16, cache, make.randn(0, 32), *buffers, none)
 
 
-def _apart(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    value: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    cache_loc: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    is_neox: bool = True,
-) -> None:
+def _apart(call: Call) -> None:
     """The rotation, and two copies by torch."""
-    rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
-    k_buffer[cache_loc], v_buffer[cache_loc] = key, value
+    rotary_embedding(
+        call.positions, call.query, call.key, call.head_size, call.cos_sin_cache, call.is_neox
+    )
+    call.k_buffer[call.cache_loc], call.v_buffer[call.cache_loc] = call.key, call.value
 
 
 @rotary_set_kv.bench

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, expect, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.registry import op
@@ -54,36 +55,43 @@ def head_norm_rope(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float
 
 
 @head_norm_rope.check
-def _(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> None:
+def _(call: Call) -> None:
     name = "head_norm_rope"
-    expect(name, "x", x, 3, FLOATS)
-    expect(name, "weight", weight, x.shape[1:], (x.dtype, torch.float32), x)
-    check_angles(name, cos_sin, x, x.shape[2])
+    expect(name, "x", call.x, 3, FLOATS)
+    expect(name, "weight", call.weight, call.x.shape[1:], (call.x.dtype, torch.float32), call.x)
+    check_angles(name, call.cos_sin, call.x, call.x.shape[2])
 
 
 @head_norm_rope.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda x, weight, cos_sin, eps=1e-6: (
-        x.stride(-1) == 1
-        and x.shape[-1] % 2 == 0
-        and gpu.within_32_bits(x)
-        and weight.is_contiguous()
-        and (cos_sin is None or cos_sin.is_contiguous())
+    when=lambda call: (
+        call.x.stride(-1) == 1
+        and call.x.shape[-1] % 2 == 0
+        and gpu.within_32_bits(call.x)
+        and call.weight.is_contiguous()
+        and (call.cos_sin is None or call.cos_sin.is_contiguous())
     ),
     replayed=True,
 )
-def _(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> Tensor:
-    tokens, heads, dim = x.shape
-    out = gpu.empty(x.shape, x.dtype, x.device)
+def _(call: Call) -> Tensor:
+    tokens, heads, dim = call.x.shape
+    out = gpu.empty(call.x.shape, call.x.dtype, call.x.device)
     at_once = min(16, gpu.next_power_of_2(heads))
     groups = -(-heads // at_once)
-    early = early_for(x.device, tokens, groups * WARPS)
+    early = early_for(call.x.device, tokens, groups * WARPS)
     if tokens:
         head_norm_rope_kernel[(tokens * groups,)](
-            *(x, weight, out if cos_sin is None else cos_sin, out, x.stride(0), x.stride(1)),
-            *(heads, eps, dim // 2, gpu.next_power_of_2(dim // 2), groups, at_once),
-            *(cos_sin is not None, early),
+            *(
+                call.x,
+                call.weight,
+                out if call.cos_sin is None else call.cos_sin,
+                out,
+                call.x.stride(0),
+                call.x.stride(1),
+            ),
+            *(heads, call.eps, dim // 2, gpu.next_power_of_2(dim // 2), groups, at_once),
+            *(call.cos_sin is not None, early),
             num_warps=WARPS,
             **early_option(early),
         )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INDICES, expect
 from cairn.ops.early import early_for, early_option
 from cairn.ops.registry import op
@@ -34,25 +35,25 @@ def rotary_cos_sin(positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 @rotary_cos_sin.check
-def _(positions: Tensor, inv_freq: Tensor) -> None:
-    expect("rotary_cos_sin", "positions", positions, 1, INDICES)
-    expect("rotary_cos_sin", "inv_freq", inv_freq, 1, FLOAT32, positions)
+def _(call: Call) -> None:
+    expect("rotary_cos_sin", "positions", call.positions, 1, INDICES)
+    expect("rotary_cos_sin", "inv_freq", call.inv_freq, 1, FLOAT32, call.positions)
 
 
 @rotary_cos_sin.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda positions, inv_freq: positions.is_contiguous() and inv_freq.is_contiguous(),
+    when=lambda call: call.positions.is_contiguous() and call.inv_freq.is_contiguous(),
     replayed=True,
 )
-def _(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    tokens, half = positions.numel(), inv_freq.numel()
-    out = gpu.empty((tokens, 2 * half), torch.float32, positions.device)
+def _(call: Call) -> Tensor:
+    tokens, half = call.positions.numel(), call.inv_freq.numel()
+    out = gpu.empty((tokens, 2 * half), torch.float32, call.positions.device)
     if tokens:
         programs = -(-tokens * half // AT_ONCE)
-        early = early_for(positions.device, tokens, -(-half // AT_ONCE) * WARPS)
+        early = early_for(call.positions.device, tokens, -(-half // AT_ONCE) * WARPS)
         cos_sin_kernel[(programs,)](
-            *(positions, inv_freq, out, tokens * half, half, AT_ONCE, early),
+            *(call.positions, call.inv_freq, out, tokens * half, half, AT_ONCE, early),
             num_warps=WARPS,
             **early_option(early),
         )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.registry import op
 from cairn.ops.rotary import launch
 from cairn.ops.testing import Cases, Make
@@ -33,38 +34,21 @@ def rotary_embedding(
 
 
 @rotary_embedding.check
-def _(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool = True,
-) -> None:
-    launch.check("rotary_embedding", positions, query, key, head_size, cos_sin_cache)
+def _(call: Call) -> None:
+    launch.check(
+        "rotary_embedding", call.positions, call.query, call.key, call.head_size, call.cos_sin_cache
+    )
 
 
-def _plain(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool = True,
-) -> bool:
-    return launch.accepts(positions, query, key, head_size, cos_sin_cache)
+def _plain(call: Call) -> bool:
+    return launch.accepts(call.positions, call.query, call.key, call.head_size, call.cos_sin_cache)
 
 
 @rotary_embedding.implementation("triton", devices=gpu.DEVICES, when=_plain, replayed=True)
-def _(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool = True,
-) -> None:
-    launch.launch(positions, query, key, head_size, cos_sin_cache, is_neox)
+def _(call: Call) -> None:
+    launch.launch(
+        call.positions, call.query, call.key, call.head_size, call.cos_sin_cache, call.is_neox
+    )
 
 
 @rotary_embedding.cases

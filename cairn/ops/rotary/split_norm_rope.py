@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.early import early_for, early_option
 from cairn.ops.registry import op
@@ -113,52 +114,27 @@ def check_projection(
 
 
 @split_norm_rope.check
-def _(
-    projected: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    cos_sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
-    whole: bool = False,
-) -> None:
-    heads = num_heads, num_kv_heads
-    check_projection("split_norm_rope", projected, added, weight, cos_sin, heads)
+def _(call: Call) -> None:
+    heads = call.num_heads, call.num_kv_heads
+    check_projection(
+        "split_norm_rope", call.projected, call.added, call.weight, call.cos_sin, heads
+    )
 
 
 @split_norm_rope.fake
-def _(
-    projected: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    cos_sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
-    whole: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, (heads, dim) = projected.shape[0], weight.shape
-    counts = (num_heads, num_kv_heads, heads - num_heads - num_kv_heads)
-    q, k, z = (projected.new_empty(tokens, n, dim) for n in counts)
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, (heads, dim) = call.projected.shape[0], call.weight.shape
+    counts = (call.num_heads, call.num_kv_heads, heads - call.num_heads - call.num_kv_heads)
+    q, k, z = (call.projected.new_empty(tokens, n, dim) for n in counts)
     return q, k, z
 
 
-def _accepts(
-    projected: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    cos_sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
-    whole: bool = False,
-) -> bool:
+def _accepts(call: Call) -> bool:
     return (
-        projected.stride(-1) == 1
-        and weight.is_contiguous()
-        and (added is None or added.stride(-1) == 1)
-        and (cos_sin is None or cos_sin.is_contiguous())
+        call.projected.stride(-1) == 1
+        and call.weight.is_contiguous()
+        and (call.added is None or call.added.stride(-1) == 1)
+        and (call.cos_sin is None or call.cos_sin.is_contiguous())
     )
 
 
@@ -178,28 +154,35 @@ def programs_of(
 
 
 @split_norm_rope.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(
-    projected: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    cos_sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
-    whole: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, (heads, dim) = projected.shape[0], weight.shape
-    counts = (num_heads, num_kv_heads, heads - num_heads - num_kv_heads)
-    q, k, z = (gpu.empty((tokens, n, dim), projected.dtype, projected.device) for n in counts)
-    programs, at_once, warps = programs_of(weight, num_heads, num_kv_heads, 16, whole)
-    early = early_for(projected.device, tokens, programs * warps)
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, (heads, dim) = call.projected.shape[0], call.weight.shape
+    counts = (call.num_heads, call.num_kv_heads, heads - call.num_heads - call.num_kv_heads)
+    q, k, z = (
+        gpu.empty((tokens, n, dim), call.projected.dtype, call.projected.device) for n in counts
+    )
+    programs, at_once, warps = programs_of(
+        call.weight, call.num_heads, call.num_kv_heads, 16, call.whole
+    )
+    early = early_for(call.projected.device, tokens, programs * warps)
     if tokens:
         split_norm_rope_kernel[(tokens * programs,)](
-            *(projected, projected if added is None else added, weight),
-            *(projected if cos_sin is None else cos_sin, q, k, z, projected.stride(0)),
-            *(0 if added is None else added.stride(0), eps, num_heads, num_kv_heads, heads),
-            *(dim // 2, gpu.next_power_of_2(dim // 2), programs, at_once, whole),
-            *(added is not None, cos_sin is not None, early),
+            *(call.projected, call.projected if call.added is None else call.added, call.weight),
+            *(
+                call.projected if call.cos_sin is None else call.cos_sin,
+                q,
+                k,
+                z,
+                call.projected.stride(0),
+            ),
+            *(
+                0 if call.added is None else call.added.stride(0),
+                call.eps,
+                call.num_heads,
+                call.num_kv_heads,
+                heads,
+            ),
+            *(dim // 2, gpu.next_power_of_2(dim // 2), programs, at_once, call.whole),
+            *(call.added is not None, call.cos_sin is not None, early),
             num_warps=warps,
             **early_option(early),
         )
@@ -235,23 +218,20 @@ def turned_heads(
 
 
 @split_norm_rope.implementation("in_place", devices=("cpu",))
-def _(
-    projected: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    cos_sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
-    whole: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    counts = (num_heads, num_kv_heads, weight.shape[0] - num_heads - num_kv_heads)
-    tokens, dim = projected.shape[0], weight.shape[1]
-    q, k, z = (projected.new_empty(tokens, count, dim) for count in counts)
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    counts = (
+        call.num_heads,
+        call.num_kv_heads,
+        call.weight.shape[0] - call.num_heads - call.num_kv_heads,
+    )
+    tokens, dim = call.projected.shape[0], call.weight.shape[1]
+    q, k, z = (call.projected.new_empty(tokens, count, dim) for count in counts)
     for begin in range(0, tokens, BLOCK_TOKENS):
         at = slice(begin, begin + BLOCK_TOKENS)
-        up, angles = (None if x is None else x[at] for x in (added, cos_sin))
-        turned = turned_heads(projected[at], up, weight, angles, counts, eps, whole)
+        up, angles = (None if x is None else x[at] for x in (call.added, call.cos_sin))
+        turned = turned_heads(
+            call.projected[at], up, call.weight, angles, counts, call.eps, call.whole
+        )
         for target, part in zip((q, k, z), turned.split(counts, dim=1), strict=True):
             target[at] = part
     return q, k, z

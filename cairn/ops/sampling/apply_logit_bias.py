@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INT64, expect
 from cairn.ops.registry import op
 from cairn.ops.sampling.kernels.adjust import bias_kernel
@@ -30,24 +31,25 @@ def apply_logit_bias(logits: Tensor, index: Tensor, bias: Tensor) -> None:
 
 
 @apply_logit_bias.check
-def _(logits: Tensor, index: Tensor, bias: Tensor) -> None:
+def _(call: Call) -> None:
     name = "apply_logit_bias"
-    expect(name, "logits", logits, 2, FLOAT32)
-    expect(name, "index", index, (None, 2), INT64, logits)
-    expect(name, "bias", bias, index.shape[:1], FLOAT32, logits)
+    expect(name, "logits", call.logits, 2, FLOAT32)
+    expect(name, "index", call.index, (None, 2), INT64, call.logits)
+    expect(name, "bias", call.bias, call.index.shape[:1], FLOAT32, call.logits)
 
 
-def _entries(logits: Tensor, index: Tensor, bias: Tensor) -> bool:
-    return logits.stride(1) == 1 and index.is_contiguous() and bias.is_contiguous()
+def _entries(call: Call) -> bool:
+    return call.logits.stride(1) == 1 and call.index.is_contiguous() and call.bias.is_contiguous()
 
 
 @apply_logit_bias.implementation("triton", devices=gpu.DEVICES, when=_entries, replayed=True)
-def _(logits: Tensor, index: Tensor, bias: Tensor) -> None:
+def _(call: Call) -> None:
     """One atomic addition for each entry, where torch sorts them."""
-    count = len(bias)
+    count = len(call.bias)
     if count:
         bias_kernel[(-(-count // BLOCK),)](
-            *(logits, index, bias, logits.stride(0), count, BLOCK), num_warps=BLOCK // 32
+            *(call.logits, call.index, call.bias, call.logits.stride(0), count, BLOCK),
+            num_warps=BLOCK // 32,
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INT32, expect
 from cairn.ops.early import early_for, early_option
 from cairn.ops.registry import op
@@ -55,57 +56,43 @@ def apply_penalties(
 
 
 @apply_penalties.check
-def _(
-    logits: Tensor,
-    prompt_mask: Tensor,
-    output_counts: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
-) -> None:
+def _(call: Call) -> None:
     name = "apply_penalties"
-    expect(name, "logits", logits, 2, FLOAT32)
-    expect(name, "prompt_mask", prompt_mask, logits.shape, (torch.bool,), logits)
-    expect(name, "output_counts", output_counts, logits.shape, INT32, logits)
-    check_parameter(name, "presence", presence, logits, FLOAT32)
-    check_parameter(name, "frequency", frequency, logits, FLOAT32)
-    check_parameter(name, "repetition", repetition, logits, FLOAT32)
+    expect(name, "logits", call.logits, 2, FLOAT32)
+    expect(name, "prompt_mask", call.prompt_mask, call.logits.shape, (torch.bool,), call.logits)
+    expect(name, "output_counts", call.output_counts, call.logits.shape, INT32, call.logits)
+    check_parameter(name, "presence", call.presence, call.logits, FLOAT32)
+    check_parameter(name, "frequency", call.frequency, call.logits, FLOAT32)
+    check_parameter(name, "repetition", call.repetition, call.logits, FLOAT32)
 
 
-def _lines(
-    logits: Tensor,
-    prompt_mask: Tensor,
-    output_counts: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
-) -> bool:
-    rows = (logits, prompt_mask, output_counts)
-    single = (presence, frequency, repetition)
+def _lines(call: Call) -> bool:
+    rows = (call.logits, call.prompt_mask, call.output_counts)
+    single = (call.presence, call.frequency, call.repetition)
     near = all(t.stride(1) == 1 for t in rows) and all(t.is_contiguous() for t in single)
-    return near and len(logits) <= MOST_ROWS
+    return near and len(call.logits) <= MOST_ROWS
 
 
 @apply_penalties.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
-def _(
-    logits: Tensor,
-    prompt_mask: Tensor,
-    output_counts: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
-) -> None:
-    rows, width = logits.shape
+def _(call: Call) -> None:
+    rows, width = call.logits.shape
     if rows and width:
-        strides = (logits.stride(0), prompt_mask.stride(0), output_counts.stride(0))
+        strides = (call.logits.stride(0), call.prompt_mask.stride(0), call.output_counts.stride(0))
         # Rows that lie as far behind an aligned address in all three.
         align = math.gcd(ALIGNED, *(stride - strides[0] for stride in strides))
         longest = width + align - 1
-        early = early_for(logits.device, rows, -(-longest // EARLY_BLOCK) * WARPS)
+        early = early_for(call.logits.device, rows, -(-longest // EARLY_BLOCK) * WARPS)
         block = EARLY_BLOCK if early else BLOCK
         blocks = -(-longest // block)
         penalties_kernel[(blocks, rows)](
-            *(logits, prompt_mask, output_counts, presence, frequency, repetition),
+            *(
+                call.logits,
+                call.prompt_mask,
+                call.output_counts,
+                call.presence,
+                call.frequency,
+                call.repetition,
+            ),
             *(*strides, width, block, align, early),
             num_warps=WARPS,
             **early_option(early),

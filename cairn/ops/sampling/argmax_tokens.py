@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32
 from cairn.ops.registry import op
 from cairn.ops.sampling import launch
@@ -30,17 +31,17 @@ def argmax_tokens(logits: Tensor) -> Tensor:
 
 
 @argmax_tokens.check
-def _(logits: Tensor) -> None:
-    check_rows("argmax_tokens", "logits", logits, FLOAT32)
+def _(call: Call) -> None:
+    check_rows("argmax_tokens", "logits", call.logits, FLOAT32)
 
 
-def _accepts(logits: Tensor) -> bool:
-    return launch.accepts(logits) and logits.shape[0] <= launch.MOST_ROWS
+def _accepts(call: Call) -> bool:
+    return launch.accepts(call.logits) and call.logits.shape[0] <= launch.MOST_ROWS
 
 
 @argmax_tokens.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(logits: Tensor) -> Tensor:
-    return launch.argmax(logits)
+def _(call: Call) -> Tensor:
+    return launch.argmax(call.logits)
 
 
 @argmax_tokens.cases

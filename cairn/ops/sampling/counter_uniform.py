@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect
 from cairn.ops.early import early_for, early_option
 from cairn.ops.registry import op
@@ -50,23 +51,23 @@ def _mix(x: Tensor) -> Tensor:
 
 
 @counter_uniform.check
-def _(seed: Tensor, index: Tensor) -> None:
-    expect("counter_uniform", "seed", seed, 1, INT64)
-    expect("counter_uniform", "index", index, seed.shape, INT64, seed)
+def _(call: Call) -> None:
+    expect("counter_uniform", "seed", call.seed, 1, INT64)
+    expect("counter_uniform", "index", call.index, call.seed.shape, INT64, call.seed)
 
 
-def _vectors(seed: Tensor, index: Tensor) -> bool:
-    return seed.is_contiguous() and index.is_contiguous()
+def _vectors(call: Call) -> bool:
+    return call.seed.is_contiguous() and call.index.is_contiguous()
 
 
 @counter_uniform.implementation("triton", devices=gpu.DEVICES, when=_vectors, replayed=True)
-def _(seed: Tensor, index: Tensor) -> Tensor:
-    out = gpu.empty(seed.shape, torch.float32, seed.device)
+def _(call: Call) -> Tensor:
+    out = gpu.empty(call.seed.shape, torch.float32, call.seed.device)
     if out.numel():
         programs = -(-out.numel() // UNIFORM_BLOCK)
-        early = early_for(seed.device, 1, programs * UNIFORM_WARPS)
+        early = early_for(call.seed.device, 1, programs * UNIFORM_WARPS)
         uniform_kernel[(programs,)](
-            *(seed, index, out, out.numel(), UNIFORM_BLOCK, early),
+            *(call.seed, call.index, out, out.numel(), UNIFORM_BLOCK, early),
             num_warps=UNIFORM_WARPS,
             **early_option(early),
         )

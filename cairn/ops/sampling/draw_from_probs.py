@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch, passes
@@ -81,62 +82,38 @@ def _filtered(
 
 
 @draw_from_probs.check
-def _(
-    probs: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    indices: Tensor | None = None,
-    joint: bool = False,
-) -> None:
+def _(call: Call) -> None:
     name = "draw_from_probs"
-    arguments.check_rows(name, "probs", probs, (torch.float32,))
-    arguments.check_filters(name, probs, top_k, top_p, min_p)
-    if indices is not None:
-        expect(name, "indices", indices, (None,), INDICES, like=probs)
-    count = probs.shape[:1] if indices is None else indices.shape
-    expect(name, "uniform", uniform, count, (torch.float32,), like=probs)
+    arguments.check_rows(name, "probs", call.probs, (torch.float32,))
+    arguments.check_filters(name, call.probs, call.top_k, call.top_p, call.min_p)
+    if call.indices is not None:
+        expect(name, "indices", call.indices, (None,), INDICES, like=call.probs)
+    count = call.probs.shape[:1] if call.indices is None else call.indices.shape
+    expect(name, "uniform", call.uniform, count, (torch.float32,), like=call.probs)
 
 
-def _accepts(
-    probs: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    indices: Tensor | None = None,
-    joint: bool = False,
-) -> bool:
-    given = [p for p in (top_k, top_p, min_p) if p is not None]
-    if indices is None:
-        return launch.accepts(probs, uniform, *given)
-    near = uniform.is_contiguous() and indices.is_contiguous()
-    near = near and len(probs) <= launch.MOST_ROWS
-    return near and launch.accepts(probs, *given)
+def _accepts(call: Call) -> bool:
+    given = [p for p in (call.top_k, call.top_p, call.min_p) if p is not None]
+    if call.indices is None:
+        return launch.accepts(call.probs, call.uniform, *given)
+    near = call.uniform.is_contiguous() and call.indices.is_contiguous()
+    near = near and len(call.probs) <= launch.MOST_ROWS
+    return near and launch.accepts(call.probs, *given)
 
 
 @draw_from_probs.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(
-    probs: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    indices: Tensor | None = None,
-    joint: bool = False,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Thresholds are searched for among the weights that can matter; nothing is sorted."""
-    filters = launch.Filters(top_k, top_p, min_p, joint)
+    filters = launch.Filters(call.top_k, call.top_p, call.min_p, call.joint)
     # A nucleus of probabilities is found sooner without the maxima of lines that others begin with.
-    if indices is None and (top_p is None or top_k is not None):
-        return launch.draw(launch.Source(probs), filters, None, uniform, torch.int32)
-    if indices is None and top_p is not None and min_p is None:
-        return passes.draw_share(probs, top_p, uniform)
-    kept = launch.Source(probs if filters.none else launch.filter_probs(probs, filters))
-    if indices is None:
-        return launch.draw(kept, launch.Filters(), None, uniform, torch.int32)
-    return launch.draw_from(kept, indices, uniform)
+    if call.indices is None and (call.top_p is None or call.top_k is not None):
+        return launch.draw(launch.Source(call.probs), filters, None, call.uniform, torch.int32)
+    if call.indices is None and call.top_p is not None and call.min_p is None:
+        return passes.draw_share(call.probs, call.top_p, call.uniform)
+    kept = launch.Source(call.probs if filters.none else launch.filter_probs(call.probs, filters))
+    if call.indices is None:
+        return launch.draw(kept, launch.Filters(), None, call.uniform, torch.int32)
+    return launch.draw_from(kept, call.indices, call.uniform)
 
 
 @draw_from_probs.cases

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INDICES, INT64
 from cairn.ops.registry import op
 from cairn.ops.sampling import launch
@@ -51,51 +52,29 @@ def draw_tokens(
 
 
 @draw_tokens.check
-def _(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    index: Tensor,
-) -> None:
+def _(call: Call) -> None:
     name = "draw_tokens"
-    check_rows(name, "logits", logits, FLOAT32)
-    check_parameter(name, "temperature", temperature, logits, FLOAT32)
-    check_parameter(name, "top_k", top_k, logits, INDICES)
-    check_parameter(name, "top_p", top_p, logits, FLOAT32)
-    check_parameter(name, "min_p", min_p, logits, FLOAT32)
-    check_parameter(name, "seed", seed, logits, INT64)
-    check_parameter(name, "index", index, logits, INT64)
+    check_rows(name, "logits", call.logits, FLOAT32)
+    check_parameter(name, "temperature", call.temperature, call.logits, FLOAT32)
+    check_parameter(name, "top_k", call.top_k, call.logits, INDICES)
+    check_parameter(name, "top_p", call.top_p, call.logits, FLOAT32)
+    check_parameter(name, "min_p", call.min_p, call.logits, FLOAT32)
+    check_parameter(name, "seed", call.seed, call.logits, INT64)
+    check_parameter(name, "index", call.index, call.logits, INT64)
 
 
-def _rows(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    index: Tensor,
-) -> bool:
-    return launch.accepts(logits, temperature, top_k, top_p, min_p, seed, index)
+def _rows(call: Call) -> bool:
+    return launch.accepts(
+        call.logits, call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.index
+    )
 
 
 @draw_tokens.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
-def _(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    index: Tensor,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Thresholds are searched for among the weights that can matter; nothing is sorted."""
-    source = launch.Source(logits, softmax=True, temperature=temperature)
-    filters = launch.Filters(top_k, top_p, min_p)
-    return launch.draw(source, filters, seed, index, torch.int64)
+    source = launch.Source(call.logits, softmax=True, temperature=call.temperature)
+    filters = launch.Filters(call.top_k, call.top_p, call.min_p)
+    return launch.draw(source, filters, call.seed, call.index, torch.int64)
 
 
 @draw_tokens.cases

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.call import Call
 from cairn.ops.early import early_option
 from cairn.ops.sampling import passes, teams
 from cairn.ops.sampling.kernels import draw as draw_kernels
@@ -146,9 +147,9 @@ class Survey(NamedTuple):
     arrivals: Tensor | None
 
 
-def takes(probs: Tensor, *args: Tensor, **kwargs: Tensor) -> bool:
-    """`accepts` of a filter's arguments as they are given."""
-    return accepts(probs, *args, *kwargs.values())
+def takes(call: Call) -> bool:
+    """`accepts` of a filter's call."""
+    return accepts(*call.astuple())
 
 
 def accepts(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
@@ -28,15 +29,15 @@ def min_p_renorm_probs(probs: Tensor, min_p: Tensor) -> Tensor:
 
 
 @min_p_renorm_probs.check
-def _(probs: Tensor, min_p: Tensor) -> None:
+def _(call: Call) -> None:
     name = "min_p_renorm_probs"
-    arguments.check_rows(name, "probs", probs, (torch.float32,))
-    arguments.check_parameter(name, "min_p", min_p, probs, (torch.float32,))
+    arguments.check_rows(name, "probs", call.probs, (torch.float32,))
+    arguments.check_parameter(name, "min_p", call.min_p, call.probs, (torch.float32,))
 
 
 @min_p_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
-def _(probs: Tensor, min_p: Tensor) -> Tensor:
-    return launch.filter_probs(probs, launch.Filters(min_p=min_p))
+def _(call: Call) -> Tensor:
+    return launch.filter_probs(call.probs, launch.Filters(min_p=call.min_p))
 
 
 @min_p_renorm_probs.cases

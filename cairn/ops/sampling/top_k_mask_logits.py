@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch, teams
@@ -33,9 +34,9 @@ def top_k_mask(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 @top_k_mask.check
-def _(logits: Tensor, top_k: Tensor) -> None:
-    arguments.check_rows(NAME, "logits", logits, FLOATS)
-    arguments.check_parameter(NAME, "top_k", top_k, logits, INDICES)
+def _(call: Call) -> None:
+    arguments.check_rows(NAME, "logits", call.logits, FLOATS)
+    arguments.check_parameter(NAME, "top_k", call.top_k, call.logits, INDICES)
 
 
 @top_k_mask.front(replayed=True)
@@ -56,14 +57,14 @@ def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:
     return top_k_mask(logits, arguments.counts(NAME, "top_k", top_k, logits))
 
 
-def _rows(logits: Tensor, top_k: Tensor) -> bool:
-    return launch.accepts(logits, top_k, dtypes=FLOATS)
+def _rows(call: Call) -> bool:
+    return launch.accepts(call.logits, call.top_k, dtypes=FLOATS)
 
 
 @top_k_mask.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
-def _(logits: Tensor, top_k: Tensor) -> Tensor:
+def _(call: Call) -> Tensor:
     """The k-th largest is searched for; nothing is sorted."""
-    return teams.mask_logits(logits, top_k)
+    return teams.mask_logits(call.logits, call.top_k)
 
 
 @top_k_mask.cases
@@ -81,10 +82,10 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(0, 9), k[:0])
 
 
-def _topk(logits: Tensor, top_k: Tensor) -> Tensor:
+def _topk(call: Call) -> Tensor:
     """By torch.topk, where the host knows the largest k."""
-    least = logits.topk(50, dim=-1).values.gather(-1, top_k.long()[:, None] - 1)
-    return logits.masked_fill(logits < least, -torch.inf)
+    least = call.logits.topk(50, dim=-1).values.gather(-1, call.top_k.long()[:, None] - 1)
+    return call.logits.masked_fill(call.logits < least, -torch.inf)
 
 
 @top_k_mask.bench

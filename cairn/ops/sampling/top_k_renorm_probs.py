@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
@@ -33,9 +34,9 @@ def top_k_renorm(probs: Tensor, top_k: Tensor) -> Tensor:
 
 
 @top_k_renorm.check
-def _(probs: Tensor, top_k: Tensor) -> None:
-    arguments.check_rows(NAME, "probs", probs, (torch.float32,))
-    arguments.check_parameter(NAME, "top_k", top_k, probs, INDICES)
+def _(call: Call) -> None:
+    arguments.check_rows(NAME, "probs", call.probs, (torch.float32,))
+    arguments.check_parameter(NAME, "top_k", call.top_k, call.probs, INDICES)
 
 
 @top_k_renorm.front(replayed=True)
@@ -64,18 +65,18 @@ top_k_renorm_prob = top_k_renorm_probs
 
 
 @top_k_renorm.implementation("head", devices=("cpu",))
-def _(probs: Tensor, top_k: Tensor) -> Tensor:
+def _(call: Call) -> Tensor:
     """Order no more of each row than the largest k of the batch asks for."""
-    limited = (top_k >= 1) & (top_k < probs.shape[-1])
-    k = torch.where(limited, top_k, 1).long()
+    limited = (call.top_k >= 1) & (call.top_k < call.probs.shape[-1])
+    k = torch.where(limited, call.top_k, 1).long()
     longest = int(k.max()) if k.numel() else 1
-    threshold = probs.topk(longest, dim=-1).values.gather(-1, k[:, None] - 1)
-    return renormalised(probs, (probs >= threshold) | ~limited[:, None])
+    threshold = call.probs.topk(longest, dim=-1).values.gather(-1, k[:, None] - 1)
+    return renormalised(call.probs, (call.probs >= threshold) | ~limited[:, None])
 
 
 @top_k_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
-def _(probs: Tensor, top_k: Tensor) -> Tensor:
-    return launch.filter_probs(probs, launch.Filters(top_k=top_k))
+def _(call: Call) -> Tensor:
+    return launch.filter_probs(call.probs, launch.Filters(top_k=call.top_k))
 
 
 @top_k_renorm.cases

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
@@ -38,16 +39,10 @@ def draw_from_logits(
 
 
 @draw_from_logits.check
-def _(
-    logits: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    joint: bool = False,
-) -> None:
-    arguments.check_rows(NAME, "logits", logits, FLOATS)
-    arguments.check_filters(NAME, logits, top_k, top_p)
-    expect(NAME, "uniform", uniform, logits.shape[:1], (torch.float32,), like=logits)
+def _(call: Call) -> None:
+    arguments.check_rows(NAME, "logits", call.logits, FLOATS)
+    arguments.check_filters(NAME, call.logits, call.top_k, call.top_p)
+    expect(NAME, "uniform", call.uniform, call.logits.shape[:1], (torch.float32,), like=call.logits)
 
 
 @draw_from_logits.front
@@ -95,29 +90,17 @@ def top_k_top_p_sampling_from_logits(
     return draw_from_probs(probs, uniform, k, p, None, indices, joint)
 
 
-def _accepts(
-    logits: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    joint: bool = False,
-) -> bool:
-    given = [p for p in (top_k, top_p) if p is not None]
-    return launch.accepts(logits, uniform, *given, dtypes=FLOATS)
+def _accepts(call: Call) -> bool:
+    given = [p for p in (call.top_k, call.top_p) if p is not None]
+    return launch.accepts(call.logits, call.uniform, *given, dtypes=FLOATS)
 
 
 @draw_from_logits.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(
-    logits: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    joint: bool = False,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """As draw_tokens does, at temperature 1."""
-    source = launch.Source(logits, softmax=True)
-    filters = launch.Filters(top_k, top_p, joint=joint)
-    return launch.draw(source, filters, None, uniform, torch.int32)
+    source = launch.Source(call.logits, softmax=True)
+    filters = launch.Filters(call.top_k, call.top_p, joint=call.joint)
+    return launch.draw(source, filters, None, call.uniform, torch.int32)
 
 
 @draw_from_logits.cases

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
@@ -37,9 +38,9 @@ def top_p_renorm(probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 @top_p_renorm.check
-def _(probs: Tensor, top_p: Tensor) -> None:
-    arguments.check_rows(NAME, "probs", probs, (torch.float32,))
-    arguments.check_parameter(NAME, "top_p", top_p, probs, (torch.float32,))
+def _(call: Call) -> None:
+    arguments.check_rows(NAME, "probs", call.probs, (torch.float32,))
+    arguments.check_parameter(NAME, "top_p", call.top_p, call.probs, (torch.float32,))
 
 
 @top_p_renorm.front(replayed=True)
@@ -69,31 +70,31 @@ top_p_renorm_prob = top_p_renorm_probs
 
 
 @top_p_renorm.implementation("head", devices=("cpu",))
-def _(probs: Tensor, top_p: Tensor) -> Tensor:
+def _(call: Call) -> Tensor:
     """Order only as much of each row as reaches p; the same sums, so the same tokens, exactly."""
-    last, count = _last_kept(probs, top_p)
-    keep = probs >= last
+    last, count = _last_kept(call)
+    keep = call.probs >= last
     surplus = keep.sum(-1) - count
     if bool((surplus > 0).any()):
-        tied = probs == last
+        tied = call.probs == last
         room = tied.sum(-1) - surplus
         keep &= ~tied | (tied.cumsum(-1) <= room[:, None])
-    return renormalised(probs, keep)
+    return renormalised(call.probs, keep)
 
 
-def _last_kept(probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+def _last_kept(call: Call) -> tuple[Tensor, Tensor]:
     """The smallest probability kept [B, 1] and how many tokens are kept [B]."""
-    rows, vocabulary = probs.shape
-    last = probs.new_full((rows, 1), -1.0)
-    count = torch.full((rows,), vocabulary, device=probs.device)
-    pending = (top_p < 1).nonzero().flatten()
+    rows, vocabulary = call.probs.shape
+    last = call.probs.new_full((rows, 1), -1.0)
+    count = torch.full((rows,), vocabulary, device=call.probs.device)
+    pending = (call.top_p < 1).nonzero().flatten()
     size = FIRST_HEAD
     while pending.numel():
         size = min(size, vocabulary)
-        part = probs if pending.numel() == rows else probs[pending]
+        part = call.probs if pending.numel() == rows else call.probs[pending]
         head = part.topk(size, dim=-1).values
         mass = head.double().cumsum(dim=-1)
-        p = top_p[pending, None]
+        p = call.top_p[pending, None]
         below = (mass[:, : vocabulary - 1] < p).sum(-1)
         done = (mass[:, -1] >= p[:, 0]) if size < vocabulary else torch.ones_like(below).bool()
         found = pending[done]
@@ -105,8 +106,8 @@ def _last_kept(probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @top_p_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
-def _(probs: Tensor, top_p: Tensor) -> Tensor:
-    return launch.filter_probs(probs, launch.Filters(top_p=top_p))
+def _(call: Call) -> Tensor:
+    return launch.filter_probs(call.probs, launch.Filters(top_p=call.top_p))
 
 
 @top_p_renorm.cases

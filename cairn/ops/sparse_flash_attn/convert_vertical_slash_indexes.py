@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved, short
+from cairn.ops.call import Call
 from cairn.ops.registry import op
 from cairn.ops.sparse_flash_attn import vertical_slash
 from cairn.ops.sparse_flash_attn.kernels import convert_kernel
@@ -20,35 +21,15 @@ CHUNK = 64
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _lines(
-    q_seqlens: Tensor,
-    kv_seqlens: Tensor,
-    vertical_indexes: Tensor,
-    slash_indexes: Tensor,
-    context_size: int,
-    block_size_M: int,
-    block_size_N: int,
-    causal: bool = True,
-) -> Lines:
-    lists = (q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, None, None)
-    return Lines(*lists, context_size, block_size_M, block_size_N, causal)
+def _lines(call: Call) -> Lines:
+    lists = (call.q_seqlens, call.kv_seqlens, call.vertical_indexes, call.slash_indexes, None, None)
+    return Lines(*lists, call.context_size, call.block_size_M, call.block_size_N, call.causal)
 
 
-def _merged(
-    q_seqlens: Tensor,
-    kv_seqlens: Tensor,
-    vertical_indexes: Tensor,
-    slash_indexes: Tensor,
-    vertical_indices_count: Tensor,
-    slash_indices_count: Tensor,
-    context_size: int,
-    block_size_M: int,
-    block_size_N: int,
-    causal: bool = True,
-) -> Lines:
-    counts = (vertical_indices_count, slash_indices_count)
-    lists = (q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, *counts)
-    return Lines(*lists, context_size, block_size_M, block_size_N, causal)
+def _merged(call: Call) -> Lines:
+    counts = (call.vertical_indices_count, call.slash_indices_count)
+    lists = (call.q_seqlens, call.kv_seqlens, call.vertical_indexes, call.slash_indexes, *counts)
+    return Lines(*lists, call.context_size, call.block_size_M, call.block_size_N, call.causal)
 
 
 @op
@@ -81,11 +62,9 @@ def convert_vertical_slash_indexes(
         BadArgument: for a shape, dtype, layout or device that does not fit.
     """
     return vertical_slash.convert(
-        _lines(
-            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
-            context_size,
-            block_size_M,
-            block_size_N,
+        Lines(
+            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, None, None),
+            *(context_size, block_size_M, block_size_N),
             causal,
         )
     )
@@ -116,12 +95,10 @@ def convert_vertical_slash_indexes_mergehead(
         BadArgument: for a shape, dtype, layout or device that does not fit.
     """
     return vertical_slash.convert(
-        _merged(
+        Lines(
             *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
             *(vertical_indices_count, slash_indices_count),
-            context_size,
-            block_size_M,
-            block_size_N,
+            *(context_size, block_size_M, block_size_N),
             causal,
         )
     )
@@ -142,73 +119,36 @@ def _launch(lines: Lines) -> Tables:
 
 
 @convert_vertical_slash_indexes.fake
-def _(*args: Any, **kwargs: Any) -> Tables:
-    return _lines(*args, **kwargs).tables()
+def _(call: Call) -> Tables:
+    return _lines(call).tables()
 
 
 @convert_vertical_slash_indexes_mergehead.fake
-def _(*args: Any, **kwargs: Any) -> Tables:
-    return _merged(*args, **kwargs).tables()
+def _(call: Call) -> Tables:
+    return _merged(call).tables()
 
 
 @convert_vertical_slash_indexes.check
-def _(*args: Any, **kwargs: Any) -> None:
-    vertical_slash.check("convert_vertical_slash_indexes", _lines(*args, **kwargs))
+def _(call: Call) -> None:
+    vertical_slash.check("convert_vertical_slash_indexes", _lines(call))
 
 
 @convert_vertical_slash_indexes_mergehead.check
-def _(*args: Any, **kwargs: Any) -> None:
-    name, lines = "convert_vertical_slash_indexes_mergehead", _merged(*args, **kwargs)
+def _(call: Call) -> None:
+    name, lines = "convert_vertical_slash_indexes_mergehead", _merged(call)
     vertical_slash.check(name, lines, merged=True)
 
 
 @convert_vertical_slash_indexes.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    q_seqlens: Tensor,
-    kv_seqlens: Tensor,
-    vertical_indexes: Tensor,
-    slash_indexes: Tensor,
-    context_size: int,
-    block_size_M: int,
-    block_size_N: int,
-    causal: bool = True,
-) -> Tables:
-    return _launch(
-        _lines(
-            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
-            context_size,
-            block_size_M,
-            block_size_N,
-            causal,
-        )
-    )
+def _(call: Call) -> Tables:
+    return _launch(_lines(call))
 
 
 @convert_vertical_slash_indexes_mergehead.implementation(
     "triton", devices=gpu.DEVICES, replayed=True
 )
-def _(
-    q_seqlens: Tensor,
-    kv_seqlens: Tensor,
-    vertical_indexes: Tensor,
-    slash_indexes: Tensor,
-    vertical_indices_count: Tensor,
-    slash_indices_count: Tensor,
-    context_size: int,
-    block_size_M: int,
-    block_size_N: int,
-    causal: bool = True,
-) -> Tables:
-    return _launch(
-        _merged(
-            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
-            *(vertical_indices_count, slash_indices_count),
-            context_size,
-            block_size_M,
-            block_size_N,
-            causal,
-        )
-    )
+def _(call: Call) -> Tables:
+    return _launch(_merged(call))
 
 
 def _lists(make: Make, heads: int, count: int, most: int, down: bool) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved, short
+from cairn.ops.call import Call
 from cairn.ops.flash_attn.flash_attention import weigh
 from cairn.ops.flash_attn.strides import strides
 from cairn.ops.registry import op
@@ -122,43 +123,58 @@ def _sequences(
 
 
 @vertical_slash_attention.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    block_count: Tensor,
-    block_offset: Tensor,
-    column_count: Tensor,
-    column_index: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    scale: float,
-    causal: bool,
-    softcap: float,
-) -> None:
-    batch, heads, rows, wide = block_offset.shape
-    if not q.numel() or not batch or not max_seqlen_q:
+def _(call: Call) -> None:
+    batch, heads, rows, wide = call.block_offset.shape
+    if not call.q.numel() or not batch or not call.max_seqlen_q:
         return
-    width = max(16, gpu.next_power_of_2(q.shape[-1]))
-    exact = q.dtype == torch.float32
+    width = max(16, gpu.next_power_of_2(call.q.shape[-1]))
+    exact = call.q.dtype == torch.float32
     keys = max(16, min(BLOCK, (2048 if exact else 8192) // width))
-    *ahead, lse_head, _ = lse.stride()
-    single = gpu.empty(column_index.shape, column_index.dtype, column_index.device)
+    *ahead, lse_head, _ = call.lse.stride()
+    single = gpu.empty(call.column_index.shape, call.column_index.dtype, call.column_index.device)
     if single.numel():
         single_columns_kernel[(batch * heads * rows,)](
-            *(block_count, block_offset, column_count, column_index, single),
-            *(wide, column_index.shape[3], gpu.next_power_of_2(wide + 1) // 2, BLOCK, 256),
+            *(call.block_count, call.block_offset, call.column_count, call.column_index, single),
+            *(wide, call.column_index.shape[3], gpu.next_power_of_2(wide + 1) // 2, BLOCK, 256),
             num_warps=2,
         )
-    attend_listed_kernel[(-(-max_seqlen_q // BLOCK), heads, batch)](
-        *(q, k, v, o, lse, block_count, block_offset, column_count, single),
-        *(cu_seqlens_q, cu_seqlens_k, scale * (1.0 if softcap > 0 else LOG2_E), softcap),
-        *(q.shape[-3], k.shape[-3], rows, wide, column_index.shape[3]),
-        *(*strides(q), *strides(k), *strides(v), *strides(o), ahead[0] if ahead else 0, lse_head),
-        *(heads, heads // k.shape[-2], q.shape[-1], width, BLOCK, keys, causal, softcap > 0),
+    attend_listed_kernel[(-(-call.max_seqlen_q // BLOCK), heads, batch)](
+        *(
+            call.q,
+            call.k,
+            call.v,
+            call.o,
+            call.lse,
+            call.block_count,
+            call.block_offset,
+            call.column_count,
+            single,
+        ),
+        *(
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.scale * (1.0 if call.softcap > 0 else LOG2_E),
+            call.softcap,
+        ),
+        *(call.q.shape[-3], call.k.shape[-3], rows, wide, call.column_index.shape[3]),
+        *(
+            *strides(call.q),
+            *strides(call.k),
+            *strides(call.v),
+            *strides(call.o),
+            ahead[0] if ahead else 0,
+            lse_head,
+        ),
+        *(
+            heads,
+            heads // call.k.shape[-2],
+            call.q.shape[-1],
+            width,
+            BLOCK,
+            keys,
+            call.causal,
+            call.softcap > 0,
+        ),
         "ieee" if exact else "tf32",
         num_warps=8 if width > 128 or (exact and width > 64) else 4,
         num_stages=2 if width > 128 or exact else 3,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import build_kernel
@@ -119,79 +120,76 @@ def _bytes(nodes: int) -> int:
 
 
 @build_tree_kernel_efficient.check
-def _(
-    parent_list: Tensor,
-    selected_index: Tensor,
-    verified_seq_len: Tensor,
-    tree_mask: Tensor,
-    positions: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    topk: int,
-    depth: int,
-    draft_token_num: int,
-    tree_mask_mode: int,
-) -> None:
-    name, n, long = "build_tree_kernel_efficient", draft_token_num, (torch.int64,)
-    for what, number in (("topk", topk), ("depth", depth), ("draft_token_num", n)):
+def _(call: Call) -> None:
+    name, n, long = "build_tree_kernel_efficient", call.draft_token_num, (torch.int64,)
+    for what, number in (("topk", call.topk), ("depth", call.depth), ("draft_token_num", n)):
         if number < 1:
             refuse(name, what, f"is {number}, not at least 1")
-    if tree_mask_mode not in (FULL_MASK, DRAFT_MASK, PACKED_MASK):
-        refuse(name, "tree_mask_mode", f"is {tree_mask_mode}, not 0, 1 or 2")
-    if tree_mask_mode == PACKED_MASK and n > 32:
+    if call.tree_mask_mode not in (FULL_MASK, DRAFT_MASK, PACKED_MASK):
+        refuse(name, "tree_mask_mode", f"is {call.tree_mask_mode}, not 0, 1 or 2")
+    if call.tree_mask_mode == PACKED_MASK and n > 32:
         refuse(name, "draft_token_num", f"is {n}: a packed mask has at most 32 bits")
-    expect(name, "selected_index", selected_index, (None, n - 1), long, dense=-1)
-    batch = selected_index.shape[0]
+    expect(name, "selected_index", call.selected_index, (None, n - 1), long, dense=-1)
+    batch = call.selected_index.shape[0]
     # SGLang makes the empty list with torch.empty, which is float32.
-    empty = depth == 1 and parent_list.shape[1:] == (0,)
-    width, dtypes = (0, None) if empty else (topk * (depth - 1) + 1, long)
-    expect(name, "parent_list", parent_list, (batch, width), dtypes, selected_index, dense=-1)
+    empty = call.depth == 1 and call.parent_list.shape[1:] == (0,)
+    width, dtypes = (0, None) if empty else (call.topk * (call.depth - 1) + 1, long)
+    expect(
+        name, "parent_list", call.parent_list, (batch, width), dtypes, call.selected_index, dense=-1
+    )
     lengths = (torch.int64, torch.int32)
-    expect(name, "verified_seq_len", verified_seq_len, (batch,), lengths, selected_index, dense=-1)
-    expect_positions(name, positions, batch, n, selected_index)
-    expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, (batch, n))
-    expect(name, "retrive_index", retrive_index, like=selected_index)
-    expect(name, "tree_mask", tree_mask, like=selected_index, dense=-1)
-    if tree_mask_mode == PACKED_MASK:
-        expect_room(name, "tree_mask", tree_mask.nbytes, batch * n * _bytes(n))
+    expect(
+        name,
+        "verified_seq_len",
+        call.verified_seq_len,
+        (batch,),
+        lengths,
+        call.selected_index,
+        dense=-1,
+    )
+    expect_positions(name, call.positions, batch, n, call.selected_index)
+    expect_tree(
+        name, call.retrive_index, call.retrive_next_token, call.retrive_next_sibling, (batch, n)
+    )
+    expect(name, "retrive_index", call.retrive_index, like=call.selected_index)
+    expect(name, "tree_mask", call.tree_mask, like=call.selected_index, dense=-1)
+    if call.tree_mask_mode == PACKED_MASK:
+        expect_room(name, "tree_mask", call.tree_mask.nbytes, batch * n * _bytes(n))
     else:
         # How long a full mask must be is known to the device alone.
-        expect(name, "tree_mask", tree_mask, dtypes=FLAGS)
-        expect_room(name, "tree_mask", tree_mask.numel(), batch * n * n)
+        expect(name, "tree_mask", call.tree_mask, dtypes=FLAGS)
+        expect_room(name, "tree_mask", call.tree_mask.numel(), batch * n * n)
 
 
 @build_tree_kernel_efficient.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    parent_list: Tensor,
-    selected_index: Tensor,
-    verified_seq_len: Tensor,
-    tree_mask: Tensor,
-    positions: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    topk: int,
-    depth: int,
-    draft_token_num: int,
-    tree_mask_mode: int,
-) -> None:
-    nodes = draft_token_num
-    tree = (retrive_index, retrive_next_token, retrive_next_sibling)
+def _(call: Call) -> None:
+    nodes = call.draft_token_num
+    tree = (call.retrive_index, call.retrive_next_token, call.retrive_next_sibling)
     if nodes > WIDEST:
         build_tree_kernel_efficient.reference(
-            *(parent_list, selected_index, verified_seq_len, tree_mask, positions, *tree),
-            *(topk, depth, nodes, tree_mask_mode),
+            *(
+                call.parent_list,
+                call.selected_index,
+                call.verified_seq_len,
+                call.tree_mask,
+                call.positions,
+                *tree,
+            ),
+            *(call.topk, call.depth, nodes, call.tree_mask_mode),
         )
-    elif retrive_index.numel():
+    elif call.retrive_index.numel():
         padded = max(16, gpu.next_power_of_2(nodes))
         # The first expansion is node 0's, whether or not there is a list; an empty one is not read,
         # and what stands for it is of the dtype that there is a kernel for.
-        width = parent_list.shape[1]
-        build_kernel[(retrive_index.shape[0],)](
-            *(parent_list if width else selected_index, selected_index, verified_seq_len),
-            *(tree_mask.view(torch.uint8), positions, *tree),
-            *(topk, max(1, width), nodes, tree_mask_mode),
+        width = call.parent_list.shape[1]
+        build_kernel[(call.retrive_index.shape[0],)](
+            *(
+                call.parent_list if width else call.selected_index,
+                call.selected_index,
+                call.verified_seq_len,
+            ),
+            *(call.tree_mask.view(torch.uint8), call.positions, *tree),
+            *(call.topk, max(1, width), nodes, call.tree_mask_mode),
             *(_bytes(nodes), padded, padded.bit_length() - 1),
             num_warps=max(1, min(8, padded * padded // 1024)),
         )

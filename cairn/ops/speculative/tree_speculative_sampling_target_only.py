@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect, expect_within
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import (
@@ -124,74 +125,63 @@ def _final(law: Tensor, coin: Tensor) -> int:
 
 
 @tree_speculative_sampling_target_only.check
-def _(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    uniform_samples: Tensor,
-    uniform_samples_for_final_sampling: Tensor,
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    deterministic: bool = True,
-) -> None:
-    expect_outcome(NAME, predicts, accept_index, accept_token_num, candidates)
-    expect_tree(NAME, retrive_index, retrive_next_token, retrive_next_sibling, candidates.shape)
-    expect(NAME, "retrive_index", retrive_index, like=candidates)
-    batch, nodes = candidates.shape
-    final = uniform_samples_for_final_sampling
+def _(call: Call) -> None:
+    expect_outcome(NAME, call.predicts, call.accept_index, call.accept_token_num, call.candidates)
+    expect_tree(
+        NAME,
+        call.retrive_index,
+        call.retrive_next_token,
+        call.retrive_next_sibling,
+        call.candidates.shape,
+    )
+    expect(NAME, "retrive_index", call.retrive_index, like=call.candidates)
+    batch, nodes = call.candidates.shape
+    final = call.uniform_samples_for_final_sampling
     for what, tensor, shape in (
-        ("uniform_samples", uniform_samples, (batch, nodes)),
+        ("uniform_samples", call.uniform_samples, (batch, nodes)),
         ("uniform_samples_for_final_sampling", final, (batch,)),
-        ("target_probs", target_probs, (batch, nodes, None)),
-        ("draft_probs", draft_probs, target_probs.shape),
+        ("target_probs", call.target_probs, (batch, nodes, None)),
+        ("draft_probs", call.draft_probs, call.target_probs.shape),
     ):
-        expect(NAME, what, tensor, shape, (torch.float32,), candidates, dense=-1)
+        expect(NAME, what, tensor, shape, (torch.float32,), call.candidates, dense=-1)
 
 
 @tree_speculative_sampling_target_only.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    uniform_samples: Tensor,
-    uniform_samples_for_final_sampling: Tensor,
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    deterministic: bool = True,
-) -> None:
-    batch, nodes = candidates.shape
+def _(call: Call) -> None:
+    batch, nodes = call.candidates.shape
     if batch == 0:
         return
-    longest, vocabulary = accept_index.shape[1], target_probs.shape[2]
+    longest, vocabulary = call.accept_index.shape[1], call.target_probs.shape[2]
     chunks = -(-vocabulary // _BLOCK)
-    place = gpu.empty((2, batch), torch.int64, candidates.device)
-    masses = gpu.empty((batch, chunks), torch.float64, candidates.device)
-    probs = (target_probs, draft_probs)
+    place = gpu.empty((2, batch), torch.int64, call.candidates.device)
+    masses = gpu.empty((batch, chunks), torch.float64, call.candidates.device)
+    probs = (call.target_probs, call.draft_probs)
     sampled_path_kernel[(batch,)](
-        *(predicts, accept_index, accept_token_num, candidates, retrive_index),
-        *(retrive_next_token, retrive_next_sibling, uniform_samples, *probs, place),
-        *(float(threshold_single), float(max(threshold_acc, LEAST_THRESHOLD))),
+        *(
+            call.predicts,
+            call.accept_index,
+            call.accept_token_num,
+            call.candidates,
+            call.retrive_index,
+        ),
+        *(call.retrive_next_token, call.retrive_next_sibling, call.uniform_samples, *probs, place),
+        *(float(call.threshold_single), float(max(call.threshold_acc, LEAST_THRESHOLD))),
         *(nodes, longest, vocabulary),
         num_warps=1,
     )
     final_mass_kernel[(batch, chunks)](
-        *(accept_token_num, *probs, place, masses, longest, vocabulary, chunks, _BLOCK),
+        *(call.accept_token_num, *probs, place, masses, longest, vocabulary, chunks, _BLOCK),
         num_warps=8,
     )
     final_token_kernel[(batch,)](
-        *(predicts, accept_token_num, *probs, place, masses, uniform_samples_for_final_sampling),
+        *(
+            call.predicts,
+            call.accept_token_num,
+            *probs,
+            place,
+            masses,
+            call.uniform_samples_for_final_sampling,
+        ),
         *(longest, vocabulary, chunks, _BLOCK, max(2, gpu.next_power_of_2(chunks))),
         num_warps=8,
     )

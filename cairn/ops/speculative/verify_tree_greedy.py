@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import greedy_kernel
@@ -74,41 +75,35 @@ def verify_tree_greedy(
 
 
 @verify_tree_greedy.check
-def _(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    target_predict: Tensor,
-) -> None:
+def _(call: Call) -> None:
     name = "verify_tree_greedy"
-    expect_outcome(name, predicts, accept_index, accept_token_num, candidates)
-    expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, candidates.shape)
-    expect(name, "retrive_index", retrive_index, like=candidates)
-    shape = candidates.shape
-    expect(name, "target_predict", target_predict, shape, INDICES, candidates, dense=-1)
+    expect_outcome(name, call.predicts, call.accept_index, call.accept_token_num, call.candidates)
+    expect_tree(
+        name,
+        call.retrive_index,
+        call.retrive_next_token,
+        call.retrive_next_sibling,
+        call.candidates.shape,
+    )
+    expect(name, "retrive_index", call.retrive_index, like=call.candidates)
+    shape = call.candidates.shape
+    expect(name, "target_predict", call.target_predict, shape, INDICES, call.candidates, dense=-1)
 
 
 @verify_tree_greedy.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    target_predict: Tensor,
-) -> None:
-    batch, nodes = candidates.shape
+def _(call: Call) -> None:
+    batch, nodes = call.candidates.shape
     if batch:
         greedy_kernel[(batch,)](
-            *(predicts, accept_index, accept_token_num, candidates, retrive_index),
-            *(retrive_next_token, retrive_next_sibling, target_predict),
-            *(nodes, accept_index.shape[1]),
+            *(
+                call.predicts,
+                call.accept_index,
+                call.accept_token_num,
+                call.candidates,
+                call.retrive_index,
+            ),
+            *(call.retrive_next_token, call.retrive_next_sibling, call.target_predict),
+            *(nodes, call.accept_index.shape[1]),
             num_warps=1,
         )
 

@@ -160,9 +160,9 @@ def test_a_head_is_the_same_whatever_the_others_see(name: str) -> None:
 @needs_groups
 def test_what_does_not_fit_is_left_to_the_others() -> None:
     q, pe, cache, lengths, table, *rest = drawn([300]).args
-    groups = cutlass_mla_decode._named("gluon")
-    assert groups.accepts((q, pe, cache, lengths, table, *rest), {})
-    assert groups.accepts((q, pe, cache, lengths.long(), table, *rest), {})
+    accepts = cutlass_mla_decode.accepts
+    assert accepts("gluon", q, pe, cache, lengths, table, *rest)
+    assert accepts("gluon", q, pe, cache, lengths.long(), table, *rest)
     halves = cache.reshape(-1, 32, LATENT + ROPE)
     wide = torch.nn.functional.pad(cache, (0, 1))[..., :-1]
     for other in (
@@ -170,9 +170,8 @@ def test_what_does_not_fit_is_left_to_the_others() -> None:
         (q, pe, wide),
         (q[..., :-64], pe, cache[..., :-64]),
     ):
-        assert not groups.accepts((*other, lengths, table, *rest), {})
-    few = cutlass_mla_decode._named("gluon_few")
-    assert not few.accepts((q, pe, cache, lengths, table, *rest), {})
+        assert not accepts("gluon", *other, lengths, table, *rest)
+    assert not accepts("gluon_few", q, pe, cache, lengths, table, *rest)
     some = (q[:, :32], pe[:, :32])
-    assert few.accepts((*some, cache, lengths, table, *rest), {})
-    assert not few.accepts((*some, halves, lengths, table, *rest), {})
+    assert accepts("gluon_few", *some, cache, lengths, table, *rest)
+    assert not accepts("gluon_few", *some, halves, lengths, table, *rest)

@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chunk_with_and_without_a_past(first: int, count: int, dim: int, small: None) -> None:
     for row, page in ((0, 64), (1, 128)):
         given = chunk("cuda", first, count, dim, row, page)
-        assert dense_attention._named("gluon").accepts(given.args, given.kwargs)
+        assert dense_attention.accepts("gluon", *given.args, **given.kwargs)
         check(dense_attention, "gluon", given)
 
 

@@ -123,5 +123,5 @@ def test_chunks_make_tiles_sooner_where_keys_are_shared(
     given = (make.randn(tokens, 4, 32), paged.k_cache, paged.v_cache, row, slot, paged.page_table)
     stretches = paged.stretches((tokens,)) if known else None
     hints = {"stretches": stretches, "chunked": True}
-    assert dense_attention._named("triton_splits").accepts(given, hints) == splits
-    assert dense_attention._named("triton_splits").accepts(given, hints | {"chunked": False})
+    assert dense_attention.accepts("triton_splits", *given, **hints) == splits
+    assert dense_attention.accepts("triton_splits", *given, **hints | {"chunked": False})

@@ -34,7 +34,7 @@ def agrees(**options: Any) -> None:
     torch.manual_seed(0)
     dtype = options.pop("dtype", torch.bfloat16)
     given = drawn(Make("cuda"), dtype, **options)
-    assert flash_attention._named("gluon").accepts(given.args, given.kwargs)
+    assert flash_attention.accepts("gluon", *given.args, **given.kwargs)
     check(flash_attention, "gluon", given)
 
 
@@ -102,4 +102,4 @@ def test_what_does_not_fit_is_left_to_the_others(options: dict[str, Any]) -> Non
     shape = {"queries": (200,), "keys": (300,), "heads": (2, 1), "widths": (64, 64), "page": 64}
     shape |= options
     given = drawn(Make("cuda"), shape.pop("dtype", torch.bfloat16), **shape)
-    assert not flash_attention._named("gluon").accepts(given.args, given.kwargs)
+    assert not flash_attention.accepts("gluon", *given.args, **given.kwargs)

@@ -177,7 +177,7 @@ def test_sorted_page_attention_by_any_scale(scale):
     weights = torch.rand(case.row.numel(), case.heads * case.group, 4)
     given = (case.q, case.k_cache, case.v_cache, case.row, case.page_table, indices, weights)
     torch.testing.assert_close(
-        page_attention._named("triton_sorted").function(*given, scale),
+        page_attention.using("triton_sorted")(*given, scale),
         page_attention.using("reference")(*given, scale),
         rtol=1e-3,
         atol=1e-4,

@@ -243,9 +243,7 @@ def test_short_rows_agree_with_the_definition(geometry, variant):
         store_summaries=variant == "stored",
         **options,
     )
-    assert landmark_attention.implementations["triton_short"].accepts(
-        arguments.args, arguments.kwargs
-    )
+    assert landmark_attention.accepts("triton_short", *arguments.args, **arguments.kwargs)
     check(landmark_attention, "triton_short", arguments)
 
 
@@ -268,5 +266,5 @@ def test_what_kernels_do_not_take_is_not_taken_where_all_is_selected():
     row, slot, _ = paged.queries((20,))
     q, key = make.randn(20, 4, 16), make.randn(len(paged.k_cache), 2, 16)
     given = (q, q, paged.k_cache, paged.v_cache, key, None, row, slot, paged.page_table, 9, 3, True)
-    accepts = landmark_attention.implementations["triton_short"].accepts
-    assert accepts(given, {}) and not accepts(given, {"strategy": "group"})
+    assert landmark_attention.accepts("triton_short", *given)
+    assert not landmark_attention.accepts("triton_short", *given, strategy="group")

@@ -184,7 +184,7 @@ def test_no_launch_has_more_programs_than_devices_take(name, monkeypatch):
     z, row = torch.zeros(tokens, 2, 16), torch.zeros(tokens, dtype=torch.int64)
     given = (z, torch.zeros(4, 1, 16), None, torch.zeros(tokens, 2), row, row, torch.zeros(1, 4))
     strategy = "group" if name == "triton_group" else "hils"
-    run = select_pages._named(name).function
+    run = select_pages.using(name)
     indices, _ = run(*given, 8, 17, 3, strategy=strategy, num_kv_heads=1)
     assert len(indices) == tokens
 

@@ -36,12 +36,11 @@ def vector(make: Make, width: int) -> Tensor:
 
 def expect_same(op: Op[..., Any], *arguments: Any, changed: int | None = None) -> None:
     """The kernels give what the definition does, and write nothing beside `changed`."""
-    implementation = op._named("triton_few")
-    assert implementation.accepts(arguments, {})
+    assert op.accepts("triton_few", *arguments)
     given = list(arguments)
     if changed is not None:
         given[changed] = arguments[changed].clone()
-    wanted, got = op.reference(*given), implementation.function(*arguments)
+    wanted, got = op.reference(*given), op.using("triton_few")(*arguments)
     tolerance = (1e-4, 1e-4) if arguments[0].dtype == torch.float32 else (2e-2, 3e-2)
     if wanted is not None:
         compare(got, wanted, tolerance, op.name)

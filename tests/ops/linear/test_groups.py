@@ -62,11 +62,10 @@ def test_cases_of_a_gpu_reach_it(op: Op[..., object], monkeypatch: pytest.Monkey
     """Generic tests run on what has a case; on the CPU, where none of these runs, nobody sees."""
     monkeypatch.setattr(gpu, "multiplies_in_groups", lambda _device: True)
     monkeypatch.setattr(gpu, "processors", lambda _device: 132)
-    kernel = op._named("gluon")
     assert op.case_source is not None
     given = [case for case in op.case_source(Make("meta")) if isinstance(case, Arguments)]
-    assert any(kernel.accepts(case.args, case.kwargs) for case in given)
-    assert not any(kernel.accepts(c.args, c.kwargs) for c in cases_of(op, "cpu"))
+    assert any(op.accepts("gluon", *case.args, **case.kwargs) for case in given)
+    assert not any(op.accepts("gluon", *c.args, **c.kwargs) for c in cases_of(op, "cpu"))
 
 
 @pytest.mark.gpu
@@ -242,7 +241,7 @@ def test_a_bias_and_columns_apart_are_left_to_others(monkeypatch: pytest.MonkeyP
     def takes(op: Op[..., object], *args: object) -> bool:
         implementation = op.implementations["gluon"]
         assert implementation.when is not None
-        return implementation.when(*args)
+        return implementation.when(op.bind(*args))
 
     assert takes(ops.linear, x, weight)
     assert takes(ops.linear, x, weight, None, blank(8192), 1e-5, torch.float32)
