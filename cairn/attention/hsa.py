@@ -27,7 +27,6 @@ from cairn.attention.base import (
 )
 from cairn.cache.pools import CacheSpec
 from cairn.ops.attention.launch import LANDMARK_LINES, in_tiles
-from cairn.ops.landmark.page_tiles import most_pages
 from cairn.ops.landmark.page_weights import shared_weights
 
 
@@ -60,13 +59,6 @@ class HsaBackend(AttentionBackend):
         if kept and rule is not None and rule.summary == "landmark":
             return None
         return super().target(layer)
-
-    def near_pages(self, layer: AttentionLayer) -> int:
-        """As many as the op passes over rather than sort them; with "group" it does not."""
-        rule = layer.landmark
-        if rule is None or rule.strategy == "group":
-            return 0
-        return most_pages(self.pools.k[layer.index], rule.topk)
 
     def run(
         self,

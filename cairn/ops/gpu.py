@@ -136,8 +136,13 @@ def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> An
     dry = warmup or (by is not None and not by.launches)
     compiled = type(kernel).run(kernel, *args, grid=grid, warmup=dry, **options)
     if by is not None and not warmup:
-        by.launched(kernel, compiled, grid, args)
+        by.launched(kernel, compiled, grid, _in_order(kernel, args, options))
     return compiled
+
+
+def _in_order(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """A kernel's arguments in the order of its parameters, of which some came by name."""
+    return (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -47,7 +47,7 @@ FEW_CASES = 3
 DEFAULT_DEVICE_CASES = 6
 FLOAT32_FAMILIES = ("sampling", "speculative", "top_k")
 """Families on probabilities and scores."""
-NOT_INTERPRETED = {"cudnn", "flashinfer", "sdpa", "gluon", "gluon_few"}
+NOT_INTERPRETED = {"cudnn", "flashinfer", "sdpa", "gluon"}
 """Implementations by libraries or in Gluon: nothing interprets their kernels."""
 ALWAYS_FLOAT32 = ("page_weights", "rotary_cos_sin")
 """Ops on what is float32 in every model: weights of attention states, and angles."""

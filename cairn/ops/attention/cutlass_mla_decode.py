@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch
-from cairn.ops.attention.latent_columns import latent_columns_kernel
 from cairn.ops.attention.latent_groups import latent_groups_kernel
 from cairn.ops.attention.latent_kernels import latent_split_kernel
 from cairn.ops.attention.lines import NO_LINES, are_lines, lines_of
@@ -21,8 +19,6 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Cases, Make
 
 MOST_HEADS = 128
-MOST_COLUMNS = 32
-"""Heads that are few: a program holds the sums of all of them."""
 LATENT, ROPE = 512, 64
 """Widths of DeepSeek's cache, for benchmarks; the op takes any."""
 
@@ -109,26 +105,6 @@ def _parts(cache: Tensor, latent: int) -> tuple[Tensor, Tensor]:
 
 
 @cutlass_mla_decode.implementation(
-    "gluon_few",
-    devices=gpu.DEVICES,
-    dtypes=(torch.bfloat16, torch.float16),
-    when=lambda call: call.q_nope.shape[1] <= MOST_COLUMNS and _fits_groups(call),
-    missing="" if gpu.gl else "needs Triton 3.6",
-    replayed=True,
-)
-def _(call: Call) -> Tensor:
-    given = (
-        call.q_nope,
-        call.q_pe,
-        call.kv_c_and_k_pe_cache,
-        call.seq_lens,
-        call.page_table,
-        call.sm_scale,
-    )
-    return _attend(latent_columns_kernel, 16 if call.q_nope.shape[1] <= 16 else 32, *given)
-
-
-@cutlass_mla_decode.implementation(
     "gluon",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
@@ -137,44 +113,22 @@ def _(call: Call) -> Tensor:
     replayed=True,
 )
 def _(call: Call) -> Tensor:
-    given = (
-        call.q_nope,
-        call.q_pe,
-        call.kv_c_and_k_pe_cache,
-        call.seq_lens,
-        call.page_table,
-        call.sm_scale,
-    )
-    return _attend(latent_groups_kernel, _BLOCK, *given)
-
-
-def _attend(
-    kernel: Any,
-    lines: int,
-    q_nope: Tensor,
-    q_pe: Tensor,
-    cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    scale: float,
-) -> Tensor:
-    """By a kernel in Gluon whose programs take so many heads each."""
-    batch, heads, latent = q_nope.shape
-    out = gpu.empty(q_nope.shape, q_nope.dtype, q_nope.device)
+    cache, (batch, heads, latent) = call.kv_c_and_k_pe_cache, call.q_nope.shape
+    out = gpu.empty(call.q_nope.shape, call.q_nope.dtype, call.q_nope.device)
     if out.numel() == 0:
         return out
     values, rest = lines_of(*_parts(cache, latent), _BLOCK, math.inf)
-    columns = -(-heads // lines)
-    blocks = -(-page_table.shape[1] * cache.shape[1] // _BLOCK)
-    most = max(1, min(blocks // _LEAST[lines], launch.MOST_SPLITS))
+    columns = -(-heads // _BLOCK)
+    blocks = -(-call.page_table.shape[1] * cache.shape[1] // _BLOCK)
+    most = max(1, min(blocks // _LEAST_BLOCKS, launch.MOST_SPLITS))
     splits = launch.whole_waves(columns * batch, gpu.processors(cache.device), most)
     part_o, part_lse = _parts_of(out, splits)
-    kernel[(columns, splits, batch)](
-        *(q_nope, q_pe, cache),
+    latent_groups_kernel[(columns, splits, batch)](
+        *(call.q_nope, call.q_pe, cache),
         *(gpu.tiles(values.blocks, (_BLOCK, latent // 2)), gpu.tiles(rest.blocks, (_BLOCK, ROPE))),
-        *(seq_lens, page_table, part_o, part_lse, scale),
-        *(*q_nope.stride()[:2], *q_pe.stride()[:2], cache.stride(1), values.page),
-        *(page_table.stride(0), heads, cache.shape[1], lines),
+        *(call.seq_lens, call.page_table, part_o, part_lse, call.sm_scale),
+        *(*call.q_nope.stride()[:2], *call.q_pe.stride()[:2], cache.stride(1), values.page),
+        *(call.page_table.stride(0), heads, cache.shape[1], _BLOCK),
         num_warps=4,
     )
     if splits > 1:
@@ -240,8 +194,6 @@ def _(call: Call) -> Tensor:
 
 _BLOCK = 64
 """Slots of a block and heads of a program that works in groups of warps."""
-_LEAST = {16: 2, 32: 2, 64: 4}
-"""Such blocks for which a split of their own pays, by a program's heads."""
 _WIDE_BYTES = 222 << 10
 """Memory of a program of 64 heads with two blocks of 64 slots on their way."""
 _PROGRAMS = 264

@@ -33,24 +33,6 @@ _COPIES, _COPIED = 4, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """What the window adds to a layer's pages.
-
-    Attributes:
-        o, lse: of window_attention, o in any dtype.
-        softmax1: as in page_weights.
-    """
-
-    o: Tensor
-    lse: Tensor
-    softmax1: bool
-
-    def part(self, at: slice) -> Window:
-        """The same for some of the tokens."""
-        return Window(self.o[at], self.lse[at], self.softmax1)
-
-
-@dataclass(frozen=True, slots=True)
 class Pages:
     """One call of page_attention, on the device; q .. weights as in the op, the scale given."""
 
@@ -159,16 +141,12 @@ def attend_few(job: Pages) -> Tensor:
     return out
 
 
-def attend_sorted(job: Pages, window: Window | None = None) -> Tensor:
-    """page_attention page by page, with the tokens that selected it: o [T, h_q, d] float32.
-
-    Args:
-        window: `weights` are scores; o is the layer's, window and all, in q's dtype.
-    """
+def attend_sorted(job: Pages) -> Tensor:
+    """page_attention page by page, with the tokens that selected it: o [T, h_q, d] float32."""
     tokens, heads, dim = job.q.shape
-    out = job.empty(tokens, heads, dim, dtype=torch.float32 if window is None else job.q.dtype)
+    out = job.empty(tokens, heads, dim)
     topk = job.indices.shape[-1]
-    if topk == 0 and window is None:
+    if topk == 0:
         return out.zero_()
     per_token = heads * topk * dim * job.q.element_size()
     rounds = max(1, round(tokens * per_token / PARTS_BYTES))
@@ -178,7 +156,7 @@ def attend_sorted(job: Pages, window: Window | None = None) -> Tensor:
         at = slice(begin, begin + step)
         part = job.part(at) if tokens > step else job
         parts, places = _attend_pairs(part)
-        _reduce(part, parts, places, window and window.part(at), out[at])
+        _reduce(part, parts, places, out[at])
     return out
 
 
@@ -224,17 +202,23 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     return parts, places
 
 
-def _reduce(job: Pages, parts: Tensor, places: Tensor, window: Window | None, out: Tensor) -> None:
+def _reduce(job: Pages, parts: Tensor, places: Tensor, out: Tensor) -> None:
     """Add up the pairs of every token."""
     tokens, heads, dim = job.q.shape
     kv_heads, topk = job.k_cache.shape[1], job.indices.shape[-1]
     width = gpu.next_power_of_2(max(1, topk))
     kernels.reduce_kernel[(tokens * kv_heads,)](
-        *(parts, places, job.weights, out),
-        *((out, out) if window is None else (window.lse, window.o)),
-        *(topk, heads, kv_heads, dim, job.group, job.width),
-        *(max(1, min(4096 // (job.group * job.width), width)), width),
-        *(window is not None, window is not None and window.softmax1),
+        parts,
+        places,
+        job.weights,
+        out,
+        topk=topk,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        GP=job.group,
+        DP=job.width,
+        STEP=max(1, min(4096 // (job.group * job.width), width)),
         num_warps=1,
         **gpu.ONE_SUM,
     )

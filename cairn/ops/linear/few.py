@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.early import early_option
-from cairn.ops.linear.kernels import block_kernel, rows_kernel, tile_kernel
+from cairn.ops.linear.kernels import rows_kernel, tile_kernel
 from cairn.ops.norm.launch import LONGEST
 
 ROWS_TOKENS = 2
@@ -19,11 +19,6 @@ TILE_BYTES = 1 << 24
 the library's product of several tokens takes two thirds of the time."""
 WIDE_TILE_BYTES = 1 << 22
 """The same of rows longer than SPAN and more than 8 tokens."""
-BLOCK_TOKENS = 64
-"""At most this many are one block of a head's product, which the library rounds and pads."""
-BLOCK, PART, STAGES = 64, 64, 6
-"""Rows of the weight in such a program, numbers of each that it takes at a time, and as many more
-on their way."""
 MOST_WIDTH = 1 << 14
 THREAD_BYTES = 256
 """Of the weight, that a thread holds."""
@@ -178,45 +173,3 @@ def _tile(
         num_warps=warps,
         **early_option(early),
     )
-
-
-def accepts_block(input: Tensor, weight: Tensor) -> bool:
-    """Some tokens [T, K] for the very many numbers of a head.
-
-    Of float32 the library's product is the faster one on a device.
-    """
-    return (
-        input.dim() == 2
-        and ROWS_TOKENS < input.shape[0] <= BLOCK_TOKENS
-        and weight.shape[0] >= MANY_ROWS
-        and input.dtype == weight.dtype
-        and (input.dtype != torch.float32 or input.device.type != "cuda")
-        and input.stride(1) == 1
-        and weight.is_contiguous()
-        and weight.shape[1] % PART == 0
-        and _block_bytes(input) <= gpu.program_memory(input.device)
-    )
-
-
-def _block_bytes(input: Tensor) -> int:
-    """Memory of a program's tiles that are on their way."""
-    rows = BLOCK + _block_tokens(input.shape[0])
-    return STAGES * rows * PART * input.element_size()
-
-
-def _block_tokens(tokens: int) -> int:
-    return 32 if tokens <= 32 else 64
-
-
-def multiply_block(input: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
-    """Write out [T, N], see `block_kernel`; all that `accepts_block` asks for holds."""
-    tokens, width = input.shape
-    numbers = weight.shape[0]
-    block_kernel[(-(-numbers // BLOCK),)](
-        *(input, weight, weight if bias is None else bias, out, tokens, numbers, width),
-        *(input.stride(0), out.stride(0), _block_tokens(tokens), BLOCK, PART, bias is not None),
-        "ieee" if input.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=STAGES,
-    )
-    return out

@@ -3,8 +3,7 @@
 A program of `rows_kernel` and `tile_kernel` holds the rows of the weight that it multiplies, whole,
 before it waits for the kernel in front: while that one ends, the weight is on its way. With NORM
 the tokens are normed on the way (rmsnorm with the weight `norm`): what all numbers of a token are
-divided by comes after the product. `block_kernel` is for more tokens and very many numbers,
-`panel_kernel` for more tokens and numbers of a layer. Sums are float32.
+divided by comes after the product. `panel_kernel` is for more tokens. Sums are float32.
 """
 
 from __future__ import annotations
@@ -187,37 +186,6 @@ def tile_kernel(
     to += beside(t, WIDE) * out_stride + beside(n, TALL)
     shown = beside(t < tokens, WIDE) & beside(n < numbers, TALL)
     tl.store(to, result.to(out.dtype.element_ty), mask=shown)
-
-
-@triton.jit(do_not_specialize=["tokens", "numbers"])
-def block_kernel(
-    x, weight, bias, out, tokens, numbers, width, x_stride, out_stride,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out [tokens, numbers] = x W^T for all tokens and ROWS rows of W [numbers, width], PART of its
-    columns at a time.
-
-    Args:
-        TOKENS: tokens, padded to a power of two.
-    """
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    t = tl.arange(0, TOKENS)
-    k = tl.arange(0, PART)
-    inside, alive = n < numbers, t < tokens
-    rows = weight + n.to(tl.int64)[:, None] * width + k[None, :]
-    columns = x + t[None, :] * x_stride + k[:, None]
-    result = tl.zeros([ROWS, TOKENS], tl.float32)
-    for _ in range(0, width, PART):
-        own = tl.load(rows, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
-        value = tl.load(columns, mask=alive[None, :], other=0.0)
-        result = tl.dot(own, value, result, input_precision=PRECISION)
-        rows += PART
-        columns += PART
-    if BIAS:
-        result += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
-    at = out + t.to(tl.int64)[None, :] * out_stride + n[:, None]
-    tl.store(at, result.to(out.dtype.element_ty), mask=inside[:, None] & alive[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens", "numbers"])

@@ -105,18 +105,6 @@ def _(call: Call) -> Tensor:
 
 
 @linear.implementation(
-    "triton_block",
-    devices=gpu.DEVICES,
-    when=lambda call: few.accepts_block(call.input, call.weight),
-    replayed=True,
-)
-def _(call: Call) -> Tensor:
-    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
-    out = _blank(call.input, call.weight, call.dtype)
-    return few.multiply_block(x, call.weight, out, call.bias)
-
-
-@linear.implementation(
     "numba",
     devices=cpu.DEVICES,
     when=lambda call: few_rows.accepts(call.input, call.weight),
@@ -198,7 +186,7 @@ def _(draw: Draw) -> Points:
     for layer, rows in draw.products():
         shapes = [("qkv", rows, 2 * (layer.heads + layer.kv_heads) * layer.head_dim)]
         if rows == 1:
-            shapes += [("head", count, layer.vocabulary) for count in (1, 8, few.BLOCK_TOKENS)]
+            shapes += [("head", count, layer.vocabulary) for count in (1, 8, 64)]
         for name, rows, numbers in shapes:
             x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
             weight = draw.randn(numbers, layer.hidden, scale=layer.hidden**-0.5)

@@ -10,7 +10,7 @@ from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, mov
 from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
-from cairn.ops.sampling import arguments, launch, passes
+from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
 from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm
 from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
@@ -105,14 +105,9 @@ def _accepts(call: Call) -> bool:
 def _(call: Call) -> Tensor:
     """Thresholds are searched for among the weights that can matter; nothing is sorted."""
     filters = launch.Filters(call.top_k, call.top_p, call.min_p, call.joint)
-    # A nucleus of probabilities is found sooner without the maxima of lines that others begin with.
-    if call.indices is None and (call.top_p is None or call.top_k is not None):
-        return launch.draw(launch.Source(call.probs), filters, None, call.uniform, torch.int32)
-    if call.indices is None and call.top_p is not None and call.min_p is None:
-        return passes.draw_share(call.probs, call.top_p, call.uniform)
-    kept = launch.Source(call.probs if filters.none else launch.filter_probs(call.probs, filters))
     if call.indices is None:
-        return launch.draw(kept, launch.Filters(), None, call.uniform, torch.int32)
+        return launch.draw(launch.Source(call.probs), filters, None, call.uniform, torch.int32)
+    kept = launch.Source(call.probs if filters.none else launch.filter_probs(call.probs, filters))
     return launch.draw_from(kept, call.indices, call.uniform)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.early import early_option
-from cairn.ops.sampling import passes, teams
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
 from cairn.ops.sampling.kernels.collect import collect_kernel
+from cairn.ops.sampling.kernels.keep import keep_kernel, limits_kernel
 
 CHUNKS = 64
 """Most chunks of a row."""
@@ -52,6 +52,8 @@ ABREAST, AHEAD = 4, 8192
 their way."""
 PROGRAMS = 256
 """Programs that fill a large device when they list: each finds the bound of its row first."""
+KEEP_BLOCK, KEEP_WARPS = 2048, 4
+"""Numbers and warps of a program that stores what a row keeps."""
 EARLY_ROWS = 256
 """At most this many rows launch each kernel before the one in front is done."""
 
@@ -125,6 +127,21 @@ class Source:
     def most_rows(self) -> int:
         """As many rows as lists are held for at a time."""
         return min(MOST_ROWS, max(1, WORKSPACE_BYTES // (4 * self.chunk * CHUNKS)))
+
+    def list_options(self) -> dict[str, Any]:
+        """What kernels that list rows are compiled for."""
+        return {
+            "CHUNKS": CHUNKS,
+            "CHUNK": self.chunk,
+            "LINE": LINE,
+            "LINES": min(32 * LIST_WARPS, self.chunk // 4),
+            "SAMPLE": SAMPLE,
+            "SURE": SURE,
+            "TRIALS": TRIALS,
+            "ABREAST": max(1, min(ABREAST, AHEAD // self.chunk)),
+            "WIDTH": WIDTH,
+            "MOST_LINES": MOST_LINES,
+        }
 
     def part(self, at: slice) -> Source:
         """The same for some of the rows."""
@@ -208,15 +225,69 @@ def draw_from(source: Source, rows: Tensor, uniform: Tensor) -> Tensor:
 
 
 def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
-    """probs [n, V] as the filters leave them, divided by their sum: a launch for each."""
+    """probs [n, V] as the filters leave them, divided by their sum: three launches."""
+    out = gpu.empty(probs.shape, probs.dtype, probs.device)
+    step = Source(probs).most_rows
+    for begin in range(0, len(probs), step):
+        at = slice(begin, begin + step)
+        _filter(Source(probs[at]), filters.part(at), out[at])
+    return out
+
+
+def _filter(source: Source, filters: Filters, out: Tensor) -> None:
+    rows, width = source.values.shape
+    found = _survey(source, filters)
+    thresholds, lasts = (source.empty(dtype=torch.int32) for _ in range(2))
+    totals = source.empty(dtype=torch.float64)
+    counts, weights, sums = _lists(source)
     top_k, top_p, min_p = filters.tensors()
-    if filters.joint and top_p is not None:
-        probs, top_p = passes.keep_share(probs, top_p), None
-    if top_k is not None:
-        probs = teams.keep_largest(probs, top_k)
-    if top_p is not None:
-        probs = passes.keep_share(probs, top_p)
-    return probs if min_p is None else teams.keep_least(probs, min_p)
+    limits_kernel[(min(source.chunks, -(-PROGRAMS // rows)), rows)](
+        source.values,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        peaks=found.peaks,
+        masses=found.masses,
+        tops=found.tops,
+        arrivals=found.arrivals,
+        counts=counts,
+        weights=weights,
+        sums=sums,
+        thresholds=thresholds,
+        lasts=lasts,
+        totals=totals,
+        stride=source.values.stride(0),
+        width=width,
+        chunks=source.chunks,
+        **source.list_options(),
+        SHARE=filters.share(softmax=False),
+        EARLY=source.early,
+        num_warps=LIST_WARPS,
+        maxnreg=LIST_REGISTERS,
+        **early_option(source.early),
+    )
+    keep_kernel[(-(-width // KEEP_BLOCK), rows)](
+        source.values,
+        out,
+        thresholds=thresholds,
+        lasts=lasts,
+        totals=totals,
+        stride=source.values.stride(0),
+        width=width,
+        BLOCK=KEEP_BLOCK,
+        EARLY=source.early,
+        num_warps=KEEP_WARPS,
+        **early_option(source.early),
+    )
+
+
+def _lists(source: Source) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the lists of rows: counts, weights and sums of `collect_kernel`."""
+    return (
+        source.empty(CHUNKS + MOST_LINES, dtype=torch.int32),
+        source.empty(CHUNKS, source.chunk),
+        source.empty(2, CHUNKS, dtype=torch.float64),
+    )
 
 
 def _warps(source: Source) -> int:
@@ -276,19 +347,38 @@ def _draw_filtered(
     out: Tensor,
 ) -> None:
     rows = len(out)
-    counts = source.empty(CHUNKS + MOST_LINES, dtype=torch.int32)
-    weights = source.empty(CHUNKS, source.chunk)
-    sums = source.empty(2, CHUNKS, dtype=torch.float64)
+    counts, weights, sums = _lists(source)
     few: tuple[Tensor | None, ...] = (None, None)
     if filters.top_k is not None:
         few = (source.empty(FEW, dtype=torch.int64), source.empty(FEW))
+    top_k, top_p, min_p = filters.tensors()
+    seed, index, uniform = numbers
     collect_kernel[(min(source.chunks, -(-PROGRAMS // rows)), rows)](
-        *(source.values, source.temperature, *filters.tensors(), *numbers, *found),
-        *(counts, weights, sums, *few, out, *source.sizes),
-        *(CHUNKS, source.chunk, LINE, min(32 * LIST_WARPS, source.chunk // 4)),
-        *(SAMPLE, SURE, TRIALS, max(1, min(ABREAST, AHEAD // source.chunk))),
-        *(WIDTH, RUN, FEW, RIVALS, MOST_LINES),
-        *(source.softmax, filters.share(source.softmax), source.early),
+        source.values,
+        temperature=source.temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        index=index,
+        uniform=uniform,
+        **found._asdict(),
+        counts=counts,
+        weights=weights,
+        sums=sums,
+        few_keys=few[0],
+        few_weights=few[1],
+        out=out,
+        stride=source.values.stride(0),
+        width=source.values.shape[1],
+        chunks=source.chunks,
+        **source.list_options(),
+        RUN=RUN,
+        FEW=FEW,
+        SLICE=RIVALS,
+        SOFTMAX=source.softmax,
+        SHARE=filters.share(source.softmax),
+        EARLY=source.early,
         num_warps=LIST_WARPS,
         maxnreg=LIST_REGISTERS,
         **early_option(source.early),

@@ -10,7 +10,8 @@ from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, mov
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES
 from cairn.ops.registry import op
-from cairn.ops.sampling import arguments, launch, teams
+from cairn.ops.sampling import arguments, launch
+from cairn.ops.select_k import launch as select_k
 from cairn.ops.testing import Cases, Make
 
 NAME = "top_k_mask_logits"
@@ -64,7 +65,7 @@ def _rows(call: Call) -> bool:
 @top_k_mask.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
 def _(call: Call) -> Tensor:
     """The k-th largest is searched for; nothing is sorted."""
-    return teams.mask_logits(call.logits, call.top_k)
+    return select_k.mask_smaller(call.logits, call.top_k)
 
 
 @top_k_mask.cases

@@ -15,7 +15,7 @@ from cairn.ops import (
     fast_topk_transform_ragged_fused,
     fast_topk_v2,
 )
-from cairn.ops.top_k import launch
+from cairn.ops.select_k import launch
 from tests.ops.sampling.variants import runnable_on
 
 

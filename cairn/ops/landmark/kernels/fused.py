@@ -18,10 +18,10 @@ from cairn.ops.attention.kernels import attend_split, load_rows, store_rows
 from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 from cairn.ops.landmark.kernels.choose import head_normalisers
-from cairn.ops.landmark.kernels.largest import largest
 from cairn.ops.landmark.kernels.pages import page_output
 from cairn.ops.landmark.kernels.select import candidates_of
 from cairn.ops.landmark.kernels.summary import store_summary
+from cairn.ops.select_k.kernels import largest
 
 
 @triton.jit

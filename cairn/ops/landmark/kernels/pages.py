@@ -262,17 +262,14 @@ def load_scores(scores, line, topk, own, K: tl.constexpr):
 
 @triton.jit
 def reduce_kernel(
-    parts, places, weights, o, lse, o_window, topk,
+    parts, places, weights, o, topk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    GP: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr,
-    BLEND: tl.constexpr, SOFTMAX1: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """o [T, HEADS, DIM]: the weighted sum of a token's pairs, for the heads of one KV head.
 
     Args:
         places: [T, KV_HEADS, topk], where each pair lies in parts; -1: nowhere.
-        BLEND: `weights` holds scores; the weights are their shares beside the window's, whose
-            state (o_window, lse) joins the sum.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     place = tl.program_id(0).to(tl.int64)
@@ -281,19 +278,11 @@ def reduce_kernel(
     own = g < group
     head = place // KV_HEADS * HEADS + place % KV_HEADS * group + g
     acc = tl.zeros([GP, DP], tl.float32)
-    if BLEND:
-        score = load_scores(weights, head, topk, own, K)
-        mass = tl.load(lse + head, mask=own, other=float("-inf"))
-        base, total, window = layer_totals(score, mass, SOFTMAX1)
-        state = load_rows(o_window + head * DIM, own, DIM, DP).to(tl.float32)
-        acc += state * (window / total)[:, None]
     for start in range(0, topk, STEP):
         k = start + tl.arange(0, STEP)
         part_of = tl.load(places + place * topk + k, mask=k < topk, other=-1)
         shown = (part_of >= 0)[:, None] & own[None, :]
         weight = tl.load(weights + head[None, :] * topk + k[:, None], mask=shown, other=0.0)
-        if BLEND:
-            weight = tl.where(shown, tl.exp(weight - base[None, :]) / total[None, :], 0.0)
         at = (part_of.to(tl.int64) * group)[:, None] + g[None, :]
         wide = shown[:, :, None]
         if DP != DIM:

@@ -18,6 +18,7 @@ from cairn.ops.sampling.kernels.few import draw_few
 from cairn.ops.sampling.kernels.filters import (
     bits_of,
     filters_of,
+    number_of,
     summary_of,
     temperature_of,
     weight_of,
@@ -29,7 +30,6 @@ from cairn.ops.sampling.kernels.lists import (
     weigh_chunks,
     weigh_lists,
 )
-from cairn.ops.sampling.kernels.teams import number_of
 from cairn.ops.sampling.kernels.uniform import part_of
 
 
@@ -41,19 +41,20 @@ def draw_from_lines(
     SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """The token of a row at x of which the lines that reach `low` have all that is kept, if that is
-    FEW at most; else -2, whether it is listed instead, and the sum. near: `keys_of` the row's
-    lines."""
+    FEW at most; else -2, whether it is listed instead, and the sum. With FEW = 0 it is listed.
+    near: `keys_of` the row's lines."""
     token = tl.full([], -2, tl.int32)
     found = keep_hits((near >= low) & (near > 0), counts, CHUNKS)
     several, reached = collect_lines(
         x, counts, weights, few_keys, found, low, peak, heat, width,
         CHUNKS, CHUNK, LINE, FEW, SOFTMAX,
     )  # fmt: skip
-    if several <= FEW:
-        token = draw_few(
-            few_keys, few_weights, several, top, count, share, least, total, part,
-            SHARE, FEW, SLICE,
-        )  # fmt: skip
+    if FEW > 0:  # noqa: SIM102
+        if several <= FEW:
+            token = draw_few(
+                few_keys, few_weights, several, top, count, share, least, total, part,
+                SHARE, FEW, SLICE,
+            )  # fmt: skip
     return token, (several > FEW) & (found <= CHUNKS), reached
 
 

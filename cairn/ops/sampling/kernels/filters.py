@@ -42,6 +42,12 @@ def ordered(value):
 
 
 @triton.jit
+def number_of(key):
+    """The float32 of which `ordered` gives the key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def temperature_of(temperature, row, SOFTMAX: tl.constexpr):
     """The row's temperature; 1 where there are none."""
     if temperature is not None:

@@ -8,8 +8,8 @@ import torch
 
 from cairn.ops import gpu
 from cairn.ops.gpu import tl, triton
-from cairn.ops.landmark.kernels.largest import largest
 from cairn.ops.landmark.select_pages import select_pages
+from cairn.ops.select_k.kernels import largest
 
 pytestmark = pytest.mark.skipif(
     not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA"
