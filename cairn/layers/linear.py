@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from cairn import ops
 from cairn.layers.embedding import Table
 from cairn.layers.norm import RMSNorm
-from cairn.ops.linear import panel
+from cairn.ops.linear import skinny_gemm_panel
 
 
 class Linear(nn.Module):
@@ -45,7 +45,7 @@ class Linear(nn.Module):
         Returns:
             [T, out], residual after the norm; None: whoever reads it does the norm better.
         """
-        if norm is None or not panel.sums_in_norm(x, self.weight, self.bias):
+        if norm is None or not skinny_gemm_panel.sums_in_norm(x, self.weight, self.bias):
             ops.linear_add(x, residual, self.weight, self.bias)
             return None
         return ops.linear_add_rmsnorm(x, residual, self.weight, norm.weight, self.bias, norm.eps)

@@ -237,7 +237,7 @@ def capture_of(device: torch.device) -> int:
     return 0 if failed else number.value
 
 
-def copies_blocks(device: torch.device) -> bool:
+def supports_tma(device: torch.device) -> bool:
     """Whether programs on a device have an engine that copies blocks (TMA), and the memory for
     blocks on their way; interpreted ones do."""
     if device.type != "cuda":
@@ -281,12 +281,12 @@ def warps_for(elements: int) -> int:
     return min(16, max(1, next_power_of_2(elements) // 256))
 
 
-def launches_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether a device can launch a kernel before the one in front is done."""
     return device.type == "cuda" and _capability(device.index) >= (9, 0)
 
 
-def multiplies_in_groups(device: torch.device) -> bool:
+def supports_wgmma(device: torch.device) -> bool:
     """Whether kernels in Gluon run on a device, and four of its warps multiply together (wgmma)."""
     return (
         gl is not None

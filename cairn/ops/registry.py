@@ -41,11 +41,12 @@ from torch import Tensor
 
 from cairn.errors import BadConfig
 from cairn.names import suggestion
-from cairn.ops import checks, gpu, plans, replay
+from cairn.ops import checks, gpu
 from cairn.ops.autocast import as_it_is
 from cairn.ops.call import Call, binder, call_type, caller
 from cairn.ops.implementation import REFERENCE, Implementation
-from cairn.ops.trust import calls
+from cairn.ops.launch_cache import plans, recording
+from cairn.ops.unchecked import calls
 
 if TYPE_CHECKING:
     from cairn.ops.benching import Draw, Point
@@ -131,11 +132,11 @@ class Op(Generic[P, R]):
         """Bind and check the arguments, choose and run."""
         try:
             call = self.bind(*args, **kwargs)
-            if self._check is not None and not calls.trusted:
+            if self._check is not None and not calls.unchecked:
                 self._check(call)
             chosen = self._select(call)
             if gpu.watch.by is not None and not chosen.replayed:
-                replay.spoil()
+                recording.spoil()
             run = chosen.run
             if _is_any_autocast_enabled():
                 run = as_it_is(run)
@@ -237,7 +238,7 @@ class Op(Generic[P, R]):
         result, out = run(call), call.out
         if out is None or result is out:
             return result
-        replay.spoil()
+        recording.spoil()
         if out.shape != result.shape:
             raise ValueError(
                 f"{self.name}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}"

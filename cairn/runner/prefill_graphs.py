@@ -32,7 +32,7 @@ from cairn.attention.base import (
     fewest_rows,
     fronts_of,
 )
-from cairn.ops.plans import is_traced
+from cairn.ops.launch_cache.plans import is_traced
 from cairn.runner.capture import Captured, capture
 from cairn.runner.graphs import DecodeGraphs
 from cairn.runner.rows import Layout, filled, write_cells

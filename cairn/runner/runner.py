@@ -25,7 +25,7 @@ from cairn.attention.registry import assign
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.ops.landmark.select_task import candidate_pages
-from cairn.ops.trust import trusted
+from cairn.ops.unchecked import unchecked
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
 from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported, block_rows
 from cairn.runner.prefill_graphs import PrefillGraphs
@@ -377,7 +377,7 @@ class Runner:
         batch = self.rows.batch(layout, self.backends, self._fronts)
         if len(watched):
             batch.watch = torch.as_tensor(watched, device=batch.slot.device)
-        with trusted() if self._on_cpu else contextlib.nullcontext():
+        with unchecked() if self._on_cpu else contextlib.nullcontext():
             return self.model(batch), batch.reads
 
     def _replayed(self, plan: StepPlan, picks: Picks) -> LaunchedStep | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cairn.ops.linear import few, panel
+from cairn.ops.linear import skinny_gemm, skinny_gemm_panel
 from cairn.ops.registry import force
 
 
@@ -22,10 +22,12 @@ def test_the_ways_of_the_products_agree(tiny, drawn, plain, monkeypatch, tokens)
 
     with force("reference"):
         wanted, batch = run(drawn(tiny))
-    assert (panel.FEWEST <= len(batch.input_ids) <= panel.MOST) == (tokens in (20, 70))
+    assert (skinny_gemm_panel.FEWEST <= len(batch.input_ids) <= skinny_gemm_panel.MOST) == (
+        tokens in (20, 70)
+    )
     model = drawn(tiny)
     down = [block.mlp.down.weight for block in model.layers]
-    monkeypatch.setattr(few, "SPAN", down[0].shape[1] // 2)
+    monkeypatch.setattr(skinny_gemm, "SPAN", down[0].shape[1] // 2)
     given = torch.empty(len(batch.input_ids), down[0].shape[1])
-    assert panel.sums_in_norm(given, down[0], None) == (tokens in (10, 20, 70))
+    assert skinny_gemm_panel.sums_in_norm(given, down[0], None) == (tokens in (10, 20, 70))
     torch.testing.assert_close(run(model)[0], wanted, rtol=1e-4, atol=1e-4)

@@ -22,13 +22,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from cairn.ops import gpu
-from cairn.ops.attention import cutlass_mla_decode, launch, window_launch
+from cairn.ops.attention import cutlass_mla_decode, launch, window_wgmma_launch
 from cairn.ops.attention.cutlass_mla_decode import _drawn as latents
-from cairn.ops.flash_attn import group_launch
+from cairn.ops.flash_attn import wgmma_launch
 from cairn.ops.flash_attn.flash_attention import drawn, flash_attention
 from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.select_pages import _selection, select_pages
-from cairn.ops.linear import group_launch as products
+from cairn.ops.linear import wgmma_launch as products
 from cairn.ops.testing import Make
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -91,9 +91,9 @@ def main() -> None:
     JITFunction.run = GluonJITFunction.run = compiled
     gpu.processors = lambda device: 132
     gpu.program_memory = lambda device: 227 << 10
-    gpu.multiplies_in_groups = lambda device: True
-    gpu.copies_blocks = lambda device: True
-    group_launch.LEAST_FLOPS = group_launch.FULL = 0
+    gpu.supports_wgmma = lambda device: True
+    gpu.supports_tma = lambda device: True
+    wgmma_launch.LEAST_FLOPS = wgmma_launch.FULL = 0
     launch.merge = lambda *args, **kwargs: None
     make, dtype = Make("cpu"), torch.bfloat16
     given = latents(make, [300, 64], 100, 64, (512, 64), dtype)
@@ -108,8 +108,8 @@ def main() -> None:
         caches = torch.empty(cache, dtype=dtype), torch.empty(cache, dtype=dtype)
         slot, table = torch.arange(300), torch.empty(1, 20, dtype=torch.int32)
         task = launch.Task(q, *caches, slot, slot, table, 512, None, masked, masked)
-        assert window_launch.fits(task)
-        window_launch.attend(task, dtype)
+        assert window_wgmma_launch.fits(task)
+        window_wgmma_launch.attend(task, dtype)
     for heads, groups, width in ((16, 2, 64), (2, 1, 128), (2, 2, 128)):
         z, key = (
             torch.empty(256, heads, width, dtype=dtype),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.gpu import tl, triton
-from cairn.ops.plans import Plans
+from cairn.ops.launch_cache.plans import Plans
 from cairn.ops.testing import Arguments
 
 

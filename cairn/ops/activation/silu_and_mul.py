@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import cpu, gpu, lanes
+from cairn.ops import cpu, gpu
 from cairn.ops.activation import launch, loops
 from cairn.ops.activation.cases import gated_cases
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.call import Call
+from cairn.ops.cpu import avx512
 from cairn.ops.registry import op
 
 
@@ -44,7 +45,7 @@ def _(call: Call) -> None:
 def in_lanes(out: Tensor) -> bool:
     """Whether a loop takes sixteen numbers at once of rows that give out [..., d]; it may then
     write where it reads."""
-    return lanes.PAIRS and out.dtype == torch.bfloat16 and out.shape[-1] % lanes.LANES == 0
+    return avx512.PAIRS and out.dtype == torch.bfloat16 and out.shape[-1] % avx512.LANES == 0
 
 
 def gate_rows(gates: Tensor, ups: Tensor, first: int, out: Tensor) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch
-from cairn.ops.attention.latent_groups import latent_groups_kernel
 from cairn.ops.attention.latent_kernels import latent_split_kernel
-from cairn.ops.attention.lines import NO_LINES, are_lines, lines_of
+from cairn.ops.attention.latent_wgmma import latent_groups_kernel
+from cairn.ops.attention.tma import NO_LINES, are_lines, lines_of
 from cairn.ops.benching import Alternative, Draw, Point, Points
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, check_pages, expect, expect_within, refuse
@@ -92,7 +92,7 @@ def _(call: Call) -> None:
 def _fits_groups(call: Call) -> bool:
     latent = call.q_nope.shape[2]
     return (
-        gpu.multiplies_in_groups(call.q_nope.device)
+        gpu.supports_wgmma(call.q_nope.device)
         and (latent, call.q_pe.shape[2]) == (LATENT, ROPE)
         and call.kv_c_and_k_pe_cache.shape[1] % _BLOCK == 0
         and all(are_lines(part, _BLOCK) for part in _parts(call.kv_c_and_k_pe_cache, latent))
@@ -132,7 +132,7 @@ def _(call: Call) -> Tensor:
         num_warps=4,
     )
     if splits > 1:
-        launch.merge(part_o, part_lse, out, None, early=gpu.launches_early(out.device))
+        launch.merge(part_o, part_lse, out, None, pdl=gpu.supports_pdl(out.device))
     return out
 
 
@@ -188,7 +188,7 @@ def _(call: Call) -> Tensor:
         num_stages=2,
     )
     if splits > 1:
-        launch.merge(part_o, part_lse, out, None, early=gpu.launches_early(out.device))
+        launch.merge(part_o, part_lse, out, None, pdl=gpu.supports_pdl(out.device))
     return out
 
 

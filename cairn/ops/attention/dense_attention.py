@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import amx, cpu, gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.attention import dense_tiles, flashinfer, launch, paging, prefill, sdpa
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
@@ -13,6 +13,7 @@ from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import check_caches, check_queries, check_slots, refuse
+from cairn.ops.cpu import amx
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 

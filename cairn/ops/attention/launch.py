@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention.kernels import split_kernel, tile_kernel
-from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
 from cairn.ops.attention.merge_kernels import merge_kernel
+from cairn.ops.attention.tma import NO_LINES, Lines, lines_of
 from cairn.ops.cache import quantized
-from cairn.ops.early import early_option
+from cairn.ops.pdl import pdl_option
 
 SPLIT_TOKENS = 640
 """At most this many tokens run one program each (and KV head, and split of the keys): the rows of a
@@ -230,7 +230,7 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
         **options,
     )
     if splits > 1:
-        merge(part_o, part_lse, o, lse, early=gpu.launches_early(task.q.device))
+        merge(part_o, part_lse, o, lse, pdl=gpu.supports_pdl(task.q.device))
     return o, lse
 
 
@@ -276,7 +276,7 @@ def tiles_suffice(
         and stretches[1] <= 2 * stretches[2]
         and q.shape[2] <= 64
         and k_cache.shape[2] % 64 == 0
-        and gpu.copies_blocks(q.device)
+        and gpu.supports_tma(q.device)
         and accepts(q, k_cache, v_cache)
     )
 
@@ -318,17 +318,17 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     o, lse = task.empty(dtype=dtype)
     if task.q.shape[0] == 0:
         return o, lse
-    splits, early = _splits(task), gpu.launches_early(task.q.device)
+    splits, pdl = _splits(task), gpu.supports_pdl(task.q.device)
     part_o, part_lse = (o, lse) if splits == 1 else task.empty(splits)
     split_kernel[(splits, task.k_cache.shape[1], task.q.shape[0])](
         *(*task.inputs(), part_o, part_lse, splits, *task.numbers(), *task.shape()),
-        *(max(16, task.group), task.width, task.keys, *task.switches(), early),
+        *(max(16, task.group), task.width, task.keys, *task.switches(), pdl),
         num_warps=4,
         num_stages=task.stages,
-        **early_option(early),
+        **pdl_option(pdl),
     )
     if splits > 1:
-        merge(part_o, part_lse, o, lse, early=early)
+        merge(part_o, part_lse, o, lse, pdl=pdl)
     return o, lse
 
 
@@ -349,7 +349,7 @@ def merge(
     lse: Tensor | None,
     *,
     softmax1: bool = False,
-    early: bool = False,
+    pdl: bool = False,
 ) -> None:
     """Write o [T, h_q, d], and lse [T, h_q] if given: the splits' states merged.
 
@@ -363,8 +363,8 @@ def merge(
     columns = merged_columns(padded, gpu.next_power_of_2(dim))
     merge_kernel[(tokens * heads, -(-dim // columns))](
         *(part_o, part_lse, o, part_lse if lse is None else lse, splits, dim, columns, padded),
-        *(softmax1, lse is not None, early),
+        *(softmax1, lse is not None, pdl),
         num_warps=4 if padded * columns > 4096 else 2,
-        **early_option(early),
+        **pdl_option(pdl),
         **gpu.ONE_SUM,
     )

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import amx, cpu, gpu
-from cairn.ops.attention import launch, loops, paging, tile_loops, window_launch
+from cairn.ops import cpu, gpu
+from cairn.ops.attention import launch, loops, paging, tile_loops, window_wgmma_launch
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import check_caches, check_dtype, check_least, check_queries, check_slots
+from cairn.ops.cpu import amx
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -280,7 +281,7 @@ def _task(call: Call) -> launch.Task:
 
 def _in_groups(call: Call) -> bool:
     task = _task(call)
-    return window_launch.fits(task) and window_launch.worthwhile(task)
+    return window_wgmma_launch.fits(task) and window_wgmma_launch.worthwhile(task)
 
 
 @window_attention.implementation(
@@ -291,7 +292,7 @@ def _in_groups(call: Call) -> bool:
     missing="" if gpu.gl else "needs Triton 3.6",
 )
 def _(call: Call) -> tuple[Tensor, Tensor]:
-    return window_launch.attend(_task(call), call.dtype or torch.float32)
+    return window_wgmma_launch.attend(_task(call), call.dtype or torch.float32)
 
 
 @window_attention.implementation(

@@ -10,7 +10,7 @@ from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.kernels import decode_slots_kernel
 from cairn.ops.call import Call
 from cairn.ops.checks import INT32, INT64, check_least, expect, refuse
-from cairn.ops.early import early_option
+from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Cases, Make
 
@@ -137,7 +137,7 @@ def _(call: Call) -> Tensor:
     if most == 0:
         return out
     per_page = call.page_size if call.landmark_id is None else call.page_size - 1
-    early = gpu.launches_early(call.row.device)
+    pdl = gpu.supports_pdl(call.row.device)
     decode_slots_kernel[(1,)](
         *(
             call.row,
@@ -151,9 +151,9 @@ def _(call: Call) -> Tensor:
             most,
         ),
         *(call.tables.shape[1], call.spare, call.window_spare, call.landmark_id or 0),
-        *(call.page_size, per_page, call.windowed, gpu.next_power_of_2(most), early),
+        *(call.page_size, per_page, call.windowed, gpu.next_power_of_2(most), pdl),
         num_warps=gpu.warps_for(2 * most),
-        **early_option(early),
+        **pdl_option(pdl),
     )
     return out
 

@@ -9,9 +9,9 @@ from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.elementwise.fp8 import KINDS
 from cairn.ops.elementwise.kernels import concat_kernel
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -61,14 +61,14 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     shared = second.shape[1] == 1
     block, warps = (FEW_BLOCK, FEW_WARPS) if tokens < FEW_TOKENS else (BLOCK, WARPS)
     parts = -(-numbers // block)
-    early = early_for(out.device, tokens, parts * warps)
+    pdl = uses_pdl(out.device, tokens, parts * warps)
     if out.numel():
         concat_kernel[(tokens * parts,)](
             *(first, second, out, numbers, *first.stride()[:2]),
             *(second.stride(0), 0 if shared else second.stride(1), *out.stride()[:2]),
-            *(first.shape[2], second.shape[2], parts, block, early),
+            *(first.shape[2], second.shape[2], parts, block, pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
 
 

@@ -9,9 +9,9 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, on_host, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.elementwise.kernels import downcast_kernel, fp8_kernel
 from cairn.ops.memory.rows import store_rows
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -19,7 +19,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = (E4M3, E5M2)
 BLOCK, WARPS = 2048, 8
 """Numbers and warps of a program."""
-EARLY_BLOCK, EARLY_WARPS = 1024, 4
+PDL_BLOCK, PDL_WARPS = 1024, 4
 """The same where it is launched before the kernel in front is done."""
 
 
@@ -74,14 +74,14 @@ def _(call: Call) -> Tensor:
         )
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         width = rows.shape[1]
-        early = early_for(call.x.device, rows.shape[0], -(-width // EARLY_BLOCK) * EARLY_WARPS)
-        block, warps = (EARLY_BLOCK, EARLY_WARPS) if early else (BLOCK, WARPS)
+        pdl = uses_pdl(call.x.device, rows.shape[0], -(-width // PDL_BLOCK) * PDL_WARPS)
+        block, warps = (PDL_BLOCK, PDL_WARPS) if pdl else (BLOCK, WARPS)
         blocks = -(-width // block)
         fp8_kernel[(rows.shape[0] * blocks,)](
             *(rows, result.view(torch.uint8), float(call.scale_inv), rows.stride(0), width, width),
-            *(blocks, block, call.fp8_dtype == E4M3, gpu.knows_e4m3(call.x.device), early),
+            *(blocks, block, call.fp8_dtype == E4M3, gpu.knows_e4m3(call.x.device), pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return result
 
@@ -168,7 +168,7 @@ def _(call: Call) -> None:
     block = min(BLOCK, gpu.next_power_of_2(max(1, width)))
     k_bytes, v_bytes = call.k_out.view(torch.uint8), call.v_out.view(torch.uint8)
     blocks, warps = -(-width // block), gpu.warps_for(block)
-    early = early_for(call.k.device, tokens, blocks * warps)
+    pdl = uses_pdl(call.k.device, tokens, blocks * warps)
     if tokens and width:
         downcast_kernel[(tokens * blocks,)](
             *(
@@ -189,9 +189,9 @@ def _(call: Call) -> None:
                 call.v_out.stride(0),
                 width,
             ),
-            *(blocks, block, gpu.knows_e4m3(call.k.device), early),
+            *(blocks, block, gpu.knows_e4m3(call.k.device), pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
-from cairn.ops.early import early_for, early_option
 from cairn.ops.flash_attn.kernels import append_kernel
 from cairn.ops.flash_attn.strides import strides
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -79,7 +79,7 @@ def _(call: Call) -> None:
     rows, *widths = (gpu.next_power_of_2(number) for number in (call.seqlens.numel(), dim, wide))
     at_once = min(gpu.next_power_of_2(heads), max(1, NUMBERS // max(widths)))
     parts, warps = -(-heads // at_once), gpu.warps_for(at_once * max(widths))
-    early = early_for(call.k.device, lines, 2 * parts * warps)
+    pdl = uses_pdl(call.k.device, lines, 2 * parts * warps)
     append_kernel[(2 * parts * lines,)](
         *(
             call.k,
@@ -95,9 +95,9 @@ def _(call: Call) -> None:
         *(*strides(call.k_cache), *strides(call.v_cache)),
         0 if call.page_table is None else call.page_table.stride(0),
         *(heads, dim, wide, call.k_cache.shape[1], rows, parts, at_once, *widths),
-        *(call.cu_seqlens is None and call.k.shape[-3] == 1, early),
+        *(call.cu_seqlens is None and call.k.shape[-3] == 1, pdl),
         num_warps=warps,
-        **early_option(early),
+        **pdl_option(pdl),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
-from cairn.ops.flash_attn import group_launch, launch, library
+from cairn.ops.flash_attn import launch, library, wgmma_launch
 from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Cases, Make
 
@@ -172,11 +172,11 @@ def _plain(call: Call) -> bool:
 
 def _whole(call: Call) -> bool:
     task = launch.Task(*call.astuple())
-    return library.whole(task) and not (library.outrun(task) and group_launch.fits(task))
+    return library.whole(task) and not (library.outrun(task) and wgmma_launch.fits(task))
 
 
 def _grouped(call: Call) -> bool:
-    return group_launch.fits(launch.Task(*call.astuple()))
+    return wgmma_launch.fits(launch.Task(*call.astuple()))
 
 
 @flash_attention.implementation(
@@ -218,7 +218,7 @@ def _(call: Call) -> None:
     replayed=True,
 )
 def _(call: Call) -> None:
-    group_launch.attend(launch.Task(*call.astuple()))
+    wgmma_launch.attend(launch.Task(*call.astuple()))
 
 
 @flash_attention.implementation("triton", devices=gpu.DEVICES, replayed=True)

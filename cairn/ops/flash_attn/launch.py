@@ -9,10 +9,10 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention.launch import THREE_NARROW, merged_columns, reading_wave, whole_waves
-from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
-from cairn.ops.early import early_option
+from cairn.ops.attention.tma import NO_LINES, Lines, lines_of
 from cairn.ops.flash_attn.kernels import flash_kernel, join_splits_kernel
 from cairn.ops.flash_attn.strides import strides
+from cairn.ops.pdl import pdl_option
 
 PROGRAMS = 264
 """Programs that fill a large device twice; fewer are split over their keys."""
@@ -143,7 +143,7 @@ def attend(task: Task) -> None:
     columns = kv_heads // tiles.joint * -(-task.group // tiles.heads)
     count = -(-task.max_seqlen_q // tiles.tokens)
     splits = _splits(task, tiles, count * columns * task.batch)
-    early = tiles.few and count == 1 and gpu.launches_early(q.device)
+    pdl = tiles.few and count == 1 and gpu.supports_pdl(q.device)
     part_o, part_lse, lines = o, None, q.shape[:-2].numel()
     if splits > 1:
         part_o = gpu.empty((lines, heads, splits, v.shape[-1]), torch.float32, o.device)
@@ -164,10 +164,10 @@ def attend(task: Task) -> None:
         *(tiles.tokens, tiles.heads, tiles.joint),
         *(tiles.key_width, tiles.value_width, tiles.keys),
         *(task.softcap > 0, dtypes.get(task.dtype, gpu.tl.bfloat16)),
-        *("ieee" if task.dtype == torch.float32 else "tf32", early),
+        *("ieee" if task.dtype == torch.float32 else "tf32", pdl),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **early_option(early),
+        **pdl_option(pdl),
         **(THREE_NARROW if keys.blocks is not None and tiles.warps == 4 else {}),
     )
     if part_lse is not None:
@@ -176,9 +176,9 @@ def attend(task: Task) -> None:
         join_splits_kernel[(task.batch * task.max_seqlen_q, heads, tiles.value_width // block)](
             *(part_o, part_lse, o, task.lse, task.sinks, task.cu_seqlens_q),
             *(task.max_seqlen_q, q.shape[-3], splits, *strides(o), *lse_strides(task)),
-            *(heads, v.shape[-1], block, padded, early),
+            *(heads, v.shape[-1], block, padded, pdl),
             num_warps=4 if splits > 16 else 2,
-            **early_option(early),
+            **pdl_option(pdl),
             **gpu.ONE_SUM,
         )
 

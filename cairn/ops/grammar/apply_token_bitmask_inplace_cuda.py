@@ -12,8 +12,8 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.grammar.kernels import bitmask_kernel
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -21,7 +21,7 @@ NAME = "apply_token_bitmask_inplace_cuda"
 BITS = 32
 BLOCK, WARPS, ALIGNED = 1024, 8, 32
 """Tokens and warps of a program, which begins at a line of memory."""
-EARLY_BLOCK, EARLY_WARPS = 512, 4
+PDL_BLOCK, PDL_WARPS = 512, 4
 """Tokens and warps where it is launched before the kernel in front is done."""
 
 
@@ -105,8 +105,8 @@ def _(call: Call) -> None:
             else (0, 0)
         )
         longest = width + ALIGNED - 1
-        early = early_for(call.logits.device, rows, -(-longest // EARLY_BLOCK) * EARLY_WARPS)
-        block, warps = (EARLY_BLOCK, EARLY_WARPS) if early else (BLOCK, WARPS)
+        pdl = uses_pdl(call.logits.device, rows, -(-longest // PDL_BLOCK) * PDL_WARPS)
+        block, warps = (PDL_BLOCK, PDL_WARPS) if pdl else (BLOCK, WARPS)
         blocks = -(-longest // block)
         bitmask_kernel[(rows * blocks,)](
             *(
@@ -118,10 +118,10 @@ def _(call: Call) -> None:
                 blocks,
                 block,
                 ALIGNED,
-                early,
+                pdl,
             ),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
 
 

@@ -62,7 +62,7 @@ def _(call: Call) -> None:
             call.target.stride(0),
             *call.ring.stride()[:2],
             block,
-            gpu.launches_early(call.target.device),
+            gpu.supports_pdl(call.target.device),
         ),
         num_warps=gpu.warps_for(block),
     )

@@ -8,9 +8,9 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect, refuse
-from cairn.ops.early import early_option
 from cairn.ops.kvcacheio.kernels import ring_write_kernel
 from cairn.ops.kvcacheio.ring_read import check_ring
+from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -63,7 +63,7 @@ def _(call: Call) -> None:
 def _(call: Call) -> None:
     numbers = len(call.values)
     block = gpu.next_power_of_2(max(1, numbers))
-    early = gpu.launches_early(call.values.device)
+    pdl = gpu.supports_pdl(call.values.device)
     ring_write_kernel[(1,)](
         *(
             call.values,
@@ -74,10 +74,10 @@ def _(call: Call) -> None:
             *call.ring.shape,
             numbers,
             block,
-            early,
+            pdl,
         ),
         num_warps=gpu.warps_for(block),
-        **early_option(early),
+        **pdl_option(pdl),
     )
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cairn.ops import arrivals, gpu
+from cairn.ops import gpu, grid_barrier
 from cairn.ops.attention import launch
-from cairn.ops.early import early_option
 from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.kernels.fused import pick_kernel, read_kernel, scan_kernel
 from cairn.ops.landmark.kernels.step import step_kernel
 from cairn.ops.landmark.page_launch import Pages
+from cairn.ops.pdl import pdl_option
 
 EARLY_TOKENS = 64
 """At most this many tokens launch kernels before the one in front is done: with more, programs that
@@ -84,7 +84,7 @@ class _Plan:
     chunks: int
     reads: int
     each: int
-    early: bool
+    pdl: bool
     stores: int
 
     @property
@@ -115,12 +115,12 @@ def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: 
     whole = read >= WHOLE * gpu.memory_rate(task.q.device)
     splits = launch.splits_of(task, WINDOW_PROGRAMS if whole else launch.PROGRAMS)
     # Programs read summaries before they wait: no token may have a page of the step as candidate.
-    early = tokens <= min(EARLY_TOKENS, task.window) and gpu.launches_early(task.q.device)
+    pdl = tokens <= min(EARLY_TOKENS, task.window) and gpu.supports_pdl(task.q.device)
     chunks = -(-job.pages // chunk)
     stores = 0 if not store else 1 if whole else job.heads // job.groups
     single = splits >= task.blocks
     return _Plan(
-        *(whole, splits, single, tile, programs, chunk, chunks, *pages.splits, early, stores)
+        *(whole, splits, single, tile, programs, chunk, chunks, *pages.splits, pdl, stores)
     )
 
 
@@ -190,7 +190,7 @@ def attend(
         _pick(job, plan, memory)
         _read(task, job, plan, pages, memory)
         parts = (memory.part_o, memory.part_lse)
-        launch.merge(*parts, out, None, softmax1=softmax1, early=plan.early)
+        launch.merge(*parts, out, None, softmax1=softmax1, pdl=plan.pdl)
     return out, indices, scores, lse
 
 
@@ -200,10 +200,10 @@ def _scan(task: launch.Task, job: select_launch.Selection, plan: _Plan, memory: 
         *(*_inputs(task, job), memory.part_o, memory.part_lse, *memory.scored),
         *(plan.splits, plan.programs, plan.parts, *task.numbers()),
         *(job.offset, job.scale, *job.summary_key.stride()[:2], memory.line),
-        *(*_scan_shape(task, job, plan), plan.early, task.switches()[-1]),
+        *(*_scan_shape(task, job, plan), plan.pdl, task.switches()[-1]),
         num_warps=4,
         num_stages=STAGES,
-        **early_option(plan.early),
+        **pdl_option(plan.pdl),
     )
 
 
@@ -214,9 +214,9 @@ def _pick(job: select_launch.Selection, plan: _Plan, memory: _Memory) -> None:
         *(*memory.found, memory.lse, plan.splits, plan.parts, plan.programs),
         *(job.page_table.stride(0), job.offset, memory.line, job.topk),
         *(job.heads, job.groups, job.page_size, job.group, plan.tile),
-        *(*_pick_shape(job, plan), plan.early),
+        *(*_pick_shape(job, plan), plan.pdl),
         num_warps=min(8, max(4, plan.chunk * job.group // WARP_NUMBERS)),
-        **early_option(plan.early),
+        **pdl_option(plan.pdl),
     )
 
 
@@ -236,10 +236,10 @@ def _read(
         *(plan.splits, plan.parts, plan.chunks, *pages.shape),
         *(max(16, pages.group), pages.width, pages.keys),
         *(plan.chunk, plan.listed(job.topk), gpu.next_power_of_2(plan.each)),
-        *(plan.early, pages.precision, READ_STAGES),
+        *(plan.pdl, pages.precision, READ_STAGES),
         num_warps=_reading_warps(plan, pages),
         num_stages=READ_STAGES,
-        **early_option(plan.early and tokens <= EARLY_READS),
+        **pdl_option(plan.pdl and tokens <= EARLY_READS),
     )
 
 
@@ -268,18 +268,18 @@ def _whole(
     lag = 0 if lines * round_size <= abreast else -(-abreast // round_size)
     step_kernel[((lines + 2 * lag) * round_size,)](
         *(*_inputs(task, job), memory.part_o, memory.part_lse, *memory.scored, *memory.found),
-        *(arrivals.counters(lines, task.q.device), memory.out),
+        *(grid_barrier.counters(lines, task.q.device), memory.out),
         *(memory.indices, memory.scores, memory.lse),
         *(plan.splits, plan.programs, plan.parts, plan.chunks, plan.reads),
         *(lag, lines, *task.numbers(), job.offset, job.scale, *job.summary_key.stride()[:2]),
         *(memory.line, job.topk, *_scan_shape(task, job, plan), pages.precision),
         *(*_pick_shape(job, plan), plan.listed(job.topk)),
         *(gpu.next_power_of_2(plan.each), gpu.next_power_of_2(plan.parts), pages.ahead),
-        *(softmax1, arrivals.APART, READ_STAGES, plan.early),
+        *(softmax1, grid_barrier.APART, READ_STAGES, plan.pdl),
         num_warps=4,
         num_stages=STAGES,
         maxnreg=REGISTERS,
-        **early_option(plan.early),
+        **pdl_option(plan.pdl),
     )
 
 

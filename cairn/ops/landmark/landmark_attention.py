@@ -19,7 +19,7 @@ from cairn.ops.landmark import (
     short_launch,
 )
 from cairn.ops.landmark.blend_window import blend_window
-from cairn.ops.landmark.looks import check_keys, check_rule, check_summaries
+from cairn.ops.landmark.checks import check_keys, check_rule, check_summaries
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.landmark.select_pages import select_pages

@@ -6,14 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import amx, cpu, gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.attention import launch, paging, tiles
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INT32, check_caches, check_queries, check_rows, expect
+from cairn.ops.cpu import amx
 from cairn.ops.landmark import page_cpu, page_launch, tile_loops
-from cairn.ops.landmark.looks import check_keys
+from cairn.ops.landmark.checks import check_keys
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make

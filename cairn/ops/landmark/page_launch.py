@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cairn.ops import arrivals, gpu
-from cairn.ops.early import early_option
+from cairn.ops import gpu, grid_barrier
 from cairn.ops.landmark.kernels import pages as kernels
+from cairn.ops.pdl import pdl_option
 
 SHARING_TOKENS = 256
 """From this many tokens on they are likely to share pages, and their pages are sorted."""
@@ -126,17 +126,17 @@ def attend_few(job: Pages) -> Tensor:
         return out.zero_()
     (splits, each), lines = job.splits, tokens * job.k_cache.shape[1]
     parts = out if splits == 1 else job.empty(tokens, heads, splits, dim)
-    counters = None if splits == 1 else arrivals.counters(lines, job.q.device)
-    early = gpu.launches_early(job.q.device)
+    counters = None if splits == 1 else grid_barrier.counters(lines, job.q.device)
+    pdl = gpu.supports_pdl(job.q.device)
     strides = (job.page_table.stride(0), *job.k_cache.stride()[:2])
     kernels.pages_kernel[(splits, job.k_cache.shape[1], tokens)](
         *(job.q, job.k_cache, job.v_cache, job.row, job.page_table, job.indices, job.weights),
         *(parts, out, counters, job.scale, *strides, job.indices.shape[-1], each),
         *(*job.shape, job.group, max(16, job.group), job.width, job.keys),
-        *(gpu.next_power_of_2(each), job.ahead, arrivals.APART, job.precision, early),
+        *(gpu.next_power_of_2(each), job.ahead, grid_barrier.APART, job.precision, pdl),
         num_warps=job.warps,
         num_stages=2,
-        **early_option(early),
+        **pdl_option(pdl),
     )
     return out
 

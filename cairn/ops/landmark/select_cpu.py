@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import amx, cpu
+from cairn.ops import cpu
+from cairn.ops.cpu import amx
 from cairn.ops.landmark import tile_loops
 from cairn.ops.landmark.select_task import Task
 

@@ -268,7 +268,7 @@ def in_groups(job: Selection) -> bool:
     group = heads // job.groups
     addresses = (job.lmk_q.data_ptr(), key.data_ptr(), *key.stride()[:2])
     return (
-        gpu.multiplies_in_groups(key.device)
+        gpu.supports_wgmma(key.device)
         and key.dtype.itemsize == 2
         and job.group == group <= MOST_HEADS.get(dim, 0)
         and job.pages >= LEAST_PAGES * group

@@ -11,7 +11,7 @@ from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, check_least, check_slots, expect
 from cairn.ops.landmark import loops, select_cpu, select_launch
-from cairn.ops.landmark.looks import check_rule, check_summaries
+from cairn.ops.landmark.checks import check_rule, check_summaries
 from cairn.ops.landmark.select_task import NO_PAGE, STRATEGIES, candidate_pages, store, task_of
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make

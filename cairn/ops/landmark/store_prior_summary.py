@@ -10,8 +10,8 @@ from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
+from cairn.ops.landmark.checks import check_pooling
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
-from cairn.ops.landmark.looks import check_pooling
 from cairn.ops.landmark.prior_summary import prior_summary, warps_of
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make

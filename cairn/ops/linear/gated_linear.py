@@ -10,9 +10,9 @@ from cairn.ops.activation.silu_and_mul import gate_rows, in_lanes, silu_and_mul
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
-from cairn.ops.linear import few, few_rows, group_launch, panel
+from cairn.ops.linear import skinny_gemm, skinny_gemm_cpu, skinny_gemm_panel, wgmma_launch
+from cairn.ops.linear.checks import check_product
 from cairn.ops.linear.linear import normed
-from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -50,7 +50,7 @@ def _(call: Call) -> None:
     "gluon",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
-    when=lambda call: group_launch.accepts(call.input, call.weight, gated=True),
+    when=lambda call: wgmma_launch.accepts(call.input, call.weight, gated=True),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
@@ -59,13 +59,13 @@ def _(call: Call) -> Tensor:
     out = gpu.empty(
         (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
     )
-    return group_launch.multiply(x, call.weight, out, gated=True)
+    return wgmma_launch.multiply(x, call.weight, out, gated=True)
 
 
 @gated_linear.implementation(
     "triton_panel",
     devices=gpu.DEVICES,
-    when=lambda call: panel.accepts(call.input, call.weight, gated=True),
+    when=lambda call: skinny_gemm_panel.accepts(call.input, call.weight, gated=True),
     replayed=True,
 )
 def _(call: Call) -> Tensor:
@@ -73,13 +73,13 @@ def _(call: Call) -> Tensor:
     out = gpu.empty(
         (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
     )
-    return panel.multiply(x, call.weight, out, gated=True)
+    return skinny_gemm_panel.multiply(x, call.weight, out, gated=True)
 
 
 @gated_linear.implementation(
     "triton_few",
     devices=gpu.DEVICES,
-    when=lambda call: few.accepts(call.input, call.weight, gated=True),
+    when=lambda call: skinny_gemm.accepts(call.input, call.weight, gated=True),
     replayed=True,
 )
 def _(call: Call) -> Tensor:
@@ -87,17 +87,17 @@ def _(call: Call) -> Tensor:
         (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
     )
     given = None if call.norm is None else (call.norm, call.eps)
-    return few.multiply(call.input, call.weight, out, norm=given, gated=True)
+    return skinny_gemm.multiply(call.input, call.weight, out, norm=given, gated=True)
 
 
 @gated_linear.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda call: few_rows.accepts(call.input, call.weight),
+    when=lambda call: skinny_gemm_cpu.accepts(call.input, call.weight),
 )
 def _(call: Call) -> Tensor:
     out = call.input.new_empty(call.input.shape[0], call.weight.shape[0] // 2)
-    return few_rows.multiply(
+    return skinny_gemm_cpu.multiply(
         call.input,
         call.weight,
         out,

@@ -9,8 +9,8 @@ from cairn.ops import cpu, gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import check_dtype
-from cairn.ops.linear import few, few_rows, group_launch, panel
-from cairn.ops.linear.looks import check_product
+from cairn.ops.linear import skinny_gemm, skinny_gemm_cpu, skinny_gemm_panel, wgmma_launch
+from cairn.ops.linear.checks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
@@ -65,37 +65,37 @@ def _blank(input: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     "gluon",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
-    when=lambda call: call.bias is None and group_launch.accepts(call.input, call.weight),
+    when=lambda call: call.bias is None and wgmma_launch.accepts(call.input, call.weight),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
 def _(call: Call) -> Tensor:
     x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
     out = _blank(call.input, call.weight, call.dtype)
-    return group_launch.multiply(x, call.weight, out)
+    return wgmma_launch.multiply(x, call.weight, out)
 
 
 @linear.implementation(
     "triton_panel",
     devices=gpu.DEVICES,
-    when=lambda call: call.bias is None and panel.accepts(call.input, call.weight),
+    when=lambda call: call.bias is None and skinny_gemm_panel.accepts(call.input, call.weight),
     replayed=True,
 )
 def _(call: Call) -> Tensor:
     x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
     out = _blank(call.input, call.weight, call.dtype)
-    return panel.multiply(x, call.weight, out)
+    return skinny_gemm_panel.multiply(x, call.weight, out)
 
 
 @linear.implementation(
     "triton_few",
     devices=gpu.DEVICES,
-    when=lambda call: few.accepts(call.input, call.weight),
+    when=lambda call: skinny_gemm.accepts(call.input, call.weight),
     replayed=True,
 )
 def _(call: Call) -> Tensor:
     out = _blank(call.input, call.weight, call.dtype)
-    return few.multiply(
+    return skinny_gemm.multiply(
         call.input,
         call.weight,
         out,
@@ -107,13 +107,13 @@ def _(call: Call) -> Tensor:
 @linear.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda call: few_rows.accepts(call.input, call.weight),
+    when=lambda call: skinny_gemm_cpu.accepts(call.input, call.weight),
 )
 def _(call: Call) -> Tensor:
     out = call.input.new_empty(
         (*call.input.shape[:-1], call.weight.shape[0]), dtype=call.dtype or call.input.dtype
     )
-    return few_rows.multiply(
+    return skinny_gemm_cpu.multiply(
         call.input,
         call.weight,
         out,
@@ -149,7 +149,7 @@ def _(make: Make) -> Cases:
             yield make.args(x, weight, bias)
             yield make.args(x, weight, None, make.randn(width, dtype=dtype), 1e-5, torch.float32)
     # A head of very many numbers, for more tokens than one tile.
-    numbers = few.MANY_ROWS + 5
+    numbers = skinny_gemm.MANY_ROWS + 5
     for rows, dtype in ((17, torch.float32), (40, torch.bfloat16)):
         weight = make.randn(numbers, 64, dtype=dtype, scale=0.125)
         x, bias = make.randn(rows, 64, dtype=dtype), make.randn(numbers, dtype=dtype)

@@ -9,8 +9,8 @@ from cairn.ops import cpu, gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import expect
-from cairn.ops.linear import few, few_rows, group_launch, panel
-from cairn.ops.linear.looks import check_product
+from cairn.ops.linear import skinny_gemm, skinny_gemm_cpu, skinny_gemm_panel, wgmma_launch
+from cairn.ops.linear.checks import check_product
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -44,12 +44,12 @@ def _(call: Call) -> None:
     "triton_few",
     devices=gpu.DEVICES,
     when=lambda call: (
-        few.accepts(call.input, call.weight, add=True) and call.residual.stride(1) == 1
+        skinny_gemm.accepts(call.input, call.weight, add=True) and call.residual.stride(1) == 1
     ),
     replayed=True,
 )
 def _(call: Call) -> None:
-    few.multiply(call.input, call.weight, call.residual, call.bias, add=True)
+    skinny_gemm.multiply(call.input, call.weight, call.residual, call.bias, add=True)
 
 
 @linear_add.implementation(
@@ -59,22 +59,24 @@ def _(call: Call) -> None:
     when=lambda call: (
         call.bias is None
         and call.residual.stride(1) == 1
-        and group_launch.accepts_added(call.input, call.weight)
+        and wgmma_launch.accepts_added(call.input, call.weight)
     ),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
 def _(call: Call) -> None:
-    panel.add(group_launch.multiply_parts(call.input, call.weight), call.residual)
+    skinny_gemm_panel.add(wgmma_launch.multiply_parts(call.input, call.weight), call.residual)
 
 
 @linear_add.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda call: few_rows.accepts(call.input, call.weight) and call.residual.is_contiguous(),
+    when=lambda call: (
+        skinny_gemm_cpu.accepts(call.input, call.weight) and call.residual.is_contiguous()
+    ),
 )
 def _(call: Call) -> None:
-    few_rows.multiply(call.input, call.weight, call.residual, call.bias, add=True)
+    skinny_gemm_cpu.multiply(call.input, call.weight, call.residual, call.bias, add=True)
 
 
 @linear_add.implementation("torch")

@@ -9,9 +9,9 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import expect
-from cairn.ops.linear import few, group_launch, panel
+from cairn.ops.linear import skinny_gemm, skinny_gemm_panel, wgmma_launch
+from cairn.ops.linear.checks import check_product
 from cairn.ops.linear.linear_add import linear_add
-from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.launch import check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
@@ -66,15 +66,15 @@ def _(call: Call) -> None:
     when=lambda call: (
         call.bias is None
         and call.residual.stride(1) == 1
-        and group_launch.accepts_split(call.input, call.weight)
+        and wgmma_launch.accepts_split(call.input, call.weight)
     ),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
 def _(call: Call) -> Tensor:
     """The norm sums what the product is split into."""
-    return panel.add_and_norm(
-        group_launch.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
+    return skinny_gemm_panel.add_and_norm(
+        wgmma_launch.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
     )
 
 
@@ -84,14 +84,17 @@ def _(call: Call) -> Tensor:
     when=lambda call: (
         call.bias is None
         and call.residual.stride(1) == 1
-        and panel.accepts_split(call.input, call.weight)
+        and skinny_gemm_panel.accepts_split(call.input, call.weight)
     ),
     replayed=True,
 )
 def _(call: Call) -> Tensor:
     """The norm sums what the product is split into."""
-    return panel.add_and_norm(
-        panel.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
+    return skinny_gemm_panel.add_and_norm(
+        skinny_gemm_panel.multiply_parts(call.input, call.weight),
+        call.residual,
+        call.norm,
+        call.eps,
     )
 
 
@@ -101,14 +104,14 @@ def _(call: Call) -> Tensor:
     when=lambda call: (
         call.bias is None
         and call.residual.stride(1) == 1
-        and few.accepts_split(call.input, call.weight)
+        and skinny_gemm.accepts_split(call.input, call.weight)
     ),
     replayed=True,
 )
 def _(call: Call) -> Tensor:
     """The same, of fewer tokens."""
-    return panel.add_and_norm(
-        few.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
+    return skinny_gemm_panel.add_and_norm(
+        skinny_gemm.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
     )
 
 

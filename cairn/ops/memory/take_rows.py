@@ -9,8 +9,8 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect
-from cairn.ops.early import early_for, early_option
 from cairn.ops.memory.kernels import take_rows_kernel
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -50,11 +50,11 @@ def _(call: Call) -> Tensor:
     if out.numel():
         block = min(BLOCK, gpu.next_power_of_2(width))
         blocks, warps = -(-width // block), gpu.warps_for(block)
-        early = early_for(call.table.device, rows, blocks * warps)
+        pdl = uses_pdl(call.table.device, rows, blocks * warps)
         take_rows_kernel[(rows * blocks,)](
-            *(call.table, call.index, out, call.table.stride(0), width, blocks, block, early),
+            *(call.table, call.index, out, call.table.stride(0), width, blocks, block, pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return out
 

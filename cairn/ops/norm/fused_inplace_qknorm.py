@@ -9,10 +9,10 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.kernels import qknorm_kernel
 from cairn.ops.norm.launch import check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -83,13 +83,13 @@ def _(call: Call) -> None:
     most = max(1, NUMBERS // block)
     at_once = min(most, gpu.next_power_of_2(max(q_heads, k_heads)))
     programs = -(-q_heads // at_once) + -(-k_heads // at_once)
-    early = early_for(q.device, tokens, programs * WARPS)
+    pdl = uses_pdl(q.device, tokens, programs * WARPS)
     if tokens and programs:
         qknorm_kernel[(tokens * programs,)](
             *(q, k, call.q_weight, call.k_weight, *q.stride()[:2], *k.stride()[:2]),
-            *(q_heads, k_heads, dim, call.eps, programs, at_once, block, early),
+            *(q_heads, k_heads, dim, call.eps, programs, at_once, block, pdl),
             num_warps=WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )
 
 

@@ -9,10 +9,10 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
-from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.kernels import qknorm_rows_kernel
 from cairn.ops.norm.launch import LONGEST, check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.testing import Cases, Make
 
@@ -60,7 +60,7 @@ def _(call: Call) -> None:
     (tokens, q_width), k_width = call.q.shape, call.k.shape[1]
     blocks = gpu.next_power_of_2(q_width), gpu.next_power_of_2(k_width)
     warps = gpu.warps_for(max(blocks))
-    early = early_for(call.q.device, tokens, 2 * warps)
+    pdl = uses_pdl(call.q.device, tokens, 2 * warps)
     if tokens:
         qknorm_rows_kernel[(2 * tokens,)](
             *(
@@ -75,9 +75,9 @@ def _(call: Call) -> None:
                 call.eps,
                 *blocks,
             ),
-            early,
+            pdl,
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
 
 

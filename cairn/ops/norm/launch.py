@@ -8,8 +8,8 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel, rmsnorm_kernel
+from cairn.ops.pdl import pdl_option, uses_pdl
 
 LONGEST = 1 << 15
 """Numbers of the longest row that one program takes."""
@@ -78,13 +78,13 @@ def norm_rows(
         into = result.view(-1, width)
     rows, block = x.shape[0], gpu.next_power_of_2(width)
     warps = gpu.warps_for(block)
-    early = early_for(input.device, rows, warps)
+    pdl = uses_pdl(input.device, rows, warps)
     if rows:
         rmsnorm_kernel[(rows,)](
             *(x, weight, into, x.stride(0), into.stride(0), width, eps, block, shifted, rounded),
-            early,
+            pdl,
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return result
 
@@ -96,10 +96,10 @@ def norm_sums(input: Tensor, residual: Tensor, weight: Tensor, eps: float, shift
     rows, width = x.shape
     block = gpu.next_power_of_2(width)
     warps = gpu.warps_for(block)
-    early = early_for(input.device, rows, warps)
+    pdl = uses_pdl(input.device, rows, warps)
     if rows:
         fused_add_rmsnorm_kernel[(rows,)](
-            *(x, other, weight, x.stride(0), other.stride(0), width, eps, block, shifted, early),
+            *(x, other, weight, x.stride(0), other.stride(0), width, eps, block, shifted, pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )

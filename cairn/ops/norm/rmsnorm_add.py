@@ -8,14 +8,14 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
-from cairn.ops.early import early_option
 from cairn.ops.norm.cases import sum_cases
 from cairn.ops.norm.kernels import rmsnorm_add_kernel
 from cairn.ops.norm.launch import both_in_rows, check_sum, rows_of
 from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
 
-EARLY_ROWS = 16
+PDL_ROWS = 16
 """At most this many rows are launched before the kernel in front is done."""
 
 
@@ -56,12 +56,12 @@ def _(call: Call) -> None:
     assert x is not None and other is not None
     rows, width = x.shape
     block = gpu.next_power_of_2(width)
-    early = rows <= EARLY_ROWS and gpu.launches_early(call.input.device)
+    pdl = rows <= PDL_ROWS and gpu.supports_pdl(call.input.device)
     if rows:
         rmsnorm_add_kernel[(rows,)](
-            *(x, other, call.weight, x.stride(0), other.stride(0), width, call.eps, block, early),
+            *(x, other, call.weight, x.stride(0), other.stride(0), width, call.eps, block, pdl),
             num_warps=gpu.warps_for(block),
-            **early_option(early),
+            **pdl_option(pdl),
         )
 
 

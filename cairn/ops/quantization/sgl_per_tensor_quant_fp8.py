@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.quantization import launch
 from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, inverse, scale_for
 from cairn.ops.quantization.kernels import tensor_kernel
@@ -18,7 +18,7 @@ from cairn.ops.testing import Cases, Make
 
 BLOCK, STATIC_BLOCK, WARPS = 4096, 2048, 8
 """Numbers of a program, the same where the scale is given, and warps."""
-EARLY_BLOCK, EARLY_WARPS = 256, 4
+PDL_BLOCK, PDL_WARPS = 256, 4
 """Numbers and warps where the scale is given, of a program that is launched before the kernel in
 front is done."""
 RULE = launch.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", inverse=True)
@@ -72,13 +72,13 @@ def _(call: Call) -> None:
     if call.is_static and not count:
         return
     most, warps = (STATIC_BLOCK, WARPS) if call.is_static else (BLOCK, WARPS)
-    if call.is_static and early_for(call.input.device, 1, -(-count // EARLY_BLOCK) * EARLY_WARPS):
-        most, warps = EARLY_BLOCK, EARLY_WARPS
+    if call.is_static and uses_pdl(call.input.device, 1, -(-count // PDL_BLOCK) * PDL_WARPS):
+        most, warps = PDL_BLOCK, PDL_WARPS
     block = min(most, gpu.next_power_of_2(count)) if call.is_static else most
     parts = None if call.is_static else launch.amax_parts(call.input)
     number_of_parts = 1 if parts is None else parts.numel()
     programs = max(-(-count // block), 1)
-    early = early_for(call.input.device, 1, programs * warps)
+    pdl = uses_pdl(call.input.device, 1, programs * warps)
     tensor_kernel[(programs,)](
         *(
             call.input,
@@ -89,9 +89,9 @@ def _(call: Call) -> None:
             number_of_parts,
             E4M3_MAX,
         ),
-        *(gpu.next_power_of_2(number_of_parts), block, gpu.knows_e4m3(call.input.device), early),
+        *(gpu.next_power_of_2(number_of_parts), block, gpu.knows_e4m3(call.input.device), pdl),
         num_warps=warps,
-        **early_option(early),
+        **pdl_option(pdl),
     )
 
 

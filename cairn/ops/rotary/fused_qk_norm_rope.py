@@ -11,9 +11,9 @@ from cairn.ops import gpu
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.launch import check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary import launch
 from cairn.ops.rotary.kernels import qk_norm_rope_kernel
@@ -124,7 +124,7 @@ def _(call: Call) -> None:
     rest = gpu.next_power_of_2(call.head_dim - rotary) if rotary < call.head_dim else 0
     at_once = min(AT_ONCE, gpu.next_power_of_2(max(1, heads)))
     groups = 1 if tokens >= MANY_TOKENS else -(-heads // at_once)
-    early = early_for(call.qkv.device, tokens, groups * WARPS)
+    pdl = uses_pdl(call.qkv.device, tokens, groups * WARPS)
     if tokens and heads:
         qk_norm_rope_kernel[(tokens * groups,)](
             *(
@@ -144,9 +144,9 @@ def _(call: Call) -> None:
                 float(_end(call.low, call.high)),
             ),
             *(float(call.attention_factor), rotary // 2, gpu.next_power_of_2(rotary // 2), rest),
-            *(groups, at_once, call.is_neox, call.factor != 1, math.log2(call.base), early),
+            *(groups, at_once, call.is_neox, call.factor != 1, math.log2(call.base), pdl),
             num_warps=WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )
 
 

@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import head_norm_rope_kernel
 from cairn.ops.testing import Cases, Make
@@ -79,7 +79,7 @@ def _(call: Call) -> Tensor:
     out = gpu.empty(call.x.shape, call.x.dtype, call.x.device)
     at_once = min(16, gpu.next_power_of_2(heads))
     groups = -(-heads // at_once)
-    early = early_for(call.x.device, tokens, groups * WARPS)
+    pdl = uses_pdl(call.x.device, tokens, groups * WARPS)
     if tokens:
         head_norm_rope_kernel[(tokens * groups,)](
             *(
@@ -91,9 +91,9 @@ def _(call: Call) -> Tensor:
                 call.x.stride(1),
             ),
             *(heads, call.eps, dim // 2, gpu.next_power_of_2(dim // 2), groups, at_once),
-            *(call.cos_sin is not None, early),
+            *(call.cos_sin is not None, pdl),
             num_warps=WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return out
 

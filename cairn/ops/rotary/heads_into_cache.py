@@ -6,13 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import cpu, gpu, lanes
+from cairn.ops import cpu, gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.quantized import is_quantized
 from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.call import Call
 from cairn.ops.checks import INT64, check_caches, expect, refuse
-from cairn.ops.early import early_option
+from cairn.ops.cpu import avx512
+from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
 from cairn.ops.rotary import loops
 from cairn.ops.rotary.kernels import heads_into_cache_kernel
@@ -134,7 +135,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     )
     most = HEADS_AT_ONCE if tokens <= SPREAD_TOKENS else max(16, NUMBERS_AT_ONCE // dim)
     programs, at_once, warps = programs_of(call.weight, call.num_heads, kv_heads, most, call.whole)
-    early = gpu.launches_early(call.projected.device)
+    pdl = gpu.supports_pdl(call.projected.device)
     if tokens:
         heads_into_cache_kernel[(tokens * (programs + 1),)](
             *(call.projected, call.projected if call.added is None else call.added, call.weight),
@@ -157,9 +158,9 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
             ),
             *(heads if call.added is None else call.num_heads + kv_heads, dim // 2),
             *(gpu.next_power_of_2(dim // 2), programs + 1, at_once, gpu.next_power_of_2(kv_heads)),
-            *(call.whole, call.added is not None, call.cos_sin is not None, early),
+            *(call.whole, call.added is not None, call.cos_sin is not None, pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return q, z
 
@@ -173,8 +174,8 @@ def _dense(call: Call) -> bool:
 
 def _in_lanes(projected: Tensor, dim: int, whole: bool) -> bool:
     """Whether heads of d numbers, each with a norm of its own, are taken sixteen at once."""
-    rounded = lanes.PAIRS and projected.dtype == torch.bfloat16
-    return rounded and dim % (2 * lanes.LANES) == 0 and not whole
+    rounded = avx512.PAIRS and projected.dtype == torch.bfloat16
+    return rounded and dim % (2 * avx512.LANES) == 0 and not whole
 
 
 @heads_into_cache.implementation("numba", devices=cpu.DEVICES, when=_dense)

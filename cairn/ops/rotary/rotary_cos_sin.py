@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INDICES, expect
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import cos_sin_kernel
 from cairn.ops.testing import Cases, Make
@@ -51,11 +51,11 @@ def _(call: Call) -> Tensor:
     out = gpu.empty((tokens, 2 * half), torch.float32, call.positions.device)
     if tokens:
         programs = -(-tokens * half // AT_ONCE)
-        early = early_for(call.positions.device, tokens, -(-half // AT_ONCE) * WARPS)
+        pdl = uses_pdl(call.positions.device, tokens, -(-half // AT_ONCE) * WARPS)
         cos_sin_kernel[(programs,)](
-            *(call.positions, call.inv_freq, out, tokens * half, half, AT_ONCE, early),
+            *(call.positions, call.inv_freq, out, tokens * half, half, AT_ONCE, pdl),
             num_warps=WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return out
 

@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary.head_norm_rope import check_angles, rotated
 from cairn.ops.rotary.kernels import split_norm_rope_kernel
@@ -163,7 +163,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     programs, at_once, warps = programs_of(
         call.weight, call.num_heads, call.num_kv_heads, 16, call.whole
     )
-    early = early_for(call.projected.device, tokens, programs * warps)
+    pdl = uses_pdl(call.projected.device, tokens, programs * warps)
     if tokens:
         split_norm_rope_kernel[(tokens * programs,)](
             *(call.projected, call.projected if call.added is None else call.added, call.weight),
@@ -182,9 +182,9 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
                 heads,
             ),
             *(dim // 2, gpu.next_power_of_2(dim // 2), programs, at_once, call.whole),
-            *(call.added is not None, call.cos_sin is not None, early),
+            *(call.added is not None, call.cos_sin is not None, pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return q, k, z
 

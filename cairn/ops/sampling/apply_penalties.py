@@ -11,7 +11,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INT32, expect
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_parameter
 from cairn.ops.sampling.kernels.adjust import penalties_kernel
@@ -20,7 +20,7 @@ from cairn.ops.testing import Cases, Make
 
 BLOCK, WARPS, ALIGNED = 512, 4, 32
 """Tokens and warps of a program, which begins at a line of memory."""
-EARLY_BLOCK = 256
+PDL_BLOCK = 256
 """Tokens where it is launched before the kernel in front is done."""
 
 
@@ -81,8 +81,8 @@ def _(call: Call) -> None:
         # Rows that lie as far behind an aligned address in all three.
         align = math.gcd(ALIGNED, *(stride - strides[0] for stride in strides))
         longest = width + align - 1
-        early = early_for(call.logits.device, rows, -(-longest // EARLY_BLOCK) * WARPS)
-        block = EARLY_BLOCK if early else BLOCK
+        pdl = uses_pdl(call.logits.device, rows, -(-longest // PDL_BLOCK) * WARPS)
+        block = PDL_BLOCK if pdl else BLOCK
         blocks = -(-longest // block)
         penalties_kernel[(blocks, rows)](
             *(
@@ -93,9 +93,9 @@ def _(call: Call) -> None:
                 call.frequency,
                 call.repetition,
             ),
-            *(*strides, width, block, align, early),
+            *(*strides, width, block, align, pdl),
             num_warps=WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )
 
 

@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.kernels.uniform import uniform_kernel
 from cairn.ops.testing import Cases, Make
@@ -65,11 +65,11 @@ def _(call: Call) -> Tensor:
     out = gpu.empty(call.seed.shape, torch.float32, call.seed.device)
     if out.numel():
         programs = -(-out.numel() // UNIFORM_BLOCK)
-        early = early_for(call.seed.device, 1, programs * UNIFORM_WARPS)
+        pdl = uses_pdl(call.seed.device, 1, programs * UNIFORM_WARPS)
         uniform_kernel[(programs,)](
-            *(call.seed, call.index, out, out.numel(), UNIFORM_BLOCK, early),
+            *(call.seed, call.index, out, out.numel(), UNIFORM_BLOCK, pdl),
             num_warps=UNIFORM_WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return out
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.early import early_option
+from cairn.ops.pdl import pdl_option
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
 from cairn.ops.sampling.kernels.collect import collect_kernel
@@ -54,7 +54,7 @@ PROGRAMS = 256
 """Programs that fill a large device when they list: each finds the bound of its row first."""
 KEEP_BLOCK, KEEP_WARPS = 2048, 4
 """Numbers and warps of a program that stores what a row keeps."""
-EARLY_ROWS = 256
+PDL_ROWS = 256
 """At most this many rows launch each kernel before the one in front is done."""
 
 
@@ -114,9 +114,9 @@ class Source:
         return -(-self.values.shape[1] // self.chunk)
 
     @property
-    def early(self) -> bool:
+    def pdl(self) -> bool:
         """Whether kernels are launched before the one in front is done."""
-        return self.values.shape[0] <= EARLY_ROWS and gpu.launches_early(self.values.device)
+        return self.values.shape[0] <= PDL_ROWS and gpu.supports_pdl(self.values.device)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -189,9 +189,9 @@ def argmax(logits: Tensor) -> Tensor:
         source = Source(logits)
         found = _survey(source)
         draw_kernels.argmax_kernel[(logits.shape[0],)](
-            *(found.peaks, found.firsts, out, source.chunks, CHUNKS, source.early),
+            *(found.peaks, found.firsts, out, source.chunks, CHUNKS, source.pdl),
             num_warps=1,
-            **early_option(source.early),
+            **pdl_option(source.pdl),
         )
     return out
 
@@ -261,10 +261,10 @@ def _filter(source: Source, filters: Filters, out: Tensor) -> None:
         chunks=source.chunks,
         **source.list_options(),
         SHARE=filters.share(softmax=False),
-        EARLY=source.early,
+        PDL=source.pdl,
         num_warps=LIST_WARPS,
         maxnreg=LIST_REGISTERS,
-        **early_option(source.early),
+        **pdl_option(source.pdl),
     )
     keep_kernel[(-(-width // KEEP_BLOCK), rows)](
         source.values,
@@ -275,9 +275,9 @@ def _filter(source: Source, filters: Filters, out: Tensor) -> None:
         stride=source.values.stride(0),
         width=width,
         BLOCK=KEEP_BLOCK,
-        EARLY=source.early,
+        PDL=source.pdl,
         num_warps=KEEP_WARPS,
-        **early_option(source.early),
+        **pdl_option(source.pdl),
     )
 
 
@@ -308,9 +308,9 @@ def _survey(source: Source, filters: Filters | None = None) -> Survey:
     )
     kernels.survey_kernel[(source.chunks, len(source.values))](
         *(source.values, source.temperature, *given, *found, *source.sizes),
-        *(source.chunk, LINE, source.softmax, source.early),
+        *(source.chunk, LINE, source.softmax, source.pdl),
         num_warps=_warps(source) if masses else min(8, 2 * _warps(source)),
-        **early_option(source.early),
+        **pdl_option(source.pdl),
     )
     return found
 
@@ -331,9 +331,9 @@ def _draw(
         draw_kernels.draw_kernel[(len(out),)](
             *(source.values, source.temperature, *numbers, rows),
             *(found.peaks, found.firsts, found.masses, out, *source.sizes),
-            *(CHUNKS, source.chunk, RUN, source.softmax, source.early),
+            *(CHUNKS, source.chunk, RUN, source.softmax, source.pdl),
             num_warps=DRAW_WARPS,
-            **early_option(source.early),
+            **pdl_option(source.pdl),
         )
     else:
         _draw_filtered(source, filters, numbers, found, out)
@@ -378,8 +378,8 @@ def _draw_filtered(
         SLICE=RIVALS,
         SOFTMAX=source.softmax,
         SHARE=filters.share(source.softmax),
-        EARLY=source.early,
+        PDL=source.pdl,
         num_warps=LIST_WARPS,
         maxnreg=LIST_REGISTERS,
-        **early_option(source.early),
+        **pdl_option(source.pdl),
     )

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.arrivals import APART, counters
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
-from cairn.ops.early import early_for, early_option
+from cairn.ops.grid_barrier import APART, counters
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_rows
 from cairn.ops.sampling.kernels.scores import score_kernel
@@ -71,7 +71,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     rank = gpu.empty((rows,), torch.int64, call.logits.device)
     if rows:
         found = gpu.empty((3, rows, chunks), torch.float32, call.logits.device)
-        early = early_for(call.logits.device, rows, chunks * WARPS)
+        pdl = uses_pdl(call.logits.device, rows, chunks * WARPS)
         score_kernel[(rows * chunks,)](
             *(
                 call.logits,
@@ -83,9 +83,9 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
                 rank,
             ),
             *(call.logits.stride(0), width, chunks, rows * chunks, CHUNK),
-            *(gpu.next_power_of_2(chunks), APART, early),
+            *(gpu.next_power_of_2(chunks), APART, pdl),
             num_warps=WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return largest, log_sum, rank
 

@@ -9,8 +9,8 @@ atomic. Of equal numbers those with the lower index are preferred.
 from __future__ import annotations
 
 from cairn.ops import gpu
-from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous, launch_next
 
 NEAR = gpu.constant(1 << 20)
 """How far above a bound, as keys, what is chosen is looked for at first: an eighth of the numbers
@@ -169,7 +169,7 @@ def number_of(key):
 def bound_kernel(
     score, lengths, starts, top_k, floors, stride, width, topk,
     ROOM: tl.constexpr, SAMPLE: tl.constexpr, SURE: tl.constexpr, NAN: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """floors [B] float32: what topk scores of a row reach, and not many others; with top_k [B] a
     number of its own for each row. NaN counts as NAN.
@@ -177,7 +177,7 @@ def bound_kernel(
     The scores at SAMPLE positions tell, by SURE standard deviations. Of rows that have no more than
     ROOM candidates nobody asks.
     """
-    launch_next(EARLY)
+    launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     start, first, end = candidates_of(lengths, starts, row, width)
     number = end - first
@@ -204,7 +204,7 @@ def bound_kernel(
 def list_kernel(
     score, lengths, starts, floors, lists, counts, stride, width,
     ROOM: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, NAN: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """What exceeds the row's bound among CHUNK of its candidates, in order from the front of a
     list, and what is equal to it, from the back: as places in the chunk, and 1 << 16 times how many
@@ -222,7 +222,7 @@ def list_kernel(
     place = first + chunk * CHUNK + at
     inside = place < end
     value = load_scores(score, row, start, place, inside, stride, NAN)
-    await_previous(EARLY)
+    await_previous(PDL)
     if (end - first > ROOM) & (chunk * CHUNK < end - first):
         bound = tl.load(floors + row)
         above = inside & (value > bound)
@@ -339,14 +339,14 @@ def nan_in_row(score, row, width, stride, ROOM: tl.constexpr):
 @triton.jit
 def threshold_kernel(
     score, top_k, floors, lists, counts, thresholds, stride, width, chunks,
-    ROOM: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr,
+    ROOM: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """thresholds [B] float32: the top_k-th largest number of each row, where 1 <= top_k < width;
     else -inf. NaN is above all.
 
     floors, lists, counts: of `bound_kernel` and `list_kernel`, with NAN = inf; or None.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     wanted = tl.load(top_k + row).to(tl.int64)
     threshold = tl.full([], float("-inf"), tl.float32)
@@ -384,10 +384,10 @@ def threshold_kernel(
 
 
 @triton.jit
-def mask_kernel(x, top_k, thresholds, out, stride, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def mask_kernel(x, top_k, thresholds, out, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [B, width]: x where it reaches its row's threshold or all of the row is kept, else
     -inf."""
-    await_previous(EARLY)
+    await_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < width

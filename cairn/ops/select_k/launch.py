@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.early import early_option
+from cairn.ops.pdl import pdl_option
 from cairn.ops.select_k.kernels import bound_kernel, list_kernel, mask_kernel, threshold_kernel
 
 LEAST_ROOM = 4096
@@ -83,7 +83,7 @@ def list_rows(
     top_k: Tensor | None = None,
     topk: int = 0,
     nan: float = -torch.inf,
-    early: bool,
+    pdl: bool,
 ) -> Lists:
     """Lists of all rows that have more than `sizes.room` candidates.
 
@@ -113,7 +113,7 @@ def list_rows(
         SAMPLE=sample,
         SURE=SURE,
         NAN=nan,
-        EARLY=early,
+        PDL=pdl,
         num_warps=warps_of(sample),
     )
     list_kernel[(batch, sizes.chunks)](
@@ -127,10 +127,10 @@ def list_rows(
         CHUNK=sizes.chunk,
         LINE=LINE,
         NAN=nan,
-        EARLY=early,
+        PDL=pdl,
         num_warps=warps_of(sizes.chunk),
         maxnreg=REGISTERS,
-        **early_option(early),
+        **pdl_option(pdl),
     )
     return found
 
@@ -146,14 +146,14 @@ def mask_smaller(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _mask(logits: Tensor, top_k: Tensor, out: Tensor) -> None:
-    (rows, width), early = logits.shape, gpu.launches_early(logits.device)
+    (rows, width), pdl = logits.shape, gpu.supports_pdl(logits.device)
     sizes = sizes_of(width, 0)
     found = None
     if width > sizes.room:
-        found = list_rows(logits, sizes, top_k=top_k, nan=torch.inf, early=early)
+        found = list_rows(logits, sizes, top_k=top_k, nan=torch.inf, pdl=pdl)
     floors, lists, counts = found or (None, None, None)
     thresholds = gpu.empty((rows,), torch.float32, logits.device)
-    listed = early and found is not None
+    listed = pdl and found is not None
     threshold_kernel[(rows,)](
         logits,
         top_k=top_k,
@@ -167,10 +167,10 @@ def _mask(logits: Tensor, top_k: Tensor, out: Tensor) -> None:
         ROOM=sizes.room,
         CHUNK=sizes.chunk,
         CHUNKS=gpu.next_power_of_2(sizes.chunks),
-        EARLY=listed,
+        PDL=listed,
         num_warps=warps_of(sizes.room),
         **registers_of(rows, logits.device),
-        **early_option(listed),
+        **pdl_option(listed),
     )
     mask_kernel[(-(-width // MASK_BLOCK), rows)](
         logits,
@@ -180,7 +180,7 @@ def _mask(logits: Tensor, top_k: Tensor, out: Tensor) -> None:
         stride=logits.stride(0),
         width=width,
         BLOCK=MASK_BLOCK,
-        EARLY=early,
+        PDL=pdl,
         num_warps=MASK_WARPS,
-        **early_option(early),
+        **pdl_option(pdl),
     )

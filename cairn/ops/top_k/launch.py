@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.early import early_option
+from cairn.ops.pdl import pdl_option
 from cairn.ops.select_k import launch as select_k
 from cairn.ops.top_k.kernels.select import choose_kernel
 from cairn.ops.top_k.selection import Rows
@@ -37,16 +37,14 @@ def select(rows: Rows, pages: Pages | None = None, offset: Tensor | None = None)
     out = gpu.empty((batch, topk), torch.int32, score.device)
     if not batch:
         return out
-    sizes, early = select_k.sizes_of(width, topk), gpu.launches_early(score.device)
+    sizes, pdl = select_k.sizes_of(width, topk), gpu.supports_pdl(score.device)
     found = None
     if width > sizes.room:
-        found = select_k.list_rows(
-            score, sizes, lengths=lengths, starts=starts, topk=topk, early=early
-        )
+        found = select_k.list_rows(score, sizes, lengths=lengths, starts=starts, topk=topk, pdl=pdl)
     floors, lists, counts = found or (None, None, None)
     table, bounds, size = (None, None, 1) if pages is None else pages
     requests = 0 if table is None else table.shape[0]
-    early = early and lists is not None
+    pdl = pdl and lists is not None
     choose_kernel[(batch,)](
         score,
         lengths=lengths,
@@ -70,9 +68,9 @@ def select(rows: Rows, pages: Pages | None = None, offset: Tensor | None = None)
         CHUNKS=gpu.next_power_of_2(sizes.chunks),
         KP=gpu.next_power_of_2(topk),
         BP=gpu.next_power_of_2(requests + 1),
-        EARLY=early,
+        PDL=pdl,
         num_warps=select_k.warps_of(sizes.room),
         **select_k.registers_of(batch, score.device),
-        **early_option(early),
+        **pdl_option(pdl),
     )
     return out

@@ -8,7 +8,7 @@ import torch
 from cairn.ops import gpu
 from cairn.ops.attention import prefill
 from cairn.ops.attention.dense_attention import dense_attention
-from cairn.ops.flash_attn import group_launch
+from cairn.ops.flash_attn import wgmma_launch
 from cairn.ops.testing import Arguments, Make, check
 
 
@@ -30,13 +30,13 @@ def chunk(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of any size."""
-    monkeypatch.setattr(group_launch, "LEAST_FLOPS", 0)
-    monkeypatch.setattr(group_launch, "FULL", 0)
+    monkeypatch.setattr(wgmma_launch, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(wgmma_launch, "FULL", 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not (torch.cuda.is_available() and gpu.multiplies_in_groups(torch.device("cuda", 0))),
+    not (torch.cuda.is_available() and gpu.supports_wgmma(torch.device("cuda", 0))),
     reason="needs Hopper's tensor cores and Triton 3.6",
 )
 @pytest.mark.parametrize("dim", [64, 128])
@@ -49,7 +49,7 @@ def test_a_chunk_with_and_without_a_past(first: int, count: int, dim: int, small
 
 
 def test_which_calls_are_one_chunk(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
+    monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
     given = chunk("cpu", 100, 200)
     q, k_cache, v_cache, _, _, page_table = given.args
 
@@ -61,5 +61,5 @@ def test_which_calls_are_one_chunk(small: None, monkeypatch: pytest.MonkeyPatch)
     assert not fits([0, 0, 100, 1, 100, 100])
     assert not fits([1, 100, 200], k_cache.float())
     assert not fits([1, 100, 200], k_cache[..., :32])
-    monkeypatch.setattr(group_launch, "LEAST_FLOPS", 1e12)
+    monkeypatch.setattr(wgmma_launch, "LEAST_FLOPS", 1e12)
     assert not fits([1, 100, 200])

@@ -106,7 +106,7 @@ def test_windows_are_split_as_they_are_beside_other_work():
 def test_splits_and_their_merge_are_launched_early(tokens, kv_heads, merged, monkeypatch):
     split, merge = on_hopper(monkeypatch, launch, "split_kernel", "merge_kernel")
     launch.attend_splits(task(tokens, kv_heads, 64, 8192), HALF)
-    assert (split.early, merge.early) == ([True], [True] * merged)
+    assert (split.pdl, merge.pdl) == ([True], [True] * merged)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from cairn.ops import arrivals, gpu
+from cairn.ops import gpu, grid_barrier
 from cairn.ops.attention import launch
 from cairn.ops.landmark import fused_launch, page_launch, short_launch
 from cairn.ops.landmark.landmark_attention import landmark_attention
@@ -11,7 +11,7 @@ from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.landmark.select_task import short_pages
 from cairn.ops.testing import Make, check
 from tests.ops.attention.geometry import STEPS, draw, near, softmax_attention
-from tests.ops.launches import as_if_early, on_hopper
+from tests.ops.launches import as_if_pdl, on_hopper
 
 
 def pages_and_window(case, token, head, window, chosen, scores, lse, softmax1):
@@ -102,17 +102,17 @@ def test_many_chunks_of_candidates_and_their_merge(
 
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("size", [8, 64])
 @pytest.mark.parametrize("programs, single", [(4, False), (8, False), (1000, True)])
 def test_windows_of_a_block_for_each_program_and_of_several(
-    programs, single, size, early, device, monkeypatch
+    programs, single, size, pdl, device, monkeypatch
 ):
     """Of rows as short as a block too, and of a token that is nobody's."""
-    if early and gpu.INTERPRETED:
-        as_if_early(monkeypatch)
-    elif not early:
-        monkeypatch.setattr(gpu, "launches_early", lambda device: False)
+    if pdl and gpu.INTERPRETED:
+        as_if_pdl(monkeypatch)
+    elif not pdl:
+        monkeypatch.setattr(gpu, "supports_pdl", lambda device: False)
     monkeypatch.setattr(launch, "PROGRAMS", programs)
     monkeypatch.setattr(fused_launch, "WHOLE", math.inf)
     plans, plan = [], fused_launch._plan
@@ -147,8 +147,8 @@ def test_one_launch_leaves_its_counters_clear(lengths, softmax1, abreast, device
         kept.append(taken(groups, device))
         return kept[-1]
 
-    taken = arrivals.counters
-    monkeypatch.setattr(arrivals, "counters", counters)
+    taken = grid_barrier.counters
+    monkeypatch.setattr(grid_barrier, "counters", counters)
     make = Make(device)
     paged = make.paged(lengths, 2, 8, 16)
     row, slot, _ = paged.queries([1] * len(lengths))
@@ -164,7 +164,7 @@ def test_one_launch_leaves_its_counters_clear(lengths, softmax1, abreast, device
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 @pytest.mark.parametrize("tokens, early, reading", [(8, True, True), (9, True, False), (65, 0, 0)])
-def test_what_fills_the_device_is_not_launched_early(tokens, early, reading, monkeypatch):
+def test_what_fills_the_device_is_not_launched_early(tokens, pdl, reading, monkeypatch):
     kernels = ("scan_kernel", "pick_kernel", "read_kernel", "step_kernel")
     scan, pick, read, step = on_hopper(monkeypatch, fused_launch, *kernels)
     (merge,) = on_hopper(monkeypatch, launch, "merge_kernel")
@@ -174,11 +174,11 @@ def test_what_fills_the_device_is_not_launched_early(tokens, early, reading, mon
     q, key = make.randn(tokens, 4, 16), make.randn(len(paged.k_cache), 4, 16)
     given = (q, q, paged.k_cache, paged.v_cache, key, None, row, slot, paged.page_table, 80, 3)
     landmark_attention.using("triton_few")(*given, True)
-    assert (scan.early, pick.early, merge.early) == ([early], [early], [early])
-    assert read.early == [reading]
+    assert (scan.pdl, pick.pdl, merge.pdl) == ([pdl], [pdl], [pdl])
+    assert read.pdl == [reading]
     monkeypatch.setattr(fused_launch, "WHOLE", 0.0)
     landmark_attention.using("triton_few")(*given, True)
-    assert (step.early, len(scan.early), len(merge.early)) == ([early], 1, 1)
+    assert (step.pdl, len(scan.pdl), len(merge.pdl)) == ([pdl], 1, 1)
 
 
 @pytest.mark.parametrize("window", [1, 8, 9, 24])

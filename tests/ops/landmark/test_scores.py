@@ -11,11 +11,11 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.select_pages import _selection, select_pages
-from cairn.ops.plans import Plans
+from cairn.ops.launch_cache.plans import Plans
 from cairn.ops.testing import Arguments, Make, check, run
 
 needs_groups = pytest.mark.skipif(
-    not (torch.cuda.is_available() and gpu.multiplies_in_groups(torch.device("cuda", 0))),
+    not (torch.cuda.is_available() and gpu.supports_wgmma(torch.device("cuda", 0))),
     reason="needs Hopper's tensor cores and Triton 3.6",
 )
 SIZE, WINDOW = 4, 9
@@ -143,7 +143,7 @@ def test_numbers_that_are_none_stay_where_they_are(only_groups: None) -> None:
 
 
 def test_which_selections_are_scored_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
+    monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
     monkeypatch.setattr(select_launch, "LEAST_PAGES", 0)
 
     def taken(shape: tuple[int, int, int], dtype: torch.dtype, **changed: Any) -> bool:

@@ -13,10 +13,10 @@ programs run; what is computed for a pair, and the order of the sums, do not.
 
 from __future__ import annotations
 
-from cairn.ops.arrivals import arrive
 from cairn.ops.attention.kernels import load_keys, load_rows, load_values, store_rows
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid_barrier import arrive
+from cairn.ops.pdl import await_previous
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def pages_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     EACH: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`each` selected pages of one token and KV head: parts [T, HEADS, splits, DIM] float32; and
     their sum, o [T, HEADS, DIM] float32, by the last of the splits.
@@ -78,9 +78,9 @@ def pages_kernel(
         KEYS: slots of a page, padded to a power of two, >= 16.
         EACH: `each`, padded to a power of two.
         AHEAD: as in `sum_line`.
-        EARLY: as in `await_previous`.
+        PDL: as in `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     group: tl.constexpr = HEADS // KV_HEADS
     split = tl.program_id(0)
     kv = tl.program_id(1)

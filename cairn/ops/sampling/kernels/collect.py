@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous
 from cairn.ops.sampling.kernels.bounds import (
     floor_by_lines,
     floor_of,
@@ -191,7 +191,7 @@ def collect_kernel(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     SAMPLE: tl.constexpr, SURE: tl.constexpr, TRIALS: tl.constexpr, ABREAST: tl.constexpr,
     WIDTH: tl.constexpr, RUN: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
-    MOST_LINES: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+    MOST_LINES: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [n]: the first token whose running kept weight exceeds a uniform number times the sum, as
     of `draw_kernel`.
@@ -205,7 +205,7 @@ def collect_kernel(
     peaks to arrivals: of `survey_kernel`. few_keys [n, FEW] int64, few_weights [n, FEW]: room for
     `draw_few`, or None without a top k.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
     heat = temperature_of(temperature, row, SOFTMAX)

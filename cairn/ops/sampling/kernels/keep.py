@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous
 from cairn.ops.sampling.kernels.bounds import load_tops
 from cairn.ops.sampling.kernels.collect import collect_row
 from cairn.ops.sampling.kernels.filters import bits_of, filters_of, summary_of
@@ -16,13 +16,13 @@ def limits_kernel(
     thresholds, lasts, totals, stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     SAMPLE: tl.constexpr, SURE: tl.constexpr, TRIALS: tl.constexpr, ABREAST: tl.constexpr,
-    WIDTH: tl.constexpr, MOST_LINES: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, MOST_LINES: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The threshold of every row's filters: see `keep_kernel`.
 
     A row without filters, or that is not finite, keeps all. peaks to sums: as in `collect_kernel`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
     top_of_lines = None
@@ -59,7 +59,7 @@ def limits_kernel(
 
 @triton.jit
 def keep_kernel(
-    x, out, thresholds, lasts, totals, stride, width, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    x, out, thresholds, lasts, totals, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """out [n, width] = what a row keeps of x, divided by its sum; 0 elsewhere.
 
@@ -68,7 +68,7 @@ def keep_kernel(
         lasts [n] int32: of those equal to it, the last place that is kept.
         totals [n] float64: the sum of what is kept.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < width

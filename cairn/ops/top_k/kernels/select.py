@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous
 from cairn.ops.select_k.kernels import (
     best_of,
     candidates_of,
@@ -45,7 +45,7 @@ def choose_kernel(
     score, lengths, starts, floors, lists, counts, table, bounds, offset, out,
     stride, width, chunks, topk, table_stride, requests, page_size,
     ROOM: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, KP: tl.constexpr,
-    BP: tl.constexpr, EARLY: tl.constexpr,
+    BP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The topk best of a row, as what stands for their positions.
 
@@ -55,7 +55,7 @@ def choose_kernel(
     Args:
         floors, lists, counts: of `bound_kernel` and `list_kernel`, or None.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + row)
     column = tl.arange(0, KP)
