@@ -69,6 +69,13 @@ def caller(function: Callable[..., Any], signature: inspect.Signature) -> Callab
     return _made("call", lines, {"_function": function})
 
 
+def expect_call_only(op: str, what: str, function: Callable[..., Any]) -> None:
+    """Raise ValueError unless a function takes a bound call and nothing else."""
+    parameters = list(inspect.signature(function).parameters)
+    if len(parameters) != 1:
+        raise ValueError(f"{op}, {what}: takes {parameters}, not the bound call alone")
+
+
 def _declared(signature: inspect.Signature) -> str:
     words, keyword_only = [], False
     for p in signature.parameters.values():

@@ -8,42 +8,40 @@
     @silu_and_mul.implementation("triton", devices=("cuda",))
     def _(call: Call) -> Tensor: ...  # call.input, call.out
 
-    # in the family's cases.py
-    @silu_and_mul.cases
+    @silu_and_mul.cases  # in the family's cases.py
     def _(make: Make) -> Cases: yield make.args(make.randn(7, 192))
 
-    # in the family's bench.py
-    @silu_and_mul.bench
+    @silu_and_mul.bench  # in the family's bench.py
     def _(draw: Draw) -> Points: yield Point("7 x 192", draw.args(draw.randn(7, 192)), bytes=4032)
 
 The definition owns the signature: implementations, checks, fakes and `when` receive one bound call,
 whose attributes are the definition's parameters, with defaults filled in (call.py).
 
-A call goes to the implementation forced by CAIRN_OPS, else to the first one registered whose
-device, dtype and `when` accept the arguments, else to the definition (named "reference"). A forced
-implementation whose dtype or `when` refuses a call leaves it to the definition. The same choice
-stands behind `torch.ops.cairn.NAME`, which torch.compile, fake tensors and dispatch modes see; an
-eager call skips the dispatcher.
+A call runs the implementation that CAIRN_OPS forces, else the first registered one whose device,
+dtype and `when` accept it, else the definition ("reference", also if a forced one refuses). The
+same choice stands behind `torch.ops.cairn.NAME`, which torch.compile, fake tensors and dispatch
+modes see; an eager call skips the dispatcher.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import inspect
 import operator
-import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from cairn.errors import BadConfig
-from cairn.names import suggestion
 from cairn.ops import checks, gpu
 from cairn.ops.autocast import as_it_is
-from cairn.ops.call import Call, binder, call_type, caller
+from cairn.ops.call import Call, binder, call_type, caller, expect_call_only
+from cairn.ops.forced import FORCED, VARIABLE, parse, unknown
 from cairn.ops.implementation import REFERENCE, Implementation
 from cairn.ops.launch_cache import plans, recording
 from cairn.ops.unchecked import calls
@@ -52,12 +50,13 @@ if TYPE_CHECKING:
     from cairn.ops.benching import Draw, Point
     from cairn.ops.testing import Arguments, Make
 
+CaseSource: TypeAlias = "Callable[[Make], Iterable[Arguments | Tensor]]"
+BenchSource: TypeAlias = "Callable[[Draw], Iterable[Point]]"
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 Tolerance = tuple[float, float]
 
-VARIABLE = "CAIRN_OPS"
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
@@ -81,8 +80,9 @@ class Op(Generic[P, R]):
         self.spellings = dict(spellings or {})
         self.family = definition.__module__.rpartition(".")[0].rpartition(".")[2]
         self.implementations: dict[str, Implementation] = {}
-        self.case_source: Callable[[Make], Iterable[Arguments | Tensor]] | None = None
-        self.bench_source: Callable[[Draw], Iterable[Point]] | None = None
+        self._package = definition.__module__.rpartition(".")[0]
+        self._case_source: CaseSource | None = None
+        self._bench_source: BenchSource | None = None
         self.tolerances: dict[torch.dtype, Tolerance] = {}
         self.tolerance_reason = ""
         self.fronts: dict[str, Callable[..., Any]] = {}
@@ -194,7 +194,7 @@ class Op(Generic[P, R]):
 
     def candidates(self, device: str) -> tuple[Implementation, ...]:
         """What is tried for tensors on a device type, in order; the last one accepts anything."""
-        forced = _forced.get(self.name, _forced.get("*"))
+        forced = FORCED.get(self.name, FORCED.get("*"))
         if forced is not None:
             implementation = self._named(forced)
             if implementation.missing:
@@ -232,7 +232,7 @@ class Op(Generic[P, R]):
             return self.implementations[name]
         except KeyError:
             known = [*self.implementations, REFERENCE]
-            raise _unknown(f"op {self.name} has no implementation {name!r}", name, known) from None
+            raise unknown(f"op {self.name} has no implementation {name!r}", name, known) from None
 
     def _with_out(self, run: Callable[[Call], Any], call: Call) -> Any:
         result, out = run(call), call.out
@@ -337,7 +337,7 @@ class Op(Generic[P, R]):
         def register(function: F) -> F:
             if name == REFERENCE or name in self.implementations:
                 raise ValueError(f"op {self.name} already has an implementation {name!r}")
-            _expect_one_parameter(self.name, f"implementation {name!r}", function)
+            expect_call_only(self.name, f"implementation {name!r}", function)
             self.implementations[name] = Implementation(
                 *(name, function, self.bind, tuple(devices), dtypes and tuple(dtypes)),
                 *(when, missing, replayed),
@@ -355,7 +355,7 @@ class Op(Generic[P, R]):
         Called with a bound call without `out`. Not needed for ops that return nothing, nor
         where the definition runs under fake tensors.
         """
-        _expect_one_parameter(self.name, "fake", function)
+        expect_call_only(self.name, "fake", function)
         self._fake = function
         return function
 
@@ -385,21 +385,34 @@ class Op(Generic[P, R]):
 
     def check(self, function: Callable[[Call], None]) -> Callable[[Call], None]:
         """Decorator: what looks at a bound call first; raises BadArgument."""
-        _expect_one_parameter(self.name, "check", function)
+        expect_call_only(self.name, "check", function)
         self._check = function
         return function
 
-    def cases(
-        self, source: Callable[[Make], Iterable[Arguments | Tensor]]
-    ) -> Callable[[Make], Iterable[Arguments | Tensor]]:
+    def cases(self, source: CaseSource) -> CaseSource:
         """Decorator: the generator of argument bundles that every implementation is tested on."""
-        self.case_source = source
+        self._case_source = source
         return source
 
-    def bench(self, source: Callable[[Draw], Iterable[Point]]) -> Callable[[Draw], Iterable[Point]]:
+    def bench(self, source: BenchSource) -> BenchSource:
         """Decorator: the generator of what `cairn bench ops` times, one size after the other."""
-        self.bench_source = source
+        self._bench_source = source
         return source
+
+    @property
+    def case_source(self) -> CaseSource | None:
+        """What `cases` was given, in the family's cases.py, which is imported when it is asked for;
+        None: there is none."""
+        if self._case_source is None:
+            _import(f"{self._package}.cases")
+        return self._case_source
+
+    @property
+    def bench_source(self) -> BenchSource | None:
+        """The same of `bench`, in the family's bench.py."""
+        if self._bench_source is None:
+            _import(f"{self._package}.bench")
+        return self._bench_source
 
     def tolerance(self, by_dtype: dict[torch.dtype, Tolerance], reason: str) -> None:
         """Override the one table (cairn.ops.testing.TOLERANCES) for this op, with the reason.
@@ -450,9 +463,9 @@ def all_ops() -> list[Op[..., Any]]:
 
 def check_forced() -> None:
     """Raise BadConfig, with the nearest known name, if CAIRN_OPS names no such op or choice."""
-    for name, implementation in _forced.items():
+    for name, implementation in FORCED.items():
         if name != "*" and name not in _ops:
-            raise _unknown(f"{VARIABLE} names no op {name!r}", name, _ops)
+            raise unknown(f"{VARIABLE} names no op {name!r}", name, _ops)
         if name != "*":
             _ops[name]._named(implementation)
 
@@ -460,49 +473,29 @@ def check_forced() -> None:
 @contextlib.contextmanager
 def force(choices: str) -> Iterator[None]:
     """Within the block, choose as CAIRN_OPS=choices would, in the whole process."""
-    before = dict(_forced)
+    before = dict(FORCED)
     try:
-        _set_forced(_parse(choices))
+        _set_forced(parse(choices))
         check_forced()
         yield
     finally:
         _set_forced(before)
 
 
-def _parse(choices: str) -> dict[str, str]:
-    """Op name -> implementation name; "*" stands for every op not named."""
-    forced: dict[str, str] = {}
-    for word in filter(None, (part.strip() for part in choices.split(","))):
-        name, equals, implementation = (part.strip() for part in word.partition("="))
-        if not equals and name != REFERENCE:
-            raise BadConfig(
-                f"{VARIABLE} has {word!r}", f"Write {REFERENCE!r} or NAME=IMPLEMENTATION"
-            )
-        forced["*" if not equals else name] = implementation or REFERENCE
-    return forced
-
-
-def _unknown(message: str, name: str, known: Iterable[str]) -> BadConfig:
-    return BadConfig(message, suggestion(name, known))
-
-
 def _set_forced(forced: dict[str, str]) -> None:
-    _forced.clear()
-    _forced.update(forced)
+    FORCED.clear()
+    FORCED.update(forced)
     for entry in _ops.values():
         entry._chosen.clear()
         for own in (*entry._front_plans, *filter(None, [entry._plans])):
             own.forget()
 
 
-def _expect_one_parameter(op: str, what: str, function: Callable[..., Any]) -> None:
-    parameters = list(inspect.signature(function).parameters)
-    if len(parameters) != 1:
-        raise ValueError(f"{op}, {what}: takes {parameters}, not the bound call alone")
+def _import(module: str) -> None:
+    """Import a module if it exists."""
+    if importlib.util.find_spec(module) is not None:
+        importlib.import_module(module)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Fake form of an op that only changes its arguments."""
-
-
-_forced = _parse(os.environ.get(VARIABLE, ""))

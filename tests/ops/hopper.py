@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from cairn.ops import gpu
 from cairn.ops.attention import cutlass_mla_decode, launch, window_wgmma_launch
-from cairn.ops.attention.cutlass_mla_decode import _drawn as latents
+from cairn.ops.attention.cases import latents
 from cairn.ops.flash_attn import wgmma_launch
 from cairn.ops.flash_attn.flash_attention import drawn, flash_attention
 from cairn.ops.landmark import select_launch

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.activation import launch
-from cairn.ops.activation.cases import gated_cases
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.call import Call
 from cairn.ops.registry import op
 
@@ -51,18 +49,3 @@ def _(call: Call) -> None:
 @gelu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
 def _(call: Call) -> Tensor:
     return launch.launch("gelu", call.input, call.out, call.expert_ids, call.expert_step)
-
-
-gelu_and_mul.cases(gated_cases)
-
-
-@gelu_and_mul.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, 2 * layer.intermediate)
-        others = (
-            *draw.by_torch(gelu_and_mul.reference),
-            *flashinfer("activation.gelu_and_mul"),
-        )
-        size = f"{layer.name}: {rows} x {layer.intermediate}"
-        yield Point(size, draw.args(x), moved(x) * 3 // 2, alternatives=others)

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from cairn.ops import cpu, gpu
 from cairn.ops.activation import launch, loops
-from cairn.ops.activation.cases import gated_cases
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.call import Call
 from cairn.ops.cpu import avx512
 from cairn.ops.registry import op
@@ -77,18 +75,3 @@ def _(call: Call) -> Tensor:
 @silu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
 def _(call: Call) -> Tensor:
     return launch.launch("silu", call.input, call.out, call.expert_ids, call.expert_step)
-
-
-silu_and_mul.cases(gated_cases)
-
-
-@silu_and_mul.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, 2 * layer.intermediate)
-        others = (
-            *draw.by_torch(silu_and_mul.reference),
-            *flashinfer("activation.silu_and_mul"),
-        )
-        size = f"{layer.name}: {rows} x {layer.intermediate}"
-        yield Point(size, draw.args(x), moved(x) * 3 // 2, alternatives=others)

@@ -12,11 +12,9 @@ from cairn.ops.attention import launch
 from cairn.ops.attention.latent_kernels import latent_split_kernel
 from cairn.ops.attention.latent_wgmma import latent_groups_kernel
 from cairn.ops.attention.tma import NO_LINES, are_lines, lines_of
-from cairn.ops.benching import Alternative, Draw, Point, Points
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, check_pages, expect, expect_within, refuse
 from cairn.ops.registry import op
-from cairn.ops.testing import Arguments, Cases, Make
 
 MOST_HEADS = 128
 LATENT, ROPE = 512, 64
@@ -202,80 +200,7 @@ _LEAST_BLOCKS = 4
 """Blocks of keys for which a split of their own pays."""
 
 
-def _drawn(
-    make: Make,
-    lengths: list[int],
-    heads: int,
-    size: int,
-    widths: tuple[int, int],
-    dtype: torch.dtype = torch.float32,
-) -> Arguments:
-    """A poisoned cache with its pages in random order; queries cut out of a wider buffer."""
-    latent, rope = widths
-    batch, most = len(lengths), max(-(-n // size) for n in lengths) + 1
-    table = make.rand(batch * most).argsort().view(batch, most).int()
-    slot = make.arange(most * size).view(most, size)
-    cache = make.empty(batch * most, size, latent + rope, dtype=dtype)
-    for row, length in enumerate(lengths):
-        drawn = make.randn(most, size, latent + rope, dtype=dtype)
-        hidden = (slot >= length).unsqueeze(-1)
-        cache[table[row].long()] = torch.where(hidden, cache[table[row].long()], drawn)
-    q = make.randn(batch, heads, latent + rope + 8, dtype=dtype)
-    queries = (q[..., :latent], q[..., latent : latent + rope])
-    spare = make.full((1,), 0, torch.uint8)
-    return make.args(*queries, cache, make.tensor(lengths, torch.int32), table, spare, 0.2)
-
-
-@cutlass_mla_decode.cases
-def _(make: Make) -> Cases:
-    yield _drawn(make, [70, 0, 1, 33], 3, 8, (32, 16))
-    yield _drawn(make, [200], 20, 1, (24, 8))
-    nobody = _drawn(make, [9], 3, 8, (32, 16)).args
-    yield make.args(
-        *(make.randn(0, 3, 32), make.randn(0, 3, 16), nobody[2]),
-        *(x[:0] for x in nobody[3:5]),
-        *nobody[5:],
-    )
-    for dtype in (torch.float32, torch.bfloat16):
-        yield _drawn(make, [7, 0, 300], 16, 64, (LATENT, ROPE), dtype)
-    yield _drawn(make, [1000, 63, 100], 128, 16, (LATENT, ROPE), torch.bfloat16)
-    yield _drawn(make, [0, 200], 40, 64, (LATENT, ROPE), torch.bfloat16)
-    yield _drawn(make, [700, 1], 128, 128, (LATENT, ROPE), torch.bfloat16)
-
-
 cutlass_mla_decode.tolerance(
     {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-2)},
     "a sum over 576 products in another order, of which a softmax is taken",
 )
-
-
-@cutlass_mla_decode.bench
-def _(draw: Draw) -> Points:
-    tiny = all(layer.name == "tiny" for layer in draw.layers)
-    size = 16 if tiny else 64
-    sizes = [(batch, length, 128) for batch, length in ((1, 8192), (32, 4096), (8, 131072))]
-    # Of DeepSeek's 128 heads on one of eight devices.
-    sizes += [(32, 4096, 16), (8, 131072, 16)]
-    for batch, length, heads in [(2, 100, 4)] if tiny else sizes:
-        pages = -(-length // size)
-        table = draw.rand(batch * pages).argsort().view(batch, pages).int()
-        cache = draw.randn(batch * pages, size, LATENT + ROPE)
-        q = draw.randn(batch, heads, LATENT + ROPE)
-        lengths = draw.full((batch,), length, torch.int32)
-        queries = (q[..., :LATENT], q[..., LATENT:])
-        rows, keys = batch * length, cache.view(batch, 1, pages * size, -1)[:, :, :length]
-        yield Point(
-            f"{batch} x {length} x {heads} heads",
-            draw.args(*queries, cache, lengths, table, None, 0.1),
-            rows * cache.shape[2] * cache.element_size(),
-            2.0 * rows * heads * (2 * LATENT + ROPE),
-            (Alternative("sdpa", _sdpa, draw.args(q, keys)),),
-        )
-
-
-def _sdpa(q: Tensor, keys: Tensor) -> Tensor:
-    """The same over rows that lie in order, without paging: [B, 1, length, latent + rope]."""
-    shared = torch.nn.functional.scaled_dot_product_attention(
-        q.unsqueeze(1), keys, keys[..., :LATENT], scale=0.1
-    )
-    return shared.squeeze(1)

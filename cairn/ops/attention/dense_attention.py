@@ -10,12 +10,10 @@ from cairn.ops.attention import dense_tiles, flashinfer, launch, paging, prefill
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
 from cairn.ops.attention.window_attention import window_attention
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import check_caches, check_queries, check_slots, refuse
 from cairn.ops.cpu import amx
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -268,57 +266,3 @@ def _by_torch(call: Call) -> bool:
 @dense_attention.implementation("sdpa", devices=("cuda",), when=_by_torch)
 def _(call: Call) -> tuple[Tensor, Tensor]:
     return sdpa.attend(_task(call), call.stretches or ())
-
-
-@dense_attention.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        for size, heads, group in ((8, 2, 4), (16, 1, 1), (4, 3, 2)):
-            lengths, counts = (75, 3, 140, 9), (60, 3, 30, 2)
-            paged = make.paged(lengths, heads, size, 16, dtype=dtype)
-            row, slot, _ = paged.queries(counts)
-            q = make.randn(sum(counts), heads * group, 16, dtype=dtype)
-            given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table)
-            yield make.args(*given)
-            yield make.args(*given, scale=0.5, mask_landmarks=True)
-            yield make.args(*given, chunked=True)
-            mixed = make.rand(row.numel()).argsort()
-            some = (q[mixed], *given[1:3], row[mixed], slot[mixed], paged.page_table)
-            yield make.args(*some, mask_landmarks=True)
-            few = (q[-3:], paged.k_cache, paged.v_cache, row[-3:], slot[-3:], paged.page_table)
-            yield make.args(*few, mask_landmarks=True)
-            none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
-            yield make.args(*none)
-            if size == 8:
-                bytes_of = paged.quantized()
-                small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
-                yield make.args(*small, mask_landmarks=True)
-    # What a library may take: a decode step and a mixed one; on a GPU also chunks that fill it, the
-    # last with a past, and keys in pairs of blocks.
-    steps: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
-        ((9, 300, 64), (1, 1, 1)),
-        ((70, 200), (1, 150)),
-    ]
-    if make.device != "cpu":
-        steps += [((3_000, 9, 700), (2_400, 1, 500)), ((14_000, 9), (5_000, 0))]
-    for filled, running in steps:
-        paged = make.paged(filled, 2, 64, 64, dtype=torch.bfloat16)
-        row, slot, _ = paged.queries(running)
-        q = make.randn(sum(running), 8, 64, dtype=torch.bfloat16)
-        yield make.args(
-            *(q, paged.k_cache, paged.v_cache, row, slot, paged.page_table),
-            stretches=paged.stretches(running),
-        )
-
-
-@dense_attention.bench
-def _(draw: Draw) -> Points:
-    for job in draw.attention():
-        where = (job.row, job.slot, job.page_table)
-        yield Point(
-            str(job),
-            draw.args(job.q, job.k_cache, job.v_cache, *where, stretches=job.stretches),
-            job.step.batch * job.step.context * job.slot_bytes + moved(job.q, job.q),
-            job.attend_flops(job.pairs()),
-            job.dense(),
-        )

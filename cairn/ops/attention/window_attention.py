@@ -9,12 +9,10 @@ from torch import Tensor
 from cairn.ops import cpu, gpu
 from cairn.ops.attention import launch, loops, paging, tile_loops, window_wgmma_launch
 from cairn.ops.attention import tiles as tiling
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import check_caches, check_dtype, check_least, check_queries, check_slots
 from cairn.ops.cpu import amx
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 _WIDEST = 1 << 14
 """Largest window, in slots, for tiles with a mask."""
@@ -67,8 +65,17 @@ def window_attention(
     block = paging.tokens_per_block(4 * heads * dim * width * size, q.shape[0])
     parts = [
         paging.attend_span(
-            *(query, k_cache, v_cache, in_row, low, high, page_table, begin),
-            *(width, scale, mask_landmarks),
+            query,
+            k_cache,
+            v_cache,
+            row=in_row,
+            first=low,
+            slot=high,
+            page_table=page_table,
+            page=begin,
+            width=width,
+            scale=scale,
+            mask_landmarks=mask_landmarks,
         )
         for query, in_row, low, high, begin in zip(
             *(x.split(block) for x in (q, row, first, slot, page)), strict=True
@@ -303,61 +310,3 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
 )
 def _(call: Call) -> tuple[Tensor, Tensor]:
     return launch.attend_tiles(_task(call), call.dtype or torch.float32)
-
-
-@window_attention.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        for size, heads, group, window, dim in (
-            *((8, 2, 4, 20, 16), (16, 1, 1, 16, 16), (4, 3, 2, 1, 16)),
-            *(((64, 2, 3, 130, 64),) if dtype == torch.bfloat16 else ()),
-        ):
-            lengths = (75, 3, 40, 9) if size < 64 else (400, 3, 140, 65)
-            counts = (60, 3, 1, 2)
-            paged = make.paged(lengths, heads, size, dim, dtype=dtype)
-            row, slot, _ = paged.queries(counts)
-            q = make.randn(sum(counts), heads * group, dim, dtype=dtype)
-            given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table, window)
-            for aligned in (False, True):
-                for mask in (False, True):
-                    yield make.args(*given, aligned=aligned, mask_landmarks=mask)
-            yield make.args(*given, scale=0.5)
-            yield make.args(*given, dtype=dtype)
-            yield make.args(*given, mask_landmarks=True, chunked=True)
-            mixed = make.rand(row.numel()).argsort()
-            some = (q[mixed], *given[1:3], row[mixed], slot[mixed], paged.page_table)
-            yield make.args(*some, window, mask_landmarks=True)
-            few = (q[-3:], paged.k_cache, paged.v_cache, row[-3:], slot[-3:], paged.page_table)
-            yield make.args(*few, window, aligned=True, mask_landmarks=True)
-            for at in (slice(5, 6), slice(62, 63)):
-                one = (q[at], paged.k_cache, paged.v_cache, row[at], slot[at], paged.page_table)
-                yield make.args(*one, window, mask_landmarks=True)
-            none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
-            yield make.args(*none, window)
-            if size == 8:
-                bytes_of = paged.quantized()
-                small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
-                yield make.args(*small, window, aligned=True, mask_landmarks=True)
-    if make.device != "cpu":  # as many tiles as fill a GPU, of wide heads
-        for filled, running in (([2_000, 9, 300], [900, 1, 300]), ([5_000], [4_000])):
-            paged = make.paged(filled, 16, 64, 128, dtype=torch.bfloat16)
-            row, slot, _ = paged.queries(running)
-            q = make.randn(len(row), 32, 128, dtype=torch.bfloat16)
-            given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table, 512)
-            yield make.args(*given, aligned=True, mask_landmarks=True, dtype=torch.bfloat16)
-            yield make.args(*given, chunked=True)
-
-
-@window_attention.bench
-def _(draw: Draw) -> Points:
-    for job in draw.attention():
-        window = job.layer.window
-        given = (job.q, job.k_cache, job.v_cache, job.row, job.slot, job.page_table, window)
-        kinds = {"aligned": True, "mask_landmarks": True, "dtype": job.q.dtype}
-        yield Point(
-            str(job),
-            draw.args(*given, **kinds),
-            job.window_bytes + moved(job.q, job.q),
-            job.attend_flops(job.pairs(window)),
-            job.sdpa_window(),
-        )

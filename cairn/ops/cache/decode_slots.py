@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.kernels import decode_slots_kernel
 from cairn.ops.call import Call
 from cairn.ops.checks import INT32, INT64, check_least, expect, refuse
 from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
-from cairn.ops.testing import Arguments, Cases, Make
 
 LINES = 9
 MOST = 2048
@@ -156,46 +154,3 @@ def _(call: Call) -> Tensor:
         **pdl_option(pdl),
     )
     return out
-
-
-def _arguments(make: Make, num_rows: int, size: int, count: int, most: int) -> Arguments:
-    """`count` of the rows decode; some of them fill their page."""
-    max_pages = 9
-    row = make.randint(0, 1, most) + num_rows
-    row[:count] = make.rand(num_rows).argsort()[:count].sort().values
-    first = make.randint(0, 1, most)
-    first[:count] = make.randint(0, (size - 1) * max_pages, count)
-    some = -(-count // 3)
-    first[:some] = first[:some] // (size - 1) * (size - 1) + size - 2
-    tables = make.randint(0, 99, 2 * num_rows + 1, max_pages, dtype=torch.int32)
-    last_token = make.randint(0, 500, num_rows + 1)
-    last_token[row[0]] = -1
-    # Some cells are granted, among them those that the rows look at; the others are nobody's.
-    cells = make.randint(0, 1, most) + tables.numel() - 1
-    pages = make.randint(0, 1, most, dtype=torch.int32)
-    own = row[:some] * max_pages + (first[:some] + first[:some] // (size - 1)) // size
-    cells[:some], pages[:some] = own, make.randint(0, 99, some, dtype=torch.int32)
-    return make.args(
-        *(row, first, cells, pages, last_token, tables, True),
-        *(size, 500, 99 * size + 1, 99 * size + 2),
-    )
-
-
-@decode_slots.cases
-def _(make: Make) -> Cases:
-    for sizes in ((1, 4, 1, 2), (5, 4, 3, 16), (40, 16, 40, 80), (64, 64, 50, 128), (9, 2, 9, 18)):
-        given = _arguments(make, *sizes)
-        yield given
-        for windowed, landmark_id in ((False, 500), (True, None), (False, None)):
-            args = list(given.clone().args)
-            args[6], args[8] = windowed, landmark_id
-            yield make.args(*args)
-    yield _arguments(make, 3, 4, 0, 16)
-
-
-@decode_slots.bench
-def _(draw: Draw) -> Points:
-    for rows in (1, 8, 64):
-        given = _arguments(draw, rows, 64, rows, 2 * rows)
-        least = LINES * moved(given.args[0])
-        yield Point(str(rows), given, least, alternatives=draw.by_torch(decode_slots.reference))

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.cache.kernels import write_kv_kernel
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT64, check_caches, expect
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NUMBERS = 1024
 """Of a program, which copies heads of a key and of its value."""
@@ -108,40 +106,4 @@ def _(call: Call) -> None:
             ),
             *(*call.k_cache.stride()[:2], call.k_cache.shape[2], heads, dim, parts, at_once, width),
             num_warps=gpu.warps_for(at_once * width),
-        )
-
-
-@write_kv.cases
-def _(make: Make) -> Cases:
-    for dtype, page_size, heads in ((torch.float32, 4, 3), (torch.bfloat16, 16, 1)):
-        caches = [make.randn(5, heads, page_size, 8, dtype=dtype) for _ in range(2)]
-        spot = make.tensor([0, 3, 17, -1, 2 * page_size, 5 * page_size - 1, -7], torch.int64)
-        k, v = (make.randn(7, heads, 8, dtype=dtype) for _ in range(2))
-        yield make.args(k, v, *caches, spot)
-        yield make.args(k[:2], v[:2], *caches, spot[:2])
-        yield make.args(k[:0], v[:0], *caches, spot[:0])
-        yield make.args(k[3:4], v[3:4], *caches, spot[3:4])
-        yield make.args(k, v, *(quantized.pack(cache) for cache in caches), spot)
-
-
-def _index_put(call: Call) -> None:
-    """The definition where every location is written."""
-    page, offset = call.location // call.k_cache.shape[2], call.location % call.k_cache.shape[2]
-    call.k_cache[page, :, offset] = call.k
-    call.v_cache[page, :, offset] = call.v
-
-
-@write_kv.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, size, dim = layer.kv_heads, layer.page_size, layer.head_dim
-        pages = rows // size + 64
-        k, v = (draw.randn(rows, heads, dim) for _ in range(2))
-        caches = [draw.randn(pages, heads, size, dim) for _ in range(2)]
-        spot = draw.rand(pages * size).argsort()[:rows]
-        yield Point(
-            f"{layer.name}: {rows} x {heads} x {dim}",
-            draw.args(k, v, *caches, spot),
-            moved(k, k, v, v, spot),
-            alternatives=(Alternative("index_put", _index_put), *draw.by_torch(write_kv.reference)),
         )

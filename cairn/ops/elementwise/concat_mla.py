@@ -6,24 +6,18 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.elementwise.fp8 import KINDS
 from cairn.ops.elementwise.kernels import concat_kernel
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 FEW_TOKENS = 64
 BLOCK, WARPS = 2048, 4
 """Numbers and warps of a program."""
 FEW_BLOCK, FEW_WARPS = 2048, 8
 """The same of few tokens."""
-MOST_TIMED = 4096
-"""Tokens: their queries are 600 MB."""
-HEADS, NOPE, ROPE, LATENT = 128, 128, 64, 512
-"""DeepSeek-V3's: query heads, numbers without and with a position, numbers of the latent."""
 
 
 @op(mutates=("k",))
@@ -87,36 +81,6 @@ def _(call: Call) -> None:
     _launch(*(x.view(torch.uint8) if x.dtype in KINDS else x for x in parts))
 
 
-@concat_mla_k.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        nope, rope = make.randn(5, 3, 16, dtype=dtype), make.randn(5, 1, 8, dtype=dtype)
-        yield make.args(make.empty(5, 3, 24, dtype=dtype), nope, rope)
-        joint = make.randn(7, 9, 40, dtype=dtype)
-        latent = make.randn(7, 13, dtype=dtype)
-        k = make.empty(7, 9, 32, dtype=dtype)[..., :28]
-        yield make.args(k, joint[..., :23], latent[:, None, 8:])
-    for kind in KINDS:
-        nope, rope = make.randn(5, 3, 16).to(kind), make.randn(5, 1, 8).to(kind)
-        yield make.args(make.empty(5, 3, 24, dtype=kind), nope, rope)
-    yield make.args(make.empty(0, 3, 12), make.randn(0, 3, 8), make.randn(0, 1, 4))
-
-
-def _cat(call: Call) -> Tensor:
-    return torch.cat((call.k_nope, call.k_rope.expand(-1, call.k.shape[1], -1)), dim=-1, out=call.k)
-
-
-@concat_mla_k.bench
-def _(draw: Draw) -> Points:
-    for _, each in draw.rows():
-        rows = min(each, MOST_TIMED)
-        k = draw.randn(rows, HEADS, NOPE + ROPE)
-        parts = draw.randn(rows, HEADS, NOPE), draw.randn(rows, 1, ROPE)
-        others = (Alternative("cat", _cat), *draw.by_torch(concat_mla_k.reference))
-        size = f"{rows} x {HEADS} x ({NOPE} + {ROPE})"
-        yield Point(size, draw.args(k, *parts), moved(k, *parts), alternatives=others)
-
-
 @op
 def concat_mla_absorb_q(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """[a | b] along the last dim.
@@ -170,24 +134,3 @@ def _(call: Call) -> Tensor:
     assert first is not None and second is not None and into is not None
     _launch(first, second, into)
     return result
-
-
-@concat_mla_absorb_q.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        yield make.args(make.randn(5, 3, 16, dtype=dtype), make.randn(5, 3, 8, dtype=dtype))
-        a, b = make.randn(7, 40, dtype=dtype)[:, :33], make.randn(7, 5, dtype=dtype)
-        yield make.args(a, b, out=make.empty(7, 38, dtype=dtype))
-        joint = make.randn(2, 3, 4, 9, dtype=dtype)
-        yield make.args(joint[..., :2], joint[..., 2:])
-    yield make.args(make.randn(0, 3, 8), make.randn(0, 3, 4))
-
-
-@concat_mla_absorb_q.bench
-def _(draw: Draw) -> Points:
-    for _, each in draw.rows():
-        rows = min(each, MOST_TIMED)
-        a, b = draw.randn(rows, HEADS, LATENT), draw.randn(rows, HEADS, ROPE)
-        others = (Alternative("cat", lambda a, b: torch.cat((a, b), dim=-1)),)
-        size = f"{rows} x {HEADS} x ({LATENT} + {ROPE})"
-        yield Point(size, draw.args(a, b), moved(a, a, b, b), alternatives=others)

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, on_host, refuse
 from cairn.ops.elementwise.kernels import downcast_kernel, fp8_kernel
 from cairn.ops.memory.rows import store_rows
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = (E4M3, E5M2)
@@ -84,28 +82,6 @@ def _(call: Call) -> Tensor:
             **pdl_option(pdl),
         )
     return result
-
-
-@fp8_quantize.cases
-def _(make: Make) -> Cases:
-    inf = float("inf")
-    edges = [0.0, -0.0, 448.0, 464.0, 1e9, -inf, 2.0**-9, 2.0**-10, 2.9e-3, 57344.0, 61440.0, 1e-7]
-    for kind in KINDS:
-        for dtype in FLOATS:
-            yield make.args(make.randn(7, 33, dtype=dtype, scale=50.0), 0.7, fp8_dtype=kind)
-        yield make.args(make.tensor(edges), fp8_dtype=kind)
-        wide = make.randn(5, 3000, dtype=torch.bfloat16)[:, 5:2900]
-        yield make.args(wide, 100.0, out=make.empty(5, 2895, dtype=kind), fp8_dtype=kind)
-        yield make.args(make.randn(3, 4, 6)[:, ::2], fp8_dtype=kind)
-        yield make.args(make.randn(0, 4), fp8_dtype=kind)
-
-
-@fp8_quantize.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x = draw.randn(rows, width)
-        others = draw.by_torch(fp8_quantize.reference)
-        yield Point(size, draw.args(x, 0.5), moved(x) + x.numel(), alternatives=others)
 
 
 @op(mutates=("k_out", "v_out"))
@@ -192,35 +168,4 @@ def _(call: Call) -> None:
             *(blocks, block, gpu.knows_e4m3(call.k.device), pdl),
             num_warps=warps,
             **pdl_option(pdl),
-        )
-
-
-@downcast_fp8.cases
-def _(make: Make) -> Cases:
-    spot = make.tensor([4, 0, 9, -1, 7], torch.int64)
-    scale, other = make.tensor([0.3]), make.tensor([7.0])
-    for dtype in FLOATS:
-        k, v = (make.randn(5, 2, 24, dtype=dtype, scale=100.0) for _ in range(2))
-        outs = [make.randint(0, 255, 20, 2, 24, dtype=torch.uint8) for _ in range(2)]
-        yield make.args(k, v, *outs, scale, other, spot)
-        wide = make.randn(5, 6, 7, dtype=dtype)
-        outs = [make.randn(20, 3, 7).to(E4M3) for _ in range(2)]
-        yield make.args(wide[:, :3], wide[:, 3:], *outs, None, scale, spot.int(), 2, 1)
-    outs = [make.randint(0, 255, 20, 2, 8, dtype=torch.uint8) for _ in range(2)]
-    yield make.args(make.randn(0, 2, 8), make.randn(0, 2, 8), *outs, None, None, spot[:0])
-
-
-@downcast_fp8.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, dim = layer.kv_heads, layer.head_dim
-        k, v = (draw.randn(rows, heads, dim) for _ in range(2))
-        slots = rows + 64
-        outs = [draw.randint(0, 255, slots, heads, dim, dtype=torch.uint8) for _ in range(2)]
-        scale, spot = draw.full((1,), 0.5), draw.rand(slots).argsort()[:rows]
-        yield Point(
-            f"{layer.name}: {rows} x {heads} x {dim}",
-            draw.args(k, v, *outs, scale, scale, spot),
-            moved(k, v, spot) + 2 * k.numel(),
-            alternatives=draw.by_torch(downcast_fp8.reference),
         )

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.elementwise.kernels import hadamard_kernel, hadamard_rows_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Arguments, Cases, Make
 
 LEAST, NARROW, LONGEST = 16, 128, 1 << 14
 """Sizes of a matrix product, and of what one program transforms."""
@@ -94,31 +92,3 @@ hadamard_transform.tolerance(
     },
     "sums of up to 2^14 numbers, in another order",
 )
-
-
-@hadamard_transform.cases
-def _(make: Make) -> Cases:
-    for dtype in FLOATS:
-        for width in (1, 7, 64, 100):
-            yield make.args(make.randn(5, width, dtype=dtype), width**-0.5)
-        yield make.args(make.randn(2, 3, 256, dtype=dtype), scale=1 / 16)
-        yield make.args(make.randn(2, 1100, dtype=dtype)[:, :1000], 1 / 32)
-    yield make.args(make.randn(3, 8), 1.0)
-    yield make.args(make.randn(2, 8192), 2.0**-6.5)
-    yield make.args(make.randn(0, 8))
-
-
-@hadamard_transform.bench
-def _(draw: Draw) -> Points:
-    sizes = [(rows, width) for _, rows, width in draw.matrices()]
-    sizes += [(rows * layer.heads, layer.head_dim) for layer, rows in draw.rows()]
-    for rows, width in sizes:
-        x = draw.randn(rows, width)
-        matrix = hadamard_transform.reference(torch.eye(width, device=x.device), width**-0.5)
-        given = Arguments((x, matrix.to(x.dtype)))
-        yield Point(
-            f"{rows} x {width}",
-            draw.args(x, width**-0.5),
-            moved(x, x),
-            alternatives=(Alternative("matmul", torch.matmul, given),),
-        )

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, on_host, refuse
 from cairn.ops.elementwise.kernels import clamp_kernel, resolve_kernel, zero_rows_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BLOCK = 512
 
@@ -44,23 +42,6 @@ def _(call: Call) -> Tensor:
     if count:
         clamp_kernel[(-(-count // BLOCK),)](call.seq_lens, out, count, BLOCK, num_warps=4)
     return out
-
-
-@clamp_position.cases
-def _(make: Make) -> Cases:
-    for dtype in INDICES:
-        yield make.args(make.tensor([0, 1, 7, -3, 1 << 30, 0, 2], dtype))
-        yield make.args(make.randint(0, 1 << 20, 1000, dtype=dtype))
-        yield make.args(make.arange(0, dtype))
-    yield make.args(make.randint(0, 99, 5, 4)[:, 1])
-
-
-@clamp_position.bench
-def _(draw: Draw) -> Points:
-    for _, count in draw.rows():
-        lengths = draw.randint(0, 1 << 17, count)
-        others = (Alternative("clamp", lambda lengths: (lengths - 1).clamp_(min=0)),)
-        yield Point(str(count), draw.args(lengths), moved(lengths, lengths), alternatives=others)
 
 
 @op(mutates=("input_ids",))
@@ -105,28 +86,6 @@ def _(call: Call) -> None:
         resolve_kernel[(-(-count // BLOCK),)](
             call.input_ids, call.future_map, count, BLOCK, num_warps=4
         )
-
-
-@resolve_future_token_ids.cases
-def _(make: Make) -> Cases:
-    for dtype in INDICES:
-        future = make.randint(0, 50000, 20, dtype=dtype)
-        yield make.args(make.tensor([5, -1, 0, -19, 700, -7, -1], dtype), future)
-        yield make.args(make.randint(-19, 1000, 1000, dtype=dtype), future)
-        yield make.args(make.arange(0, dtype), future)
-    yield make.args(make.randint(-4, 9, 6, 2)[:, 0], make.randint(0, 9, 5))
-
-
-@resolve_future_token_ids.bench
-def _(draw: Draw) -> Points:
-    for _, count in draw.rows():
-        ids, future = draw.randint(-count, count, count), draw.randint(0, 50000, count + 1)
-        others = (
-            Alternative("where", resolve_future_token_ids.reference),
-            *draw.by_torch(resolve_future_token_ids.reference),
-        )
-        least = moved(ids, ids, future)
-        yield Point(str(count), draw.args(ids, future), least, alternatives=others)
 
 
 @op(mutates=("out", "lse"))
@@ -186,36 +145,4 @@ def _(call: Call) -> None:
             ),
             *(heads * call.out.shape[2], heads, 1024, gpu.next_power_of_2(heads)),
             num_warps=4,
-        )
-
-
-@fixup_zero_kv_rows.cases
-def _(make: Make) -> Cases:
-    for dtype in FLOATS:
-        out = make.randn(9, 3, 24, dtype=dtype)
-        out[2] = float("nan")
-        lens = make.tensor([4, 0, 0, 7, 0], torch.int32)
-        begin = make.tensor([0, 2, 3, 3, 6, 8], torch.int32)
-        yield make.args(out, make.randn(9, 3), lens, begin, 3)
-    wide = make.randn(5, 1200)[:, :1100].unflatten(1, (11, 100))
-    lens, begin = make.tensor([0, 1], torch.int64), make.tensor([0, 3, 5], torch.int64)
-    yield make.args(wide, make.randn(11, 5).T, lens, begin, 3)
-    yield make.args(wide, make.randn(5, 11), lens, begin, 3)
-    yield make.args(make.randn(0, 2, 4), make.randn(0, 2), lens[:0], begin[:1] * 0, 0)
-
-
-@fixup_zero_kv_rows.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, dim, count = layer.heads, layer.head_dim, min(rows, 8)
-        length = rows // count
-        out, lse = draw.randn(rows, heads, dim), draw.randn(rows, heads, dtype=torch.float32)
-        lens = (draw.arange(count) % 2).int()
-        begin = (draw.arange(count + 1) * length).int()
-        written = moved(out, lse) * int((lens == 0).sum()) // count
-        yield Point(
-            f"{layer.name}: {rows} x {heads} x {dim}, half of {count}",
-            draw.args(out, lse, lens, begin, length),
-            written,
-            alternatives=draw.by_torch(fixup_zero_kv_rows.reference),
         )

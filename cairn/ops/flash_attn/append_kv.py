@@ -6,18 +6,14 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.flash_attn.kernels import append_kernel
 from cairn.ops.flash_attn.strides import strides
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NUMBERS = 1024
 """Of a program, which copies heads of a key or of a value."""
-SEQUENCES = 16
-"""That are timed at once."""
 
 
 @op(mutates=("k_cache", "v_cache"))
@@ -99,43 +95,3 @@ def _(call: Call) -> None:
         num_warps=warps,
         **pdl_option(pdl),
     )
-
-
-@append_kv.cases
-def _(make: Make) -> Cases:
-    int32 = torch.int32
-    lengths, index = make.tensor([3, 0, 11], int32), make.tensor([3, 0, 1], int32)
-    ends = make.tensor([0, 2, 2, 7], int32)
-    for dtype in (torch.float32, torch.bfloat16):
-        for heads, dim, wide in ((2, 16, 16), (3, 7, 40)):
-            lead = ((3, 5), (7,), (0,))
-            even, ragged, none = (
-                [make.randn(*size, heads, width, dtype=dtype) for width in (dim, wide)]
-                for size in lead
-            )
-            lines = [make.randn(4, 20, heads, width, dtype=dtype) for width in (dim, wide)]
-            pages = [make.randn(15, 6, heads, width, dtype=dtype) for width in (dim, wide)]
-            table = make.rand(15).argsort().view(3, 5).int()
-            yield make.args(*even, *lines, lengths, None, None, None)
-            yield make.args(*even, *lines, lengths, None, None, index)
-            yield make.args(*ragged, *pages, lengths, ends, table, None)
-            yield make.args(*ragged, *lines, lengths, ends - 1, None, index)
-            yield make.args(*none, *pages, lengths, ends * 0, table, None)
-
-
-@append_kv.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, size, dim = layer.kv_heads, layer.page_size, layer.head_dim
-        batch = min(rows, SEQUENCES)
-        new = rows // batch
-        k, v = (draw.randn(batch, new, heads, dim) for _ in range(2))
-        # A page is full already.
-        pages = batch * (1 + -(-new // size))
-        caches = [draw.randn(pages, size, heads, dim) for _ in range(2)]
-        table = draw.rand(pages).argsort().view(batch, -1).int()
-        lengths = draw.full((batch,), size, torch.int32)
-        given = draw.args(k, v, *caches, lengths, None, table, None)
-        size_of = f"{layer.name}: {batch} x {new} x {heads} x {dim}"
-        others = draw.by_torch(append_kv.reference)
-        yield Point(size_of, given, moved(k, k, v, v), alternatives=others)

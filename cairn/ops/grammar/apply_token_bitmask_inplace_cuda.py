@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.grammar.kernels import bitmask_kernel
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "apply_token_bitmask_inplace_cuda"
 BITS = 32
@@ -122,41 +120,4 @@ def _(call: Call) -> None:
             ),
             num_warps=warps,
             **pdl_option(pdl),
-        )
-
-
-@mask_tokens.cases
-def _(make: Make) -> Cases:
-    low, high = -(1 << 31), (1 << 31) - 1
-    words = torch.int32
-    yield make.args(make.randn(3, 70), make.randint(low, high, 3, 3, dtype=words))
-    for dtype in FLOATS:
-        # Blocks inside a row, which begin between the words of the mask.
-        long = make.randn(3, 2501, dtype=dtype)
-        yield make.args(long, make.randint(low, high, 3, 79, dtype=words))
-    yield make.args(make.randn(2, 96), make.tensor([[0, -1, low], [1, 0, high]], dtype=words))
-    yield make.args(make.randn(2, 96), make.randint(low, high, 2, 2, dtype=words))
-    yield make.args(make.randn(2, 33), make.randint(low, high, 2, 5, dtype=words))
-    yield make.args(make.randn(63), make.randint(low, high, 2, dtype=words))
-    yield make.args(make.randn(63), make.randint(low, high, 1, 2, dtype=words))
-    yield make.args(make.randn(3, 200)[:, :97], make.randint(low, high, 3, 8, dtype=words)[:, :4])
-    rows = make.tensor([4, 0], dtype=torch.int64)
-    bits = make.randint(low, high, 5, 10, dtype=words)
-    yield make.args(make.randn(5, 301, dtype=torch.bfloat16), bits, rows)
-    yield make.args(make.randn(5, 301, dtype=torch.float16), bits, rows.int())
-    yield make.args(make.randn(6, 301), bits, rows)
-    yield make.args(make.randn(5, 40), bits[:, :2], rows[:0])
-    yield make.args(make.randn(0, 40), bits[:0, :2])
-
-
-@mask_tokens.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        logits = draw.randn(rows, vocabulary, dtype=torch.float32)
-        words = draw.randint(-(1 << 31), 1 << 31, rows, -(-vocabulary // BITS), dtype=torch.int32)
-        yield Point(
-            f"{rows} x {vocabulary}",
-            draw.args(logits, words),
-            moved(logits, logits, words),
-            alternatives=draw.by_torch(mask_tokens.reference),
         )

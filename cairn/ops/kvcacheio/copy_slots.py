@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points
 from cairn.ops.call import Call
 from cairn.ops.kvcacheio.kernels import copy_kernel
 from cairn.ops.kvcacheio.layout import Layout
 from cairn.ops.memory.addresses import tensor_at
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 WORD = 8
 TABLE = torch.uint64
@@ -126,52 +124,3 @@ def _(call: Call) -> None:
         *(call.src_k.dtype == TABLE, call.dst_k.dtype == TABLE, rows, block),
         num_warps=4,
     )
-
-
-@copy_slots.cases
-def _(make: Make) -> Cases:
-    layers, heads, size, pages = 3, 2, 4, 5
-    slots = size * pages
-    source = make.tensor([19, 0, 7, 6, 13], dtype=torch.int64)
-    target = make.tensor([1, 18, 2, 3, 12], dtype=torch.int64)
-    for dtype in (torch.float32, torch.bfloat16):
-        item = heads * 12 * dtype.itemsize
-        dim = layers * item
-        near = [make.randn(slots, heads, 12, dtype=dtype) for _ in range(4)]
-        far = [make.randn(slots, layers, heads, 12, dtype=dtype) for _ in range(2)]
-        first, head = [dim, 1, 1], [dim, size, heads]
-        own = [item, 1, 1]
-        yield make.args(source, target, *near, item, 1, 0, own, own)
-        yield make.args(source, target, *near[:2], None, None, item, 1, 7, own, own)
-        pairs = (far[0], near[0], far[1], near[1])
-        for layout in (first, head):
-            yield make.args(source, target, *pairs, item, 1, 2, layout, own)
-            yield make.args(source, target, *pairs[::-1], item, 1, 1, own, layout)
-        yield make.args(source[:0], target[:0], *near, item, 1, 0, own, own)
-        padded = make.tensor([19, -1, 7, 6, -1], dtype=torch.int64)
-        yield make.args(padded, target, *near, item, 1, 0, own, own)
-        yield make.args(source, padded, *pairs, item, 1, 1, head, own)
-
-
-def _index_copy(
-    source: Tensor, target: Tensor, src_k: Tensor, dst_k: Tensor, src_v: Tensor, dst_v: Tensor
-) -> None:
-    """torch's operators on rows, for layers of one layout."""
-    dst_k.index_copy_(0, target, src_k[source])
-    dst_v.index_copy_(0, target, src_v[source])
-
-
-@copy_slots.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        item = layer.kv_heads * layer.head_dim * draw.dtype.itemsize
-        slots = 2 * rows + 64
-        caches = [draw.randn(slots, item // draw.dtype.itemsize) for _ in range(4)]
-        source, target = (draw.rand(slots).argsort()[:rows] for _ in range(2))
-        plain = draw.args(source, target, *caches)
-        yield Point(
-            f"{layer.name}: {rows} x {item} bytes",
-            draw.args(source, target, *caches, item, 1, 0, [item, 1, 1], [item, 1, 1]),
-            4 * rows * item,
-            alternatives=(Alternative("index_copy", _index_copy, plain),),
-        )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect, refuse
 from cairn.ops.kvcacheio.kernels import ring_read_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BLOCK = 4096
 """Words that are on their way at once."""
@@ -66,21 +63,3 @@ def _(call: Call) -> None:
         ),
         num_warps=gpu.warps_for(block),
     )
-
-
-@ring_read.cases
-def _(make: Make) -> Cases:
-    for count, (entries, lines, width) in ((0, (1, 3, 16)), (6, (4, 10, 48)), (9, (2, 1, 5000))):
-        ring = make.randint(-(1 << 62), 1 << 62, entries, lines, width)
-        target = make.empty(lines, width, dtype=torch.int64)
-        taken = make.tensor([count], torch.int64)
-        yield make.args(target, ring, taken)
-        yield make.args(target[:2, :7], ring[:, :2, :7], taken)
-
-
-@ring_read.bench
-def _(draw: Draw) -> Points:
-    for rows in (1, 8, 64):
-        ring = draw.randint(0, 1 << 40, 4, 4, rows)
-        given = draw.args(ring[0].clone(), ring, draw.tensor([3], torch.int64))
-        yield Point(f"4 x {rows}", given, 2 * moved(ring[0]))

@@ -5,14 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect, refuse
 from cairn.ops.kvcacheio.kernels import ring_write_kernel
 from cairn.ops.kvcacheio.ring_read import check_ring
 from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op(mutates=("ring", "kept"))
@@ -79,23 +77,3 @@ def _(call: Call) -> None:
         num_warps=gpu.warps_for(block),
         **pdl_option(pdl),
     )
-
-
-@ring_write.cases
-def _(make: Make) -> Cases:
-    for count, (entries, width, numbers) in ((1, (1, 16, 16)), (7, (4, 48, 33)), (4, (4, 8, 0))):
-        values = make.randint(-1, 1 << 40, numbers)
-        ring = make.randint(0, 9, entries, width)
-        taken = make.tensor([count], INT64[0])
-        yield make.args(values, ring, taken)
-        kept, place = make.randint(0, 9, numbers + 2), make.rand(numbers + 2).argsort()
-        yield make.args(values, ring, taken, kept, place[:numbers])
-
-
-@ring_write.bench
-def _(draw: Draw) -> Points:
-    for rows in (1, 8, 64):
-        values = draw.randint(0, 1 << 40, rows)
-        ring, count = draw.randint(0, 1, 4, 2 * rows), draw.tensor([3], INT64[0])
-        kept = draw.args(draw.randint(0, 1, rows + 1), draw.arange(rows))
-        yield Point(str(rows), draw.args(values, ring, count, *kept.args), 4 * moved(values))

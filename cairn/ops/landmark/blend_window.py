@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, check_dtype, expect
 from cairn.ops.landmark import loops
 from cairn.ops.landmark.kernels.summary import blend_window_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 AT_ONCE, WARPS = 512, 4
 """Numbers and warps of a program."""
@@ -73,25 +71,3 @@ def _(call: Call) -> Tensor:
     lines = (x.flatten(0, 1) for x in (call.o_pages, call.o_window))
     loops.blend_window(*map(cpu.numbers, (*lines, call.window_weight.flatten(), out.flatten(0, 1))))
     return out
-
-
-@blend_window.cases
-def _(make: Make) -> Cases:
-    pages, window, weight = make.randn(3, 4, 16), make.randn(3, 4, 16), make.rand(3, 4)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        yield make.args(pages, window, weight, dtype)
-    yield make.args(pages[:0], window[:0], weight[:0], torch.float32)
-
-
-@blend_window.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        shape = (rows, layer.heads, layer.head_dim)
-        pages, window = (draw.randn(*shape, dtype=torch.float32) for _ in range(2))
-        weight = draw.rand(*shape[:2])
-        yield Point(
-            f"{layer.name}: {rows} x {layer.heads} x {layer.head_dim}",
-            draw.args(pages, window, weight, draw.dtype),
-            moved(pages, window, weight) + pages.numel() * draw.dtype.itemsize,
-            alternatives=draw.by_torch(blend_window.reference),
-        )

@@ -9,7 +9,6 @@ from torch import Tensor
 from cairn.ops import cpu, gpu
 from cairn.ops.attention import launch, tiles
 from cairn.ops.attention.window_attention import window_attention
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, check_caches, check_queries, check_slots, expect
 from cairn.ops.landmark import (
@@ -23,14 +22,13 @@ from cairn.ops.landmark.checks import check_keys, check_rule, check_summaries
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.landmark.select_pages import select_pages
-from cairn.ops.landmark.select_task import STRATEGIES, Task, short_pages, task_of
+from cairn.ops.landmark.select_task import Task, short_pages, task_of
 from cairn.ops.landmark.store_prior_summary import (
     completed_pages,
     store_completed,
     store_prior_summary,
 )
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op(mutates=("summary_key", "summary_bias"))
@@ -264,76 +262,3 @@ landmark_attention.tolerance(
     "weights of pages and window are rounded to bfloat16 where they meet the values, in other "
     "places than in the definition",
 )
-
-
-@landmark_attention.cases
-def _(make: Make) -> Cases:
-    for dtype, size, groups, group in (
-        (torch.float32, 8, 2, 4),
-        (torch.bfloat16, 16, 1, 8),
-        (torch.float32, 4, 3, 1),
-    ):
-        heads = groups * group
-        lengths, counts = (275, 9, 90), (20, 9, 2)
-        paged = make.paged(lengths, groups, size, 16, dtype=dtype)
-        row, slot, _ = paged.queries(counts)
-        pages = paged.k_cache.shape[0]
-        q = make.randn(row.numel(), heads, 16, dtype=dtype)
-        # Whole numbers: scores that rounding cannot bring into another order.
-        z = make.randint(-3, 4, row.numel(), heads, 16).to(dtype)
-        key = make.randint(-2, 3, pages, heads, 16).to(dtype)
-        bias = make.randint(0, 5, pages, heads).float() / 4
-        caches = (paged.k_cache, paged.v_cache)
-        where = (row, slot, paged.page_table, 2 * size + 1, 3)
-        for softmax1 in (False, True):
-            yield make.args(q, z, *caches, key, bias, *where, softmax1)
-        yield make.args(q, z, *caches, key, None, *where, True, scale=0.5)
-        yield make.args(q, z, *caches, key, bias, *where, True, chunked=True)
-        stored = {"store_summaries": True}
-        if group > 1:
-            yield make.args(q, z, *caches, key, bias, *where, True, **stored)
-            wide = (*where[:3], 40, *where[4:])
-            yield make.args(q, z, *caches, key, bias, *wide, True, **stored)
-        landmark = make.randint(-2, 3, pages, groups, 16).to(dtype)
-        for strategy in STRATEGIES:
-            yield make.args(q, z, *caches, landmark, None, *where, True, strategy=strategy)
-        one = (row[5:6], slot[5:6], *where[2:])
-        yield make.args(q[5:6], z[5:6], *caches, key, bias, *one, True)
-        none = (row[:0], slot[:0], *where[2:])
-        yield make.args(q[:0], z[:0], *caches, key, bias, *none, True)
-        bytes_of = paged.quantized()
-        yield make.args(q, z, bytes_of.k_cache, bytes_of.v_cache, key, bias, *where, True)
-        # Rows so short that they select all that is left of their windows.
-        short = make.paged((6 * size, 9, 3 * size + 1), groups, size, 16, dtype=dtype)
-        row, slot, _ = short.queries((size + 2, 9, 1))
-        given = (q[: len(row)], z[: len(row)], short.k_cache, short.v_cache)
-        few = (key[: len(short.k_cache)], bias[: len(short.k_cache)])
-        where = (row, slot, short.page_table[:, :-1], *where[3:])
-        for softmax1 in (False, True):
-            yield make.args(*given, *few, *where, softmax1)
-        yield make.args(*given, few[0], None, *where, True, scale=0.5, strategy="head")
-        yield make.args(*given, *few, *where, True, chunked=True, store_summaries=True)
-    if make.device != "cpu":
-        # As many tiles as fill a GPU.
-        paged = make.paged((3_000, 900), 2, 64, 64, dtype=torch.bfloat16)
-        row, slot, _ = paged.queries((800, 200))
-        q, z = (make.randint(-2, 3, 1_000, 16, 64).to(torch.bfloat16) for _ in range(2))
-        key = make.randint(-1, 2, len(paged.k_cache), 16, 64).to(torch.bfloat16)
-        where = (row, slot, paged.page_table, 256, 8)
-        yield make.args(q, z, paged.k_cache, paged.v_cache, key, None, *where, True)
-
-
-@landmark_attention.bench
-def _(draw: Draw) -> Points:
-    for job in draw.attention():
-        layer, (key, bias) = job.layer, draw.summaries(job)
-        where = (job.row, job.slot, job.page_table, layer.window, layer.topk)
-        read = layer.topk * (layer.page_size - 1)
-        for name, z in draw.landmark_queries(job):
-            yield Point(
-                f"{job}{name}",
-                draw.args(job.q, z, job.k_cache, job.v_cache, key, bias, *where, True),
-                job.window_bytes + job.selected_bytes + job.summary_bytes + moved(z, z, z),
-                job.attend_flops(job.pairs(layer.window) + job.q.shape[0] * read) + job.score_flops,
-                job.dense(),
-            )

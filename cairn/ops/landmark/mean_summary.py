@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.call import Call
 from cairn.ops.checks import INT64, check_cache, expect
 from cairn.ops.landmark.kernels.summary import mean_summary_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 WARPS = 1
 """Of a program: a page and a KV head."""
@@ -64,27 +62,3 @@ def _(call: Call) -> Tensor:
             num_warps=WARPS,
         )
     return key
-
-
-@mean_summary.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        cache = make.randn(6, 2, 8, 16, dtype=dtype)
-        cache[2] = torch.nan
-        yield make.args(cache, make.tensor([5, 0, 3], torch.int64))
-        yield make.args(cache, make.tensor([], torch.int64))
-        yield make.args(quantized.pack(cache), make.tensor([5, 0, 3], torch.int64))
-
-
-@mean_summary.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        count = -(-rows // layer.page_size)
-        cache = draw.randn(2 * count, layer.kv_heads, layer.page_size, layer.head_dim)
-        pages = draw.rand(2 * count).argsort()[:count]
-        yield Point(
-            f"{layer.name}: pages of {rows} slots",
-            draw.args(cache, pages),
-            moved(cache[:count], cache[:count, :, 0]),
-            alternatives=draw.by_torch(mean_summary.reference),
-        )

@@ -8,16 +8,13 @@ from torch import Tensor
 
 from cairn.ops import cpu, gpu
 from cairn.ops.attention import launch, paging, tiles
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INT32, check_caches, check_queries, check_rows, expect
 from cairn.ops.cpu import amx
 from cairn.ops.landmark import page_cpu, page_launch, tile_loops
 from cairn.ops.landmark.checks import check_keys
-from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 _BLOCK_NUMBERS = 256 * 64
 """Largest product of tokens and d of a block: of eight heads that is 512 KiB of sums."""
@@ -197,71 +194,3 @@ def _(call: Call) -> Tensor:
     """Every token reads its own pages; few tokens share a token's pages among programs."""
     job = _pages(call)
     return page_launch.attend_few(job)
-
-
-@page_attention.cases
-def _(make: Make) -> Cases:
-    for dtype, size, heads, group, dim in (
-        (torch.float32, 8, 2, 4, 16),
-        (torch.bfloat16, 16, 1, 8, 16),
-        (torch.float32, 4, 3, 1, 16),
-        (torch.bfloat16, 64, 2, 3, 64),
-    ):
-        lengths = (75, 9, 90) if size < 64 else (600, 70, 720)
-        counts = (50, 0, 30)
-        paged = make.paged(lengths, heads, size, dim, dtype=dtype)
-        paged.k_cache[:, :, -1] = torch.nan
-        row, slot, _ = paged.queries(counts)
-        indices = torch.full((row.numel(), heads, 5), -1, dtype=torch.int32, device=row.device)
-        for token, last in enumerate((slot // size).tolist()):
-            chosen = min(last, token % 6)
-            for head in range(heads):
-                picked = make.randint(0, 1 << 30, last).argsort()[:chosen].sort().values
-                indices[token, head, :chosen] = picked
-        weights = make.rand(row.numel(), heads * group, 5)
-        q = make.randn(row.numel(), heads * group, dim, dtype=dtype)
-        caches = (paged.k_cache, paged.v_cache)
-        yield make.args(q, *caches, row, paged.page_table, indices, weights)
-        some = slice(40, 43)
-        given = (row[some], paged.page_table, indices[some], weights[some])
-        yield make.args(q[some], *caches, *given, 0.4)
-        full = (indices >= 0).all(dim=-1).all(dim=-1).nonzero()[:1, 0]
-        given = (row[full], paged.page_table, indices[full], weights[full])
-        yield make.args(q[full], *caches, *given)
-        none = torch.full_like(indices, -1)
-        yield make.args(q, *caches, row, paged.page_table, none, weights)
-        yield make.args(q[:0], *caches, row[:0], paged.page_table, none[:0], weights[:0])
-        many = make.randint(0, row.numel(), page_launch.SHARING_TOKENS + 9)
-        given = (row[many], paged.page_table, indices[many], weights[many])
-        yield make.args(q[many], *caches, *given)
-        if size > 4:
-            bytes_of = paged.quantized()
-            caches = (bytes_of.k_cache, bytes_of.v_cache)
-            yield make.args(q[many], *caches, *given)
-            yield make.args(
-                q[some], *caches, row[some], paged.page_table, indices[some], weights[some]
-            )
-
-
-@page_attention.bench
-def _(draw: Draw) -> Points:
-    definition = Alternative("definition", page_attention.reference)
-    for job in draw.attention():
-        layer, (key, bias) = job.layer, draw.summaries(job)
-        lse = draw.randn(*job.q.shape[:2], dtype=torch.float32)
-        for name, z in draw.landmark_queries(job):
-            where, rule = (job.row, job.slot, job.page_table), (layer.window, layer.topk)
-            indices, scores = select_pages(
-                *(z, key, bias, lse, *where, layer.page_size, *rule), num_kv_heads=layer.kv_heads
-            )
-            weights = torch.softmax(scores, dim=-1)
-            yield Point(
-                f"{job}{name}",
-                draw.args(
-                    *(job.q, job.k_cache, job.v_cache, job.row, job.page_table, indices, weights)
-                ),
-                job.selected_bytes + moved(job.q, job.q, indices, weights),
-                job.attend_flops(job.q.shape[0] * layer.topk * (layer.page_size - 1)),
-                # For many tokens it takes seconds.
-                (definition,) if job.step.tokens == 1 else (),
-            )

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
 from cairn.ops.landmark import loops
 from cairn.ops.landmark.kernels.summary import page_weights_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -98,31 +96,3 @@ def shared_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor,
     mass = torch.logsumexp(lse.unflatten(1, (-1, group)), dim=2)
     weights, window_weight = page_weights(scores, mass, softmax1)
     return weights.repeat_interleave(group, 1), window_weight.repeat_interleave(group, 1)
-
-
-@page_weights.cases
-def _(make: Make) -> Cases:
-    scores, lse = make.randn(5, 4, 6, scale=5.0), make.randn(5, 4, scale=5.0)
-    scores[0, :, 2:] = -torch.inf
-    scores[1] = -torch.inf
-    scores[2] = -torch.inf
-    lse[2] = -torch.inf
-    lse[3, 1] = -torch.inf
-    scores[4, 0], lse[4, 0] = -200.0, -190.0
-    for softmax1 in (False, True):
-        yield make.args(scores, lse, softmax1)
-        yield make.args(scores[:0], lse[:0], softmax1)
-        yield make.args(scores[..., :1], lse, softmax1)
-
-
-@page_weights.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        scores = draw.randn(rows, layer.heads, layer.topk, dtype=torch.float32)
-        lse = draw.randn(rows, layer.heads, dtype=torch.float32)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.heads} x {layer.topk}",
-            draw.args(scores, lse, True),
-            moved(scores, scores, lse, lse),
-            alternatives=draw.by_torch(page_weights.reference),
-        )

@@ -7,13 +7,11 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import paging
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.call import Call
 from cairn.ops.landmark.checks import check_pooling
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 A_WARP = 4096
 """Numbers of a page's keys that one warp holds."""
@@ -91,37 +89,3 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
             **gpu.ONE_SUM,
         )
     return key, bias
-
-
-@prior_summary.cases
-def _(make: Make) -> Cases:
-    for dtype, size, heads, group in (
-        (torch.float32, 8, 2, 4),
-        (torch.bfloat16, 16, 3, 1),
-        (torch.float32, 2, 1, 2),
-    ):
-        cache = make.randn(9, heads, size, 16, dtype=dtype)
-        cache[:, :, -1] = torch.nan
-        query = make.randn(4, heads * group, 16, dtype=dtype, scale=3.0)
-        pages = make.tensor([7, 0, 3, 8], torch.int64)
-        yield make.args(query, cache, pages)
-        yield make.args(query[:1], cache, pages[:1], 0.7)
-        yield make.args(query[:0], cache, pages[:0])
-        if size > 2:
-            yield make.args(query, quantized.pack(cache), pages)
-
-
-@prior_summary.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        count = -(-rows // layer.page_size)
-        cache = draw.randn(2 * count, layer.kv_heads, layer.page_size, layer.head_dim)
-        pages = draw.rand(2 * count).argsort()[:count]
-        query = draw.randn(count, layer.heads, layer.head_dim)
-        yield Point(
-            f"{layer.name}: pages of {rows} slots",
-            draw.args(query, cache, pages),
-            moved(cache[:count], query, query) + 4 * count * layer.heads,
-            4.0 * query.numel() * layer.page_size,
-            draw.by_torch(prior_summary.reference),
-        )

@@ -7,14 +7,12 @@ from torch import Tensor
 
 from cairn.ops import cpu, gpu
 from cairn.ops.attention import paging
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, check_least, check_slots, expect
 from cairn.ops.landmark import loops, select_cpu, select_launch
 from cairn.ops.landmark.checks import check_rule, check_summaries
-from cairn.ops.landmark.select_task import NO_PAGE, STRATEGIES, candidate_pages, store, task_of
+from cairn.ops.landmark.select_task import NO_PAGE, candidate_pages, store, task_of
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -192,91 +190,3 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     scale = call.lmk_q.shape[2] ** -0.5 if call.scale is None else call.scale
     job = _selection(call.replaced(lmk_q=summed, scale=scale, strategy="head", num_kv_heads=groups))
     return select_launch.select(job, few=True)
-
-
-@select_pages.cases
-def _(make: Make) -> Cases:
-    for dtype, size, groups, group in (
-        (torch.float32, 8, 2, 4),
-        (torch.bfloat16, 4, 1, 8),
-        (torch.float32, 4, 3, 1),
-    ):
-        heads = groups * group
-        lengths, counts = (175, 9, 190, 31), (100, 9, 1, 2)
-        paged = make.paged(lengths, groups, size, 16, dtype=dtype)
-        row, slot, _ = paged.queries(counts)
-        pages = paged.k_cache.shape[0]
-        z = make.randn(row.numel(), heads, 16, dtype=dtype)
-        key = make.randn(pages, heads, 16, dtype=dtype)
-        key[paged.page_table[:, -1].long()] = torch.nan
-        bias = make.rand(pages, heads) * 3
-        lse = make.randn(row.numel(), heads)
-        where = (row, slot, paged.page_table, size, 2 * size + 1, 3)
-        yield make.args(z, key, bias, lse, *where, num_kv_heads=groups)
-        yield make.args(z, key, bias, lse, *where[:-1], 500, num_kv_heads=groups)
-        landmark = paged.k_cache[:, :, -1]
-        for strategy in STRATEGIES:
-            yield make.args(z, landmark, None, lse, *where, strategy=strategy)
-        # All scores equal: whole numbers, whose sums no order of addition can round apart.
-        equal, whole = torch.ones_like(key), make.randint(-3, 4, *z.shape).to(dtype)
-        yield make.args(whole, equal, None, lse, *where, num_kv_heads=groups)
-        # Long rows in which pages recur: ties again, and more candidates than a few blocks hold,
-        # then than blocks of few hold.
-        fourths = make.randint(-8, 9, pages, heads, 16).to(dtype) / 4
-        for width, topk in ((700, 3), (700, 20), (4200, 20)):
-            table = make.randint(0, pages - 2, 2, width, dtype=torch.int32)
-            some, last = make.randint(0, 2, 7), make.randint(500 * size, width * size, 7)
-            far = (some, last, table, size, 2 * size + 1, topk)
-            yield make.args(whole[:7], fourths, None, lse[:7], *far, num_kv_heads=groups)
-        one = (row[-3:-2], slot[-3:-2], *where[2:])
-        yield make.args(z[-3:-2], key, bias, lse[-3:-2], *one, 0.3, num_kv_heads=groups)
-        # Numbers a head, and heads a key, that tiles of a CPU take.
-        wide, near = (make.randn(*x.shape[:2], 32, dtype=dtype) for x in (z, key))
-        yield make.args(wide, near, bias, lse, *where, num_kv_heads=groups)
-        yield make.args(wide, near[:, :groups], None, lse, *where)
-        none = (row[:0], slot[:0], *where[2:])
-        yield make.args(z[:0], key, bias, lse[:0], *none, num_kv_heads=groups)
-
-
-def _by_topk(
-    z: Tensor,
-    key: Tensor,
-    bias: Tensor,
-    lse: Tensor,
-    pages: Tensor,
-    candidates: Tensor,
-    *options: int,
-) -> tuple[Tensor, Tensor]:
-    """hils from torch's operators, for one page list [n, C] a row; options: h_kv, K."""
-    groups, topk = options
-    queries = z.view(pages.shape[0], -1, *z.shape[1:]).transpose(1, 2)
-    u = queries @ key[pages].permute(0, 2, 3, 1) * z.shape[2] ** -0.5
-    u = (u + bias[pages].transpose(1, 2).unsqueeze(2)).transpose(1, 2).flatten(0, 1)
-    outside = torch.arange(u.shape[2], device=u.device) >= candidates[:, None, None]
-    u = u.float().masked_fill(outside, -torch.inf)
-    score = u - torch.logaddexp(lse, u.logsumexp(dim=2)).unsqueeze(2)
-    found = score.unflatten(1, (groups, -1)).amax(dim=2).topk(topk).indices.sort(dim=-1).values
-    return found, u.unflatten(1, (groups, -1)).gather(
-        3, found.unsqueeze(2).expand(-1, -1, u.shape[1] // groups, -1)
-    )
-
-
-@select_pages.bench
-def _(draw: Draw) -> Points:
-    for job in draw.attention():
-        layer, (key, bias) = job.layer, draw.summaries(job)
-        z, lse = draw.randn(*job.q.shape), draw.randn(*job.q.shape[:2], dtype=torch.float32)
-        rule = (layer.page_size, layer.window, layer.topk)
-        pages = job.page_table[:, : job.candidates].long()
-        candidates = candidate_pages(job.slot, layer.page_size, layer.window, "hils")
-        plain = draw.args(z, key, bias, lse, pages, candidates, layer.kv_heads, layer.topk)
-        yield Point(
-            str(job),
-            draw.args(
-                *(z, key, bias, lse, job.row, job.slot, job.page_table, *rule),
-                num_kv_heads=layer.kv_heads,
-            ),
-            job.summary_bytes + moved(z),
-            job.score_flops,
-            (Alternative("topk", _by_topk, plain),),
-        )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
@@ -14,7 +13,6 @@ from cairn.ops.landmark.checks import check_pooling
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
 from cairn.ops.landmark.prior_summary import prior_summary, warps_of
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 def completed_pages(row: Tensor, slot: Tensor, page_table: Tensor, page_size: int) -> Tensor:
@@ -125,45 +123,3 @@ def store_completed(
     """store_prior_summary of the pages whose last slots tokens are in, with their own queries."""
     pages = completed_pages(row, slot, page_table, k_cache.shape[2])
     store_prior_summary(query, k_cache, pages, key_pool, bias_pool, scale)
-
-
-@store_prior_summary.cases
-def _(make: Make) -> Cases:
-    for dtype, size, heads, group in ((torch.float32, 8, 2, 4), (torch.bfloat16, 16, 3, 1)):
-        cache = make.randn(9, heads, size, 16, dtype=dtype)
-        query = make.randn(4, heads * group, 16, dtype=dtype, scale=3.0)
-        keys = make.randn(9, heads * group, 16, dtype=dtype)
-        biases = make.randn(9, heads * group)
-        pages = make.tensor([7, 0, 3, 8], torch.int64)
-        yield make.args(query, cache, pages, keys, biases)
-        yield make.args(query, cache, pages, None, biases, 0.7)
-        yield make.args(query, cache, pages, keys, None)
-        yield make.args(query, cache, make.tensor([-1, 5, -1, 2], torch.int64), keys, biases)
-        yield make.args(query[:1], cache, make.tensor([-1], torch.int64), keys, biases)
-        yield make.args(query[:0], cache, pages[:0], keys, biases)
-        yield make.args(query, quantized.pack(cache), pages, keys, biases)
-
-
-def _index_put(
-    query: Tensor, k_cache: Tensor, pages: Tensor, key_pool: Tensor, bias_pool: Tensor
-) -> None:
-    """The definition where every page is one."""
-    key_pool[pages], bias_pool[pages] = prior_summary.reference(query, k_cache, pages)
-
-
-@store_prior_summary.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        count = -(-rows // layer.page_size)
-        cache = draw.randn(2 * count, layer.kv_heads, layer.page_size, layer.head_dim)
-        pages = draw.rand(2 * count).argsort()[:count]
-        query = draw.randn(count, layer.heads, layer.head_dim)
-        keys = draw.randn(2 * count, layer.heads, layer.head_dim)
-        biases = draw.rand(2 * count, layer.heads)
-        yield Point(
-            f"{layer.name}: pages of {rows} slots",
-            draw.args(query, cache, pages, keys, biases),
-            moved(cache[:count], query, query, biases[:count]),
-            4.0 * query.numel() * layer.page_size,
-            (Alternative("index_put", _index_put),),
-        )

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from cairn.ops import cpu, gpu
 from cairn.ops.activation.silu_and_mul import gate_rows, in_lanes, silu_and_mul
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.linear import skinny_gemm, skinny_gemm_cpu, skinny_gemm_panel, wgmma_launch
@@ -15,7 +14,6 @@ from cairn.ops.linear.checks import check_product
 from cairn.ops.linear.linear import normed
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -130,41 +128,3 @@ def _(call: Call) -> Tensor:
 gated_linear.tolerance(
     {torch.bfloat16: (2e-2, 3e-2)}, "normed tokens and products are rounded in between, or are not"
 )
-
-
-@gated_linear.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        for rows, width, numbers in (
-            *((1, 64, 9), (2, 48, 33), (5, 96, 20), (17, 64, 32)),
-            *((64, 512, 96), (90, 128, 64), (70, 48, 5)),
-        ):
-            weight = make.randn(2 * numbers, width, dtype=dtype, scale=width**-0.5)
-            x = make.randn(rows, width, dtype=dtype)
-            yield make.args(x, weight)
-            yield make.args(x, weight, make.randn(width, dtype=dtype), 1e-5)
-    yield make.args(make.randn(0, 64), make.randn(18, 64))
-    if make.device != "cpu":
-        # So large that a GPU streams it.
-        weight = make.randn(2 * 3100, 1400, dtype=torch.bfloat16, scale=0.03)
-        yield make.args(make.randn(19, 1400, dtype=torch.bfloat16), weight)
-
-
-def _by_torch(x: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
-    normed = torch.nn.functional.rms_norm(x, norm.shape, norm, 1e-6)
-    gate, up = torch.nn.functional.linear(normed, weight).chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
-
-
-@gated_linear.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.products():
-        x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
-        weight = draw.randn(2 * layer.intermediate, layer.hidden, scale=layer.hidden**-0.5)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden} x 2 x {layer.intermediate}",
-            draw.args(x, weight, norm),
-            moved(x, weight, norm) + rows * layer.intermediate * x.element_size(),
-            2.0 * rows * weight.numel(),
-            draw.by_torch(_by_torch, "rms_norm, linear, silu"),
-        )

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import check_dtype
 from cairn.ops.linear import skinny_gemm, skinny_gemm_cpu, skinny_gemm_panel, wgmma_launch
 from cairn.ops.linear.checks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 def normed(input: Tensor, norm: Tensor | None, eps: float) -> Tensor:
@@ -137,63 +135,3 @@ def _(call: Call) -> Tensor:
 linear.tolerance(
     {torch.bfloat16: (1.6e-2, 2e-2)}, "normed tokens are rounded before the product, or are not"
 )
-
-
-@linear.cases
-def _(make: Make) -> Cases:
-    sizes = ((1, 64, 9), (2, 48, 33), (5, 96, 20), (16, 32, 8), (70, 48, 5))
-    for dtype in (torch.float32, torch.bfloat16):
-        for rows, width, numbers in sizes:
-            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
-            x, bias = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
-            yield make.args(x, weight, bias)
-            yield make.args(x, weight, None, make.randn(width, dtype=dtype), 1e-5, torch.float32)
-    # A head of very many numbers, for more tokens than one tile.
-    numbers = skinny_gemm.MANY_ROWS + 5
-    for rows, dtype in ((17, torch.float32), (40, torch.bfloat16)):
-        weight = make.randn(numbers, 64, dtype=dtype, scale=0.125)
-        x, bias = make.randn(rows, 64, dtype=dtype), make.randn(numbers, dtype=dtype)
-        yield make.args(x, weight, bias, make.randn(64, dtype=dtype), 1e-6, torch.float32)
-    for rows, width, numbers, dtype in (
-        (17, 512, 48, torch.float32),
-        (70, 512, 96, torch.bfloat16),
-    ):
-        weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
-        x, norm = (
-            make.randn(rows, width + 8, dtype=dtype)[:, :width],
-            make.randn(width, dtype=dtype),
-        )
-        yield make.args(x, weight)
-        yield make.args(x, weight, None, norm, 1e-5, torch.float32)
-    wide = make.randn(2, 3, 128)[..., :64]
-    yield make.args(wide, make.randn(7, 64))
-    yield make.args(wide[:, 0], make.randn(7, 64))
-    yield make.args(make.randn(0, 64), make.randn(7, 64))
-    if make.device != "cpu":
-        # So large that a GPU streams it.
-        weight = make.randn(6200, 1400, dtype=torch.bfloat16, scale=0.03)
-        yield make.args(make.randn(19, 1400, dtype=torch.bfloat16), weight)
-
-
-def _by_torch(x: Tensor, weight: Tensor, _: None, norm: Tensor) -> Tensor:
-    return torch.nn.functional.linear(
-        torch.nn.functional.rms_norm(x, norm.shape, norm, 1e-6), weight
-    )
-
-
-@linear.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.products():
-        shapes = [("qkv", rows, 2 * (layer.heads + layer.kv_heads) * layer.head_dim)]
-        if rows == 1:
-            shapes += [("head", count, layer.vocabulary) for count in (1, 8, 64)]
-        for name, rows, numbers in shapes:
-            x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
-            weight = draw.randn(numbers, layer.hidden, scale=layer.hidden**-0.5)
-            yield Point(
-                f"{layer.name} {name}: {rows} x {layer.hidden} x {numbers}",
-                draw.args(x, weight, None, norm),
-                moved(x, weight, norm) + rows * numbers * x.element_size(),
-                2.0 * rows * weight.numel(),
-                draw.by_torch(_by_torch, "rms_norm, linear"),
-            )

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import expect
 from cairn.ops.linear import skinny_gemm, skinny_gemm_cpu, skinny_gemm_panel, wgmma_launch
 from cairn.ops.linear.checks import check_product
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op(mutates=("residual",))
@@ -86,40 +84,3 @@ def _(call: Call) -> None:
     residual.addmm_(call.input, call.weight.t())
     if call.bias is not None:
         residual += call.bias
-
-
-@linear_add.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        for rows, width, numbers in ((1, 64, 9), (2, 48, 33), (5, 96, 20), (70, 48, 5)):
-            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
-            x = make.randn(rows, width, dtype=dtype)
-            residual = make.randn(rows, numbers, dtype=dtype)
-            yield make.args(x, residual, weight)
-            yield make.args(x, residual, weight, make.randn(numbers, dtype=dtype))
-    yield make.args(make.randn(3, 128)[:, :64], make.randn(3, 20)[:, 3:12], make.randn(9, 64))
-    yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64))
-    if make.device != "cpu":
-        # So large that a GPU streams it.
-        weight = make.randn(1000, 8400, dtype=torch.bfloat16, scale=0.01)
-        x, residual = (make.randn(19, n, dtype=torch.bfloat16) for n in (8400, 1000))
-        yield make.args(x, residual, weight)
-
-
-def _by_torch(x: Tensor, residual: Tensor, weight: Tensor) -> None:
-    residual.addmm_(x, weight.t())
-
-
-@linear_add.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.products():
-        for name, width in (("out", layer.heads * layer.head_dim), ("down", layer.intermediate)):
-            x, residual = draw.randn(rows, width), draw.randn(rows, layer.hidden)
-            weight = draw.randn(layer.hidden, width, scale=width**-0.5)
-            yield Point(
-                f"{layer.name} {name}: {rows} x {width} x {layer.hidden}",
-                draw.args(x, residual, weight),
-                moved(x, weight, residual, residual),
-                2.0 * rows * weight.numel(),
-                draw.by_torch(_by_torch, "addmm_"),
-            )

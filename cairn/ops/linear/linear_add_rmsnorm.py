@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import expect
 from cairn.ops.linear import skinny_gemm, skinny_gemm_panel, wgmma_launch
@@ -15,7 +14,6 @@ from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.norm.launch import check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op(mutates=("residual",))
@@ -125,49 +123,3 @@ def _(call: Call) -> Tensor:
 linear_add_rmsnorm.tolerance(
     {torch.bfloat16: (2e-2, 3e-2)}, "sums are rounded in between and before the norm, or are not"
 )
-
-
-@linear_add_rmsnorm.cases
-def _(make: Make) -> Cases:
-    few = ((2, 48, 33), (3, 2048, 13), (17, 128, 64), (130, 64, 64))
-    # Sums of more numbers differ by more than float32 is compared with, in another order.
-    more = ((16, 4096, 40), (40, 512, 192), (64, 4096, 64), (100, 512, 128))
-    for dtype, sizes in ((torch.float32, few), (torch.bfloat16, few + more)):
-        for rows, width, numbers in sizes:
-            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
-            x, norm = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
-            residual = make.randn(rows, numbers, dtype=dtype)
-            yield make.args(x, residual, weight, norm)
-            yield make.args(x, residual, weight, norm, make.randn(numbers, dtype=dtype), 1e-5)
-    wide = make.randn(5, 3072)[:, :2048], make.randn(5, 26)[:, 1:14]
-    yield make.args(*wide, make.randn(13, 2048, scale=0.02), make.randn(13))
-    wide = make.randn(70, 128)[:, :64], make.randn(70, 130)[:, 1:65]
-    yield make.args(*wide, make.randn(64, 64, scale=0.1), make.randn(64))
-    yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64), make.randn(9))
-    if make.device != "cpu":
-        # So large that a GPU streams it.
-        weight = make.randn(1000, 8400, dtype=torch.bfloat16, scale=0.01)
-        shapes = (19, 8400), (19, 1000), (1000,)
-        x, residual, norm = (make.randn(*shape, dtype=torch.bfloat16) for shape in shapes)
-        yield make.args(x, residual, weight, norm)
-
-
-def _by_torch(x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
-    residual.addmm_(x, weight.t())
-    return torch.nn.functional.rms_norm(residual, norm.shape, norm, 1e-6)
-
-
-@linear_add_rmsnorm.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.products():
-        for name, width in (("out", layer.heads * layer.head_dim), ("down", layer.intermediate)):
-            x, residual = draw.randn(rows, width), draw.randn(rows, layer.hidden)
-            weight = draw.randn(layer.hidden, width, scale=width**-0.5)
-            norm = draw.randn(layer.hidden)
-            yield Point(
-                f"{layer.name} {name}: {rows} x {width} x {layer.hidden}",
-                draw.args(x, residual, weight, norm),
-                moved(x, weight, residual, residual, residual, norm),
-                2.0 * rows * weight.numel(),
-                draw.by_torch(_by_torch, "addmm_, rms_norm"),
-            )

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.memory.kernels import store_rows_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BLOCK = 1024
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -87,41 +85,3 @@ def _(call: Call) -> None:
         ),
         num_warps=gpu.warps_for(block),
     )
-
-
-@set_kv_buffer_kernel.cases
-def _(make: Make) -> Cases:
-    for dtype, index in ((torch.float32, torch.int64), (torch.bfloat16, torch.int32)):
-        caches = make.randn(9, 3, 5, dtype=dtype), make.randn(9, 3, 7, dtype=dtype)
-        loc = make.tensor([8, 0, -1, 3], dtype=index)
-        k, v = make.randn(4, 3, 5, dtype=dtype), make.randn(4, 6, 7, dtype=dtype)[:, 1:4]
-        yield make.args(*caches, loc, k, v)
-        yield make.args(*caches, loc[:0], k[:0], v[:0], fallback=True)
-    wide = [make.randn(6, 1100) for _ in range(4)]
-    yield make.args(*wide[:2], make.tensor([5, 1, 2], torch.int64), wide[2][:3], wide[3][:3])
-    bytes_ = [make.randint(0, 120, 7, 64).to(torch.uint8) for _ in range(4)]
-    numbers = [x.view(torch.float8_e4m3fn) for x in bytes_]
-    yield make.args(*numbers[:2], make.tensor([6, 1], torch.int64), numbers[2][:2], numbers[3][:2])
-
-
-def _index_put(k_cache: Tensor, v_cache: Tensor, loc: Tensor, k: Tensor, v: Tensor) -> None:
-    k_cache[loc] = k
-    v_cache[loc] = v
-
-
-@set_kv_buffer_kernel.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        shape = (layer.kv_heads, layer.head_dim)
-        caches = [draw.randn(rows + 4096, *shape) for _ in range(2)]
-        k, v = (draw.randn(rows, *shape) for _ in range(2))
-        loc = draw.rand(rows + 4096).argsort()[:rows]
-        yield Point(
-            f"{layer.name}: {rows} x {layer.kv_heads} x {layer.head_dim}",
-            draw.args(*caches, loc, k, v),
-            moved(k, k, v, v, loc),
-            alternatives=(
-                Alternative("index_put", _index_put),
-                *draw.by_torch(set_kv_buffer_kernel.reference),
-            ),
-        )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect
 from cairn.ops.memory.kernels import take_rows_kernel
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BLOCK = 1024
 
@@ -57,26 +54,3 @@ def _(call: Call) -> Tensor:
             **pdl_option(pdl),
         )
     return out
-
-
-@take_rows.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        yield make.args(make.randn(40, 48, dtype=dtype), make.randint(0, 40, 7))
-    wide = make.randn(9, 2 * BLOCK + 5)
-    yield make.args(wide, make.randint(0, 9, 3).int())
-    yield make.args(wide[:, 3 : BLOCK + 6], make.randint(0, 9, 12))
-    yield make.args(wide, make.arange(0))
-
-
-@take_rows.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        table = draw.randn(layer.vocabulary, layer.hidden)
-        index = draw.randint(0, layer.vocabulary, rows)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}",
-            draw.args(table, index),
-            moved(index) + 2 * moved(table[:1]) * rows,
-            alternatives=draw.by_torch(take_rows.reference),
-        )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.norm.kernels import qknorm_kernel
@@ -14,7 +12,6 @@ from cairn.ops.norm.launch import check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "fused_inplace_qknorm"
 NUMBERS, WARPS = 2048, 4
@@ -90,30 +87,4 @@ def _(call: Call) -> None:
             *(q_heads, k_heads, dim, call.eps, programs, at_once, block, pdl),
             num_warps=WARPS,
             **pdl_option(pdl),
-        )
-
-
-@fused_inplace_qknorm.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        q_weight, k_weight = make.randn(16, dtype=dtype), make.randn(16, dtype=dtype)
-        q, k = make.randn(5, 4, 16, dtype=dtype), make.randn(5, 2, 16, dtype=dtype)
-        yield make.args(q, k, q_weight, k_weight)
-        joint = make.randn(3, 112, dtype=dtype)
-        yield make.args(joint[:, :48], joint[:, 48:80], q_weight, k_weight, 1e-5, head_dim=16)
-        q, k = make.randn(1, 33, 24, dtype=dtype), make.randn(1, 1, 24, dtype=dtype)
-        yield make.args(q, k, make.randn(24), make.randn(24))
-    yield make.args(make.randn(0, 4, 16), make.randn(0, 2, 16), make.randn(16), make.randn(16))
-
-
-@fused_inplace_qknorm.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
-        q, k = draw.randn(rows, heads, dim), draw.randn(rows, kv_heads, dim)
-        yield Point(
-            f"{layer.name}: {rows} x {heads} + {kv_heads} x {dim}",
-            draw.args(q, k, draw.randn(dim), draw.randn(dim)),
-            moved(q, q, k, k),
-            alternatives=draw.by_torch(fused_inplace_qknorm.reference),
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
 from cairn.ops.norm.kernels import qknorm_rows_kernel
@@ -14,7 +12,6 @@ from cairn.ops.norm.launch import LONGEST, check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "fused_inplace_qknorm_across_heads"
 
@@ -78,27 +75,4 @@ def _(call: Call) -> None:
             pdl,
             num_warps=warps,
             **pdl_option(pdl),
-        )
-
-
-@fused_inplace_qknorm_across_heads.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        q, k = make.randn(5, 96, dtype=dtype), make.randn(5, 33, dtype=dtype)
-        yield make.args(q, k, make.randn(96, dtype=dtype), make.randn(33, dtype=dtype))
-        joint = make.randn(3, 80, dtype=dtype)
-        yield make.args(joint[:, :63], joint[:, 64:], make.randn(63), make.randn(16), 1e-5)
-    yield make.args(make.randn(0, 8), make.randn(0, 4), make.randn(8), make.randn(4))
-
-
-@fused_inplace_qknorm_across_heads.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        q_width, k_width = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-        q, k = draw.randn(rows, q_width), draw.randn(rows, k_width)
-        yield Point(
-            f"{layer.name}: {rows} x {q_width} + {k_width}",
-            draw.args(q, k, draw.randn(q_width), draw.randn(k_width)),
-            moved(q, q, k, k),
-            alternatives=draw.by_torch(fused_inplace_qknorm_across_heads.reference),
         )

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.call import Call
-from cairn.ops.norm.cases import norm_cases
 from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
 from cairn.ops.registry import op
 
@@ -45,17 +43,3 @@ def _(call: Call) -> None:
 @gemma_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
 def _(call: Call) -> Tensor:
     return norm_rows(call.input, call.weight, call.eps, call.out, shifted=True)
-
-
-gemma_rmsnorm.cases(norm_cases)
-
-
-@gemma_rmsnorm.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, weight = draw.randn(rows, width), draw.randn(width)
-        others = (
-            *draw.by_torch(gemma_rmsnorm.reference),
-            *flashinfer("norm.gemma_rmsnorm"),
-        )
-        yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
 from cairn.ops.call import Call
 from cairn.ops.norm import loops
-from cairn.ops.norm.cases import norm_cases
 from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
 from cairn.ops.registry import op
 
@@ -69,18 +67,3 @@ def _(call: Call) -> Tensor:
 @rmsnorm.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
 def _(call: Call) -> Tensor:
     return norm_rows(call.input, call.weight, call.eps, call.out)
-
-
-rmsnorm.cases(norm_cases)
-
-
-@rmsnorm.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, weight = draw.randn(rows, width), draw.randn(width)
-        others = (
-            Alternative("rms_norm", lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)),
-            *draw.by_torch(rmsnorm.reference),
-            *flashinfer("norm.rmsnorm"),
-        )
-        yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)

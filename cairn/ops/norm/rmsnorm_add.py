@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
-from cairn.ops.norm.cases import sum_cases
 from cairn.ops.norm.kernels import rmsnorm_add_kernel
 from cairn.ops.norm.launch import both_in_rows, check_sum, rows_of
-from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
 
@@ -63,18 +60,3 @@ def _(call: Call) -> None:
             num_warps=gpu.warps_for(block),
             **pdl_option(pdl),
         )
-
-
-rmsnorm_add.cases(sum_cases)
-
-
-@rmsnorm_add.bench
-def _(draw: Draw) -> Points:
-    def apart(input: Tensor, residual: Tensor, weight: Tensor) -> None:
-        residual.add_(rmsnorm(input, weight))
-
-    for size, rows, width in draw.matrices():
-        x, residual = (draw.randn(rows, width) for _ in range(2))
-        given = draw.args(x, residual, draw.randn(width))
-        others = (Alternative("rmsnorm, add", apart), *draw.by_torch(rmsnorm_add.reference))
-        yield Point(size, given, moved(x, residual, residual), alternatives=others)

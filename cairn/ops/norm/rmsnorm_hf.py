@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
-from cairn.ops.norm.cases import norm_cases
 from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
 from cairn.ops.registry import op
 
@@ -48,14 +46,3 @@ def _(call: Call) -> None:
 @rmsnorm_hf.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
 def _(call: Call) -> Tensor:
     return norm_rows(call.input, call.weight, call.eps, call.out, rounded=True)
-
-
-rmsnorm_hf.cases(norm_cases)
-
-
-@rmsnorm_hf.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, weight = draw.randn(rows, width), draw.randn(width)
-        others = (*draw.by_torch(rmsnorm_hf.reference),)
-        yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.quantization import launch
 from cairn.ops.quantization.codes import INT8_MAX, inverse, scale_for
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 RULE = launch.Rule(-INT8_MAX, INT8_MAX, "nearest", inverse=True)
 
@@ -56,28 +54,3 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     rows = call.x if call.x.dim() == 2 else call.x.reshape(-1, width)
     launch.quantize(rows, codes.view(-1, width), scale.view(-1, 1), width, RULE)
     return codes, scale
-
-
-@per_token_quant_int8.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x = make.randn(5, 1000, dtype=dtype, scale=3.0)
-        x[3] = 0.0
-        yield make.args(x)
-        yield make.args(make.randn(2, 3, 63, dtype=dtype))
-    # Halves, which are rounded to even.
-    yield make.args((make.arange(255) - 127).float().repeat(2, 1) * make.tensor([[1.0], [0.5]]))
-    yield make.args(make.randn(4, 128, dtype=torch.bfloat16)[:, :64])
-    yield make.args(make.randn(0, 7))
-
-
-@per_token_quant_int8.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, layer.hidden)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}",
-            draw.args(x),
-            moved(x) + x.numel() + 4 * rows,
-            alternatives=draw.by_torch(per_token_quant_int8.reference),
-        )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect, refuse
 from cairn.ops.quantization import nvfp4
@@ -14,7 +13,6 @@ from cairn.ops.quantization.codes import E4M3
 from cairn.ops.quantization.kernels import nvfp4_experts_kernel
 from cairn.ops.quantization.nvfp4_launch import EXPERTS_A_WARP, in_rows, programs_of
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -108,36 +106,3 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
         num_warps=warps,
     )
     return codes, scales
-
-
-@scaled_fp4_experts_quant.cases
-def _(make: Make) -> Cases:
-    offsets = make.tensor([0, 3, 3, 133], dtype=torch.int32)
-    starts = make.tensor([0, 128, 128, 384], dtype=torch.int32)
-    scales = make.tensor([1.0, 20.0, 300.0])
-    for dtype in (torch.bfloat16, torch.float32):
-        yield make.args(make.randn(136, 80, dtype=dtype), scales, offsets, starts, 1)
-    order = make.randint(0, 68, 136, dtype=torch.int32)
-    yield make.args(make.randn(68, 16), scales, offsets, starts, 2, order)
-    # In any order, and rows of nobody behind those of the last.
-    ends = make.tensor([0, 2, 2, 5], dtype=torch.int32)
-    anywhere = make.tensor([256, 0, 128, 0], dtype=torch.int32)
-    for index in (torch.int32, torch.int64):
-        order = make.randint(0, 3, 6, dtype=index)
-        yield make.args(make.randn(3, 70)[:, :64], scales, ends, anywhere, 2, order)
-    yield make.args(make.randn(0, 16), scales, offsets * 0, starts * 0, 8)
-
-
-@scaled_fp4_experts_quant.bench
-def _(draw: Draw) -> Points:
-    for layer, tokens in draw.rows():
-        rows = min(tokens, 2048)
-        x, scale = draw.randn(8 * rows, layer.hidden), draw.rand(8) + 1.0
-        offsets = torch.arange(9, dtype=torch.int32, device=draw.device) * rows
-        starts = torch.arange(9, dtype=torch.int32, device=draw.device) * (-(-rows // 128) * 128)
-        yield Point(
-            f"{layer.name}: 8 x {rows} x {layer.hidden}",
-            draw.args(x, scale, offsets, starts, 1),
-            moved(x) + x.numel() * 9 // 16,
-            alternatives=draw.by_torch(scaled_fp4_experts_quant.reference),
-        )

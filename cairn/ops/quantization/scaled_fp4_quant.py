@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.quantization import launch, nvfp4, nvfp4_launch
 from cairn.ops.quantization.codes import E4M3_MAX
 from cairn.ops.quantization.kernels import global_scale_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -64,20 +62,6 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     return nvfp4_launch.quantize(rows, call.input_global_scale)
 
 
-@scaled_fp4_quant.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.bfloat16, torch.float32):
-        yield make.args(make.randn(7, 48, dtype=dtype, scale=3.0), make.tensor([100.0]))
-    yield make.args(make.randn(2, 65, 16, dtype=torch.float16), make.tensor([7.0]))
-    yield make.args(make.full((2, 32), 0.0), make.tensor([1.0]))
-    halves = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
-    yield make.args(make.tensor([*halves, *(-half for half in halves)]), make.tensor([1.0]))
-    beyond = make.tensor([[float("inf"), -1e30, 0.0, -0.0] * 8, [1e-30] * 32])
-    yield make.args(beyond, make.tensor([1e6]))
-    yield make.args(make.randn(3, 5000, dtype=torch.bfloat16)[:, :4112], make.tensor([600.0]))
-    yield make.args(make.randn(0, 64), make.tensor([1.0]))
-
-
 @op
 def suggest_nvfp4_global_scale(x: Tensor) -> Tensor:
     """448 * 6 / max |x| as [1] float32: the block with the largest number has the scale 448.
@@ -112,37 +96,3 @@ def _(call: Call) -> Tensor:
     block = min(launch.AMAX_BLOCK, gpu.next_power_of_2(max(1, count)))
     global_scale_kernel[(1,)](x, scale, count, block, num_warps=8)
     return scale
-
-
-@suggest_nvfp4_global_scale.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        yield make.args(make.randn(3, 100, dtype=dtype))
-        yield make.args(make.randn(5, 70, 100, dtype=dtype, scale=30.0))
-    yield make.args(make.tensor([1.0, -float("inf")]))
-    yield make.args(make.full((4,), 0.0))
-    yield make.args(make.randn(0))
-
-
-@scaled_fp4_quant.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, layer.hidden)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}",
-            draw.args(x, suggest_nvfp4_global_scale(x)),
-            moved(x) + x.numel() * 9 // 16,
-            alternatives=draw.by_torch(scaled_fp4_quant.reference),
-        )
-
-
-@suggest_nvfp4_global_scale.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, layer.hidden)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}",
-            draw.args(x),
-            moved(x),
-            alternatives=draw.by_torch(suggest_nvfp4_global_scale.reference),
-        )

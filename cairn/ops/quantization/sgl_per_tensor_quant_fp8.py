@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.pdl import pdl_option, uses_pdl
@@ -14,7 +13,6 @@ from cairn.ops.quantization import launch
 from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, inverse, scale_for
 from cairn.ops.quantization.kernels import tensor_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BLOCK, STATIC_BLOCK, WARPS = 4096, 2048, 8
 """Numbers of a program, the same where the scale is given, and warps."""
@@ -93,31 +91,3 @@ def _(call: Call) -> None:
         num_warps=warps,
         **pdl_option(pdl),
     )
-
-
-@sgl_per_tensor_quant_fp8.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        for shape in ((7, 63), (3, 7, 1000)):
-            x = make.randn(*shape, dtype=dtype, scale=30.0)
-            codes = make.empty(*shape, dtype=E4M3)
-            yield make.args(x, codes, make.empty(1), False)
-            yield make.args(x, codes, make.tensor([0.07]), True)
-    yield make.args(make.full((9,), 0.0), make.empty(9, dtype=E4M3), make.empty(1), False)
-    yield make.args(make.randn(0, 4), make.empty(0, 4, dtype=E4M3), make.empty(1), False)
-    yield make.args(make.randn(5, 8)[:, ::2], make.empty(5, 4, dtype=E4M3), make.empty(1), False)
-
-
-@sgl_per_tensor_quant_fp8.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, layer.hidden)
-        codes, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(1, dtype=torch.float32)
-        size = f"{layer.name}: {rows} x {layer.hidden}"
-        for static, read in ((True, moved(x)), (False, 2 * moved(x))):
-            yield Point(
-                f"{size}, {'static' if static else 'dynamic'}",
-                draw.args(x, codes, scale.fill_(0.1), static),
-                read + moved(codes),
-                alternatives=draw.by_torch(sgl_per_tensor_quant_fp8.reference),
-            )

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.quantization import launch
 from cairn.ops.quantization.codes import E4M3, divided, inverse, powers_of_two, scale_for
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BYTES = torch.uint8
 
@@ -142,54 +140,3 @@ def _(call: Call) -> None:
 
 sgl_per_token_group_quant_fp8 = sgl_per_token_group_quant_8bit
 sgl_per_token_group_quant_int8 = sgl_per_token_group_quant_8bit
-
-
-def column_major(make: Make, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] with rows side by side, a multiple of 4 of them in memory."""
-    return make.empty(columns, -(-rows // 4) * 4, dtype=dtype).t()[:rows]
-
-
-@sgl_per_token_group_quant_8bit.cases
-def _(make: Make) -> Cases:
-    words = torch.int32
-    for dtype, codes in (
-        (torch.float32, E4M3),
-        (torch.bfloat16, E4M3),
-        (torch.float32, torch.int8),
-        (torch.float16, torch.int8),
-    ):
-        x = make.randn(7, 6 * 32, dtype=dtype, scale=5.0)
-        x[2, 32:64] = 0.0
-        into = make.empty(7, 6 * 32, dtype=codes)
-        yield make.args(x, into, make.empty(7, 6), 32)
-        yield make.args(x, into, column_major(make, 7, 4, torch.float32), 48, 1e-4, -100.0, 100.0)
-        yield make.args(x, into, column_major(make, 7, 2, words), 32, scale_ue8m0=True)
-    wide = make.randn(3, 2 * 256, dtype=torch.bfloat16)
-    power = {"scale_ue8m0": True}
-    yield make.args(wide[:, :256], make.empty(3, 256, dtype=E4M3), make.empty(3, 2), 128, **power)
-    experts = make.randn(3, 5, 2 * 96)
-    used = make.tensor([5, 0, 2], dtype=words)
-    own = {"masked_m": used, "fuse_silu_and_mul": True}
-    zeros = torch.zeros_like(experts[..., :96], dtype=E4M3)
-    yield make.args(experts, zeros, make.full((3, 5, 3), 0.0), 32, **own)
-    exponents = make.full((3, 1, 8), 0.0, dtype=words).transpose(1, 2)[:, :5]
-    yield make.args(experts, zeros, exponents, 32, **own, scale_ue8m0=True)
-    gate = make.randn(5, 2 * 63)
-    fused = {"fuse_silu_and_mul": True}
-    yield make.args(gate, make.empty(5, 63, dtype=E4M3), make.empty(5, 3), 21, **fused)
-    yield make.args(make.randn(0, 64), make.empty(0, 64, dtype=E4M3), make.empty(0, 1), 64)
-
-
-@sgl_per_token_group_quant_8bit.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        group = 128 if layer.hidden % 128 == 0 else 32
-        x = draw.randn(rows, layer.hidden)
-        codes = torch.empty_like(x, dtype=E4M3)
-        scale = x.new_empty(rows, layer.hidden // group, dtype=torch.float32)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}, groups of {group}",
-            draw.args(x, codes, scale, group),
-            moved(x, codes, scale),
-            alternatives=draw.by_torch(sgl_per_token_group_quant_8bit.reference),
-        )

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 from cairn.ops.norm.launch import check_weight
@@ -17,7 +16,6 @@ from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary import launch
 from cairn.ops.rotary.kernels import qk_norm_rope_kernel
-from cairn.ops.testing import Cases, Make
 
 NAME = "fused_qk_norm_rope"
 AT_ONCE, WARPS = 8, 4
@@ -147,59 +145,4 @@ def _(call: Call) -> None:
             *(groups, at_once, call.is_neox, call.factor != 1, math.log2(call.base), pdl),
             num_warps=WARPS,
             **pdl_option(pdl),
-        )
-
-
-@fused_qk_norm_rope.cases
-def _(make: Make) -> Cases:
-    plain, yarn = (1.0, 1.0, 32.0, 1.0), (2.5, 1.0, 5.0, 0.9)
-    for dtype in (torch.float32, torch.bfloat16):
-        weights = make.randn(16, dtype=dtype), make.randn(16, dtype=dtype)
-        spot = make.randint(0, 300, 5, dtype=torch.int32)
-        given = (4, 2, 2, 16, 1e-5, *weights, 10000.0)
-        yield make.args(make.randn(5, 128, dtype=dtype), *given, True, spot, *plain)
-        yield make.args(make.randn(5, 128, dtype=dtype), *given, False, spot.long(), *yarn, 8)
-        weights = make.randn(24), make.randn(24)
-        given = (1, 1, 0, 24, 1e-6, *weights, 500000.0)
-        wide = make.randn(3, 60, dtype=dtype)[:, 7:55]
-        yield make.args(wide, *given, True, spot[:3], 4.0, 3.0, 3.0, 1.2, rotary_dim=10)
-    weights = make.randn(8), make.randn(8)
-    none = make.arange(0)
-    yield make.args(make.randn(0, 32), 2, 1, 1, 8, 1e-6, *weights, 1e4, True, none, *plain)
-
-
-def _apart(call: Call) -> None:
-    """Two norms and a rotation by angles of a table."""
-    q = call.qkv[:, : call.num_heads_q * call.head_dim].unflatten(-1, (-1, call.head_dim))
-    k = call.qkv[:, call.num_heads_q * call.head_dim :].unflatten(-1, (-1, call.head_dim))[
-        :, : call.num_heads_k
-    ]
-    rmsnorm(q, call.q_weight, call.eps, out=q)
-    rmsnorm(k, call.k_weight, call.eps, out=k)
-    inverse = float(call.base) ** (
-        torch.arange(0, call.head_dim, 2, device=call.qkv.device) / -call.head_dim
-    )
-    angle = call.position_ids[:, None] * inverse
-    cos, sin = angle.cos(), angle.sin()
-    launch.rotate(q, cos, sin, call.head_dim, call.is_neox)
-    launch.rotate(k, cos, sin, call.head_dim, call.is_neox)
-
-
-@fused_qk_norm_rope.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
-        qkv = draw.randn(rows, (heads + 2 * kv_heads) * dim)
-        weights = draw.randn(dim), draw.randn(dim)
-        spot = draw.randint(0, 8192, rows)
-        given = (heads, kv_heads, kv_heads, dim, 1e-6, *weights, 1e4, True, spot)
-        normed = qkv[:, : (heads + kv_heads) * dim]
-        yield Point(
-            f"{layer.name}: {rows} x {heads} + {kv_heads} x {dim}",
-            draw.args(qkv, *given, 1.0, 1.0, 32.0, 1.0),
-            moved(normed, normed, spot),
-            alternatives=(
-                Alternative("apart", _apart),
-                *draw.by_torch(fused_qk_norm_rope.reference),
-            ),
         )

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, expect, refuse
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import head_norm_rope_kernel
-from cairn.ops.testing import Cases, Make
 
 WARPS = 4
 """Of a program."""
@@ -96,27 +94,3 @@ def _(call: Call) -> Tensor:
             **pdl_option(pdl),
         )
     return out
-
-
-@head_norm_rope.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        weight = make.randn(5, 16, dtype=dtype)
-        yield make.args(make.randn(7, 5, 16, dtype=dtype), weight, make.randn(7, 16))
-        wide = make.randn(3, 7, 16, dtype=dtype)
-        yield make.args(wide[:, :5], weight, None, eps=1e-5)
-        yield make.args(make.randn(0, 5, 16, dtype=dtype), weight, make.randn(0, 16))
-
-
-@head_norm_rope.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, dim = layer.heads + layer.kv_heads, layer.head_dim
-        x, weight = draw.randn(rows, heads, dim), draw.randn(heads, dim)
-        angles = draw.randn(rows, dim, dtype=torch.float32)
-        yield Point(
-            f"{layer.name}: {rows} x {heads} x {dim}",
-            draw.args(x, weight, angles),
-            moved(x, x, weight, angles),
-            alternatives=draw.by_torch(head_norm_rope.reference),
-        )

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.quantized import is_quantized
 from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.call import Call
@@ -22,7 +21,6 @@ from cairn.ops.rotary.split_norm_rope import (
     programs_of,
     split_norm_rope,
 )
-from cairn.ops.testing import Cases, Make
 
 HEADS_AT_ONCE, SPREAD_TOKENS = 16, 256
 """Heads of a program while there are few tokens."""
@@ -210,63 +208,3 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     )
     write_kv(k, v, call.k_cache, call.v_cache, call.location)
     return q, z
-
-
-@heads_into_cache.cases
-def _(make: Make) -> Cases:
-    location = make.tensor([17, 3, -1, 31, 8], torch.int64)
-    for dtype in (torch.float32, torch.bfloat16):
-        caches = [make.randn(4, 2, 8, 16, dtype=dtype) for _ in range(2)]
-        wide = make.randn(5, (4 + 2 + 2) * 16 + 7, dtype=dtype)
-        up, angles = make.randn(5, 4 * 16, dtype=dtype), make.randn(5, 16)
-        low = (wide, up, make.randn(10, 16, dtype=dtype), angles)
-        yield make.args(*low, *caches, location, 4)
-        plain = (wide, None, make.randn(6, 16, dtype=dtype), None)
-        yield make.args(*plain, *caches, location, 4, 1e-5)
-        own = make.randn(5, (4 + 2 + 4 + 2) * 16, dtype=dtype)
-        yield make.args(own, None, make.randn(10, 16, dtype=dtype), angles, *caches, location, 4)
-        yield make.args(*low, *caches, location, 4, whole=True)
-        yield make.args(*plain, *caches, location, 4, 1e-5, True)
-        one = [make.randn(3, 1, 4, 24, dtype=dtype) for _ in range(2)]
-        weight = make.randn(6, 24, dtype=dtype)
-        given = (make.randn(3, 200, dtype=dtype), None, weight, make.randn(3, 24))
-        yield make.args(*given, *one, location[1:4] % 12, 5)
-        yield make.args(*given, *one, location[1:4] % 12, 5, whole=True)
-        for at in (1, 2):
-            alone, turn = wide[at : at + 1], angles[at : at + 1]
-            there = (*caches, location[at : at + 1], 4)
-            yield make.args(alone, up[:1], low[2], turn, *there)
-            yield make.args(alone, None, plain[2], None, *there, 1e-5)
-            yield make.args(own[:1], None, low[2], turn, *there)
-            yield make.args(own[:1], None, low[2], turn, *there, whole=True)
-        # Heads that lanes of a CPU take.
-        caches = [make.randn(4, 2, 8, 32, dtype=dtype) for _ in range(2)]
-        wide, turn = make.randn(5, 12 * 32, dtype=dtype), make.randn(5, 32)
-        weight = make.randn(10, 32, dtype=dtype)
-        yield make.args(wide, None, weight[:6], None, *caches, location, 4, 1e-5)
-        yield make.args(wide, None, weight, turn, *caches, location, 4)
-    many = SPREAD_TOKENS + 44
-    caches = [make.randn(40, 2, 8, 16) for _ in range(2)]
-    given = (make.randn(many, 20 * 16), None, make.randn(18, 16), make.randn(many, 16))
-    places = make.rand(320).argsort()[:many]
-    yield make.args(*given, *caches, places, 8)
-    yield make.args(*given, *caches, places, 8, whole=True)
-    empty = (make.randn(0, 128), None, make.randn(6, 16), make.randn(0, 16))
-    yield make.args(*empty, *(make.randn(4, 2, 8, 16) for _ in range(2)), location[:0], 4)
-
-
-@heads_into_cache.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        q, kv, dim = layer.heads, layer.kv_heads, layer.head_dim
-        projected, weight = draw.randn(rows, 2 * (q + kv) * dim), draw.randn(2 * q + kv, dim)
-        angles = draw.randn(rows, dim, dtype=torch.float32)
-        pages = rows // layer.page_size + 64
-        caches = [draw.randn(pages, kv, layer.page_size, dim) for _ in range(2)]
-        spot = draw.rand(pages * layer.page_size).argsort()[:rows]
-        yield Point(
-            f"{layer.name}: {rows} x {2 * (q + kv)} x {dim}",
-            draw.args(projected, None, weight, angles, *caches, spot, q),
-            moved(projected, projected, weight, angles, spot),
-            alternatives=draw.by_torch(heads_into_cache.reference),
-        )

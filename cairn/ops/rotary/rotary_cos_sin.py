@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INDICES, expect
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import cos_sin_kernel
-from cairn.ops.testing import Cases, Make
 
 AT_ONCE, WARPS = 128, 4
 """Angles and warps of a program: one a thread, for each may take long."""
@@ -58,22 +56,3 @@ def _(call: Call) -> Tensor:
             **pdl_option(pdl),
         )
     return out
-
-
-@rotary_cos_sin.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randint(0, 1000, 9), make.rand(16))
-    yield make.args(make.randint(0, 1 << 20, 5), make.rand(32) * 1e-3)
-    yield make.args(make.arange(0), make.rand(4))
-
-
-@rotary_cos_sin.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        positions, inv_freq = draw.randint(0, 1 << 17, rows), draw.rand(layer.head_dim // 2)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.head_dim}",
-            draw.args(positions, inv_freq),
-            moved(positions, inv_freq) + 4 * rows * layer.head_dim,
-            alternatives=draw.by_torch(rotary_cos_sin.reference),
-        )

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary.head_norm_rope import check_angles, rotated
 from cairn.ops.rotary.kernels import split_norm_rope_kernel
-from cairn.ops.testing import Cases, Make
 
 BLOCK_TOKENS = 256
 """What the CPU takes through all passes at once, in the caches."""
@@ -235,42 +233,3 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         for target, part in zip((q, k, z), turned.split(counts, dim=1), strict=True):
             target[at] = part
     return q, k, z
-
-
-@split_norm_rope.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        angles = make.randn(5, 16)
-        wide = make.randn(5, 4 * 16 + 2 * 16 + 2 * 16 + 7, dtype=dtype)
-        up = make.randn(5, 4 * 16, dtype=dtype)
-        yield make.args(wide, up, make.randn(10, 16, dtype=dtype), angles, 4, 2)
-        yield make.args(wide, None, make.randn(6, 16, dtype=dtype), angles, 4, 2, 1e-5)
-        own = make.randn(5, (4 + 2 + 4 + 2) * 16, dtype=dtype)
-        yield make.args(own, None, make.randn(10, 16, dtype=dtype), None, 4, 2)
-        weight = make.randn(6, 24, dtype=dtype)
-        yield make.args(make.randn(3, 200, dtype=dtype), None, weight, make.randn(3, 24), 5, 1)
-        yield make.args(wide, up, make.randn(10, 16, dtype=dtype), angles, 4, 2, whole=True)
-        own = make.randn(4, (5 + 3 + 5) * 24, dtype=dtype)
-        weight = make.randn(13, 24, dtype=dtype)
-        yield make.args(own, None, weight, None, 5, 3, 1e-5, True)
-        yield make.args(own, None, weight[:8], make.randn(4, 24), 5, 3, 1e-5, True)
-    many = BLOCK_TOKENS + 44
-    given = (make.randn(many, 128), make.randn(many, 64), make.randn(10, 16), make.randn(many, 16))
-    yield make.args(*given, 4, 2)
-    yield make.args(make.randn(0, 96), None, make.randn(6, 16), make.randn(0, 16), 4, 2)
-
-
-@split_norm_rope.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        q, kv, dim = layer.heads, layer.kv_heads, layer.head_dim
-        heads = 2 * q + kv
-        projected, weight = draw.randn(rows, (heads + kv) * dim), draw.randn(heads, dim)
-        angles = draw.randn(rows, dim, dtype=torch.float32)
-        read = projected[:, : heads * dim]
-        yield Point(
-            f"{layer.name}: {rows} x {heads} x {dim}",
-            draw.args(projected, None, weight, angles, q, kv),
-            moved(read, read, weight, angles),
-            alternatives=draw.by_torch(split_norm_rope.reference),
-        )

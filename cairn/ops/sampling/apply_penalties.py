@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INT32, expect
 from cairn.ops.pdl import pdl_option, uses_pdl
@@ -16,7 +15,6 @@ from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_parameter
 from cairn.ops.sampling.kernels.adjust import penalties_kernel
 from cairn.ops.sampling.launch import MOST_ROWS
-from cairn.ops.testing import Cases, Make
 
 BLOCK, WARPS, ALIGNED = 512, 4, 32
 """Tokens and warps of a program, which begins at a line of memory."""
@@ -96,35 +94,4 @@ def _(call: Call) -> None:
             *(*strides, width, block, align, pdl),
             num_warps=WARPS,
             **pdl_option(pdl),
-        )
-
-
-@apply_penalties.cases
-def _(make: Make) -> Cases:
-    for rows, vocabulary in ((1, 5), (4, 301), (0, 7)):
-        yield make.args(
-            make.randn(rows, vocabulary, scale=3.0),
-            make.randint(0, 2, rows, vocabulary).bool(),
-            make.randint(0, 3, rows, vocabulary, dtype=torch.int32),
-            make.randn(rows),
-            make.randn(rows),
-            make.rand(rows) + 0.5,
-        )
-    hidden = make.tensor([[float("-inf"), 1.0, -1.0]])
-    counts, one = make.tensor([[2, 1, 0]], dtype=torch.int32), make.full((1,), 1.0)
-    yield make.args(hidden, make.full((1, 3), 1, dtype=torch.bool), counts, one, one, one * 2)
-
-
-@apply_penalties.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        logits = draw.randn(rows, vocabulary, dtype=torch.float32)
-        mask = draw.rand(rows, vocabulary) < 0.01
-        counts = draw.randint(0, 2, rows, vocabulary, dtype=torch.int32)
-        penalties = [draw.rand(rows) + 0.5 for _ in range(3)]
-        yield Point(
-            f"{rows} x {vocabulary}",
-            draw.args(logits, mask, counts, *penalties),
-            moved(logits, logits, mask, counts),
-            alternatives=draw.by_torch(apply_penalties.reference),
         )

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.kernels.uniform import uniform_kernel
-from cairn.ops.testing import Cases, Make
 
 # Constants of splitmix64 (Steele, Lea and Flood 2014) as signed 64-bit integers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -72,23 +70,3 @@ def _(call: Call) -> Tensor:
             **pdl_option(pdl),
         )
     return out
-
-
-@counter_uniform.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randint(-(1 << 62), 1 << 62, 257), make.randint(0, 1 << 40, 257))
-    extremes = make.tensor([0, -1, (1 << 63) - 1, -(1 << 63)], dtype=torch.int64)
-    yield make.args(extremes, extremes)
-    yield make.args(make.arange(0), make.arange(0))
-
-
-@counter_uniform.bench
-def _(draw: Draw) -> Points:
-    for rows, _ in draw.logits():
-        seed, index = draw.randint(0, 1 << 62, rows), draw.randint(0, 1 << 40, rows)
-        yield Point(
-            str(rows),
-            draw.args(seed, index),
-            moved(seed, index) + 4 * rows,
-            alternatives=draw.by_torch(counter_uniform.reference),
-        )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
@@ -14,7 +13,6 @@ from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
 from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm
 from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
-from cairn.ops.testing import Arguments, Cases, Make
 
 
 @op
@@ -109,52 +107,3 @@ def _(call: Call) -> Tensor:
         return launch.draw(launch.Source(call.probs), filters, None, call.uniform, torch.int32)
     kept = launch.Source(call.probs if filters.none else launch.filter_probs(call.probs, filters))
     return launch.draw_from(kept, call.indices, call.uniform)
-
-
-@draw_from_probs.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.probs(64, 301), make.rand(64))
-    yield make.args(make.probs(4, 5000, sharpness=6.0), make.rand(4))
-    holes = make.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).repeat(5, 1)
-    yield make.args(holes, make.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2.0**-24]))
-    nothing = make.tensor([[0.0, 0.0], [float("nan"), 1.0], [1.0, float("inf")], [0.0, 3.0]])
-    yield make.args(nothing, make.rand(4))
-    yield make.args(make.probs(0, 9), make.rand(0))
-    probs, uniform = make.probs(5, 700, sharpness=3.0), make.rand(5)
-    k = make.tensor([1, 7, 0, 40, 700], torch.int32)
-    p = make.tensor([0.9, 0.8, 0.3, 1.0, 0.95])
-    for joint in (False, True):
-        yield make.args(probs, uniform, k, p, joint=joint)
-    for rows in (probs, make.probs(5, 3000, sharpness=1.0)):
-        yield make.args(rows, uniform, None, p)
-    yield make.args(probs, uniform, min_p=p * 0.2)
-    which = make.tensor([3, 0, 0, 4, 1, 1, 2, 3], torch.int32)
-    yield make.args(probs, make.rand(8), k, p, None, which)
-    yield make.args(probs, make.rand(8), indices=which.long())
-    yield make.args(probs, make.rand(0), None, p, None, which[:0])
-
-
-@draw_from_probs.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        probs, uniform = draw.probs(rows, vocabulary, 3.0), draw.rand(rows)
-        others = (
-            Alternative("multinomial", lambda probs, *_: torch.multinomial(probs, 1)),
-            *flashinfer("sampling.sampling_from_probs", Arguments((probs,))),
-        )
-        size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(probs, uniform), moved(probs), alternatives=others)
-        k, p = draw.full((rows,), 50, torch.int32), draw.full((rows,), 0.95)
-        given = Arguments((probs, 50, 0.95))
-        others = (
-            Alternative("definition", draw_from_probs.reference),
-            *flashinfer("sampling.top_k_top_p_sampling_from_probs", given),
-        )
-        both = f"{size}, top 50 and 0.95"
-        yield Point(both, draw.args(probs, uniform, k, p), moved(probs), alternatives=others)
-        others = (
-            Alternative("definition", draw_from_probs.reference),
-            *flashinfer("sampling.top_p_sampling_from_probs", Arguments((probs, 0.95))),
-        )
-        share = draw.args(probs, uniform, None, p)
-        yield Point(f"{size}, 0.95", share, moved(probs), alternatives=others)

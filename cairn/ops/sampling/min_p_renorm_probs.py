@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -38,22 +36,3 @@ def _(call: Call) -> None:
 @min_p_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
 def _(call: Call) -> Tensor:
     return launch.filter_probs(call.probs, launch.Filters(min_p=call.min_p))
-
-
-@min_p_renorm_probs.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.probs(4, 301), make.tensor([0.0, 0.05, 0.5, 1.0]))
-    yield make.args(make.tensor([[0.5, 0.25, 0.25]]), make.tensor([0.5]))
-    yield make.args(make.probs(0, 9), make.tensor([]))
-
-
-@min_p_renorm_probs.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        probs, min_p = draw.probs(rows, vocabulary, 3.0), draw.rand(rows) * 0.1
-        yield Point(
-            f"{rows} x {vocabulary}",
-            draw.args(probs, min_p),
-            moved(probs, probs),
-            alternatives=draw.by_torch(min_p_renorm_probs.reference),
-        )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
 from cairn.ops.grid_barrier import APART, counters
@@ -14,7 +13,6 @@ from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_rows
 from cairn.ops.sampling.kernels.scores import score_kernel
-from cairn.ops.testing import Cases, Make
 
 CHUNK = 4096
 """Logits that a program reads, however many rows there are: sums are rounded as rows are split."""
@@ -88,30 +86,3 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
             **pdl_option(pdl),
         )
     return largest, log_sum, rank
-
-
-@score_tokens.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.tensor([[0.0, 0.0, float("-inf")]]), make.randint(0, 2, 1))
-    yield make.args(make.randn(3, 9001) * 3, make.randint(0, 9001, 3))
-    yield make.args(make.randn(2, 301)[:, 100:], make.randint(0, 201, 2))
-    yield make.args(make.randn(0, 9), make.randint(0, 9, 0))
-
-
-def _by_log_softmax(call: Call) -> tuple[Tensor, Tensor]:
-    logprobs = torch.log_softmax(call.logits, dim=-1)
-    chosen = logprobs.gather(1, call.tokens[:, None])
-    return chosen, (logprobs > chosen).sum(dim=-1) + 1
-
-
-@score_tokens.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        logits = draw.randn(rows, vocabulary, dtype=torch.float32)
-        tokens = draw.randint(0, vocabulary, rows)
-        others = (
-            Alternative("log_softmax", _by_log_softmax),
-            *draw.by_torch(score_tokens.reference),
-        )
-        size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(logits, tokens), moved(logits), alternatives=others)

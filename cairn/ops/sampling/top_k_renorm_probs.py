@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
-from cairn.ops.testing import Cases, Make
 
 NAME = "top_k_renorm_probs"
 
@@ -77,27 +75,3 @@ def _(call: Call) -> Tensor:
 @top_k_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
 def _(call: Call) -> Tensor:
     return launch.filter_probs(call.probs, launch.Filters(top_k=call.top_k))
-
-
-@top_k_renorm.cases
-def _(make: Make) -> Cases:
-    integers = torch.int64
-    yield make.args(make.probs(6, 301), make.tensor([1, 2, 50, 301, 1000, 0], dtype=integers))
-    yield make.args(make.probs(2, 5000, sharpness=4.0), make.tensor([40, 5], dtype=torch.int32))
-    yield make.args(make.probs(2, 64), make.tensor([-1, 64], dtype=integers))
-    tied = make.tensor([[0.25, 0.25, 0.25, 0.25], [0.125, 0.5, 0.125, 0.25], [0.0, 1.0, 0.0, 0.0]])
-    yield make.args(tied, make.tensor([2, 3, 2], dtype=integers))
-    yield make.args(make.probs(0, 9), make.tensor([], dtype=integers))
-
-
-@top_k_renorm.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        probs = draw.probs(rows, vocabulary, 3.0)
-        top_k = draw.randint(1, 51, rows, dtype=torch.int32)
-        others = (
-            *draw.by_torch(top_k_renorm.reference),
-            *flashinfer("sampling.top_k_renorm_probs"),
-        )
-        size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(probs, top_k), moved(probs, probs), alternatives=others)

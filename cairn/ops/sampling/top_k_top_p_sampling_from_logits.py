@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.draw_from_probs import draw_from_probs
-from cairn.ops.testing import Arguments, Cases, Make
 
 NAME = "top_k_top_p_sampling_from_logits"
 
@@ -101,34 +99,3 @@ def _(call: Call) -> Tensor:
     source = launch.Source(call.logits, softmax=True)
     filters = launch.Filters(call.top_k, call.top_p, joint=call.joint)
     return launch.draw(source, filters, None, call.uniform, torch.int32)
-
-
-@draw_from_logits.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randn(6, 301, scale=3.0), make.rand(6))
-    logits, uniform = make.randn(5, 700, scale=3.0), make.rand(5)
-    k = make.tensor([1, 7, 0, 40, 700], torch.int32)
-    p = make.tensor([0.9, 0.8, 0.3, 1.0, 0.95])
-    for joint in (False, True):
-        yield make.args(logits, uniform, k, p, joint)
-    for dtype in (torch.bfloat16, torch.float16):
-        yield make.args(logits.to(dtype), uniform, k.long(), p)
-    inf, nan = float("inf"), float("nan")
-    odd = make.tensor([[nan, 1.0, 2.0], [-inf, -inf, -inf], [inf, 0.0, 1.0], [-inf, 0.0, -inf]])
-    yield make.args(odd, make.rand(4), k[:4], p[:4])
-    yield make.args(make.randn(0, 9), make.rand(0), k[:0], p[:0])
-
-
-@draw_from_logits.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        logits = draw.randn(rows, vocabulary, dtype=torch.float32, scale=3.0)
-        k, p = draw.full((rows,), 50, torch.int32), draw.full((rows,), 0.95)
-        given = Arguments((logits, 50, 0.95))
-        others = (
-            Alternative("definition", draw_from_logits.reference),
-            *flashinfer("sampling.top_k_top_p_sampling_from_logits", given),
-        )
-        size = f"{rows} x {vocabulary}, top 50 and 0.95"
-        arguments_ = draw.args(logits, draw.rand(rows), k, p)
-        yield Point(size, arguments_, moved(logits), alternatives=others)

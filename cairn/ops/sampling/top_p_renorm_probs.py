@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
-from cairn.ops.testing import Cases, Make
 
 NAME = "top_p_renorm_probs"
 FIRST_HEAD = 256
@@ -108,29 +106,3 @@ def _last_kept(call: Call) -> tuple[Tensor, Tensor]:
 @top_p_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
 def _(call: Call) -> Tensor:
     return launch.filter_probs(call.probs, launch.Filters(top_p=call.top_p))
-
-
-@top_p_renorm.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.probs(6, 301), make.tensor([0.9, 0.5, 1e-6, 1.0, 0.0, 2.0]))
-    yield make.args(make.probs(3, 9001, sharpness=4.0), make.tensor([0.9, 0.99, 0.2]))
-    yield make.args(make.probs(2, 9001, sharpness=0.1), make.tensor([0.95, 0.01]))
-    quarter = make.full((4, 4), 0.25)
-    yield make.args(quarter, make.tensor([0.5, 0.51, 0.25, 0.75]))
-    tied = make.tensor([[0.125, 0.5, 0.125, 0.25], [0.125, 0.125, 0.0, 0.75], [0.0, 1.0, 0.0, 0.0]])
-    yield make.args(tied, make.tensor([0.8, 0.8, 0.999]))
-    yield make.args(make.full((2, 600), 1 / 600), make.tensor([0.5, 0.9]))
-    yield make.args(make.full((2, 1), 1.0), make.tensor([0.5, 1.0]))
-    yield make.args(make.probs(0, 9), make.tensor([]))
-
-
-@top_p_renorm.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        probs, top_p = draw.probs(rows, vocabulary, 3.0), draw.rand(rows) * 0.2 + 0.8
-        others = (
-            *draw.by_torch(top_p_renorm.reference),
-            *flashinfer("sampling.top_p_renorm_probs"),
-        )
-        size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(probs, top_p), moved(probs, probs), alternatives=others)

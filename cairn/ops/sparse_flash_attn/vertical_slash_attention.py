@@ -10,16 +10,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved, short
 from cairn.ops.call import Call
 from cairn.ops.flash_attn.flash_attention import weigh
 from cairn.ops.flash_attn.strides import strides
 from cairn.ops.registry import op
-from cairn.ops.sparse_flash_attn.convert_vertical_slash_indexes import (
-    convert_vertical_slash_indexes,
-)
 from cairn.ops.sparse_flash_attn.kernels import attend_listed_kernel, single_columns_kernel
-from cairn.ops.testing import Arguments, Cases, Make
 
 BLOCK = 64
 """Queries of a row block, and keys of a block."""
@@ -181,111 +176,7 @@ def _(call: Call) -> None:
     )
 
 
-def _lists(make: Make, rows: int, most: int, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Random counts [rows] and ascending keys [rows, count] of lists, some of them listed twice."""
-    high = most - size // 2 if most > size else 1
-    keys = [make.randint(0, high, count).sort().values for _ in range(rows)]
-    lists = torch.stack(keys) if keys else make.randint(0, 1, 0, count)
-    return make.randint(0, count + 1, rows).int(), lists.int()
-
-
-def _drawn(
-    make: Make,
-    dtype: torch.dtype,
-    lengths: tuple[tuple[int, int], ...],
-    heads: tuple[int, int],
-    dim: int,
-    *,
-    even: bool = False,
-    causal: bool = True,
-    softcap: float = 0.0,
-    listed: tuple[int, int] = (4, 30),
-) -> Arguments:
-    """A call of the op.
-
-    Args:
-        lengths: (queries, keys) of every sequence; even: all as the first.
-        heads: (H, Hk).
-        listed: most blocks and columns of a row block.
-    """
-    batch, (q_heads, kv_heads) = len(lengths), heads
-    queries, keys = ([pair[i] for pair in lengths] for i in (0, 1))
-    longest, most = max(queries, default=0), max(keys, default=0)
-    rows = -(-longest // BLOCK) + 1
-    shape = (batch, q_heads, rows)
-    blocks, columns = (
-        [x.view(*shape, *x.shape[1:]) for x in _lists(make, batch * q_heads * rows, most, n, size)]
-        for n, size in zip(listed, (BLOCK, 1), strict=True)
-    )
-    lead = ((batch, longest), (batch, most)) if even else ((sum(queries),), (sum(keys),))
-    ends = [
-        make.tensor([0, *torch.tensor(x, dtype=torch.int64).cumsum(0).tolist()], torch.int32)
-        for x in (queries, keys)
-    ]
-    return make.args(
-        make.randn(*lead[0], q_heads, dim, dtype=dtype),
-        *(make.randn(*lead[1], kv_heads, dim, dtype=dtype) for _ in range(2)),
-        make.empty(*lead[0], q_heads, dim, dtype=dtype),
-        make.empty(*lead[0][:-1], q_heads, lead[0][-1]),
-        *(*blocks, *columns, *((None, None) if even else ends)),
-        *(longest, dim**-0.5, causal, softcap),
-    )
-
-
-@vertical_slash_attention.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        yield _drawn(make, dtype, ((7, 40), (7, 40)), (2, 1), 16, even=True)
-        yield _drawn(make, dtype, ((100, 300), (3, 3), (0, 5), (65, 1)), (4, 2), 32)
-        yield _drawn(make, dtype, ((130, 130),), (2, 2), 128, even=True, listed=(3, 100))
-    single = torch.float32
-    yield _drawn(make, single, ((1, 63),), (3, 1), 24, even=True, causal=False, softcap=2.0)
-    yield _drawn(make, single, ((5, 9), (64, 100)), (2, 1), 7, causal=False, listed=(0, 20))
-    yield _drawn(make, single, ((70, 100),), (1, 1), 16, softcap=30.0, listed=(3, 0))
-    yield _drawn(make, single, ((66, 200),), (2, 1), 256, even=True)
-    yield _drawn(make, single, (), (2, 1), 16)
-
-
 vertical_slash_attention.tolerance(
     {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-2)},
     "sums in another order under a softmax; weights are rounded to the values' dtype",
 )
-
-
-def _tables(draw: Draw, heads: int, context: int, verticals: int, slashes: int) -> list[Tensor]:
-    """Lists of random vertical lines and diagonals, the main one among them."""
-    length = draw.full((1,), context, torch.int32)
-    drawn = [
-        torch.stack([draw.rand(context).argsort()[:n] for _ in range(heads)]).int().unsqueeze(0)
-        for n in (verticals, slashes)
-    ]
-    lines, diagonals = drawn[0].sort().values, drawn[1].sort(descending=True).values
-    diagonals[..., -1] = 0
-    return list(convert_vertical_slash_indexes(length, length, lines, diagonals, context, 64, 64))
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention to all keys, [B, H, S, d]: more work, for the same layer."""
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-@vertical_slash_attention.bench
-def _(draw: Draw) -> Points:
-    tiny = draw.sizes == "tiny"
-    sizes = ((2, 100, 5, 4),) if tiny else ((8, 2048, 100, 8), (8, 32768, 1000, 32))
-    for heads, context, verticals, slashes in sizes:
-        q, k, v = (draw.randn(1, context, heads, 16 if tiny else 128) for _ in range(3))
-        tables = _tables(draw, heads, context, verticals, slashes)
-        listed = BLOCK * (BLOCK * tables[0].sum() + tables[2].sum())
-        results = torch.empty_like(q), draw.full((1, heads, context), 0.0)
-        plain = draw.args(*(x.transpose(1, 2).contiguous() for x in (q, k, v)))
-        yield Point(
-            f"{heads} heads, {short(context)}, {verticals} verticals, {slashes} slashes",
-            draw.args(
-                *(q, k, v, *results, *tables, None, None),
-                *(context, q.shape[-1] ** -0.5, True, 0.0),
-            ),
-            moved(q, q, k, v),
-            4.0 * q.shape[-1] * int(listed),
-            (Alternative("sdpa", _sdpa, plain),),
-        )

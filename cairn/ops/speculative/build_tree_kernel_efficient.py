@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
@@ -22,7 +21,6 @@ from cairn.ops.speculative.trees import (
     expect_tree,
     links,
 )
-from cairn.ops.testing import Arguments, Cases, Make
 
 FULL_MASK, DRAFT_MASK, PACKED_MASK = 0, 1, 2
 _CHANGED = ("tree_mask", "positions", "retrive_index", "retrive_next_token", "retrive_next_sibling")
@@ -88,8 +86,8 @@ def build_tree_kernel_efficient(
     retrive_next_sibling.copy_(next_sibling)
     if tree_mask_mode == PACKED_MASK:
         byte, bit = index // 8, index % 8
-        room = tree_mask.view(-1).view(torch.uint8)[: len(parent) * nodes * _bytes(nodes)]
-        packed = room.view(-1, nodes, _bytes(nodes))
+        room = tree_mask.view(-1).view(torch.uint8)[: len(parent) * nodes * row_bytes(nodes)]
+        packed = room.view(-1, nodes, row_bytes(nodes))
         packed.zero_().index_add_(2, byte, (reach * (1 << bit)).to(torch.uint8))
     elif tree_mask_mode == DRAFT_MASK:
         tree_mask.view(-1)[: reach.numel()] = reach.flatten().to(tree_mask.dtype)
@@ -114,7 +112,7 @@ def _parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
     return torch.nn.functional.pad(torch.where(expansion == 0, 0, parent), (1, 0), value=-1)
 
 
-def _bytes(nodes: int) -> int:
+def row_bytes(nodes: int) -> int:
     """Of a packed row."""
     return 1 if nodes <= 8 else 2 if nodes <= 16 else 4
 
@@ -154,7 +152,7 @@ def _(call: Call) -> None:
     expect(name, "retrive_index", call.retrive_index, like=call.selected_index)
     expect(name, "tree_mask", call.tree_mask, like=call.selected_index, dense=-1)
     if call.tree_mask_mode == PACKED_MASK:
-        expect_room(name, "tree_mask", call.tree_mask.nbytes, batch * n * _bytes(n))
+        expect_room(name, "tree_mask", call.tree_mask.nbytes, batch * n * row_bytes(n))
     else:
         # How long a full mask must be is known to the device alone.
         expect(name, "tree_mask", call.tree_mask, dtypes=FLAGS)
@@ -190,52 +188,6 @@ def _(call: Call) -> None:
             ),
             *(call.tree_mask.view(torch.uint8), call.positions, *tree),
             *(call.topk, max(1, width), nodes, call.tree_mask_mode),
-            *(_bytes(nodes), padded, padded.bit_length() - 1),
+            *(row_bytes(nodes), padded, padded.bit_length() - 1),
             num_warps=max(1, min(8, padded * padded // 1024)),
         )
-
-
-def _drafted(
-    make: Make, lengths: list[int], topk: int, depth: int, nodes: int, mode: int
-) -> Arguments:
-    """Arguments for trees drawn at random, parents among the nodes or not."""
-    batch, total = len(lengths), topk + topk * topk * (depth - 1)
-    nodes = min(nodes, total + 1)
-    drawn = [make.rand(total).argsort()[: nodes - 1].sort().values for _ in lengths]
-    selected = torch.stack(drawn) if drawn else make.randint(0, 1, 0, nodes - 1)
-    parents = make.randint(0, total, batch, topk * (depth - 1) + 1)
-    if nodes > 1:
-        among = selected.gather(1, make.randint(0, nodes - 1, *parents.shape))
-        parents = torch.where(make.rand(*parents.shape) < 0.8, among, parents)
-    size = {FULL_MASK: sum(n + nodes for n in lengths), DRAFT_MASK: batch * nodes}
-    if mode == PACKED_MASK:
-        mask = make.full((batch * nodes * _bytes(nodes),), 255, torch.uint8)
-    else:
-        mask = make.full((size[mode] * nodes,), 1, torch.bool)
-    tree = (make.full((batch, nodes), -1, torch.int64) for _ in range(3))
-    return make.args(
-        *(parents, selected, make.tensor(lengths, torch.int64), mask),
-        *(make.empty(batch * nodes, dtype=torch.int64), *tree, topk, depth, nodes, mode),
-    )
-
-
-@build_tree_kernel_efficient.cases
-def _(make: Make) -> Cases:
-    for mode in (FULL_MASK, DRAFT_MASK, PACKED_MASK):
-        yield _drafted(make, [5], 2, 2, 4, mode)
-        yield _drafted(make, [7, 1, 100], 4, 3, 13, mode)
-        yield _drafted(make, [0, 63], 8, 4, 32, mode)
-        yield _drafted(make, [9, 3], 1, 1, 2, mode)
-        yield _drafted(make, [9, 3], 3, 1, 1, mode)
-        yield _drafted(make, [], 2, 3, 7, mode)
-    yield _drafted(make, [11, 2], 10, 5, 64, DRAFT_MASK)
-    yield _drafted(make, [1], 10, 8, 100, FULL_MASK)
-
-
-@build_tree_kernel_efficient.bench
-def _(draw: Draw) -> Points:
-    for batch, _ in draw.logits():
-        given = _drafted(draw, [1000] * batch, 4, 5, 32, DRAFT_MASK)
-        tensors = [value for value in given.args if isinstance(value, Tensor)]
-        others = draw.by_torch(build_tree_kernel_efficient.reference)
-        yield Point(f"{batch} x 32 nodes", given, moved(*tensors), alternatives=others)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
@@ -20,7 +19,6 @@ from cairn.ops.speculative.trees import (
     first,
     links,
 )
-from cairn.ops.testing import Arguments, Cases, Make
 
 _CHANGED = ("positions", "retrive_index", "retrive_next_token", "retrive_next_sibling")
 
@@ -101,37 +99,3 @@ def _(call: Call) -> None:
             max(16, gpu.next_power_of_2(nodes)),
             num_warps=1 if nodes <= 16 else 4,
         )
-
-
-def _drawn(make: Make, batch: int, nodes: int) -> Arguments:
-    """Masks of random trees."""
-    mask = torch.zeros(batch, nodes, nodes, dtype=torch.bool)
-    for tree in mask:
-        for node in range(nodes):
-            if node:
-                tree[node] = tree[int(make.randint(0, node, 1))]
-            tree[node, node] = True
-    lengths = make.randint(0, 1000, batch)
-    return make.args(
-        *(mask.flatten().to(make.device), lengths, make.empty(batch * nodes, dtype=torch.int64)),
-        *(make.empty(batch, nodes, dtype=torch.int64) for _ in range(3)),
-        *(batch, nodes),
-    )
-
-
-@reconstruct_indices_from_tree_mask.cases
-def _(make: Make) -> Cases:
-    for batch, nodes in ((1, 1), (3, 7), (2, 63), (1, 100), (0, 4)):
-        yield _drawn(make, batch, nodes)
-    given = list(_drawn(make, 4, 9).args)
-    given[0] = make.rand(given[0].numel()) < 0.3
-    yield make.args(*given)
-
-
-@reconstruct_indices_from_tree_mask.bench
-def _(draw: Draw) -> Points:
-    for batch, _ in draw.logits():
-        given = _drawn(draw, batch, 16)
-        tensors = [value for value in given.args if isinstance(value, Tensor)]
-        others = draw.by_torch(reconstruct_indices_from_tree_mask.reference)
-        yield Point(f"{batch} x 16 nodes", given, moved(*tensors), alternatives=others)

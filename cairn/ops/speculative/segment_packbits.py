@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect, expect_within, on_host, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import packbits_kernel
 from cairn.ops.speculative.trees import FLAGS
-from cairn.ops.testing import Arguments, Cases, Make
 
 _BLOCK = 512
 _MOST_COLUMNS = 64
@@ -77,36 +75,3 @@ def _(call: Call) -> None:
             *(call.x.view(torch.uint8), call.input_indptr, call.output_indptr, call.y, _BLOCK),
             num_warps=4,
         )
-
-
-def _drawn(make: Make, lengths: list[int], slack: int = 0) -> Arguments:
-    """Segments of these lengths, with unused bytes between them."""
-    begin, out = [0], [0]
-    for length in lengths:
-        begin.append(begin[-1] + length)
-        out.append(out[-1] + -(-length // 8) + slack)
-    flags = make.rand(begin[-1]) < 0.5
-    indptr = (make.tensor(x, torch.int32) for x in (begin, out))
-    return make.args(flags, *indptr, make.full((out[-1],), 170, torch.uint8), len(lengths))
-
-
-@segment_packbits.cases
-def _(make: Make) -> Cases:
-    yield _drawn(make, [1])
-    yield _drawn(make, [7, 8, 9, 0, 63, 1], 2)
-    yield _drawn(make, [0, 0, 5, 1000, 0])
-    yield _drawn(make, [10000, 3, 9000])
-    yield _drawn(make, [])
-    yield _drawn(make, [0])
-
-
-@segment_packbits.bench
-def _(draw: Draw) -> Points:
-    for batch, vocabulary in draw.logits():
-        length = 16 * vocabulary
-        given = _drawn(draw, [length] * batch)
-        # The definition numbers every flag.
-        plain = Alternative("definition", segment_packbits.reference)
-        others = (plain,) if batch == 1 else ()
-        size = f"{batch} x {length}"
-        yield Point(size, given, moved(given.args[0], given.args[3]), alternatives=others)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import expect, expect_within
 from cairn.ops.registry import op
@@ -20,9 +19,7 @@ from cairn.ops.speculative.trees import (
     expect_links,
     expect_outcome,
     expect_tree,
-    random_tree,
 )
-from cairn.ops.testing import Arguments, Cases, Make
 
 NAME = "tree_speculative_sampling_target_only"
 LEAST_THRESHOLD = 1e-9
@@ -185,40 +182,3 @@ def _(call: Call) -> None:
         *(longest, vocabulary, chunks, _BLOCK, max(2, gpu.next_power_of_2(chunks))),
         num_warps=8,
     )
-
-
-def _drawn(make: Make, batch: int, nodes: int, accepted: int, tokens: int) -> Arguments:
-    """Random trees of tokens that the target often takes."""
-    law = make.probs(batch * nodes, tokens, 2.0).view(batch, nodes, tokens)
-    return make.args(
-        make.full((batch * nodes,), -7, torch.int32),
-        make.full((batch, accepted), -1, torch.int32),
-        make.empty(batch, dtype=torch.int32),
-        *(make.randint(0, min(tokens, 40), batch, nodes), *random_tree(make, batch, nodes)),
-        *(make.rand(batch, nodes), make.rand(batch), law, make.full(law.shape, 0.0)),
-    )
-
-
-@tree_speculative_sampling_target_only.cases
-def _(make: Make) -> Cases:
-    yield _drawn(make, 1, 1, 1, 9)
-    yield _drawn(make, 4, 7, 4, 5)
-    yield _drawn(make, 6, 16, 5, 301)
-    given = _drawn(make, 3, 9, 3, 5000).args
-    yield make.args(*given, threshold_single=0.01, threshold_acc=0.3)
-    yield make.args(*given, threshold_acc=0.0)
-    given = _drawn(make, 3, 9, 5, 7).args
-    yield make.args(*given[:-1], given[-2] * 0.9, deterministic=False)
-    yield make.args(*given[:-1], given[-2].clone())
-    yield _drawn(make, 0, 5, 2, 9)
-
-
-@tree_speculative_sampling_target_only.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        batch = min(rows, 8)
-        given = _drawn(draw, batch, 16, 4, vocabulary)
-        law = given.args[-1][:, 0]
-        others = (Alternative("definition", tree_speculative_sampling_target_only.reference),)
-        size = f"{batch} x 16 nodes x {vocabulary}"
-        yield Point(size, given, 2 * moved(law), alternatives=others)

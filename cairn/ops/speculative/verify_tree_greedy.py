@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
@@ -16,9 +14,7 @@ from cairn.ops.speculative.trees import (
     expect_links,
     expect_outcome,
     expect_tree,
-    random_tree,
 )
-from cairn.ops.testing import Arguments, Cases, Make
 
 
 @op(mutates=("predicts", "accept_index", "accept_token_num"), spellings=SPELLINGS)
@@ -106,32 +102,3 @@ def _(call: Call) -> None:
             *(nodes, call.accept_index.shape[1]),
             num_warps=1,
         )
-
-
-def _drawn(make: Make, batch: int, nodes: int, accepted: int, tokens: int) -> Arguments:
-    """Random trees over so few tokens that paths grow long."""
-    candidates, target = (make.randint(0, tokens, batch, nodes) for _ in range(2))
-    return make.args(
-        make.full((batch * nodes,), -7, torch.int32),
-        make.full((batch, accepted), -1, torch.int32),
-        make.empty(batch, dtype=torch.int32),
-        *(candidates, *random_tree(make, batch, nodes), target),
-    )
-
-
-@verify_tree_greedy.cases
-def _(make: Make) -> Cases:
-    yield _drawn(make, 1, 1, 1, 3)
-    yield _drawn(make, 3, 7, 4, 2)
-    yield _drawn(make, 8, 63, 9, 2)
-    yield _drawn(make, 2, 100, 3, 1)
-    yield _drawn(make, 5, 16, 1, 2)
-    yield _drawn(make, 0, 5, 2, 2)
-
-
-@verify_tree_greedy.bench
-def _(draw: Draw) -> Points:
-    for batch, _ in draw.logits():
-        given = _drawn(draw, batch, 32, 6, 2)
-        others = (Alternative("definition", verify_tree_greedy.reference),)
-        yield Point(f"{batch} x 32 nodes", given, moved(*given.args), alternatives=others)

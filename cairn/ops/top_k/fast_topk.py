@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, refuse
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 from cairn.ops.top_k.kernels.few import few_kernel, first_kernel
 
 MOST, LONGEST = 16, 1 << 14
@@ -80,30 +78,3 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
             num_warps=WARPS,
         )
     return found, indices
-
-
-@fast_topk.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randn(5, 63), 7, 1)
-    yield make.args(make.randn(5, 63), 1, 0)
-    yield make.args(make.rand(4, 3, 100).to(torch.bfloat16).cumsum(-1), 1, -1)
-    yield make.args(make.randn(3, 100)[:, ::2], 50, -1)
-    yield make.args(make.randn(3, 2, 1500), 16, -1)
-    yield make.args(make.randn(0, 8), 2, 1)
-
-
-def _sorted(call: Call) -> Tensor:
-    return call.values.sort(dim=call.dim, descending=True).values.narrow(call.dim, 0, call.topk)
-
-
-@fast_topk.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, layer.hidden, dtype=torch.float32)
-        for topk in (1, 8):
-            yield Point(
-                f"{layer.name}: {topk} of {rows} x {layer.hidden}",
-                draw.args(x, topk, 1),
-                moved(x) + 12 * rows * topk,
-                alternatives=(Alternative("sort", _sorted),),
-            )

@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Points
 from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 from cairn.ops.top_k import launch, selection
-from cairn.ops.top_k.samples import points, rows_of
 from cairn.ops.top_k.selection import NONE, Rows
 
 
@@ -81,33 +78,3 @@ def _lines(call: Call) -> bool:
 def _(call: Call) -> Tensor:
     pages = launch.Pages(call.page_table_size_1, call.cu_seqlens_q, call.page_size)
     return launch.select(Rows(call.score, call.lengths, call.row_starts, call.topk), pages=pages)
-
-
-@fast_topk_transform_fused.cases
-def _(make: Make) -> Cases:
-    for number, (score, lengths, starts, topk) in enumerate(rows_of(make)):
-        rows, width = score.shape
-        size = (1, 7)[number % 2]
-        table = make.randint(0, 1 << 20, 3, width // size + 3, dtype=torch.int32)[:, :-2]
-        # Of the last ones the first and the last row belong to nobody.
-        first = int(number == 6)
-        bounds = make.tensor([first, rows // 2, rows // 2, rows - first], dtype=torch.int32)
-        yield make.args(score, lengths, table, bounds, topk, starts, page_size=size)
-
-
-def _by_topk(
-    score: Tensor, lengths: Tensor, table: Tensor, cu_seqlens_q: Tensor, topk: int
-) -> Tensor:
-    """torch's operators for a row a request, all of equal length."""
-    return table.gather(1, score.topk(topk).indices.sort().values)
-
-
-@fast_topk_transform_fused.bench
-def _(draw: Draw) -> Points:
-    def table(rows: int, width: int) -> Tensor:
-        return draw.randint(0, rows * width, rows, width, dtype=torch.int32)
-
-    def bounds(rows: int, width: int) -> Tensor:
-        return torch.arange(rows + 1, dtype=torch.int32, device=draw.device)
-
-    return points(draw, _by_topk, table, bounds)

@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Points
 from cairn.ops.call import Call
 from cairn.ops.checks import expect
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 from cairn.ops.top_k import launch, selection
-from cairn.ops.top_k.samples import points, rows_of
 from cairn.ops.top_k.selection import NONE, Rows
 
 
@@ -70,23 +67,3 @@ def _(call: Call) -> Tensor:
     return launch.select(
         Rows(call.score, call.lengths, call.row_starts, call.topk), offset=call.topk_indices_offset
     )
-
-
-@fast_topk_transform_ragged_fused.cases
-def _(make: Make) -> Cases:
-    for score, lengths, starts, topk in rows_of(make):
-        offset = make.randint(0, 1 << 30, score.shape[0], dtype=torch.int32)
-        yield make.args(score, lengths, offset, topk, starts)
-
-
-def _by_topk(score: Tensor, lengths: Tensor, offset: Tensor, topk: int) -> Tensor:
-    """torch's operators for rows of equal length."""
-    return score.topk(topk).indices.sort().values.to(torch.int32) + offset[:, None]
-
-
-@fast_topk_transform_ragged_fused.bench
-def _(draw: Draw) -> Points:
-    def offset(rows: int, width: int) -> Tensor:
-        return torch.arange(rows, dtype=torch.int32, device=draw.device) * width
-
-    return points(draw, _by_topk, offset)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Points
 from cairn.ops.call import Call
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 from cairn.ops.top_k import launch, selection
-from cairn.ops.top_k.samples import points, rows_of
 from cairn.ops.top_k.selection import Rows
 
 
@@ -60,20 +56,3 @@ def _(call: Call) -> Tensor:
 @fast_topk_v2.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
 def _(call: Call) -> Tensor:
     return launch.select(Rows(call.score, call.lengths, call.row_starts, call.topk))
-
-
-@fast_topk_v2.cases
-def _(make: Make) -> Cases:
-    for score, lengths, starts, topk in rows_of(make):
-        yield make.args(score, lengths, topk, starts)
-    yield make.args(score, lengths, topk)
-
-
-def _by_topk(call: Call) -> Tensor:
-    """torch's operator for rows of equal length."""
-    return call.score.topk(call.topk).indices.sort().values.to(torch.int32)
-
-
-@fast_topk_v2.bench
-def _(draw: Draw) -> Points:
-    return points(draw, _by_topk)

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, check_least, expect, refuse
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 from cairn.ops.training import launch
 
 
@@ -182,50 +180,3 @@ sequence_attention.tolerance(
     {torch.bfloat16: (1.6e-2, 2e-2)},
     "probabilities are rounded to bfloat16 where they meet the values",
 )
-
-
-@sequence_attention.cases
-def _(make: Make) -> Cases:
-    for dtype, groups, group, length in (
-        (torch.float32, 2, 4, 96),
-        (torch.bfloat16, 2, 3, 64),
-    ):
-        heads, size = groups * group, 16
-        pages = length // size
-        q = make.randn(2, length, heads, 16, dtype=dtype)
-        k, v = (make.randn(2, length, groups, 16, dtype=dtype) for _ in range(2))
-        # Fourths: scores that rounding cannot bring into another order.
-        z, key = (make.randint(-8, 9, 2, n, heads, 16).to(dtype) / 4 for n in (length, pages))
-        bias = make.randint(0, 9, 2, pages, heads).float() / 4
-        yield make.args(q, k, v, z, key, bias, size, 20, 2, True)
-        yield make.args(q, k, v, z, key, bias, size, 17, pages, False)
-        yield make.args(q, k, v, None, None, None, size, 21, aligned=False, mask_landmarks=False)
-        yield make.args(q, k, v, None, None, None, size, 20, softmax1=True)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention to all keys, [B, h, L, d]: something else, for the same layer."""
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-    )
-
-
-@sequence_attention.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        size, dim = layer.page_size, layer.head_dim
-        pages = min(rows, 8192 // size)
-        length = pages * size
-        q, z = (draw.randn(1, length, layer.heads, dim) for _ in range(2))
-        k, v = (draw.randn(1, length, layer.kv_heads, dim) for _ in range(2))
-        key = draw.randn(1, pages, layer.heads, dim)
-        bias = draw.randn(1, pages, layer.heads, dtype=torch.float32)
-        read = min(length, layer.window + layer.topk * size)
-        plain = draw.args(*(x.transpose(1, 2) for x in (q, k, v)))
-        yield Point(
-            f"{layer.name}: {length} slots",
-            draw.args(q, k, v, z, key, bias, size, layer.window, layer.topk, True),
-            moved(q, q, z, k, v, key),
-            4.0 * q.numel() * read,
-            (Alternative("sdpa", _dense, plain),),
-        )

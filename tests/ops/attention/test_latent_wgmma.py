@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cairn.ops import cutlass_mla_decode, gpu
 from cairn.ops.attention import launch
-from cairn.ops.attention.cutlass_mla_decode import LATENT, ROPE, _drawn
+from cairn.ops.attention.cases import latents
+from cairn.ops.attention.cutlass_mla_decode import LATENT, ROPE
 from cairn.ops.testing import Arguments, Make, check, run
 
 needs_groups = pytest.mark.skipif(
@@ -27,7 +28,7 @@ def drawn(
     lengths: list[int], heads: int = 128, size: int = 64, dtype: torch.dtype = torch.bfloat16
 ) -> Arguments:
     torch.manual_seed(0)
-    return _drawn(Make("cuda"), lengths, heads, size, WIDTHS, dtype)
+    return latents(Make("cuda"), lengths, heads, size, WIDTHS, dtype)
 
 
 def by_groups(given: Arguments) -> Tensor:

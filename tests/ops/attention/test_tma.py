@@ -12,7 +12,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.attention import cutlass_mla_decode, tma
 from cairn.ops.attention import launch as attention
-from cairn.ops.attention.cutlass_mla_decode import _drawn
+from cairn.ops.attention.cases import latents
 from cairn.ops.attention.dense_attention import dense_attention
 from cairn.ops.flash_attn import launch as flash
 from cairn.ops.flash_attn.flash_attention import drawn, flash_attention
@@ -196,6 +196,6 @@ def test_flash_attention(
 def test_latents(device: str, tables: Any) -> None:
     make, dtype = Make(device), dtype_on(device)
     for heads, lengths in ((64, [300, 64, 0, 63]), (16, [130])):
-        given = _drawn(make, lengths, heads, 64, (512, 64), dtype)
+        given = latents(make, lengths, heads, 64, (512, 64), dtype)
         check(cutlass_mla_decode, "triton", given)
     assert tables == [True, True]
