@@ -163,7 +163,7 @@ def test_one_launch_leaves_its_counters_clear(lengths, softmax1, abreast, device
 
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
-@pytest.mark.parametrize("tokens, early, reading", [(8, True, True), (9, True, False), (65, 0, 0)])
+@pytest.mark.parametrize("tokens, pdl, reading", [(8, True, True), (9, True, False), (65, 0, 0)])
 def test_what_fills_the_device_is_not_launched_early(tokens, pdl, reading, monkeypatch):
     kernels = ("scan_kernel", "pick_kernel", "read_kernel", "step_kernel")
     scan, pick, read, step = on_hopper(monkeypatch, fused_launch, *kernels)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from cairn.ops import gpu
 from cairn.ops.landmark import select_launch
-from cairn.ops.landmark.select_pages import STRATEGIES, candidate_pages, select_pages
+from cairn.ops.landmark.select_pages import candidate_pages, select_pages
+from cairn.ops.landmark.select_task import STRATEGIES
 from tests.ops.attention.geometry import STEPS, draw
 
 DTYPES = (torch.float32, torch.bfloat16)
