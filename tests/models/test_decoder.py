@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cairn.ops.linear import skinny_gemm, skinny_gemm_panel
+from cairn.ops.linear import skinny_gemm_panel
+from cairn.ops.linear.tuning import TUNING as LINEAR_TUNING
 from cairn.ops.registry import force
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 10, 20, 70, 140])
-def test_the_ways_of_the_products_agree(tiny, drawn, plain, monkeypatch, tokens):
+def test_the_ways_of_the_products_agree(tiny, drawn, plain, tokens):
     """Of few tokens, of some, for which a norm is done with the sum before it, and of many. In
     between only the norm behind a product of many columns is, as if so few were many."""
 
@@ -27,7 +28,7 @@ def test_the_ways_of_the_products_agree(tiny, drawn, plain, monkeypatch, tokens)
     )
     model = drawn(tiny)
     down = [block.mlp.down.weight for block in model.layers]
-    monkeypatch.setattr(skinny_gemm, "SPAN", down[0].shape[1] // 2)
-    given = torch.empty(len(batch.input_ids), down[0].shape[1])
-    assert skinny_gemm_panel.sums_in_norm(given, down[0], None) == (tokens in (10, 20, 70))
-    torch.testing.assert_close(run(model)[0], wanted, rtol=1e-4, atol=1e-4)
+    with LINEAR_TUNING.replaced(skinny_span=down[0].shape[1] // 2):
+        given = torch.empty(len(batch.input_ids), down[0].shape[1])
+        assert skinny_gemm_panel.sums_in_norm(given, down[0], None) == (tokens in (10, 20, 70))
+        torch.testing.assert_close(run(model)[0], wanted, rtol=1e-4, atol=1e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.registry import Op
+from cairn.ops.tuning import Tuning
 from tests.ops.replays import Compiled
+from tests.ops.tables import Tuned
 
 
 @pytest.fixture
@@ -33,3 +37,14 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "run", run)
     monkeypatch.setattr(Op, "_select", select)
     monkeypatch.setattr(gpu, "stream_of", lambda device: "stream")
+
+
+@pytest.fixture
+def tuned() -> Iterator[Tuned]:
+    """See Tuned."""
+    with contextlib.ExitStack() as stack:
+
+        def replace(table: Tuning, **constants: Any) -> None:
+            stack.enter_context(table.replaced(**constants))
+
+        yield replace

@@ -12,6 +12,7 @@ from cairn.ops.attention import launch
 from cairn.ops.attention.latent_kernels import latent_split_kernel
 from cairn.ops.attention.latent_wgmma import latent_groups_kernel
 from cairn.ops.attention.tma import NO_LINES, are_lines, lines_of
+from cairn.ops.attention.tuning import TUNING
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, check_pages, expect, expect_within, refuse
 from cairn.ops.registry import op
@@ -118,7 +119,7 @@ def _(call: Call) -> Tensor:
     values, rest = lines_of(*_parts(cache, latent), _BLOCK, math.inf)
     columns = -(-heads // _BLOCK)
     blocks = -(-call.page_table.shape[1] * cache.shape[1] // _BLOCK)
-    most = max(1, min(blocks // _LEAST_BLOCKS, launch.MOST_SPLITS))
+    most = max(1, min(blocks // _LEAST_BLOCKS, TUNING.most_splits))
     splits = launch.whole_waves(columns * batch, gpu.processors(cache.device), most)
     part_o, part_lse = _parts_of(out, splits)
     latent_groups_kernel[(columns, splits, batch)](
@@ -165,7 +166,7 @@ def _(call: Call) -> Tensor:
     columns = -(-heads // lines)
     blocks = -(-call.page_table.shape[1] * cache.shape[1] // keys)
     wanted = -(-_PROGRAMS // (columns * batch))
-    splits = max(1, min(blocks // _LEAST_BLOCKS, wanted, launch.MOST_SPLITS))
+    splits = max(1, min(blocks // _LEAST_BLOCKS, wanted, TUNING.most_splits))
     part_o, part_lse = _parts_of(out, splits)
     padded = (max(16, gpu.next_power_of_2(width)) for width in (latent, call.q_pe.shape[2]))
     latent_split_kernel[(splits, columns, batch)](

@@ -9,6 +9,7 @@ from cairn.ops import cpu, gpu
 from cairn.ops.attention import dense_tiles, flashinfer, launch, paging, prefill, sdpa
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
+from cairn.ops.attention.tuning import TUNING
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.call import Call
 from cairn.ops.checks import check_caches, check_queries, check_slots, refuse
@@ -53,7 +54,7 @@ def dense_attention(
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     bytes_per_page = 4 * heads * size * dim
     pages = 1 + int(slot.max()) // size if slot.numel() else 0
-    width = max(1, min(pages, paging.BLOCK_BYTES // bytes_per_page))
+    width = max(1, min(pages, TUNING.paging_block_bytes // bytes_per_page))
     for begin in range(0, pages, width):
         tokens = (slot >= begin * size).nonzero()[:, 0]
         page = tokens.new_tensor([begin])

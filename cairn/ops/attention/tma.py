@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.attention.tuning import TUNING
 
-LEAST_FLOPS = 3e10
-"""Operations of a launch from which on tables are worth what the host takes to describe them, tens
-of microseconds: 4,096 tokens on each other with 16 heads of 64."""
 _ALIGNED = 16
 """Bytes that a table's address and its lines' are multiples of."""
 _MOST_LINES = 1 << 31
@@ -42,7 +40,7 @@ def lines_of(k: Tensor, v: Tensor, keys: int, flops: float) -> tuple[Lines, Line
     """k and v [pages, slots, heads, d] in blocks of `keys` slots, for a launch of so many
     operations; NO_LINES twice where one of them is no table, pages are no whole blocks, it does not
     pay, or the device has no such engine."""
-    if flops < LEAST_FLOPS or not gpu.supports_tma(k.device):
+    if flops < TUNING.tma_least_flops or not gpu.supports_tma(k.device):
         return NO_LINES, NO_LINES
     tables = []
     for tokens in (k, v):

@@ -11,18 +11,8 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.attention.launch import Task, accepts
 from cairn.ops.attention.tma import are_lines, lines_of
+from cairn.ops.attention.tuning import TUNING
 from cairn.ops.attention.window_wgmma import window_groups_kernel
-
-LINES, BLOCK = 128, 64
-"""Lines of a tile, and slots of a block."""
-STAGES = {64: 4, 128: 2}
-"""Pairs of blocks of keys and of values that a program has or that are on their way, by a head's
-width."""
-FULL = 0.75
-"""Share of a device's processors that have a tile at least, of wide heads. On an H100, with a
-window of 512, 32 heads of 128 take 22 to 33% less than in `tile_kernel`'s tiles from 1,024 tokens
-on, and 6% more with 256. Narrow ones are left to those: 16 heads of 64 that share 2 take as long
-from 2,048 tokens on."""
 
 
 def fits(task: Task) -> bool:
@@ -32,23 +22,25 @@ def fits(task: Task) -> bool:
         gpu.supports_wgmma(q.device)
         and q.dtype.itemsize == 2
         and k_cache.dtype == q.dtype
-        and q.shape[2] in STAGES
-        and k_cache.shape[2] % BLOCK == 0
+        and q.shape[2] in TUNING.window_stages
+        and k_cache.shape[2] % TUNING.window_block == 0
         and task.window > 0
         and (task.scale is None or task.scale > 0)
         and accepts(q, k_cache, v_cache)
-        and all(are_lines(cache.transpose(1, 2), BLOCK) for cache in (k_cache, v_cache))
+        and all(
+            are_lines(cache.transpose(1, 2), TUNING.window_block) for cache in (k_cache, v_cache)
+        )
     )
 
 
 def worthwhile(task: Task) -> bool:
     """Whether a task that `fits` takes no longer than in tiles one by one."""
-    return task.width > 64 and tiles(task) >= FULL * gpu.processors(task.q.device)
+    return task.width > 64 and tiles(task) >= TUNING.window_full * gpu.processors(task.q.device)
 
 
 def tiles(task: Task) -> int:
     """Of a task that `fits`."""
-    return -(-task.q.shape[0] // (LINES // task.group)) * int(task.k_cache.shape[1])
+    return -(-task.q.shape[0] // (TUNING.window_lines // task.group)) * int(task.k_cache.shape[1])
 
 
 def programs(task: Task) -> int:
@@ -60,8 +52,8 @@ def tables(task: Task) -> tuple[tuple[Any, Any], tuple[int, ...]]:
     """Keys and values of a task that `fits` in blocks, and from page to page and from head to head
     the lines of keys and those of values."""
     caches = (task.k_cache.transpose(1, 2), task.v_cache.transpose(1, 2))
-    keys, values = lines_of(*caches, BLOCK, math.inf)
-    blocks = (BLOCK, BLOCK)
+    keys, values = lines_of(*caches, TUNING.window_block, math.inf)
+    blocks = (TUNING.window_block, TUNING.window_block)
     places = (keys.page, keys.head, values.page, values.head)
     return (gpu.tiles(keys.blocks, blocks), gpu.tiles(values.blocks, blocks)), places
 
@@ -77,7 +69,15 @@ def attend(task: Task, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     window_groups_kernel[(programs(task),)](
         *(task.q, *blocks, task.row, task.slot, task.page_table, o, lse),
         *(len(o), window, factor, table_stride, *places),
-        *(heads, kv_heads, dim, size, LINES // task.group, task.group, STAGES[dim]),
+        *(
+            heads,
+            kv_heads,
+            dim,
+            size,
+            TUNING.window_lines // task.group,
+            task.group,
+            TUNING.window_stages[dim],
+        ),
         *(task.aligned, task.mask_landmarks),
         num_warps=4,
     )

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 
 from cairn.ops import gpu
-from cairn.ops.attention.tma import LEAST_FLOPS, are_lines, lines_of
+from cairn.ops.attention.tma import are_lines, lines_of
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.flash_attn.launch import Task, caches, flops_of, lse_strides
 from cairn.ops.flash_attn.strides import strides
+from cairn.ops.flash_attn.tuning import TUNING
 from cairn.ops.flash_attn.wgmma import flash_groups_kernel
 
-LINES, BLOCK, STAGES = 128, 64, 2
-"""Lines of a program, slots of a block in the tables, pairs of blocks of keys and of values that
-are held or on their way."""
 WIDTHS = (64, 128)
-FULL = 0.75
-"""Share of a device's processors for which there are programs at least: no keys are split."""
 
 
 def fits(task: Task) -> bool:
@@ -34,23 +31,27 @@ def fits(task: Task) -> bool:
         or task.q.stride(-1) != 1
         or width not in WIDTHS
         or task.v.shape[-1] != width
-        or (task.page_table is not None and task.k.shape[1] % BLOCK)
-        or task.capacity < 2 * BLOCK
-        or flops_of(task) < LEAST_FLOPS
+        or (task.page_table is not None and task.k.shape[1] % TUNING.wgmma_block)
+        or task.capacity < 2 * TUNING.wgmma_block
+        or flops_of(task) < ATTENTION_TUNING.tma_least_flops
     ):
         return False
     tokens, heads = _tile(task)
     programs = task.batch * -(-task.max_seqlen_q // tokens) * _columns(task, heads)
-    filled = programs >= FULL * gpu.processors(task.q.device)
-    return tokens <= task.max_seqlen_q and filled and all(are_lines(x, BLOCK) for x in caches(task))
+    filled = programs >= TUNING.wgmma_full * gpu.processors(task.q.device)
+    return (
+        tokens <= task.max_seqlen_q
+        and filled
+        and all(are_lines(x, TUNING.wgmma_block) for x in caches(task))
+    )
 
 
 def attend(task: Task, length: int | None = None) -> None:
     """Write o and lse of a task that `fits`; length: keys of every sequence, where the task does
     not say."""
     q, k = task.q, task.k
-    keys, values = lines_of(*caches(task), BLOCK, math.inf)
-    blocks = (BLOCK, BLOCK)
+    keys, values = lines_of(*caches(task), TUNING.wgmma_block, math.inf)
+    blocks = (TUNING.wgmma_block, TUNING.wgmma_block)
     tokens, heads = _tile(task)
     count = -(-task.max_seqlen_q // tokens)
     paged = task.page_table is not None
@@ -64,7 +65,7 @@ def attend(task: Task, length: int | None = None) -> None:
         0 if task.page_table is None else task.page_table.stride(0),
         *(*keys[1:], *values[1:]),
         *(q.shape[-2], k.shape[-2], q.shape[-1], k.shape[1] if paged else 1),
-        *(tokens, heads, 2 * BLOCK, STAGES),
+        *(tokens, heads, 2 * TUNING.wgmma_block, TUNING.wgmma_stages),
         *(paged, task.sinks is not None),
         num_warps=4,
     )
@@ -72,8 +73,8 @@ def attend(task: Task, length: int | None = None) -> None:
 
 def _tile(task: Task) -> tuple[int, int]:
     """Queries and heads of a program."""
-    heads = min(LINES, gpu.next_power_of_2(task.group))
-    return LINES // heads, heads
+    heads = min(TUNING.wgmma_lines, gpu.next_power_of_2(task.group))
+    return TUNING.wgmma_lines // heads, heads
 
 
 def _columns(task: Task, heads: int) -> int:

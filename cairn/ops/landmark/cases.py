@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from cairn.ops.cache import quantized
-from cairn.ops.landmark import page_launch
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.landmark_attention import landmark_attention
 from cairn.ops.landmark.mean_summary import mean_summary
@@ -15,6 +14,7 @@ from cairn.ops.landmark.prior_summary import prior_summary
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.landmark.select_task import STRATEGIES
 from cairn.ops.landmark.store_prior_summary import store_prior_summary
+from cairn.ops.landmark.tuning import TUNING
 from cairn.ops.testing import Cases, Make
 
 
@@ -125,7 +125,7 @@ def _(make: Make) -> Cases:
         none = torch.full_like(indices, -1)
         yield make.args(q, *caches, row, paged.page_table, none, weights)
         yield make.args(q[:0], *caches, row[:0], paged.page_table, none[:0], weights[:0])
-        many = make.randint(0, row.numel(), page_launch.SHARING_TOKENS + 9)
+        many = make.randint(0, row.numel(), TUNING.page_sharing_tokens + 9)
         given = (row[many], paged.page_table, indices[many], weights[many])
         yield make.args(q[many], *caches, *given)
         if size > 4:

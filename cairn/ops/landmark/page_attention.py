@@ -14,6 +14,7 @@ from cairn.ops.checks import FLOAT32, INT32, check_caches, check_queries, check_
 from cairn.ops.cpu import amx
 from cairn.ops.landmark import page_cpu, page_launch, tile_loops
 from cairn.ops.landmark.checks import check_keys
+from cairn.ops.landmark.tuning import TUNING
 from cairn.ops.registry import op
 
 _BLOCK_NUMBERS = 256 * 64
@@ -171,7 +172,7 @@ def _on_gpu(call: Call) -> bool:
 
 
 def _sorted_on_gpu(call: Call) -> bool:
-    return call.q.shape[0] >= page_launch.SHARING_TOKENS and _on_gpu(call)
+    return call.q.shape[0] >= TUNING.page_sharing_tokens and _on_gpu(call)
 
 
 def _pages(call: Call) -> page_launch.Pages:

@@ -9,27 +9,8 @@ from torch import Tensor
 
 from cairn.ops import gpu, grid_barrier
 from cairn.ops.landmark.kernels import pages as kernels
+from cairn.ops.landmark.tuning import TUNING
 from cairn.ops.pdl import pdl_option
-
-SHARING_TOKENS = 256
-"""From this many tokens on they are likely to share pages, and their pages are sorted."""
-SPLIT_PROGRAMS = 512
-"""Programs that keep a large device's memory busy; a few tokens' pages are split among them."""
-UNIT_PROGRAMS = 4224
-UNIT_PAIRS, UNIT_LINES = 256, 512
-"""What one program takes on a page at a time: at most so many tokens, or so many of all heads."""
-UNIT_ROWS = 64
-"""Rows of a tile of them, tokens times the heads of a group."""
-MERGED, MOST_AHEAD = 8192, 16
-"""Numbers of the parts of a line that its last program adds up at a time, and parts: each is a load
-of its own in the kernel's code."""
-PARTS_BYTES = 1 << 30
-"""Workspace of one round of sorted pairs, about."""
-_BLOCK = 256
-_APART = 8
-"""Numbers between two counters: those in one sector of the cache wait for each other."""
-_COPIES, _COPIED = 4, 1 << 16
-"""Counters of a page, which many pairs may meet at, and pages of all heads up to which they pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +64,7 @@ class Pages:
     @property
     def ahead(self) -> int:
         """Parts of a line that its last program adds up at a time."""
-        return max(1, min(MOST_AHEAD, MERGED // (self.group * self.width)))
+        return max(1, min(TUNING.page_most_ahead, TUNING.page_merged // (self.group * self.width)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,7 +74,7 @@ class Pages:
     @property
     def unit_pairs(self) -> int:
         """Tokens that one program takes on a page at a time, at most."""
-        return max(UNIT_PAIRS, UNIT_LINES // self.group)
+        return max(TUNING.page_unit_pairs, TUNING.page_unit_lines // self.group)
 
     @property
     def precision(self) -> str:
@@ -104,7 +85,7 @@ class Pages:
     def splits(self) -> tuple[int, int]:
         """Programs that share a token's pages, and the pages of each."""
         topk, lines = self.indices.shape[-1], self.q.shape[0] * self.k_cache.shape[1]
-        each = -(-topk // max(1, min(topk, -(-SPLIT_PROGRAMS // lines))))
+        each = -(-topk // max(1, min(topk, -(-TUNING.page_split_programs // lines))))
         return -(-topk // each), each
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -149,7 +130,7 @@ def attend_sorted(job: Pages) -> Tensor:
     if topk == 0:
         return out.zero_()
     per_token = heads * topk * dim * job.q.element_size()
-    rounds = max(1, round(tokens * per_token / PARTS_BYTES))
+    rounds = max(1, round(tokens * per_token / TUNING.page_parts_bytes))
     # A whole number of 16: the parts' addresses are as round as those of the whole.
     step = max(16, -(-tokens // rounds // 16) * 16)
     for begin in range(0, tokens, step):
@@ -166,7 +147,7 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     heads, dim = job.q.shape[1:]
     kv_heads, pages = job.k_cache.shape[1], job.k_cache.shape[0]
     topk, pairs, lines = job.indices.shape[-1], job.indices.numel(), kv_heads * pages
-    copies = _COPIES if lines <= _COPIED else 1
+    copies = TUNING.page_copies if lines <= TUNING.page_copied else 1
     parts = job.empty(pairs, heads // kv_heads, dim, dtype=job.q.dtype)
     most = pairs // job.unit_pairs + min(pairs, lines)
     lengths = (*[pairs] * 4, *[lines] * 3, *[most] * 3)
@@ -174,25 +155,35 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     if pairs == 0:
         return parts, places
     given, units = others[:3], others[3:]
-    counts = gpu.zeros((lines * copies * _APART + 2,), torch.int32, job.q.device)
+    counts = gpu.zeros((lines * copies * TUNING.page_apart + 2,), torch.int32, job.q.device)
     cursors = counts[-2:]
-    per_block = (-(-pairs // _BLOCK),)
+    per_block = (-(-pairs // TUNING.page_block),)
     kernels.count_kernel[per_block](
         *(job.indices, job.row, job.page_table, counts, line_of, rank, pairs, pages),
-        *(job.page_table.stride(0), topk, kv_heads, copies, _APART, _BLOCK),
+        *(job.page_table.stride(0), topk, kv_heads, copies, TUNING.page_apart, TUNING.page_block),
         num_warps=4,
     )
-    kernels.place_kernel[(-(-lines // _BLOCK),)](
-        *(counts, cursors, *given, lines, job.unit_pairs, copies, _APART, _BLOCK), num_warps=4
+    kernels.place_kernel[(-(-lines // TUNING.page_block),)](
+        *(
+            counts,
+            cursors,
+            *given,
+            lines,
+            job.unit_pairs,
+            copies,
+            TUNING.page_apart,
+            TUNING.page_block,
+        ),
+        num_warps=4,
     )
     kernels.order_kernel[per_block](
         *(line_of, rank, counts, *given, places, token_at, *units, pairs, topk),
-        *(kv_heads, job.unit_pairs, copies, _APART, _BLOCK),
+        *(kv_heads, job.unit_pairs, copies, TUNING.page_apart, TUNING.page_block),
         num_warps=4,
     )
     half = job.q.dtype != torch.float32
-    rows = UNIT_ROWS if half else 32
-    kernels.unit_kernel[(min(most, UNIT_PROGRAMS),)](
+    rows = TUNING.page_unit_rows if half else 32
+    kernels.unit_kernel[(min(most, TUNING.page_unit_programs),)](
         *(job.q, job.k_cache, job.v_cache, token_at, cursors, *units, parts),
         *(job.scale, *job.k_cache.stride()[:2], pages, *job.shape),
         *(job.group, job.width, job.keys, max(1, rows // job.group), job.scale > 0, job.precision),

@@ -12,6 +12,7 @@ from cairn.ops.checks import FLOAT32, FLOATS, check_least, check_slots, expect
 from cairn.ops.landmark import loops, select_cpu, select_launch
 from cairn.ops.landmark.checks import check_rule, check_summaries
 from cairn.ops.landmark.select_task import NO_PAGE, candidate_pages, store, task_of
+from cairn.ops.landmark.tuning import TUNING
 from cairn.ops.registry import op
 
 
@@ -153,7 +154,7 @@ def _selection(call: Call) -> select_launch.Selection:
 
 
 def _few_on_gpu(call: Call) -> bool:
-    return call.lmk_q.shape[0] <= select_launch.FEW_TOKENS and _on_gpu(call)
+    return call.lmk_q.shape[0] <= TUNING.select_few_tokens and _on_gpu(call)
 
 
 def _on_gpu(call: Call) -> bool:

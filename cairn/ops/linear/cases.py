@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from cairn.ops.linear import skinny_gemm
 from cairn.ops.linear.gated_linear import gated_linear
 from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
+from cairn.ops.linear.tuning import TUNING
 from cairn.ops.testing import Cases, Make
 
 
@@ -40,7 +40,7 @@ def _(make: Make) -> Cases:
             yield make.args(x, weight, bias)
             yield make.args(x, weight, None, make.randn(width, dtype=dtype), 1e-5, torch.float32)
     # A head of very many numbers, for more tokens than one tile.
-    numbers = skinny_gemm.MANY_ROWS + 5
+    numbers = TUNING.skinny_many_rows + 5
     for rows, dtype in ((17, torch.float32), (40, torch.bfloat16)):
         weight = make.randn(numbers, 64, dtype=dtype, scale=0.125)
         x, bias = make.randn(rows, 64, dtype=dtype), make.randn(numbers, dtype=dtype)

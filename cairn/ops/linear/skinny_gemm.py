@@ -7,29 +7,12 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.linear.kernels import rows_kernel, tile_kernel
+from cairn.ops.linear.tuning import TUNING
 from cairn.ops.norm.launch import LONGEST
 from cairn.ops.pdl import pdl_option
 
-ROWS_TOKENS = 2
-"""At most this many tokens pass by a program's rows one by one."""
 TILE_TOKENS = 16
 """At most this many make one tile; more are left to the library's matrix products."""
-TILE_BYTES = 1 << 24
-"""Of a weight with its rows padded, that a tile passes by at most: where they are a quarter more,
-the library's product of several tokens takes two thirds of the time."""
-WIDE_TILE_BYTES = 1 << 22
-"""The same of rows longer than SPAN and more than 8 tokens."""
-MOST_WIDTH = 1 << 14
-THREAD_BYTES = 256
-"""Of the weight, that a thread holds."""
-SCRATCH_BYTES = 1 << 12
-"""Of a program's memory, beside what it holds of weight and tokens."""
-MANY_ROWS = 1 << 15
-"""From this many numbers a token on, programs take more rows each."""
-TALL_ROWS = 16
-"""Of a tile that is the tall side of its product, and not the tokens."""
-SPAN, SPLIT_ROWS, SPLIT_PROGRAMS = 1 << 10, 8, 1 << 10
-"""Columns and rows of a tile whose sums are split, and how many of them run at once."""
 
 
 def accepts(input: Tensor, weight: Tensor, gated: bool = False, add: bool = False) -> bool:
@@ -39,13 +22,17 @@ def accepts(input: Tensor, weight: Tensor, gated: bool = False, add: bool = Fals
     Several tokens' tile must fit in a program's memory beside the weight's rows, both rows of a
     pair if `gated`.
     """
-    if not _takes(input, weight) or not 16 <= weight.shape[1] <= MOST_WIDTH:
+    if not _takes(input, weight) or not 16 <= weight.shape[1] <= TUNING.skinny_most_width:
         return False
     tokens, (numbers, width) = input.shape[0], weight.shape
     held = numbers * gpu.next_power_of_2(width) * weight.element_size()
-    if tokens <= ROWS_TOKENS:
-        return tokens == 1 or not add or held <= TILE_BYTES
-    most = WIDE_TILE_BYTES if width > SPAN and tokens > 8 else TILE_BYTES
+    if tokens <= TUNING.skinny_rows_tokens:
+        return tokens == 1 or not add or held <= TUNING.skinny_tile_bytes
+    most = (
+        TUNING.skinny_wide_tile_bytes
+        if width > TUNING.skinny_span and tokens > 8
+        else TUNING.skinny_tile_bytes
+    )
     return held <= most and _fits(input, weight, gated)
 
 
@@ -57,11 +44,12 @@ def accepts_split(input: Tensor, weight: Tensor) -> bool:
     numbers, width = weight.shape
     return (
         _takes(input, weight)
-        and input.shape[0] > ROWS_TOKENS
+        and input.shape[0] > TUNING.skinny_rows_tokens
         and (input.device.type != "cuda" or gpu.supports_pdl(input.device))
-        and width % SPAN == 0
-        and 2 * SPAN <= width <= MOST_WIDTH
-        and -(-numbers // SPLIT_ROWS) * (width // SPAN) <= SPLIT_PROGRAMS
+        and width % TUNING.skinny_span == 0
+        and 2 * TUNING.skinny_span <= width <= TUNING.skinny_most_width
+        and -(-numbers // TUNING.skinny_split_rows) * (width // TUNING.skinny_span)
+        <= TUNING.skinny_split_programs
         and numbers <= LONGEST
     )
 
@@ -70,7 +58,7 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
     whole = input.dtype == torch.float32 and input.device.type == "cuda"
     return (
         input.dim() == 2
-        and 0 < input.shape[0] <= (ROWS_TOKENS if whole else TILE_TOKENS)
+        and 0 < input.shape[0] <= (TUNING.skinny_rows_tokens if whole else TILE_TOKENS)
         and input.dtype == weight.dtype
         and input.stride(1) == 1
         and weight.is_contiguous()
@@ -82,15 +70,15 @@ def _fits(input: Tensor, weight: Tensor, gated: bool) -> bool:
     numbers, width = weight.shape
     rows = _tile_rows(numbers // (1 + gated), width, tokens, gated) * (1 + gated)
     line = gpu.next_power_of_2(width) * weight.element_size()
-    return (rows + tokens) * line + SCRATCH_BYTES <= gpu.program_memory(input.device)
+    return (rows + tokens) * line + TUNING.skinny_scratch_bytes <= gpu.program_memory(input.device)
 
 
 def _tile_rows(numbers: int, width: int, tokens: int, gated: bool) -> int:
     """Rows of a program; fewer where they are long, or where they are few and tokens are many."""
-    if numbers >= MANY_ROWS:
+    if numbers >= TUNING.skinny_many_rows:
         return 32
-    if gated or (width <= SPAN and (tokens <= 8 or numbers > 1024)):
-        return TALL_ROWS
+    if gated or (width <= TUNING.skinny_span and (tokens <= 8 or numbers > 1024)):
+        return TUNING.skinny_tall_rows
     return 8
 
 
@@ -116,7 +104,7 @@ def multiply(
         add: to what is in out.
     """
     tokens, width = input.shape
-    if tokens > ROWS_TOKENS:
+    if tokens > TUNING.skinny_rows_tokens:
         numbers = out.shape[1]
         rows = _tile_rows(numbers, width, _tile_tokens(tokens), gated)
         _tile(input, weight, out, bias, norm, (rows, width), (gated, add))
@@ -126,8 +114,8 @@ def multiply(
     pdl = gpu.supports_pdl(input.device)
     of_norm, eps = (weight, 0.0) if norm is None else norm
     row_bytes = padded * weight.element_size() * (2 if gated else 1)
-    rows = 8 if numbers >= MANY_ROWS else 2
-    warps = max(1, min(16, rows * row_bytes // (32 * THREAD_BYTES)))
+    rows = 8 if numbers >= TUNING.skinny_many_rows else 2
+    warps = max(1, min(16, rows * row_bytes // (32 * TUNING.skinny_thread_bytes)))
     rows_kernel[(-(-numbers // rows),)](
         *(input, of_norm, weight, weight if bias is None else bias, out, tokens, numbers),
         *(input.stride(0), out.stride(0), eps, width, padded, rows, gpu.next_power_of_2(tokens)),
@@ -141,9 +129,17 @@ def multiply(
 def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
     """Parts [splits, T, N] float32 whose sum is the product; all that `accepts_split` asks for
     holds."""
-    shape = (weight.shape[1] // SPAN, input.shape[0], weight.shape[0])
+    shape = (weight.shape[1] // TUNING.skinny_span, input.shape[0], weight.shape[0])
     parts = gpu.empty(shape, torch.float32, input.device)
-    _tile(input, weight, parts, None, None, (SPLIT_ROWS, SPAN), (False, False))
+    _tile(
+        input,
+        weight,
+        parts,
+        None,
+        None,
+        (TUNING.skinny_split_rows, TUNING.skinny_span),
+        (False, False),
+    )
     return parts
 
 
@@ -168,7 +164,7 @@ def _tile(
     tile_kernel[(-(-numbers // rows), width // span)](
         *(input, of_norm, weight, weight if bias is None else bias, out, tokens, numbers),
         *(input.stride(0), out.stride(-2), eps, width, span, padded, min(warps, padded // 16)),
-        *(rows, _tile_tokens(tokens), rows == TALL_ROWS, norm is not None, gated),
+        *(rows, _tile_tokens(tokens), rows == TUNING.skinny_tall_rows, norm is not None, gated),
         *(bias is not None, add, pdl),
         num_warps=warps,
         **pdl_option(pdl),

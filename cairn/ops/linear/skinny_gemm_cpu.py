@@ -9,11 +9,10 @@ from torch import Tensor
 from cairn.ops import cpu
 from cairn.ops.cpu import avx512
 from cairn.ops.linear import loops
+from cairn.ops.linear.tuning import TUNING
 
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 2}
 """For more the library's product is faster: so on two cores of an Intel Xeon with AMX."""
-_PART_BYTES = 1 << 18
-"""Of the weight that are read together, as several streams: close enough to lie in few pages."""
 
 
 def accepts(input: Tensor, weight: Tensor) -> bool:
@@ -58,6 +57,6 @@ def multiply(
         add,
         gated,
         input.dtype == torch.bfloat16 and avx512.PAIRS,
-        max(torch.get_num_threads(), weight.nbytes // _PART_BYTES),
+        max(torch.get_num_threads(), weight.nbytes // TUNING.cpu_part_bytes),
     )
     return out

@@ -13,26 +13,13 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.linear import skinny_gemm, wgmma_launch
 from cairn.ops.linear.kernels import panel_kernel, sum_norm_kernel
+from cairn.ops.linear.tuning import TUNING
 from cairn.ops.norm.launch import LONGEST
 from cairn.ops.pdl import pdl_option
 
 FEWEST, MOST = skinny_gemm.TILE_TOKENS + 1, 128
 """Tokens of these products."""
-TOKENS = 64
-"""Of a panel; more make one of twice as many."""
-PART, STAGES = 64, 6
-"""Columns of the weight that a program takes at a time, twice as many where a panel is small and
-its columns are many; and how many times that it has at once."""
-MANY_PARTS = 8
-MOST_BYTES = 1 << 25
-"""Of a weight: all of it is asked for, and a cache of a large device holds somewhat more."""
-PROGRAMS = 144
-"""Programs that a large device runs at once, each with memory for its parts."""
-ROWS = (32, 64, 16)
-"""Of the weight, that a program takes: the first that make so few programs."""
 GATED_ROWS = SPLIT_ROWS = 64
-MOST_SPLITS, FEWEST_PARTS = 8, 4
-"""Of a sum that is split, and parts of each of them."""
 
 
 def sums_in_norm(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -60,7 +47,7 @@ def accepts_split(input: Tensor, weight: Tensor) -> bool:
     return (
         _takes(input, weight)
         and numbers % SPLIT_ROWS == 0
-        and numbers // SPLIT_ROWS <= PROGRAMS
+        and numbers // SPLIT_ROWS <= TUNING.panel_programs
         and numbers <= LONGEST
     )
 
@@ -73,8 +60,8 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
         and (input.device.type != "cuda" or _is_quick(input))
         and input.stride(1) == 1
         and weight.is_contiguous()
-        and weight.shape[1] % PART == 0
-        and weight.numel() * weight.element_size() <= MOST_BYTES
+        and weight.shape[1] % TUNING.panel_part == 0
+        and weight.numel() * weight.element_size() <= TUNING.panel_most_bytes
         and _bytes(input) <= gpu.program_memory(input.device)
     )
 
@@ -85,14 +72,14 @@ def _is_quick(input: Tensor) -> bool:
 
 
 def _tokens(input: Tensor) -> int:
-    return TOKENS if input.shape[0] <= TOKENS else 2 * TOKENS
+    return TUNING.panel_tokens if input.shape[0] <= TUNING.panel_tokens else 2 * TUNING.panel_tokens
 
 
 def _bytes(input: Tensor) -> int:
     """Most memory of the parts that a program has at once."""
     tokens = _tokens(input)
-    part = 2 * PART if tokens == TOKENS else PART
-    return STAGES * (tokens + max(ROWS)) * part * input.element_size()
+    part = 2 * TUNING.panel_part if tokens == TUNING.panel_tokens else TUNING.panel_part
+    return TUNING.panel_stages * (tokens + max(TUNING.panel_rows)) * part * input.element_size()
 
 
 def _rows(weight: Tensor, gated: bool) -> int:
@@ -100,8 +87,8 @@ def _rows(weight: Tensor, gated: bool) -> int:
     numbers = weight.shape[0]
     fitting = (
         rows
-        for rows in ((GATED_ROWS,) if gated else ROWS)
-        if numbers % rows == 0 and numbers // rows <= PROGRAMS
+        for rows in ((GATED_ROWS,) if gated else TUNING.panel_rows)
+        if numbers % rows == 0 and numbers // rows <= TUNING.panel_programs
     )
     return next(fitting, 0)
 
@@ -119,10 +106,10 @@ def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
     numbers, width = weight.shape
     splits = 1
     while (
-        splits < MOST_SPLITS
-        and 2 * splits * numbers // SPLIT_ROWS <= PROGRAMS
-        and width % (2 * splits * PART) == 0
-        and width // (2 * splits * PART) >= FEWEST_PARTS
+        splits < TUNING.panel_most_splits
+        and 2 * splits * numbers // SPLIT_ROWS <= TUNING.panel_programs
+        and width % (2 * splits * TUNING.panel_part) == 0
+        and width // (2 * splits * TUNING.panel_part) >= TUNING.panel_fewest_parts
     ):
         splits *= 2
     shape = (splits, input.shape[0], numbers)
@@ -135,8 +122,12 @@ def _launch(input: Tensor, weight: Tensor, out: Tensor, rows: int, span: int, ga
     """`panel_kernel`, each program with so many rows of the weight and columns of a span."""
     numbers, width = weight.shape
     tokens = _tokens(input)
-    large = tokens == TOKENS and span >= MANY_PARTS * PART and span % (2 * PART) == 0
-    part = 2 * PART if large else PART
+    large = (
+        tokens == TUNING.panel_tokens
+        and span >= TUNING.panel_many_parts * TUNING.panel_part
+        and span % (2 * TUNING.panel_part) == 0
+    )
+    part = 2 * TUNING.panel_part if large else TUNING.panel_part
     pdl = gpu.supports_pdl(input.device)
     lines = gpu.next_power_of_2(-(-span * weight.element_size() // 128))
     panel_kernel[(numbers // rows, width // span)](
@@ -144,7 +135,7 @@ def _launch(input: Tensor, weight: Tensor, out: Tensor, rows: int, span: int, ga
         *(input.stride(0), out.stride(-2), width, span, lines, tokens, rows, part),
         *(gated, out.dim() == 3, "ieee" if input.dtype == torch.float32 else "tf32", pdl),
         num_warps=tokens // 16,
-        num_stages=min(STAGES, span // part + 1),
+        num_stages=min(TUNING.panel_stages, span // part + 1),
         **pdl_option(pdl),
     )
 

@@ -16,46 +16,12 @@ from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
 from cairn.ops.sampling.kernels.collect import collect_kernel
 from cairn.ops.sampling.kernels.keep import keep_kernel, limits_kernel
+from cairn.ops.sampling.tuning import TUNING
 
-CHUNKS = 64
-"""Most chunks of a row."""
-LEAST_CHUNK = 512
-"""Numbers of the shortest chunk."""
-LINE = 32
-"""Numbers of which the maximum is kept."""
 MOST_VOCABULARY = 1 << 19
 """Counts of a row are packed into 20 bits."""
-WIDTH = 16
-"""Weights of every list that a program holds while it searches. A list has as many of these as 10
-bits count."""
-DRAW_WARPS = 8
-"""Of a program that draws from a row without filters."""
 MOST_ROWS = gpu.MOST_PROGRAMS
 """Rows of one launch."""
-WORKSPACE_BYTES = 256 << 20
-"""Lists are held for so many rows at a time."""
-MOST_LINES = 192
-"""Lines in which all that is kept of a row is looked for."""
-FEW, RIVALS = 256, 32
-"""Weights of a row that are compared with all others instead of searched, and so many at once."""
-RUN = 16
-"""Numbers that are summed up before a token is looked for among them."""
-LIST_WARPS, LIST_REGISTERS = 8, 128
-"""Of programs that list a row, and draw from it: two of a multiprocessor."""
-SAMPLE = 64
-"""Numbers of each chunk from which it is guessed where the threshold of a share lies. Not by how
-many rows there are: sums of what is listed are rounded as it is listed."""
-SURE, TRIALS = 4.0, 8
-"""Standard deviations that the guess leaves on each side, and weights that are tried at a time."""
-ABREAST, AHEAD = 4, 8192
-"""Chunks that a program lists at a time, of so many numbers: while the first is, the others are on
-their way."""
-PROGRAMS = 256
-"""Programs that fill a large device when they list: each finds the bound of its row first."""
-KEEP_BLOCK, KEEP_WARPS = 2048, 4
-"""Numbers and warps of a program that stores what a row keeps."""
-PDL_ROWS = 256
-"""At most this many rows launch each kernel before the one in front is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +72,7 @@ class Source:
     @property
     def chunk(self) -> int:
         """Numbers of a chunk."""
-        return max(LEAST_CHUNK, gpu.next_power_of_2(self.values.shape[1]) // CHUNKS)
+        return max(TUNING.least_chunk, gpu.next_power_of_2(self.values.shape[1]) // TUNING.chunks)
 
     @property
     def chunks(self) -> int:
@@ -116,7 +82,7 @@ class Source:
     @property
     def pdl(self) -> bool:
         """Whether kernels are launched before the one in front is done."""
-        return self.values.shape[0] <= PDL_ROWS and gpu.supports_pdl(self.values.device)
+        return self.values.shape[0] <= TUNING.pdl_rows and gpu.supports_pdl(self.values.device)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -126,21 +92,21 @@ class Source:
     @property
     def most_rows(self) -> int:
         """As many rows as lists are held for at a time."""
-        return min(MOST_ROWS, max(1, WORKSPACE_BYTES // (4 * self.chunk * CHUNKS)))
+        return min(MOST_ROWS, max(1, TUNING.workspace_bytes // (4 * self.chunk * TUNING.chunks)))
 
     def list_options(self) -> dict[str, Any]:
         """What kernels that list rows are compiled for."""
         return {
-            "CHUNKS": CHUNKS,
+            "CHUNKS": TUNING.chunks,
             "CHUNK": self.chunk,
-            "LINE": LINE,
-            "LINES": min(32 * LIST_WARPS, self.chunk // 4),
-            "SAMPLE": SAMPLE,
-            "SURE": SURE,
-            "TRIALS": TRIALS,
-            "ABREAST": max(1, min(ABREAST, AHEAD // self.chunk)),
-            "WIDTH": WIDTH,
-            "MOST_LINES": MOST_LINES,
+            "LINE": TUNING.line,
+            "LINES": min(32 * TUNING.list_warps, self.chunk // 4),
+            "SAMPLE": TUNING.sample,
+            "SURE": TUNING.sure,
+            "TRIALS": TUNING.trials,
+            "ABREAST": max(1, min(TUNING.abreast, TUNING.ahead // self.chunk)),
+            "WIDTH": TUNING.width,
+            "MOST_LINES": TUNING.most_lines,
         }
 
     def part(self, at: slice) -> Source:
@@ -189,7 +155,7 @@ def argmax(logits: Tensor) -> Tensor:
         source = Source(logits)
         found = _survey(source)
         draw_kernels.argmax_kernel[(logits.shape[0],)](
-            *(found.peaks, found.firsts, out, source.chunks, CHUNKS, source.pdl),
+            *(found.peaks, found.firsts, out, source.chunks, TUNING.chunks, source.pdl),
             num_warps=1,
             **pdl_option(source.pdl),
         )
@@ -241,7 +207,7 @@ def _filter(source: Source, filters: Filters, out: Tensor) -> None:
     totals = source.empty(dtype=torch.float64)
     counts, weights, sums = _lists(source)
     top_k, top_p, min_p = filters.tensors()
-    limits_kernel[(min(source.chunks, -(-PROGRAMS // rows)), rows)](
+    limits_kernel[(min(source.chunks, -(-TUNING.programs // rows)), rows)](
         source.values,
         top_k=top_k,
         top_p=top_p,
@@ -262,11 +228,11 @@ def _filter(source: Source, filters: Filters, out: Tensor) -> None:
         **source.list_options(),
         SHARE=filters.share(softmax=False),
         PDL=source.pdl,
-        num_warps=LIST_WARPS,
-        maxnreg=LIST_REGISTERS,
+        num_warps=TUNING.list_warps,
+        maxnreg=TUNING.list_registers,
         **pdl_option(source.pdl),
     )
-    keep_kernel[(-(-width // KEEP_BLOCK), rows)](
+    keep_kernel[(-(-width // TUNING.keep_block), rows)](
         source.values,
         out,
         thresholds=thresholds,
@@ -274,9 +240,9 @@ def _filter(source: Source, filters: Filters, out: Tensor) -> None:
         totals=totals,
         stride=source.values.stride(0),
         width=width,
-        BLOCK=KEEP_BLOCK,
+        BLOCK=TUNING.keep_block,
         PDL=source.pdl,
-        num_warps=KEEP_WARPS,
+        num_warps=TUNING.keep_warps,
         **pdl_option(source.pdl),
     )
 
@@ -284,9 +250,9 @@ def _filter(source: Source, filters: Filters, out: Tensor) -> None:
 def _lists(source: Source) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the lists of rows: counts, weights and sums of `collect_kernel`."""
     return (
-        source.empty(CHUNKS + MOST_LINES, dtype=torch.int32),
-        source.empty(CHUNKS, source.chunk),
-        source.empty(2, CHUNKS, dtype=torch.float64),
+        source.empty(TUNING.chunks + TUNING.most_lines, dtype=torch.int32),
+        source.empty(TUNING.chunks, source.chunk),
+        source.empty(2, TUNING.chunks, dtype=torch.float64),
     )
 
 
@@ -303,12 +269,12 @@ def _survey(source: Source, filters: Filters | None = None) -> Survey:
         source.empty(source.chunks),
         source.empty(source.chunks, dtype=torch.int32),
         source.empty(source.chunks, dtype=torch.float64) if masses else None,
-        source.empty(source.chunks, source.chunk // LINE) if top_k is not None else None,
+        source.empty(source.chunks, source.chunk // TUNING.line) if top_k is not None else None,
         source.empty(dtype=torch.int32) if filtered else None,
     )
     kernels.survey_kernel[(source.chunks, len(source.values))](
         *(source.values, source.temperature, *given, *found, *source.sizes),
-        *(source.chunk, LINE, source.softmax, source.pdl),
+        *(source.chunk, TUNING.line, source.softmax, source.pdl),
         num_warps=_warps(source) if masses else min(8, 2 * _warps(source)),
         **pdl_option(source.pdl),
     )
@@ -331,8 +297,8 @@ def _draw(
         draw_kernels.draw_kernel[(len(out),)](
             *(source.values, source.temperature, *numbers, rows),
             *(found.peaks, found.firsts, found.masses, out, *source.sizes),
-            *(CHUNKS, source.chunk, RUN, source.softmax, source.pdl),
-            num_warps=DRAW_WARPS,
+            *(TUNING.chunks, source.chunk, TUNING.run, source.softmax, source.pdl),
+            num_warps=TUNING.draw_warps,
             **pdl_option(source.pdl),
         )
     else:
@@ -350,10 +316,10 @@ def _draw_filtered(
     counts, weights, sums = _lists(source)
     few: tuple[Tensor | None, ...] = (None, None)
     if filters.top_k is not None:
-        few = (source.empty(FEW, dtype=torch.int64), source.empty(FEW))
+        few = (source.empty(TUNING.few, dtype=torch.int64), source.empty(TUNING.few))
     top_k, top_p, min_p = filters.tensors()
     seed, index, uniform = numbers
-    collect_kernel[(min(source.chunks, -(-PROGRAMS // rows)), rows)](
+    collect_kernel[(min(source.chunks, -(-TUNING.programs // rows)), rows)](
         source.values,
         temperature=source.temperature,
         top_k=top_k,
@@ -373,13 +339,13 @@ def _draw_filtered(
         width=source.values.shape[1],
         chunks=source.chunks,
         **source.list_options(),
-        RUN=RUN,
-        FEW=FEW,
-        SLICE=RIVALS,
+        RUN=TUNING.run,
+        FEW=TUNING.few,
+        SLICE=TUNING.rivals,
         SOFTMAX=source.softmax,
         SHARE=filters.share(source.softmax),
         PDL=source.pdl,
-        num_warps=LIST_WARPS,
-        maxnreg=LIST_REGISTERS,
+        num_warps=TUNING.list_warps,
+        maxnreg=TUNING.list_registers,
         **pdl_option(source.pdl),
     )

@@ -10,29 +10,10 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.pdl import pdl_option
 from cairn.ops.select_k.kernels import bound_kernel, list_kernel, mask_kernel, threshold_kernel
+from cairn.ops.select_k.tuning import TUNING
 
-LEAST_ROOM = 4096
-"""Candidates that one program takes at once, at least; half as many again as are chosen, since
-lists hold some more than that."""
-SAMPLES = (1 << 10, 1 << 12)
-"""Fewest and most scores that are looked at for a bound."""
-PART = 16
-"""One score of so many is, between these."""
-SURE = 4.0
-"""Standard deviations by which a bound is lower than what the sample says."""
-CHUNK = 1 << 10
-"""Candidates that one program lists, if the lists of a row are not too many."""
-MOST_LISTS, MOST_CHUNK = 1 << 10, 1 << 14
-"""Of a row, but for those that have more of the longest lists: a count of one has 16 bits."""
-LINE = 1 << 7
-"""Scores of float32 that a warp loads at once."""
 MOST_ROWS = gpu.MOST_PROGRAMS
 """Rows of one launch."""
-REGISTERS = 64
-"""Of a thread that lists, and of one that chooses where rows share multiprocessors: more programs
-lie beside each other. Equal scores, which most rows do not have, would take more."""
-MASK_BLOCK, MASK_WARPS = 2048, 4
-"""Numbers and warps of a program of `mask_kernel`."""
 
 
 class Lists(NamedTuple):
@@ -58,9 +39,12 @@ class Sizes(NamedTuple):
 
 def sizes_of(width: int, topk: int) -> Sizes:
     """Of rows of this width, of which about topk are selected."""
-    room = max(LEAST_ROOM, gpu.next_power_of_2(topk + topk // 2))
+    room = max(TUNING.least_room, gpu.next_power_of_2(topk + topk // 2))
     room = min(room, gpu.next_power_of_2(max(32, width)))
-    chunk = max(CHUNK, min(MOST_CHUNK, gpu.next_power_of_2(max(1, width)) // MOST_LISTS))
+    chunk = max(
+        TUNING.chunk,
+        min(TUNING.most_chunk, gpu.next_power_of_2(max(1, width)) // TUNING.most_lists),
+    )
     return Sizes(room, chunk, -(-width // chunk))
 
 
@@ -71,7 +55,7 @@ def warps_of(block: int) -> int:
 
 def registers_of(programs: int, device: torch.device) -> dict[str, int]:
     """An option that limits the registers of threads where programs share multiprocessors."""
-    return {"maxnreg": REGISTERS} if programs > gpu.processors(device) else {}
+    return {"maxnreg": TUNING.registers} if programs > gpu.processors(device) else {}
 
 
 def list_rows(
@@ -99,7 +83,9 @@ def list_rows(
         gpu.empty((batch, sizes.chunks, sizes.chunk), torch.int32, score.device),
         gpu.empty((batch, sizes.chunks), torch.int32, score.device),
     )
-    sample = min(SAMPLES[1], max(SAMPLES[0], gpu.next_power_of_2(width // PART)))
+    sample = min(
+        TUNING.samples[1], max(TUNING.samples[0], gpu.next_power_of_2(width // TUNING.part))
+    )
     bound_kernel[(batch,)](
         score,
         lengths=lengths,
@@ -111,7 +97,7 @@ def list_rows(
         topk=topk,
         ROOM=sizes.room,
         SAMPLE=sample,
-        SURE=SURE,
+        SURE=TUNING.sure,
         NAN=nan,
         PDL=pdl,
         num_warps=warps_of(sample),
@@ -125,11 +111,11 @@ def list_rows(
         width=width,
         ROOM=sizes.room,
         CHUNK=sizes.chunk,
-        LINE=LINE,
+        LINE=TUNING.line,
         NAN=nan,
         PDL=pdl,
         num_warps=warps_of(sizes.chunk),
-        maxnreg=REGISTERS,
+        maxnreg=TUNING.registers,
         **pdl_option(pdl),
     )
     return found
@@ -172,15 +158,15 @@ def _mask(logits: Tensor, top_k: Tensor, out: Tensor) -> None:
         **registers_of(rows, logits.device),
         **pdl_option(listed),
     )
-    mask_kernel[(-(-width // MASK_BLOCK), rows)](
+    mask_kernel[(-(-width // TUNING.mask_block), rows)](
         logits,
         top_k=top_k,
         thresholds=thresholds,
         out=out,
         stride=logits.stride(0),
         width=width,
-        BLOCK=MASK_BLOCK,
+        BLOCK=TUNING.mask_block,
         PDL=pdl,
-        num_warps=MASK_WARPS,
+        num_warps=TUNING.mask_warps,
         **pdl_option(pdl),
     )

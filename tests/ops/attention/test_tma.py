@@ -14,9 +14,12 @@ from cairn.ops.attention import cutlass_mla_decode, tma
 from cairn.ops.attention import launch as attention
 from cairn.ops.attention.cases import latents
 from cairn.ops.attention.dense_attention import dense_attention
+from cairn.ops.attention.tuning import TUNING
 from cairn.ops.flash_attn import launch as flash
 from cairn.ops.flash_attn.flash_attention import drawn, flash_attention
+from cairn.ops.flash_attn.tuning import TUNING as FLASH_ATTN_TUNING
 from cairn.ops.testing import Make, check
+from tests.ops.tables import Tuned
 
 PAGES, SLOTS, HEADS, WIDTH = 3, 8, 2, 16
 LAYOUTS = {
@@ -30,11 +33,11 @@ LAYOUTS = {
 
 
 @pytest.fixture
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def anywhere(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Tables on every device and for launches of any size, described by a tuple."""
     monkeypatch.setattr(gpu, "supports_tma", lambda device: True)
     monkeypatch.setattr(gpu, "blocks", lambda *args: args)
-    monkeypatch.setattr(tma, "LEAST_FLOPS", 0)
+    tuned(TUNING, tma_least_flops=0)
 
 
 def laid_out(layout: str) -> Tensor:
@@ -129,7 +132,7 @@ def test_when_tiles_suffice(changes: dict[str, Any], enough: bool, anywhere: Non
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch, device: str) -> list[bool]:
+def tables(monkeypatch: pytest.MonkeyPatch, device: str, tuned: Tuned) -> list[bool]:
     """Launches of any size may take tables; says of each whether it did."""
     if device == "cpu" and not gpu.INTERPRETED:
         pytest.skip("needs Triton, and a machine without CUDA")
@@ -141,7 +144,7 @@ def tables(monkeypatch: pytest.MonkeyPatch, device: str) -> list[bool]:
         taken.append(result[0].blocks is not None)
         return result
 
-    monkeypatch.setattr(tma, "LEAST_FLOPS", 0)
+    tuned(TUNING, tma_least_flops=0)
     # The package has the function by the module's name.
     latents = import_module("cairn.ops.attention.cutlass_mla_decode")
     for module in (attention, flash, latents):
@@ -182,12 +185,12 @@ def test_dense_attention(heads: int, group: int, width: int, device: str, tables
     ],
 )
 def test_flash_attention(
-    width: int, layout: dict[str, Any], device: str, tables: Any, monkeypatch: pytest.MonkeyPatch
+    width: int, layout: dict[str, Any], device: str, tables: Any, tuned: Tuned
 ) -> None:
     # Tiles of float32 have half the lines.
-    monkeypatch.setattr(flash, "PAIRED", 32 if device == "cpu" else 64)
+    tuned(FLASH_ATTN_TUNING, paired=32 if device == "cpu" else 64)
     if device == "cpu":
-        monkeypatch.setattr(flash, "NARROW", 128)
+        tuned(FLASH_ATTN_TUNING, narrow=128)
     shape = {"queries": (70, 3), "keys": (290, 9), "heads": (4, 2), "widths": (width, width)}
     check(flash_attention, "triton", drawn(Make(device), dtype_on(device), **shape, **layout))
     assert tables == [True]

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from cairn.ops import gpu
-from cairn.ops.flash_attn import wgmma_launch
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.flash_attn.flash_attention import drawn, flash_attention
+from cairn.ops.flash_attn.tuning import TUNING
 from cairn.ops.testing import Make, check, run
+from tests.ops.tables import Tuned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,10 +26,10 @@ RAGGED = {"queries": (200, 0, 129, 1, 300), "keys": (200, 7, 500, 130, 64)}
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(tuned: Tuned) -> None:
     """Calls of any size."""
-    monkeypatch.setattr(wgmma_launch, "LEAST_FLOPS", 0)
-    monkeypatch.setattr(wgmma_launch, "FULL", 0)
+    tuned(ATTENTION_TUNING, tma_least_flops=0)
+    tuned(TUNING, wgmma_full=0)
 
 
 def agrees(**options: Any) -> None:

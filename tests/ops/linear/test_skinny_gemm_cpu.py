@@ -8,16 +8,18 @@ import torch
 from cairn import ops
 from cairn.ops import cpu
 from cairn.ops.linear import skinny_gemm_cpu
+from cairn.ops.linear.tuning import TUNING
+from tests.ops.tables import Tuned
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
 
 
 @pytest.mark.parametrize("columns", [*range(1, 20), 63, 130, 1000])
 @pytest.mark.parametrize("parts", [1, 3, 64])
-def test_every_column_is_written_once(columns: int, parts: int, monkeypatch) -> None:
+def test_every_column_is_written_once(columns: int, parts: int, tuned: Tuned) -> None:
     torch.manual_seed(columns)
     x, weight = torch.randn(2, 40), torch.randn(2 * columns, 40) / 6
-    monkeypatch.setattr(skinny_gemm_cpu, "_PART_BYTES", -(-weight.nbytes // parts))
+    tuned(TUNING, cpu_part_bytes=-(-weight.nbytes // parts))
     residual = torch.randn(2, 2 * columns)
     wanted = residual + x @ weight.T
     ops.linear_add.using("numba")(x, residual, weight)
