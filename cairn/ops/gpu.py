@@ -142,7 +142,8 @@ def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> An
 
 def _in_order(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
     """A kernel's arguments in the order of its parameters, of which some came by name."""
-    return (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
+    names = kernel.arg_names[len(args) :]
+    return (*args, *(options[name] for name in names if name in options))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.registry import Op
 from cairn.ops.tuning import Tuning
-from tests.ops.replays import Compiled
+from tests.ops.replays import Compiled, in_order
 from tests.ops.tables import Tuned
 
 
@@ -28,7 +28,8 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Compiled:
         with torch.utils._python_dispatch._disable_current_modes():
             interpret(kernel, *args, grid=grid, warmup=warmup, **options)
-        return Compiled(lambda *a, **k: interpret(kernel, *a, **k), args, options)
+        given, rest = in_order(kernel, args, options)
+        return Compiled(lambda *a, **k: interpret(kernel, *a, **k), given, rest)
 
     def select(op: Op[..., Any], call: Call) -> Any:
         *others, last = op.candidates("cuda")

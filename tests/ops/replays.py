@@ -15,6 +15,15 @@ from cairn.ops.launch_cache.plans import Plans
 from cairn.ops.testing import Arguments
 
 
+def in_order(
+    kernel: Any, args: Sequence[Any], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A kernel's arguments in the order of its parameters, and the other options of its launch."""
+    names = kernel.arg_names[len(args) :]
+    named = tuple(options[name] for name in names if name in options)
+    return (*args, *named), {name: x for name, x in options.items() if name not in names}
+
+
 class Compiled:
     """Runs an interpreted kernel on addresses."""
 

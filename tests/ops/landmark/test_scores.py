@@ -85,7 +85,7 @@ def test_biases_keep_their_digits(size: float) -> None:
     given = drawn("cuda", SHAPES[0], lengths=(2000,), counts=(150,))
     z, key, bias, _, _, slot, table, *_ = given.args
     bias.normal_().mul_(size)
-    job = _selection(*given.args, **given.kwargs)
+    job = _selection(select_pages.bind(*given.args, **given.kwargs))
     total = torch.randn(job.heads, len(z), device="cuda")
     best = torch.full((len(z), job.groups, -(-job.pages // 32) * 32), 7.0, device="cuda")
     tops = torch.full((len(z), job.groups, best.shape[2] // job.block), 7.0, device="cuda")
@@ -152,7 +152,9 @@ def test_which_selections_are_scored_in_groups(
 
     def taken(shape: tuple[int, int, int], dtype: torch.dtype, **changed: Any) -> bool:
         given = drawn("cpu", shape, dtype)
-        return select_launch.in_groups(_selection(*given.args, **given.kwargs | changed))
+        return select_launch.in_groups(
+            _selection(select_pages.bind(*given.args, **given.kwargs | changed))
+        )
 
     assert all(taken(shape, torch.bfloat16) for shape in SHAPES)
     assert taken(SHAPES[0], torch.float16)
@@ -163,7 +165,7 @@ def test_which_selections_are_scored_in_groups(
     assert not taken((4, 1, 128), torch.bfloat16)
     assert not taken((4, 2, 32), torch.bfloat16)
     few = drawn("cpu", SHAPES[0], lengths=(500,), counts=(127,))
-    assert not select_launch.in_groups(_selection(*few.args, **few.kwargs))
+    assert not select_launch.in_groups(_selection(select_pages.bind(*few.args, **few.kwargs)))
     tuned(TUNING, select_least_pages=1000)
     assert not taken(SHAPES[0], torch.bfloat16)
 
