@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cairn import ops
-from cairn.attention import hsa
 from cairn.attention.base import (
     AttentionLayer,
     Batch,
@@ -190,23 +189,6 @@ def test_fronts_of_rows_are_those_of_all_layers_that_look_for_pages():
     assert fronts_of([*both, (without, PLAIN)], 7) == ((208, 31), (272, 40))
     assert fronts_of([(without, wider), (with_near, looking)], SIZE) == ((208, 27),)
     assert fronts_of([(without, replace(looking, backend="window"))], SIZE) == ()
-
-
-@pytest.mark.parametrize("strategy, near", [("hils", 7), ("head", 7), ("group", 0)])
-def test_rows_are_near_where_the_op_passes_over_all_pages(strategy, near, monkeypatch):
-    heard = []
-
-    def most(cache, topk):
-        heard.append((cache.shape, topk))
-        return 7
-
-    monkeypatch.setattr(hsa, "most_pages", most)
-    rule = replace(LANDMARK, strategy=strategy)
-    layer = replace(PLAIN, backend="hsa", landmark=rule)
-    backend, _ = step(layer, [20]).backends[0]
-    assert backend.near_pages(layer) == near
-    assert heard == [((3, 2, SIZE, 16), rule.topk)] * bool(near)
-    assert backend.near_pages(PLAIN) == 0
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from cairn.ops import gpu
 from cairn.ops.attention import cutlass_mla_decode, launch, window_wgmma_launch
 from cairn.ops.attention.cases import latents
-from cairn.ops.flash_attn import wgmma_launch
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.flash_attn.flash_attention import drawn, flash_attention
 from cairn.ops.flash_attn.tuning import TUNING as FLASH_ATTN_TUNING
 from cairn.ops.landmark import select_launch
@@ -94,7 +94,8 @@ def main() -> None:
     gpu.program_memory = lambda device: 227 << 10
     gpu.supports_wgmma = lambda device: True
     gpu.supports_tma = lambda device: True
-    wgmma_launch.LEAST_FLOPS = FLASH_ATTN_TUNING.wgmma_full = 0
+    ATTENTION_TUNING.tma_least_flops = 0
+    FLASH_ATTN_TUNING.wgmma_full = 0
     launch.merge = lambda *args, **kwargs: None
     make, dtype = Make("cpu"), torch.bfloat16
     given = latents(make, [300, 64], 100, 64, (512, 64), dtype)
