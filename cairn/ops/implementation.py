@@ -27,8 +27,7 @@ class Implementation:
         dtypes: dtypes accepted for the first floating-point tensor argument; None: any.
         when: called with the bound call; False refuses it (by shape). None: always.
         missing: why it cannot run on this machine, whatever the arguments; empty: it can.
-        replayed: eager calls on CUDA tensors make the launches of earlier ones again
-            (launch_cache.py).
+        replayed: eager calls on CUDA tensors repeat the launches of earlier ones (launch_cache).
     """
 
     name: str

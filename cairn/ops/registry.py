@@ -329,7 +329,7 @@ class Op(Generic[P, R]):
             when: called with the bound call; False passes it on to the next candidate.
             missing: why it cannot run on this machine, for `cairn ops`; empty: it can.
             replayed: all it does on the device is to take memory from gpu.py and to launch kernels,
-                which depend on no more than replay.py says: they may be repeated without it.
+                so that launch_cache may repeat the launches without it.
         Raises:
             ValueError: for a name already taken, or a function that takes more than the call.
         """

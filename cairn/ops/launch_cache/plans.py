@@ -1,9 +1,9 @@
-"""When calls are replayed: `replay` says how, and why that is exact.
+"""Which calls are recorded and replayed; recording.py says how, and why that is exact.
 
-A call that is recorded takes the host two to three times as long, one that is replayed a fifth to a
-half. So what never comes again should not be recorded (what a step does once, where each prefill is
-of another number of tokens), and of what cannot be replayed (products that a library does) nobody
-should look at all the arguments each time.
+Recording a call costs the host two to three times a plain call, replaying it a fifth to a half. So
+signatures that never come again should not be recorded (what a step does once, with another number
+of tokens in each prefill). Of calls that cannot be replayed, such as products by a library, not all
+arguments should be inspected each time.
 """
 
 from __future__ import annotations

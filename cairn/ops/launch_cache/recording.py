@@ -1,24 +1,23 @@
-"""The launches of an op, made again at other addresses.
+"""Recordings of an op's launches, which are repeated with other addresses.
 
-A layer of an eager step enqueues a dozen kernels, and the next layer the same ones: the same
-shapes, strides and numbers at other addresses. Finding them again (the checks and the choice of
-the op, its arithmetic on shapes, Triton's look at every argument) takes the host longer than the
-device works. So a call of an implementation with `replayed=True` (registry.py) is recorded: which
-memory it took from `gpu` and `grid_barrier`, which kernels it launched, and into whose memory each
-pointer pointed. Later calls of the same signature launch the compiled kernels again (`gpu.again`),
-with addresses instead of tensors. Which calls are recorded, and when, is decided in plans.py.
+A layer of an eager step launches a dozen kernels, and the next layer launches the same ones: same
+shapes, strides and numbers, other addresses. Preparing them again (checks, choice of the
+implementation, arithmetic on shapes, Triton's inspection of every argument) takes the host longer
+than the device computes. So a call of an implementation with `replayed=True` (registry.py) is
+recorded: which memory it took from `gpu` and `grid_barrier`, which kernels it launched, and which
+tensor each pointer belongs to. Later calls with the same signature launch the compiled kernels
+again (`gpu.again`) with new addresses. plans.py decides which calls are recorded.
 
-Why the results are the same. The signature holds all that such an implementation looks at: every
-tensor's shape, strides, dtype and device, how far it begins behind a multiple of 16 bytes, which of
-them begin at the same address, and the type and value of every other argument. So the numbers,
-grids and kernels of a replay are those of the recording. An implementation of this kind does
-nothing on the device but take memory and launch, since nothing else would be repeated, and looks at
-no number in a tensor. Signatures of which a pointer is neither into an argument nor into memory
-from here, or which call an op whose choice is not of this kind, are run plainly for good. Streams,
-graph capture and launches before the kernel in front is done are as in a plain call; while somebody
-hooks launches, as profilers do, or another device is the current one, all calls are plain. A plan
-holds no memory: it takes each large piece for the first kernel that needs it and frees it behind
-the last, in the sizes of a plain call. Small ones share memory, which is taken once a call.
+Why results are the same: the signature holds everything that such an implementation looks at. That
+is every tensor's shape, strides, dtype, device and alignment to 16 bytes, which tensors start at
+the same address, and the type and value of every other argument. An implementation with
+`replayed=True` does nothing on the device but take memory and launch kernels, and never reads a
+number of a tensor on the host. A signature is never replayed if one of its pointers belongs neither
+to an argument nor to memory from `gpu`, or if the call runs an op whose implementation is not
+replayed. Streams, graph capture and PDL work as in a plain call. While launch hooks are set, as by
+profilers, or another device is current, all calls are plain. A plan holds no memory: it allocates
+each large piece before the first kernel that needs it and frees it after the last, in the sizes of
+a plain call. Small pieces share one allocation a call.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ class Source:
 
 
 class Survey(NamedTuple):
-    """What `survey_kernel` found, and arrivals, which are 0: masses for a draw, tops for one from a
-    top k, arrivals for one with any filter."""
+    """What `survey_kernel` writes: masses for draws and filters, tops with a top k, arrivals (counters
+    that it sets to 0) with any filter."""
 
     peaks: Tensor
     firsts: Tensor
