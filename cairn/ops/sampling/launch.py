@@ -120,8 +120,8 @@ class Source:
 
 
 class Survey(NamedTuple):
-    """What `survey_kernel` writes: masses for draws and filters, tops with a top k, arrivals (counters
-    that it sets to 0) with any filter."""
+    """What `survey_kernel` writes: masses for draws and filters, tops with a top k, and with any
+    filter arrivals, counters that it sets to 0."""
 
     peaks: Tensor
     firsts: Tensor
