@@ -228,7 +228,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(number):
     with pytest.raises(RuntimeError, match="device is gone"):
         for _ in range(number + 1):
             core.step()
-        after = add(core, late, "pdl", [5] * 9, 5)
+        after = add(core, late, "early", [5] * 9, 5)
         core.step()
     assert {one.stream.output.finish_reason for one in failed} == {"error"}
     after = add(core, late, "later", [6] * 9, 5)

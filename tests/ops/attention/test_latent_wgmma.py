@@ -119,7 +119,7 @@ def test_one_slot_that_outweighs_all_others_is_as_it_is(
     q, pe, cache, lengths, table, spare, _ = given.args
     q.zero_()
     pe.zero_()
-    pe[..., 0] = torch.linspace(1, 1.25).to(pe)
+    pe[..., 0] = torch.linspace(1, 1.25, 128).to(pe)
     # Powers of two that slots weigh, as logits: the first block says what weights are relative to,
     # and the largest is less above it than has sums scaled.
     logits = torch.full((table.shape[1], 64), -40.0, device="cuda")
