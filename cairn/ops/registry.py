@@ -26,6 +26,7 @@ modes see; an eager call skips the dispatcher.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -81,8 +82,6 @@ class Op(Generic[P, R]):
         self.family = definition.__module__.rpartition(".")[0].rpartition(".")[2]
         self.implementations: dict[str, Implementation] = {}
         self._package = definition.__module__.rpartition(".")[0]
-        self._case_source: CaseSource | None = None
-        self._bench_source: BenchSource | None = None
         self.tolerances: dict[torch.dtype, Tolerance] = {}
         self.tolerance_reason = ""
         self.fronts: dict[str, Callable[..., Any]] = {}
@@ -391,28 +390,26 @@ class Op(Generic[P, R]):
 
     def cases(self, source: CaseSource) -> CaseSource:
         """Decorator: the generator of argument bundles that every implementation is tested on."""
-        self._case_source = source
+        self.case_source = source
         return source
 
     def bench(self, source: BenchSource) -> BenchSource:
         """Decorator: the generator of what `cairn bench ops` times, one size after the other."""
-        self._bench_source = source
+        self.bench_source = source
         return source
 
-    @property
+    @functools.cached_property
     def case_source(self) -> CaseSource | None:
         """What `cases` was given, in the family's cases.py, which is imported when it is asked for;
         None: there is none."""
-        if self._case_source is None:
-            _import(f"{self._package}.cases")
-        return self._case_source
+        _import(f"{self._package}.cases")
+        return self.__dict__.get("case_source")
 
-    @property
+    @functools.cached_property
     def bench_source(self) -> BenchSource | None:
         """The same of `bench`, in the family's bench.py."""
-        if self._bench_source is None:
-            _import(f"{self._package}.bench")
-        return self._bench_source
+        _import(f"{self._package}.bench")
+        return self.__dict__.get("bench_source")
 
     def tolerance(self, by_dtype: dict[torch.dtype, Tolerance], reason: str) -> None:
         """Override the one table (cairn.ops.testing.TOLERANCES) for this op, with the reason.
