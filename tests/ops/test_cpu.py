@@ -133,12 +133,12 @@ assert ops.linear.choice(x, weight) == "composed"
 
 def test_what_is_kept_follows_all_files_of_loops(tmp_path, monkeypatch) -> None:
     """Numba itself looks at the file of the function alone."""
-    names = ("cpu.py", "lanes.py", "amx.py", "norm/loops.py", "attention/tile_loops.py")
+    names = ("cpu/__init__.py", "cpu/avx512.py", "norm/loops.py", "attention/tile_loops.py")
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("a = 1")
     assert powers._cache._cache_file._source_stamp == cpu._sources()
-    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu" / "__init__.py"))
     for name in names:
         before = cpu._sources.__wrapped__()
         (tmp_path / name).write_text("a = 22")
