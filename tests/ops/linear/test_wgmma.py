@@ -11,8 +11,10 @@ from torch import Tensor
 from cairn import ops
 from cairn.ops import gpu
 from cairn.ops.linear import skinny_gemm_panel, wgmma_launch
+from cairn.ops.linear.tuning import TUNING
 from cairn.ops.registry import Op
 from cairn.ops.testing import Arguments, Make, cases_of, check, run
+from tests.ops.tables import Tuned
 
 on_hopper = pytest.mark.skipif(
     not (torch.cuda.is_available() and gpu.supports_wgmma(torch.device("cuda", 0))),
@@ -24,10 +26,10 @@ SIZES = [(256, 128), (4096, 1024), (500, 1032), (70, 8), (1026, 2000)]
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(tuned: Tuned) -> None:
     """Small weights are large."""
-    for name in ("LEAST_BYTES", "FILLED", "WIDE_FILLED", "WIDE_SPLIT_BYTES"):
-        monkeypatch.setattr(wgmma_launch, name, 0)
+    names = ("wgmma_least_bytes", "wgmma_filled", "wgmma_wide_filled", "wgmma_wide_split_bytes")
+    tuned(TUNING, **dict.fromkeys(names, 0))
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
