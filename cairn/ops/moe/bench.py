@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.moe import routing
 from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
 from cairn.ops.moe.cases import aligned_inputs, prepared_inputs
 from cairn.ops.moe.fused_experts import fused_experts
@@ -19,11 +18,21 @@ from cairn.ops.moe.shuffle_rows import shuffle_rows
 from cairn.ops.moe.topk_sigmoid import topk_sigmoid
 from cairn.ops.moe.topk_softmax import topk_softmax
 
+ROUTERS = {"full": ((1, 256, 8), (64, 256, 8), (8192, 256, 8)), "tiny": ((1, 16, 2), (5, 16, 2))}
+"""Tokens, experts and chosen ones of each token that routing is timed on."""
+WIDTH = 2048
+"""Numbers of a token in them."""
+
+
+def routers_of(draw: Draw) -> tuple[tuple[int, int, int], ...]:
+    """Those of a size."""
+    return ROUTERS[draw.sizes]
+
 
 @apply_shuffle_mul_sum.bench
 def _(draw: Draw) -> Points:
-    for tokens, _, topk in routing.routers_of(draw):
-        x, out = draw.randn(tokens * topk, routing.WIDTH), draw.randn(tokens, routing.WIDTH)
+    for tokens, _, topk in routers_of(draw):
+        x, out = draw.randn(tokens * topk, WIDTH), draw.randn(tokens, WIDTH)
         order, factors = draw.rand(tokens * topk).argsort(), draw.randn(tokens * topk)
         yield Point(f"{tokens} x {topk}", draw.args(x, out, order, factors), moved(x, out, order))
 
@@ -53,7 +62,7 @@ def _(draw: Draw) -> Points:
 
 @grouped_topk.bench
 def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
+    for tokens, experts, topk in routers_of(draw):
         gating, bias = draw.randn(tokens, experts), draw.randn(experts)
         weights = draw.randn(tokens, topk, dtype=torch.float32)
         given, size = (
@@ -65,7 +74,7 @@ def _(draw: Draw) -> Points:
 
 @biased_grouped_topk.bench
 def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
+    for tokens, experts, topk in routers_of(draw):
         gating, bias = draw.randn(tokens, experts), draw.randn(experts)
         weights = draw.randn(tokens, topk, dtype=torch.float32)
         given, size = draw.args(gating, bias, topk, True, 8, 4), f"{tokens}: {topk} of {experts}"
@@ -74,7 +83,7 @@ def _(draw: Draw) -> Points:
 
 @grouped_topk_softmax.bench
 def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
+    for tokens, experts, topk in routers_of(draw):
         gating = draw.randn(tokens, experts)
         weights = draw.randn(tokens, topk, dtype=torch.float32)
         given, size = draw.args(gating, topk, True, 8, 4), f"{tokens}: {topk} of {experts}"
@@ -83,7 +92,7 @@ def _(draw: Draw) -> Points:
 
 @kimi_k2_moe_fused_gate.bench
 def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
+    for tokens, experts, topk in routers_of(draw):
         gating, bias = draw.randn(tokens, experts), draw.randn(experts)
         weights = draw.randn(tokens, topk, dtype=torch.float32)
         yield Point(
@@ -95,7 +104,7 @@ def _(draw: Draw) -> Points:
 
 @moe_align_block_size.bench
 def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
+    for tokens, experts, topk in routers_of(draw):
         ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
         given = aligned_inputs(draw, ids, experts, 16, True)
         yield Point(f"{tokens}: {topk} of {experts}", given, moved(ids, *given.args[3:6]))
@@ -103,7 +112,7 @@ def _(draw: Draw) -> Points:
 
 @moe_fused_gate.bench
 def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
+    for tokens, experts, topk in routers_of(draw):
         gating, bias = draw.randn(tokens, experts), draw.randn(experts)
         weights = draw.randn(tokens, topk, dtype=torch.float32)
         yield Point(
@@ -115,21 +124,21 @@ def _(draw: Draw) -> Points:
 
 @moe_sum.bench
 def _(draw: Draw) -> Points:
-    for tokens, _, topk in routing.routers_of(draw):
-        x, out = draw.randn(tokens, topk, routing.WIDTH), draw.randn(tokens, routing.WIDTH)
+    for tokens, _, topk in routers_of(draw):
+        x, out = draw.randn(tokens, topk, WIDTH), draw.randn(tokens, WIDTH)
         yield Point(f"{tokens} x {topk}", draw.args(x, out), moved(x, out))
 
 
 @moe_sum_reduce.bench
 def _(draw: Draw) -> Points:
-    for tokens, _, topk in routing.routers_of(draw):
-        x, out = draw.randn(tokens, topk, routing.WIDTH), draw.randn(tokens, routing.WIDTH)
+    for tokens, _, topk in routers_of(draw):
+        x, out = draw.randn(tokens, topk, WIDTH), draw.randn(tokens, WIDTH)
         yield Point(f"{tokens} x {topk}", draw.args(x, out, 2.5), moved(x, out))
 
 
 @prepare_moe_input.bench
 def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
+    for tokens, experts, topk in routers_of(draw):
         ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
         given = prepared_inputs(draw, ids, experts, True)
         yield Point(f"{tokens}: {topk} of {experts}", given, moved(*given.args[:6]))
@@ -137,16 +146,16 @@ def _(draw: Draw) -> Points:
 
 @shuffle_rows.bench
 def _(draw: Draw) -> Points:
-    for tokens, _, topk in routing.routers_of(draw):
-        x, order = draw.randn(tokens, routing.WIDTH), draw.randint(0, tokens, tokens * topk)
-        shape = [tokens * topk, routing.WIDTH]
-        least = moved(x, order) + tokens * topk * routing.WIDTH * x.element_size()
+    for tokens, _, topk in routers_of(draw):
+        x, order = draw.randn(tokens, WIDTH), draw.randint(0, tokens, tokens * topk)
+        shape = [tokens * topk, WIDTH]
+        least = moved(x, order) + tokens * topk * WIDTH * x.element_size()
         yield Point(f"{tokens} x {topk}", draw.args(x, order, shape), least)
 
 
 @topk_sigmoid.bench
 def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
+    for tokens, experts, topk in routers_of(draw):
         weights = draw.randn(tokens, topk, dtype=torch.float32)
         ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
         gating = draw.randn(tokens, experts)
@@ -159,7 +168,7 @@ def _(draw: Draw) -> Points:
 
 @topk_softmax.bench
 def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
+    for tokens, experts, topk in routers_of(draw):
         weights = draw.randn(tokens, topk, dtype=torch.float32)
         ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
         gating = draw.randn(tokens, experts)
