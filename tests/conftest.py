@@ -44,7 +44,7 @@ if torch.cuda.is_available():
         yield
         if request.node.get_closest_marker("gpu") is None:
             return
-        arrivals = import_module("cairn.ops.arrivals")
+        arrivals = import_module("cairn.ops.grid_barrier")
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)
             store = arrivals._store(index)

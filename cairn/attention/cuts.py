@@ -1,8 +1,8 @@
 """How the slots of a step are cut into parts that attention takes apart.
 
 Rows that decode are attended one by one, chunks in tiles. Slots near the starts of rows, where
-landmark layers select every page or pass over all of them, are parts of their own (*fronts*). On a
-GPU kernels are compiled and graphs captured for each way of cutting, so there are few.
+landmark layers select every page, are parts of their own (*fronts*). On a GPU kernels are compiled
+and graphs captured for each way of cutting, so there are few.
 """
 
 from __future__ import annotations

@@ -52,20 +52,10 @@ class HsaBackend(GqaBackend):
         return LayerSchema(tuple(fields))
 
     def fronts(self) -> tuple[Front, ...]:
-        """Slots of a row that all layers treat alike: in the first of them every layer selects
-        every page left of its window; up to the second every layer passes over all pages."""
+        """The first slots of a row: in them every layer selects every page left of its window."""
         size = self.pools.schema.page_size
         early = min(advice.short_pages(size, s.local_window, s.topk) for s in self.layers.values())
-        near = min(self._near_pages(layer) for layer in self.layers)
-        pages = [early, near if near > early else 0]
-        return tuple(Front(n * size // ROUND * ROUND, n) for n in pages if n)
-
-    def _near_pages(self, layer: int) -> int:
-        """Pages of a row that the op passes over rather than sort them; 0: none."""
-        spec = self.layers[layer]
-        if spec.strategy == "group":
-            return 0
-        return advice.most_pages_in_tiles(self.caches(layer)[0], spec.topk)
+        return (Front(early * size // ROUND * ROUND, early),) if early else ()
 
     def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:
         """Landmarks' own keys, where they are kept beside the cache, are taken as they come."""

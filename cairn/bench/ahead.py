@@ -78,7 +78,7 @@ def _run_sizes(name: str, device: str, dtype: torch.dtype, sizes: str) -> None:
 def _run(op: Op[..., Any], point: Point, device: str) -> None:
     given, kind = point.arguments, device.partition(":")[0]
     every = op.implementations.values()
-    calls = [one.function for one in every if runnable(one, [given], kind)]
+    calls = [op.using(one.name) for one in every if runnable(one, [given], kind)]
     calls += [other.call for other in point.alternatives if other.name == COMPILED]
     for call in calls:
         try:

@@ -5,12 +5,11 @@ Results of ops do not depend on the answers, their speed does.
 
 from cairn.ops.attention.launch import LANDMARK_LINES, SPLIT_TOKENS, dense_in_tiles, in_tiles
 from cairn.ops.compile_ahead import compile_ahead
-from cairn.ops.landmark.page_tiles import most_pages as most_pages_in_tiles
 from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.landmark.select_task import candidate_pages, short_pages
-from cairn.ops.linear.panel import sums_in_norm as norms_behind_sum
-from cairn.ops.plans import is_traced
-from cairn.ops.trust import trusted
+from cairn.ops.launch_cache.plans import is_traced
+from cairn.ops.linear.skinny_gemm_panel import sums_in_norm as norms_behind_sum
+from cairn.ops.unchecked import unchecked
 
 __all__ = [
     "LANDMARK_LINES",
@@ -20,9 +19,8 @@ __all__ = [
     "dense_in_tiles",
     "in_tiles",
     "is_traced",
-    "most_pages_in_tiles",
     "norms_behind_sum",
     "shared_weights",
     "short_pages",
-    "trusted",
+    "unchecked",
 ]

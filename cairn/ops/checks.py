@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cairn.errors import BadArgument
 from cairn.ops.cache.quantized import BYTES
-from cairn.ops.plans import is_traced
+from cairn.ops.launch_cache.plans import is_traced
 
 R = TypeVar("R")
 

@@ -9,8 +9,9 @@ import time
 import torch
 
 from cairn import ops
-from cairn.ops import cpu, lanes
+from cairn.ops import cpu
 from cairn.ops.attention.tiles import FEW_TOKENS
+from cairn.ops.cpu import avx512
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def compile_loops(dtype: torch.dtype) -> None:
     if not cpu.AVAILABLE:
         return
     began = time.perf_counter()
-    for width in (8, 2 * lanes.LANES):
+    for width in (8, 2 * avx512.LANES):
         _run_rows(dtype, width)
     _run_attention(dtype, 2, 8)
     # What lanes and tiles take.

@@ -136,8 +136,14 @@ def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> An
     dry = warmup or (by is not None and not by.launches)
     compiled = type(kernel).run(kernel, *args, grid=grid, warmup=dry, **options)
     if by is not None and not warmup:
-        by.launched(kernel, compiled, grid, args)
+        by.launched(kernel, compiled, grid, _in_order(kernel, args, options))
     return compiled
+
+
+def _in_order(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """A kernel's arguments in the order of its parameters, of which some came by name."""
+    names = kernel.arg_names[len(args) :]
+    return (*args, *(options[name] for name in names if name in options))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -232,7 +238,7 @@ def capture_of(device: torch.device) -> int:
     return 0 if failed else number.value
 
 
-def copies_blocks(device: torch.device) -> bool:
+def supports_tma(device: torch.device) -> bool:
     """Whether programs on a device have an engine that copies blocks (TMA), and the memory for
     blocks on their way; interpreted ones do."""
     if device.type != "cuda":
@@ -276,12 +282,12 @@ def warps_for(elements: int) -> int:
     return min(16, max(1, next_power_of_2(elements) // 256))
 
 
-def launches_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether a device can launch a kernel before the one in front is done."""
     return device.type == "cuda" and _capability(device.index) >= (9, 0)
 
 
-def multiplies_in_groups(device: torch.device) -> bool:
+def supports_wgmma(device: torch.device) -> bool:
     """Whether kernels in Gluon run on a device, and four of its warps multiply together (wgmma)."""
     return (
         gl is not None

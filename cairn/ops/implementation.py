@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cairn.ops.call import Call
+
 REFERENCE = "reference"
 """Name of an op's definition, which is one."""
-HANDED_ON = ["args", "kwargs"]
-"""Parameters of an implementation that does not look at its arguments."""
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,21 @@ class Implementation:
 
     Attributes:
         name: unique within the op.
-        function: same parameters as the definition, or HANDED_ON.
+        run: computes a bound call.
+        bind: makes a bound call of arguments.
         devices: device types it runs on.
         dtypes: dtypes accepted for the first floating-point tensor argument; None: any.
-        when: called with the op's arguments; False refuses them (by shape). None: always.
+        when: called with the bound call; False refuses it (by shape). None: always.
         missing: why it cannot run on this machine, whatever the arguments; empty: it can.
-        replayed: eager calls on CUDA tensors make the launches of earlier ones again (replay.py).
+        replayed: eager calls on CUDA tensors repeat the launches of earlier ones (launch_cache).
     """
 
     name: str
-    function: Callable[..., Any]
+    run: Callable[[Call], Any]
+    bind: Callable[..., Call]
     devices: tuple[str, ...]
     dtypes: Sequence[torch.dtype] | None = None
-    when: Callable[..., bool] | None = None
+    when: Callable[[Call], bool] | None = None
     missing: str = ""
     replayed: bool = False
 
@@ -42,14 +44,13 @@ class Implementation:
         """Whether the choice needs a look at the arguments beyond their device."""
         return self.dtypes is not None or self.when is not None
 
-    def accepts(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether dtype and `when` accept the arguments (the device is the caller's business)."""
+    def accepts(self, call: Call) -> bool:
+        """Whether dtype and `when` accept a call (the device is the caller's business)."""
         if self.missing:
             return False
         if self.dtypes is not None:
-            given = [*args, *kwargs.values()]
-            floating = (v for v in given if isinstance(v, Tensor) and v.is_floating_point())
-            first = next(floating, None)
+            tensors = (value for value in call.astuple() if isinstance(value, Tensor))
+            first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
             if first is not None and first.dtype not in self.dtypes:
                 return False
-        return self.when is None or self.when(*args, **kwargs)
+        return self.when is None or self.when(call)

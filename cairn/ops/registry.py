@@ -6,50 +6,59 @@
         return ...
 
     @silu_and_mul.implementation("triton", devices=("cuda",))
-    def _(input: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def _(call: Call) -> Tensor: ...  # call.input, call.out
 
-    @silu_and_mul.cases
+    @silu_and_mul.cases  # in the family's cases.py
     def _(make: Make) -> Cases: yield make.args(make.randn(7, 192))
 
-    @silu_and_mul.bench
+    @silu_and_mul.bench  # in the family's bench.py
     def _(draw: Draw) -> Points: yield Point("7 x 192", draw.args(draw.randn(7, 192)), bytes=4032)
 
-A call goes to the implementation forced by CAIRN_OPS, else to the first one registered whose
-device, dtype and `when` accept the arguments, else to the definition (named "reference"). A forced
-implementation whose dtype or `when` refuses a call leaves it to the definition. The same choice
-stands behind `torch.ops.cairn.NAME`, which torch.compile, fake tensors and dispatch modes see; an
-eager call skips the dispatcher.
+The definition owns the signature: implementations, checks, fakes and `when` receive one bound call,
+whose attributes are the definition's parameters, with defaults filled in (call.py).
+
+A call runs the implementation that CAIRN_OPS forces, else the first registered one whose device,
+dtype and `when` accept it, else the definition ("reference", also if a forced one refuses). The
+same choice stands behind `torch.ops.cairn.NAME`, which torch.compile, fake tensors and dispatch
+modes see; an eager call skips the dispatcher.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import importlib.util
 import inspect
-import os
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from cairn.errors import BadConfig
-from cairn.names import suggestion
-from cairn.ops import checks, plans, replay
+from cairn.ops import checks, gpu
 from cairn.ops.autocast import as_it_is
-from cairn.ops.implementation import HANDED_ON, REFERENCE, Implementation
-from cairn.ops.trust import calls
+from cairn.ops.call import Call, binder, call_type, caller, expect_call_only
+from cairn.ops.forced import FORCED, VARIABLE, parse, unknown
+from cairn.ops.implementation import REFERENCE, Implementation
+from cairn.ops.launch_cache import plans, recording
+from cairn.ops.unchecked import calls
 
 if TYPE_CHECKING:
     from cairn.ops.benching import Draw, Point
     from cairn.ops.testing import Arguments, Make
 
+CaseSource: TypeAlias = "Callable[[Make], Iterable[Arguments | Tensor]]"
+BenchSource: TypeAlias = "Callable[[Draw], Iterable[Point]]"
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 Tolerance = tuple[float, float]
 
-VARIABLE = "CAIRN_OPS"
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 class Op(Generic[P, R]):
@@ -72,14 +81,12 @@ class Op(Generic[P, R]):
         self.spellings = dict(spellings or {})
         self.family = definition.__module__.rpartition(".")[0].rpartition(".")[2]
         self.implementations: dict[str, Implementation] = {}
-        self.case_source: Callable[[Make], Iterable[Arguments | Tensor]] | None = None
-        self.bench_source: Callable[[Draw], Iterable[Point]] | None = None
+        self._package = definition.__module__.rpartition(".")[0]
         self.tolerances: dict[torch.dtype, Tolerance] = {}
         self.tolerance_reason = ""
         self.fronts: dict[str, Callable[..., Any]] = {}
-        self._check: Callable[..., None] | None = None
-        self._fake: Callable[..., Any] = definition
-        self._chosen: dict[str, tuple[Implementation, ...]] = {}
+        self._check: Callable[[Call], None] | None = None
+        self._chosen: dict[str, tuple[list[Implementation], Implementation]] = {}
         self._plans: plans.Plans | None = None
         self._front_plans: list[plans.Plans] = []
         self.__doc__ = definition.__doc__
@@ -88,10 +95,16 @@ class Op(Generic[P, R]):
         self.__module__ = definition.__module__
         self.__wrapped__ = definition
         self.__signature__ = signature = inspect.signature(definition)
-        self._parameters = list(signature.parameters)
+        names = list(signature.parameters)
         # An `out` that the op declares to change is an argument like others.
-        made = "out" in self._parameters and "out" not in self.mutates
-        self._out = self._parameters.index("out") if made else None
+        made = "out" in names and "out" not in self.mutates
+        self._out = names.index("out") if made else None
+        self._kind = call_type(names)
+        self.bind = binder(self.name, signature, self._kind)
+        self._run_reference = self._fake = caller(definition, signature)
+        self._definition = Implementation(
+            REFERENCE, self._run_reference, self.bind, ("cpu", "cuda")
+        )
         self._register(signature)
 
     def __repr__(self) -> str:
@@ -109,30 +122,47 @@ class Op(Generic[P, R]):
         position = self._key
         key = args[position] if len(args) > position else kwargs.get(self._key_name)
         if plans.is_traced(key):
-            if self._check is not None:
-                self._check(*args, **kwargs)
-            if isinstance(key, Tensor):
-                return self._dispatch(args, kwargs)
-            return self.reference(*args, **kwargs)
+            return cast(R, self._traced(args, kwargs))
         if self._plans is not None and cast(Tensor, key).is_cuda:
             return cast(R, self._plans.run(self._eager, args, kwargs))
         return cast(R, self._eager(args, kwargs))
 
     def _eager(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Check the arguments, choose and run."""
-        if self._check is not None and not calls.trusted:
-            self._check(*args, **kwargs)
+        """Bind and check the arguments, choose and run."""
         try:
-            chosen = self._select(args, kwargs)
-            if not chosen.replayed:
-                replay.spoil()
-            function = as_it_is(chosen.function)
-            if self._out is None:
-                return function(*args, **kwargs)
-            return self._with_out(function, args, kwargs)
+            call = self.bind(*args, **kwargs)
+            if self._check is not None and not calls.unchecked:
+                self._check(call)
+            chosen = self._select(call)
+            if gpu.watch.by is not None and not chosen.replayed:
+                recording.spoil()
+            run = chosen.run
+            if _is_any_autocast_enabled():
+                run = as_it_is(run)
+            return run(call) if self._out is None else self._with_out(run, call)
         except Exception as error:
             checks.explain(error, self.reference, args, kwargs)
             raise
+
+    def _traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Bind and check the arguments, and leave the call to PyTorch's dispatcher."""
+        call = self._checked(args, kwargs)
+        if not isinstance(getattr(call, self._key_name), Tensor):
+            return self._run_reference(call)
+        if self._dispatch_out is None or call.out is None:
+            return self._dispatch(call)
+        self._dispatch_out(call)
+        return call.out
+
+    def _checked(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        try:
+            call = self.bind(*args, **kwargs)
+            if self._check is not None:
+                self._check(call)
+        except Exception as error:
+            checks.explain(error, self.reference, args, kwargs)
+            raise
+        return call
 
     def _respell(self, kwargs: dict[str, Any]) -> None:
         """Give keywords that are spelled in another way the names of the definition."""
@@ -144,25 +174,26 @@ class Op(Generic[P, R]):
 
     def using(self, name: str) -> Callable[P, R]:
         """One implementation by name ("reference": the definition). Raises BadConfig if unknown."""
-        function = self._named(name).function
-        if self._out is None:
-            return function
+        run = self._named(name).run
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return cast(R, self._with_out(function, args, kwargs))
+            bound = self.bind(*args, **kwargs)
+            return cast(R, run(bound) if self._out is None else self._with_out(run, bound))
 
         return call
 
     def choice(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """Name of what a call with these arguments would run. Raises what a call's look does."""
         self._respell(kwargs)
-        if self._check is not None:
-            self._check(*args, **kwargs)
-        return self._select(args, kwargs).name
+        return self._select(self._checked(args, kwargs)).name
+
+    def accepts(self, name: str, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Whether an implementation's dtypes and `when` take a call with these arguments."""
+        return self._named(name).accepts(self.bind(*args, **kwargs))
 
     def candidates(self, device: str) -> tuple[Implementation, ...]:
         """What is tried for tensors on a device type, in order; the last one accepts anything."""
-        forced = _forced.get(self.name, _forced.get("*"))
+        forced = FORCED.get(self.name, FORCED.get("*"))
         if forced is not None:
             implementation = self._named(forced)
             if implementation.missing:
@@ -182,44 +213,31 @@ class Op(Generic[P, R]):
                 return tuple(fitting[: position + 1])
         return (*fitting, self._named(REFERENCE))
 
-    def _select(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Implementation:
-        key = args[self._key] if len(args) > self._key else kwargs[self._key_name]
-        device = key.device.type
-        candidates = self._chosen.get(device)
-        if candidates is None:
-            candidates = self._chosen[device] = self.candidates(device)
-        for implementation in candidates[:-1]:
-            if implementation.accepts(args, kwargs):
+    def _select(self, call: Call) -> Implementation:
+        device = self._key_of(call).device.type
+        chosen = self._chosen.get(device)
+        if chosen is None:
+            *conditional, last = self.candidates(device)
+            chosen = self._chosen[device] = (conditional, last)
+        for implementation in chosen[0]:
+            if implementation.accepts(call):
                 return implementation
-        return candidates[-1]
+        return chosen[1]
 
     def _named(self, name: str) -> Implementation:
         if name == REFERENCE:
-            return Implementation(REFERENCE, self.reference, ("cpu", "cuda"))
+            return self._definition
         try:
             return self.implementations[name]
         except KeyError:
             known = [*self.implementations, REFERENCE]
-            raise _unknown(f"op {self.name} has no implementation {name!r}", name, known) from None
+            raise unknown(f"op {self.name} has no implementation {name!r}", name, known) from None
 
-    def _split_out(
-        self, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
-        position = cast(int, self._out)
-        if len(args) > position:
-            return (*args[:position], *args[position + 1 :]), kwargs, args[position]
-        rest = {name: value for name, value in kwargs.items() if name != "out"}
-        return tuple(args), rest, kwargs.get("out")
-
-    def _with_out(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        result = function(*args, **kwargs)
-        position = cast(int, self._out)
-        out = args[position] if len(args) > position else kwargs.get("out")
+    def _with_out(self, run: Callable[[Call], Any], call: Call) -> Any:
+        result, out = run(call), call.out
         if out is None or result is out:
             return result
-        replay.spoil()
+        recording.spoil()
         if out.shape != result.shape:
             raise ValueError(
                 f"{self.name}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}"
@@ -234,19 +252,25 @@ class Op(Generic[P, R]):
         if self._out is not None:
             del parameters[self._out]
         plain = signature.replace(parameters=parameters)
+        self._bind_plain = binder(self.name, plain, self._kind)
         arguments = self._define(self.name, plain, self.mutates, self._run)
         names = [a.name for a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
         if not names:
             raise TypeError(f"op {self.name} takes no tensor")
         self._key_name = names[0]
-        self._key = self._parameters.index(self._key_name)
+        self._key_of = operator.attrgetter(self._key_name)
+        self._key = list(signature.parameters).index(self._key_name)
         self.registered = getattr(torch.ops.cairn, self.name).default
+        self._dispatch = caller(self.registered, plain)
         self.registered_out: Any = None
+        self._dispatch_out: Callable[[Call], Any] | None = None
         if self._out is not None:
             out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Tensor)
             into = signature.replace(parameters=[*parameters, out], return_annotation=None)
+            self._bind_out = binder(self.name, into, self._kind)
             self._define(f"{self.name}_out", into, (*self.mutates, "out"), self._run_out)
             self.registered_out = getattr(torch.ops.cairn, f"{self.name}_out").default
+            self._dispatch_out = caller(self.registered_out, into)
         _ops[self.name] = self
 
     def _define(
@@ -269,34 +293,15 @@ class Op(Generic[P, R]):
         return list(parsed.arguments)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        args = self._without_out(args)
-        return as_it_is(self._select(args, kwargs).function)(*args, **kwargs)
+        call = self._bind_plain(*args, **kwargs)
+        return as_it_is(self._select(call).run)(call)
 
-    def _run_out(self, *args: Any, out: Tensor, **kwargs: Any) -> None:
-        position = cast(int, self._out)
-        named = dict(zip(self._parameters[position + 1 :], args[position:], strict=False))
-        args, kwargs = args[:position], {**kwargs, **named, "out": out}
-        self._with_out(as_it_is(self._select(args, kwargs).function), args, kwargs)
+    def _run_out(self, *args: Any, **kwargs: Any) -> None:
+        call = self._bind_out(*args, **kwargs)
+        self._with_out(as_it_is(self._select(call).run), call)
 
     def _run_fake(self, *args: Any, **kwargs: Any) -> Any:
-        if self._fake is self.reference:
-            args = self._without_out(args)
-        return self._fake(*args, **kwargs)
-
-    def _without_out(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Positional arguments of the registered form as those of the definition: `out` None."""
-        if self._out is None or len(args) <= self._out:
-            return tuple(args)
-        return (*args[: self._out], None, *args[self._out :])
-
-    def _dispatch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> R:
-        if self._out is None:
-            return cast(R, self.registered(*args, **kwargs))
-        args, kwargs, out = self._split_out(args, kwargs)
-        if out is None:
-            return cast(R, self.registered(*args, **kwargs))
-        self.registered_out(*args, out=out, **kwargs)
-        return cast(R, out)
+        return self._fake(self._bind_plain(*args, **kwargs))
 
     def unregister(self) -> None:
         """Take the op out of the registry and of torch.ops (for ops that tests define)."""
@@ -308,37 +313,33 @@ class Op(Generic[P, R]):
         name: str,
         devices: Sequence[str] = ("cpu", "cuda"),
         dtypes: Sequence[torch.dtype] | None = None,
-        when: Callable[..., bool] | None = None,
+        when: Callable[[Call], bool] | None = None,
         missing: str = "",
         replayed: bool = False,
     ) -> Callable[[F], F]:
         """Decorator: register a faster way. Earlier registrations are preferred.
 
-        One that hands the whole call on to something else may take (*args, **kwargs).
+        The function takes the bound call and returns what the definition does.
 
         Args:
             name: unique within the op, not "reference".
             devices: device types it runs on.
             dtypes: accepted dtypes of the first floating-point tensor argument; None: any.
-            when: called with the op's arguments; False passes them on to the next candidate.
+            when: called with the bound call; False passes it on to the next candidate.
             missing: why it cannot run on this machine, for `cairn ops`; empty: it can.
             replayed: all it does on the device is to take memory from gpu.py and to launch kernels,
-                which depend on no more than replay.py says: they may be repeated without it.
+                so that launch_cache may repeat the launches without it.
         Raises:
-            ValueError: for a name already taken, or parameters that differ from the definition's.
+            ValueError: for a name already taken, or a function that takes more than the call.
         """
 
         def register(function: F) -> F:
             if name == REFERENCE or name in self.implementations:
                 raise ValueError(f"op {self.name} already has an implementation {name!r}")
-            parameters = list(inspect.signature(function).parameters)
-            if parameters not in (self._parameters, HANDED_ON):
-                raise ValueError(
-                    f"{self.name}, implementation {name!r}: parameters {parameters} differ from "
-                    f"the definition's {self._parameters}"
-                )
+            expect_call_only(self.name, f"implementation {name!r}", function)
             self.implementations[name] = Implementation(
-                name, function, tuple(devices), dtypes and tuple(dtypes), when, missing, replayed
+                *(name, function, self.bind, tuple(devices), dtypes and tuple(dtypes)),
+                *(when, missing, replayed),
             )
             if replayed:
                 self._plans = plans.Plans()
@@ -350,9 +351,10 @@ class Op(Generic[P, R]):
     def fake(self, function: F) -> F:
         """Decorator: state the outputs' shapes where the definition depends on data.
 
-        Called with the op's arguments less `out`. Not needed for ops that return nothing, nor
+        Called with a bound call without `out`. Not needed for ops that return nothing, nor
         where the definition runs under fake tensors.
         """
+        expect_call_only(self.name, "fake", function)
         self._fake = function
         return function
 
@@ -380,23 +382,34 @@ class Op(Generic[P, R]):
 
         return register if function is None else register(function)
 
-    def check(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Decorator: what looks at the arguments of a call first; raises BadArgument."""
-        function.__qualname__ = self.name  # it is the one who misses an argument
-        self._check = checks.naming(function, self.reference)
+    def check(self, function: Callable[[Call], None]) -> Callable[[Call], None]:
+        """Decorator: what looks at a bound call first; raises BadArgument."""
+        expect_call_only(self.name, "check", function)
+        self._check = function
         return function
 
-    def cases(
-        self, source: Callable[[Make], Iterable[Arguments | Tensor]]
-    ) -> Callable[[Make], Iterable[Arguments | Tensor]]:
+    def cases(self, source: CaseSource) -> CaseSource:
         """Decorator: the generator of argument bundles that every implementation is tested on."""
         self.case_source = source
         return source
 
-    def bench(self, source: Callable[[Draw], Iterable[Point]]) -> Callable[[Draw], Iterable[Point]]:
+    def bench(self, source: BenchSource) -> BenchSource:
         """Decorator: the generator of what `cairn bench ops` times, one size after the other."""
         self.bench_source = source
         return source
+
+    @functools.cached_property
+    def case_source(self) -> CaseSource | None:
+        """What `cases` was given, in the family's cases.py, which is imported when it is asked for;
+        None: there is none."""
+        _import(f"{self._package}.cases")
+        return self.__dict__.get("case_source")
+
+    @functools.cached_property
+    def bench_source(self) -> BenchSource | None:
+        """The same of `bench`, in the family's bench.py."""
+        _import(f"{self._package}.bench")
+        return self.__dict__.get("bench_source")
 
     def tolerance(self, by_dtype: dict[torch.dtype, Tolerance], reason: str) -> None:
         """Override the one table (cairn.ops.testing.TOLERANCES) for this op, with the reason.
@@ -447,9 +460,9 @@ def all_ops() -> list[Op[..., Any]]:
 
 def check_forced() -> None:
     """Raise BadConfig, with the nearest known name, if CAIRN_OPS names no such op or choice."""
-    for name, implementation in _forced.items():
+    for name, implementation in FORCED.items():
         if name != "*" and name not in _ops:
-            raise _unknown(f"{VARIABLE} names no op {name!r}", name, _ops)
+            raise unknown(f"{VARIABLE} names no op {name!r}", name, _ops)
         if name != "*":
             _ops[name]._named(implementation)
 
@@ -457,43 +470,29 @@ def check_forced() -> None:
 @contextlib.contextmanager
 def force(choices: str) -> Iterator[None]:
     """Within the block, choose as CAIRN_OPS=choices would, in the whole process."""
-    before = dict(_forced)
+    before = dict(FORCED)
     try:
-        _set_forced(_parse(choices))
+        _set_forced(parse(choices))
         check_forced()
         yield
     finally:
         _set_forced(before)
 
 
-def _parse(choices: str) -> dict[str, str]:
-    """Op name -> implementation name; "*" stands for every op not named."""
-    forced: dict[str, str] = {}
-    for word in filter(None, (part.strip() for part in choices.split(","))):
-        name, equals, implementation = (part.strip() for part in word.partition("="))
-        if not equals and name != REFERENCE:
-            raise BadConfig(
-                f"{VARIABLE} has {word!r}", f"Write {REFERENCE!r} or NAME=IMPLEMENTATION"
-            )
-        forced["*" if not equals else name] = implementation or REFERENCE
-    return forced
-
-
-def _unknown(message: str, name: str, known: Iterable[str]) -> BadConfig:
-    return BadConfig(message, suggestion(name, known))
-
-
 def _set_forced(forced: dict[str, str]) -> None:
-    _forced.clear()
-    _forced.update(forced)
+    FORCED.clear()
+    FORCED.update(forced)
     for entry in _ops.values():
         entry._chosen.clear()
         for own in (*entry._front_plans, *filter(None, [entry._plans])):
             own.forget()
 
 
+def _import(module: str) -> None:
+    """Import a module if it exists."""
+    if importlib.util.find_spec(module) is not None:
+        importlib.import_module(module)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Fake form of an op that only changes its arguments."""
-
-
-_forced = _parse(os.environ.get(VARIABLE, ""))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops.cache.quantized import pack
+from cairn.ops.call import Call
 from cairn.ops.implementation import Implementation
 from cairn.ops.registry import Op, Tolerance
 
@@ -43,6 +44,10 @@ class Arguments:
     def named(self, parameters: Sequence[str]) -> dict[str, Any]:
         """Parameter name -> value, for the arguments given."""
         return {**dict(zip(parameters, self.args, strict=False)), **self.kwargs}
+
+    def bound(self, implementation: Implementation) -> Call:
+        """The call as one of its op's implementations takes it."""
+        return implementation.bind(*self.args, **self.kwargs)
 
     def __str__(self) -> str:
         words = [_describe(value) for value in self.args]
@@ -289,7 +294,7 @@ def runnable(
     """The cases that an implementation accepts on a device."""
     if device not in implementation.devices:
         return []
-    return [case for case in cases if implementation.accepts(case.args, case.kwargs)]
+    return [case for case in cases if implementation.accepts(case.bound(implementation))]
 
 
 def _clone(value: Any) -> Any:

@@ -26,7 +26,7 @@ from cairn.attention.registry import Backends
 from cairn.attention.step import Step
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
-from cairn.ops.advice import trusted
+from cairn.ops.advice import unchecked
 from cairn.runner.drafts import Drafts
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
 from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported, block_rows
@@ -334,7 +334,7 @@ class Runner:
             if hidden is not None:
                 return hidden, []
         step = self.step_of(layout, watched if len(watched) else None)
-        with trusted() if self._on_cpu else contextlib.nullcontext():
+        with unchecked() if self._on_cpu else contextlib.nullcontext():
             return self.model(step), step.reads()
 
     def step_of(self, layout: Layout, watched: Ints | None = None) -> Step:

@@ -145,43 +145,20 @@ def test_early_chunks_show_a_table_of_what_they_select(monkeypatch: pytest.Monke
         assert heard == parts
 
 
-def test_fronts_of_rows_are_those_of_all_layers_that_look_for_pages(monkeypatch):
-    """The second one's where the op has such; none of a layer that takes its window alone."""
+def test_fronts_of_rows_are_those_of_all_layers_that_look_for_pages():
+    """A layer that takes its window alone has none."""
     looking = replace(LANDMARK, window=200)
     wider = replace(looking, window=300, num_kv_heads=4)
-    near = {2: 0, 4: 0}
-    monkeypatch.setattr(advice, "most_pages_in_tiles", lambda cache, topk: near[cache.shape[1]])
 
     def fronts(*mixers, size: int = SIZE) -> tuple[Front, ...]:
         return backends_of(mixers, size=size).cutter.limits
 
+    assert fronts(wider) == ((320, 40),)
     assert fronts(wider, looking) == ((208, 27),)
+    assert fronts(wider, looking, PLAIN, size=7) == ((208, 31),)
+    assert fronts(wider, replace(looking, strategy="group")) == ((208, 27),)
     assert fronts(replace(looking, backend="window")) == ()
     assert fronts(PLAIN, WINDOW) == ()
-    near.update({2: 40, 4: 50})
-    assert fronts(wider, looking) == ((208, 27), (320, 40))
-    assert fronts(wider) == ((320, 40), (400, 50))
-    assert fronts(wider, looking, PLAIN, size=7) == ((208, 31), (272, 40))
-    assert fronts(wider, replace(looking, strategy="group")) == ((208, 27),)
-    near[2] = 0
-    assert fronts(wider, looking) == ((208, 27),)
-    # Pages that are early anyway.
-    near[4] = 20
-    assert fronts(wider) == ((320, 40),)
-
-
-@pytest.mark.parametrize("strategy, near", [("hils", 7), ("head", 7), ("group", 0)])
-def test_rows_are_near_where_the_op_passes_over_all_pages(strategy, near, monkeypatch):
-    heard = []
-
-    def most(cache, topk):
-        heard.append((cache.shape, topk))
-        return 7
-
-    monkeypatch.setattr(advice, "most_pages_in_tiles", most)
-    limits = backends_of([replace(LANDMARK, strategy=strategy)]).cutter.limits
-    assert [front.pages for front in limits] == [4, *[near] * bool(near)]
-    assert set(heard) == {((3, 2, SIZE, 16), LANDMARK.topk)} if near else heard == []
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -12,7 +12,7 @@ from cairn.bench.roofline import Roofline
 from cairn.bench.timing import Timing
 from cairn.errors import BadConfig, CairnError
 from cairn.ops import cpu
-from cairn.ops.benching import Alternative, Draw, Point
+from cairn.ops.benching import COMPILED, Alternative, Draw, Point
 from cairn.ops.registry import all_ops
 from cairn.ops.testing import Arguments
 
@@ -242,6 +242,21 @@ def test_alternatives_compute_the_same(name, alternative):
             torch.testing.assert_close(got.to(wanted.dtype), wanted, rtol=2e-5, atol=2e-6)
             compared += 1
     assert compared
+
+
+def test_alternatives_take_the_arguments_of_their_op():
+    called = 0
+    for op in all_ops():
+        if op.bench_source is None:
+            continue
+        for point in op.bench_source(Draw("cpu", torch.float32, "tiny")):
+            for other in point.alternatives:
+                if other.name == COMPILED:
+                    continue
+                given = (other.arguments or point.arguments).clone()
+                other.call(*given.args, **given.kwargs)
+                called += 1
+    assert called > 100
 
 
 def test_pages_lie_in_order_where_the_size_says_so():

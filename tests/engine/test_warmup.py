@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cairn.attention.base import Front
+from cairn.attention.cuts import Front
 from cairn.engine.warmup import _behind, _behind_fronts, _granted, warm_up
 from cairn.types import SamplingParams
 from tests.engine.harness import engine, greedy, run
@@ -58,10 +58,10 @@ def test_lengths_behind_a_past_are_steps_of_one_row():
 
 
 def test_every_front_of_a_row_has_steps_behind_it():
-    """A row of no more than the second one too, which the engine's limit may be in."""
+    """A row that ends within the second one has steps behind the first alone."""
     built = engine(CASE)
     assert len(built.runner.front_slots) == 1
-    built.runner._fronts = (Front(20, 5), Front(60, 15))
+    built.runner.backends.cutter.limits = (Front(20, 5), Front(60, 15))
     fronts = [int(built.slots.tokens_in(slots)) for slots in (20, 60)]
     for most, behind in ((140, fronts), (fronts[1] + 3, fronts[:1]), (fronts[0], [])):
         found = _behind_fronts(built, [3, 9], most)

@@ -12,7 +12,7 @@ from cairn.layers.mlp import GatedMLP
 from cairn.layers.norm import RMSNorm
 from cairn.layers.residual import Hidden, Product, Residual
 from cairn.layers.schemes.base import Rows
-from cairn.ops.linear import panel
+from cairn.ops.linear import skinny_gemm_panel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,7 +54,12 @@ def test_linear_with_what_stands_before_and_behind(bias):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     "tokens, at_once",
-    [(panel.FEWEST - 1, False), (panel.FEWEST, True), (panel.MOST, True), (panel.MOST + 1, False)],
+    [
+        (skinny_gemm_panel.FEWEST - 1, False),
+        (skinny_gemm_panel.FEWEST, True),
+        (skinny_gemm_panel.MOST, True),
+        (skinny_gemm_panel.MOST + 1, False),
+    ],
 )
 def test_what_is_added_to_is_normed_where_that_saves_a_pass(bias, tokens, at_once):
     torch.manual_seed(2)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cairn.ops.linear import few, panel
+from cairn.ops.linear import skinny_gemm_panel
+from cairn.ops.linear.tuning import TUNING as LINEAR_TUNING
 from cairn.ops.registry import force
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 10, 20, 70, 140])
-def test_the_ways_of_the_products_agree(tiny, drawn, plain, monkeypatch, tokens):
+def test_the_ways_of_the_products_agree(tiny, drawn, plain, tokens):
     """Of few tokens, of some, for which a norm is done with the sum before it, and of many. In
     between only the norm behind a product of many columns is, as if so few were many."""
 
@@ -22,10 +23,12 @@ def test_the_ways_of_the_products_agree(tiny, drawn, plain, monkeypatch, tokens)
 
     with force("reference"):
         wanted, batch = run(drawn(tiny))
-    assert (panel.FEWEST <= len(batch.input_ids) <= panel.MOST) == (tokens in (20, 70))
+    assert (skinny_gemm_panel.FEWEST <= len(batch.input_ids) <= skinny_gemm_panel.MOST) == (
+        tokens in (20, 70)
+    )
     model = drawn(tiny)
     down = [block.ffn.down.weight for block in model.layers]
-    monkeypatch.setattr(few, "SPAN", down[0].shape[1] // 2)
-    given = torch.empty(len(batch.input_ids), down[0].shape[1])
-    assert panel.sums_in_norm(given, down[0], None) == (tokens in (10, 20, 70))
-    torch.testing.assert_close(run(model)[0], wanted, rtol=1e-4, atol=1e-4)
+    with LINEAR_TUNING.replaced(skinny_span=down[0].shape[1] // 2):
+        given = torch.empty(len(batch.input_ids), down[0].shape[1])
+        assert skinny_gemm_panel.sums_in_norm(given, down[0], None) == (tokens in (10, 20, 70))
+        torch.testing.assert_close(run(model)[0], wanted, rtol=1e-4, atol=1e-4)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from cairn.ops import gpu
+from cairn.ops.call import Call
 from cairn.ops.registry import Op
-from tests.ops.replays import Compiled
+from cairn.ops.tuning import Tuning
+from tests.ops.replays import Compiled, in_order
+from tests.ops.tables import Tuned
 
 
 @pytest.fixture
@@ -23,12 +28,24 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Compiled:
         with torch.utils._python_dispatch._disable_current_modes():
             interpret(kernel, *args, grid=grid, warmup=warmup, **options)
-        return Compiled(lambda *a, **k: interpret(kernel, *a, **k), args, options)
+        given, rest = in_order(kernel, args, options)
+        return Compiled(lambda *a, **k: interpret(kernel, *a, **k), given, rest)
 
-    def select(op: Op[..., Any], args: Any, kwargs: Any) -> Any:
+    def select(op: Op[..., Any], call: Call) -> Any:
         *others, last = op.candidates("cuda")
-        return next((i for i in others if i.accepts(args, kwargs)), last)
+        return next((i for i in others if i.accepts(call)), last)
 
     monkeypatch.setattr(interpreter, "run", run)
     monkeypatch.setattr(Op, "_select", select)
     monkeypatch.setattr(gpu, "stream_of", lambda device: "stream")
+
+
+@pytest.fixture
+def tuned() -> Iterator[Tuned]:
+    """See Tuned."""
+    with contextlib.ExitStack() as stack:
+
+        def replace(table: Tuning, **constants: Any) -> None:
+            stack.enter_context(table.replaced(**constants))
+
+        yield replace

@@ -22,20 +22,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from cairn.ops import gpu
-from cairn.ops.attention import cutlass_mla_decode, launch, window_launch
-from cairn.ops.attention.cutlass_mla_decode import _drawn as latents
-from cairn.ops.flash_attn import group_launch
+from cairn.ops.attention import cutlass_mla_decode, launch, window_wgmma_launch
+from cairn.ops.attention.cases import latents
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.flash_attn.flash_attention import drawn, flash_attention
-from cairn.ops.landmark import page_tiles, select_launch
-from cairn.ops.landmark.page_launch import Window
-from cairn.ops.landmark.select_pages import _selection
-from cairn.ops.linear import group_launch as products
-from cairn.ops.sampling import passes, teams
+from cairn.ops.flash_attn.tuning import TUNING as FLASH_ATTN_TUNING
+from cairn.ops.landmark import select_launch
+from cairn.ops.landmark.select_pages import _selection, select_pages
+from cairn.ops.linear import wgmma_launch as products
 from cairn.ops.testing import Make
 
 TARGET = GPUTarget("cuda", 90, 32)
 PTXAS = triton.knobs.nvidia.ptxas.path
-DISASSEMBLER = triton.knobs.nvidia.nvdisasm.path
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -54,20 +52,6 @@ def type_of(value: Any) -> str:
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
     return "fp32" if isinstance(value, float) else "i32" if abs(value) < 1 << 31 else "i64"
-
-
-def loads_in_a_row(binary: bytes) -> int:
-    """How many loads of 16 bytes follow one another at most, with no branch between them."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        command = [DISASSEMBLER, "-c", file.name]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    most = found = 0
-    for name in re.findall(r"\*/ +(?:@!?U?P\d )?([A-Z][A-Z.0-9]*)", code):
-        found = 0 if name.startswith(("BRA", "BSYNC")) else found + name.startswith("LDG.E.128")
-        most = max(most, found)
-    return most
 
 
 def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **rest: Any) -> None:
@@ -100,7 +84,6 @@ def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **rest: Any) -> N
         "registers": int(found[0]),
         "spilt": int(spilt[0]),
         "serialized": "wgmma.mma_async instructions are serialized" in said,
-        "loads": loads_in_a_row(made.asm["cubin"]),
     }
     print(json.dumps(told), flush=True)
 
@@ -109,28 +92,26 @@ def main() -> None:
     JITFunction.run = GluonJITFunction.run = compiled
     gpu.processors = lambda device: 132
     gpu.program_memory = lambda device: 227 << 10
-    gpu.multiplies_in_groups = lambda device: True
-    gpu.copies_blocks = lambda device: True
-    group_launch.LEAST_FLOPS = group_launch.FULL = 0
+    gpu.supports_wgmma = lambda device: True
+    gpu.supports_tma = lambda device: True
+    ATTENTION_TUNING.tma_least_flops = 0
+    FLASH_ATTN_TUNING.wgmma_full = 0
     launch.merge = lambda *args, **kwargs: None
     make, dtype = Make("cpu"), torch.bfloat16
-    for name, heads in (("gluon", 100), ("gluon_few", 16), ("gluon_few", 32)):
-        given = latents(make, [300, 64], heads, 64, (512, 64), dtype)
-        cutlass_mla_decode._named(name).function(*given.args)
+    given = latents(make, [300, 64], 100, 64, (512, 64), dtype)
+    cutlass_mla_decode.using("gluon")(*given.args)
     for width, page, sinks in ((64, 64, True), (128, -1, False), (128, 128, False)):
         shape = {"queries": (140, 131), "keys": (300, 131), "heads": (4, 2)}
         options = {**shape, "widths": (width, width), "page": page, "sinks": sinks}
         given = drawn(make, dtype, **options, right=0)
-        flash_attention._named("gluon").function(*given.args)
+        flash_attention.using("gluon")(*given.args)
     for heads, groups, width, masked in ((16, 2, 64, True), (6, 2, 128, True), (3, 3, 128, False)):
         q, cache = torch.empty(300, heads, width, dtype=dtype), (20, groups, 64, width)
         caches = torch.empty(cache, dtype=dtype), torch.empty(cache, dtype=dtype)
         slot, table = torch.arange(300), torch.empty(1, 20, dtype=torch.int32)
         task = launch.Task(q, *caches, slot, slot, table, 512, None, masked, masked)
-        assert page_tiles.fits(task, 32)
-        beside = Window(*window_launch.attend(task, dtype), softmax1=masked)
-        indices, scores = torch.empty(300, groups, 32, dtype=torch.int32), q[:, :, :32].float()
-        page_tiles.attend(task, indices, scores, beside)
+        assert window_wgmma_launch.fits(task)
+        window_wgmma_launch.attend(task, dtype)
     for heads, groups, width in ((16, 2, 64), (2, 1, 128), (2, 2, 128)):
         z, key = (
             torch.empty(256, heads, width, dtype=dtype),
@@ -138,7 +119,8 @@ def main() -> None:
         )
         lse, slot = torch.empty(256, heads), torch.arange(256)
         where = (slot, slot, torch.empty(1, 512, dtype=torch.int32), 64, 512, 32)
-        job = _selection(z, key, torch.empty(512, heads), lse, *where, num_kv_heads=groups)
+        given = (z, key, torch.empty(512, heads), lse, *where)
+        job = _selection(select_pages.bind(*given, num_kv_heads=groups))
         assert select_launch.in_groups(job)
         tops = torch.empty(256, groups, 32)
         select_launch._score_in_groups(job, lse, torch.empty(256, groups, 512), tops)
@@ -146,13 +128,6 @@ def main() -> None:
     products.multiply(x, weight, torch.empty(40, 256, dtype=dtype), gated=True)
     products.multiply(x[:5], weight, torch.empty(5, 512))
     products.multiply_parts(x[:20], weight)
-    rows, shares = torch.empty(1, 100_278, device="meta"), torch.empty(1, device="meta")
-    teams.mask_logits(rows, shares.long())
-    teams.keep_least(rows, shares)
-    teams.keep_share(rows, shares)
-    several = torch.empty(16, 100_278, device="meta")
-    teams.keep_share = lambda *args: None
-    passes.keep_share(several, several[:, 0])
 
 
 if __name__ == "__main__":

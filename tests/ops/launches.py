@@ -13,11 +13,11 @@ class Launched:
     """
 
     def __init__(self):
-        self.early, self.args = [], []
+        self.pdl, self.args = [], []
 
     def __getitem__(self, grid):
         def launch(*args, **options):
-            self.early.append(options.get("launch_pdl", False))
+            self.pdl.append(options.get("launch_pdl", False))
             self.args.append(args)
 
         return launch
@@ -25,17 +25,17 @@ class Launched:
 
 def on_hopper(monkeypatch, module, *kernels):
     """Stand-ins of a module's kernels, on a device that can launch them early."""
-    monkeypatch.setattr(gpu, "launches_early", lambda device: True)
+    monkeypatch.setattr(gpu, "supports_pdl", lambda device: True)
     stands = [Launched() for _ in kernels]
     for name, stand in zip(kernels, stands, strict=True):
         monkeypatch.setattr(module, name, stand)
     return stands
 
 
-def as_if_early(monkeypatch):
+def as_if_pdl(monkeypatch):
     """Interpreted kernels do what those do that are launched early: reading before they wait, too.
     That they wait is not seen, nor what they ask for."""
-    monkeypatch.setattr(gpu, "launches_early", lambda device: True)
+    monkeypatch.setattr(gpu, "supports_pdl", lambda device: True)
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
     monkeypatch.setattr(tl, "inline_asm_elementwise", _unchanged)

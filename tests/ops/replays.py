@@ -11,8 +11,17 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.gpu import tl, triton
-from cairn.ops.plans import Plans
+from cairn.ops.launch_cache.plans import Plans
 from cairn.ops.testing import Arguments
+
+
+def in_order(
+    kernel: Any, args: Sequence[Any], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A kernel's arguments in the order of its parameters, and the other options of its launch."""
+    names = kernel.arg_names[len(args) :]
+    named = tuple(options[name] for name in names if name in options)
+    return (*args, *named), {name: x for name, x in options.items() if name not in names}
 
 
 class Compiled:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cairn import ops
-from cairn.ops import cpu, lanes
+from cairn.ops import cpu
+from cairn.ops.cpu import avx512
 
 pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,12 +58,12 @@ def test_every_number_of_a_format_is_read_as_it_is(dtype: torch.dtype) -> None:
 def test_products_of_sixteen_lanes(dtype: torch.dtype, in_one: bool, monkeypatch) -> None:
     """From any place on; with the CPU's own instruction for bfloat16, if it has one, or without."""
     if not in_one:
-        monkeypatch.setattr(lanes, "PAIRS", False)
+        monkeypatch.setattr(avx512, "PAIRS", False)
 
     def dot(a, i, b, j, out):
         for n in cpu.prange(len(out)):
-            first = lanes.add_products(lanes.spread(out[n]), a, i + n, b, j)
-            out[n] = lanes.total(lanes.add_products(first, a, i + n + 32, b, j + 32))
+            first = avx512.add_products(avx512.spread(out[n]), a, i + n, b, j)
+            out[n] = avx512.total(avx512.add_products(first, a, i + n + 32, b, j + 32))
 
     torch.manual_seed(0)
     a, b, out = torch.randn(90).to(dtype), torch.randn(69).to(dtype), torch.full((3,), 2.0)
@@ -120,7 +121,8 @@ sys.modules["numba"] = None
 import torch
 from cairn import ops
 from cairn import ops
-from cairn.ops import cpu, lanes
+from cairn.ops import cpu
+from cairn.ops.cpu import avx512
 assert not cpu.AVAILABLE and not cpu.DEVICES
 x, weight = torch.randn(1, 8), torch.randn(4, 8)
 torch.testing.assert_close(ops.linear(x, weight), x @ weight.T)
@@ -131,12 +133,12 @@ assert ops.linear.choice(x, weight) == "composed"
 
 def test_what_is_kept_follows_all_files_of_loops(tmp_path, monkeypatch) -> None:
     """Numba itself looks at the file of the function alone."""
-    names = ("cpu.py", "lanes.py", "amx.py", "norm/loops.py", "attention/tile_loops.py")
+    names = ("cpu/__init__.py", "cpu/avx512.py", "norm/loops.py", "attention/tile_loops.py")
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("a = 1")
     assert powers._cache._cache_file._source_stamp == cpu._sources()
-    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu" / "__init__.py"))
     for name in names:
         before = cpu._sources.__wrapped__()
         (tmp_path / name).write_text("a = 22")

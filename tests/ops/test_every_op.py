@@ -13,7 +13,7 @@ from cairn.ops import gpu
 from cairn.ops.implementation import REFERENCE
 from cairn.ops.registry import Op, all_ops, force
 from cairn.ops.testing import Arguments, Make, cases_of, check, compare, run, runnable, tolerance_of
-from tests.ops.launches import as_if_early
+from tests.ops.launches import as_if_pdl
 
 
 def of_gpu(op: Op[..., Any], name: str) -> bool:
@@ -47,7 +47,7 @@ FEW_CASES = 3
 DEFAULT_DEVICE_CASES = 6
 FLOAT32_FAMILIES = ("sampling", "speculative", "top_k")
 """Families on probabilities and scores."""
-NOT_INTERPRETED = {"cudnn", "flashinfer", "sdpa", "gluon", "gluon_few"}
+NOT_INTERPRETED = {"cudnn", "flashinfer", "sdpa", "gluon"}
 """Implementations by libraries or in Gluon: nothing interprets their kernels."""
 ALWAYS_FLOAT32 = ("page_weights", "rotary_cos_sin", "select_topk")
 """Ops on what is float32 in every model: weights of attention states, angles, index scores."""
@@ -79,7 +79,7 @@ def test_implementation_agrees_with_definition(op: Op[..., Any], name: str, devi
     implementation = op._named(name)
     if implementation.missing or device not in implementation.devices:
         pytest.skip(implementation.missing or f"runs on {', '.join(implementation.devices)}")
-    if name.startswith("gluon") and not gpu.multiplies_in_groups(torch.device(device, 0)):
+    if name.startswith("gluon") and not gpu.supports_wgmma(torch.device(device, 0)):
         pytest.skip("needs Hopper's tensor cores")
     accepted = runnable(implementation, cases_of(op, device), device)
     assert accepted, f"no case of {op.name} reaches {name}: it is never tested"
@@ -136,15 +136,15 @@ def test_kernel_agrees_with_definition_in_float16(op: Op[..., Any], name: str) -
     "op, name",
     [p for p in CHOICES if of_gpu(*p.values) and not NOT_INTERPRETED.intersection(p.values)],
 )
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 def test_kernel_agrees_with_definition_when_interpreted(
-    op: Op[..., Any], name: str, early: bool, monkeypatch: pytest.MonkeyPatch
+    op: Op[..., Any], name: str, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if early:
-        as_if_early(monkeypatch)
+    if pdl:
+        as_if_pdl(monkeypatch)
     implementation = op._named(name)
     cases = [case for case in cases_of(op) if not has_half(case) and smallest_of(case)]
-    accepted = [case for case in cases if implementation.accepts(case.args, case.kwargs)]
+    accepted = [case for case in cases if implementation.accepts(case.bound(implementation))]
     assert accepted, f"no case of {op.name} reaches {name}: it is never tested"
     for arguments in sorted(accepted, key=size_of)[:INTERPRETED_CASES]:
         check(op, name, arguments)
@@ -175,10 +175,10 @@ def test_the_choice_is_the_same_for_arguments_by_name(op: Op[..., Any]) -> None:
     for case in cases_of(op):
         named = case.named(parameters)
         for implementation in op.implementations.values():
-            accepted = implementation.accepts(case.args, case.kwargs)
-            assert implementation.accepts((), named) == accepted, implementation.name
+            accepted = implementation.accepts(op.bind(*case.args, **case.kwargs))
+            assert implementation.accepts(op.bind(**named)) == accepted, implementation.name
         if op._check is not None:
-            op._check(**named)
+            op._check(op.bind(**named))
 
 
 @pytest.mark.parametrize("op", OPS)

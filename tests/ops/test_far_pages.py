@@ -18,7 +18,7 @@ POOLS = ("k_cache", "v_cache", "summary_key", "summary_bias", "key_pool", "bias_
 
 def moved(op: Op, given: Arguments) -> Arguments:
     """The same call with its pages at the end of pools of PAGES pages, all others being NaN."""
-    named = given.named(op._parameters)
+    named = given.named(list(op.__signature__.parameters))
     shift = PAGES - next(named[name].shape[0] for name in POOLS if named.get(name) is not None)
     for name, value in named.items():
         if name in POOLS and value is not None:
@@ -34,7 +34,7 @@ def moved(op: Op, given: Arguments) -> Arguments:
 def call(op: Op, name: str, given: Arguments) -> tuple[list[Tensor], list[Tensor]]:
     """What a call returns, and the pools that it may have changed."""
     returned = op.using(name)(*given.args, **given.kwargs)
-    named = given.named(op._parameters)
+    named = given.named(list(op.__signature__.parameters))
     pools = [named[parameter] for parameter in op.mutates if named[parameter] is not None]
     if returned is None:
         return [], pools

@@ -23,29 +23,21 @@ SPILT = {
     "window_groups_kernel": FEW_SPILT,
 }
 GROUPS = {
-    *("latent_groups_kernel", "latent_columns_kernel"),
-    *("flash_groups_kernel", "group_scores_kernel", "linear_groups_kernel"),
-    *("window_groups_kernel", "page_tiles_kernel"),
+    *("latent_groups_kernel", "flash_groups_kernel", "group_scores_kernel", "linear_groups_kernel"),
+    "window_groups_kernel",
 }
-TEAMS = {"top_k_kernel", "min_p_kernel", "top_p_kernel"}
-PASSES = {"list_kernel", "store_kernel"}
-ROWS = {"guess_kernel", "settle_kernel"}
-LOADS = 8
-"""Loads of 16 bytes by which a thread reads its share of the smallest part."""
 
 
 @pytest.mark.skipif(gpu.gl is None, reason="needs Triton 3.6")
-def test_launches_compile_and_keep_loads_and_products_in_flight() -> None:
+def test_launches_compile_and_keep_products_in_flight() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.ops.hopper"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert {one["kernel"] for one in found} == GROUPS | TEAMS | PASSES | ROWS
+    assert {one["kernel"] for one in found} == GROUPS
     for one in found:
         assert one["shared"] <= MOST_SHARED, one
         # The compiler gives up overlapping products where something else reads their sums.
         assert not one["serialized"], one
         assert one["spilt"] <= SPILT.get(one["kernel"], 0), one
-        # With a branch for each of them, they would wait for one another.
-        assert one["kernel"] in GROUPS | ROWS or one["loads"] >= LOADS, one

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cairn.errors import BadArgument, BadConfig
+from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.listing import table
 from cairn.ops.registry import Op, all_ops, check_forced, force, op
@@ -60,11 +61,10 @@ def add(made: Op[..., Tensor], name: str, factor: float = 1.0, **conditions: obj
     """Register an implementation that logs its name and is wrong by `factor`."""
     calls: list[str] = []
 
-    def function(input: Tensor, factor_: float = 2.0, out: Tensor | None = None) -> Tensor:
+    def function(call: Call) -> Tensor:
         calls.append(name)
-        return input * (factor_ * factor)
+        return call.input * (call.factor * factor)
 
-    function.__signature__ = made.__signature__  # type: ignore[attr-defined]
     made.implementation(name, **conditions)(function)  # type: ignore[arg-type]
     return calls
 
@@ -74,7 +74,7 @@ def test_first_fitting_implementation_runs(scale: Op[..., Tensor]) -> None:
     assert scale.choice(x) == "reference"
     gpu = add(scale, "gpu", devices=("cuda",))
     half = add(scale, "half", dtypes=(torch.bfloat16,))
-    small = add(scale, "small", when=lambda input, *rest, **named: input.numel() < 10)
+    small = add(scale, "small", when=lambda call: call.input.numel() < 10)
     anything = add(scale, "anything")
     never = add(scale, "never")
     assert scale.choice(x) == "small"
@@ -101,7 +101,7 @@ def test_force(scale: Op[..., Tensor]) -> None:
     add(scale, "fast")
     add(scale, "other")
     add(scale, "gpu", devices=("cuda",))
-    add(scale, "large", when=lambda input, *rest, **named: input.numel() > 10)
+    add(scale, "large", when=lambda call: call.input.numel() > 10)
     x = torch.ones(3)
     assert scale.choice(x) == "fast"
     with force("reference"):
@@ -150,8 +150,8 @@ def test_out_is_written_whatever_the_implementation_does(scale: Op[..., Tensor])
     x = torch.randn(4)
 
     @scale.implementation("writes")
-    def _(input: Tensor, factor: float = 2.0, out: Tensor | None = None) -> Tensor:
-        return torch.mul(input, factor, out=out)
+    def _(call: Call) -> Tensor:
+        return torch.mul(call.input, call.factor, out=call.out)
 
     add(scale, "ignores")
     for name in ("reference", "writes", "ignores"):
@@ -210,8 +210,8 @@ def test_stated_fake_replaces_the_definition() -> None:
     made = op(toy_count)
 
     @made.fake
-    def _(input: Tensor) -> Tensor:
-        return input.new_empty(4)
+    def _(call: Call) -> Tensor:
+        return call.input.new_empty(4)
 
     torch.library.opcheck(made.registered, (torch.ones(3),))
     with FakeTensorMode():
@@ -219,13 +219,37 @@ def test_stated_fake_replaces_the_definition() -> None:
     made.unregister()
 
 
-def test_an_implementation_may_hand_the_whole_call_on(scale: Op[..., Tensor]) -> None:
-    @scale.implementation("handed")
-    def _(*args: Any, **kwargs: Any) -> Tensor:
-        return 10 * scale.reference(*args, **kwargs)
+def test_a_call_holds_every_argument_and_the_defaults(scale: Op[..., Tensor]) -> None:
+    seen: list[dict[str, Any]] = []
+
+    @scale.implementation("seeing")
+    def _(call: Call) -> Tensor:
+        seen.append(call.asdict())
+        other = call.replaced(factor=10.0)
+        assert other.input is call.input and call.factor != 10.0
+        return scale.reference(*other.astuple())
 
     x = torch.ones(3)
-    assert torch.equal(scale(x), 10 * scale.reference(x))
+    assert torch.equal(scale(x, factor=3.0), 10 * x)
+    assert torch.equal(scale(x), 10 * x)
+    assert seen == [{"input": x, "factor": f, "out": None} for f in (3.0, 2.0)]
+
+
+def test_arguments_that_do_not_fit_name_the_op(scale: Op[..., Tensor]) -> None:
+    for wrong in ({}, {"input": torch.ones(1), "by": 2}):
+        with pytest.raises(TypeError, match=r"toy_scale\(\)"):
+            scale(**wrong)
+    with pytest.raises(TypeError, match=r"toy_scale\(\)"):
+        scale(torch.ones(1), 1.0, None, 2)
+
+
+def test_a_parameter_may_not_hide_a_method_of_the_call() -> None:
+    def toy_hides(asdict: Tensor) -> Tensor:
+        """Nothing."""
+        return asdict
+
+    with pytest.raises(ValueError, match="'asdict'"):
+        op(toy_hides)
 
 
 def test_wrong_declarations_are_refused(scale: Op[..., Tensor]) -> None:
@@ -236,8 +260,8 @@ def test_wrong_declarations_are_refused(scale: Op[..., Tensor]) -> None:
         add(scale, "fast")
     with pytest.raises(ValueError, match="already has"):
         add(scale, "reference")
-    with pytest.raises(ValueError, match="differ from"):
-        scale.implementation("other")(lambda x: x)
+    with pytest.raises(ValueError, match="not the bound call"):
+        scale.implementation("other")(lambda x, factor: x)
     with pytest.raises(ValueError, match="reason"):
         scale.tolerance({torch.float32: (1.0, 1.0)}, reason="")
 
@@ -245,7 +269,7 @@ def test_wrong_declarations_are_refused(scale: Op[..., Tensor]) -> None:
 def test_table(scale: Op[..., Tensor]) -> None:
     add(scale, "absent", missing="no library")
     add(scale, "triton", devices=("cuda",))
-    add(scale, "small", devices=("cpu",), when=lambda *a, **k: True)
+    add(scale, "small", devices=("cpu",), when=lambda call: True)
     row = next(row for row in table() if row.op == "toy_scale")
     assert [i.name for i in row.implementations] == ["absent", "triton", "small"]
     assert [i.conditional for i in row.implementations] == [False, False, True]
@@ -270,8 +294,8 @@ def test_comparison_fails_wrong_numbers(scale: Op[..., Tensor], factor: float) -
 
 
 def broken(work: Callable[[Tensor, float], Tensor]) -> Callable[..., Tensor]:
-    def function(input: Tensor, factor: float = 2.0, out: Tensor | None = None) -> Tensor:
-        return work(input, factor)
+    def function(call: Call) -> Tensor:
+        return work(call.input, call.factor)
 
     return function
 
@@ -310,13 +334,13 @@ def test_nan_mask_of_changed_arguments_must_agree(fill: Op[..., None]) -> None:
     check(fill, "reference", arguments)
 
     @fill.implementation("spills")
-    def _(cache: Tensor, value: Tensor) -> None:
-        cache[:] = 0
-        cache[: value.shape[0]] = value
+    def _(call: Call) -> None:
+        call.cache[:] = 0
+        call.cache[: call.value.shape[0]] = call.value
 
     @fill.implementation("misses")
-    def _(cache: Tensor, value: Tensor) -> None:
-        cache[: value.shape[0] - 1] = value[:-1]
+    def _(call: Call) -> None:
+        call.cache[: call.value.shape[0] - 1] = call.value[:-1]
 
     for name in ("spills", "misses"):
         with pytest.raises(AssertionError, match="argument cache"):
@@ -417,8 +441,8 @@ def test_a_check_runs_before_every_implementation(scale: Op[..., Tensor]) -> Non
     calls = add(scale, "fast")
 
     @scale.check
-    def _(input: Tensor, factor: float = 2.0, out: Tensor | None = None) -> None:
-        if input.dim() != 1:
+    def _(call: Call) -> None:
+        if call.input.dim() != 1:
             refuse(scale.name, "input", "is not flat", "Flatten it")
 
     assert scale(torch.ones(3)).tolist() == [2.0] * 3

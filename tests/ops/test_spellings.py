@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cairn.ops.call import Call
 from cairn.ops.registry import op
 
 
@@ -18,9 +19,9 @@ def test_keywords_that_are_spelled_in_two_ways() -> None:
     made = op(spellings={"by": "factor"})(spelled)
     try:
 
-        @made.implementation("twice", when=lambda input, factor=2.0, out=None: factor == 5.0)
-        def _(input: Tensor, factor: float = 2.0, out: Tensor | None = None) -> Tensor:
-            return input * (2 * factor)
+        @made.implementation("twice", when=lambda call: call.factor == 5.0)
+        def _(call: Call) -> Tensor:
+            return call.input * (2 * call.factor)
 
         assert made(torch.ones(2), by=3.0).tolist() == [3.0, 3.0]
         assert made(torch.ones(2), by=5.0).tolist() == [10.0, 10.0]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from cairn.ops.activation.gelu_and_mul import gelu_and_mul
+from cairn.ops.activation.gelu_quick import gelu_quick
+from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
+from cairn.ops.activation.silu_and_mul import silu_and_mul
 from cairn.ops.testing import Cases, Make
 
 
@@ -20,3 +24,21 @@ def gated_cases(make: Make) -> Cases:
     yield make.args(make.randn(5, 14), expert_ids=ids.abs(), expert_step=2)
     yield make.args(make.randn(3, 10), out=make.randn(3, 5), expert_ids=ids)
     yield make.args(make.randn(3, 10), out=make.randn(5, 3).T, expert_ids=ids)
+
+
+gelu_and_mul.cases(gated_cases)
+
+
+@gelu_quick.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.randn(7, 96))
+    yield make.args(make.randn(1, 4097, dtype=torch.bfloat16))
+    yield make.args(make.randn(2, 3, 5, dtype=torch.float16))
+    yield make.args(make.randn(0, 8))
+    yield make.args(make.randn(4, 64, scale=30.0)[:, :40], out=make.empty(4, 40))
+
+
+gelu_tanh_and_mul.cases(gated_cases)
+
+
+silu_and_mul.cases(gated_cases)

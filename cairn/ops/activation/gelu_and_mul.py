@@ -7,8 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.activation import launch
-from cairn.ops.activation.cases import gated_cases
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.registry import op
 
 
@@ -43,37 +42,10 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 @gelu_and_mul.check
-def _(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> None:
-    launch.check("gelu_and_mul", input, out, expert_ids, expert_step)
+def _(call: Call) -> None:
+    launch.check("gelu_and_mul", call.input, call.out, call.expert_ids, call.expert_step)
 
 
 @gelu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
-def _(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> Tensor:
-    return launch.launch("gelu", input, out, expert_ids, expert_step)
-
-
-gelu_and_mul.cases(gated_cases)
-
-
-@gelu_and_mul.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, 2 * layer.intermediate)
-        others = (
-            *draw.by_torch(gelu_and_mul.reference),
-            *flashinfer("activation.gelu_and_mul"),
-        )
-        size = f"{layer.name}: {rows} x {layer.intermediate}"
-        yield Point(size, draw.args(x), moved(x) * 3 // 2, alternatives=others)
+def _(call: Call) -> Tensor:
+    return launch.launch("gelu", call.input, call.out, call.expert_ids, call.expert_step)

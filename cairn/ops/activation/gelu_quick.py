@@ -7,9 +7,8 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.activation import launch
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -27,29 +26,12 @@ def gelu_quick(input: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 @gelu_quick.check
-def _(input: Tensor, out: Tensor | None = None) -> None:
-    launch.check("gelu_quick", input, out, gates=1)
+def _(call: Call) -> None:
+    launch.check("gelu_quick", call.input, call.out, gates=1)
 
 
 @gelu_quick.implementation(
-    "triton", devices=gpu.DEVICES, when=lambda input, out=None: input.stride(-1) == 1, replayed=True
+    "triton", devices=gpu.DEVICES, when=lambda call: call.input.stride(-1) == 1, replayed=True
 )
-def _(input: Tensor, out: Tensor | None = None) -> Tensor:
-    return launch.launch("gelu_quick", input, out, gates=1)
-
-
-@gelu_quick.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randn(7, 96))
-    yield make.args(make.randn(1, 4097, dtype=torch.bfloat16))
-    yield make.args(make.randn(2, 3, 5, dtype=torch.float16))
-    yield make.args(make.randn(0, 8))
-    yield make.args(make.randn(4, 64, scale=30.0)[:, :40], out=make.empty(4, 40))
-
-
-@gelu_quick.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x = draw.randn(rows, width)
-        others = draw.by_torch(gelu_quick.reference)
-        yield Point(size, draw.args(x), moved(x, x), alternatives=others)
+def _(call: Call) -> Tensor:
+    return launch.launch("gelu_quick", call.input, call.out, gates=1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cairn.ops import gpu
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
 from cairn.ops.linear.kernels import silu
+from cairn.ops.pdl import await_previous
 
 PTX = gpu.constant(gpu.WRITES_PTX)
 
@@ -69,14 +69,14 @@ def activated(x, KIND: tl.constexpr):
 def activation_kernel(
     x, out, expert_ids, x_stride, out_stride, width, step,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[row] = act(x[row, :width]), GATED: * x[row, width:]. A row has BLOCKS programs.
 
     expert_ids: None, or row r is written where expert_ids[r // step] is not -1.
-    EARLY: as in `await_previous`.
+    PDL: as in `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     row, block = row_and_part(BLOCKS)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.activation.kernels import activation_kernel
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 
 BLOCK, WARPS = 1024, 4
 """Numbers and warps of a program of a gated activation."""
 PLAIN_BLOCK, PLAIN_WARPS = 2048, 4
 """The same of one without a gate."""
-EARLY_BLOCK, EARLY_WARPS = 256, 4
+PDL_BLOCK, PDL_WARPS = 256, 4
 """The same of any that is launched before the kernel in front is done."""
 
 
-def in_rows(input: Tensor, *args: Any, **kwargs: Any) -> bool:
+def in_rows(call: Call) -> bool:
     """The numbers of a row lie side by side."""
-    return input.stride(-1) == 1
+    return bool(call.input.stride(-1) == 1)
 
 
 def gated(
@@ -96,16 +96,16 @@ def launch(
             result.copy_(out)
     rows = x.shape[0]
     most, warps = (BLOCK, WARPS) if gates == 2 else (PLAIN_BLOCK, PLAIN_WARPS)
-    early = early_for(x.device, rows, -(-width // EARLY_BLOCK) * EARLY_WARPS)
-    if early:
-        most, warps = EARLY_BLOCK, EARLY_WARPS
+    pdl = uses_pdl(x.device, rows, -(-width // PDL_BLOCK) * PDL_WARPS)
+    if pdl:
+        most, warps = PDL_BLOCK, PDL_WARPS
     block = min(most, gpu.next_power_of_2(max(1, width)))
     blocks = -(-width // block)
     if x.numel():
         activation_kernel[(rows * blocks,)](
             *(x, result, expert_ids, x.stride(0), width, width, expert_step, blocks),
-            *(block, kind, gates == 2, early),
+            *(block, kind, gates == 2, pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cairn.ops.cpu import exp, jit, narrow, prange, wide
-from cairn.ops.lanes import LANES, LOG2_E, exp2, spread, store_rounded, widened
+from cairn.ops.cpu.avx512 import LANES, LOG2_E, exp2, spread, store_rounded, widened
 
 
 @jit

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import cpu, gpu, lanes
+from cairn.ops import cpu, gpu
 from cairn.ops.activation import launch, loops
-from cairn.ops.activation.cases import gated_cases
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
+from cairn.ops.cpu import avx512
 from cairn.ops.registry import op
 
 
@@ -36,20 +36,14 @@ def silu_and_mul(
 
 
 @silu_and_mul.check
-def _(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> None:
-    launch.check("silu_and_mul", input, out, expert_ids, expert_step)
+def _(call: Call) -> None:
+    launch.check("silu_and_mul", call.input, call.out, call.expert_ids, call.expert_step)
 
 
 def in_lanes(out: Tensor) -> bool:
     """Whether a loop takes sixteen numbers at once of rows that give out [..., d]; it may then
     write where it reads."""
-    return lanes.PAIRS and out.dtype == torch.bfloat16 and out.shape[-1] % lanes.LANES == 0
+    return avx512.PAIRS and out.dtype == torch.bfloat16 and out.shape[-1] % avx512.LANES == 0
 
 
 def gate_rows(gates: Tensor, ups: Tensor, first: int, out: Tensor) -> None:
@@ -59,54 +53,25 @@ def gate_rows(gates: Tensor, ups: Tensor, first: int, out: Tensor) -> None:
     loop(cpu.numbers(gates), cpu.numbers(ups), first, cpu.numbers(out))
 
 
-def _dense(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> bool:
-    return input.is_contiguous() and input.numel() > 0 and (out is None or out.is_contiguous())
+def _dense(call: Call) -> bool:
+    return (
+        call.input.is_contiguous()
+        and call.input.numel() > 0
+        and (call.out is None or call.out.is_contiguous())
+    )
 
 
 @silu_and_mul.implementation("numba", devices=cpu.DEVICES, when=_dense)
-def _(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> Tensor:
-    width = input.shape[-1] // 2
-    result = out
-    if result is None or expert_ids is not None:
-        result = input.new_empty(*input.shape[:-1], width)
-    both = input.view(-1, 2 * width)
+def _(call: Call) -> Tensor:
+    width = call.input.shape[-1] // 2
+    result = call.out
+    if result is None or call.expert_ids is not None:
+        result = call.input.new_empty(*call.input.shape[:-1], width)
+    both = call.input.view(-1, 2 * width)
     gate_rows(both, both, width, result.view(-1, width))
-    return launch.of_experts(result, out, expert_ids, expert_step)
+    return launch.of_experts(result, call.out, call.expert_ids, call.expert_step)
 
 
 @silu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
-def _(
-    input: Tensor,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
-) -> Tensor:
-    return launch.launch("silu", input, out, expert_ids, expert_step)
-
-
-silu_and_mul.cases(gated_cases)
-
-
-@silu_and_mul.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, 2 * layer.intermediate)
-        others = (
-            *draw.by_torch(silu_and_mul.reference),
-            *flashinfer("activation.silu_and_mul"),
-        )
-        size = f"{layer.name}: {rows} x {layer.intermediate}"
-        yield Point(size, draw.args(x), moved(x) * 3 // 2, alternatives=others)
+def _(call: Call) -> Tensor:
+    return launch.launch("silu", call.input, call.out, call.expert_ids, call.expert_step)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch
-from cairn.ops.attention.latent_columns import latent_columns_kernel
-from cairn.ops.attention.latent_groups import latent_groups_kernel
 from cairn.ops.attention.latent_kernels import latent_split_kernel
-from cairn.ops.attention.lines import NO_LINES, are_lines, lines_of
-from cairn.ops.benching import Alternative, Draw, Point, Points
+from cairn.ops.attention.latent_wgmma import latent_groups_kernel
+from cairn.ops.attention.tma import NO_LINES, are_lines, lines_of
+from cairn.ops.attention.tuning import TUNING
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, check_pages, expect, expect_within, refuse
 from cairn.ops.registry import op
-from cairn.ops.testing import Arguments, Cases, Make
 
 MOST_HEADS = 128
-MOST_COLUMNS = 32
-"""Heads that are few: a program holds the sums of all of them."""
 LATENT, ROPE = 512, 64
 """Widths of DeepSeek's cache, for benchmarks; the op takes any."""
 
@@ -69,93 +65,42 @@ def cutlass_mla_decode(
 
 
 @cutlass_mla_decode.fake
-def _(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> Tensor:
-    return torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
+def _(call: Call) -> Tensor:
+    return torch.empty(call.q_nope.shape, dtype=call.q_nope.dtype, device=call.q_nope.device)
 
 
 @cutlass_mla_decode.check
-def _(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> None:
-    name, cache = "cutlass_mla_decode", kv_c_and_k_pe_cache
-    expect(name, "q_nope", q_nope, (None, None, None), FLOATS, dense=1)
-    batch, heads, latent = q_nope.shape
+def _(call: Call) -> None:
+    name, cache = "cutlass_mla_decode", call.kv_c_and_k_pe_cache
+    expect(name, "q_nope", call.q_nope, (None, None, None), FLOATS, dense=1)
+    batch, heads, latent = call.q_nope.shape
     if heads > MOST_HEADS:
         refuse(name, "q_nope", f"has {heads} heads, not at most {MOST_HEADS}")
-    same = (q_nope.dtype,)
-    expect(name, "q_pe", q_pe, (batch, heads, None), same, q_nope, dense=1)
-    width = latent + q_pe.shape[2]
-    expect(name, "kv_c_and_k_pe_cache", cache, (None, None, width), same, q_nope, dense=1)
+    same = (call.q_nope.dtype,)
+    expect(name, "q_pe", call.q_pe, (batch, heads, None), same, call.q_nope, dense=1)
+    width = latent + call.q_pe.shape[2]
+    expect(name, "kv_c_and_k_pe_cache", cache, (None, None, width), same, call.q_nope, dense=1)
     if not cache.shape[1]:
         refuse(name, "kv_c_and_k_pe_cache", f"has shape {list(cache.shape)}: pages of no slots")
-    expect(name, "seq_lens", seq_lens, (batch,), INDICES, q_nope, dense=-1)
-    expect(name, "page_table", page_table, (batch, None), (torch.int32,), q_nope, dense=1)
-    expect_within(name, "seq_lens", seq_lens, cache.shape[1] * page_table.shape[1] + 1)
-    check_pages(name, page_table, seq_lens, cache.shape[1], len(cache))
+    expect(name, "seq_lens", call.seq_lens, (batch,), INDICES, call.q_nope, dense=-1)
+    expect(name, "page_table", call.page_table, (batch, None), (torch.int32,), call.q_nope, dense=1)
+    expect_within(name, "seq_lens", call.seq_lens, cache.shape[1] * call.page_table.shape[1] + 1)
+    check_pages(name, call.page_table, call.seq_lens, cache.shape[1], len(cache))
 
 
-def _fits_groups(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> bool:
-    latent = q_nope.shape[2]
+def _fits_groups(call: Call) -> bool:
+    latent = call.q_nope.shape[2]
     return (
-        gpu.multiplies_in_groups(q_nope.device)
-        and (latent, q_pe.shape[2]) == (LATENT, ROPE)
-        and kv_c_and_k_pe_cache.shape[1] % _BLOCK == 0
-        and all(are_lines(part, _BLOCK) for part in _parts(kv_c_and_k_pe_cache, latent))
+        gpu.supports_wgmma(call.q_nope.device)
+        and (latent, call.q_pe.shape[2]) == (LATENT, ROPE)
+        and call.kv_c_and_k_pe_cache.shape[1] % _BLOCK == 0
+        and all(are_lines(part, _BLOCK) for part in _parts(call.kv_c_and_k_pe_cache, latent))
     )
 
 
 def _parts(cache: Tensor, latent: int) -> tuple[Tensor, Tensor]:
     """The cache's values and its other columns: [pages, P, 1, .]."""
     return cache[..., :latent].unsqueeze(2), cache[..., latent:].unsqueeze(2)
-
-
-@cutlass_mla_decode.implementation(
-    "gluon_few",
-    devices=gpu.DEVICES,
-    dtypes=(torch.bfloat16, torch.float16),
-    when=lambda q_nope, *args, **kwargs: (
-        q_nope.shape[1] <= MOST_COLUMNS and _fits_groups(q_nope, *args, **kwargs)
-    ),
-    missing="" if gpu.gl else "needs Triton 3.6",
-    replayed=True,
-)
-def _(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> Tensor:
-    given = (q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, sm_scale)
-    return _attend(latent_columns_kernel, 16 if q_nope.shape[1] <= 16 else 32, *given)
 
 
 @cutlass_mla_decode.implementation(
@@ -166,51 +111,27 @@ def _(
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> Tensor:
-    given = (q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, sm_scale)
-    return _attend(latent_groups_kernel, _BLOCK, *given)
-
-
-def _attend(
-    kernel: Any,
-    lines: int,
-    q_nope: Tensor,
-    q_pe: Tensor,
-    cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    scale: float,
-) -> Tensor:
-    """By a kernel in Gluon whose programs take so many heads each."""
-    batch, heads, latent = q_nope.shape
-    out = gpu.empty(q_nope.shape, q_nope.dtype, q_nope.device)
+def _(call: Call) -> Tensor:
+    cache, (batch, heads, latent) = call.kv_c_and_k_pe_cache, call.q_nope.shape
+    out = gpu.empty(call.q_nope.shape, call.q_nope.dtype, call.q_nope.device)
     if out.numel() == 0:
         return out
     values, rest = lines_of(*_parts(cache, latent), _BLOCK, math.inf)
-    columns = -(-heads // lines)
-    blocks = -(-page_table.shape[1] * cache.shape[1] // _BLOCK)
-    most = max(1, min(blocks // _LEAST[lines], launch.MOST_SPLITS))
+    columns = -(-heads // _BLOCK)
+    blocks = -(-call.page_table.shape[1] * cache.shape[1] // _BLOCK)
+    most = max(1, min(blocks // _LEAST_BLOCKS, TUNING.most_splits))
     splits = launch.whole_waves(columns * batch, gpu.processors(cache.device), most)
     part_o, part_lse = _parts_of(out, splits)
-    kernel[(columns, splits, batch)](
-        *(q_nope, q_pe, cache),
+    latent_groups_kernel[(columns, splits, batch)](
+        *(call.q_nope, call.q_pe, cache),
         *(gpu.tiles(values.blocks, (_BLOCK, latent // 2)), gpu.tiles(rest.blocks, (_BLOCK, ROPE))),
-        *(seq_lens, page_table, part_o, part_lse, scale),
-        *(*q_nope.stride()[:2], *q_pe.stride()[:2], cache.stride(1), values.page),
-        *(page_table.stride(0), heads, cache.shape[1], lines),
+        *(call.seq_lens, call.page_table, part_o, part_lse, call.sm_scale),
+        *(*call.q_nope.stride()[:2], *call.q_pe.stride()[:2], cache.stride(1), values.page),
+        *(call.page_table.stride(0), heads, cache.shape[1], _BLOCK),
         num_warps=4,
     )
     if splits > 1:
-        launch.merge(part_o, part_lse, out, None, early=gpu.launches_early(out.device))
+        launch.merge(part_o, part_lse, out, None, pdl=gpu.supports_pdl(out.device))
     return out
 
 
@@ -225,56 +146,53 @@ def _parts_of(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 
 
 @cutlass_mla_decode.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c_and_k_pe_cache: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    workspace: Tensor | None,
-    sm_scale: float,
-    num_kv_splits: int = 1,
-) -> Tensor:
-    cache = kv_c_and_k_pe_cache
-    batch, heads, latent = q_nope.shape
-    out = gpu.empty(q_nope.shape, q_nope.dtype, q_nope.device)
+def _(call: Call) -> Tensor:
+    cache = call.kv_c_and_k_pe_cache
+    batch, heads, latent = call.q_nope.shape
+    out = gpu.empty(call.q_nope.shape, call.q_nope.dtype, call.q_nope.device)
     if out.numel() == 0:
         return out
-    single = q_nope.dtype == torch.float32
+    single = call.q_nope.dtype == torch.float32
     lines = 16 if single else min(64, max(16, gpu.next_power_of_2(heads)))
     keys = 16 if single else 32
     large = lines == 64 and gpu.program_memory(cache.device) >= _WIDE_BYTES
     values = rest = NO_LINES
     wide, size = 64 if large else keys, cache.shape[1]
     if size % wide == 0 and (not single or gpu.INTERPRETED):
-        flops = 2 * batch * heads * page_table.shape[1] * size * (latent + cache.shape[2])
+        flops = 2 * batch * heads * call.page_table.shape[1] * size * (latent + cache.shape[2])
         values, rest = lines_of(*_parts(cache, latent), wide, flops)
     if values.blocks is not None:
         keys = wide
     columns = -(-heads // lines)
-    blocks = -(-page_table.shape[1] * cache.shape[1] // keys)
+    blocks = -(-call.page_table.shape[1] * cache.shape[1] // keys)
     wanted = -(-_PROGRAMS // (columns * batch))
-    splits = max(1, min(blocks // _LEAST_BLOCKS, wanted, launch.MOST_SPLITS))
+    splits = max(1, min(blocks // _LEAST_BLOCKS, wanted, TUNING.most_splits))
     part_o, part_lse = _parts_of(out, splits)
-    padded = (max(16, gpu.next_power_of_2(width)) for width in (latent, q_pe.shape[2]))
+    padded = (max(16, gpu.next_power_of_2(width)) for width in (latent, call.q_pe.shape[2]))
     latent_split_kernel[(splits, columns, batch)](
-        *(q_nope, q_pe, cache, values.blocks, rest.blocks, seq_lens, page_table),
-        *(part_o, part_lse, sm_scale, *q_nope.stride()[:2], *q_pe.stride()[:2]),
-        *(*cache.stride()[:2], values.page, page_table.stride(0)),
-        *(heads, cache.shape[1], latent, q_pe.shape[2], *padded, lines, keys),
+        *(
+            call.q_nope,
+            call.q_pe,
+            cache,
+            values.blocks,
+            rest.blocks,
+            call.seq_lens,
+            call.page_table,
+        ),
+        *(part_o, part_lse, call.sm_scale, *call.q_nope.stride()[:2], *call.q_pe.stride()[:2]),
+        *(*cache.stride()[:2], values.page, call.page_table.stride(0)),
+        *(heads, cache.shape[1], latent, call.q_pe.shape[2], *padded, lines, keys),
         "ieee" if single else "tf32",
         num_warps=8 if lines == 64 else 4,
         num_stages=2,
     )
     if splits > 1:
-        launch.merge(part_o, part_lse, out, None, early=gpu.launches_early(out.device))
+        launch.merge(part_o, part_lse, out, None, pdl=gpu.supports_pdl(out.device))
     return out
 
 
 _BLOCK = 64
 """Slots of a block and heads of a program that works in groups of warps."""
-_LEAST = {16: 2, 32: 2, 64: 4}
-"""Such blocks for which a split of their own pays, by a program's heads."""
 _WIDE_BYTES = 222 << 10
 """Memory of a program of 64 heads with two blocks of 64 slots on their way."""
 _PROGRAMS = 264
@@ -283,80 +201,7 @@ _LEAST_BLOCKS = 4
 """Blocks of keys for which a split of their own pays."""
 
 
-def _drawn(
-    make: Make,
-    lengths: list[int],
-    heads: int,
-    size: int,
-    widths: tuple[int, int],
-    dtype: torch.dtype = torch.float32,
-) -> Arguments:
-    """A poisoned cache with its pages in random order; queries cut out of a wider buffer."""
-    latent, rope = widths
-    batch, most = len(lengths), max(-(-n // size) for n in lengths) + 1
-    table = make.rand(batch * most).argsort().view(batch, most).int()
-    slot = make.arange(most * size).view(most, size)
-    cache = make.empty(batch * most, size, latent + rope, dtype=dtype)
-    for row, length in enumerate(lengths):
-        drawn = make.randn(most, size, latent + rope, dtype=dtype)
-        hidden = (slot >= length).unsqueeze(-1)
-        cache[table[row].long()] = torch.where(hidden, cache[table[row].long()], drawn)
-    q = make.randn(batch, heads, latent + rope + 8, dtype=dtype)
-    queries = (q[..., :latent], q[..., latent : latent + rope])
-    spare = make.full((1,), 0, torch.uint8)
-    return make.args(*queries, cache, make.tensor(lengths, torch.int32), table, spare, 0.2)
-
-
-@cutlass_mla_decode.cases
-def _(make: Make) -> Cases:
-    yield _drawn(make, [70, 0, 1, 33], 3, 8, (32, 16))
-    yield _drawn(make, [200], 20, 1, (24, 8))
-    nobody = _drawn(make, [9], 3, 8, (32, 16)).args
-    yield make.args(
-        *(make.randn(0, 3, 32), make.randn(0, 3, 16), nobody[2]),
-        *(x[:0] for x in nobody[3:5]),
-        *nobody[5:],
-    )
-    for dtype in (torch.float32, torch.bfloat16):
-        yield _drawn(make, [7, 0, 300], 16, 64, (LATENT, ROPE), dtype)
-    yield _drawn(make, [1000, 63, 100], 128, 16, (LATENT, ROPE), torch.bfloat16)
-    yield _drawn(make, [0, 200], 40, 64, (LATENT, ROPE), torch.bfloat16)
-    yield _drawn(make, [700, 1], 128, 128, (LATENT, ROPE), torch.bfloat16)
-
-
 cutlass_mla_decode.tolerance(
     {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-2)},
     "a sum over 576 products in another order, of which a softmax is taken",
 )
-
-
-@cutlass_mla_decode.bench
-def _(draw: Draw) -> Points:
-    tiny = all(layer.name == "tiny" for layer in draw.layers)
-    size = 16 if tiny else 64
-    sizes = [(batch, length, 128) for batch, length in ((1, 8192), (32, 4096), (8, 131072))]
-    # Of DeepSeek's 128 heads on one of eight devices.
-    sizes += [(32, 4096, 16), (8, 131072, 16)]
-    for batch, length, heads in [(2, 100, 4)] if tiny else sizes:
-        pages = -(-length // size)
-        table = draw.rand(batch * pages).argsort().view(batch, pages).int()
-        cache = draw.randn(batch * pages, size, LATENT + ROPE)
-        q = draw.randn(batch, heads, LATENT + ROPE)
-        lengths = draw.full((batch,), length, torch.int32)
-        queries = (q[..., :LATENT], q[..., LATENT:])
-        rows, keys = batch * length, cache.view(batch, 1, pages * size, -1)[:, :, :length]
-        yield Point(
-            f"{batch} x {length} x {heads} heads",
-            draw.args(*queries, cache, lengths, table, None, 0.1),
-            rows * cache.shape[2] * cache.element_size(),
-            2.0 * rows * heads * (2 * LATENT + ROPE),
-            (Alternative("sdpa", _sdpa, draw.args(q, keys)),),
-        )
-
-
-def _sdpa(q: Tensor, keys: Tensor) -> Tensor:
-    """The same over rows that lie in order, without paging: [B, 1, length, latent + rope]."""
-    shared = torch.nn.functional.scaled_dot_product_attention(
-        q.unsqueeze(1), keys, keys[..., :LATENT], scale=0.1
-    )
-    return shared.squeeze(1)

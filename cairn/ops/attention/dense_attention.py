@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import amx, cpu, gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.attention import dense_tiles, flashinfer, launch, paging, prefill, sdpa
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
+from cairn.ops.attention.tuning import TUNING
 from cairn.ops.attention.window_attention import window_attention
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import check_caches, check_queries, check_slots, refuse
+from cairn.ops.cpu import amx
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -53,7 +54,7 @@ def dense_attention(
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     bytes_per_page = 4 * heads * size * dim
     pages = 1 + int(slot.max()) // size if slot.numel() else 0
-    width = max(1, min(pages, paging.BLOCK_BYTES // bytes_per_page))
+    width = max(1, min(pages, TUNING.paging_block_bytes // bytes_per_page))
     for begin in range(0, pages, width):
         tokens = (slot >= begin * size).nonzero()[:, 0]
         page = tokens.new_tensor([begin])
@@ -67,143 +68,119 @@ def dense_attention(
 
 
 @dense_attention.check
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> None:
+def _(call: Call) -> None:
     name = "dense_attention"
-    _, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
-    tokens, _ = check_queries(name, "q", q, kv_heads, dim)
-    check_slots(name, tokens, row, slot, page_table, q)
-    if stretches is not None and (len(stretches) % 3 or sum(stretches[2::3]) != tokens):
+    _, kv_heads, _, dim = check_caches(name, call.k_cache, call.v_cache, call.q)
+    tokens, _ = check_queries(name, "q", call.q, kv_heads, dim)
+    check_slots(name, tokens, call.row, call.slot, call.page_table, call.q)
+    if call.stretches is not None and (
+        len(call.stretches) % 3 or sum(call.stretches[2::3]) != tokens
+    ):
         wanted = f"row, first slot and number of stretches of {tokens} tokens"
-        refuse(name, "stretches", f"is {stretches}, not {wanted}")
+        refuse(name, "stretches", f"is {call.stretches}, not {wanted}")
 
 
 @dense_attention.fake
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return call.q.new_empty(call.q.shape), call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
 
 
 @dense_attention.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda q, k_cache, v_cache, row, *args, **kwargs: tiling.few_in_loops(
-        q, k_cache, v_cache, row
-    ),
+    when=lambda call: tiling.few_in_loops(call.q, call.k_cache, call.v_cache, call.row),
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor]:
     """A window that nothing is left of."""
-    given = (q, k_cache, v_cache, row, slot, page_table, 1 << 62, scale)
-    return window_attention.using("numba")(*given, False, mask_landmarks, q.dtype)
+    given = (
+        call.q,
+        call.k_cache,
+        call.v_cache,
+        call.row,
+        call.slot,
+        call.page_table,
+        1 << 62,
+        call.scale,
+    )
+    return window_attention.using("numba")(*given, False, call.mask_landmarks, call.q.dtype)
 
 
-def _by_amx(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> bool:
-    return tiling.amx_takes(q, k_cache, v_cache, scale, row, slot, page_table)
+def _by_amx(call: Call) -> bool:
+    return tiling.amx_takes(
+        call.q, call.k_cache, call.v_cache, call.scale, call.row, call.slot, call.page_table
+    )
 
 
 @dense_attention.implementation(
     "amx", devices=("cpu",), dtypes=(torch.bfloat16,), missing=amx.MISSING, when=_by_amx
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor]:
     """A window that nothing is left of."""
-    given = (q, k_cache, v_cache, row, slot, page_table, 1 << 62, scale)
-    return window_attention.using("amx")(*given, False, mask_landmarks, q.dtype)
+    given = (
+        call.q,
+        call.k_cache,
+        call.v_cache,
+        call.row,
+        call.slot,
+        call.page_table,
+        1 << 62,
+        call.scale,
+    )
+    return window_attention.using("amx")(*given, False, call.mask_landmarks, call.q.dtype)
 
 
 @dense_attention.implementation(
     "tiled",
     devices=("cpu",),
-    when=lambda q, k_cache, v_cache, row, *args, **kwargs: tiling.worthwhile(q, k_cache, row),
+    when=lambda call: tiling.worthwhile(call.q, call.k_cache, call.row),
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    tokens, query_heads, dim = q.shape
-    _, heads, page_size, _ = k_cache.shape
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    tokens, query_heads, dim = call.q.shape
+    _, heads, page_size, _ = call.k_cache.shape
     size = tiling.tile_size(page_size, query_heads // heads, tokens, 1024)
-    found = tiling.cut(row, slot, size)
+    found = tiling.cut(call.row, call.slot, size)
     if found is None:
         return dense_attention.reference(
-            q, k_cache, v_cache, row, slot, page_table, scale, mask_landmarks
+            call.q,
+            call.k_cache,
+            call.v_cache,
+            call.row,
+            call.slot,
+            call.page_table,
+            call.scale,
+            call.mask_landmarks,
         )
     tiles, rest = found
     # One line more than tokens takes what empty cells of the tiles compute.
-    out = q.new_empty(tokens + 1, query_heads, dim, dtype=torch.float32)
-    lse = q.new_empty(tokens + 1, query_heads, dtype=torch.float32)
+    out = call.q.new_empty(tokens + 1, query_heads, dim, dtype=torch.float32)
+    lse = call.q.new_empty(tokens + 1, query_heads, dtype=torch.float32)
     # Tiles of like length stand together, so that a block of tiles has few idle steps.
     order = tiles.start.argsort(descending=True)
     for at in order.split(max(1, 2048 // size)) if order.numel() else ():
         dense_tiles.attend(
-            q, k_cache, v_cache, tiles.take(at), page_table, scale, mask_landmarks, out, lse
+            call.q,
+            call.k_cache,
+            call.v_cache,
+            tiles.take(at),
+            call.page_table,
+            call.scale,
+            call.mask_landmarks,
+            out,
+            lse,
         )
     if rest.numel():
         part, lse[rest] = dense_attention.reference(
-            q[rest], k_cache, v_cache, row[rest], slot[rest], page_table, scale, mask_landmarks
+            call.q[rest],
+            call.k_cache,
+            call.v_cache,
+            call.row[rest],
+            call.slot[rest],
+            call.page_table,
+            call.scale,
+            call.mask_landmarks,
         )
         out[rest] = part.float()
-    return out[:tokens].to(q.dtype), lse[:tokens]
+    return out[:tokens].to(call.q.dtype), lse[:tokens]
 
 
 dense_attention.tolerance(
@@ -213,73 +190,40 @@ dense_attention.tolerance(
 )
 
 
-def _by_flashinfer(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> bool:
-    return not launch.tiles_suffice(q, k_cache, v_cache, stretches) and flashinfer.accepts(
-        q, k_cache, v_cache, page_table, stretches, mask_landmarks
+def _by_flashinfer(call: Call) -> bool:
+    return not launch.tiles_suffice(
+        call.q, call.k_cache, call.v_cache, call.stretches
+    ) and flashinfer.accepts(
+        call.q, call.k_cache, call.v_cache, call.page_table, call.stretches, call.mask_landmarks
     )
 
 
-def _by_groups(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> bool:
-    fitting = prefill.fits(q, k_cache, v_cache, page_table, scale, stretches)
-    return fitting and not mask_landmarks
+def _by_groups(call: Call) -> bool:
+    fitting = prefill.fits(
+        call.q, call.k_cache, call.v_cache, call.page_table, call.scale, call.stretches
+    )
+    return fitting and not call.mask_landmarks
 
 
-def _by_splits(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> bool:
-    tiled = launch.dense_in_tiles(q, k_cache.shape[1], chunked, stretches)
-    return not tiled and launch.accepts(q, k_cache, v_cache)
+def _task(call: Call) -> launch.Task:
+    return launch.Task(
+        *(call.q, call.k_cache, call.v_cache, call.row, call.slot, call.page_table),
+        scale=call.scale,
+        mask_landmarks=call.mask_landmarks,
+        stretches=call.stretches,
+    )
+
+
+def _by_splits(call: Call) -> bool:
+    tiled = launch.dense_in_tiles(call.q, call.k_cache.shape[1], call.chunked, call.stretches)
+    return not tiled and launch.accepts(call.q, call.k_cache, call.v_cache)
 
 
 @dense_attention.implementation(
     "triton_splits", devices=gpu.DEVICES, when=_by_splits, replayed=True
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    given = (q, k_cache, v_cache, row, slot, page_table)
-    task = launch.Task(*given, scale=scale, mask_landmarks=mask_landmarks)
-    return launch.attend_splits(task, q.dtype)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return launch.attend_splits(_task(call), call.q.dtype)
 
 
 @dense_attention.implementation(
@@ -289,19 +233,10 @@ def _(
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    return prefill.attend(q, k_cache, v_cache, page_table, scale, stretches or ())
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return prefill.attend(
+        call.q, call.k_cache, call.v_cache, call.page_table, call.scale, call.stretches or ()
+    )
 
 
 @dense_attention.implementation(
@@ -311,130 +246,24 @@ def _(
     when=_by_flashinfer,
     missing=flashinfer.MISSING,
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
-    return flashinfer.attend(task, stretches or ())
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return flashinfer.attend(_task(call), call.stretches or ())
 
 
 @dense_attention.implementation(
     "triton_tiles",
     devices=gpu.DEVICES,
-    when=lambda q, k_cache, v_cache, *args, **kwargs: launch.accepts(q, k_cache, v_cache),
+    when=lambda call: launch.accepts(call.q, call.k_cache, call.v_cache),
     replayed=True,
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    task = launch.Task(
-        *(q, k_cache, v_cache, row, slot, page_table),
-        scale=scale,
-        mask_landmarks=mask_landmarks,
-        stretches=stretches,
-    )
-    return launch.attend_tiles(task, q.dtype)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return launch.attend_tiles(_task(call), call.q.dtype)
 
 
-def _by_torch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> bool:
-    return sdpa.accepts(q, stretches, mask_landmarks)
+def _by_torch(call: Call) -> bool:
+    return sdpa.accepts(call.q, call.stretches, call.mask_landmarks)
 
 
 @dense_attention.implementation("sdpa", devices=("cuda",), when=_by_torch)
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    scale: float | None = None,
-    mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, scale=scale)
-    return sdpa.attend(task, stretches or ())
-
-
-@dense_attention.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        for size, heads, group in ((8, 2, 4), (16, 1, 1), (4, 3, 2)):
-            lengths, counts = (75, 3, 140, 9), (60, 3, 30, 2)
-            paged = make.paged(lengths, heads, size, 16, dtype=dtype)
-            row, slot, _ = paged.queries(counts)
-            q = make.randn(sum(counts), heads * group, 16, dtype=dtype)
-            given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table)
-            yield make.args(*given)
-            yield make.args(*given, scale=0.5, mask_landmarks=True)
-            yield make.args(*given, chunked=True)
-            mixed = make.rand(row.numel()).argsort()
-            some = (q[mixed], *given[1:3], row[mixed], slot[mixed], paged.page_table)
-            yield make.args(*some, mask_landmarks=True)
-            few = (q[-3:], paged.k_cache, paged.v_cache, row[-3:], slot[-3:], paged.page_table)
-            yield make.args(*few, mask_landmarks=True)
-            none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
-            yield make.args(*none)
-            if size == 8:
-                bytes_of = paged.quantized()
-                small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
-                yield make.args(*small, mask_landmarks=True)
-    # What a library may take: a decode step and a mixed one; on a GPU also chunks that fill it, the
-    # last with a past, and keys in pairs of blocks.
-    steps: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
-        ((9, 300, 64), (1, 1, 1)),
-        ((70, 200), (1, 150)),
-    ]
-    if make.device != "cpu":
-        steps += [((3_000, 9, 700), (2_400, 1, 500)), ((14_000, 9), (5_000, 0))]
-    for filled, running in steps:
-        paged = make.paged(filled, 2, 64, 64, dtype=torch.bfloat16)
-        row, slot, _ = paged.queries(running)
-        q = make.randn(sum(running), 8, 64, dtype=torch.bfloat16)
-        yield make.args(
-            *(q, paged.k_cache, paged.v_cache, row, slot, paged.page_table),
-            stretches=paged.stretches(running),
-        )
-
-
-@dense_attention.bench
-def _(draw: Draw) -> Points:
-    for job in draw.attention():
-        where = (job.row, job.slot, job.page_table)
-        yield Point(
-            str(job),
-            draw.args(job.q, job.k_cache, job.v_cache, *where, stretches=job.stretches),
-            job.step.batch * job.step.context * job.slot_bytes + moved(job.q, job.q),
-            job.attend_flops(job.pairs()),
-            job.dense(),
-        )
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return sdpa.attend(_task(call), call.stretches or ())

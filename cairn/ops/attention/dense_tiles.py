@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops.attention import paging
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
+from cairn.ops.attention.tuning import TUNING
 
 
 def attend(
@@ -36,7 +37,7 @@ def attend(
         *(size, mask, scale, mask_landmarks),
     )
     o = o.float()
-    pages = max(1, paging.BLOCK_BYTES // (4 * heads * page_size * dim * count))
+    pages = max(1, TUNING.paging_block_bytes // (4 * heads * page_size * dim * count))
     width = page_size * max(size // page_size, min(pages, 1024 // page_size))
     for far in range(width, int(tiles.start[0]) + width, width):
         active = int((tiles.start > far - width).sum())

@@ -11,8 +11,8 @@ mask, or an index that is not plainly ascending, would cost the wide loads.
 from __future__ import annotations
 
 from cairn.ops.cache.kernels import scales, worth
-from cairn.ops.early import ask_for, await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import ask_for, await_previous
 
 
 @triton.jit
@@ -396,7 +396,7 @@ def attend_split(
     window, scale, table_stride, page_stride, head_stride, token, kv, split, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token, one KV head and one of the splits of its keys.
 
@@ -404,7 +404,7 @@ def attend_split(
 
     Args:
         SINGLE: there are as many splits as blocks of KEYS slots: each has one at most.
-        EARLY: as in `await_previous`; row, slot and page_table are read before, and the keys of a
+        PDL: as in `await_previous`; row, slot and page_table are read before, and the keys of a
             SINGLE block are asked for.
     """
     group: tl.constexpr = HEADS // KV_HEADS
@@ -425,10 +425,10 @@ def attend_split(
         # Of a block behind the last slot nothing is read; the table need not go so far.
         known = tl.maximum(tl.minimum(begin, this_slot // KEYS * KEYS), 0)
         line = block_lines(table, known, this_slot, page_stride, DIM, SIZE, KEYS)
-        if EARLY:  # noqa: SIM102
+        if PDL:  # noqa: SIM102
             if begin <= this_slot:
                 ask_for_block(k_cache + at_head, v_cache + at_head, line, DIM)
-    await_previous(EARLY)
+    await_previous(PDL)
     query = load_rows(q + place * DIM, alive, DIM, DP)
     if SINGLE:
         best, total, acc = attend_block(
@@ -457,14 +457,14 @@ def split_kernel(
     window, scale, table_stride, page_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
-    ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each split, KV head and token: o and lse as in `attend_split`.
 
     Args:
-        EARLY: as in `await_previous`.
+        PDL: as in `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     attend_split(
         q, k_cache, v_cache, row, slot, page_table, o, lse, parts,
         window, scale, table_stride, page_stride, head_stride,

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention.kernels import split_kernel, tile_kernel
-from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
 from cairn.ops.attention.merge_kernels import merge_kernel
+from cairn.ops.attention.tma import NO_LINES, Lines, lines_of
+from cairn.ops.attention.tuning import TUNING
 from cairn.ops.cache import quantized
-from cairn.ops.early import early_option
+from cairn.ops.pdl import pdl_option
 
 SPLIT_TOKENS = 640
 """At most this many tokens run one program each (and KV head, and split of the keys): the rows of a
@@ -31,37 +32,6 @@ slots without a past take 4 to 20% less in tiles, behind 8K to 32K about as long
 DENSE_LINES = 128
 """The same where all keys are seen, and programs share them as the host knows the rows' lengths:
 with 2 heads and behind 8K, 64 tokens are three times as fast in tiles, 16 as fast."""
-PROGRAMS = 528
-"""Programs that fill a large device four times; fewer of them are split over their keys."""
-MULTIPROCESSORS = 132
-"""Of a large device."""
-LATENCY = 2.4e-6
-"""Seconds: memory is read fastest with what it delivers in them on its way. Measured: two programs
-on each multiprocessor of an H100 for heads of 64, one for heads of 128; three and two of an H200.
-"""
-LIGHT_WAVE, WIDE_LIGHT_WAVE = 528, 396
-"""Programs over all keys where each has little on its way: all that run at once; of narrow heads,
-and of those wider than 64."""
-MOST_WAVES = 4
-FULL = 0.75
-"""Share of their waves that programs fill at least, if they can: one wave as full as this takes no
-longer than several that are full."""
-STAGES = 5
-"""Half of them hold keys and values on their way, the others pages."""
-MOST_SPLITS = 128
-TILE_WAVES = (264, 132)
-"""Programs of tiles that a large device runs at once; of heads wider than 64."""
-TILE_BLOCKS, MOST_TILE_SPLITS = 8, 16
-"""Fewest blocks of keys that a split of a tile is for, and most splits."""
-BLOCK_SECONDS, MERGE_SECONDS, MERGE_RATE = 1.4e-6, 4e-6, 8e11
-"""What a tile takes for a block of keys on an H100, and a merge by itself and for bytes that splits
-write and it reads. So 128 tokens of 16 heads of 64 take 29 us behind 8K, not 173, and 1,024 without
-a past 22, not 40."""
-SUFFICIENT = 4096
-"""Tokens of a chunk that tiles keep a device busy with."""
-THREE_NARROW = {"maxnreg": 168}
-"""Launches programs of 4 warps with narrow heads so that three fit the registers of a
-multiprocessor: where keys come in pairs of blocks, and of landmark layers with short rows."""
 
 
 def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -135,14 +105,14 @@ class Task:
     @property
     def stages(self) -> int:
         """Of the loop of a program of `split_kernel`."""
-        return STAGES if self.q.dtype != torch.float32 and self.width <= 128 else 2
+        return TUNING.stages if self.q.dtype != torch.float32 and self.width <= 128 else 2
 
     @property
     def wave(self) -> int:
         """Programs of `split_kernel` over all keys that a large device is given at once."""
         # Stages of a quantized cache hold fewer bytes.
-        if self.stages < STAGES or self.k_cache.dtype != self.q.dtype:
-            return LIGHT_WAVE if self.width <= 64 else WIDE_LIGHT_WAVE
+        if self.stages < TUNING.stages or self.k_cache.dtype != self.q.dtype:
+            return TUNING.light_wave if self.width <= 64 else TUNING.wide_light_wave
         return reading_wave(self.q.device, self.width)
 
     @property
@@ -226,11 +196,11 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     tile_kernel[(kv_heads, tiles, splits)](
         *(*task.inputs(), keys.blocks, values.blocks, part_o, part_lse, tokens, *task.numbers()),
         *(*keys[1:], *task.shape(), per_tile, task.group, task.width, task.keys),
-        *(*task.switches(), TILE_BLOCKS if splits > 1 else 0),
+        *(*task.switches(), TUNING.tile_blocks if splits > 1 else 0),
         **options,
     )
     if splits > 1:
-        merge(part_o, part_lse, o, lse, early=gpu.launches_early(task.q.device))
+        merge(part_o, part_lse, o, lse, pdl=gpu.supports_pdl(task.q.device))
     return o, lse
 
 
@@ -239,13 +209,13 @@ def _tile_splits(task: Task, programs: int) -> int:
     host does not say how long rows are, for they may be short, and what is split is merged."""
     if task.window or task.stretches is None:
         return 1
-    most = max(1, min(MOST_TILE_SPLITS, TILE_WAVES[task.width > 64] // programs))
+    most = max(1, min(TUNING.most_tile_splits, TUNING.tile_waves[task.width > 64] // programs))
     blocks = task.known_blocks
-    merged = 8 * task.q.numel() / MERGE_RATE
+    merged = 8 * task.q.numel() / TUNING.merge_rate
 
     def seconds(splits: int) -> float:
-        own = max(TILE_BLOCKS, blocks / splits) * BLOCK_SECONDS
-        return own if splits == 1 else own + MERGE_SECONDS + splits * merged
+        own = max(TUNING.tile_blocks, blocks / splits) * TUNING.block_seconds
+        return own if splits == 1 else own + TUNING.merge_seconds + splits * merged
 
     return min(range(1, most + 1), key=seconds)
 
@@ -256,7 +226,7 @@ def _tile(task: Task, paired: bool) -> tuple[int, dict[str, int]]:
     half, narrow, wide = task.q.dtype != torch.float32, task.width <= 64, task.width > 128
     rows = 32 if wide else 64
     if paired and narrow:
-        return rows, {"num_warps": 4, "num_stages": 2, **THREE_NARROW}
+        return rows, {"num_warps": 4, "num_stages": 2, **TUNING.three_narrow}
     # A window ends after a few blocks: of wide heads, two small tiles beside each other hide that.
     if not half or (task.window and task.width == 128):
         return rows, {"num_warps": 4, "num_stages": 2}
@@ -272,19 +242,21 @@ def tiles_suffice(
     return (
         stretches is not None
         and len(stretches) == 3
-        and stretches[2] >= SUFFICIENT
+        and stretches[2] >= TUNING.sufficient
         and stretches[1] <= 2 * stretches[2]
         and q.shape[2] <= 64
         and k_cache.shape[2] % 64 == 0
-        and gpu.copies_blocks(q.device)
+        and gpu.supports_tma(q.device)
         and accepts(q, k_cache, v_cache)
     )
 
 
-def splits_of(task: Task, programs: int = PROGRAMS) -> int:
-    """Of `programs` and a few more, those that share a token's keys."""
+def splits_of(task: Task, programs: int = 0) -> int:
+    """Of `programs` and a few more, those that share a token's keys; 0: as many as fill a large
+    device."""
+    programs = programs or TUNING.programs
     lines = task.q.shape[0] * task.k_cache.shape[1]
-    return max(1, min(task.blocks, -(-programs // lines), MOST_SPLITS))
+    return max(1, min(task.blocks, -(-programs // lines), TUNING.most_splits))
 
 
 def _splits(task: Task) -> int:
@@ -292,14 +264,14 @@ def _splits(task: Task) -> int:
     if task.window:
         return splits_of(task)
     lines = task.q.shape[0] * task.k_cache.shape[1]
-    return whole_waves(lines, task.wave, min(task.blocks, MOST_SPLITS))
+    return whole_waves(lines, task.wave, min(task.blocks, TUNING.most_splits))
 
 
 def reading_wave(device: torch.device, width: int) -> int:
     """Programs that read a large device's memory fastest, with heads of so many 16-bit numbers,
     each with two pairs of blocks of 64 keys and values on their way."""
-    on_way = MULTIPROCESSORS * 2 * 2 * 64 * max(64, width) * 2
-    return MULTIPROCESSORS * math.ceil(LATENCY * gpu.memory_rate(device) / on_way)
+    on_way = TUNING.multiprocessors * 2 * 2 * 64 * max(64, width) * 2
+    return TUNING.multiprocessors * math.ceil(TUNING.latency * gpu.memory_rate(device) / on_way)
 
 
 def whole_waves(lines: int, wave: int, most: int) -> int:
@@ -308,9 +280,11 @@ def whole_waves(lines: int, wave: int, most: int) -> int:
 
     def fill(splits: int) -> float:
         programs = splits * lines
-        return min(FULL, programs / (-(-programs // wave) * wave))
+        return min(TUNING.full, programs / (-(-programs // wave) * wave))
 
-    return max((max(1, min(n * wave // lines, most)) for n in range(1, MOST_WAVES + 1)), key=fill)
+    return max(
+        (max(1, min(n * wave // lines, most)) for n in range(1, TUNING.most_waves + 1)), key=fill
+    )
 
 
 def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -318,28 +292,23 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     o, lse = task.empty(dtype=dtype)
     if task.q.shape[0] == 0:
         return o, lse
-    splits, early = _splits(task), gpu.launches_early(task.q.device)
+    splits, pdl = _splits(task), gpu.supports_pdl(task.q.device)
     part_o, part_lse = (o, lse) if splits == 1 else task.empty(splits)
     split_kernel[(splits, task.k_cache.shape[1], task.q.shape[0])](
         *(*task.inputs(), part_o, part_lse, splits, *task.numbers(), *task.shape()),
-        *(max(16, task.group), task.width, task.keys, *task.switches(), early),
+        *(max(16, task.group), task.width, task.keys, *task.switches(), pdl),
         num_warps=4,
         num_stages=task.stages,
-        **early_option(early),
+        **pdl_option(pdl),
     )
     if splits > 1:
-        merge(part_o, part_lse, o, lse, early=early)
+        merge(part_o, part_lse, o, lse, pdl=pdl)
     return o, lse
-
-
-_MERGED = 2048
-"""Numbers of the splits' results that a program of `merge` holds: few, for all are loaded at once,
-and nothing else is left to do."""
 
 
 def merged_columns(splits: int, width: int) -> int:
     """Columns of a result, of `width`, that a program merges of so many splits; powers of two."""
-    return max(16, min(width, _MERGED // splits))
+    return max(16, min(width, TUNING.merged // splits))
 
 
 def merge(
@@ -349,7 +318,7 @@ def merge(
     lse: Tensor | None,
     *,
     softmax1: bool = False,
-    early: bool = False,
+    pdl: bool = False,
 ) -> None:
     """Write o [T, h_q, d], and lse [T, h_q] if given: the splits' states merged.
 
@@ -363,8 +332,8 @@ def merge(
     columns = merged_columns(padded, gpu.next_power_of_2(dim))
     merge_kernel[(tokens * heads, -(-dim // columns))](
         *(part_o, part_lse, o, part_lse if lse is None else lse, splits, dim, columns, padded),
-        *(softmax1, lse is not None, early),
+        *(softmax1, lse is not None, pdl),
         num_warps=4 if padded * columns > 4096 else 2,
-        **early_option(early),
+        **pdl_option(pdl),
         **gpu.ONE_SUM,
     )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from cairn.ops.attention.kernels import load_rows, store_rows
-from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous, launch_next
 
 
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
     part_o, part_lse, o, lse, splits,
     DIM: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-    SOFTMAX1: tl.constexpr, LOGS: tl.constexpr, EARLY: tl.constexpr,
+    SOFTMAX1: tl.constexpr, LOGS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of DP columns of one (token, head): attention states weighed by their lse.
 
@@ -19,10 +19,10 @@ def merge_kernel(
         SPLITS: splits, padded to a power of two.
         SOFTMAX1: a state of zeros with the lse 0 joins them.
         LOGS: write lse, which has no such state.
-        EARLY: as in `await_previous`.
+        PDL: as in `await_previous`.
     """
-    launch_next(EARLY)
-    await_previous(EARLY)
+    launch_next(PDL)
+    await_previous(PDL)
     place = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.program_id(1) * DP + tl.arange(0, DP)

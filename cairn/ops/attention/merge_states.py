@@ -7,10 +7,9 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention.merge_kernels import merge_states_kernel
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 _BLOCK = 4096
 
@@ -53,22 +52,26 @@ def merge_states(
 
 
 @merge_states.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    v_a: Tensor,
-    s_a: Tensor,
-    v_b: Tensor,
-    s_b: Tensor,
-    v_merged: Tensor,
-    s_merged: Tensor,
-    base2: bool = False,
-) -> None:
-    lines, dim = s_a.numel(), v_a.shape[-1]
-    if v_a.numel():
+def _(call: Call) -> None:
+    lines, dim = call.s_a.numel(), call.v_a.shape[-1]
+    if call.v_a.numel():
         width = gpu.next_power_of_2(dim)
         # Few lines are spread over as many programs as there are.
         rows = min(max(1, _BLOCK // width), gpu.next_power_of_2(-(-lines // 512)))
         merge_states_kernel[(-(-lines // rows),)](
-            *(v_a, s_a, v_b, s_b, v_merged, s_merged, lines, dim, width, rows, base2),
+            *(
+                call.v_a,
+                call.s_a,
+                call.v_b,
+                call.s_b,
+                call.v_merged,
+                call.s_merged,
+                lines,
+                dim,
+                width,
+                rows,
+                call.base2,
+            ),
             num_warps=gpu.warps_for(rows * width),
         )
 
@@ -132,33 +135,3 @@ def _merge(
         expect(name, what, tensor, v_a.shape[:2], (torch.float32,), v_a, dense=-1)
     merge_states(v_a, s_a, v_b, s_b, v, s, base2)
     return v, s
-
-
-@merge_states.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        for shape, base2 in (((5, 3, 16), False), ((7, 1, 100), True), ((63, 5, 7), False)):
-            v_a, v_b, poison = (make.randn(*shape, dtype=dtype) for _ in range(3))
-            s_a, s_b = (make.randn(*shape[:2], scale=20.0) for _ in range(2))
-            poison.fill_(torch.nan)
-            empty = make.full(shape[:2], -torch.inf)
-            out = (make.empty(*shape, dtype=dtype), make.empty(*shape[:2]), base2)
-            yield make.args(v_a, s_a, v_b, s_b, *out)
-            yield make.args(v_a, s_a, poison, empty, *out)
-            yield make.args(poison, empty, poison, -empty, *out)
-        none = (v_a[:0], s_a[:0])
-        yield make.args(*none, *none, *none)
-
-
-@merge_states.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        shape = (rows, layer.heads, layer.head_dim)
-        v_a, v_b, v = (draw.randn(*shape) for _ in range(3))
-        s_a, s_b, s = (draw.randn(*shape[:2], dtype=torch.float32) for _ in range(3))
-        yield Point(
-            f"{layer.name}: {rows} x {layer.heads} x {layer.head_dim}",
-            draw.args(v_a, s_a, v_b, s_b, v, s),
-            moved(v_a, v_a, v_b, s_a, s_a, s_b),
-            alternatives=draw.by_torch(merge_states.reference),
-        )

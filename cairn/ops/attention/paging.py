@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops.attention.tuning import TUNING
 from cairn.ops.cache import quantized
-
-BLOCK_BYTES = 8 << 20
-"""Budget for one temporary tensor; loops over blocks keep to it whatever the context."""
 
 
 def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
@@ -130,4 +128,4 @@ def attend_span(
 
 def tokens_per_block(bytes_per_token: int, tokens: int) -> int:
     """How many tokens fit the budget: at most `tokens`, at least 1."""
-    return max(1, min(tokens, BLOCK_BYTES // max(bytes_per_token, 1)))
+    return max(1, min(tokens, TUNING.paging_block_bytes // max(bytes_per_token, 1)))

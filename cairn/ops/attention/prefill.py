@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.flash_attn import group_launch
+from cairn.ops.flash_attn import wgmma_launch
 from cairn.ops.flash_attn.launch import Task
 
 
@@ -25,7 +25,7 @@ def fits(
     if stretches is None or len(stretches) != 3 or k_cache.dtype != q.dtype:
         return False
     # Results are not looked at.
-    return group_launch.fits(_task((q, k_cache, v_cache, q, q), page_table, scale, stretches))
+    return wgmma_launch.fits(_task((q, k_cache, v_cache, q, q), page_table, scale, stretches))
 
 
 def attend(
@@ -40,7 +40,7 @@ def attend(
     o = gpu.empty(q.shape, q.dtype, q.device)
     lse = gpu.empty(q.shape[:2], torch.float32, q.device)
     task = _task((q, k_cache, v_cache, o, lse), page_table, scale, stretches)
-    group_launch.attend(task, length=stretches[1] + stretches[2])
+    wgmma_launch.attend(task, length=stretches[1] + stretches[2])
     return o, lse
 
 

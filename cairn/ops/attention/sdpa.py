@@ -13,10 +13,8 @@ from torch import Tensor
 
 from cairn.ops.attention import launch, paging
 from cairn.ops.attention.merge_states import merged
+from cairn.ops.attention.tuning import TUNING
 from cairn.ops.checks import FLOATS
-
-BLOCK_BYTES = 64 << 20
-"""Most bytes of keys before a stretch, repeated for every query head, that lie side by side."""
 
 
 def accepts(q: Tensor, stretches: Sequence[int] | None, mask_landmarks: bool) -> bool:
@@ -46,7 +44,7 @@ def _blocks(task: launch.Task, end: int) -> Iterator[tuple[int, int]]:
     """Slots 0 .. end - 1 in blocks that start at a page."""
     size = task.k_cache.shape[2]
     page_bytes = task.q.element_size() * task.q.shape[1] * size * task.q.shape[2]
-    width = size * max(1, BLOCK_BYTES // page_bytes)
+    width = size * max(1, TUNING.sdpa_block_bytes // page_bytes)
     return ((begin, min(begin + width, end)) for begin in range(0, end, width))
 
 

@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 
-from cairn.ops.amx import load_shapes, save_shapes, tile_dot, tile_load, tile_store, tile_zero
 from cairn.ops.cpu import jit, narrow, prange
-from cairn.ops.lanes import (
+from cairn.ops.cpu.amx import load_shapes, save_shapes, tile_dot, tile_load, tile_store, tile_zero
+from cairn.ops.cpu.avx512 import (
     LOG2_E,
     choose,
     exp2,

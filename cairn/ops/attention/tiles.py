@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.ops import amx
+from cairn.ops.cpu import amx
 
 FEW_TOKENS = 32
 """Steps of fewer tokens have too little in common for tiles."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import amx, cpu, gpu
-from cairn.ops.attention import launch, loops, paging, tile_loops, window_launch
+from cairn.ops import cpu, gpu
+from cairn.ops.attention import launch, loops, paging, tile_loops, window_wgmma_launch
 from cairn.ops.attention import tiles as tiling
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import check_caches, check_dtype, check_least, check_queries, check_slots
+from cairn.ops.cpu import amx
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 _WIDEST = 1 << 14
 """Largest window, in slots, for tiles with a mask."""
@@ -67,8 +65,17 @@ def window_attention(
     block = paging.tokens_per_block(4 * heads * dim * width * size, q.shape[0])
     parts = [
         paging.attend_span(
-            *(query, k_cache, v_cache, in_row, low, high, page_table, begin),
-            *(width, scale, mask_landmarks),
+            query,
+            k_cache,
+            v_cache,
+            row=in_row,
+            first=low,
+            slot=high,
+            page_table=page_table,
+            page=begin,
+            width=width,
+            scale=scale,
+            mask_landmarks=mask_landmarks,
         )
         for query, in_row, low, high, begin in zip(
             *(x.split(block) for x in (q, row, first, slot, page)), strict=True
@@ -79,141 +86,70 @@ def window_attention(
 
 
 @window_attention.check
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-) -> None:
+def _(call: Call) -> None:
     name = "window_attention"
-    _, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
-    tokens, _ = check_queries(name, "q", q, kv_heads, dim)
-    check_slots(name, tokens, row, slot, page_table, q)
-    check_least(name, "window", window, 1)
-    check_dtype(name, dtype)
+    _, kv_heads, _, dim = check_caches(name, call.k_cache, call.v_cache, call.q)
+    tokens, _ = check_queries(name, "q", call.q, kv_heads, dim)
+    check_slots(name, tokens, call.row, call.slot, call.page_table, call.q)
+    check_least(name, "window", call.window, 1)
+    check_dtype(name, call.dtype)
 
 
 @window_attention.fake
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    o = q.new_empty(q.shape, dtype=dtype or torch.float32)
-    return o, q.new_empty(q.shape[:2], dtype=torch.float32)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    o = call.q.new_empty(call.q.shape, dtype=call.dtype or torch.float32)
+    return o, call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
 
 
 @window_attention.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda q, k_cache, v_cache, row, *args, **kwargs: tiling.few_in_loops(
-        q, k_cache, v_cache, row
-    ),
+    when=lambda call: tiling.few_in_loops(call.q, call.k_cache, call.v_cache, call.row),
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    o = q.new_empty(q.shape, dtype=dtype or torch.float32)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    o = call.q.new_empty(call.q.shape, dtype=call.dtype or torch.float32)
+    lse = call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
     loops.attend_windows(
-        *map(cpu.numbers, (q.contiguous(), k_cache, v_cache, row, slot, page_table)),
-        (window, aligned, mask_landmarks),
-        np.float32(q.shape[2] ** -0.5 if scale is None else scale),
+        *map(
+            cpu.numbers,
+            (call.q.contiguous(), call.k_cache, call.v_cache, call.row, call.slot, call.page_table),
+        ),
+        (call.window, call.aligned, call.mask_landmarks),
+        np.float32(call.q.shape[2] ** -0.5 if call.scale is None else call.scale),
         *map(cpu.numbers, (o, lse)),
     )
     return o, lse
 
 
-def _accepts(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-) -> bool:
+def _accepts(call: Call) -> bool:
     # With a window of 1 a landmark may see nothing, which the flash kernel reports differently; the
     # mask of a tile grows with the window.
-    return tiling.worthwhile(q, k_cache, row) and (aligned or window > 1) and window <= _WIDEST
+    return (
+        tiling.worthwhile(call.q, call.k_cache, call.row)
+        and (call.aligned or call.window > 1)
+        and call.window <= _WIDEST
+    )
 
 
-def _by_amx(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-) -> bool:
-    fits = tiling.amx_takes(q, k_cache, v_cache, scale, row, slot, page_table)
-    return fits and dtype in (None, torch.float32, torch.bfloat16)
+def _by_amx(call: Call) -> bool:
+    fits = tiling.amx_takes(
+        call.q, call.k_cache, call.v_cache, call.scale, call.row, call.slot, call.page_table
+    )
+    return fits and call.dtype in (None, torch.float32, torch.bfloat16)
 
 
 @window_attention.implementation(
     "amx", devices=("cpu",), dtypes=(torch.bfloat16,), missing=amx.MISSING, when=_by_amx
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    o = q.new_empty(q.shape, dtype=dtype or torch.float32)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    o = call.q.new_empty(call.q.shape, dtype=call.dtype or torch.float32)
+    lse = call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
     tile_loops.attend_blocks(
-        cpu.numbers(q.contiguous().view(torch.float32)),
-        *map(cpu.numbers, (k_cache, v_cache, row, slot, page_table)),
-        tiling.blocks(row, slot, tile_loops.BLOCK),
-        (window, aligned, mask_landmarks),
-        np.float32(q.shape[2] ** -0.5 if scale is None else scale),
+        cpu.numbers(call.q.contiguous().view(torch.float32)),
+        *map(cpu.numbers, (call.k_cache, call.v_cache, call.row, call.slot, call.page_table)),
+        tiling.blocks(call.row, call.slot, tile_loops.BLOCK),
+        (call.window, call.aligned, call.mask_landmarks),
+        np.float32(call.q.shape[2] ** -0.5 if call.scale is None else call.scale),
         amx.shapes(),
         *map(cpu.numbers, (o, lse)),
     )
@@ -221,50 +157,46 @@ def _(
 
 
 @window_attention.implementation("tiled", devices=("cpu",), when=_accepts)
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    tokens, query_heads, dim = q.shape
-    _, heads, page_size, _ = k_cache.shape
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    tokens, query_heads, dim = call.q.shape
+    _, heads, page_size, _ = call.k_cache.shape
     size = tiling.tile_size(page_size, query_heads // heads, tokens, 512)
-    found = tiling.cut(row, slot, size)
+    found = tiling.cut(call.row, call.slot, size)
     if found is None:
         return window_attention.reference(
-            *(q, k_cache, v_cache, row, slot, page_table),
-            *(window, scale, aligned, mask_landmarks, dtype),
+            *(call.q, call.k_cache, call.v_cache, call.row, call.slot, call.page_table),
+            *(call.window, call.scale, call.aligned, call.mask_landmarks, call.dtype),
         )
     tiles, rest = found
     # One line more than tokens takes what empty cells of the tiles compute.
-    out = q.new_empty(tokens + 1, query_heads, dim, dtype=dtype or torch.float32)
-    lse = q.new_empty(tokens + 1, query_heads, dtype=torch.float32)
+    out = call.q.new_empty(tokens + 1, query_heads, dim, dtype=call.dtype or torch.float32)
+    lse = call.q.new_empty(tokens + 1, query_heads, dtype=torch.float32)
     if tiles.row.numel():
-        back = min(-((1 - window) // page_size), int(tiles.start.max()) // page_size)
-        hidden = _hidden(size, back, page_size, window, aligned, mask_landmarks)
-        mask = tiling.additive(hidden, q.dtype).repeat_interleave(query_heads // heads, dim=0)
+        back = min(-((1 - call.window) // page_size), int(tiles.start.max()) // page_size)
+        hidden = _hidden(size, back, page_size, call.window, call.aligned, call.mask_landmarks)
+        mask = tiling.additive(hidden, call.q.dtype).repeat_interleave(query_heads // heads, dim=0)
         keys = back * page_size + size
-        step = paging.tokens_per_block(heads * keys * dim * q.element_size(), tiles.row.numel())
+        step = paging.tokens_per_block(
+            heads * keys * dim * call.q.element_size(), tiles.row.numel()
+        )
         early = tiles.start < back * page_size
         for which in (early.nonzero()[:, 0], (~early).nonzero()[:, 0]):
             for at in which.split(step) if which.numel() else ():
                 _run_tiles(
-                    *(q, k_cache, v_cache, tiles.take(at), page_table, back),
-                    *(mask, scale, out, lse),
+                    *(call.q, call.k_cache, call.v_cache, tiles.take(at), call.page_table, back),
+                    *(mask, call.scale, out, lse),
                 )
     if rest.numel():
         out[rest], lse[rest] = window_attention.reference(
-            *(q[rest], k_cache, v_cache, row[rest], slot[rest], page_table),
-            *(window, scale, aligned, mask_landmarks, dtype),
+            *(
+                call.q[rest],
+                call.k_cache,
+                call.v_cache,
+                call.row[rest],
+                call.slot[rest],
+                call.page_table,
+            ),
+            *(call.window, call.scale, call.aligned, call.mask_landmarks, call.dtype),
         )
     return out[:tokens], lse[:tokens]
 
@@ -326,21 +258,10 @@ def _run_tiles(
     lse.view(-1, group).index_copy_(0, flat, part.reshape(-1, group))
 
 
-def _in_splits(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-) -> bool:
-    return not launch.in_tiles(q, k_cache.shape[1], chunked) and launch.accepts(q, k_cache, v_cache)
+def _in_splits(call: Call) -> bool:
+    return not launch.in_tiles(call.q, call.k_cache.shape[1], call.chunked) and launch.accepts(
+        call.q, call.k_cache, call.v_cache
+    )
 
 
 window_attention.tolerance(
@@ -356,39 +277,18 @@ window_attention.tolerance(
     replayed=True,
     when=_in_splits,
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    given = (q, k_cache, v_cache, row, slot, page_table)
-    task = launch.Task(*given, window, scale, aligned, mask_landmarks)
-    return launch.attend_splits(task, dtype or torch.float32)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return launch.attend_splits(_task(call), call.dtype or torch.float32)
 
 
-def _in_groups(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    *_: Any,
-    **others: Any,
-) -> bool:
-    task = launch.Task(q, k_cache, v_cache, row, slot, page_table, window, scale)
-    return window_launch.fits(task) and window_launch.worthwhile(task)
+def _task(call: Call) -> launch.Task:
+    given = (call.q, call.k_cache, call.v_cache, call.row, call.slot, call.page_table)
+    return launch.Task(*given, call.window, call.scale, call.aligned, call.mask_landmarks)
+
+
+def _in_groups(call: Call) -> bool:
+    task = _task(call)
+    return window_wgmma_launch.fits(task) and window_wgmma_launch.worthwhile(task)
 
 
 @window_attention.implementation(
@@ -398,103 +298,15 @@ def _in_groups(
     when=_in_groups,
     missing="" if gpu.gl else "needs Triton 3.6",
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    given = (q, k_cache, v_cache, row, slot, page_table)
-    task = launch.Task(*given, window, scale, aligned, mask_landmarks)
-    return window_launch.attend(task, dtype or torch.float32)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return window_wgmma_launch.attend(_task(call), call.dtype or torch.float32)
 
 
 @window_attention.implementation(
     "triton_tiles",
     devices=gpu.DEVICES,
     replayed=True,
-    when=lambda q, k_cache, v_cache, *args, **kwargs: launch.accepts(q, k_cache, v_cache),
+    when=lambda call: launch.accepts(call.q, call.k_cache, call.v_cache),
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    scale: float | None = None,
-    aligned: bool = False,
-    mask_landmarks: bool = False,
-    dtype: torch.dtype | None = None,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    given = (q, k_cache, v_cache, row, slot, page_table)
-    task = launch.Task(*given, window, scale, aligned, mask_landmarks)
-    return launch.attend_tiles(task, dtype or torch.float32)
-
-
-@window_attention.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        for size, heads, group, window, dim in (
-            *((8, 2, 4, 20, 16), (16, 1, 1, 16, 16), (4, 3, 2, 1, 16)),
-            *(((64, 2, 3, 130, 64),) if dtype == torch.bfloat16 else ()),
-        ):
-            lengths = (75, 3, 40, 9) if size < 64 else (400, 3, 140, 65)
-            counts = (60, 3, 1, 2)
-            paged = make.paged(lengths, heads, size, dim, dtype=dtype)
-            row, slot, _ = paged.queries(counts)
-            q = make.randn(sum(counts), heads * group, dim, dtype=dtype)
-            given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table, window)
-            for aligned in (False, True):
-                for mask in (False, True):
-                    yield make.args(*given, aligned=aligned, mask_landmarks=mask)
-            yield make.args(*given, scale=0.5)
-            yield make.args(*given, dtype=dtype)
-            yield make.args(*given, mask_landmarks=True, chunked=True)
-            mixed = make.rand(row.numel()).argsort()
-            some = (q[mixed], *given[1:3], row[mixed], slot[mixed], paged.page_table)
-            yield make.args(*some, window, mask_landmarks=True)
-            few = (q[-3:], paged.k_cache, paged.v_cache, row[-3:], slot[-3:], paged.page_table)
-            yield make.args(*few, window, aligned=True, mask_landmarks=True)
-            for at in (slice(5, 6), slice(62, 63)):
-                one = (q[at], paged.k_cache, paged.v_cache, row[at], slot[at], paged.page_table)
-                yield make.args(*one, window, mask_landmarks=True)
-            none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
-            yield make.args(*none, window)
-            if size == 8:
-                bytes_of = paged.quantized()
-                small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
-                yield make.args(*small, window, aligned=True, mask_landmarks=True)
-    if make.device != "cpu":  # as many tiles as fill a GPU, of wide heads
-        for filled, running in (([2_000, 9, 300], [900, 1, 300]), ([5_000], [4_000])):
-            paged = make.paged(filled, 16, 64, 128, dtype=torch.bfloat16)
-            row, slot, _ = paged.queries(running)
-            q = make.randn(len(row), 32, 128, dtype=torch.bfloat16)
-            given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table, 512)
-            yield make.args(*given, aligned=True, mask_landmarks=True, dtype=torch.bfloat16)
-            yield make.args(*given, chunked=True)
-
-
-@window_attention.bench
-def _(draw: Draw) -> Points:
-    for job in draw.attention():
-        window = job.layer.window
-        given = (job.q, job.k_cache, job.v_cache, job.row, job.slot, job.page_table, window)
-        kinds = {"aligned": True, "mask_landmarks": True, "dtype": job.q.dtype}
-        yield Point(
-            str(job),
-            draw.args(*given, **kinds),
-            job.window_bytes + moved(job.q, job.q),
-            job.attend_flops(job.pairs(window)),
-            job.sdpa_window(),
-        )
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return launch.attend_tiles(_task(call), call.dtype or torch.float32)

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.kernels import decode_slots_kernel
+from cairn.ops.call import Call
 from cairn.ops.checks import INT32, INT64, check_least, expect, refuse
-from cairn.ops.early import early_option
+from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
-from cairn.ops.testing import Arguments, Cases, Make
 
 LINES = 9
 MOST = 2048
@@ -101,111 +100,57 @@ def decode_slots(
 
 
 @decode_slots.check
-def _(
-    row: Tensor,
-    first: Tensor,
-    cells: Tensor,
-    pages: Tensor,
-    last_token: Tensor,
-    tables: Tensor,
-    windowed: bool,
-    page_size: int,
-    landmark_id: int | None,
-    spare: int,
-    window_spare: int,
-) -> None:
+def _(call: Call) -> None:
     name = "decode_slots"
-    expect(name, "row", row, 1, INT64)
-    expect(name, "first", first, row.shape, INT64, row)
-    expect(name, "cells", cells, row.shape, INT64, row)
-    expect(name, "pages", pages, row.shape, INT32, row)
-    expect(name, "last_token", last_token, 1, INT64, row)
-    expect(name, "tables", tables, 2, INT32, row, dense=-1)
-    num_rows = last_token.shape[0] - 1
+    expect(name, "row", call.row, 1, INT64)
+    expect(name, "first", call.first, call.row.shape, INT64, call.row)
+    expect(name, "cells", call.cells, call.row.shape, INT64, call.row)
+    expect(name, "pages", call.pages, call.row.shape, INT32, call.row)
+    expect(name, "last_token", call.last_token, 1, INT64, call.row)
+    expect(name, "tables", call.tables, 2, INT32, call.row, dense=-1)
+    num_rows = call.last_token.shape[0] - 1
     if num_rows < 1:
         refuse(name, "last_token", f"has {num_rows + 1} numbers, not one for a row and one behind")
-    needed = num_rows * (1 + windowed)
-    if tables.shape[0] < needed:
-        refuse(name, "tables", f"has {tables.shape[0]} rows, not {needed} or more")
-    check_least(name, "page_size", page_size, 1 if landmark_id is None else 2)
+    needed = num_rows * (1 + call.windowed)
+    if call.tables.shape[0] < needed:
+        refuse(name, "tables", f"has {call.tables.shape[0]} rows, not {needed} or more")
+    check_least(name, "page_size", call.page_size, 1 if call.landmark_id is None else 2)
 
 
 @decode_slots.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda row, first, cells, pages, last_token, *args, **kwargs: (
-        row.shape[0] <= MOST
-        and all(t.stride(0) == 1 for t in (row, first, cells, pages, last_token))
+    when=lambda call: (
+        call.row.shape[0] <= MOST
+        and all(
+            t.stride(0) == 1
+            for t in (call.row, call.first, call.cells, call.pages, call.last_token)
+        )
     ),
     replayed=True,
 )
-def _(
-    row: Tensor,
-    first: Tensor,
-    cells: Tensor,
-    pages: Tensor,
-    last_token: Tensor,
-    tables: Tensor,
-    windowed: bool,
-    page_size: int,
-    landmark_id: int | None,
-    spare: int,
-    window_spare: int,
-) -> Tensor:
-    most = row.shape[0]
-    out = gpu.empty((LINES, most), row.dtype, row.device)
+def _(call: Call) -> Tensor:
+    most = call.row.shape[0]
+    out = gpu.empty((LINES, most), call.row.dtype, call.row.device)
     if most == 0:
         return out
-    per_page = page_size if landmark_id is None else page_size - 1
-    early = gpu.launches_early(row.device)
+    per_page = call.page_size if call.landmark_id is None else call.page_size - 1
+    pdl = gpu.supports_pdl(call.row.device)
     decode_slots_kernel[(1,)](
-        *(row, first, cells, pages, last_token, tables, out, last_token.shape[0] - 1, most),
-        *(tables.shape[1], spare, window_spare, landmark_id or 0),
-        *(page_size, per_page, windowed, gpu.next_power_of_2(most), early),
+        *(
+            call.row,
+            call.first,
+            call.cells,
+            call.pages,
+            call.last_token,
+            call.tables,
+            out,
+            call.last_token.shape[0] - 1,
+            most,
+        ),
+        *(call.tables.shape[1], call.spare, call.window_spare, call.landmark_id or 0),
+        *(call.page_size, per_page, call.windowed, gpu.next_power_of_2(most), pdl),
         num_warps=gpu.warps_for(2 * most),
-        **early_option(early),
+        **pdl_option(pdl),
     )
     return out
-
-
-def _arguments(make: Make, num_rows: int, size: int, count: int, most: int) -> Arguments:
-    """`count` of the rows decode; some of them fill their page."""
-    max_pages = 9
-    row = make.randint(0, 1, most) + num_rows
-    row[:count] = make.rand(num_rows).argsort()[:count].sort().values
-    first = make.randint(0, 1, most)
-    first[:count] = make.randint(0, (size - 1) * max_pages, count)
-    some = -(-count // 3)
-    first[:some] = first[:some] // (size - 1) * (size - 1) + size - 2
-    tables = make.randint(0, 99, 2 * num_rows + 1, max_pages, dtype=torch.int32)
-    last_token = make.randint(0, 500, num_rows + 1)
-    last_token[row[0]] = -1
-    # Some cells are granted, among them those that the rows look at; the others are nobody's.
-    cells = make.randint(0, 1, most) + tables.numel() - 1
-    pages = make.randint(0, 1, most, dtype=torch.int32)
-    own = row[:some] * max_pages + (first[:some] + first[:some] // (size - 1)) // size
-    cells[:some], pages[:some] = own, make.randint(0, 99, some, dtype=torch.int32)
-    return make.args(
-        *(row, first, cells, pages, last_token, tables, True),
-        *(size, 500, 99 * size + 1, 99 * size + 2),
-    )
-
-
-@decode_slots.cases
-def _(make: Make) -> Cases:
-    for sizes in ((1, 4, 1, 2), (5, 4, 3, 16), (40, 16, 40, 80), (64, 64, 50, 128), (9, 2, 9, 18)):
-        given = _arguments(make, *sizes)
-        yield given
-        for windowed, landmark_id in ((False, 500), (True, None), (False, None)):
-            args = list(given.clone().args)
-            args[6], args[8] = windowed, landmark_id
-            yield make.args(*args)
-    yield _arguments(make, 3, 4, 0, 16)
-
-
-@decode_slots.bench
-def _(draw: Draw) -> Points:
-    for rows in (1, 8, 64):
-        given = _arguments(draw, rows, 64, rows, 2 * rows)
-        least = LINES * moved(given.args[0])
-        yield Point(str(rows), given, least, alternatives=draw.by_torch(decode_slots.reference))

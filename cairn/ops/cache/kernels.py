@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
+from cairn.ops.pdl import await_previous
 from cairn.ops.quantization.kernels import e4m3_code
 
 
@@ -102,11 +102,11 @@ def decode_slots_kernel(
     PER_PAGE: tl.constexpr,
     WINDOWED: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: each of its numbers is a cell of the tables, a row, then a slot of padding.
-    EARLY: as in `await_previous`; the next kernel is not launched before this one is done."""
-    await_previous(EARLY, False)
+    PDL: as in `await_previous`; the next kernel is not launched before this one is done."""
+    await_previous(PDL, False)
     i = tl.arange(0, BLOCK)
     inside = i < most
     cell = tl.load(cells_ptr + i, mask=inside, other=0)

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
 from cairn.ops.cache.kernels import write_kv_kernel
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT64, check_caches, expect
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NUMBERS = 1024
 """Of a program, which copies heads of a key and of its value."""
@@ -44,24 +43,27 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: T
 
 
 @write_kv.check
-def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
+def _(call: Call) -> None:
     name = "write_kv"
-    _, heads, _, dim = check_caches(name, k_cache, v_cache, k)
-    expect(name, "location", location, 1, INT64, k, -1)
-    kinds = FLOATS if quantized.is_quantized(k_cache) else (k_cache.dtype,)
-    expect(name, "k", k, (location.shape[0], heads, dim), kinds)
-    expect(name, "v", v, k.shape, (k.dtype,), k)
+    _, heads, _, dim = check_caches(name, call.k_cache, call.v_cache, call.k)
+    expect(name, "location", call.location, 1, INT64, call.k, -1)
+    kinds = FLOATS if quantized.is_quantized(call.k_cache) else (call.k_cache.dtype,)
+    expect(name, "k", call.k, (call.location.shape[0], heads, dim), kinds)
+    expect(name, "v", call.v, call.k.shape, (call.k.dtype,), call.k)
 
 
 @write_kv.implementation(
     "index_copy",
     devices=("cpu",),
-    when=lambda k, v, k_cache, v_cache, location: (
-        k.dtype == k_cache.dtype and k_cache.is_contiguous() and v_cache.is_contiguous()
+    when=lambda call: (
+        call.k.dtype == call.k_cache.dtype
+        and call.k_cache.is_contiguous()
+        and call.v_cache.is_contiguous()
     ),
 )
-def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
-    _, heads, page_size, dim = k_cache.shape
+def _(call: Call) -> None:
+    k, v, location = call.k, call.v, call.location
+    _, heads, page_size, dim = call.k_cache.shape
     if location.numel() == 0:
         return
     if int(location.min()) < 0:
@@ -72,64 +74,36 @@ def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) 
     line = page * ((heads - 1) * page_size) + location
     heads_behind = torch.arange(0, heads * page_size, page_size, device=line.device)
     lines = (line.unsqueeze(1) + heads_behind).flatten()
-    k_cache.view(-1, dim).index_copy_(0, lines, k.reshape(-1, dim))
-    v_cache.view(-1, dim).index_copy_(0, lines, v.reshape(-1, dim))
+    call.k_cache.view(-1, dim).index_copy_(0, lines, k.reshape(-1, dim))
+    call.v_cache.view(-1, dim).index_copy_(0, lines, v.reshape(-1, dim))
 
 
 @write_kv.implementation(
     "triton",
     devices=gpu.DEVICES,
     replayed=True,
-    when=lambda k, v, k_cache, v_cache, location: (
-        k.stride()[1:] == v.stride()[1:] == (k.shape[2], 1)
-        and k_cache.stride() == v_cache.stride()
-        and quantized.fits(k, k_cache)
+    when=lambda call: (
+        call.k.stride()[1:] == call.v.stride()[1:] == (call.k.shape[2], 1)
+        and call.k_cache.stride() == call.v_cache.stride()
+        and quantized.fits(call.k, call.k_cache)
     ),
 )
-def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
-    tokens, heads, dim = k.shape
+def _(call: Call) -> None:
+    tokens, heads, dim = call.k.shape
     if tokens:
         width = gpu.next_power_of_2(dim)
         at_once = min(gpu.next_power_of_2(heads), max(1, NUMBERS // width))
         parts = -(-heads // at_once)
         write_kv_kernel[(tokens * parts,)](
-            *(k, v, k_cache, v_cache, location, k.stride(0), v.stride(0)),
-            *(*k_cache.stride()[:2], k_cache.shape[2], heads, dim, parts, at_once, width),
+            *(
+                call.k,
+                call.v,
+                call.k_cache,
+                call.v_cache,
+                call.location,
+                call.k.stride(0),
+                call.v.stride(0),
+            ),
+            *(*call.k_cache.stride()[:2], call.k_cache.shape[2], heads, dim, parts, at_once, width),
             num_warps=gpu.warps_for(at_once * width),
-        )
-
-
-@write_kv.cases
-def _(make: Make) -> Cases:
-    for dtype, page_size, heads in ((torch.float32, 4, 3), (torch.bfloat16, 16, 1)):
-        caches = [make.randn(5, heads, page_size, 8, dtype=dtype) for _ in range(2)]
-        spot = make.tensor([0, 3, 17, -1, 2 * page_size, 5 * page_size - 1, -7], torch.int64)
-        k, v = (make.randn(7, heads, 8, dtype=dtype) for _ in range(2))
-        yield make.args(k, v, *caches, spot)
-        yield make.args(k[:2], v[:2], *caches, spot[:2])
-        yield make.args(k[:0], v[:0], *caches, spot[:0])
-        yield make.args(k[3:4], v[3:4], *caches, spot[3:4])
-        yield make.args(k, v, *(quantized.pack(cache) for cache in caches), spot)
-
-
-def _index_put(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
-    """The definition where every location is written."""
-    page, offset = location // k_cache.shape[2], location % k_cache.shape[2]
-    k_cache[page, :, offset] = k
-    v_cache[page, :, offset] = v
-
-
-@write_kv.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, size, dim = layer.kv_heads, layer.page_size, layer.head_dim
-        pages = rows // size + 64
-        k, v = (draw.randn(rows, heads, dim) for _ in range(2))
-        caches = [draw.randn(pages, heads, size, dim) for _ in range(2)]
-        spot = draw.rand(pages * size).argsort()[:rows]
-        yield Point(
-            f"{layer.name}: {rows} x {heads} x {dim}",
-            draw.args(k, v, *caches, spot),
-            moved(k, k, v, v, spot),
-            alternatives=(Alternative("index_put", _index_put), *draw.by_torch(write_kv.reference)),
         )

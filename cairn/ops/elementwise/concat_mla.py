@@ -6,23 +6,18 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.elementwise.fp8 import KINDS
 from cairn.ops.elementwise.kernels import concat_kernel
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 FEW_TOKENS = 64
 BLOCK, WARPS = 2048, 4
 """Numbers and warps of a program."""
 FEW_BLOCK, FEW_WARPS = 2048, 8
 """The same of few tokens."""
-MOST_TIMED = 4096
-"""Tokens: their queries are 600 MB."""
-HEADS, NOPE, ROPE, LATENT = 128, 128, 64, 512
-"""DeepSeek-V3's: query heads, numbers without and with a position, numbers of the latent."""
 
 
 @op(mutates=("k",))
@@ -43,14 +38,14 @@ def concat_mla_k(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
 
 
 @concat_mla_k.check
-def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
+def _(call: Call) -> None:
     name = "concat_mla_k"
-    expect(name, "k", k, (None, None, None), (*FLOATS, *KINDS))
-    expect(name, "k_nope", k_nope, (*k.shape[:2], None), (k.dtype,), like=k)
-    expect(name, "k_rope", k_rope, (k.shape[0], 1, None), (k.dtype,), like=k)
-    if k_nope.shape[2] + k_rope.shape[2] != k.shape[2]:
-        parts = f"{k_nope.shape[2]} + {k_rope.shape[2]}"
-        refuse(name, "k", f"has {k.shape[2]} numbers a head, not {parts}")
+    expect(name, "k", call.k, (None, None, None), (*FLOATS, *KINDS))
+    expect(name, "k_nope", call.k_nope, (*call.k.shape[:2], None), (call.k.dtype,), like=call.k)
+    expect(name, "k_rope", call.k_rope, (call.k.shape[0], 1, None), (call.k.dtype,), like=call.k)
+    if call.k_nope.shape[2] + call.k_rope.shape[2] != call.k.shape[2]:
+        parts = f"{call.k_nope.shape[2]} + {call.k_rope.shape[2]}"
+        refuse(name, "k", f"has {call.k.shape[2]} numbers a head, not {parts}")
 
 
 def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
@@ -60,59 +55,30 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     shared = second.shape[1] == 1
     block, warps = (FEW_BLOCK, FEW_WARPS) if tokens < FEW_TOKENS else (BLOCK, WARPS)
     parts = -(-numbers // block)
-    early = early_for(out.device, tokens, parts * warps)
+    pdl = uses_pdl(out.device, tokens, parts * warps)
     if out.numel():
         concat_kernel[(tokens * parts,)](
             *(first, second, out, numbers, *first.stride()[:2]),
             *(second.stride(0), 0 if shared else second.stride(1), *out.stride()[:2]),
-            *(first.shape[2], second.shape[2], parts, block, early),
+            *(first.shape[2], second.shape[2], parts, block, pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
 
 
 @concat_mla_k.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda k, k_nope, k_rope: (
-        k.stride(2) == k_nope.stride(2) == k_rope.stride(2) == 1 and gpu.within_32_bits(k, k_nope)
+    when=lambda call: (
+        call.k.stride(2) == call.k_nope.stride(2) == call.k_rope.stride(2) == 1
+        and gpu.within_32_bits(call.k, call.k_nope)
     ),
     replayed=True,
 )
-def _(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
+def _(call: Call) -> None:
     # Not every device that runs these kernels knows float8: it moves as bytes.
-    parts = (k_nope, k_rope, k)
+    parts = (call.k_nope, call.k_rope, call.k)
     _launch(*(x.view(torch.uint8) if x.dtype in KINDS else x for x in parts))
-
-
-@concat_mla_k.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        nope, rope = make.randn(5, 3, 16, dtype=dtype), make.randn(5, 1, 8, dtype=dtype)
-        yield make.args(make.empty(5, 3, 24, dtype=dtype), nope, rope)
-        joint = make.randn(7, 9, 40, dtype=dtype)
-        latent = make.randn(7, 13, dtype=dtype)
-        k = make.empty(7, 9, 32, dtype=dtype)[..., :28]
-        yield make.args(k, joint[..., :23], latent[:, None, 8:])
-    for kind in KINDS:
-        nope, rope = make.randn(5, 3, 16).to(kind), make.randn(5, 1, 8).to(kind)
-        yield make.args(make.empty(5, 3, 24, dtype=kind), nope, rope)
-    yield make.args(make.empty(0, 3, 12), make.randn(0, 3, 8), make.randn(0, 1, 4))
-
-
-def _cat(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> Tensor:
-    return torch.cat((k_nope, k_rope.expand(-1, k.shape[1], -1)), dim=-1, out=k)
-
-
-@concat_mla_k.bench
-def _(draw: Draw) -> Points:
-    for _, each in draw.rows():
-        rows = min(each, MOST_TIMED)
-        k = draw.randn(rows, HEADS, NOPE + ROPE)
-        parts = draw.randn(rows, HEADS, NOPE), draw.randn(rows, 1, ROPE)
-        others = (Alternative("cat", _cat), *draw.by_torch(concat_mla_k.reference))
-        size = f"{rows} x {HEADS} x ({NOPE} + {ROPE})"
-        yield Point(size, draw.args(k, *parts), moved(k, *parts), alternatives=others)
 
 
 @op
@@ -130,15 +96,15 @@ def concat_mla_absorb_q(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tens
 
 
 @concat_mla_absorb_q.check
-def _(a: Tensor, b: Tensor, out: Tensor | None = None) -> None:
+def _(call: Call) -> None:
     name = "concat_mla_absorb_q"
-    expect(name, "a", a, dtypes=FLOATS)
-    if a.dim() == 0:
+    expect(name, "a", call.a, dtypes=FLOATS)
+    if call.a.dim() == 0:
         refuse(name, "a", "has no dims")
-    expect(name, "b", b, (*a.shape[:-1], None), (a.dtype,), like=a)
-    if out is not None:
-        shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
-        expect(name, "out", out, shape, (a.dtype,), like=a)
+    expect(name, "b", call.b, (*call.a.shape[:-1], None), (call.a.dtype,), like=call.a)
+    if call.out is not None:
+        shape = (*call.a.shape[:-1], call.a.shape[-1] + call.b.shape[-1])
+        expect(name, "out", call.out, shape, (call.a.dtype,), like=call.a)
 
 
 def _as_heads(x: Tensor) -> Tensor | None:
@@ -153,39 +119,18 @@ def _as_heads(x: Tensor) -> Tensor | None:
     return x if gpu.within_32_bits(x) else None
 
 
-def _in_rows(a: Tensor, b: Tensor, out: Tensor | None = None) -> bool:
-    return _as_heads(a) is not None and _as_heads(b) is not None
+def _in_rows(call: Call) -> bool:
+    return _as_heads(call.a) is not None and _as_heads(call.b) is not None
 
 
 @concat_mla_absorb_q.implementation("triton", devices=gpu.DEVICES, when=_in_rows, replayed=True)
-def _(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    result, into = out, None if out is None else _as_heads(out)
+def _(call: Call) -> Tensor:
+    result, into = call.out, None if call.out is None else _as_heads(call.out)
     if result is None or into is None:
-        shape = (*a.shape[:-1], a.shape[-1] + b.shape[-1])
-        result = gpu.empty(shape, a.dtype, a.device)
+        shape = (*call.a.shape[:-1], call.a.shape[-1] + call.b.shape[-1])
+        result = gpu.empty(shape, call.a.dtype, call.a.device)
         into = _as_heads(result)
-    first, second = _as_heads(a), _as_heads(b)
+    first, second = _as_heads(call.a), _as_heads(call.b)
     assert first is not None and second is not None and into is not None
     _launch(first, second, into)
     return result
-
-
-@concat_mla_absorb_q.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        yield make.args(make.randn(5, 3, 16, dtype=dtype), make.randn(5, 3, 8, dtype=dtype))
-        a, b = make.randn(7, 40, dtype=dtype)[:, :33], make.randn(7, 5, dtype=dtype)
-        yield make.args(a, b, out=make.empty(7, 38, dtype=dtype))
-        joint = make.randn(2, 3, 4, 9, dtype=dtype)
-        yield make.args(joint[..., :2], joint[..., 2:])
-    yield make.args(make.randn(0, 3, 8), make.randn(0, 3, 4))
-
-
-@concat_mla_absorb_q.bench
-def _(draw: Draw) -> Points:
-    for _, each in draw.rows():
-        rows = min(each, MOST_TIMED)
-        a, b = draw.randn(rows, HEADS, LATENT), draw.randn(rows, HEADS, ROPE)
-        others = (Alternative("cat", lambda a, b: torch.cat((a, b), dim=-1)),)
-        size = f"{rows} x {HEADS} x ({LATENT} + {ROPE})"
-        yield Point(size, draw.args(a, b), moved(a, a, b, b), alternatives=others)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.elementwise.kernels import put_integers_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 MOST = 128
 """Integers that a launch brings along."""
@@ -55,38 +52,16 @@ def copy_to_gpu_no_ce(input: Tensor, output: Tensor) -> None:
     put_integers(output, input)
 
 
-def _accepts(output: Tensor, input: Tensor) -> bool:
-    return input.device.type == "cpu" and len(input) <= MOST and output.is_contiguous()
+def _accepts(call: Call) -> bool:
+    return (
+        call.input.device.type == "cpu" and len(call.input) <= MOST and call.output.is_contiguous()
+    )
 
 
 @put_integers.implementation("triton", devices=gpu.DEVICES, when=_accepts)
-def _(output: Tensor, input: Tensor) -> None:
-    numbers = input.tolist()
+def _(call: Call) -> None:
+    numbers = call.input.tolist()
     if numbers:
         spare = [0] * (-len(numbers) % STEP)
         values = tuple((number & 0xFFFFFFFF) * 16 + _ALIKE for number in numbers + spare)
-        put_integers_kernel[(1,)](values, output, len(numbers), len(values), num_warps=1)
-
-
-@put_integers.cases
-def _(make: Make) -> Cases:
-    for count in (0, 1, 31, 64, 72, 128, 129, 1000):
-        given = make.randint(-(1 << 31), 1 << 31, count, dtype=torch.int32).cpu()
-        given[: count // 2] %= 17
-        yield make.args(make.empty(count, dtype=torch.int32), given)
-    yield make.args(make.empty(6, dtype=torch.int32)[::2], given[:3])
-
-
-def _copy_of(given: Tensor, device: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """torch's copy, which does not wait for what is pinned."""
-    pinned = given if device == "cpu" else given.pin_memory()
-    return lambda output, _: output.copy_(pinned, non_blocking=True)
-
-
-@put_integers.bench
-def _(draw: Draw) -> Points:
-    for count in (32, 72, 128):
-        out = draw.randint(0, 1 << 20, count, dtype=torch.int32)
-        given = out.cpu()
-        copy = Alternative("copy from pinned memory", _copy_of(given, draw.device))
-        yield Point(str(count), draw.args(out, given), moved(out, out), alternatives=(copy,))
+        put_integers_kernel[(1,)](values, call.output, len(numbers), len(values), num_warps=1)

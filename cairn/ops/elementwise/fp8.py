@@ -6,19 +6,18 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, on_host, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.elementwise.kernels import downcast_kernel, fp8_kernel
 from cairn.ops.memory.rows import store_rows
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = (E4M3, E5M2)
 BLOCK, WARPS = 2048, 8
 """Numbers and warps of a program."""
-EARLY_BLOCK, EARLY_WARPS = 1024, 4
+PDL_BLOCK, PDL_WARPS = 1024, 4
 """The same where it is launched before the kernel in front is done."""
 
 
@@ -51,68 +50,38 @@ def fp8_quantize(
 
 
 @fp8_quantize.check
-def _(
-    x: Tensor,
-    scale_inv: float = 1.0,
-    out: Tensor | None = None,
-    fp8_dtype: torch.dtype = torch.float8_e4m3fn,
-    enable_pdl: bool | None = None,
-) -> None:
-    expect("fp8_quantize", "x", x, dtypes=FLOATS)
-    if fp8_dtype not in KINDS:
-        refuse("fp8_quantize", "fp8_dtype", f"is {fp8_dtype}, not float8_e4m3fn or float8_e5m2")
-    if out is not None:
-        expect("fp8_quantize", "out", out, x.shape, (fp8_dtype,), like=x)
+def _(call: Call) -> None:
+    expect("fp8_quantize", "x", call.x, dtypes=FLOATS)
+    if call.fp8_dtype not in KINDS:
+        refuse(
+            "fp8_quantize", "fp8_dtype", f"is {call.fp8_dtype}, not float8_e4m3fn or float8_e5m2"
+        )
+    if call.out is not None:
+        expect("fp8_quantize", "out", call.out, call.x.shape, (call.fp8_dtype,), like=call.x)
 
 
 @fp8_quantize.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    x: Tensor,
-    scale_inv: float = 1.0,
-    out: Tensor | None = None,
-    fp8_dtype: torch.dtype = torch.float8_e4m3fn,
-    enable_pdl: bool | None = None,
-) -> Tensor:
-    result = out
+def _(call: Call) -> Tensor:
+    result = call.out
     if result is None or not result.is_contiguous():
-        result = gpu.empty(x.shape, fp8_dtype, x.device)
-    if x.numel():
+        result = gpu.empty(call.x.shape, call.fp8_dtype, call.x.device)
+    if call.x.numel():
         # What lies in one piece is one row.
-        rows = x.view(1, -1) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
+        rows = (
+            call.x.view(1, -1) if call.x.is_contiguous() else call.x.reshape(-1, call.x.shape[-1])
+        )
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         width = rows.shape[1]
-        early = early_for(x.device, rows.shape[0], -(-width // EARLY_BLOCK) * EARLY_WARPS)
-        block, warps = (EARLY_BLOCK, EARLY_WARPS) if early else (BLOCK, WARPS)
+        pdl = uses_pdl(call.x.device, rows.shape[0], -(-width // PDL_BLOCK) * PDL_WARPS)
+        block, warps = (PDL_BLOCK, PDL_WARPS) if pdl else (BLOCK, WARPS)
         blocks = -(-width // block)
         fp8_kernel[(rows.shape[0] * blocks,)](
-            *(rows, result.view(torch.uint8), float(scale_inv), rows.stride(0), width, width),
-            *(blocks, block, fp8_dtype == E4M3, gpu.knows_e4m3(x.device), early),
+            *(rows, result.view(torch.uint8), float(call.scale_inv), rows.stride(0), width, width),
+            *(blocks, block, call.fp8_dtype == E4M3, gpu.knows_e4m3(call.x.device), pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return result
-
-
-@fp8_quantize.cases
-def _(make: Make) -> Cases:
-    inf = float("inf")
-    edges = [0.0, -0.0, 448.0, 464.0, 1e9, -inf, 2.0**-9, 2.0**-10, 2.9e-3, 57344.0, 61440.0, 1e-7]
-    for kind in KINDS:
-        for dtype in FLOATS:
-            yield make.args(make.randn(7, 33, dtype=dtype, scale=50.0), 0.7, fp8_dtype=kind)
-        yield make.args(make.tensor(edges), fp8_dtype=kind)
-        wide = make.randn(5, 3000, dtype=torch.bfloat16)[:, 5:2900]
-        yield make.args(wide, 100.0, out=make.empty(5, 2895, dtype=kind), fp8_dtype=kind)
-        yield make.args(make.randn(3, 4, 6)[:, ::2], fp8_dtype=kind)
-        yield make.args(make.randn(0, 4), fp8_dtype=kind)
-
-
-@fp8_quantize.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x = draw.randn(rows, width)
-        others = draw.by_torch(fp8_quantize.reference)
-        yield Point(size, draw.args(x, 0.5), moved(x) + x.numel(), alternatives=others)
 
 
 @op(mutates=("k_out", "v_out"))
@@ -148,98 +117,55 @@ def downcast_fp8(
 
 
 @downcast_fp8.check
-def _(
-    k: Tensor,
-    v: Tensor,
-    k_out: Tensor,
-    v_out: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    loc: Tensor,
-    mult: int = 1,
-    offset: int = 0,
-) -> None:
+def _(call: Call) -> None:
     name = "downcast_fp8"
-    expect(name, "k", k, (None, None, None), FLOATS)
-    expect(name, "v", v, k.shape, (k.dtype,), like=k)
-    for argument, out in (("k_out", k_out), ("v_out", v_out)):
-        expect(name, argument, out, (None, *k.shape[1:]), (torch.uint8, E4M3), like=k)
-    for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    expect(name, "k", call.k, (None, None, None), FLOATS)
+    expect(name, "v", call.v, call.k.shape, (call.k.dtype,), like=call.k)
+    for argument, out in (("k_out", call.k_out), ("v_out", call.v_out)):
+        expect(name, argument, out, (None, *call.k.shape[1:]), (torch.uint8, E4M3), like=call.k)
+    for argument, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         if scale is not None:
-            expect(name, argument, scale, (1,) * scale.dim(), (torch.float32,), like=k)
-    expect(name, "loc", loc, k.shape[:1], INDICES, like=k)
-    if on_host(loc):
-        rows = loc[loc >= 0].long() * mult + offset
-        expect_within(name, "loc * mult + offset", rows, min(len(k_out), len(v_out)))
+            expect(name, argument, scale, (1,) * scale.dim(), (torch.float32,), like=call.k)
+    expect(name, "loc", call.loc, call.k.shape[:1], INDICES, like=call.k)
+    if on_host(call.loc):
+        rows = call.loc[call.loc >= 0].long() * call.mult + call.offset
+        expect_within(name, "loc * mult + offset", rows, min(len(call.k_out), len(call.v_out)))
 
 
-def _dense(
-    k: Tensor,
-    v: Tensor,
-    k_out: Tensor,
-    v_out: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    loc: Tensor,
-    mult: int = 1,
-    offset: int = 0,
-) -> bool:
-    return loc.is_contiguous() and all(x[:1].is_contiguous() for x in (k, v, k_out, v_out))
+def _dense(call: Call) -> bool:
+    return call.loc.is_contiguous() and all(
+        x[:1].is_contiguous() for x in (call.k, call.v, call.k_out, call.v_out)
+    )
 
 
 @downcast_fp8.implementation("triton", devices=gpu.DEVICES, when=_dense, replayed=True)
-def _(
-    k: Tensor,
-    v: Tensor,
-    k_out: Tensor,
-    v_out: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    loc: Tensor,
-    mult: int = 1,
-    offset: int = 0,
-) -> None:
-    tokens, width = k.shape[0], k.shape[1:].numel()
+def _(call: Call) -> None:
+    tokens, width = call.k.shape[0], call.k.shape[1:].numel()
     block = min(BLOCK, gpu.next_power_of_2(max(1, width)))
-    k_bytes, v_bytes = k_out.view(torch.uint8), v_out.view(torch.uint8)
+    k_bytes, v_bytes = call.k_out.view(torch.uint8), call.v_out.view(torch.uint8)
     blocks, warps = -(-width // block), gpu.warps_for(block)
-    early = early_for(k.device, tokens, blocks * warps)
+    pdl = uses_pdl(call.k.device, tokens, blocks * warps)
     if tokens and width:
         downcast_kernel[(tokens * blocks,)](
-            *(k, v, k_bytes, v_bytes, k_scale, v_scale, loc, mult, offset),
-            *(k.stride(0), v.stride(0), k_out.stride(0), v_out.stride(0), width),
-            *(blocks, block, gpu.knows_e4m3(k.device), early),
+            *(
+                call.k,
+                call.v,
+                k_bytes,
+                v_bytes,
+                call.k_scale,
+                call.v_scale,
+                call.loc,
+                call.mult,
+                call.offset,
+            ),
+            *(
+                call.k.stride(0),
+                call.v.stride(0),
+                call.k_out.stride(0),
+                call.v_out.stride(0),
+                width,
+            ),
+            *(blocks, block, gpu.knows_e4m3(call.k.device), pdl),
             num_warps=warps,
-            **early_option(early),
-        )
-
-
-@downcast_fp8.cases
-def _(make: Make) -> Cases:
-    spot = make.tensor([4, 0, 9, -1, 7], torch.int64)
-    scale, other = make.tensor([0.3]), make.tensor([7.0])
-    for dtype in FLOATS:
-        k, v = (make.randn(5, 2, 24, dtype=dtype, scale=100.0) for _ in range(2))
-        outs = [make.randint(0, 255, 20, 2, 24, dtype=torch.uint8) for _ in range(2)]
-        yield make.args(k, v, *outs, scale, other, spot)
-        wide = make.randn(5, 6, 7, dtype=dtype)
-        outs = [make.randn(20, 3, 7).to(E4M3) for _ in range(2)]
-        yield make.args(wide[:, :3], wide[:, 3:], *outs, None, scale, spot.int(), 2, 1)
-    outs = [make.randint(0, 255, 20, 2, 8, dtype=torch.uint8) for _ in range(2)]
-    yield make.args(make.randn(0, 2, 8), make.randn(0, 2, 8), *outs, None, None, spot[:0])
-
-
-@downcast_fp8.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, dim = layer.kv_heads, layer.head_dim
-        k, v = (draw.randn(rows, heads, dim) for _ in range(2))
-        slots = rows + 64
-        outs = [draw.randint(0, 255, slots, heads, dim, dtype=torch.uint8) for _ in range(2)]
-        scale, spot = draw.full((1,), 0.5), draw.rand(slots).argsort()[:rows]
-        yield Point(
-            f"{layer.name}: {rows} x {heads} x {dim}",
-            draw.args(k, v, *outs, scale, scale, spot),
-            moved(k, v, spot) + 2 * k.numel(),
-            alternatives=draw.by_torch(downcast_fp8.reference),
+            **pdl_option(pdl),
         )

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.elementwise.kernels import hadamard_kernel, hadamard_rows_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Arguments, Cases, Make
 
 LEAST, NARROW, LONGEST = 16, 128, 1 << 14
 """Sizes of a matrix product, and of what one program transforms."""
@@ -46,38 +45,41 @@ def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 @hadamard_transform.check
-def _(x: Tensor, scale: float = 1.0) -> None:
-    expect("hadamard_transform", "x", x, dtypes=FLOATS)
-    if x.dim() == 0 or x.shape[-1] == 0:
-        refuse("hadamard_transform", "x", f"has shape {list(x.shape)}, not [..., d] with d > 0")
+def _(call: Call) -> None:
+    expect("hadamard_transform", "x", call.x, dtypes=FLOATS)
+    if call.x.dim() == 0 or call.x.shape[-1] == 0:
+        refuse(
+            "hadamard_transform", "x", f"has shape {list(call.x.shape)}, not [..., d] with d > 0"
+        )
 
 
-def _short(x: Tensor, scale: float = 1.0) -> bool:
-    if x.stride(-1) != 1 or x.shape[-1] > LONGEST:
+def _short(call: Call) -> bool:
+    if call.x.stride(-1) != 1 or call.x.shape[-1] > LONGEST:
         return False
-    return x.shape[-1] <= LONGEST // 2 or gpu.program_memory(x.device) >= MEMORY
+    return call.x.shape[-1] <= LONGEST // 2 or gpu.program_memory(call.x.device) >= MEMORY
 
 
 @hadamard_transform.implementation("triton", devices=gpu.DEVICES, when=_short, replayed=True)
-def _(x: Tensor, scale: float = 1.0) -> Tensor:
+def _(call: Call) -> Tensor:
     """By matrix products: H_ab of a row is H_a X H_b of the row as [a, b]."""
-    width = x.shape[-1]
-    source = x.reshape(-1, width)
-    out = gpu.empty(x.shape, x.dtype, x.device)
+    width = call.x.shape[-1]
+    source = call.x.reshape(-1, width)
+    out = gpu.empty(call.x.shape, call.x.dtype, call.x.device)
     rows, size = source.shape[0], max(LEAST, gpu.next_power_of_2(width))
     if not rows:
         return out
     if size <= NARROW:
         hadamard_rows_kernel[(min(PROGRAMS, -(-rows // ROWS)),)](
-            *(source, out, rows, source.stride(0), width, width, scale, ROWS, size), num_warps=WARPS
+            *(source, out, rows, source.stride(0), width, width, call.scale, ROWS, size),
+            num_warps=WARPS,
         )
         return out
     # As nearly a square as can be: the fewest products, and matrices of signs that take least room.
     tall = 1 << size.bit_length() // 2
     hadamard_kernel[(min(PROGRAMS, rows),)](
-        *(source, out, rows, source.stride(0), width, width, scale, tall, size // tall),
+        *(source, out, rows, source.stride(0), width, width, call.scale, tall, size // tall),
         num_warps=WARPS if size <= 4096 else 2 * WARPS,
-        num_stages=max(1, min(STAGES, ON_THE_WAY // (size * x.element_size()))),
+        num_stages=max(1, min(STAGES, ON_THE_WAY // (size * call.x.element_size()))),
     )
     return out
 
@@ -90,31 +92,3 @@ hadamard_transform.tolerance(
     },
     "sums of up to 2^14 numbers, in another order",
 )
-
-
-@hadamard_transform.cases
-def _(make: Make) -> Cases:
-    for dtype in FLOATS:
-        for width in (1, 7, 64, 100):
-            yield make.args(make.randn(5, width, dtype=dtype), width**-0.5)
-        yield make.args(make.randn(2, 3, 256, dtype=dtype), scale=1 / 16)
-        yield make.args(make.randn(2, 1100, dtype=dtype)[:, :1000], 1 / 32)
-    yield make.args(make.randn(3, 8), 1.0)
-    yield make.args(make.randn(2, 8192), 2.0**-6.5)
-    yield make.args(make.randn(0, 8))
-
-
-@hadamard_transform.bench
-def _(draw: Draw) -> Points:
-    sizes = [(rows, width) for _, rows, width in draw.matrices()]
-    sizes += [(rows * layer.heads, layer.head_dim) for layer, rows in draw.rows()]
-    for rows, width in sizes:
-        x = draw.randn(rows, width)
-        matrix = hadamard_transform.reference(torch.eye(width, device=x.device), width**-0.5)
-        given = Arguments((x, matrix.to(x.dtype)))
-        yield Point(
-            f"{rows} x {width}",
-            draw.args(x, width**-0.5),
-            moved(x, x),
-            alternatives=(Alternative("matmul", torch.matmul, given),),
-        )

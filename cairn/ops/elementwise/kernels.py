@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
+from cairn.ops.pdl import await_previous
 
 
 @triton.jit
@@ -12,21 +12,21 @@ def concat_kernel(
     first, second, out, numbers,
     first_stride, first_head_stride, second_stride, second_head_stride, out_stride, out_head_stride,
     FIRST: tl.constexpr, SECOND: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[token, head] = [first [FIRST] | second [SECOND]]: BLOCK of a token's numbers, which are
-    written in one piece. A token has PARTS programs. EARLY: as in `await_previous`."""
-    await_previous(EARLY)
+    written in one piece. A token has PARTS programs. PDL: as in `await_previous`."""
+    await_previous(PDL)
     token, part = row_and_part(PARTS)
     number = part * BLOCK + tl.arange(0, BLOCK)
     head = number // (FIRST + SECOND)
     column = number % (FIRST + SECOND)
     inside = number < numbers
-    early = column < FIRST
+    pdl = column < FIRST
     one = first + token * first_stride + head * first_head_stride + column
     other = second + token * second_stride + head * second_head_stride + (column - FIRST)
-    value = tl.load(one, mask=inside & early, other=0.0)
-    value = tl.where(early, value, tl.load(other, mask=inside & (column >= FIRST), other=0.0))
+    value = tl.load(one, mask=inside & pdl, other=0.0)
+    value = tl.where(pdl, value, tl.load(other, mask=inside & (column >= FIRST), other=0.0))
     tl.store(out + token * out_stride + head * out_head_stride + column, value, mask=inside)
 
 
@@ -79,11 +79,11 @@ def fp8_code(number, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
 @triton.jit
 def fp8_kernel(
     x, out, scale_inv, x_stride, out_stride, width, blocks,
-    BLOCK: tl.constexpr, E4M3: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, E4M3: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = the bytes of x[row] * scale_inv; a row has `blocks` programs. EARLY: as in
+    """out[row] = the bytes of x[row] * scale_inv; a row has `blocks` programs. PDL: as in
     `await_previous`."""
-    await_previous(EARLY)
+    await_previous(PDL)
     row, part = row_and_part(blocks)
     column = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -96,11 +96,11 @@ def fp8_kernel(
 def downcast_kernel(
     k, v, k_out, v_out, k_scale, v_scale, location, mult, offset,
     k_stride, v_stride, k_out_stride, v_out_stride, width,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row location[token] * mult + offset of k_out = the bytes of k[token] / k_scale; so for v. A
-    negative location is skipped. A token has BLOCKS programs. EARLY: as in `await_previous`."""
-    await_previous(EARLY)
+    negative location is skipped. A token has BLOCKS programs. PDL: as in `await_previous`."""
+    await_previous(PDL)
     token, part = row_and_part(BLOCKS)
     column = part * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, on_host, refuse
 from cairn.ops.elementwise.kernels import clamp_kernel, resolve_kernel, zero_rows_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BLOCK = 512
 
@@ -30,36 +29,19 @@ def clamp_position(seq_lens: Tensor) -> Tensor:
 
 
 @clamp_position.check
-def _(seq_lens: Tensor) -> None:
-    expect("clamp_position", "seq_lens", seq_lens, dtypes=INDICES)
+def _(call: Call) -> None:
+    expect("clamp_position", "seq_lens", call.seq_lens, dtypes=INDICES)
 
 
 @clamp_position.implementation(
-    "triton", devices=gpu.DEVICES, when=lambda seq_lens: seq_lens.is_contiguous(), replayed=True
+    "triton", devices=gpu.DEVICES, when=lambda call: call.seq_lens.is_contiguous(), replayed=True
 )
-def _(seq_lens: Tensor) -> Tensor:
-    out = gpu.empty(seq_lens.shape, seq_lens.dtype, seq_lens.device)
-    count = seq_lens.numel()
+def _(call: Call) -> Tensor:
+    out = gpu.empty(call.seq_lens.shape, call.seq_lens.dtype, call.seq_lens.device)
+    count = call.seq_lens.numel()
     if count:
-        clamp_kernel[(-(-count // BLOCK),)](seq_lens, out, count, BLOCK, num_warps=4)
+        clamp_kernel[(-(-count // BLOCK),)](call.seq_lens, out, count, BLOCK, num_warps=4)
     return out
-
-
-@clamp_position.cases
-def _(make: Make) -> Cases:
-    for dtype in INDICES:
-        yield make.args(make.tensor([0, 1, 7, -3, 1 << 30, 0, 2], dtype))
-        yield make.args(make.randint(0, 1 << 20, 1000, dtype=dtype))
-        yield make.args(make.arange(0, dtype))
-    yield make.args(make.randint(0, 99, 5, 4)[:, 1])
-
-
-@clamp_position.bench
-def _(draw: Draw) -> Points:
-    for _, count in draw.rows():
-        lengths = draw.randint(0, 1 << 17, count)
-        others = (Alternative("clamp", lambda lengths: (lengths - 1).clamp_(min=0)),)
-        yield Point(str(count), draw.args(lengths), moved(lengths, lengths), alternatives=others)
 
 
 @op(mutates=("input_ids",))
@@ -79,12 +61,14 @@ def resolve_future_token_ids(input_ids: Tensor, future_map: Tensor) -> None:
 
 
 @resolve_future_token_ids.check
-def _(input_ids: Tensor, future_map: Tensor) -> None:
+def _(call: Call) -> None:
     name = "resolve_future_token_ids"
-    expect(name, "input_ids", input_ids, (None,), INDICES)
-    expect(name, "future_map", future_map, (None,), (input_ids.dtype,), like=input_ids)
-    if on_host(input_ids) and on_host(future_map):
-        least, end = int(input_ids.min()), len(future_map)
+    expect(name, "input_ids", call.input_ids, (None,), INDICES)
+    expect(
+        name, "future_map", call.future_map, (None,), (call.input_ids.dtype,), like=call.input_ids
+    )
+    if on_host(call.input_ids) and on_host(call.future_map):
+        least, end = int(call.input_ids.min()), len(call.future_map)
         if least <= -end:
             said = f"holds {least}, not numbers from {1 - end} on: `future_map` has {end} of them"
             refuse(name, "input_ids", said)
@@ -93,35 +77,15 @@ def _(input_ids: Tensor, future_map: Tensor) -> None:
 @resolve_future_token_ids.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda input_ids, future_map: input_ids.is_contiguous() and future_map.is_contiguous(),
+    when=lambda call: call.input_ids.is_contiguous() and call.future_map.is_contiguous(),
     replayed=True,
 )
-def _(input_ids: Tensor, future_map: Tensor) -> None:
-    count = input_ids.numel()
-    if count and future_map.numel():
-        resolve_kernel[(-(-count // BLOCK),)](input_ids, future_map, count, BLOCK, num_warps=4)
-
-
-@resolve_future_token_ids.cases
-def _(make: Make) -> Cases:
-    for dtype in INDICES:
-        future = make.randint(0, 50000, 20, dtype=dtype)
-        yield make.args(make.tensor([5, -1, 0, -19, 700, -7, -1], dtype), future)
-        yield make.args(make.randint(-19, 1000, 1000, dtype=dtype), future)
-        yield make.args(make.arange(0, dtype), future)
-    yield make.args(make.randint(-4, 9, 6, 2)[:, 0], make.randint(0, 9, 5))
-
-
-@resolve_future_token_ids.bench
-def _(draw: Draw) -> Points:
-    for _, count in draw.rows():
-        ids, future = draw.randint(-count, count, count), draw.randint(0, 50000, count + 1)
-        others = (
-            Alternative("where", resolve_future_token_ids.reference),
-            *draw.by_torch(resolve_future_token_ids.reference),
+def _(call: Call) -> None:
+    count = call.input_ids.numel()
+    if count and call.future_map.numel():
+        resolve_kernel[(-(-count // BLOCK),)](
+            call.input_ids, call.future_map, count, BLOCK, num_warps=4
         )
-        least = moved(ids, ids, future)
-        yield Point(str(count), draw.args(ids, future), least, alternatives=others)
 
 
 @op(mutates=("out", "lse"))
@@ -148,62 +112,37 @@ def fixup_zero_kv_rows(
 
 
 @fixup_zero_kv_rows.check
-def _(out: Tensor, lse: Tensor, kv_lens: Tensor, cum_seq_lens: Tensor, max_seq_len: int) -> None:
+def _(call: Call) -> None:
     name = "fixup_zero_kv_rows"
-    expect(name, "out", out, (None, None, None), FLOATS)
-    expect(name, "lse", lse, out.shape[:2], (torch.float32,), like=out)
-    expect(name, "kv_lens", kv_lens, (None,), INDICES, like=out)
-    expect(name, "cum_seq_lens", cum_seq_lens, (len(kv_lens) + 1,), INDICES, like=out)
-    if max_seq_len < 0:
-        refuse(name, "max_seq_len", f"is {max_seq_len}")
+    expect(name, "out", call.out, (None, None, None), FLOATS)
+    expect(name, "lse", call.lse, call.out.shape[:2], (torch.float32,), like=call.out)
+    expect(name, "kv_lens", call.kv_lens, (None,), INDICES, like=call.out)
+    expect(
+        name, "cum_seq_lens", call.cum_seq_lens, (len(call.kv_lens) + 1,), INDICES, like=call.out
+    )
+    if call.max_seq_len < 0:
+        refuse(name, "max_seq_len", f"is {call.max_seq_len}")
 
 
-def _dense(
-    out: Tensor, lse: Tensor, kv_lens: Tensor, cum_seq_lens: Tensor, max_seq_len: int
-) -> bool:
-    rows = out[:1].is_contiguous() and lse.stride(1) == 1
-    few = kv_lens.numel() <= gpu.MOST_PROGRAMS
-    return rows and few and kv_lens.is_contiguous() and cum_seq_lens.is_contiguous()
+def _dense(call: Call) -> bool:
+    rows = call.out[:1].is_contiguous() and call.lse.stride(1) == 1
+    few = call.kv_lens.numel() <= gpu.MOST_PROGRAMS
+    return rows and few and call.kv_lens.is_contiguous() and call.cum_seq_lens.is_contiguous()
 
 
 @fixup_zero_kv_rows.implementation("triton", devices=gpu.DEVICES, when=_dense, replayed=True)
-def _(out: Tensor, lse: Tensor, kv_lens: Tensor, cum_seq_lens: Tensor, max_seq_len: int) -> None:
-    requests, heads = kv_lens.numel(), out.shape[1]
-    if out.numel() and requests and max_seq_len:
-        zero_rows_kernel[(max_seq_len, requests)](
-            *(out, lse, kv_lens, cum_seq_lens, out.stride(0), lse.stride(0)),
-            *(heads * out.shape[2], heads, 1024, gpu.next_power_of_2(heads)),
+def _(call: Call) -> None:
+    requests, heads = call.kv_lens.numel(), call.out.shape[1]
+    if call.out.numel() and requests and call.max_seq_len:
+        zero_rows_kernel[(call.max_seq_len, requests)](
+            *(
+                call.out,
+                call.lse,
+                call.kv_lens,
+                call.cum_seq_lens,
+                call.out.stride(0),
+                call.lse.stride(0),
+            ),
+            *(heads * call.out.shape[2], heads, 1024, gpu.next_power_of_2(heads)),
             num_warps=4,
-        )
-
-
-@fixup_zero_kv_rows.cases
-def _(make: Make) -> Cases:
-    for dtype in FLOATS:
-        out = make.randn(9, 3, 24, dtype=dtype)
-        out[2] = float("nan")
-        lens = make.tensor([4, 0, 0, 7, 0], torch.int32)
-        begin = make.tensor([0, 2, 3, 3, 6, 8], torch.int32)
-        yield make.args(out, make.randn(9, 3), lens, begin, 3)
-    wide = make.randn(5, 1200)[:, :1100].unflatten(1, (11, 100))
-    lens, begin = make.tensor([0, 1], torch.int64), make.tensor([0, 3, 5], torch.int64)
-    yield make.args(wide, make.randn(11, 5).T, lens, begin, 3)
-    yield make.args(wide, make.randn(5, 11), lens, begin, 3)
-    yield make.args(make.randn(0, 2, 4), make.randn(0, 2), lens[:0], begin[:1] * 0, 0)
-
-
-@fixup_zero_kv_rows.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, dim, count = layer.heads, layer.head_dim, min(rows, 8)
-        length = rows // count
-        out, lse = draw.randn(rows, heads, dim), draw.randn(rows, heads, dtype=torch.float32)
-        lens = (draw.arange(count) % 2).int()
-        begin = (draw.arange(count + 1) * length).int()
-        written = moved(out, lse) * int((lens == 0).sum()) // count
-        yield Point(
-            f"{layer.name}: {rows} x {heads} x {dim}, half of {count}",
-            draw.args(out, lse, lens, begin, length),
-            written,
-            alternatives=draw.by_torch(fixup_zero_kv_rows.reference),
         )

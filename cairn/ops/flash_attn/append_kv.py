@@ -6,17 +6,14 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.early import early_for, early_option
+from cairn.ops.call import Call
 from cairn.ops.flash_attn.kernels import append_kernel
 from cairn.ops.flash_attn.strides import strides
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NUMBERS = 1024
 """Of a program, which copies heads of a key or of a value."""
-SEQUENCES = 16
-"""That are timed at once."""
 
 
 @op(mutates=("k_cache", "v_cache"))
@@ -71,70 +68,30 @@ def positions(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 @append_kv.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    seqlens: Tensor,
-    cu_seqlens: Tensor | None,
-    page_table: Tensor | None,
-    batch_idx: Tensor | None,
-) -> None:
-    lines, (heads, dim), wide = k.shape[:-2].numel(), k.shape[-2:], v.shape[-1]
-    if k.numel() == 0 or seqlens.numel() == 0:
+def _(call: Call) -> None:
+    lines, (heads, dim), wide = call.k.shape[:-2].numel(), call.k.shape[-2:], call.v.shape[-1]
+    if call.k.numel() == 0 or call.seqlens.numel() == 0:
         return
-    rows, *widths = (gpu.next_power_of_2(number) for number in (seqlens.numel(), dim, wide))
+    rows, *widths = (gpu.next_power_of_2(number) for number in (call.seqlens.numel(), dim, wide))
     at_once = min(gpu.next_power_of_2(heads), max(1, NUMBERS // max(widths)))
     parts, warps = -(-heads // at_once), gpu.warps_for(at_once * max(widths))
-    early = early_for(k.device, lines, 2 * parts * warps)
+    pdl = uses_pdl(call.k.device, lines, 2 * parts * warps)
     append_kernel[(2 * parts * lines,)](
-        *(k, v, k_cache, v_cache, seqlens, cu_seqlens, page_table, batch_idx),
-        *(k.shape[-3], seqlens.numel(), *strides(k), *strides(v)),
-        *(*strides(k_cache), *strides(v_cache)),
-        0 if page_table is None else page_table.stride(0),
-        *(heads, dim, wide, k_cache.shape[1], rows, parts, at_once, *widths),
-        *(cu_seqlens is None and k.shape[-3] == 1, early),
+        *(
+            call.k,
+            call.v,
+            call.k_cache,
+            call.v_cache,
+            call.seqlens,
+            call.cu_seqlens,
+            call.page_table,
+            call.batch_idx,
+        ),
+        *(call.k.shape[-3], call.seqlens.numel(), *strides(call.k), *strides(call.v)),
+        *(*strides(call.k_cache), *strides(call.v_cache)),
+        0 if call.page_table is None else call.page_table.stride(0),
+        *(heads, dim, wide, call.k_cache.shape[1], rows, parts, at_once, *widths),
+        *(call.cu_seqlens is None and call.k.shape[-3] == 1, pdl),
         num_warps=warps,
-        **early_option(early),
+        **pdl_option(pdl),
     )
-
-
-@append_kv.cases
-def _(make: Make) -> Cases:
-    int32 = torch.int32
-    lengths, index = make.tensor([3, 0, 11], int32), make.tensor([3, 0, 1], int32)
-    ends = make.tensor([0, 2, 2, 7], int32)
-    for dtype in (torch.float32, torch.bfloat16):
-        for heads, dim, wide in ((2, 16, 16), (3, 7, 40)):
-            lead = ((3, 5), (7,), (0,))
-            even, ragged, none = (
-                [make.randn(*size, heads, width, dtype=dtype) for width in (dim, wide)]
-                for size in lead
-            )
-            lines = [make.randn(4, 20, heads, width, dtype=dtype) for width in (dim, wide)]
-            pages = [make.randn(15, 6, heads, width, dtype=dtype) for width in (dim, wide)]
-            table = make.rand(15).argsort().view(3, 5).int()
-            yield make.args(*even, *lines, lengths, None, None, None)
-            yield make.args(*even, *lines, lengths, None, None, index)
-            yield make.args(*ragged, *pages, lengths, ends, table, None)
-            yield make.args(*ragged, *lines, lengths, ends - 1, None, index)
-            yield make.args(*none, *pages, lengths, ends * 0, table, None)
-
-
-@append_kv.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, size, dim = layer.kv_heads, layer.page_size, layer.head_dim
-        batch = min(rows, SEQUENCES)
-        new = rows // batch
-        k, v = (draw.randn(batch, new, heads, dim) for _ in range(2))
-        # A page is full already.
-        pages = batch * (1 + -(-new // size))
-        caches = [draw.randn(pages, size, heads, dim) for _ in range(2)]
-        table = draw.rand(pages).argsort().view(batch, -1).int()
-        lengths = draw.full((batch,), size, torch.int32)
-        given = draw.args(k, v, *caches, lengths, None, table, None)
-        size_of = f"{layer.name}: {batch} x {new} x {heads} x {dim}"
-        others = draw.by_torch(append_kv.reference)
-        yield Point(size_of, given, moved(k, k, v, v), alternatives=others)

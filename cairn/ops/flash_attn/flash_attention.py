@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.flash_attn import group_launch, launch, library
+from cairn.ops.call import Call
+from cairn.ops.flash_attn import launch, library, wgmma_launch
 from cairn.ops.registry import op
-from cairn.ops.testing import Arguments, Cases, Make
+from cairn.ops.testing import Arguments, Make
 
 _SCORES = 1 << 24
 """Scores that the definition holds at a time."""
@@ -165,17 +165,17 @@ def weigh(scores: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     return o, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def _plain(*args: Any, **kwargs: Any) -> bool:
-    return library.plain(launch.Task(*args, **kwargs))
+def _plain(call: Call) -> bool:
+    return library.plain(launch.Task(*call.astuple()))
 
 
-def _whole(*args: Any, **kwargs: Any) -> bool:
-    task = launch.Task(*args, **kwargs)
-    return library.whole(task) and not (library.outrun(task) and group_launch.fits(task))
+def _whole(call: Call) -> bool:
+    task = launch.Task(*call.astuple())
+    return library.whole(task) and not (library.outrun(task) and wgmma_launch.fits(task))
 
 
-def _grouped(*args: Any, **kwargs: Any) -> bool:
-    return group_launch.fits(launch.Task(*args, **kwargs))
+def _grouped(call: Call) -> bool:
+    return wgmma_launch.fits(launch.Task(*call.astuple()))
 
 
 @flash_attention.implementation(
@@ -183,8 +183,8 @@ def _grouped(*args: Any, **kwargs: Any) -> bool:
     devices=("cpu",),
     when=_plain,
 )
-def _(*args: Any, **kwargs: Any) -> None:
-    task = launch.Task(*args, **kwargs)
+def _(call: Call) -> None:
+    task = launch.Task(*call.astuple())
     q, o, lse = task.q, task.o, task.lse
     keys = Keys(
         *(task.k, task.v, task.page_table, task.batch_idx, task.leftpad),
@@ -205,8 +205,8 @@ def _(*args: Any, **kwargs: Any) -> None:
     devices=gpu.DEVICES,
     when=_whole,
 )
-def _(*args: Any, **kwargs: Any) -> None:
-    library.attend_whole(launch.Task(*args, **kwargs))
+def _(call: Call) -> None:
+    library.attend_whole(launch.Task(*call.astuple()))
 
 
 @flash_attention.implementation(
@@ -216,13 +216,13 @@ def _(*args: Any, **kwargs: Any) -> None:
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(*args: Any, **kwargs: Any) -> None:
-    group_launch.attend(launch.Task(*args, **kwargs))
+def _(call: Call) -> None:
+    wgmma_launch.attend(launch.Task(*call.astuple()))
 
 
 @flash_attention.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(*args: Any, **kwargs: Any) -> None:
-    launch.attend(launch.Task(*args, **kwargs))
+def _(call: Call) -> None:
+    launch.attend(launch.Task(*call.astuple()))
 
 
 def drawn(make: Make, dtype: torch.dtype, **options: Any) -> Arguments:
@@ -278,67 +278,7 @@ def drawn(make: Make, dtype: torch.dtype, **options: Any) -> Arguments:
     )
 
 
-@flash_attention.cases
-def _(make: Make) -> Cases:
-    few = {"queries": (1, 1, 1), "keys": (70, 1, 33), "heads": (4, 2), "widths": (16, 16)}
-    some = {"queries": (5, 0, 40), "keys": (5, 9, 61), "heads": (6, 2), "widths": (24, 24)}
-    more = {"queries": (40, 9), "keys": (13, 100), "heads": (3, 1), "widths": (16, 64)}
-    wide = {"queries": (1, 3), "keys": (300, 2), "heads": (20, 1), "widths": (64, 512)}
-    large = {"queries": (150, 3), "keys": (290, 7), "heads": (2, 2), "widths": (128, 128)}
-    broad = {"queries": (9, 130), "keys": (200, 130), "heads": (2, 1), "widths": (256, 256)}
-    lines = {"queries": (2, 1), "keys": (50, 9), "heads": (2, 1), "widths": (16, 16)}
-    none = {"queries": (), "keys": (), "heads": (2, 1), "widths": (16, 16)}
-    for dtype in (torch.float32, torch.bfloat16):
-        yield drawn(make, dtype, **few, even=True, page=16, right=0)
-        yield drawn(make, dtype, **few, page=7, pad=1, chunk=8, softcap=5.0, scale=1.0)
-        yield drawn(make, dtype, **some, page=-1, right=0)
-        yield drawn(make, dtype, **wide, page=32, right=0, qv=True)
-        yield drawn(make, dtype, **large, page=-1, right=0)
-        yield drawn(make, dtype, **large, page=128, left=70, right=0)
-        yield drawn(make, dtype, **broad, even=True, right=0)
-    dtype = torch.float32
-    yield drawn(make, dtype, **few, even=True, left=20, right=0, sinks=True)
-    yield drawn(make, dtype, **some, page=-1, left=3, right=5, descale=True)
-    yield drawn(make, dtype, **some, even=True, right=0, chunk=16, softcap=3.0)
-    yield drawn(make, dtype, **some, page=1, sinks=True)
-    yield drawn(make, dtype, **some, page=64, pad=3, left=11, right=0)
-    yield drawn(make, dtype, **more, page=-1, right=0, qv=True, sinks=True)
-    whole = list(drawn(make, dtype, **lines, even=True, right=0).args)
-    whole[6] = make.tensor([1, 0], torch.int32)
-    whole[11] = make.tensor([9, 50], torch.int32)
-    yield make.args(*whole)
-    yield drawn(make, dtype, **none, page=-1)
-    if make.device != "cpu":
-        long = {"queries": (1100,), "keys": (1100,), "heads": (4, 2), "widths": (64, 64)}
-        yield drawn(make, torch.bfloat16, **long, page=-1, right=0)
-        every = list(drawn(make, torch.bfloat16, **long, even=True, right=0).args)
-        every[10] = every[11] = None
-        yield make.args(*every)
-        full = {"queries": (2500, 700), "keys": (3600, 700), "heads": (16, 4), "widths": (128, 128)}
-        yield drawn(make, torch.bfloat16, **full, page=64, right=0)
-        for fp8 in (few, some, large):
-            yield drawn(make, torch.float8_e4m3fn, **fp8, page=16, right=0, descale=True)
-
-
 flash_attention.tolerance(
     {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-2)},
     "sums in another order under a softmax; weights are rounded to the values' dtype",
 )
-
-
-@flash_attention.bench
-def _(draw: Draw) -> Points:
-    for job in draw.attention():
-        layer, step = job.layer, job.step
-        shape = (-1, layer.page_size, layer.kv_heads, layer.head_dim)
-        q = job.q.view(step.batch, step.tokens, layer.heads, layer.head_dim)
-        used = draw.full((step.batch,), step.context, torch.int32)
-        given = draw.args(
-            *(q, job.k_cache.view(shape), job.v_cache.view(shape), torch.empty_like(q)),
-            draw.full((step.batch, layer.heads, step.tokens), 0.0),
-            *(job.page_table, None, None, None, None, None, used, None, None, None, None, None),
-            *(layer.head_dim**-0.5, -1, 0, 0, 0.0, step.tokens),
-        )
-        keys = step.batch * step.context * job.slot_bytes
-        flops = job.attend_flops(job.pairs())
-        yield Point(str(job), given, keys + moved(q, q), flops, job.dense())

@@ -69,8 +69,16 @@ def flash_attn_varlen_func(
     if paged and seqused_k is None:
         refuse(name, "seqused_k", "is None", "Paged keys need their lengths")
     call = Call(
-        *(name, q, k, v, page_table, None, None, cu_seqlens_q, None if paged else cu_seqlens_k),
-        *(seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, sinks),
+        *(name, q, k, v, page_table),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=None if paged else cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        sinks=sinks,
         window=window_size,
         chunk=attention_chunk,
     )

@@ -10,9 +10,9 @@ last. Outputs of ragged queries lie as those of one sequence.
 from __future__ import annotations
 
 from cairn.ops.attention.kernels import attend_pairs, load_columns, load_rows, store_rows
-from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
+from cairn.ops.pdl import await_previous, launch_next
 
 
 @triton.jit
@@ -273,7 +273,7 @@ def flash_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, PAGING: tl.constexpr, TOKENS: tl.constexpr, HP: tl.constexpr,
     JOINT: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, KEYS: tl.constexpr,
-    CAPPED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    CAPPED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one sequence, a KV head (or a block of its group), a split of the keys.
 
@@ -284,9 +284,9 @@ def flash_kernel(
         capacity: keys of a sequence of which nothing else is known.
         keys, values: k and v as tables of lines (`lines.Lines`) for blocks that all see; or None.
         JOINT: KV heads of a tile, 1 or 2; then there are no scales, and no parts of a group.
-        DTYPE: of the products; EARLY: as in `await_previous`.
+        DTYPE: of the products; PDL: as in `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     group: tl.constexpr = HEADS // KV_HEADS
     parts: tl.constexpr = (group + HP - 1) // HP
     row, split = (tl.program_id(0) % batch).to(tl.int64), tl.program_id(2)
@@ -349,11 +349,11 @@ def join_splits_kernel(
     part_o, part_lse, o, lse, sinks, cu_q, longest, even, splits,
     o_batch, o_token, o_head, lse_batch, lse_head,
     HEADS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of one (query, head), a block of its numbers; as `flash_kernel` stores."""
-    launch_next(EARLY)
-    await_previous(EARLY)
+    launch_next(PDL)
+    await_previous(PDL)
     row = (tl.program_id(0) // longest).to(tl.int64)
     query = tl.program_id(0) % longest
     head = tl.program_id(1)
@@ -403,7 +403,7 @@ def append_kernel(
     to_page, to_slot, to_head, into_page, into_slot, into_head, table_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
-    ONE: tl.constexpr, EARLY: tl.constexpr,
+    ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HP heads of a new key or value, each of which has PARTS programs, to their place.
 
@@ -412,9 +412,9 @@ def append_kernel(
             where they are ragged.
         to_, into_: strides of k_cache and v_cache.
         ONE: count is 1.
-        EARLY: as in `await_previous`.
+        PDL: as in `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     line, part = row_and_part(2 * PARTS)
     line = line.to(tl.int32)
     if cu_seqlens is not None:

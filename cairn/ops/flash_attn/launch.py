@@ -8,25 +8,13 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.attention.launch import THREE_NARROW, merged_columns, reading_wave, whole_waves
-from cairn.ops.attention.lines import NO_LINES, Lines, lines_of
-from cairn.ops.early import early_option
+from cairn.ops.attention.launch import merged_columns, reading_wave, whole_waves
+from cairn.ops.attention.tma import NO_LINES, Lines, lines_of
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.flash_attn.kernels import flash_kernel, join_splits_kernel
 from cairn.ops.flash_attn.strides import strides
-
-PROGRAMS = 264
-"""Programs that fill a large device twice; fewer are split over their keys."""
-LIGHT_PROGRAMS = 792
-"""The same for programs of few lines of wide heads where each has little on its way."""
-NARROW = 64
-"""Widest heads of which three programs of 64 lines share a multiprocessor."""
-MOST_SPLITS = 128
-PAIRED = 64
-"""Lines of a tile of narrow heads from which on its keys come in pairs of blocks; twice as many of
-wider ones."""
-_SHARED = 200 << 10
-"""Bytes of a program's memory that the tiles of a launch may take."""
-_SPARE = 8 << 10
+from cairn.ops.flash_attn.tuning import TUNING
+from cairn.ops.pdl import pdl_option
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +114,7 @@ def tiles_of(task: Task) -> Tiles:
         # Half of the stages hold pages, or each of them half as many bytes.
         stages = 3 if task.page_table is None and task.q.dtype.itemsize == 2 else 5
     held = tokens * heads * (widths[0] + (0 if task.qv is None else widths[1])) * size
-    memory = min(_SHARED, gpu.program_memory(task.q.device) - _SPARE)
+    memory = min(TUNING.shared, gpu.program_memory(task.q.device) - TUNING.spare)
     while held + stages * keys * sum(widths) * size > memory and stages * keys > 16:
         stages, keys = (stages - 1, keys) if stages > 1 else (1, keys // 2)
     warps = 8 if (tokens * heads > 64 and width > 64) or width > (256 if size == 2 else 64) else 4
@@ -143,7 +131,7 @@ def attend(task: Task) -> None:
     columns = kv_heads // tiles.joint * -(-task.group // tiles.heads)
     count = -(-task.max_seqlen_q // tiles.tokens)
     splits = _splits(task, tiles, count * columns * task.batch)
-    early = tiles.few and count == 1 and gpu.launches_early(q.device)
+    pdl = tiles.few and count == 1 and gpu.supports_pdl(q.device)
     part_o, part_lse, lines = o, None, q.shape[:-2].numel()
     if splits > 1:
         part_o = gpu.empty((lines, heads, splits, v.shape[-1]), torch.float32, o.device)
@@ -164,11 +152,11 @@ def attend(task: Task) -> None:
         *(tiles.tokens, tiles.heads, tiles.joint),
         *(tiles.key_width, tiles.value_width, tiles.keys),
         *(task.softcap > 0, dtypes.get(task.dtype, gpu.tl.bfloat16)),
-        *("ieee" if task.dtype == torch.float32 else "tf32", early),
+        *("ieee" if task.dtype == torch.float32 else "tf32", pdl),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **early_option(early),
-        **(THREE_NARROW if keys.blocks is not None and tiles.warps == 4 else {}),
+        **pdl_option(pdl),
+        **(ATTENTION_TUNING.three_narrow if keys.blocks is not None and tiles.warps == 4 else {}),
     )
     if part_lse is not None:
         padded = max(2, gpu.next_power_of_2(splits))
@@ -176,9 +164,9 @@ def attend(task: Task) -> None:
         join_splits_kernel[(task.batch * task.max_seqlen_q, heads, tiles.value_width // block)](
             *(part_o, part_lse, o, task.lse, task.sinks, task.cu_seqlens_q),
             *(task.max_seqlen_q, q.shape[-3], splits, *strides(o), *lse_strides(task)),
-            *(heads, v.shape[-1], block, padded, early),
+            *(heads, v.shape[-1], block, padded, pdl),
             num_warps=4 if splits > 16 else 2,
-            **early_option(early),
+            **pdl_option(pdl),
             **gpu.ONE_SUM,
         )
 
@@ -190,7 +178,7 @@ def _joint(task: Task, tiles: Tiles) -> Tiles:
     scaled = (task.q_descale, task.k_descale, task.v_descale)
     plain = task.qv is None and all(scale is None for scale in scaled)
     halves = task.k.dtype.itemsize == 2 or gpu.INTERPRETED
-    narrow = max(tiles.key_width, tiles.value_width) <= NARROW
+    narrow = max(tiles.key_width, tiles.value_width) <= TUNING.narrow
     beside = all(x.stride(-2) == x.shape[-1] for x in (task.k, task.v))
     room = tiles.few and heads <= 16 and task.max_seqlen_q <= 16 // heads
     if plain and halves and narrow and beside and room and task.k.shape[-2] % 2 == 0:
@@ -207,15 +195,19 @@ def _paired(task: Task, tiles: Tiles) -> tuple[Tiles, Lines, Lines]:
     plain = plain and task.k_descale is None and _paging(task, tiles.keys) != 1
     alike = task.q.dtype == task.k.dtype == task.v.dtype == task.dtype
     lines = tiles.tokens * tiles.heads
-    least = PAIRED if width <= NARROW else 2 * PAIRED
+    least = TUNING.paired if width <= TUNING.narrow else 2 * TUNING.paired
     if single or not plain or not alike or lines < least or width > 128:
         return tiles, NO_LINES, NO_LINES
     keys, values = lines_of(*caches(task), tiles.keys, flops_of(task))
     if keys.blocks is None:
         return tiles, NO_LINES, NO_LINES
-    if width <= NARROW:
+    if width <= TUNING.narrow:
         # Several programs beside each other hide what one waits for.
-        tiles = replace(tiles, tokens=max(1, PAIRED // tiles.heads), heads=min(PAIRED, tiles.heads))
+        tiles = replace(
+            tiles,
+            tokens=max(1, TUNING.paired // tiles.heads),
+            heads=min(TUNING.paired, tiles.heads),
+        )
     return replace(tiles, stages=2), keys, values
 
 
@@ -233,12 +225,12 @@ def flops_of(task: Task) -> float:
 
 def _splits(task: Task, tiles: Tiles, programs: int) -> int:
     """Parts of the keys, of as many programs each."""
-    most = max(1, min(-(-task.longest // tiles.keys) // 2, MOST_SPLITS))
+    most = max(1, min(-(-task.longest // tiles.keys) // 2, TUNING.most_splits))
     if not tiles.few:
-        return min(-(-PROGRAMS // programs), most)
+        return min(-(-TUNING.programs // programs), most)
     width = tiles.key_width * tiles.joint
-    light = width > NARROW and (tiles.keys < 64 or task.q.dtype.itemsize == 1)
-    wave = LIGHT_PROGRAMS if light else reading_wave(task.q.device, width)
+    light = width > TUNING.narrow and (tiles.keys < 64 or task.q.dtype.itemsize == 1)
+    wave = TUNING.light_programs if light else reading_wave(task.q.device, width)
     return whole_waves(programs, wave, most)
 
 

@@ -11,11 +11,7 @@ from torch import Tensor
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.checks import FLOATS
 from cairn.ops.flash_attn.launch import Task
-
-_QUERIES = 256
-"""Queries of a call on the CPU, each of which a mask is made for."""
-_LEAST = 1024
-"""Queries from which cuDNN is the faster one."""
+from cairn.ops.flash_attn.tuning import TUNING
 
 
 @functools.cache
@@ -50,8 +46,8 @@ def attend_sequence(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     lse = torch.full((heads, many), torch.inf, dtype=torch.float32, device=q.device)
     first, last = _seen(many, len(k), task)
     # Only queries in front see nothing.
-    for at in range(int((last < first).sum()), many, _QUERIES):
-        lines = slice(at, min(many, at + _QUERIES))
+    for at in range(int((last < first).sum()), many, TUNING.library_queries):
+        lines = slice(at, min(many, at + TUNING.library_queries))
         keys = slice(int(first[lines.start]), int(last[lines.stop - 1]) + 1)
         key = torch.arange(keys.start, keys.stop, device=q.device)
         hidden = (key < first[lines].unsqueeze(1)) | (key > last[lines].unsqueeze(1))
@@ -103,7 +99,7 @@ def whole(task: Task) -> bool:
         and task.left < 0
         and task.chunk == 0
         and (task.right < 0 or (task.right == 0 and queries == keys))
-        and queries >= _LEAST
+        and queries >= TUNING.library_least
         and task.q.shape[-1] <= 128
         and task.q.shape[-1] % 8 == 0
         and _known(task.q.device.index)
@@ -113,7 +109,10 @@ def whole(task: Task) -> bool:
 def outrun(task: Task) -> bool:
     """Whether tensor cores that work in groups (`group_launch`) were measured to be faster than
     cuDNN: where a key is seen by later queries alone, and these are neither few nor very many."""
-    return task.right == 0 and 2 * _LEAST <= task.max_seqlen_q <= 8 * _LEAST
+    return (
+        task.right == 0
+        and 2 * TUNING.library_least <= task.max_seqlen_q <= 8 * TUNING.library_least
+    )
 
 
 def attend_whole(task: Task) -> None:

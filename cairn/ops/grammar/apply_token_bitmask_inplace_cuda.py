@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.grammar.kernels import bitmask_kernel
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "apply_token_bitmask_inplace_cuda"
 BITS = 32
 BLOCK, WARPS, ALIGNED = 1024, 8, 32
 """Tokens and warps of a program, which begins at a line of memory."""
-EARLY_BLOCK, EARLY_WARPS = 512, 4
+PDL_BLOCK, PDL_WARPS = 512, 4
 """Tokens and warps where it is launched before the kernel in front is done."""
 
 
@@ -71,77 +70,54 @@ def apply_token_bitmask_inplace_cuda(
 
 
 @mask_tokens.check
-def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
-    expect(NAME, "logits", logits, dtypes=FLOATS)
-    expect(NAME, "bitmask", bitmask, dtypes=(torch.int32,), like=logits)
-    for argument, value in (("logits", logits), ("bitmask", bitmask)):
+def _(call: Call) -> None:
+    expect(NAME, "logits", call.logits, dtypes=FLOATS)
+    expect(NAME, "bitmask", call.bitmask, dtypes=(torch.int32,), like=call.logits)
+    for argument, value in (("logits", call.logits), ("bitmask", call.bitmask)):
         if value.dim() not in (1, 2):
             refuse(NAME, argument, f"has shape {list(value.shape)}, not [any] or [any, any]")
-    rows, lines = (x.shape[0] if x.dim() == 2 else 1 for x in (logits, bitmask))
-    if rows != lines and (indices is None or logits.dim() != bitmask.dim()):
+    rows, lines = (x.shape[0] if x.dim() == 2 else 1 for x in (call.logits, call.bitmask))
+    if rows != lines and (call.indices is None or call.logits.dim() != call.bitmask.dim()):
         refuse(NAME, "bitmask", f"has {lines} rows, logits {rows}")
-    if indices is not None:
-        expect(NAME, "indices", indices, (None,), INDICES, like=logits)
-        expect_within(NAME, "indices", indices, min(rows, lines))
+    if call.indices is not None:
+        expect(NAME, "indices", call.indices, (None,), INDICES, like=call.logits)
+        expect_within(NAME, "indices", call.indices, min(rows, lines))
 
 
-def _lines(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> bool:
-    near = logits.stride(-1) == 1 and bitmask.stride(-1) == 1
-    return near and (indices is None or indices.is_contiguous())
+def _lines(call: Call) -> bool:
+    near = call.logits.stride(-1) == 1 and call.bitmask.stride(-1) == 1
+    return near and (call.indices is None or call.indices.is_contiguous())
 
 
 @mask_tokens.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
-def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
-    width = min(logits.shape[-1], BITS * bitmask.shape[-1])
-    rows = logits.shape[0] if logits.dim() == 2 else 1
-    if indices is not None:
-        rows = indices.shape[0]
+def _(call: Call) -> None:
+    width = min(call.logits.shape[-1], BITS * call.bitmask.shape[-1])
+    rows = call.logits.shape[0] if call.logits.dim() == 2 else 1
+    if call.indices is not None:
+        rows = call.indices.shape[0]
     if rows and width:
         # One row is row 0, whatever its stride.
-        strides = (logits.stride(0), bitmask.stride(0)) if logits.dim() == bitmask.dim() else (0, 0)
+        strides = (
+            (call.logits.stride(0), call.bitmask.stride(0))
+            if call.logits.dim() == call.bitmask.dim()
+            else (0, 0)
+        )
         longest = width + ALIGNED - 1
-        early = early_for(logits.device, rows, -(-longest // EARLY_BLOCK) * EARLY_WARPS)
-        block, warps = (EARLY_BLOCK, EARLY_WARPS) if early else (BLOCK, WARPS)
+        pdl = uses_pdl(call.logits.device, rows, -(-longest // PDL_BLOCK) * PDL_WARPS)
+        block, warps = (PDL_BLOCK, PDL_WARPS) if pdl else (BLOCK, WARPS)
         blocks = -(-longest // block)
         bitmask_kernel[(rows * blocks,)](
-            *(logits, bitmask, indices, *strides, width, blocks, block, ALIGNED, early),
+            *(
+                call.logits,
+                call.bitmask,
+                call.indices,
+                *strides,
+                width,
+                blocks,
+                block,
+                ALIGNED,
+                pdl,
+            ),
             num_warps=warps,
-            **early_option(early),
-        )
-
-
-@mask_tokens.cases
-def _(make: Make) -> Cases:
-    low, high = -(1 << 31), (1 << 31) - 1
-    words = torch.int32
-    yield make.args(make.randn(3, 70), make.randint(low, high, 3, 3, dtype=words))
-    for dtype in FLOATS:
-        # Blocks inside a row, which begin between the words of the mask.
-        long = make.randn(3, 2501, dtype=dtype)
-        yield make.args(long, make.randint(low, high, 3, 79, dtype=words))
-    yield make.args(make.randn(2, 96), make.tensor([[0, -1, low], [1, 0, high]], dtype=words))
-    yield make.args(make.randn(2, 96), make.randint(low, high, 2, 2, dtype=words))
-    yield make.args(make.randn(2, 33), make.randint(low, high, 2, 5, dtype=words))
-    yield make.args(make.randn(63), make.randint(low, high, 2, dtype=words))
-    yield make.args(make.randn(63), make.randint(low, high, 1, 2, dtype=words))
-    yield make.args(make.randn(3, 200)[:, :97], make.randint(low, high, 3, 8, dtype=words)[:, :4])
-    rows = make.tensor([4, 0], dtype=torch.int64)
-    bits = make.randint(low, high, 5, 10, dtype=words)
-    yield make.args(make.randn(5, 301, dtype=torch.bfloat16), bits, rows)
-    yield make.args(make.randn(5, 301, dtype=torch.float16), bits, rows.int())
-    yield make.args(make.randn(6, 301), bits, rows)
-    yield make.args(make.randn(5, 40), bits[:, :2], rows[:0])
-    yield make.args(make.randn(0, 40), bits[:0, :2])
-
-
-@mask_tokens.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        logits = draw.randn(rows, vocabulary, dtype=torch.float32)
-        words = draw.randint(-(1 << 31), 1 << 31, rows, -(-vocabulary // BITS), dtype=torch.int32)
-        yield Point(
-            f"{rows} x {vocabulary}",
-            draw.args(logits, words),
-            moved(logits, logits, words),
-            alternatives=draw.by_torch(mask_tokens.reference),
+            **pdl_option(pdl),
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
+from cairn.ops.pdl import await_previous
 from cairn.ops.sampling.kernels.blocks import aligned_block
 
 
@@ -41,14 +41,14 @@ def mask_whole(logits, words, begin, BLOCK: tl.constexpr):
 @triton.jit
 def bitmask_kernel(
     logits, bitmask, indices, stride, mask_stride, width,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """logits[row, token] = -inf where bit token of the mask's row is 0; indices may be None. A row
     has BLOCKS programs.
 
-    All of a block is written: parts of a memory sector cost more. EARLY: as in `await_previous`.
+    All of a block is written: parts of a memory sector cost more. PDL: as in `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     row, block = row_and_part(BLOCKS)
     if indices is not None:
         row = tl.load(indices + row).to(tl.int64)

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points
+from cairn.ops.call import Call
 from cairn.ops.kvcacheio.kernels import copy_kernel
 from cairn.ops.kvcacheio.layout import Layout
 from cairn.ops.memory.addresses import tensor_at
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 WORD = 8
 TABLE = torch.uint64
@@ -79,24 +78,14 @@ def _buffer(given: Tensor, layer: int, layout: Layout, indices: Tensor) -> Tenso
     return tensor_at(address, indices.device, torch.uint8, shape)
 
 
-def _words(
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    src_k: Tensor,
-    dst_k: Tensor,
-    src_v: Tensor | None,
-    dst_v: Tensor | None,
-    item_size: int,
-    layers: int,
-    layer_id: int,
-    src_layout: list[int],
-    dst_layout: list[int],
-) -> bool:
+def _words(call: Call) -> bool:
     """Runs of whole words, in memory that a kernel reaches."""
-    own, other = Layout(*src_layout), Layout(*dst_layout)
+    own, other = Layout(*call.src_layout), Layout(*call.dst_layout)
     runs = max(own.heads, other.heads)
-    whole = item_size % (WORD * runs) == 0 and {own.heads, other.heads} <= {1, runs}
-    return whole and all(_reached(x, src_indices) for x in (src_k, dst_k, src_v, dst_v))
+    whole = call.item_size % (WORD * runs) == 0 and {own.heads, other.heads} <= {1, runs}
+    return whole and all(
+        _reached(x, call.src_indices) for x in (call.src_k, call.dst_k, call.src_v, call.dst_v)
+    )
 
 
 def _reached(buffer: Tensor | None, indices: Tensor) -> bool:
@@ -108,80 +97,30 @@ def _reached(buffer: Tensor | None, indices: Tensor) -> bool:
 
 
 @copy_slots.implementation("triton", devices=gpu.DEVICES, when=_words, replayed=True)
-def _(
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    src_k: Tensor,
-    dst_k: Tensor,
-    src_v: Tensor | None,
-    dst_v: Tensor | None,
-    item_size: int,
-    layers: int,
-    layer_id: int,
-    src_layout: list[int],
-    dst_layout: list[int],
-) -> None:
-    own, other = Layout(*src_layout), Layout(*dst_layout)
+def _(call: Call) -> None:
+    own, other = Layout(*call.src_layout), Layout(*call.dst_layout)
     runs = max(own.heads, other.heads)
-    run = item_size // runs
-    lines, words = src_indices.shape[0] * runs, run // WORD
+    run = call.item_size // runs
+    lines, words = call.src_indices.shape[0] * runs, run // WORD
     if not lines:
         return
     block = min(WIDEST, gpu.next_power_of_2(words))
     rows = max(1, TILE // block)
-    copy_kernel[(-(-lines // rows), layers, 1 if src_v is None else 2)](
-        *(src_k, dst_k, src_v, dst_v, src_indices, dst_indices, lines, runs, words, layer_id),
-        *(own.page_size, *(step // WORD for step in own.steps(item_size, run))),
-        *(other.page_size, *(step // WORD for step in other.steps(item_size, run))),
-        *(src_k.dtype == TABLE, dst_k.dtype == TABLE, rows, block),
+    copy_kernel[(-(-lines // rows), call.layers, 1 if call.src_v is None else 2)](
+        *(
+            call.src_k,
+            call.dst_k,
+            call.src_v,
+            call.dst_v,
+            call.src_indices,
+            call.dst_indices,
+            lines,
+            runs,
+            words,
+            call.layer_id,
+        ),
+        *(own.page_size, *(step // WORD for step in own.steps(call.item_size, run))),
+        *(other.page_size, *(step // WORD for step in other.steps(call.item_size, run))),
+        *(call.src_k.dtype == TABLE, call.dst_k.dtype == TABLE, rows, block),
         num_warps=4,
     )
-
-
-@copy_slots.cases
-def _(make: Make) -> Cases:
-    layers, heads, size, pages = 3, 2, 4, 5
-    slots = size * pages
-    source = make.tensor([19, 0, 7, 6, 13], dtype=torch.int64)
-    target = make.tensor([1, 18, 2, 3, 12], dtype=torch.int64)
-    for dtype in (torch.float32, torch.bfloat16):
-        item = heads * 12 * dtype.itemsize
-        dim = layers * item
-        near = [make.randn(slots, heads, 12, dtype=dtype) for _ in range(4)]
-        far = [make.randn(slots, layers, heads, 12, dtype=dtype) for _ in range(2)]
-        first, head = [dim, 1, 1], [dim, size, heads]
-        own = [item, 1, 1]
-        yield make.args(source, target, *near, item, 1, 0, own, own)
-        yield make.args(source, target, *near[:2], None, None, item, 1, 7, own, own)
-        pairs = (far[0], near[0], far[1], near[1])
-        for layout in (first, head):
-            yield make.args(source, target, *pairs, item, 1, 2, layout, own)
-            yield make.args(source, target, *pairs[::-1], item, 1, 1, own, layout)
-        yield make.args(source[:0], target[:0], *near, item, 1, 0, own, own)
-        padded = make.tensor([19, -1, 7, 6, -1], dtype=torch.int64)
-        yield make.args(padded, target, *near, item, 1, 0, own, own)
-        yield make.args(source, padded, *pairs, item, 1, 1, head, own)
-
-
-def _index_copy(
-    source: Tensor, target: Tensor, src_k: Tensor, dst_k: Tensor, src_v: Tensor, dst_v: Tensor
-) -> None:
-    """torch's operators on rows, for layers of one layout."""
-    dst_k.index_copy_(0, target, src_k[source])
-    dst_v.index_copy_(0, target, src_v[source])
-
-
-@copy_slots.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        item = layer.kv_heads * layer.head_dim * draw.dtype.itemsize
-        slots = 2 * rows + 64
-        caches = [draw.randn(slots, item // draw.dtype.itemsize) for _ in range(4)]
-        source, target = (draw.rand(slots).argsort()[:rows] for _ in range(2))
-        plain = draw.args(source, target, *caches)
-        yield Point(
-            f"{layer.name}: {rows} x {item} bytes",
-            draw.args(source, target, *caches, item, 1, 0, [item, 1, 1], [item, 1, 1]),
-            4 * rows * item,
-            alternatives=(Alternative("index_copy", _index_copy, plain),),
-        )

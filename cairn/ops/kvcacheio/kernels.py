@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous, launch_next
 
 
 @triton.jit
@@ -59,10 +59,10 @@ def copy_kernel(
 @triton.jit
 def ring_read_kernel(
     target, ring, count, entries, words, width, target_line, ring_entry, ring_line,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program takes the entry and counts it. EARLY: as in `launch_next`."""
-    launch_next(EARLY)
+    """One program takes the entry and counts it. PDL: as in `launch_next`."""
+    launch_next(PDL)
     taken = tl.load(count)
     source = ring + (taken % entries) * ring_entry
     for begin in range(0, words, BLOCK):
@@ -80,11 +80,11 @@ def ring_read_kernel(
 @triton.jit
 def ring_write_kernel(
     values, ring, count, kept, place, entries, width, numbers,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program answers the entry that was taken last; kept and place may be None. EARLY: as in
+    """One program answers the entry that was taken last; kept and place may be None. PDL: as in
     `await_previous`."""
-    await_previous(EARLY)
+    await_previous(PDL)
     at = tl.arange(0, BLOCK)
     value = tl.load(values + at, mask=at < numbers)
     entry = (tl.load(count) - 1) % entries

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect, refuse
 from cairn.ops.kvcacheio.kernels import ring_read_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BLOCK = 4096
 """Words that are on their way at once."""
@@ -45,36 +43,23 @@ def check_ring(op: str, ring: Tensor, count: Tensor, like: Tensor) -> None:
 
 
 @ring_read.check
-def _(target: Tensor, ring: Tensor, count: Tensor) -> None:
-    expect("ring_read", "target", target, 2, INT64, dense=1)
-    expect("ring_read", "ring", ring, (None, *target.shape), INT64, dense=1)
-    check_ring("ring_read", ring, count, target)
+def _(call: Call) -> None:
+    expect("ring_read", "target", call.target, 2, INT64, dense=1)
+    expect("ring_read", "ring", call.ring, (None, *call.target.shape), INT64, dense=1)
+    check_ring("ring_read", call.ring, call.count, call.target)
 
 
 @ring_read.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(target: Tensor, ring: Tensor, count: Tensor) -> None:
-    words = target.numel()
+def _(call: Call) -> None:
+    words = call.target.numel()
     block = min(BLOCK, gpu.next_power_of_2(max(1, words)))
     ring_read_kernel[(1,)](
-        *(target, ring, count, len(ring), words, target.shape[1]),
-        *(target.stride(0), *ring.stride()[:2], block, gpu.launches_early(target.device)),
+        *(call.target, call.ring, call.count, len(call.ring), words, call.target.shape[1]),
+        *(
+            call.target.stride(0),
+            *call.ring.stride()[:2],
+            block,
+            gpu.supports_pdl(call.target.device),
+        ),
         num_warps=gpu.warps_for(block),
     )
-
-
-@ring_read.cases
-def _(make: Make) -> Cases:
-    for count, (entries, lines, width) in ((0, (1, 3, 16)), (6, (4, 10, 48)), (9, (2, 1, 5000))):
-        ring = make.randint(-(1 << 62), 1 << 62, entries, lines, width)
-        target = make.empty(lines, width, dtype=torch.int64)
-        taken = make.tensor([count], torch.int64)
-        yield make.args(target, ring, taken)
-        yield make.args(target[:2, :7], ring[:, :2, :7], taken)
-
-
-@ring_read.bench
-def _(draw: Draw) -> Points:
-    for rows in (1, 8, 64):
-        ring = draw.randint(0, 1 << 40, 4, 4, rows)
-        given = draw.args(ring[0].clone(), ring, draw.tensor([3], torch.int64))
-        yield Point(f"4 x {rows}", given, 2 * moved(ring[0]))

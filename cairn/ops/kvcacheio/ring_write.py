@@ -5,13 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect, refuse
-from cairn.ops.early import early_option
 from cairn.ops.kvcacheio.kernels import ring_write_kernel
 from cairn.ops.kvcacheio.ring_read import check_ring
+from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op(mutates=("ring", "kept"))
@@ -40,59 +39,41 @@ def ring_write(
 
 
 @ring_write.check
-def _(
-    values: Tensor,
-    ring: Tensor,
-    count: Tensor,
-    kept: Tensor | None = None,
-    place: Tensor | None = None,
-) -> None:
-    expect("ring_write", "values", values, 1, INT64, dense=-1)
-    expect("ring_write", "ring", ring, 2, INT64, dense=-1)
-    check_ring("ring_write", ring, count, values)
-    if len(values) > ring.shape[1]:
-        refuse("ring_write", "values", f"has {len(values)} numbers for entries of {ring.shape[1]}")
-    if (kept is None) != (place is None):
-        missing = "kept" if kept is None else "place"
+def _(call: Call) -> None:
+    expect("ring_write", "values", call.values, 1, INT64, dense=-1)
+    expect("ring_write", "ring", call.ring, 2, INT64, dense=-1)
+    check_ring("ring_write", call.ring, call.count, call.values)
+    if len(call.values) > call.ring.shape[1]:
+        refuse(
+            "ring_write",
+            "values",
+            f"has {len(call.values)} numbers for entries of {call.ring.shape[1]}",
+        )
+    if (call.kept is None) != (call.place is None):
+        missing = "kept" if call.kept is None else "place"
         refuse("ring_write", missing, "is None: `kept` and `place` are given together")
-    if kept is not None and place is not None:
-        expect("ring_write", "kept", kept, 1, INT64, values, dense=-1)
-        expect("ring_write", "place", place, values.shape, INT64, values, dense=-1)
+    if call.kept is not None and call.place is not None:
+        expect("ring_write", "kept", call.kept, 1, INT64, call.values, dense=-1)
+        expect("ring_write", "place", call.place, call.values.shape, INT64, call.values, dense=-1)
 
 
 @ring_write.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    values: Tensor,
-    ring: Tensor,
-    count: Tensor,
-    kept: Tensor | None = None,
-    place: Tensor | None = None,
-) -> None:
-    numbers = len(values)
+def _(call: Call) -> None:
+    numbers = len(call.values)
     block = gpu.next_power_of_2(max(1, numbers))
-    early = gpu.launches_early(values.device)
+    pdl = gpu.supports_pdl(call.values.device)
     ring_write_kernel[(1,)](
-        *(values, ring, count, kept, place, *ring.shape, numbers, block, early),
+        *(
+            call.values,
+            call.ring,
+            call.count,
+            call.kept,
+            call.place,
+            *call.ring.shape,
+            numbers,
+            block,
+            pdl,
+        ),
         num_warps=gpu.warps_for(block),
-        **early_option(early),
+        **pdl_option(pdl),
     )
-
-
-@ring_write.cases
-def _(make: Make) -> Cases:
-    for count, (entries, width, numbers) in ((1, (1, 16, 16)), (7, (4, 48, 33)), (4, (4, 8, 0))):
-        values = make.randint(-1, 1 << 40, numbers)
-        ring = make.randint(0, 9, entries, width)
-        taken = make.tensor([count], INT64[0])
-        yield make.args(values, ring, taken)
-        kept, place = make.randint(0, 9, numbers + 2), make.rand(numbers + 2).argsort()
-        yield make.args(values, ring, taken, kept, place[:numbers])
-
-
-@ring_write.bench
-def _(draw: Draw) -> Points:
-    for rows in (1, 8, 64):
-        values = draw.randint(0, 1 << 40, rows)
-        ring, count = draw.randint(0, 1, 4, 2 * rows), draw.tensor([3], INT64[0])
-        kept = draw.args(draw.randint(0, 1, rows + 1), draw.arange(rows))
-        yield Point(str(rows), draw.args(values, ring, count, *kept.args), 4 * moved(values))

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, check_dtype, expect
 from cairn.ops.landmark import loops
 from cairn.ops.landmark.kernels.summary import blend_window_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 AT_ONCE, WARPS = 512, 4
 """Numbers and warps of a program."""
@@ -36,57 +35,39 @@ def blend_window(
 
 
 @blend_window.check
-def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> None:
+def _(call: Call) -> None:
     name = "blend_window"
-    expect(name, "o_pages", o_pages, 3, FLOAT32)
-    expect(name, "o_window", o_window, o_pages.shape, FLOAT32, o_pages)
-    expect(name, "window_weight", window_weight, o_pages.shape[:2], FLOAT32, o_pages)
-    check_dtype(name, dtype)
+    expect(name, "o_pages", call.o_pages, 3, FLOAT32)
+    expect(name, "o_window", call.o_window, call.o_pages.shape, FLOAT32, call.o_pages)
+    expect(name, "window_weight", call.window_weight, call.o_pages.shape[:2], FLOAT32, call.o_pages)
+    check_dtype(name, call.dtype)
 
 
-def _dense(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> bool:
-    return o_pages.is_contiguous() and o_window.is_contiguous() and window_weight.is_contiguous()
+def _dense(call: Call) -> bool:
+    return (
+        call.o_pages.is_contiguous()
+        and call.o_window.is_contiguous()
+        and call.window_weight.is_contiguous()
+    )
 
 
 @blend_window.implementation("triton", devices=gpu.DEVICES, when=_dense, replayed=True)
-def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    out = gpu.empty(o_pages.shape, dtype, o_pages.device)
+def _(call: Call) -> Tensor:
+    out = gpu.empty(call.o_pages.shape, call.dtype, call.o_pages.device)
     if out.numel():
-        lines, dim = window_weight.numel(), out.shape[-1]
+        lines, dim = call.window_weight.numel(), out.shape[-1]
         width = gpu.next_power_of_2(dim)
         at_once = max(1, AT_ONCE // width)
         blend_window_kernel[(-(-lines // at_once),)](
-            *(o_pages, o_window, window_weight, out, lines, dim, width, at_once),
+            *(call.o_pages, call.o_window, call.window_weight, out, lines, dim, width, at_once),
             num_warps=WARPS,
         )
     return out
 
 
 @blend_window.implementation("numba", devices=cpu.DEVICES, when=_dense)
-def _(o_pages: Tensor, o_window: Tensor, window_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    out = o_pages.new_empty(o_pages.shape, dtype=dtype)
-    lines = (x.flatten(0, 1) for x in (o_pages, o_window))
-    loops.blend_window(*map(cpu.numbers, (*lines, window_weight.flatten(), out.flatten(0, 1))))
+def _(call: Call) -> Tensor:
+    out = call.o_pages.new_empty(call.o_pages.shape, dtype=call.dtype)
+    lines = (x.flatten(0, 1) for x in (call.o_pages, call.o_window))
+    loops.blend_window(*map(cpu.numbers, (*lines, call.window_weight.flatten(), out.flatten(0, 1))))
     return out
-
-
-@blend_window.cases
-def _(make: Make) -> Cases:
-    pages, window, weight = make.randn(3, 4, 16), make.randn(3, 4, 16), make.rand(3, 4)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        yield make.args(pages, window, weight, dtype)
-    yield make.args(pages[:0], window[:0], weight[:0], torch.float32)
-
-
-@blend_window.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        shape = (rows, layer.heads, layer.head_dim)
-        pages, window = (draw.randn(*shape, dtype=torch.float32) for _ in range(2))
-        weight = draw.rand(*shape[:2])
-        yield Point(
-            f"{layer.name}: {rows} x {layer.heads} x {layer.head_dim}",
-            draw.args(pages, window, weight, draw.dtype),
-            moved(pages, window, weight) + pages.numel() * draw.dtype.itemsize,
-            alternatives=draw.by_torch(blend_window.reference),
-        )

@@ -7,55 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cairn.ops import arrivals, gpu
+from cairn.ops import gpu, grid_barrier
 from cairn.ops.attention import launch
-from cairn.ops.early import early_option
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.kernels.fused import pick_kernel, read_kernel, scan_kernel
 from cairn.ops.landmark.kernels.step import step_kernel
 from cairn.ops.landmark.page_launch import Pages
-
-EARLY_TOKENS = 64
-"""At most this many tokens launch kernels before the one in front is done: with more, programs that
-wait would take the place of others that work."""
-EARLY_READS = 8
-"""At most this many launch so the kernel that only reads pages: those of more fill the device."""
-PROGRAMS = 512
-"""Programs that fill a large device, no more: a few beyond its places take as long again. Fewer
-tokens are scored by more programs each."""
-MOST_PROGRAMS = 256
-"""Programs that score a token for one KV head, at most: one program adds up what they found."""
-LEAST_PROGRAMS = 4
-CHUNK, LONG_ROW = 512, 2560
-"""Candidates that one program chooses from; twice as many in rows of more than LONG_ROW, and still
-more where there are very many."""
-SHORT_CHUNK = 256
-"""Candidates of a chunk that is chosen from as if there could be no more."""
-LONE_TOKENS = 1
-"""Of more tokens, half as many warps as usual read a page alone. An engine's steps decided, not the
-op by itself, which is quicker with one warp at every size."""
-LONE_NUMBERS, LONE_WARPS = 1024, 4
-"""Numbers of a page's keys that each warp has of those that read it for a lone token, and most of
-these warps: decided so too."""
-MOST_LISTED = 384
-"""What all chunks of a token may find for one KV head, before the chunks grow further."""
-WHOLE = 12e-6
-"""Seconds that the step takes to read from memory at least, for one launch to do all of it: what
-programs wait for each other then passes while others read. Of less, launches early in front of each
-other take less time."""
-ABREAST = 8
-"""Programs on a multiprocessor between those of a line that wait for each other: more than have a
-place at once, so that the ones waited for are done."""
-REGISTERS = 128
-"""Of a thread, where programs of all kinds are one launch: four have a place."""
-WINDOW_PROGRAMS = 264
-"""Programs that share the windows where one launch does all: beside others, each reads more."""
-STAGES, READ_STAGES = 3, 2
-"""Of the loops of scanning and of reading programs."""
-WARP_NUMBERS = 1024
-"""Scores that a warp of a choosing program holds."""
-TILE_NUMBERS = 4096
-"""Numbers of the summaries that a program scores at once; as many more are on their way."""
+from cairn.ops.landmark.tuning import TUNING
+from cairn.ops.pdl import pdl_option
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +44,7 @@ class _Plan:
     chunks: int
     reads: int
     each: int
-    early: bool
+    pdl: bool
     stores: int
 
     @property
@@ -104,23 +64,25 @@ class _Plan:
 
 def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: bool) -> _Plan:
     tokens, lines = task.q.shape[0], task.q.shape[0] * job.groups
-    tile = max(1, TILE_NUMBERS // (job.group * job.width))
-    wanted = max(LEAST_PROGRAMS, -(-PROGRAMS // lines))
-    programs = max(1, min(-(-job.pages // tile), wanted, MOST_PROGRAMS))
-    most = CHUNK if job.pages <= LONG_ROW else 2 * CHUNK
+    tile = max(1, TUNING.fused_tile_numbers // (job.group * job.width))
+    wanted = max(TUNING.fused_least_programs, -(-TUNING.fused_programs // lines))
+    programs = max(1, min(-(-job.pages // tile), wanted, TUNING.fused_most_programs))
+    most = TUNING.fused_chunk if job.pages <= TUNING.fused_long_row else 2 * TUNING.fused_chunk
     chunk = max(min(most, gpu.next_power_of_2(job.pages)), gpu.next_power_of_2(job.topk))
-    while -(-job.pages // chunk) * job.topk > max(MOST_LISTED, job.topk):
+    while -(-job.pages // chunk) * job.topk > max(TUNING.fused_most_listed, job.topk):
         chunk *= 2
     read = lines * (job.topk * job.page_size + task.window) * 2 * pages.line_bytes
-    whole = read >= WHOLE * gpu.memory_rate(task.q.device)
-    splits = launch.splits_of(task, WINDOW_PROGRAMS if whole else launch.PROGRAMS)
+    whole = read >= TUNING.fused_whole * gpu.memory_rate(task.q.device)
+    splits = launch.splits_of(
+        task, TUNING.fused_window_programs if whole else ATTENTION_TUNING.programs
+    )
     # Programs read summaries before they wait: no token may have a page of the step as candidate.
-    early = tokens <= min(EARLY_TOKENS, task.window) and gpu.launches_early(task.q.device)
+    pdl = tokens <= min(TUNING.fused_early_tokens, task.window) and gpu.supports_pdl(task.q.device)
     chunks = -(-job.pages // chunk)
     stores = 0 if not store else 1 if whole else job.heads // job.groups
     single = splits >= task.blocks
     return _Plan(
-        *(whole, splits, single, tile, programs, chunk, chunks, *pages.splits, early, stores)
+        *(whole, splits, single, tile, programs, chunk, chunks, *pages.splits, pdl, stores)
     )
 
 
@@ -190,7 +152,7 @@ def attend(
         _pick(job, plan, memory)
         _read(task, job, plan, pages, memory)
         parts = (memory.part_o, memory.part_lse)
-        launch.merge(*parts, out, None, softmax1=softmax1, early=plan.early)
+        launch.merge(*parts, out, None, softmax1=softmax1, pdl=plan.pdl)
     return out, indices, scores, lse
 
 
@@ -200,10 +162,10 @@ def _scan(task: launch.Task, job: select_launch.Selection, plan: _Plan, memory: 
         *(*_inputs(task, job), memory.part_o, memory.part_lse, *memory.scored),
         *(plan.splits, plan.programs, plan.parts, *task.numbers()),
         *(job.offset, job.scale, *job.summary_key.stride()[:2], memory.line),
-        *(*_scan_shape(task, job, plan), plan.early, task.switches()[-1]),
+        *(*_scan_shape(task, job, plan), plan.pdl, task.switches()[-1]),
         num_warps=4,
-        num_stages=STAGES,
-        **early_option(plan.early),
+        num_stages=TUNING.fused_stages,
+        **pdl_option(plan.pdl),
     )
 
 
@@ -214,9 +176,9 @@ def _pick(job: select_launch.Selection, plan: _Plan, memory: _Memory) -> None:
         *(*memory.found, memory.lse, plan.splits, plan.parts, plan.programs),
         *(job.page_table.stride(0), job.offset, memory.line, job.topk),
         *(job.heads, job.groups, job.page_size, job.group, plan.tile),
-        *(*_pick_shape(job, plan), plan.early),
-        num_warps=min(8, max(4, plan.chunk * job.group // WARP_NUMBERS)),
-        **early_option(plan.early),
+        *(*_pick_shape(job, plan), plan.pdl),
+        num_warps=min(8, max(4, plan.chunk * job.group // TUNING.fused_warp_numbers)),
+        **pdl_option(plan.pdl),
     )
 
 
@@ -236,10 +198,10 @@ def _read(
         *(plan.splits, plan.parts, plan.chunks, *pages.shape),
         *(max(16, pages.group), pages.width, pages.keys),
         *(plan.chunk, plan.listed(job.topk), gpu.next_power_of_2(plan.each)),
-        *(plan.early, pages.precision, READ_STAGES),
+        *(plan.pdl, pages.precision, TUNING.fused_read_stages),
         num_warps=_reading_warps(plan, pages),
-        num_stages=READ_STAGES,
-        **early_option(plan.early and tokens <= EARLY_READS),
+        num_stages=TUNING.fused_read_stages,
+        **pdl_option(plan.pdl and tokens <= TUNING.fused_early_reads),
     )
 
 
@@ -247,9 +209,12 @@ def _reading_warps(plan: _Plan, pages: Pages) -> int:
     """Warps of a program of `_read`."""
     if plan.each > 1:
         return pages.warps
-    if pages.q.shape[0] > LONE_TOKENS:
+    if pages.q.shape[0] > TUNING.fused_lone_tokens:
         return pages.warps // 2
-    return max(pages.warps, min(LONE_WARPS, pages.width * pages.keys // LONE_NUMBERS))
+    return max(
+        pages.warps,
+        min(TUNING.fused_lone_warps, pages.width * pages.keys // TUNING.fused_lone_numbers),
+    )
 
 
 def _whole(
@@ -264,22 +229,22 @@ def _whole(
     lines = task.q.shape[0] * job.groups
     round_size = plan.scans + plan.chunks + plan.reads
     # Rounds from a line's scan to its pick, and from that to its reading.
-    abreast = ABREAST * gpu.processors(task.q.device)
+    abreast = TUNING.fused_abreast * gpu.processors(task.q.device)
     lag = 0 if lines * round_size <= abreast else -(-abreast // round_size)
     step_kernel[((lines + 2 * lag) * round_size,)](
         *(*_inputs(task, job), memory.part_o, memory.part_lse, *memory.scored, *memory.found),
-        *(arrivals.counters(lines, task.q.device), memory.out),
+        *(grid_barrier.counters(lines, task.q.device), memory.out),
         *(memory.indices, memory.scores, memory.lse),
         *(plan.splits, plan.programs, plan.parts, plan.chunks, plan.reads),
         *(lag, lines, *task.numbers(), job.offset, job.scale, *job.summary_key.stride()[:2]),
         *(memory.line, job.topk, *_scan_shape(task, job, plan), pages.precision),
         *(*_pick_shape(job, plan), plan.listed(job.topk)),
         *(gpu.next_power_of_2(plan.each), gpu.next_power_of_2(plan.parts), pages.ahead),
-        *(softmax1, arrivals.APART, READ_STAGES, plan.early),
+        *(softmax1, grid_barrier.APART, TUNING.fused_read_stages, plan.pdl),
         num_warps=4,
-        num_stages=STAGES,
-        maxnreg=REGISTERS,
-        **early_option(plan.early),
+        num_stages=TUNING.fused_stages,
+        maxnreg=TUNING.fused_registers,
+        **pdl_option(plan.pdl),
     )
 
 
@@ -303,7 +268,7 @@ def _scan_shape(
 
 def _pick_shape(job: select_launch.Selection, plan: _Plan) -> tuple[int | bool, ...]:
     """What `pick` is compiled for: K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED."""
-    short = min(SHORT_CHUNK, plan.chunk)
+    short = min(TUNING.fused_short_chunk, plan.chunk)
     return (
         *(gpu.next_power_of_2(job.topk), short, (plan.chunk // short).bit_length()),
         *(gpu.next_power_of_2(plan.programs), gpu.next_power_of_2(plan.splits)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,29 +9,26 @@ from torch import Tensor
 from cairn.ops import cpu, gpu
 from cairn.ops.attention import launch, tiles
 from cairn.ops.attention.window_attention import window_attention
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, check_caches, check_queries, check_slots, expect
 from cairn.ops.landmark import (
     fused_launch,
     loops,
-    page_launch,
-    page_tiles,
     select_launch,
     short_launch,
 )
 from cairn.ops.landmark.blend_window import blend_window
-from cairn.ops.landmark.looks import check_keys, check_rule, check_summaries
+from cairn.ops.landmark.checks import check_keys, check_rule, check_summaries
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.landmark.select_pages import select_pages
-from cairn.ops.landmark.select_task import STRATEGIES, short_pages, task_of
+from cairn.ops.landmark.select_task import Task, short_pages, task_of
 from cairn.ops.landmark.store_prior_summary import (
     completed_pages,
     store_completed,
     store_prior_summary,
 )
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op(mutates=("summary_key", "summary_bias"))
@@ -101,323 +96,165 @@ def landmark_attention(
 
 
 @landmark_attention.check
-def _(
-    q: Tensor,
-    lmk_q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    topk: int,
-    softmax1: bool,
-    scale: float | None = None,
-    strategy: str = "hils",
-    store_summaries: bool = False,
-    chunked: bool = False,
-) -> None:
+def _(call: Call) -> None:
     name = "landmark_attention"
-    check_rule(name, window, topk, strategy)
-    pages, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
-    check_keys(name, k_cache)
-    tokens, heads = check_queries(name, "q", q, kv_heads, dim)
-    expect(name, "lmk_q", lmk_q, q.shape, FLOATS, q)
-    check_summaries(name, lmk_q, summary_key, summary_bias, pages, kv_heads, strategy)
-    check_slots(name, tokens, row, slot, page_table, q)
-    if store_summaries:
-        expect(name, "summary_key", summary_key, (pages, heads, dim), (lmk_q.dtype,))
+    check_rule(name, call.window, call.topk, call.strategy)
+    pages, kv_heads, _, dim = check_caches(name, call.k_cache, call.v_cache, call.q)
+    check_keys(name, call.k_cache)
+    tokens, heads = check_queries(name, "q", call.q, kv_heads, dim)
+    expect(name, "lmk_q", call.lmk_q, call.q.shape, FLOATS, call.q)
+    check_summaries(
+        name, call.lmk_q, call.summary_key, call.summary_bias, pages, kv_heads, call.strategy
+    )
+    check_slots(name, tokens, call.row, call.slot, call.page_table, call.q)
+    if call.store_summaries:
+        expect(name, "summary_key", call.summary_key, (pages, heads, dim), (call.lmk_q.dtype,))
 
 
 @landmark_attention.fake
-def _(
-    q: Tensor,
-    lmk_q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    topk: int,
-    softmax1: bool,
-    scale: float | None = None,
-    strategy: str = "hils",
-    store_summaries: bool = False,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    task = task_of(lmk_q, summary_key, strategy, scale, k_cache.shape[1])
-    indices, scores = task.empty(q.shape[0], topk, q.device)
-    return torch.empty_like(q), indices, scores, q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-def _named(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    return dict(zip(_PARAMETERS, args, strict=False)) | kwargs
-
-
-def _short_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
-    named = _named(q, *args, **kwargs)
-    size, topk = named["k_cache"].shape[2], named["topk"]
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    indices, scores = _task(call).empty(call.q.shape[0], call.topk, call.q.device)
     return (
-        _on_gpu(q, *args, **kwargs)
-        and named["page_table"].shape[1] <= short_pages(size, named["window"], topk)
-        and short_launch.accepts(q, named["lmk_q"], size, topk)
+        torch.empty_like(call.q),
+        indices,
+        scores,
+        call.q.new_empty(call.q.shape[:2], dtype=torch.float32),
     )
 
 
-def _windows(*args: Any, **kwargs: Any) -> launch.Task:
+def _short_on_gpu(call: Call) -> bool:
+    size = call.k_cache.shape[2]
+    return (
+        _on_gpu(call)
+        and call.page_table.shape[1] <= short_pages(size, call.window, call.topk)
+        and short_launch.accepts(call.q, call.lmk_q, size, call.topk)
+    )
+
+
+def _windows(call: Call) -> launch.Task:
     """The task of a call's windows."""
-    named = _named(*args, **kwargs)
-    names = ("q", "k_cache", "v_cache", "row", "slot", "page_table", "window")
-    given = {name: named[name] for name in names}
-    return launch.Task(**given, scale=named.get("scale"), aligned=True, mask_landmarks=True)
-
-
-def _selection(*args: Any, **kwargs: Any) -> select_launch.Selection:
-    """What a call selects, where nobody needs the windows' lse for it."""
-    own, named = _windows(*args, **kwargs), _named(*args, **kwargs)
-    scored = named["lmk_q"], named["summary_key"]
-    task = task_of(*scored, named.get("strategy", "hils"), own.scale, own.k_cache.shape[1])
-    lse = gpu.empty((0,), torch.float32, own.q.device)
-    where = (own.row, own.slot, own.page_table, own.k_cache.shape[2], named["topk"])
-    return select_launch.Selection(
-        *(*scored, named["summary_bias"], lse, *where),
-        *(task.scale, own.window - 1, task.groups, task.normalised),
+    where = (call.row, call.slot, call.page_table, call.window, call.scale)
+    return launch.Task(
+        call.q, call.k_cache, call.v_cache, *where, aligned=True, mask_landmarks=True
     )
 
 
-def _store(*args: Any, **kwargs: Any) -> None:
+def _selection(call: Call) -> select_launch.Selection:
+    """What a call selects, where nobody needs the windows' lse for it."""
+    task = _task(call)
+    lse = gpu.empty((0,), torch.float32, call.q.device)
+    where = (call.row, call.slot, call.page_table, call.k_cache.shape[2], call.topk)
+    return select_launch.Selection(
+        *(call.lmk_q, call.summary_key, call.summary_bias, lse, *where),
+        *(task.scale, call.window - 1, task.groups, task.normalised),
+    )
+
+
+def _task(call: Call) -> Task:
+    return task_of(call.lmk_q, call.summary_key, call.strategy, call.scale, call.k_cache.shape[1])
+
+
+def _store(call: Call) -> None:
     """Store the summaries of completed pages, if a call does."""
-    named = _named(*args, **kwargs)
-    if named.get("store_summaries"):
-        where = (named["row"], named["slot"], named["page_table"])
-        summaries = (named["summary_key"], named["summary_bias"], named.get("scale"))
-        store_completed(named["lmk_q"], named["k_cache"], *where, *summaries)
+    if call.store_summaries:
+        where = (call.row, call.slot, call.page_table)
+        summaries = (call.summary_key, call.summary_bias, call.scale)
+        store_completed(call.lmk_q, call.k_cache, *where, *summaries)
 
 
-def _few_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
-    named = _named(q, *args, **kwargs)
-    kv_heads, chunked = named["k_cache"].shape[1], named.get("chunked", False)
-    tiled = launch.in_tiles(q, kv_heads, chunked, launch.LANDMARK_LINES)
-    if tiled or not _on_gpu(q, *args, **kwargs):
+def _few_on_gpu(call: Call) -> bool:
+    tiled = launch.in_tiles(call.q, call.k_cache.shape[1], call.chunked, launch.LANDMARK_LINES)
+    if tiled or not _on_gpu(call):
         return False
     # Nobody may have a page for a candidate whose summary comes in the same launch.
-    return not named.get("store_summaries") or q.shape[0] <= named["window"]
+    return not call.store_summaries or call.q.shape[0] <= call.window
 
 
-def _on_gpu(
-    q: Tensor,
-    lmk_q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    topk: int,
-    softmax1: bool,
-    scale: float | None = None,
-    strategy: str = "hils",
-    store_summaries: bool = False,
-    chunked: bool = False,
-) -> bool:
+def _on_gpu(call: Call) -> bool:
     return (
-        strategy != "group"
-        and window > 0
-        and k_cache.shape[2] > 1
-        and launch.accepts(q, k_cache, v_cache)
-        and select_launch.accepts(lmk_q, summary_key, page_table, k_cache.shape[1], topk)
+        call.strategy != "group"
+        and call.window > 0
+        and call.k_cache.shape[2] > 1
+        and launch.accepts(call.q, call.k_cache, call.v_cache)
+        and select_launch.accepts(
+            call.lmk_q, call.summary_key, call.page_table, call.k_cache.shape[1], call.topk
+        )
     )
-
-
-_PARAMETERS = tuple(landmark_attention.__signature__.parameters)
 
 
 @landmark_attention.implementation(
     "triton_few", devices=gpu.DEVICES, when=_few_on_gpu, replayed=True
 )
-def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores and window side by side, the selection, the pages, and one merge of all."""
-    own, job = _windows(*args, **kwargs), _selection(*args, **kwargs)
-    named = _named(*args, **kwargs)
-    return fused_launch.attend(own, job, named["softmax1"], named.get("store_summaries", False))
+    own, job = _windows(call), _selection(call)
+    return fused_launch.attend(own, job, call.softmax1, call.store_summaries)
 
 
 @landmark_attention.implementation(
     "triton_short", devices=gpu.DEVICES, when=_short_on_gpu, replayed=True
 )
-def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All scores, then window and pages at once."""
-    _store(*args, **kwargs)
-    own, job = _windows(*args, **kwargs), _selection(*args, **kwargs)
-    return short_launch.attend(own, job, _named(*args, **kwargs)["softmax1"])
+    _store(call)
+    return short_launch.attend(_windows(call), _selection(call), call.softmax1)
 
 
-def _near_on_gpu(q: Tensor, *args: Any, **kwargs: Any) -> bool:
-    own, topk = _windows(q, *args, **kwargs), _named(q, *args, **kwargs)["topk"]
-    fit = _on_gpu(q, *args, **kwargs) and page_tiles.fits(own, topk)
-    return fit and page_tiles.worthwhile(own, topk)
-
-
-def _selected(*args: Any, **kwargs: Any) -> tuple[page_launch.Window, Tensor, Tensor]:
-    """What the windows of a call give, and indices and scores of the pages that it selects."""
-    named = _named(*args, **kwargs)
-    _store(**named)
-    own = _windows(**named)
-    where = (own.row, own.slot, own.page_table)
-    o_window, lse = window_attention(
-        *(own.q, own.k_cache, own.v_cache, *where, own.window, own.scale),
-        aligned=True,
-        mask_landmarks=True,
-        dtype=own.q.dtype,
-        chunked=named.get("chunked", False),
-    )
-    indices, scores = select_pages(
-        *(named["lmk_q"], named["summary_key"], named["summary_bias"], lse, *where),
-        *(own.k_cache.shape[2], own.window, named["topk"], own.scale),
-        *(named.get("strategy", "hils"), own.k_cache.shape[1]),
-    )
-    return page_launch.Window(o_window, lse, named["softmax1"]), indices, scores
-
-
-@landmark_attention.implementation(
-    "gluon",
-    devices=gpu.DEVICES,
-    when=_near_on_gpu,
-    missing="" if gpu.gl else "needs Triton 3.6",
-    replayed=True,
-)
-def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Window and selection as they are; then all pages of a row, for those that selected them."""
-    own = _windows(*args, **kwargs)
-    beside, indices, scores = _selected(*args, **kwargs)
-    return page_tiles.attend(own, indices, scores, beside), indices, scores, beside.lse
-
-
-@landmark_attention.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu, replayed=True)
-def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Window and selection as they are; weights and blend where the pages are added up."""
-    own = _windows(*args, **kwargs)
-    beside, indices, scores = _selected(*args, **kwargs)
-    factor = own.q.shape[2] ** -0.5 if own.scale is None else own.scale
-    where = (own.q, own.k_cache, own.v_cache, own.row, own.page_table)
-    pages = page_launch.Pages(*where, indices, scores, factor)
-    return page_launch.attend_sorted(pages, beside), indices, scores, beside.lse
-
-
-def _few_tokens(
-    q: Tensor,
-    lmk_q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    topk: int,
-    softmax1: bool,
-    scale: float | None = None,
-    strategy: str = "hils",
-    store_summaries: bool = False,
-    chunked: bool = False,
-) -> bool:
+def _few_tokens(call: Call) -> bool:
     return (
-        strategy in ("hils", "softmax_head", "head")
-        and window > 0
-        and k_cache.shape[2] > 1
-        and q.dtype == lmk_q.dtype == summary_key.dtype
-        and summary_key.stride(-1) == 1
-        and tiles.few_in_loops(q, k_cache, v_cache, row)
+        call.strategy in ("hils", "softmax_head", "head")
+        and call.window > 0
+        and call.k_cache.shape[2] > 1
+        and call.q.dtype == call.lmk_q.dtype == call.summary_key.dtype
+        and call.summary_key.stride(-1) == 1
+        and tiles.few_in_loops(call.q, call.k_cache, call.v_cache, call.row)
     )
 
 
 @landmark_attention.implementation("numba", devices=cpu.DEVICES, when=_few_tokens)
-def _(
-    q: Tensor,
-    lmk_q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    topk: int,
-    softmax1: bool,
-    scale: float | None = None,
-    strategy: str = "hils",
-    store_summaries: bool = False,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A decode step."""
-    if store_summaries:
-        store_completed(lmk_q, k_cache, row, slot, page_table, summary_key, summary_bias, scale)
-    task = task_of(lmk_q, summary_key, strategy, scale, k_cache.shape[1])
-    tokens, heads, dim = q.shape
+    _store(call)
+    task = _task(call)
+    tokens, heads, dim = call.q.shape
     results = (
-        q.new_empty((tokens, heads, dim)),
-        q.new_empty((tokens, task.groups, topk), dtype=torch.int32),
-        q.new_empty((tokens, heads, topk), dtype=torch.float32),
-        q.new_empty((tokens, heads), dtype=torch.float32),
+        call.q.new_empty((tokens, heads, dim)),
+        call.q.new_empty((tokens, task.groups, call.topk), dtype=torch.int32),
+        call.q.new_empty((tokens, heads, call.topk), dtype=torch.float32),
+        call.q.new_empty((tokens, heads), dtype=torch.float32),
     )
     loops.attend_tokens(
-        *map(cpu.numbers, (q.contiguous(), lmk_q.contiguous(), k_cache, v_cache)),
-        cpu.line(summary_key),
-        (*summary_key.stride()[:2], heads // summary_key.shape[1]),
-        cpu.numbers_or_none(summary_bias, torch.float32, 2),
-        *map(cpu.numbers, (row, slot, page_table)),
-        (window, topk, softmax1, task.normalised),
-        (np.float32(dim**-0.5 if scale is None else scale), np.float32(task.scale)),
+        *map(
+            cpu.numbers, (call.q.contiguous(), call.lmk_q.contiguous(), call.k_cache, call.v_cache)
+        ),
+        cpu.line(call.summary_key),
+        (*call.summary_key.stride()[:2], heads // call.summary_key.shape[1]),
+        cpu.numbers_or_none(call.summary_bias, torch.float32, 2),
+        *map(cpu.numbers, (call.row, call.slot, call.page_table)),
+        (call.window, call.topk, call.softmax1, task.normalised),
+        (np.float32(dim**-0.5 if call.scale is None else call.scale), np.float32(task.scale)),
         *map(cpu.numbers, results),
     )
     return results
 
 
 @landmark_attention.implementation("composed")
-def _(
-    q: Tensor,
-    lmk_q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    window: int,
-    topk: int,
-    softmax1: bool,
-    scale: float | None = None,
-    strategy: str = "hils",
-    store_summaries: bool = False,
-    chunked: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The ops one after the other, each as it is fastest."""
-    where = (row, slot, page_table)
-    if store_summaries:
-        store_completed(lmk_q, k_cache, row, slot, page_table, summary_key, summary_bias, scale)
-    o_window, lse = window_attention(
-        *(q, k_cache, v_cache, *where, window, scale),
-        aligned=True,
-        mask_landmarks=True,
-        chunked=chunked,
-    )
+    _store(call)
+    caches, where = (call.k_cache, call.v_cache), (call.row, call.slot, call.page_table)
+    size, kv_heads = call.k_cache.shape[2], call.k_cache.shape[1]
+    kinds = {"aligned": True, "mask_landmarks": True, "chunked": call.chunked}
+    o_window, lse = window_attention(call.q, *caches, *where, call.window, call.scale, **kinds)
     indices, scores = select_pages(
-        *(lmk_q, summary_key, summary_bias, lse, *where, k_cache.shape[2], window, topk, scale),
-        *(strategy, k_cache.shape[1]),
+        *(call.lmk_q, call.summary_key, call.summary_bias, lse, *where, size, call.window),
+        *(call.topk, call.scale, call.strategy, kv_heads),
     )
-    weights, window_weight = shared_weights(scores, lse, softmax1)
-    o_pages = page_attention(q, k_cache, v_cache, row, page_table, indices, weights, scale)
-    return blend_window(o_pages, o_window, window_weight, q.dtype), indices, scores, lse
+    weights, window_weight = shared_weights(scores, lse, call.softmax1)
+    o_pages = page_attention(
+        call.q, *caches, call.row, call.page_table, indices, weights, call.scale
+    )
+    return blend_window(o_pages, o_window, window_weight, call.q.dtype), indices, scores, lse
 
 
 landmark_attention.tolerance(
@@ -425,76 +262,3 @@ landmark_attention.tolerance(
     "weights of pages and window are rounded to bfloat16 where they meet the values, in other "
     "places than in the definition",
 )
-
-
-@landmark_attention.cases
-def _(make: Make) -> Cases:
-    for dtype, size, groups, group in (
-        (torch.float32, 8, 2, 4),
-        (torch.bfloat16, 16, 1, 8),
-        (torch.float32, 4, 3, 1),
-    ):
-        heads = groups * group
-        lengths, counts = (275, 9, 90), (20, 9, 2)
-        paged = make.paged(lengths, groups, size, 16, dtype=dtype)
-        row, slot, _ = paged.queries(counts)
-        pages = paged.k_cache.shape[0]
-        q = make.randn(row.numel(), heads, 16, dtype=dtype)
-        # Whole numbers: scores that rounding cannot bring into another order.
-        z = make.randint(-3, 4, row.numel(), heads, 16).to(dtype)
-        key = make.randint(-2, 3, pages, heads, 16).to(dtype)
-        bias = make.randint(0, 5, pages, heads).float() / 4
-        caches = (paged.k_cache, paged.v_cache)
-        where = (row, slot, paged.page_table, 2 * size + 1, 3)
-        for softmax1 in (False, True):
-            yield make.args(q, z, *caches, key, bias, *where, softmax1)
-        yield make.args(q, z, *caches, key, None, *where, True, scale=0.5)
-        yield make.args(q, z, *caches, key, bias, *where, True, chunked=True)
-        stored = {"store_summaries": True}
-        if group > 1:
-            yield make.args(q, z, *caches, key, bias, *where, True, **stored)
-            wide = (*where[:3], 40, *where[4:])
-            yield make.args(q, z, *caches, key, bias, *wide, True, **stored)
-        landmark = make.randint(-2, 3, pages, groups, 16).to(dtype)
-        for strategy in STRATEGIES:
-            yield make.args(q, z, *caches, landmark, None, *where, True, strategy=strategy)
-        one = (row[5:6], slot[5:6], *where[2:])
-        yield make.args(q[5:6], z[5:6], *caches, key, bias, *one, True)
-        none = (row[:0], slot[:0], *where[2:])
-        yield make.args(q[:0], z[:0], *caches, key, bias, *none, True)
-        bytes_of = paged.quantized()
-        yield make.args(q, z, bytes_of.k_cache, bytes_of.v_cache, key, bias, *where, True)
-        # Rows so short that they select all that is left of their windows.
-        short = make.paged((6 * size, 9, 3 * size + 1), groups, size, 16, dtype=dtype)
-        row, slot, _ = short.queries((size + 2, 9, 1))
-        given = (q[: len(row)], z[: len(row)], short.k_cache, short.v_cache)
-        few = (key[: len(short.k_cache)], bias[: len(short.k_cache)])
-        where = (row, slot, short.page_table[:, :-1], *where[3:])
-        for softmax1 in (False, True):
-            yield make.args(*given, *few, *where, softmax1)
-        yield make.args(*given, few[0], None, *where, True, scale=0.5, strategy="head")
-        yield make.args(*given, *few, *where, True, chunked=True, store_summaries=True)
-    if make.device != "cpu":
-        # As many tiles as fill a GPU.
-        paged = make.paged((3_000, 900), 2, 64, 64, dtype=torch.bfloat16)
-        row, slot, _ = paged.queries((800, 200))
-        q, z = (make.randint(-2, 3, 1_000, 16, 64).to(torch.bfloat16) for _ in range(2))
-        key = make.randint(-1, 2, len(paged.k_cache), 16, 64).to(torch.bfloat16)
-        where = (row, slot, paged.page_table, 256, 8)
-        yield make.args(q, z, paged.k_cache, paged.v_cache, key, None, *where, True)
-
-
-@landmark_attention.bench
-def _(draw: Draw) -> Points:
-    for job in draw.attention():
-        layer, (key, bias) = job.layer, draw.summaries(job)
-        where = (job.row, job.slot, job.page_table, layer.window, layer.topk)
-        read = layer.topk * (layer.page_size - 1)
-        for name, z in draw.landmark_queries(job):
-            yield Point(
-                f"{job}{name}",
-                draw.args(job.q, z, job.k_cache, job.v_cache, key, bias, *where, True),
-                job.window_bytes + job.selected_bytes + job.summary_bytes + moved(z, z, z),
-                job.attend_flops(job.pairs(layer.window) + job.q.shape[0] * read) + job.score_flops,
-                job.dense(),
-            )

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache import quantized
+from cairn.ops.call import Call
 from cairn.ops.checks import INT64, check_cache, expect
 from cairn.ops.landmark.kernels.summary import mean_summary_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 WARPS = 1
 """Of a program: a page and a KV head."""
@@ -36,53 +35,30 @@ def mean_summary(k_cache: Tensor, pages: Tensor) -> Tensor:
 
 
 @mean_summary.check
-def _(k_cache: Tensor, pages: Tensor) -> None:
-    check_cache("mean_summary", k_cache)
-    expect("mean_summary", "pages", pages, 1, INT64, k_cache, -1)
+def _(call: Call) -> None:
+    check_cache("mean_summary", call.k_cache)
+    expect("mean_summary", "pages", call.pages, 1, INT64, call.k_cache, -1)
 
 
 @mean_summary.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda k_cache, pages: (
-        quantized.is_quantized(k_cache) or k_cache.stride()[2:] == (k_cache.shape[3], 1)
+    when=lambda call: (
+        quantized.is_quantized(call.k_cache)
+        or call.k_cache.stride()[2:] == (call.k_cache.shape[3], 1)
     ),
     replayed=True,
 )
-def _(k_cache: Tensor, pages: Tensor) -> Tensor:
-    heads, size, dim = k_cache.shape[1:]
-    dtype = k_cache.dtype
-    if quantized.is_quantized(k_cache):
+def _(call: Call) -> Tensor:
+    heads, size, dim = call.k_cache.shape[1:]
+    dtype = call.k_cache.dtype
+    if quantized.is_quantized(call.k_cache):
         dim, dtype = dim - 1, torch.float32
-    key = gpu.empty((pages.numel(), heads, dim), dtype, k_cache.device)
-    if pages.numel():
-        mean_summary_kernel[(pages.numel() * heads,)](
-            *(k_cache, pages, key, *k_cache.stride()[:2], heads, dim, size),
+    key = gpu.empty((call.pages.numel(), heads, dim), dtype, call.k_cache.device)
+    if call.pages.numel():
+        mean_summary_kernel[(call.pages.numel() * heads,)](
+            *(call.k_cache, call.pages, key, *call.k_cache.stride()[:2], heads, dim, size),
             *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size)),
             num_warps=WARPS,
         )
     return key
-
-
-@mean_summary.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        cache = make.randn(6, 2, 8, 16, dtype=dtype)
-        cache[2] = torch.nan
-        yield make.args(cache, make.tensor([5, 0, 3], torch.int64))
-        yield make.args(cache, make.tensor([], torch.int64))
-        yield make.args(quantized.pack(cache), make.tensor([5, 0, 3], torch.int64))
-
-
-@mean_summary.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        count = -(-rows // layer.page_size)
-        cache = draw.randn(2 * count, layer.kv_heads, layer.page_size, layer.head_dim)
-        pages = draw.rand(2 * count).argsort()[:count]
-        yield Point(
-            f"{layer.name}: pages of {rows} slots",
-            draw.args(cache, pages),
-            moved(cache[:count], cache[:count, :, 0]),
-            alternatives=draw.by_torch(mean_summary.reference),
-        )

@@ -6,16 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import amx, cpu, gpu
+from cairn.ops import cpu, gpu
 from cairn.ops.attention import launch, paging, tiles
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INT32, check_caches, check_queries, check_rows, expect
+from cairn.ops.cpu import amx
 from cairn.ops.landmark import page_cpu, page_launch, tile_loops
-from cairn.ops.landmark.looks import check_keys
-from cairn.ops.landmark.select_pages import select_pages
+from cairn.ops.landmark.checks import check_keys
+from cairn.ops.landmark.tuning import TUNING
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 _BLOCK_NUMBERS = 256 * 64
 """Largest product of tokens and d of a block: of eight heads that is 512 KiB of sums."""
@@ -78,37 +78,19 @@ def page_attention(
 
 
 @page_attention.check
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> None:
+def _(call: Call) -> None:
     name = "page_attention"
-    _, kv_heads, _, dim = check_caches(name, k_cache, v_cache, q)
-    check_keys(name, k_cache)
-    tokens, heads = check_queries(name, "q", q, kv_heads, dim)
-    check_rows(name, tokens, row, page_table, q)
-    expect(name, "indices", indices, (tokens, kv_heads, None), INT32, q)
-    expect(name, "weights", weights, (tokens, heads, indices.shape[2]), FLOAT32, q)
+    _, kv_heads, _, dim = check_caches(name, call.k_cache, call.v_cache, call.q)
+    check_keys(name, call.k_cache)
+    tokens, heads = check_queries(name, "q", call.q, kv_heads, dim)
+    check_rows(name, tokens, call.row, call.page_table, call.q)
+    expect(name, "indices", call.indices, (tokens, kv_heads, None), INT32, call.q)
+    expect(name, "weights", call.weights, (tokens, heads, call.indices.shape[2]), FLOAT32, call.q)
 
 
 @page_attention.fake
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> Tensor:
-    return q.new_empty(q.shape, dtype=torch.float32)
+def _(call: Call) -> Tensor:
+    return call.q.new_empty(call.q.shape, dtype=torch.float32)
 
 
 def _gather(cache: Tensor, pages: Tensor, head: Tensor) -> Tensor:
@@ -122,60 +104,38 @@ def _gather(cache: Tensor, pages: Tensor, head: Tensor) -> Tensor:
     return lines.view(-1, pages.shape[-1], size, dim)
 
 
-def _shared(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> bool:
+def _shared(call: Call) -> bool:
     """Whether pages are likely to be selected by several tokens."""
     return (
-        q.shape[0] > 32
-        and k_cache.shape[2] > 1
-        and k_cache.is_contiguous()
-        and v_cache.is_contiguous()
-        and q.dtype == k_cache.dtype
+        call.q.shape[0] > 32
+        and call.k_cache.shape[2] > 1
+        and call.k_cache.is_contiguous()
+        and call.v_cache.is_contiguous()
+        and call.q.dtype == call.k_cache.dtype
     )
 
 
-def _by_amx(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> bool:
-    given = (row, page_table, indices, weights)
-    return q.shape[0] > 32 and tiles.amx_takes(q, k_cache, v_cache, scale, *given)
+def _by_amx(call: Call) -> bool:
+    given = (call.row, call.page_table, call.indices, call.weights)
+    return call.q.shape[0] > 32 and tiles.amx_takes(
+        call.q, call.k_cache, call.v_cache, call.scale, *given
+    )
 
 
 @page_attention.implementation(
     "amx", devices=("cpu",), dtypes=(torch.bfloat16,), missing=amx.MISSING, when=_by_amx
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Every page with the tokens of a block that select it."""
-    out = q.new_empty(q.shape, dtype=torch.float32)
+    out = call.q.new_empty(call.q.shape, dtype=torch.float32)
     tile_loops.attend_pages(
-        cpu.numbers(q.contiguous().view(torch.float32)),
-        *map(cpu.numbers, (k_cache, v_cache, row, page_table, indices, weights)),
-        np.float32(q.shape[2] ** -0.5 if scale is None else scale),
-        _block(q, k_cache.shape[1]),
+        cpu.numbers(call.q.contiguous().view(torch.float32)),
+        *map(
+            cpu.numbers,
+            (call.k_cache, call.v_cache, call.row, call.page_table, call.indices, call.weights),
+        ),
+        np.float32(call.q.shape[2] ** -0.5 if call.scale is None else call.scale),
+        _block(call.q, call.k_cache.shape[1]),
         amx.shapes(),
         cpu.numbers(out),
     )
@@ -190,18 +150,9 @@ def _block(q: Tensor, kv_heads: int) -> int:
 
 
 @page_attention.implementation("page_major", devices=cpu.DEVICES, when=_shared)
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Spans of tokens with much the same pages at once, all other tokens page by page."""
-    return page_cpu.attend(q, k_cache, v_cache, row, page_table, indices, weights, scale)
+    return page_cpu.attend(*call.astuple())
 
 
 page_attention.tolerance(
@@ -211,150 +162,36 @@ page_attention.tolerance(
 )
 
 
-def _on_gpu(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> bool:
+def _on_gpu(call: Call) -> bool:
     return (
-        launch.accepts(q, k_cache, v_cache)
-        and indices.is_contiguous()
-        and weights.is_contiguous()
-        and k_cache.shape[2] > 1
+        launch.accepts(call.q, call.k_cache, call.v_cache)
+        and call.indices.is_contiguous()
+        and call.weights.is_contiguous()
+        and call.k_cache.shape[2] > 1
     )
 
 
-def _sorted_on_gpu(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> bool:
-    given = (q, k_cache, v_cache, row, page_table, indices, weights)
-    return q.shape[0] >= page_launch.SHARING_TOKENS and _on_gpu(*given)
+def _sorted_on_gpu(call: Call) -> bool:
+    return call.q.shape[0] >= TUNING.page_sharing_tokens and _on_gpu(call)
 
 
-def _pages(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> page_launch.Pages:
-    factor = q.shape[2] ** -0.5 if scale is None else scale
-    given = (q, k_cache, v_cache, row, page_table, indices, weights)
-    return page_launch.Pages(*given, factor)
+def _pages(call: Call) -> page_launch.Pages:
+    factor = call.q.shape[2] ** -0.5 if call.scale is None else call.scale
+    where = (call.row, call.page_table, call.indices, call.weights, factor)
+    return page_launch.Pages(call.q, call.k_cache, call.v_cache, *where)
 
 
 @page_attention.implementation(
     "triton_sorted", devices=gpu.DEVICES, when=_sorted_on_gpu, replayed=True
 )
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Page by page, with the tokens that selected it."""
-    job = _pages(q, k_cache, v_cache, row, page_table, indices, weights, scale)
+    job = _pages(call)
     return page_launch.attend_sorted(job)
 
 
 @page_attention.implementation("triton_few", devices=gpu.DEVICES, when=_on_gpu, replayed=True)
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    row: Tensor,
-    page_table: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    scale: float | None = None,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Every token reads its own pages; few tokens share a token's pages among programs."""
-    job = _pages(q, k_cache, v_cache, row, page_table, indices, weights, scale)
+    job = _pages(call)
     return page_launch.attend_few(job)
-
-
-@page_attention.cases
-def _(make: Make) -> Cases:
-    for dtype, size, heads, group, dim in (
-        (torch.float32, 8, 2, 4, 16),
-        (torch.bfloat16, 16, 1, 8, 16),
-        (torch.float32, 4, 3, 1, 16),
-        (torch.bfloat16, 64, 2, 3, 64),
-    ):
-        lengths = (75, 9, 90) if size < 64 else (600, 70, 720)
-        counts = (50, 0, 30)
-        paged = make.paged(lengths, heads, size, dim, dtype=dtype)
-        paged.k_cache[:, :, -1] = torch.nan
-        row, slot, _ = paged.queries(counts)
-        indices = torch.full((row.numel(), heads, 5), -1, dtype=torch.int32, device=row.device)
-        for token, last in enumerate((slot // size).tolist()):
-            chosen = min(last, token % 6)
-            for head in range(heads):
-                picked = make.randint(0, 1 << 30, last).argsort()[:chosen].sort().values
-                indices[token, head, :chosen] = picked
-        weights = make.rand(row.numel(), heads * group, 5)
-        q = make.randn(row.numel(), heads * group, dim, dtype=dtype)
-        caches = (paged.k_cache, paged.v_cache)
-        yield make.args(q, *caches, row, paged.page_table, indices, weights)
-        some = slice(40, 43)
-        given = (row[some], paged.page_table, indices[some], weights[some])
-        yield make.args(q[some], *caches, *given, 0.4)
-        full = (indices >= 0).all(dim=-1).all(dim=-1).nonzero()[:1, 0]
-        given = (row[full], paged.page_table, indices[full], weights[full])
-        yield make.args(q[full], *caches, *given)
-        none = torch.full_like(indices, -1)
-        yield make.args(q, *caches, row, paged.page_table, none, weights)
-        yield make.args(q[:0], *caches, row[:0], paged.page_table, none[:0], weights[:0])
-        many = make.randint(0, row.numel(), page_launch.SHARING_TOKENS + 9)
-        given = (row[many], paged.page_table, indices[many], weights[many])
-        yield make.args(q[many], *caches, *given)
-        if size > 4:
-            bytes_of = paged.quantized()
-            caches = (bytes_of.k_cache, bytes_of.v_cache)
-            yield make.args(q[many], *caches, *given)
-            yield make.args(
-                q[some], *caches, row[some], paged.page_table, indices[some], weights[some]
-            )
-
-
-@page_attention.bench
-def _(draw: Draw) -> Points:
-    definition = Alternative("definition", page_attention.reference)
-    for job in draw.attention():
-        layer, (key, bias) = job.layer, draw.summaries(job)
-        lse = draw.randn(*job.q.shape[:2], dtype=torch.float32)
-        for name, z in draw.landmark_queries(job):
-            where, rule = (job.row, job.slot, job.page_table), (layer.window, layer.topk)
-            indices, scores = select_pages(
-                *(z, key, bias, lse, *where, layer.page_size, *rule), num_kv_heads=layer.kv_heads
-            )
-            weights = torch.softmax(scores, dim=-1)
-            yield Point(
-                f"{job}{name}",
-                draw.args(
-                    *(job.q, job.k_cache, job.v_cache, job.row, job.page_table, indices, weights)
-                ),
-                job.selected_bytes + moved(job.q, job.q, indices, weights),
-                job.attend_flops(job.q.shape[0] * layer.topk * (layer.page_size - 1)),
-                # For many tokens it takes seconds.
-                (definition,) if job.step.tokens == 1 else (),
-            )

@@ -12,13 +12,7 @@ from torch import Tensor
 from cairn.ops import cpu
 from cairn.ops.attention import paging
 from cairn.ops.landmark import loops
-
-_TILE_ROWS = (512, 64)
-"""Query rows (queries x G) of the page-major tiles; the smaller ones take what is left over."""
-_SPAN = 128
-"""Consecutive tokens that may be computed against all pages any of them selects."""
-_WASTE = 1.6
-"""Most (token, page) pairs of a span to compute per selected pair; beyond, page by page."""
+from cairn.ops.landmark.tuning import TUNING
 
 
 def attend(
@@ -34,11 +28,11 @@ def attend(
     """page_attention; arguments and result as there."""
     out = q.new_empty(q.shape, dtype=torch.float32)
     alone = []
-    for begin in range(0, q.shape[0], _SPAN):
-        at = slice(begin, begin + _SPAN)
+    for begin in range(0, q.shape[0], TUNING.cpu_span):
+        at = slice(begin, begin + TUNING.cpu_span)
         pages = _common_pages(row[at], indices[at])
         if pages is None:
-            end = min(begin + _SPAN, q.shape[0])
+            end = min(begin + TUNING.cpu_span, q.shape[0])
             alone.append(torch.arange(begin, end, device=q.device))
             continue
         _run_span(
@@ -61,7 +55,7 @@ def _common_pages(row: Tensor, indices: Tensor) -> Tensor | None:
     times = torch.bincount(indices.flatten().clamp(min=-1) + 1)[1:]
     pages = times.nonzero()[:, 0]
     pairs = pages.numel() * indices.shape[0] * indices.shape[1]
-    return pages if pairs <= _WASTE * int(times.sum()) else None
+    return pages if pairs <= TUNING.cpu_waste * int(times.sum()) else None
 
 
 def _run_span(
@@ -133,10 +127,10 @@ def _by_page(
     out = q.new_zeros(tokens * heads, group * dim, dtype=torch.float32)
     lines, counts = torch.unique_consecutive(line, return_counts=True)
     start = counts.cumsum(0) - counts
-    for rows in _TILE_ROWS:
+    for rows in TUNING.cpu_tile_rows:
         places = max(1, rows // group)
         full = counts // places
-        if rows == _TILE_ROWS[-1]:
+        if rows == TUNING.cpu_tile_rows[-1]:
             full = full + (counts % places > 0)
         tile = torch.repeat_interleave(full)
         rank = torch.arange(tile.numel(), device=tile.device) - (full.cumsum(0) - full)[tile]

@@ -7,47 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cairn.ops import arrivals, gpu
-from cairn.ops.early import early_option
+from cairn.ops import gpu, grid_barrier
 from cairn.ops.landmark.kernels import pages as kernels
-
-SHARING_TOKENS = 256
-"""From this many tokens on they are likely to share pages, and their pages are sorted."""
-SPLIT_PROGRAMS = 512
-"""Programs that keep a large device's memory busy; a few tokens' pages are split among them."""
-UNIT_PROGRAMS = 4224
-UNIT_PAIRS, UNIT_LINES = 256, 512
-"""What one program takes on a page at a time: at most so many tokens, or so many of all heads."""
-UNIT_ROWS = 64
-"""Rows of a tile of them, tokens times the heads of a group."""
-MERGED, MOST_AHEAD = 8192, 16
-"""Numbers of the parts of a line that its last program adds up at a time, and parts: each is a load
-of its own in the kernel's code."""
-PARTS_BYTES = 1 << 30
-"""Workspace of one round of sorted pairs, about."""
-_BLOCK = 256
-_APART = 8
-"""Numbers between two counters: those in one sector of the cache wait for each other."""
-_COPIES, _COPIED = 4, 1 << 16
-"""Counters of a page, which many pairs may meet at, and pages of all heads up to which they pay."""
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """What the window adds to a layer's pages.
-
-    Attributes:
-        o, lse: of window_attention, o in any dtype.
-        softmax1: as in page_weights.
-    """
-
-    o: Tensor
-    lse: Tensor
-    softmax1: bool
-
-    def part(self, at: slice) -> Window:
-        """The same for some of the tokens."""
-        return Window(self.o[at], self.lse[at], self.softmax1)
+from cairn.ops.landmark.tuning import TUNING
+from cairn.ops.pdl import pdl_option
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +64,7 @@ class Pages:
     @property
     def ahead(self) -> int:
         """Parts of a line that its last program adds up at a time."""
-        return max(1, min(MOST_AHEAD, MERGED // (self.group * self.width)))
+        return max(1, min(TUNING.page_most_ahead, TUNING.page_merged // (self.group * self.width)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,7 +74,7 @@ class Pages:
     @property
     def unit_pairs(self) -> int:
         """Tokens that one program takes on a page at a time, at most."""
-        return max(UNIT_PAIRS, UNIT_LINES // self.group)
+        return max(TUNING.page_unit_pairs, TUNING.page_unit_lines // self.group)
 
     @property
     def precision(self) -> str:
@@ -122,7 +85,7 @@ class Pages:
     def splits(self) -> tuple[int, int]:
         """Programs that share a token's pages, and the pages of each."""
         topk, lines = self.indices.shape[-1], self.q.shape[0] * self.k_cache.shape[1]
-        each = -(-topk // max(1, min(topk, -(-SPLIT_PROGRAMS // lines))))
+        each = -(-topk // max(1, min(topk, -(-TUNING.page_split_programs // lines))))
         return -(-topk // each), each
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -144,41 +107,37 @@ def attend_few(job: Pages) -> Tensor:
         return out.zero_()
     (splits, each), lines = job.splits, tokens * job.k_cache.shape[1]
     parts = out if splits == 1 else job.empty(tokens, heads, splits, dim)
-    counters = None if splits == 1 else arrivals.counters(lines, job.q.device)
-    early = gpu.launches_early(job.q.device)
+    counters = None if splits == 1 else grid_barrier.counters(lines, job.q.device)
+    pdl = gpu.supports_pdl(job.q.device)
     strides = (job.page_table.stride(0), *job.k_cache.stride()[:2])
     kernels.pages_kernel[(splits, job.k_cache.shape[1], tokens)](
         *(job.q, job.k_cache, job.v_cache, job.row, job.page_table, job.indices, job.weights),
         *(parts, out, counters, job.scale, *strides, job.indices.shape[-1], each),
         *(*job.shape, job.group, max(16, job.group), job.width, job.keys),
-        *(gpu.next_power_of_2(each), job.ahead, arrivals.APART, job.precision, early),
+        *(gpu.next_power_of_2(each), job.ahead, grid_barrier.APART, job.precision, pdl),
         num_warps=job.warps,
         num_stages=2,
-        **early_option(early),
+        **pdl_option(pdl),
     )
     return out
 
 
-def attend_sorted(job: Pages, window: Window | None = None) -> Tensor:
-    """page_attention page by page, with the tokens that selected it: o [T, h_q, d] float32.
-
-    Args:
-        window: `weights` are scores; o is the layer's, window and all, in q's dtype.
-    """
+def attend_sorted(job: Pages) -> Tensor:
+    """page_attention page by page, with the tokens that selected it: o [T, h_q, d] float32."""
     tokens, heads, dim = job.q.shape
-    out = job.empty(tokens, heads, dim, dtype=torch.float32 if window is None else job.q.dtype)
+    out = job.empty(tokens, heads, dim)
     topk = job.indices.shape[-1]
-    if topk == 0 and window is None:
+    if topk == 0:
         return out.zero_()
     per_token = heads * topk * dim * job.q.element_size()
-    rounds = max(1, round(tokens * per_token / PARTS_BYTES))
+    rounds = max(1, round(tokens * per_token / TUNING.page_parts_bytes))
     # A whole number of 16: the parts' addresses are as round as those of the whole.
     step = max(16, -(-tokens // rounds // 16) * 16)
     for begin in range(0, tokens, step):
         at = slice(begin, begin + step)
         part = job.part(at) if tokens > step else job
         parts, places = _attend_pairs(part)
-        _reduce(part, parts, places, window and window.part(at), out[at])
+        _reduce(part, parts, places, out[at])
     return out
 
 
@@ -188,7 +147,7 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     heads, dim = job.q.shape[1:]
     kv_heads, pages = job.k_cache.shape[1], job.k_cache.shape[0]
     topk, pairs, lines = job.indices.shape[-1], job.indices.numel(), kv_heads * pages
-    copies = _COPIES if lines <= _COPIED else 1
+    copies = TUNING.page_copies if lines <= TUNING.page_copied else 1
     parts = job.empty(pairs, heads // kv_heads, dim, dtype=job.q.dtype)
     most = pairs // job.unit_pairs + min(pairs, lines)
     lengths = (*[pairs] * 4, *[lines] * 3, *[most] * 3)
@@ -196,25 +155,35 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     if pairs == 0:
         return parts, places
     given, units = others[:3], others[3:]
-    counts = gpu.zeros((lines * copies * _APART + 2,), torch.int32, job.q.device)
+    counts = gpu.zeros((lines * copies * TUNING.page_apart + 2,), torch.int32, job.q.device)
     cursors = counts[-2:]
-    per_block = (-(-pairs // _BLOCK),)
+    per_block = (-(-pairs // TUNING.page_block),)
     kernels.count_kernel[per_block](
         *(job.indices, job.row, job.page_table, counts, line_of, rank, pairs, pages),
-        *(job.page_table.stride(0), topk, kv_heads, copies, _APART, _BLOCK),
+        *(job.page_table.stride(0), topk, kv_heads, copies, TUNING.page_apart, TUNING.page_block),
         num_warps=4,
     )
-    kernels.place_kernel[(-(-lines // _BLOCK),)](
-        *(counts, cursors, *given, lines, job.unit_pairs, copies, _APART, _BLOCK), num_warps=4
+    kernels.place_kernel[(-(-lines // TUNING.page_block),)](
+        *(
+            counts,
+            cursors,
+            *given,
+            lines,
+            job.unit_pairs,
+            copies,
+            TUNING.page_apart,
+            TUNING.page_block,
+        ),
+        num_warps=4,
     )
     kernels.order_kernel[per_block](
         *(line_of, rank, counts, *given, places, token_at, *units, pairs, topk),
-        *(kv_heads, job.unit_pairs, copies, _APART, _BLOCK),
+        *(kv_heads, job.unit_pairs, copies, TUNING.page_apart, TUNING.page_block),
         num_warps=4,
     )
     half = job.q.dtype != torch.float32
-    rows = UNIT_ROWS if half else 32
-    kernels.unit_kernel[(min(most, UNIT_PROGRAMS),)](
+    rows = TUNING.page_unit_rows if half else 32
+    kernels.unit_kernel[(min(most, TUNING.page_unit_programs),)](
         *(job.q, job.k_cache, job.v_cache, token_at, cursors, *units, parts),
         *(job.scale, *job.k_cache.stride()[:2], pages, *job.shape),
         *(job.group, job.width, job.keys, max(1, rows // job.group), job.scale > 0, job.precision),
@@ -224,17 +193,23 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     return parts, places
 
 
-def _reduce(job: Pages, parts: Tensor, places: Tensor, window: Window | None, out: Tensor) -> None:
+def _reduce(job: Pages, parts: Tensor, places: Tensor, out: Tensor) -> None:
     """Add up the pairs of every token."""
     tokens, heads, dim = job.q.shape
     kv_heads, topk = job.k_cache.shape[1], job.indices.shape[-1]
     width = gpu.next_power_of_2(max(1, topk))
     kernels.reduce_kernel[(tokens * kv_heads,)](
-        *(parts, places, job.weights, out),
-        *((out, out) if window is None else (window.lse, window.o)),
-        *(topk, heads, kv_heads, dim, job.group, job.width),
-        *(max(1, min(4096 // (job.group * job.width), width)), width),
-        *(window is not None, window is not None and window.softmax1),
+        parts,
+        places,
+        job.weights,
+        out,
+        topk=topk,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        GP=job.group,
+        DP=job.width,
+        STEP=max(1, min(4096 // (job.group * job.width), width)),
         num_warps=1,
         **gpu.ONE_SUM,
     )

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
 from cairn.ops.landmark import loops
 from cairn.ops.landmark.kernels.summary import page_weights_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -40,25 +39,27 @@ def page_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, T
 
 
 @page_weights.check
-def _(scores: Tensor, lse: Tensor, softmax1: bool) -> None:
-    expect("page_weights", "scores", scores, 3, FLOAT32)
-    expect("page_weights", "lse", lse, scores.shape[:2], FLOAT32, scores)
+def _(call: Call) -> None:
+    expect("page_weights", "scores", call.scores, 3, FLOAT32)
+    expect("page_weights", "lse", call.lse, call.scores.shape[:2], FLOAT32, call.scores)
 
 
 @page_weights.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda scores, lse, softmax1: scores.is_contiguous() and lse.is_contiguous(),
+    when=lambda call: call.scores.is_contiguous() and call.lse.is_contiguous(),
     replayed=True,
 )
-def _(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
-    weights, window_weight = (gpu.empty(x.shape, x.dtype, x.device) for x in (scores, lse))
-    topk = scores.shape[-1]
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    weights, window_weight = (
+        gpu.empty(x.shape, x.dtype, x.device) for x in (call.scores, call.lse)
+    )
+    topk = call.scores.shape[-1]
     width = gpu.next_power_of_2(max(1, topk))
     per_program = max(1, 2048 // width)
-    if lse.numel():
-        page_weights_kernel[(-(-lse.numel() // per_program),)](
-            *(scores, lse, weights, window_weight, lse.numel(), topk, softmax1),
+    if call.lse.numel():
+        page_weights_kernel[(-(-call.lse.numel() // per_program),)](
+            *(call.scores, call.lse, weights, window_weight, call.lse.numel(), topk, call.softmax1),
             *(per_program, width),
             num_warps=4,
         )
@@ -68,13 +69,13 @@ def _(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
 @page_weights.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda scores, lse, softmax1: scores.is_contiguous() and lse.is_contiguous(),
+    when=lambda call: call.scores.is_contiguous() and call.lse.is_contiguous(),
 )
-def _(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
-    weights, window_weight = torch.empty_like(scores), torch.empty_like(lse)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    weights, window_weight = torch.empty_like(call.scores), torch.empty_like(call.lse)
     loops.page_weights(
-        *map(cpu.numbers, (scores.flatten(0, 1), lse.flatten())),
-        softmax1,
+        *map(cpu.numbers, (call.scores.flatten(0, 1), call.lse.flatten())),
+        call.softmax1,
         *map(cpu.numbers, (weights.flatten(0, 1), window_weight.flatten())),
     )
     return weights, window_weight
@@ -95,31 +96,3 @@ def shared_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor,
     mass = torch.logsumexp(lse.unflatten(1, (-1, group)), dim=2)
     weights, window_weight = page_weights(scores, mass, softmax1)
     return weights.repeat_interleave(group, 1), window_weight.repeat_interleave(group, 1)
-
-
-@page_weights.cases
-def _(make: Make) -> Cases:
-    scores, lse = make.randn(5, 4, 6, scale=5.0), make.randn(5, 4, scale=5.0)
-    scores[0, :, 2:] = -torch.inf
-    scores[1] = -torch.inf
-    scores[2] = -torch.inf
-    lse[2] = -torch.inf
-    lse[3, 1] = -torch.inf
-    scores[4, 0], lse[4, 0] = -200.0, -190.0
-    for softmax1 in (False, True):
-        yield make.args(scores, lse, softmax1)
-        yield make.args(scores[:0], lse[:0], softmax1)
-        yield make.args(scores[..., :1], lse, softmax1)
-
-
-@page_weights.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        scores = draw.randn(rows, layer.heads, layer.topk, dtype=torch.float32)
-        lse = draw.randn(rows, layer.heads, dtype=torch.float32)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.heads} x {layer.topk}",
-            draw.args(scores, lse, True),
-            moved(scores, scores, lse, lse),
-            alternatives=draw.by_torch(page_weights.reference),
-        )

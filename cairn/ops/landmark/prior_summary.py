@@ -7,12 +7,11 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import paging
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache import quantized
+from cairn.ops.call import Call
+from cairn.ops.landmark.checks import check_pooling
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
-from cairn.ops.landmark.looks import check_pooling
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 A_WARP = 4096
 """Numbers of a page's keys that one warp holds."""
@@ -54,8 +53,8 @@ def prior_summary(
 
 
 @prior_summary.check
-def _(query: Tensor, k_cache: Tensor, pages: Tensor, scale: float | None = None) -> None:
-    check_pooling("prior_summary", query, k_cache, pages)
+def _(call: Call) -> None:
+    check_pooling("prior_summary", call.query, call.k_cache, call.pages)
 
 
 def warps_of(dim: int, size: int) -> int:
@@ -66,58 +65,27 @@ def warps_of(dim: int, size: int) -> int:
 @prior_summary.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda query, k_cache, pages, scale=None: (
-        query.is_contiguous() and quantized.fits(query, k_cache)
-    ),
+    when=lambda call: call.query.is_contiguous() and quantized.fits(call.query, call.k_cache),
     replayed=True,
 )
-def _(
-    query: Tensor, k_cache: Tensor, pages: Tensor, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    count, heads, dim = query.shape
-    kv_heads, size = k_cache.shape[1:3]
-    key = gpu.empty(query.shape, query.dtype, query.device)
-    bias = gpu.empty(query.shape[:2], torch.float32, query.device)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    count, heads, dim = call.query.shape
+    kv_heads, size = call.k_cache.shape[1:3]
+    key = gpu.empty(call.query.shape, call.query.dtype, call.query.device)
+    bias = gpu.empty(call.query.shape[:2], torch.float32, call.query.device)
     if count:
         padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
         prior_summary_kernel[(count * heads,)](
-            *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
-            *(*k_cache.stride()[:2], heads, kv_heads, dim, size, *padded, True, True, False),
+            *(
+                call.query,
+                call.k_cache,
+                call.pages,
+                key,
+                bias,
+                dim**-0.5 if call.scale is None else call.scale,
+            ),
+            *(*call.k_cache.stride()[:2], heads, kv_heads, dim, size, *padded, True, True, False),
             num_warps=warps_of(*padded),
             **gpu.ONE_SUM,
         )
     return key, bias
-
-
-@prior_summary.cases
-def _(make: Make) -> Cases:
-    for dtype, size, heads, group in (
-        (torch.float32, 8, 2, 4),
-        (torch.bfloat16, 16, 3, 1),
-        (torch.float32, 2, 1, 2),
-    ):
-        cache = make.randn(9, heads, size, 16, dtype=dtype)
-        cache[:, :, -1] = torch.nan
-        query = make.randn(4, heads * group, 16, dtype=dtype, scale=3.0)
-        pages = make.tensor([7, 0, 3, 8], torch.int64)
-        yield make.args(query, cache, pages)
-        yield make.args(query[:1], cache, pages[:1], 0.7)
-        yield make.args(query[:0], cache, pages[:0])
-        if size > 2:
-            yield make.args(query, quantized.pack(cache), pages)
-
-
-@prior_summary.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        count = -(-rows // layer.page_size)
-        cache = draw.randn(2 * count, layer.kv_heads, layer.page_size, layer.head_dim)
-        pages = draw.rand(2 * count).argsort()[:count]
-        query = draw.randn(count, layer.heads, layer.head_dim)
-        yield Point(
-            f"{layer.name}: pages of {rows} slots",
-            draw.args(query, cache, pages),
-            moved(cache[:count], query, query) + 4 * count * layer.heads,
-            4.0 * query.numel() * layer.page_size,
-            draw.by_torch(prior_summary.reference),
-        )

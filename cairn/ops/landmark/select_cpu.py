@@ -6,12 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import amx, cpu
+from cairn.ops import cpu
+from cairn.ops.cpu import amx
 from cairn.ops.landmark import tile_loops
 from cairn.ops.landmark.select_task import Task
-
-_TILE = 256
-"""Tokens of one row that share a gather of its summaries."""
+from cairn.ops.landmark.tuning import TUNING
 
 
 def tiles(row: Tensor, candidates: Tensor) -> list[tuple[Tensor, int]]:
@@ -28,11 +27,11 @@ def tiles(row: Tensor, candidates: Tensor) -> list[tuple[Tensor, int]]:
     most = int(candidates.max()) + 1
     key, order = (row[alive] * most + candidates[alive]).sort()
     counts = torch.unique_consecutive(key // most, return_counts=True)[1]
-    per_row = (counts + (_TILE - 1)) // _TILE
+    per_row = (counts + (TUNING.select_cpu_tile - 1)) // TUNING.select_cpu_tile
     owner = torch.repeat_interleave(per_row)
     rank = torch.arange(owner.numel(), device=owner.device) - (per_row.cumsum(0) - per_row)[owner]
-    first = (counts.cumsum(0) - counts)[owner] + rank * _TILE
-    filled = (counts[owner] - rank * _TILE).clamp(max=_TILE)
+    first = (counts.cumsum(0) - counts)[owner] + rank * TUNING.select_cpu_tile
+    filled = (counts[owner] - rank * TUNING.select_cpu_tile).clamp(max=TUNING.select_cpu_tile)
     pages = key[first + filled - 1] % most
 
     size = _bits(filled) * 64 + _bits(pages)

@@ -13,35 +13,10 @@ from cairn.ops.attention.launch import whole_waves
 from cairn.ops.landmark.kernels import choose as choosers
 from cairn.ops.landmark.kernels import select as kernels
 from cairn.ops.landmark.kernels.scores import group_scores_kernel
+from cairn.ops.landmark.tuning import TUNING
 
-FEW_TOKENS = 256
-"""At most this many tokens are worth holding every head's scores."""
-PROGRAMS = 528
-"""Programs that fill a large device; fewer tokens are scored by more programs each."""
-LEAST_PROGRAMS = 8
-"""As many programs score a token for one KV head, however many tokens there are."""
-WORKSPACE_BYTES = 640 << 20
-"""Scores are held for so many tokens at a time."""
 MOST_TOKENS = gpu.MOST_PROGRAMS // 16 * 16
 """As many at most."""
-MANY_PAGES = 512
-"""Beyond them many tokens' scores are computed in wider tiles, those of wide heads always."""
-TILE_NUMBERS = 8192
-"""Numbers of the summaries that a program scores at once."""
-TOKENS, TILE, STAGES = 128, 128, 4
-"""Tokens of a program that works in groups of warps, pages that it scores at once, and tiles of
-keys that it holds or that are on their way."""
-MOST_HEADS = {64: 8, 128: 2}
-"""Heads of a group of which it can hold the queries, by their width."""
-LEAST_PAGES, LEAST_SCALE = 32, 1e-6
-"""Pages for each of these heads that pay for it; the least scale by which biases are divided."""
-A_WARP, REGISTERS, LISTED = 256, 64, 4
-"""Blocks of candidates that one warp chooses from, of more two do; its registers; and candidates
-for each that is wanted, so many of which it has room to list."""
-LEAST_BLOCKS = 128
-"""Blocks that are always searched as a whole."""
-MOST_NUMBERS = 1 << 15
-"""Scores that a choosing program can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +124,8 @@ def accepts(lmk_q: Tensor, summary_key: Tensor, page_table: Tensor, groups: int,
         and heads % summary_key.shape[1] == 0
         and 16 <= dim <= 256
         and topk > 0
-        and blocks * group <= MOST_NUMBERS
-        and min(gpu.next_power_of_2(topk), blocks) * block * group <= MOST_NUMBERS
+        and blocks * group <= TUNING.select_most_numbers
+        and min(gpu.next_power_of_2(topk), blocks) * block * group <= TUNING.select_most_numbers
     )
 
 
@@ -165,7 +140,7 @@ def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
     indices = job.empty(tokens, job.groups, job.topk, dtype=torch.int32)
     scores = job.empty(tokens, job.heads, job.topk)
     lines = job.heads if few else job.groups
-    rounds = -(-tokens * 4 * lines * job.pages // WORKSPACE_BYTES)
+    rounds = -(-tokens * 4 * lines * job.pages // TUNING.select_workspace_bytes)
     # A whole number of 16: the parts' addresses are as round as those of the whole.
     step = min(MOST_TOKENS, max(16, -(-tokens // max(1, rounds) // 16) * 16))
     for begin in range(0, tokens, step):
@@ -177,8 +152,10 @@ def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
 
 def scoring(job: Selection) -> tuple[int, tuple[int, ...]]:
     """Programs that score a token's candidates for one KV head, and what they are compiled for."""
-    tile = max(job.block, TILE_NUMBERS // (job.group * job.width))
-    wanted = max(LEAST_PROGRAMS, -(-PROGRAMS // (job.slot.numel() * job.groups)))
+    tile = max(job.block, TUNING.select_tile_numbers // (job.group * job.width))
+    wanted = max(
+        TUNING.select_least_programs, -(-TUNING.select_programs // (job.slot.numel() * job.groups))
+    )
     programs = max(1, min(-(-job.pages // tile), wanted))
     heads, dim = job.lmk_q.shape[1:]
     constants = (heads, job.groups, job.summary_key.shape[1], dim, job.group, job.width)
@@ -226,17 +203,27 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     # The best of a group of one head is that head's u.
     alone = heads == job.groups
     shape = choosing(job)
-    few = min(LISTED * shape[0], shape[1] * job.block)
+    few = min(TUNING.select_listed * shape[0], shape[1] * job.block)
     listed = job.empty(tokens, job.groups, few, dtype=torch.int32)
     choosers.choose_best_kernel[(job.groups, tokens)](
         *(best, tops, job.slot, listed, job.empty(tokens, job.groups, few), indices, scores),
         *(job.offset, job.page_size, line, blocks, job.topk),
-        *(job.groups, *shape, max(1, (shape[2] // LEAST_BLOCKS).bit_length()), few, alone),
-        **({"num_warps": 1, "maxnreg": REGISTERS} if blocks <= A_WARP else {"num_warps": 2}),
+        *(
+            job.groups,
+            *shape,
+            max(1, (shape[2] // TUNING.select_least_blocks).bit_length()),
+            few,
+            alone,
+        ),
+        **(
+            {"num_warps": 1, "maxnreg": TUNING.select_registers}
+            if blocks <= TUNING.select_a_warp
+            else {"num_warps": 2}
+        ),
     )
     if alone:
         return
-    step = max(1, TILE_NUMBERS // (job.group * job.width))
+    step = max(1, TUNING.select_tile_numbers // (job.group * job.width))
     kernels.rescore_kernel[(tokens, job.groups)](
         *(job.lmk_q, job.summary_key, job.bias, job.row, job.page_table, indices, scores),
         *(*job.numbers()[2:], job.topk, heads, job.groups, job.summary_key.shape[1], dim),
@@ -268,26 +255,34 @@ def in_groups(job: Selection) -> bool:
     group = heads // job.groups
     addresses = (job.lmk_q.data_ptr(), key.data_ptr(), *key.stride()[:2])
     return (
-        gpu.multiplies_in_groups(key.device)
+        gpu.supports_wgmma(key.device)
         and key.dtype.itemsize == 2
-        and job.group == group <= MOST_HEADS.get(dim, 0)
-        and job.pages >= LEAST_PAGES * group
-        and tokens >= TOKENS
-        and LEAST_SCALE <= abs(job.scale) < math.inf
+        and job.group == group <= TUNING.select_most_heads.get(dim, 0)
+        and job.pages >= TUNING.select_least_pages * group
+        and tokens >= TUNING.select_tokens
+        and TUNING.select_least_scale <= abs(job.scale) < math.inf
         and all(n % 16 == 0 for n in addresses)
     )
 
 
 def _score_in_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> None:
     tokens, heads, dim = job.lmk_q.shape
-    tiles = -(-tokens // TOKENS)
+    tiles = -(-tokens // TUNING.select_tokens)
     # A program has most of a multiprocessor's memory.
-    wave, most = gpu.processors(best.device), -(-job.pages // TILE)
+    wave, most = gpu.processors(best.device), -(-job.pages // TUNING.select_tile)
     programs = whole_waves(tiles * job.groups, wave, most)
     group_scores_kernel[(programs, job.groups, tiles)](
         *(job.lmk_q, job.summary_key, job.bias, total, job.slot, job.row, job.page_table),
         *(best, tops, tokens, *job.numbers(), best.shape[2], tops.shape[2]),
-        *(heads, job.groups, job.summary_key.shape[1], dim, TILE, job.block, STAGES),
+        *(
+            heads,
+            job.groups,
+            job.summary_key.shape[1],
+            dim,
+            TUNING.select_tile,
+            job.block,
+            TUNING.select_stages,
+        ),
         *(job.summary_bias is not None, job.normalised),
         num_warps=4,
     )
@@ -296,12 +291,12 @@ def _score_in_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) 
 def _score_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> None:
     tokens, heads, dim = job.lmk_q.shape
     half = job.lmk_q.dtype != torch.float32
-    large = half and job.width <= 128 and (job.width > 64 or job.pages > MANY_PAGES)
+    large = half and job.width <= 128 and (job.width > 64 or job.pages > TUNING.select_many_pages)
     rows = 32 if job.width > 128 else 128 if half and not large else 64
     columns = 128 if large else min(rows, 64)
     stages = 3 if half else 2
     tiles = -(-tokens // rows)
-    wanted = 2 * PROGRAMS if large else PROGRAMS
+    wanted = 2 * TUNING.select_programs if large else TUNING.select_programs
     programs = max(1, min(-(-job.pages // columns), -(-wanted // (tiles * job.groups))))
     kernels.group_kernel[(programs, job.groups, tiles)](
         *(job.lmk_q, job.summary_key, job.bias, total, job.slot, job.row, job.page_table),

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
 from cairn.ops.attention import paging
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, check_least, check_slots, expect
 from cairn.ops.landmark import loops, select_cpu, select_launch
-from cairn.ops.landmark.looks import check_rule, check_summaries
-from cairn.ops.landmark.select_task import NO_PAGE, STRATEGIES, candidate_pages, store, task_of
+from cairn.ops.landmark.checks import check_rule, check_summaries
+from cairn.ops.landmark.select_task import NO_PAGE, candidate_pages, store, task_of
+from cairn.ops.landmark.tuning import TUNING
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -94,282 +92,102 @@ def select_pages(
 
 
 @select_pages.check
-def _(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> None:
+def _(call: Call) -> None:
     name = "select_pages"
-    check_rule(name, window, topk, strategy, 1 if strategy == "hils" else 0)
-    check_least(name, "page_size", page_size, 1)
-    expect(name, "lmk_q", lmk_q, 3, FLOATS)
-    check_summaries(name, lmk_q, summary_key, summary_bias, None, num_kv_heads, strategy)
-    tokens, heads, _ = lmk_q.shape
-    expect(name, "lse", lse, (tokens, heads), FLOAT32, lmk_q, -1)
-    check_slots(name, tokens, row, slot, page_table, lmk_q)
+    check_rule(name, call.window, call.topk, call.strategy, 1 if call.strategy == "hils" else 0)
+    check_least(name, "page_size", call.page_size, 1)
+    expect(name, "lmk_q", call.lmk_q, 3, FLOATS)
+    check_summaries(
+        name,
+        call.lmk_q,
+        call.summary_key,
+        call.summary_bias,
+        None,
+        call.num_kv_heads,
+        call.strategy,
+    )
+    tokens, heads, _ = call.lmk_q.shape
+    expect(name, "lse", call.lse, (tokens, heads), FLOAT32, call.lmk_q, -1)
+    check_slots(name, tokens, call.row, call.slot, call.page_table, call.lmk_q)
 
 
 @select_pages.fake
-def _(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    task = task_of(lmk_q, summary_key, strategy, scale, num_kv_heads)
-    return task.empty(lmk_q.shape[0], topk, slot.device)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    task = task_of(call.lmk_q, call.summary_key, call.strategy, call.scale, call.num_kv_heads)
+    return task.empty(call.lmk_q.shape[0], call.topk, call.slot.device)
 
 
 @select_pages.implementation("row_tiles", devices=cpu.DEVICES)
-def _(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    task = task_of(lmk_q, summary_key, strategy, scale, num_kv_heads)
-    candidates = candidate_pages(slot, page_size, window, strategy)
-    indices, scores = task.empty(slot.numel(), topk, slot.device)
-    for tokens, pages in select_cpu.tiles(row, candidates):
-        safe = tokens.clamp(max=slot.numel() - 1)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    task = task_of(call.lmk_q, call.summary_key, call.strategy, call.scale, call.num_kv_heads)
+    candidates = candidate_pages(call.slot, call.page_size, call.window, call.strategy)
+    indices, scores = task.empty(call.slot.numel(), call.topk, call.slot.device)
+    for tokens, pages in select_cpu.tiles(call.row, candidates):
+        safe = tokens.clamp(max=call.slot.numel() - 1)
         # Those after the candidates make a round number for the matrix product.
         columns = -(-pages // 16) * 16
-        physical = page_table[row[safe[:, 0]], :columns]
-        bias = None if summary_bias is None else select_cpu.gather(summary_bias, physical)
-        keys = select_cpu.gather(summary_key, physical)
-        score = select_cpu.Scorer(task, lmk_q, keys, bias)
-        limits = torch.where(tokens < slot.numel(), candidates[safe], 0)
+        physical = call.page_table[call.row[safe[:, 0]], :columns]
+        bias = None if call.summary_bias is None else select_cpu.gather(call.summary_bias, physical)
+        keys = select_cpu.gather(call.summary_key, physical)
+        score = select_cpu.Scorer(task, call.lmk_q, keys, bias)
+        limits = torch.where(tokens < call.slot.numel(), candidates[safe], 0)
         bytes_per_token = 4 * tokens.shape[0] * task.score_heads * pages
         step = paging.tokens_per_block(bytes_per_token, tokens.shape[1])
         for begin in range(0, tokens.shape[1], step):
             at = (slice(None), slice(begin, begin + step))
             u = score(safe[at])
-            given = (u, lse, limits[at].contiguous(), tokens[at].contiguous())
+            given = (u, call.lse, limits[at].contiguous(), tokens[at].contiguous())
             loops.choose_pages(
                 *map(cpu.numbers, given), task.normalised, *map(cpu.numbers, (indices, scores))
             )
     return indices, scores
 
 
-def _selection(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> select_launch.Selection:
-    task = task_of(lmk_q, summary_key, strategy, scale, num_kv_heads)
-    offset = window - 1 if window or strategy != "softmax_head" else 0
+def _selection(call: Call) -> select_launch.Selection:
+    task = task_of(call.lmk_q, call.summary_key, call.strategy, call.scale, call.num_kv_heads)
+    offset = call.window - 1 if call.window or call.strategy != "softmax_head" else 0
     return select_launch.Selection(
-        *(lmk_q, summary_key, summary_bias, lse, row, slot, page_table, page_size, topk),
+        *(call.lmk_q, call.summary_key, call.summary_bias, call.lse),
+        *(call.row, call.slot, call.page_table, call.page_size, call.topk),
         *(task.scale, offset, task.groups, task.normalised),
     )
 
 
-def _few_on_gpu(lmk_q: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return lmk_q.shape[0] <= select_launch.FEW_TOKENS and _on_gpu(lmk_q, *args, **kwargs)
+def _few_on_gpu(call: Call) -> bool:
+    return call.lmk_q.shape[0] <= TUNING.select_few_tokens and _on_gpu(call)
 
 
-def _on_gpu(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> bool:
-    groups = min(lmk_q.shape[1], num_kv_heads or summary_key.shape[1])
-    return strategy != "group" and select_launch.accepts(
-        lmk_q, summary_key, page_table, groups, topk
+def _on_gpu(call: Call) -> bool:
+    groups = min(call.lmk_q.shape[1], call.num_kv_heads or call.summary_key.shape[1])
+    return call.strategy != "group" and select_launch.accepts(
+        call.lmk_q, call.summary_key, call.page_table, groups, call.topk
     )
 
 
 @select_pages.implementation("triton_few", devices=gpu.DEVICES, when=_few_on_gpu, replayed=True)
-def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return select_launch.select(_selection(*args, **kwargs), few=True)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return select_launch.select(_selection(call), few=True)
 
 
 @select_pages.implementation("triton_many", devices=gpu.DEVICES, when=_on_gpu, replayed=True)
-def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return select_launch.select(_selection(*args, **kwargs), few=False)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return select_launch.select(_selection(call), few=False)
 
 
-def _group_on_gpu(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> bool:
-    groups = min(lmk_q.shape[1], num_kv_heads or summary_key.shape[1])
+def _group_on_gpu(call: Call) -> bool:
+    groups = min(call.lmk_q.shape[1], call.num_kv_heads or call.summary_key.shape[1])
     return (
-        strategy == "group"
-        and summary_key.shape[1] == groups
-        and select_launch.accepts(lmk_q, summary_key, page_table, groups, topk)
+        call.strategy == "group"
+        and call.summary_key.shape[1] == groups
+        and select_launch.accepts(call.lmk_q, call.summary_key, call.page_table, groups, call.topk)
     )
 
 
 @select_pages.implementation("triton_group", devices=gpu.DEVICES, when=_group_on_gpu)
-def _(
-    lmk_q: Tensor,
-    summary_key: Tensor,
-    summary_bias: Tensor | None,
-    lse: Tensor,
-    row: Tensor,
-    slot: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    window: int,
-    topk: int,
-    scale: float | None = None,
-    strategy: str = "hils",
-    num_kv_heads: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor]:
     """One head a group, the sum of its queries: float32, which the kernels for few tokens take."""
-    groups = min(lmk_q.shape[1], num_kv_heads or summary_key.shape[1])
-    summed = lmk_q.float().unflatten(1, (groups, -1)).sum(dim=2)
-    scale = lmk_q.shape[2] ** -0.5 if scale is None else scale
-    job = _selection(
-        *(summed, summary_key, summary_bias, lse, row, slot, page_table, page_size, window, topk),
-        *(scale, "head", groups),
-    )
+    groups = min(call.lmk_q.shape[1], call.num_kv_heads or call.summary_key.shape[1])
+    summed = call.lmk_q.float().unflatten(1, (groups, -1)).sum(dim=2)
+    scale = call.lmk_q.shape[2] ** -0.5 if call.scale is None else call.scale
+    job = _selection(call.replaced(lmk_q=summed, scale=scale, strategy="head", num_kv_heads=groups))
     return select_launch.select(job, few=True)
-
-
-@select_pages.cases
-def _(make: Make) -> Cases:
-    for dtype, size, groups, group in (
-        (torch.float32, 8, 2, 4),
-        (torch.bfloat16, 4, 1, 8),
-        (torch.float32, 4, 3, 1),
-    ):
-        heads = groups * group
-        lengths, counts = (175, 9, 190, 31), (100, 9, 1, 2)
-        paged = make.paged(lengths, groups, size, 16, dtype=dtype)
-        row, slot, _ = paged.queries(counts)
-        pages = paged.k_cache.shape[0]
-        z = make.randn(row.numel(), heads, 16, dtype=dtype)
-        key = make.randn(pages, heads, 16, dtype=dtype)
-        key[paged.page_table[:, -1].long()] = torch.nan
-        bias = make.rand(pages, heads) * 3
-        lse = make.randn(row.numel(), heads)
-        where = (row, slot, paged.page_table, size, 2 * size + 1, 3)
-        yield make.args(z, key, bias, lse, *where, num_kv_heads=groups)
-        yield make.args(z, key, bias, lse, *where[:-1], 500, num_kv_heads=groups)
-        landmark = paged.k_cache[:, :, -1]
-        for strategy in STRATEGIES:
-            yield make.args(z, landmark, None, lse, *where, strategy=strategy)
-        # All scores equal: whole numbers, whose sums no order of addition can round apart.
-        equal, whole = torch.ones_like(key), make.randint(-3, 4, *z.shape).to(dtype)
-        yield make.args(whole, equal, None, lse, *where, num_kv_heads=groups)
-        # Long rows in which pages recur: ties again, and more candidates than a few blocks hold,
-        # then than blocks of few hold.
-        fourths = make.randint(-8, 9, pages, heads, 16).to(dtype) / 4
-        for width, topk in ((700, 3), (700, 20), (4200, 20)):
-            table = make.randint(0, pages - 2, 2, width, dtype=torch.int32)
-            some, last = make.randint(0, 2, 7), make.randint(500 * size, width * size, 7)
-            far = (some, last, table, size, 2 * size + 1, topk)
-            yield make.args(whole[:7], fourths, None, lse[:7], *far, num_kv_heads=groups)
-        one = (row[-3:-2], slot[-3:-2], *where[2:])
-        yield make.args(z[-3:-2], key, bias, lse[-3:-2], *one, 0.3, num_kv_heads=groups)
-        # Numbers a head, and heads a key, that tiles of a CPU take.
-        wide, near = (make.randn(*x.shape[:2], 32, dtype=dtype) for x in (z, key))
-        yield make.args(wide, near, bias, lse, *where, num_kv_heads=groups)
-        yield make.args(wide, near[:, :groups], None, lse, *where)
-        none = (row[:0], slot[:0], *where[2:])
-        yield make.args(z[:0], key, bias, lse[:0], *none, num_kv_heads=groups)
-
-
-def _by_topk(
-    z: Tensor,
-    key: Tensor,
-    bias: Tensor,
-    lse: Tensor,
-    pages: Tensor,
-    candidates: Tensor,
-    *options: int,
-) -> tuple[Tensor, Tensor]:
-    """hils from torch's operators, for one page list [n, C] a row; options: h_kv, K."""
-    groups, topk = options
-    queries = z.view(pages.shape[0], -1, *z.shape[1:]).transpose(1, 2)
-    u = queries @ key[pages].permute(0, 2, 3, 1) * z.shape[2] ** -0.5
-    u = (u + bias[pages].transpose(1, 2).unsqueeze(2)).transpose(1, 2).flatten(0, 1)
-    outside = torch.arange(u.shape[2], device=u.device) >= candidates[:, None, None]
-    u = u.float().masked_fill(outside, -torch.inf)
-    score = u - torch.logaddexp(lse, u.logsumexp(dim=2)).unsqueeze(2)
-    found = score.unflatten(1, (groups, -1)).amax(dim=2).topk(topk).indices.sort(dim=-1).values
-    return found, u.unflatten(1, (groups, -1)).gather(
-        3, found.unsqueeze(2).expand(-1, -1, u.shape[1] // groups, -1)
-    )
-
-
-@select_pages.bench
-def _(draw: Draw) -> Points:
-    for job in draw.attention():
-        layer, (key, bias) = job.layer, draw.summaries(job)
-        z, lse = draw.randn(*job.q.shape), draw.randn(*job.q.shape[:2], dtype=torch.float32)
-        rule = (layer.page_size, layer.window, layer.topk)
-        pages = job.page_table[:, : job.candidates].long()
-        candidates = candidate_pages(job.slot, layer.page_size, layer.window, "hils")
-        plain = draw.args(z, key, bias, lse, pages, candidates, layer.kv_heads, layer.topk)
-        yield Point(
-            str(job),
-            draw.args(
-                *(z, key, bias, lse, job.row, job.slot, job.page_table, *rule),
-                num_kv_heads=layer.kv_heads,
-            ),
-            job.summary_bytes + moved(z),
-            job.score_flops,
-            (Alternative("topk", _by_topk, plain),),
-        )

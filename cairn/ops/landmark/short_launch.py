@@ -8,13 +8,10 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.landmark.kernels.short import short_kernel, short_scores_kernel
 from cairn.ops.landmark.select_launch import Selection
-
-TOKENS = 64
-"""Tokens that a program scores all pages for."""
-MOST_BYTES, MOST_PAGES = 1 << 15, 128
-"""Of a page's keys, or of all summaries of a row, that a program holds at a time; and pages."""
+from cairn.ops.landmark.tuning import TUNING
 
 
 def accepts(q: Tensor, lmk_q: Tensor, page_size: int, topk: int) -> bool:
@@ -22,9 +19,9 @@ def accepts(q: Tensor, lmk_q: Tensor, page_size: int, topk: int) -> bool:
     width = max(16, gpu.next_power_of_2(q.shape[2]))
     page, pages = (max(16, gpu.next_power_of_2(n)) for n in (page_size, topk))
     return (
-        page * width * q.element_size() <= MOST_BYTES
-        and pages * width * lmk_q.element_size() <= MOST_BYTES
-        and pages <= MOST_PAGES
+        page * width * q.element_size() <= TUNING.short_most_bytes
+        and pages * width * lmk_q.element_size() <= TUNING.short_most_bytes
+        and pages <= TUNING.short_most_pages
     )
 
 
@@ -39,10 +36,18 @@ def attend(
     if tokens == 0:
         return o, indices, scores, lse
     width = gpu.next_power_of_2(job.topk)
-    short_scores_kernel[(heads, -(-tokens // TOKENS))](
+    short_scores_kernel[(heads, -(-tokens // TUNING.short_tokens))](
         *(job.lmk_q, job.summary_key, job.bias, job.row, job.slot, job.page_table),
         *(scores, indices, tokens, *job.numbers(), job.topk),
-        *(heads, job.groups, job.summary_key.shape[1], dim, job.width, TOKENS, max(16, width)),
+        *(
+            heads,
+            job.groups,
+            job.summary_key.shape[1],
+            dim,
+            job.width,
+            TUNING.short_tokens,
+            max(16, width),
+        ),
         *(job.summary_bias is not None, _precision(job.lmk_q)),
         num_warps=4,
     )
@@ -63,7 +68,7 @@ def _tile(task: launch.Task) -> tuple[int, dict[str, int]]:
     rows = 64 if task.width <= 128 else 32
     if task.width > 64 or task.q.dtype == torch.float32:
         return rows, {"num_warps": 4, "num_stages": 2}
-    return rows, {"num_warps": 4, "num_stages": 3, **launch.THREE_NARROW}
+    return rows, {"num_warps": 4, "num_stages": 3, **ATTENTION_TUNING.three_narrow}
 
 
 def _precision(x: Tensor) -> str:

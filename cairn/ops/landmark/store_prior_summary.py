@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache import quantized
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
+from cairn.ops.landmark.checks import check_pooling
 from cairn.ops.landmark.kernels.summary import prior_summary_kernel
-from cairn.ops.landmark.looks import check_pooling
 from cairn.ops.landmark.prior_summary import prior_summary, warps_of
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 def completed_pages(row: Tensor, slot: Tensor, page_table: Tensor, page_size: int) -> Tensor:
@@ -53,78 +52,59 @@ def store_prior_summary(
 
 
 @store_prior_summary.check
-def _(
-    query: Tensor,
-    k_cache: Tensor,
-    pages: Tensor,
-    key_pool: Tensor | None,
-    bias_pool: Tensor | None,
-    scale: float | None = None,
-) -> None:
+def _(call: Call) -> None:
     name = "store_prior_summary"
-    check_pooling(name, query, k_cache, pages)
-    total, (_, heads, dim) = k_cache.shape[0], query.shape
-    if key_pool is not None:
-        expect(name, "key_pool", key_pool, (total, heads, dim), (query.dtype,), query)
-    if bias_pool is not None:
-        expect(name, "bias_pool", bias_pool, (total, heads), FLOAT32, query)
+    check_pooling(name, call.query, call.k_cache, call.pages)
+    total, (_, heads, dim) = call.k_cache.shape[0], call.query.shape
+    if call.key_pool is not None:
+        expect(
+            name, "key_pool", call.key_pool, (total, heads, dim), (call.query.dtype,), call.query
+        )
+    if call.bias_pool is not None:
+        expect(name, "bias_pool", call.bias_pool, (total, heads), FLOAT32, call.query)
 
 
 @store_prior_summary.implementation(
     "composed",
     devices=("cpu",),
-    when=lambda query, k_cache, pages, *args, **kwargs: bool((pages >= 0).all()),
+    when=lambda call: bool((call.pages >= 0).all()),
 )
-def _(
-    query: Tensor,
-    k_cache: Tensor,
-    pages: Tensor,
-    key_pool: Tensor | None,
-    bias_pool: Tensor | None,
-    scale: float | None = None,
-) -> None:
-    key, bias = prior_summary(query, k_cache, pages, scale)
-    if key_pool is not None:
-        key_pool[pages] = key
-    if bias_pool is not None:
-        bias_pool[pages] = bias
+def _(call: Call) -> None:
+    key, bias = prior_summary(call.query, call.k_cache, call.pages, call.scale)
+    if call.key_pool is not None:
+        call.key_pool[call.pages] = key
+    if call.bias_pool is not None:
+        call.bias_pool[call.pages] = bias
 
 
-def _accepts(
-    query: Tensor,
-    k_cache: Tensor,
-    pages: Tensor,
-    key_pool: Tensor | None,
-    bias_pool: Tensor | None,
-    scale: float | None = None,
-) -> bool:
-    pools = [pool for pool in (key_pool, bias_pool) if pool is not None]
+def _accepts(call: Call) -> bool:
+    pools = [pool for pool in (call.key_pool, call.bias_pool) if pool is not None]
     return (
-        query.is_contiguous()
-        and quantized.fits(query, k_cache)
+        call.query.is_contiguous()
+        and quantized.fits(call.query, call.k_cache)
         and all(pool.is_contiguous() for pool in pools)
     )
 
 
 @store_prior_summary.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(
-    query: Tensor,
-    k_cache: Tensor,
-    pages: Tensor,
-    key_pool: Tensor | None,
-    bias_pool: Tensor | None,
-    scale: float | None = None,
-) -> None:
-    (count, heads, dim), (kv_heads, size) = query.shape, k_cache.shape[1:3]
-    if count == 0 or (key_pool is None and bias_pool is None):
+def _(call: Call) -> None:
+    (count, heads, dim), (kv_heads, size) = call.query.shape, call.k_cache.shape[1:3]
+    if count == 0 or (call.key_pool is None and call.bias_pool is None):
         return
-    key = query if key_pool is None else key_pool
-    bias = query if bias_pool is None else bias_pool
+    key = call.query if call.key_pool is None else call.key_pool
+    bias = call.query if call.bias_pool is None else call.bias_pool
     padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
     prior_summary_kernel[(count * heads,)](
-        *(query, k_cache, pages, key, bias, dim**-0.5 if scale is None else scale),
-        *(*k_cache.stride()[:2], heads, kv_heads, dim, size, *padded),
-        *(key_pool is not None, bias_pool is not None, True),
+        *(
+            call.query,
+            call.k_cache,
+            call.pages,
+            key,
+            bias,
+            dim**-0.5 if call.scale is None else call.scale,
+        ),
+        *(*call.k_cache.stride()[:2], heads, kv_heads, dim, size, *padded),
+        *(call.key_pool is not None, call.bias_pool is not None, True),
         num_warps=warps_of(*padded),
         **gpu.ONE_SUM,
     )
@@ -143,45 +123,3 @@ def store_completed(
     """store_prior_summary of the pages whose last slots tokens are in, with their own queries."""
     pages = completed_pages(row, slot, page_table, k_cache.shape[2])
     store_prior_summary(query, k_cache, pages, key_pool, bias_pool, scale)
-
-
-@store_prior_summary.cases
-def _(make: Make) -> Cases:
-    for dtype, size, heads, group in ((torch.float32, 8, 2, 4), (torch.bfloat16, 16, 3, 1)):
-        cache = make.randn(9, heads, size, 16, dtype=dtype)
-        query = make.randn(4, heads * group, 16, dtype=dtype, scale=3.0)
-        keys = make.randn(9, heads * group, 16, dtype=dtype)
-        biases = make.randn(9, heads * group)
-        pages = make.tensor([7, 0, 3, 8], torch.int64)
-        yield make.args(query, cache, pages, keys, biases)
-        yield make.args(query, cache, pages, None, biases, 0.7)
-        yield make.args(query, cache, pages, keys, None)
-        yield make.args(query, cache, make.tensor([-1, 5, -1, 2], torch.int64), keys, biases)
-        yield make.args(query[:1], cache, make.tensor([-1], torch.int64), keys, biases)
-        yield make.args(query[:0], cache, pages[:0], keys, biases)
-        yield make.args(query, quantized.pack(cache), pages, keys, biases)
-
-
-def _index_put(
-    query: Tensor, k_cache: Tensor, pages: Tensor, key_pool: Tensor, bias_pool: Tensor
-) -> None:
-    """The definition where every page is one."""
-    key_pool[pages], bias_pool[pages] = prior_summary.reference(query, k_cache, pages)
-
-
-@store_prior_summary.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        count = -(-rows // layer.page_size)
-        cache = draw.randn(2 * count, layer.kv_heads, layer.page_size, layer.head_dim)
-        pages = draw.rand(2 * count).argsort()[:count]
-        query = draw.randn(count, layer.heads, layer.head_dim)
-        keys = draw.randn(2 * count, layer.heads, layer.head_dim)
-        biases = draw.rand(2 * count, layer.heads)
-        yield Point(
-            f"{layer.name}: pages of {rows} slots",
-            draw.args(query, cache, pages, keys, biases),
-            moved(cache[:count], query, query, biases[:count]),
-            4.0 * query.numel() * layer.page_size,
-            (Alternative("index_put", _index_put),),
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from cairn.ops.amx import load_shapes, save_shapes
 from cairn.ops.attention.tile_loops import (
     LEAST,
     exponents,
@@ -15,7 +14,8 @@ from cairn.ops.attention.tile_loops import (
     transpose,
 )
 from cairn.ops.cpu import jit, prange
-from cairn.ops.lanes import LOG2_E, halves, load, load_some, scratch, spread, store, store_some
+from cairn.ops.cpu.amx import load_shapes, save_shapes
+from cairn.ops.cpu.avx512 import LOG2_E, halves, load, load_some, scratch, spread, store, store_some
 
 
 @jit(threads=True)

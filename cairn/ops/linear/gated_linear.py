@@ -7,14 +7,13 @@ from torch import Tensor
 
 from cairn.ops import cpu, gpu
 from cairn.ops.activation.silu_and_mul import gate_rows, in_lanes, silu_and_mul
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
-from cairn.ops.linear import few, few_rows, group_launch, panel
+from cairn.ops.linear import skinny_gemm, skinny_gemm_cpu, skinny_gemm_panel, wgmma_launch
+from cairn.ops.linear.checks import check_product
 from cairn.ops.linear.linear import normed
-from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -38,122 +37,94 @@ def gated_linear(
 
 
 @gated_linear.check
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> None:
-    expect("gated_linear", "input", input, 2)
-    check_product("gated_linear", input, "weight", weight, None, norm)
-    if weight.shape[0] % 2:
-        refuse("gated_linear", "weight", f"has {weight.shape[0]} rows, no two equal halves")
+def _(call: Call) -> None:
+    expect("gated_linear", "input", call.input, 2)
+    check_product("gated_linear", call.input, "weight", call.weight, None, call.norm)
+    if call.weight.shape[0] % 2:
+        refuse("gated_linear", "weight", f"has {call.weight.shape[0]} rows, no two equal halves")
 
 
 @gated_linear.implementation(
     "gluon",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
-    when=lambda input, weight, norm=None, eps=1e-6: group_launch.accepts(input, weight, gated=True),
+    when=lambda call: wgmma_launch.accepts(call.input, call.weight, gated=True),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    out = gpu.empty((input.shape[0], weight.shape[0] // 2), input.dtype, input.device)
-    return group_launch.multiply(x, weight, out, gated=True)
+def _(call: Call) -> Tensor:
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    out = gpu.empty(
+        (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
+    )
+    return wgmma_launch.multiply(x, call.weight, out, gated=True)
 
 
 @gated_linear.implementation(
     "triton_panel",
     devices=gpu.DEVICES,
-    when=lambda input, weight, norm=None, eps=1e-6: panel.accepts(input, weight, gated=True),
+    when=lambda call: skinny_gemm_panel.accepts(call.input, call.weight, gated=True),
     replayed=True,
 )
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    out = gpu.empty((input.shape[0], weight.shape[0] // 2), input.dtype, input.device)
-    return panel.multiply(x, weight, out, gated=True)
+def _(call: Call) -> Tensor:
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    out = gpu.empty(
+        (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
+    )
+    return skinny_gemm_panel.multiply(x, call.weight, out, gated=True)
 
 
 @gated_linear.implementation(
     "triton_few",
     devices=gpu.DEVICES,
-    when=lambda input, weight, norm=None, eps=1e-6: few.accepts(input, weight, gated=True),
+    when=lambda call: skinny_gemm.accepts(call.input, call.weight, gated=True),
     replayed=True,
 )
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    out = gpu.empty((input.shape[0], weight.shape[0] // 2), input.dtype, input.device)
-    given = None if norm is None else (norm, eps)
-    return few.multiply(input, weight, out, norm=given, gated=True)
+def _(call: Call) -> Tensor:
+    out = gpu.empty(
+        (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
+    )
+    given = None if call.norm is None else (call.norm, call.eps)
+    return skinny_gemm.multiply(call.input, call.weight, out, norm=given, gated=True)
 
 
 @gated_linear.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda input, weight, norm=None, eps=1e-6: few_rows.accepts(input, weight),
+    when=lambda call: skinny_gemm_cpu.accepts(call.input, call.weight),
 )
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    out = input.new_empty(input.shape[0], weight.shape[0] // 2)
-    return few_rows.multiply(
-        input, weight, out, norm=None if norm is None else (norm, eps), gated=True
+def _(call: Call) -> Tensor:
+    out = call.input.new_empty(call.input.shape[0], call.weight.shape[0] // 2)
+    return skinny_gemm_cpu.multiply(
+        call.input,
+        call.weight,
+        out,
+        norm=None if call.norm is None else (call.norm, call.eps),
+        gated=True,
     )
 
 
 @gated_linear.implementation("halves", devices=cpu.DEVICES)
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def _(call: Call) -> Tensor:
     """Norm, two products and their gate, each rounded.
 
     The C library maps what is larger than 32 MiB anew for every tensor, page by page: one product
     of 2,048 tokens with 2 x 4,096 numbers takes half as long again for it.
     """
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    gate, up = (torch.nn.functional.linear(x, half) for half in weight.chunk(2))
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    gate, up = (torch.nn.functional.linear(x, half) for half in call.weight.chunk(2))
     out = gate if in_lanes(gate) else torch.empty_like(gate)
     gate_rows(gate, up, 0, out)
     return out
 
 
 @gated_linear.implementation("composed")
-def _(input: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def _(call: Call) -> Tensor:
     """Norm, product and gate, each rounded."""
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    return silu_and_mul(torch.nn.functional.linear(x, weight))
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    return silu_and_mul(torch.nn.functional.linear(x, call.weight))
 
 
 gated_linear.tolerance(
     {torch.bfloat16: (2e-2, 3e-2)}, "normed tokens and products are rounded in between, or are not"
 )
-
-
-@gated_linear.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        for rows, width, numbers in (
-            *((1, 64, 9), (2, 48, 33), (5, 96, 20), (17, 64, 32)),
-            *((64, 512, 96), (90, 128, 64), (70, 48, 5)),
-        ):
-            weight = make.randn(2 * numbers, width, dtype=dtype, scale=width**-0.5)
-            x = make.randn(rows, width, dtype=dtype)
-            yield make.args(x, weight)
-            yield make.args(x, weight, make.randn(width, dtype=dtype), 1e-5)
-    yield make.args(make.randn(0, 64), make.randn(18, 64))
-    if make.device != "cpu":
-        # So large that a GPU streams it.
-        weight = make.randn(2 * 3100, 1400, dtype=torch.bfloat16, scale=0.03)
-        yield make.args(make.randn(19, 1400, dtype=torch.bfloat16), weight)
-
-
-def _by_torch(x: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
-    normed = torch.nn.functional.rms_norm(x, norm.shape, norm, 1e-6)
-    gate, up = torch.nn.functional.linear(normed, weight).chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
-
-
-@gated_linear.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.products():
-        x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
-        weight = draw.randn(2 * layer.intermediate, layer.hidden, scale=layer.hidden**-0.5)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden} x 2 x {layer.intermediate}",
-            draw.args(x, weight, norm),
-            moved(x, weight, norm) + rows * layer.intermediate * x.element_size(),
-            2.0 * rows * weight.numel(),
-            draw.by_torch(_by_torch, "rms_norm, linear, silu"),
-        )

@@ -3,14 +3,13 @@
 A program of `rows_kernel` and `tile_kernel` holds the rows of the weight that it multiplies, whole,
 before it waits for the kernel in front: while that one ends, the weight is on its way. With NORM
 the tokens are normed on the way (rmsnorm with the weight `norm`): what all numbers of a token are
-divided by comes after the product. `block_kernel` is for more tokens and very many numbers,
-`panel_kernel` for more tokens and numbers of a layer. Sums are float32.
+divided by comes after the product. `panel_kernel` is for more tokens. Sums are float32.
 """
 
 from __future__ import annotations
 
-from cairn.ops.early import ask_for, await_previous, launch_next
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import ask_for, await_previous, launch_next
 
 
 @triton.jit
@@ -24,7 +23,7 @@ def rows_kernel(
     x, norm, weight, bias, out, tokens, numbers, x_stride, out_stride, eps,
     WIDTH: tl.constexpr, WP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, numbers] = x W^T, for ROWS rows of W [numbers, WIDTH], token by token.
 
@@ -33,9 +32,9 @@ def rows_kernel(
         TOKENS: tokens, padded to a power of two.
         GATED: W is [2 numbers, WIDTH]; out is silu of the first half's product, times the second's.
         ADD: out holds what the product is added to.
-        EARLY: as in `await_previous`.
+        PDL: as in `await_previous`.
     """
-    launch_next(EARLY)
+    launch_next(PDL)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, WP)
     inside = (n < numbers)[:, None]
@@ -52,7 +51,7 @@ def rows_kernel(
     offset = tl.zeros([ROWS], tl.float32)
     if BIAS:
         offset = tl.load(bias + n, mask=n < numbers, other=0.0).to(tl.float32)
-    await_previous(EARLY)
+    await_previous(PDL)
     for t in tl.static_range(TOKENS):
         alive = t < tokens
         value = tl.load(x + t * x_stride + k, mask=(k < WIDTH) & alive, other=0.0).to(tl.float32)
@@ -121,7 +120,7 @@ def tile_kernel(
     x, norm, weight, bias, out, tokens, numbers, x_stride, out_stride, eps,
     WIDTH: tl.constexpr, SPAN: tl.constexpr, WP: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TALL: tl.constexpr, NORM: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for TOKENS tokens at once.
 
@@ -135,7 +134,7 @@ def tile_kernel(
         PARTS: stretches of the sums that are products of their own, so that every warp has one.
         TALL: as in `tile_product`.
     """
-    launch_next(EARLY)
+    launch_next(PDL)
     PART: tl.constexpr = WP // PARTS
     PADDED: tl.constexpr = WP != SPAN
     WIDE: tl.constexpr = not TALL
@@ -156,13 +155,13 @@ def tile_kernel(
         offset = tl.load(bias + row).to(tl.float32)
     t = tl.arange(0, TOKENS)
     token = tl.minimum(t, tokens - 1)
-    await_previous(EARLY)
+    await_previous(PDL)
     at = x + across(token, WIDE) * x_stride + along(k, WIDE)
     value = load_padded(at, along(inside, WIDE), PADDED)
     if ADD:
         at = out + beside(token, WIDE) * out_stride + beside(row, TALL)
         before = tl.load(at).to(tl.float32)
-    if EARLY:
+    if PDL:
         # Else the first of the weight are put into shared memory before the last are asked for.
         tl.debug_barrier()
         rows, value = held(rows), held(value)
@@ -190,42 +189,11 @@ def tile_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens", "numbers"])
-def block_kernel(
-    x, weight, bias, out, tokens, numbers, width, x_stride, out_stride,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out [tokens, numbers] = x W^T for all tokens and ROWS rows of W [numbers, width], PART of its
-    columns at a time.
-
-    Args:
-        TOKENS: tokens, padded to a power of two.
-    """
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    t = tl.arange(0, TOKENS)
-    k = tl.arange(0, PART)
-    inside, alive = n < numbers, t < tokens
-    rows = weight + n.to(tl.int64)[:, None] * width + k[None, :]
-    columns = x + t[None, :] * x_stride + k[:, None]
-    result = tl.zeros([ROWS, TOKENS], tl.float32)
-    for _ in range(0, width, PART):
-        own = tl.load(rows, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
-        value = tl.load(columns, mask=alive[None, :], other=0.0)
-        result = tl.dot(own, value, result, input_precision=PRECISION)
-        rows += PART
-        columns += PART
-    if BIAS:
-        result += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
-    at = out + t.to(tl.int64)[None, :] * out_stride + n[:, None]
-    tl.store(at, result.to(out.dtype.element_ty), mask=inside[:, None] & alive[None, :])
-
-
-@triton.jit(do_not_specialize=["tokens", "numbers"])
 def panel_kernel(
     x, weight, out, tokens, numbers, x_stride, out_stride,
     WIDTH: tl.constexpr, SPAN: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, PART: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, numbers] = x W^T for all tokens and ROWS rows of W, PART of its columns at a
     time. The rest of the weight is asked for before the kernel in front is awaited.
@@ -236,9 +204,9 @@ def panel_kernel(
         TOKENS: tokens, padded to a power of two.
         GATED: as in `rows_kernel`; pairs of rows, one of either half, lie side by side.
         SPLIT: out is [spans, tokens, numbers], the sums of the spans by themselves.
-        EARLY: as in `await_previous`.
+        PDL: as in `await_previous`.
     """
-    launch_next(EARLY)
+    launch_next(PDL)
     span = tl.program_id(1)
     r = tl.arange(0, ROWS)
     if GATED:
@@ -247,11 +215,11 @@ def panel_kernel(
     else:
         row = (tl.program_id(0) * ROWS + r).to(tl.int64)
     base = weight + row * WIDTH + span * SPAN
-    if EARLY:
+    if PDL:
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
         line = tl.minimum(tl.arange(0, LINES) * LINE, SPAN - LINE)
         ask_for(base[:, None] + line[None, :])
-    await_previous(EARLY)
+    await_previous(PDL)
     t = tl.arange(0, TOKENS)
     k = tl.arange(0, PART)
     alive = (t < tokens)[:, None]
@@ -279,22 +247,22 @@ def panel_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def sum_norm_kernel(
     parts, residual, norm, out, tokens, residual_stride, out_stride, width, eps,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: residual += the sum of its parts [PARTS, tokens, width], in their order; with NORM
     out = the norm of that before it was rounded.
 
     Args:
-        EARLY: as in `await_previous`.
+        PDL: as in `await_previous`.
     """
-    launch_next(EARLY)
+    launch_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     if NORM:
         # Before the wait: it is a weight.
         factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-    await_previous(EARLY)
+    await_previous(PDL)
     residual_at = residual + token * residual_stride + column
     before = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
     at = parts + token * width + column

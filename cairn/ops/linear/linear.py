@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import check_dtype
-from cairn.ops.linear import few, few_rows, group_launch, panel
-from cairn.ops.linear.looks import check_product
+from cairn.ops.linear import skinny_gemm, skinny_gemm_cpu, skinny_gemm_panel, wgmma_launch
+from cairn.ops.linear.checks import check_product
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 def normed(input: Tensor, norm: Tensor | None, eps: float) -> Tensor:
@@ -49,16 +48,9 @@ def linear(
 
 
 @linear.check
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> None:
-    check_product("linear", input, "weight", weight, bias, norm)
-    check_dtype("linear", dtype)
+def _(call: Call) -> None:
+    check_product("linear", call.input, "weight", call.weight, call.bias, call.norm)
+    check_dtype("linear", call.dtype)
 
 
 def _blank(input: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -71,179 +63,75 @@ def _blank(input: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     "gluon",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
-    when=lambda input, weight, bias=None, *args, **kwargs: (
-        bias is None and group_launch.accepts(input, weight)
-    ),
+    when=lambda call: call.bias is None and wgmma_launch.accepts(call.input, call.weight),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    out = _blank(input, weight, dtype)
-    return group_launch.multiply(x, weight, out)
+def _(call: Call) -> Tensor:
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    out = _blank(call.input, call.weight, call.dtype)
+    return wgmma_launch.multiply(x, call.weight, out)
 
 
 @linear.implementation(
     "triton_panel",
     devices=gpu.DEVICES,
-    when=lambda input, weight, bias=None, *args, **kwargs: (
-        bias is None and panel.accepts(input, weight)
-    ),
+    when=lambda call: call.bias is None and skinny_gemm_panel.accepts(call.input, call.weight),
     replayed=True,
 )
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    out = _blank(input, weight, dtype)
-    return panel.multiply(x, weight, out)
+def _(call: Call) -> Tensor:
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    out = _blank(call.input, call.weight, call.dtype)
+    return skinny_gemm_panel.multiply(x, call.weight, out)
 
 
 @linear.implementation(
     "triton_few",
     devices=gpu.DEVICES,
-    when=lambda input, weight, *args, **kwargs: few.accepts(input, weight),
+    when=lambda call: skinny_gemm.accepts(call.input, call.weight),
     replayed=True,
 )
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    out = _blank(input, weight, dtype)
-    return few.multiply(input, weight, out, bias, None if norm is None else (norm, eps))
-
-
-@linear.implementation(
-    "triton_block",
-    devices=gpu.DEVICES,
-    when=lambda input, weight, *args, **kwargs: few.accepts_block(input, weight),
-    replayed=True,
-)
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    out = _blank(input, weight, dtype)
-    return few.multiply_block(x, weight, out, bias)
+def _(call: Call) -> Tensor:
+    out = _blank(call.input, call.weight, call.dtype)
+    return skinny_gemm.multiply(
+        call.input,
+        call.weight,
+        out,
+        call.bias,
+        None if call.norm is None else (call.norm, call.eps),
+    )
 
 
 @linear.implementation(
     "numba",
     devices=cpu.DEVICES,
-    when=lambda input, weight, *args, **kwargs: few_rows.accepts(input, weight),
+    when=lambda call: skinny_gemm_cpu.accepts(call.input, call.weight),
 )
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    out = input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=dtype or input.dtype)
-    return few_rows.multiply(input, weight, out, bias, None if norm is None else (norm, eps))
+def _(call: Call) -> Tensor:
+    out = call.input.new_empty(
+        (*call.input.shape[:-1], call.weight.shape[0]), dtype=call.dtype or call.input.dtype
+    )
+    return skinny_gemm_cpu.multiply(
+        call.input,
+        call.weight,
+        out,
+        call.bias,
+        None if call.norm is None else (call.norm, call.eps),
+    )
 
 
 @linear.implementation("composed")
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """The norm, rounded; then the library's product, rounded where the result is not float32."""
-    x = input if norm is None else rmsnorm(input, norm, eps)
-    if dtype == torch.float32 and x.dtype != dtype and bias is None and x.is_cuda:
+    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    if call.dtype == torch.float32 and x.dtype != call.dtype and call.bias is None and x.is_cuda:
         # Rounded on the way, logits would be equal that are not.
-        wide = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=dtype)
-        return wide.view(*x.shape[:-1], weight.shape[0])
-    product = torch.nn.functional.linear(x, weight, bias)
-    return product if dtype is None else product.to(dtype)
+        wide = torch.mm(x.reshape(-1, x.shape[-1]), call.weight.t(), out_dtype=call.dtype)
+        return wide.view(*x.shape[:-1], call.weight.shape[0])
+    product = torch.nn.functional.linear(x, call.weight, call.bias)
+    return product if call.dtype is None else product.to(call.dtype)
 
 
 linear.tolerance(
     {torch.bfloat16: (1.6e-2, 2e-2)}, "normed tokens are rounded before the product, or are not"
 )
-
-
-@linear.cases
-def _(make: Make) -> Cases:
-    sizes = ((1, 64, 9), (2, 48, 33), (5, 96, 20), (16, 32, 8), (70, 48, 5))
-    for dtype in (torch.float32, torch.bfloat16):
-        for rows, width, numbers in sizes:
-            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
-            x, bias = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
-            yield make.args(x, weight, bias)
-            yield make.args(x, weight, None, make.randn(width, dtype=dtype), 1e-5, torch.float32)
-    # A head of very many numbers, for more tokens than one tile.
-    numbers = few.MANY_ROWS + 5
-    for rows, dtype in ((17, torch.float32), (40, torch.bfloat16)):
-        weight = make.randn(numbers, 64, dtype=dtype, scale=0.125)
-        x, bias = make.randn(rows, 64, dtype=dtype), make.randn(numbers, dtype=dtype)
-        yield make.args(x, weight, bias, make.randn(64, dtype=dtype), 1e-6, torch.float32)
-    for rows, width, numbers, dtype in (
-        (17, 512, 48, torch.float32),
-        (70, 512, 96, torch.bfloat16),
-    ):
-        weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
-        x, norm = (
-            make.randn(rows, width + 8, dtype=dtype)[:, :width],
-            make.randn(width, dtype=dtype),
-        )
-        yield make.args(x, weight)
-        yield make.args(x, weight, None, norm, 1e-5, torch.float32)
-    wide = make.randn(2, 3, 128)[..., :64]
-    yield make.args(wide, make.randn(7, 64))
-    yield make.args(wide[:, 0], make.randn(7, 64))
-    yield make.args(make.randn(0, 64), make.randn(7, 64))
-    if make.device != "cpu":
-        # So large that a GPU streams it.
-        weight = make.randn(6200, 1400, dtype=torch.bfloat16, scale=0.03)
-        yield make.args(make.randn(19, 1400, dtype=torch.bfloat16), weight)
-
-
-def _by_torch(x: Tensor, weight: Tensor, _: None, norm: Tensor) -> Tensor:
-    return torch.nn.functional.linear(
-        torch.nn.functional.rms_norm(x, norm.shape, norm, 1e-6), weight
-    )
-
-
-@linear.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.products():
-        shapes = [("qkv", rows, 2 * (layer.heads + layer.kv_heads) * layer.head_dim)]
-        if rows == 1:
-            shapes += [("head", count, layer.vocabulary) for count in (1, 8, few.BLOCK_TOKENS)]
-        for name, rows, numbers in shapes:
-            x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
-            weight = draw.randn(numbers, layer.hidden, scale=layer.hidden**-0.5)
-            yield Point(
-                f"{layer.name} {name}: {rows} x {layer.hidden} x {numbers}",
-                draw.args(x, weight, None, norm),
-                moved(x, weight, norm) + rows * numbers * x.element_size(),
-                2.0 * rows * weight.numel(),
-                draw.by_torch(_by_torch, "rms_norm, linear"),
-            )

@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect
-from cairn.ops.linear import few, group_launch, panel
+from cairn.ops.linear import skinny_gemm, skinny_gemm_panel, wgmma_launch
+from cairn.ops.linear.checks import check_product
 from cairn.ops.linear.linear_add import linear_add
-from cairn.ops.linear.looks import check_product
 from cairn.ops.norm.launch import check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op(mutates=("residual",))
@@ -50,143 +49,77 @@ def linear_add_rmsnorm(
 
 
 @linear_add_rmsnorm.check
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-) -> None:
-    expect("linear_add_rmsnorm", "input", input, (None, None))
-    check_product("linear_add_rmsnorm", input, "weight", weight, bias)
-    shape = (input.shape[0], weight.shape[0])
-    expect("linear_add_rmsnorm", "residual", residual, shape, (input.dtype,), input)
-    check_weight("linear_add_rmsnorm", "norm", norm, residual)
+def _(call: Call) -> None:
+    expect("linear_add_rmsnorm", "input", call.input, (None, None))
+    check_product("linear_add_rmsnorm", call.input, "weight", call.weight, call.bias)
+    shape = (call.input.shape[0], call.weight.shape[0])
+    expect("linear_add_rmsnorm", "residual", call.residual, shape, (call.input.dtype,), call.input)
+    check_weight("linear_add_rmsnorm", "norm", call.norm, call.residual)
 
 
 @linear_add_rmsnorm.implementation(
     "gluon",
     devices=gpu.DEVICES,
     dtypes=(torch.bfloat16, torch.float16),
-    when=lambda input, residual, weight, norm, bias=None, eps=1e-6: (
-        bias is None and residual.stride(1) == 1 and group_launch.accepts_split(input, weight)
+    when=lambda call: (
+        call.bias is None
+        and call.residual.stride(1) == 1
+        and wgmma_launch.accepts_split(call.input, call.weight)
     ),
     missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
 )
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """The norm sums what the product is split into."""
-    return panel.add_and_norm(group_launch.multiply_parts(input, weight), residual, norm, eps)
+    return skinny_gemm_panel.add_and_norm(
+        wgmma_launch.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
+    )
 
 
 @linear_add_rmsnorm.implementation(
     "triton_panel",
     devices=gpu.DEVICES,
-    when=lambda input, residual, weight, norm, bias=None, eps=1e-6: (
-        bias is None and residual.stride(1) == 1 and panel.accepts_split(input, weight)
+    when=lambda call: (
+        call.bias is None
+        and call.residual.stride(1) == 1
+        and skinny_gemm_panel.accepts_split(call.input, call.weight)
     ),
     replayed=True,
 )
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """The norm sums what the product is split into."""
-    return panel.add_and_norm(panel.multiply_parts(input, weight), residual, norm, eps)
+    return skinny_gemm_panel.add_and_norm(
+        skinny_gemm_panel.multiply_parts(call.input, call.weight),
+        call.residual,
+        call.norm,
+        call.eps,
+    )
 
 
 @linear_add_rmsnorm.implementation(
     "triton_few",
     devices=gpu.DEVICES,
-    when=lambda input, residual, weight, norm, bias=None, eps=1e-6: (
-        bias is None and residual.stride(1) == 1 and few.accepts_split(input, weight)
+    when=lambda call: (
+        call.bias is None
+        and call.residual.stride(1) == 1
+        and skinny_gemm.accepts_split(call.input, call.weight)
     ),
     replayed=True,
 )
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """The same, of fewer tokens."""
-    return panel.add_and_norm(few.multiply_parts(input, weight), residual, norm, eps)
+    return skinny_gemm_panel.add_and_norm(
+        skinny_gemm.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
+    )
 
 
 @linear_add_rmsnorm.implementation("composed")
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Two ops: the norm is that of the rounded sum."""
-    linear_add(input, residual, weight, bias)
-    return rmsnorm(residual, norm, eps)
+    linear_add(call.input, call.residual, call.weight, call.bias)
+    return rmsnorm(call.residual, call.norm, call.eps)
 
 
 linear_add_rmsnorm.tolerance(
     {torch.bfloat16: (2e-2, 3e-2)}, "sums are rounded in between and before the norm, or are not"
 )
-
-
-@linear_add_rmsnorm.cases
-def _(make: Make) -> Cases:
-    few = ((2, 48, 33), (3, 2048, 13), (17, 128, 64), (130, 64, 64))
-    # Sums of more numbers differ by more than float32 is compared with, in another order.
-    more = ((16, 4096, 40), (40, 512, 192), (64, 4096, 64), (100, 512, 128))
-    for dtype, sizes in ((torch.float32, few), (torch.bfloat16, few + more)):
-        for rows, width, numbers in sizes:
-            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
-            x, norm = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
-            residual = make.randn(rows, numbers, dtype=dtype)
-            yield make.args(x, residual, weight, norm)
-            yield make.args(x, residual, weight, norm, make.randn(numbers, dtype=dtype), 1e-5)
-    wide = make.randn(5, 3072)[:, :2048], make.randn(5, 26)[:, 1:14]
-    yield make.args(*wide, make.randn(13, 2048, scale=0.02), make.randn(13))
-    wide = make.randn(70, 128)[:, :64], make.randn(70, 130)[:, 1:65]
-    yield make.args(*wide, make.randn(64, 64, scale=0.1), make.randn(64))
-    yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64), make.randn(9))
-    if make.device != "cpu":
-        # So large that a GPU streams it.
-        weight = make.randn(1000, 8400, dtype=torch.bfloat16, scale=0.01)
-        shapes = (19, 8400), (19, 1000), (1000,)
-        x, residual, norm = (make.randn(*shape, dtype=torch.bfloat16) for shape in shapes)
-        yield make.args(x, residual, weight, norm)
-
-
-def _by_torch(x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
-    residual.addmm_(x, weight.t())
-    return torch.nn.functional.rms_norm(residual, norm.shape, norm, 1e-6)
-
-
-@linear_add_rmsnorm.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.products():
-        for name, width in (("out", layer.heads * layer.head_dim), ("down", layer.intermediate)):
-            x, residual = draw.randn(rows, width), draw.randn(rows, layer.hidden)
-            weight = draw.randn(layer.hidden, width, scale=width**-0.5)
-            norm = draw.randn(layer.hidden)
-            yield Point(
-                f"{layer.name} {name}: {rows} x {width} x {layer.hidden}",
-                draw.args(x, residual, weight, norm),
-                moved(x, weight, residual, residual, residual, norm),
-                2.0 * rows * weight.numel(),
-                draw.by_torch(_by_torch, "addmm_, rms_norm"),
-            )

@@ -6,7 +6,7 @@ import numpy as np
 
 from cairn.ops.activation.loops import silu
 from cairn.ops.cpu import jit, narrow, prange, wide
-from cairn.ops.lanes import LANES, add_products, spread, total
+from cairn.ops.cpu.avx512 import LANES, add_products, spread, total
 from cairn.ops.norm.loops import norm_row
 
 

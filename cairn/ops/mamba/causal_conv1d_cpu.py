@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT32, expect, refuse
 from cairn.ops.mamba import convolution, segments
 from cairn.ops.mamba.causal_conv1d_update import causal_conv1d_update
-from cairn.ops.mamba.sizes import net_of
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 PAD = -1
 """Slot of sequences that are left as they are."""
@@ -82,17 +80,19 @@ def causal_conv1d_update_cpu(
 
 
 @causal_conv1d_fn_cpu.fake
-def _(mixed_qkv_transposed: Tensor, *args: object, **kwargs: object) -> Tensor:
+def _(call: Call) -> Tensor:
     return torch.empty(
-        mixed_qkv_transposed.shape,
-        dtype=mixed_qkv_transposed.dtype,
-        device=mixed_qkv_transposed.device,
+        call.mixed_qkv_transposed.shape,
+        dtype=call.mixed_qkv_transposed.dtype,
+        device=call.mixed_qkv_transposed.device,
     )
 
 
 @causal_conv1d_update_cpu.fake
-def _(mixed_qkv: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return torch.empty(mixed_qkv.shape, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
+def _(call: Call) -> Tensor:
+    return torch.empty(
+        call.mixed_qkv.shape, dtype=call.mixed_qkv.dtype, device=call.mixed_qkv.device
+    )
 
 
 def _expect_activation(op: str, activation: str | None) -> None:
@@ -101,93 +101,34 @@ def _expect_activation(op: str, activation: str | None) -> None:
 
 
 @causal_conv1d_fn_cpu.check
-def _(
-    mixed_qkv_transposed: Tensor,
-    conv_weights: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    conv_states: Tensor | None,
-    has_initial_state: Tensor | None,
-    cache_indices: Tensor | None,
-    query_start_loc: Tensor,
-    seq_lens_cpu: list[int] | None,
-) -> None:
-    name, weight, x = "causal_conv1d_fn_cpu", conv_weights, mixed_qkv_transposed
-    convolution.expect_weights(name, ("conv_weights", "bias"), weight, bias)
+def _(call: Call) -> None:
+    name, weight, x = "causal_conv1d_fn_cpu", call.conv_weights, call.mixed_qkv_transposed
+    convolution.expect_weights(name, ("conv_weights", "bias"), weight, call.bias)
     expect(name, "mixed_qkv_transposed", x, (weight.shape[0], None), FLOATS, weight)
-    expect(name, "query_start_loc", query_start_loc, 1, INT32, weight)
-    segments.expect_starts(name, "query_start_loc", query_start_loc, x.shape[1], weight)
-    count = query_start_loc.shape[0] - 1
-    convolution.expect_states(name, "conv_states", conv_states, weight)
-    convolution.expect_slots(name, "cache_indices", cache_indices, count, conv_states, weight)
-    if has_initial_state is not None:
+    expect(name, "query_start_loc", call.query_start_loc, 1, INT32, weight)
+    segments.expect_starts(name, "query_start_loc", call.query_start_loc, x.shape[1], weight)
+    count = call.query_start_loc.shape[0] - 1
+    convolution.expect_states(name, "conv_states", call.conv_states, weight)
+    convolution.expect_slots(
+        name, "cache_indices", call.cache_indices, count, call.conv_states, weight
+    )
+    if call.has_initial_state is not None:
         kinds = (torch.bool,)
-        expect(name, "has_initial_state", has_initial_state, (count,), kinds, weight)
-    _expect_activation(name, activation)
+        expect(name, "has_initial_state", call.has_initial_state, (count,), kinds, weight)
+    _expect_activation(name, call.activation)
 
 
 @causal_conv1d_update_cpu.check
-def _(
-    mixed_qkv: Tensor,
-    conv_states: Tensor,
-    conv_weights: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    conv_state_indices: Tensor | None,
-) -> None:
-    name, weight = "causal_conv1d_update_cpu", conv_weights
-    convolution.expect_weights(name, ("conv_weights", "bias"), weight, bias)
-    expect(name, "mixed_qkv", mixed_qkv, dtypes=FLOATS, like=weight)
-    shape = mixed_qkv.shape
-    if mixed_qkv.dim() not in (2, 3) or shape[1] != weight.shape[0]:
+def _(call: Call) -> None:
+    name, weight = "causal_conv1d_update_cpu", call.conv_weights
+    convolution.expect_weights(name, ("conv_weights", "bias"), weight, call.bias)
+    expect(name, "mixed_qkv", call.mixed_qkv, dtypes=FLOATS, like=weight)
+    shape = call.mixed_qkv.shape
+    if call.mixed_qkv.dim() not in (2, 3) or shape[1] != weight.shape[0]:
         wanted = f"[B, {weight.shape[0]}] or [B, {weight.shape[0]}, L]"
         refuse(name, "mixed_qkv", f"has shape {list(shape)}, not {wanted}")
-    expect(name, "conv_states", conv_states, 3, FLOATS, weight)
-    convolution.expect_states(name, "conv_states", conv_states, weight)
-    slots = conv_state_indices
-    convolution.expect_slots(name, "conv_state_indices", slots, shape[0], conv_states, weight)
-    _expect_activation(name, activation)
-
-
-@causal_conv1d_fn_cpu.cases
-def _(make: Make) -> Cases:
-    starts = make.tensor([0, 6, 6, 8], torch.int32)
-    slot = make.tensor([2, 0, -1], torch.int32)
-    used = make.tensor([True, True, False], torch.bool)
-    for dtype in (torch.float32, torch.bfloat16):
-        x, weight = make.randn(5, 9, dtype=dtype), make.randn(5, 4, dtype=dtype)
-        states = make.randn(3, 5, 3, dtype=dtype)
-        yield make.args(x, weight, None, "silu", states, used, slot, starts, [6, 0, 2])
-        bias = make.randn(5, dtype=dtype)
-        yield make.args(x, weight, bias, None, None, None, None, starts, None)
-
-
-@causal_conv1d_update_cpu.cases
-def _(make: Make) -> Cases:
-    slot = make.tensor([2, -1, 1], torch.int32)
-    for dtype in (torch.float32, torch.bfloat16):
-        weight, states = make.randn(5, 4, dtype=dtype), make.randn(3, 5, 3, dtype=dtype)
-        bias = make.randn(5, dtype=dtype)
-        yield make.args(make.randn(3, 5, dtype=dtype), states, weight, bias, "silu", slot)
-        yield make.args(make.randn(3, 5, 2, dtype=dtype), states, weight, None, None, None)
-
-
-@causal_conv1d_fn_cpu.bench
-def _(draw: Draw) -> Points:
-    net = net_of(draw)
-    for tokens in net.prefills:
-        x, weight = draw.randn(net.channels, tokens), draw.randn(net.channels, net.width)
-        starts = draw.tensor([0, tokens], torch.int32)
-        given = draw.args(x, weight, None, "silu", None, None, None, starts, None)
-        yield Point(f"{tokens} x {net.channels}", given, moved(x, x, weight))
-
-
-@causal_conv1d_update_cpu.bench
-def _(draw: Draw) -> Points:
-    net = net_of(draw)
-    for batch in net.batches:
-        x, weight = draw.randn(batch, net.channels), draw.randn(net.channels, net.width)
-        states = draw.randn(batch, net.channels, net.width - 1)
-        given = draw.args(x, states, weight, None, "silu", None)
-        size = f"{batch} x {net.channels}"
-        yield Point(size, given, moved(x, x, weight, states, states))
+    expect(name, "conv_states", call.conv_states, 3, FLOATS, weight)
+    convolution.expect_states(name, "conv_states", call.conv_states, weight)
+    slots = call.conv_state_indices
+    convolution.expect_slots(name, "conv_state_indices", slots, shape[0], call.conv_states, weight)
+    _expect_activation(name, call.activation)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT32, expect, expect_within, refuse
 from cairn.ops.mamba import convolution
-from cairn.ops.mamba.sizes import net_of
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "causal_conv1d_update"
 
@@ -71,60 +69,23 @@ def causal_conv1d_update(
 
 
 @causal_conv1d_update.check
-def _(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias_: Tensor | None,
-    silu_activation: bool,
-    cache_seqlens: Tensor | None,
-    conv_state_indices: Tensor | None,
-    pad_slot_id: int,
-) -> None:
-    convolution.expect_weights(NAME, ("weight", "bias_"), weight, bias_)
-    expect(NAME, "x", x, (None, weight.shape[0], None), FLOATS, weight)
-    expect(NAME, "conv_state", conv_state, 3, FLOATS, weight)
-    convolution.expect_states(NAME, "conv_state", conv_state, weight)
-    slots = conv_state_indices
-    convolution.expect_slots(NAME, "conv_state_indices", slots, x.shape[0], conv_state, weight)
-    if cache_seqlens is not None:
-        expect(NAME, "cache_seqlens", cache_seqlens, x.shape[:1], INT32, weight)
-        expect_within(NAME, "cache_seqlens", cache_seqlens, 1 << 31)
-        room = conv_state.shape[2] - weight.shape[1] + 1
-        if x.shape[2] > max(1, room):
-            problem = f"has {x.shape[2]} tokens: a ring of {conv_state.shape[2]} takes {room}"
+def _(call: Call) -> None:
+    convolution.expect_weights(NAME, ("weight", "bias_"), call.weight, call.bias_)
+    expect(NAME, "x", call.x, (None, call.weight.shape[0], None), FLOATS, call.weight)
+    expect(NAME, "conv_state", call.conv_state, 3, FLOATS, call.weight)
+    convolution.expect_states(NAME, "conv_state", call.conv_state, call.weight)
+    slots = call.conv_state_indices
+    convolution.expect_slots(
+        NAME, "conv_state_indices", slots, call.x.shape[0], call.conv_state, call.weight
+    )
+    if call.cache_seqlens is not None:
+        expect(NAME, "cache_seqlens", call.cache_seqlens, call.x.shape[:1], INT32, call.weight)
+        expect_within(NAME, "cache_seqlens", call.cache_seqlens, 1 << 31)
+        room = call.conv_state.shape[2] - call.weight.shape[1] + 1
+        if call.x.shape[2] > max(1, room):
+            problem = (
+                f"has {call.x.shape[2]} tokens: a ring of {call.conv_state.shape[2]} takes {room}"
+            )
             refuse(NAME, "x", problem, "Give longer states, or fewer tokens")
-    if not isinstance(pad_slot_id, int):
-        refuse(NAME, "pad_slot_id", f"is {pad_slot_id!r}, not an integer")
-
-
-@causal_conv1d_update.cases
-def _(make: Make) -> Cases:
-    def words(*numbers: int) -> Tensor:
-        return make.tensor(numbers, torch.int32)
-
-    for dtype in (torch.float32, torch.bfloat16):
-        weight, bias = make.randn(6, 4, dtype=dtype), make.randn(6, dtype=dtype)
-        states, longer = (make.randn(5, 6, size, dtype=dtype) for size in (3, 8))
-        x, slot = make.randn(4, 6, 1, dtype=dtype), words(3, 0, -1, 4)
-        yield make.args(x, states, weight, bias, True, None, slot, -1)
-        yield make.args(x, states, weight, None, False, None, None, -1)
-        more = make.randn(4, 6, 4, dtype=dtype)
-        yield make.args(more, longer, weight, bias, True, None, slot, -9)
-        yield make.args(more, longer, weight, bias, True, words(0, 7, 3, 100), slot, -1)
-    yield make.args(make.randn(0, 6, 1), make.randn(2, 6, 1), make.randn(6, 2), None, True, None,
-                    make.tensor([], torch.int32), -1)  # fmt: skip
-
-
-@causal_conv1d_update.bench
-def _(draw: Draw) -> Points:
-    net = net_of(draw)
-    for batch in net.batches:
-        x, weight = draw.randn(batch, net.channels, 1), draw.randn(net.channels, net.width)
-        states = draw.randn(batch + 1, net.channels, net.width - 1)
-        slot = draw.arange(batch, torch.int32) + 1
-        yield Point(
-            f"{batch} x {net.channels}",
-            draw.args(x, states, weight, None, True, None, slot, -1),
-            moved(x, x, weight, states[1:], states[1:]),
-        )
+    if not isinstance(call.pad_slot_id, int):
+        refuse(NAME, "pad_slot_id", f"is {call.pad_slot_id!r}, not an integer")

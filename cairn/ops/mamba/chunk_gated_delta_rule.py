@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.mamba import recurrence, segments, states
-from cairn.ops.mamba.sizes import net_of
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "chunk_gated_delta_rule"
 SHORT = 16
@@ -39,8 +37,8 @@ def gated_delta_rule(
     The definition is the recurrence, token by token.
     """
     slots, used = initial_state_indices, has_initial_state
-    call = (scale, initial_state, slots, used, cu_seqlens, use_qk_l2norm_in_kernel)
-    return _run(q, k, v, g, beta, *call, recurrence.by_token)
+    rest = (scale, initial_state, slots, used, cu_seqlens, use_qk_l2norm_in_kernel)
+    return _run(q, k, v, g, beta, *rest, recurrence.by_token)
 
 
 def _run(
@@ -74,76 +72,51 @@ def _run(
 
 
 @gated_delta_rule.fake
-def _(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+def _(call: Call) -> Tensor:
+    return torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
 
 
 @gated_delta_rule.check
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    initial_state_indices: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    has_initial_state: Tensor | None = None,
-) -> None:
-    states.expect_heads(NAME, q, k, v)
-    expect(NAME, "g", g, v.shape[:3], FLOATS, q)
-    expect(NAME, "beta", beta, v.shape[:3], FLOATS, q)
-    count = q.shape[0]
-    if cu_seqlens is not None:
+def _(call: Call) -> None:
+    states.expect_heads(NAME, call.q, call.k, call.v)
+    expect(NAME, "g", call.g, call.v.shape[:3], FLOATS, call.q)
+    expect(NAME, "beta", call.beta, call.v.shape[:3], FLOATS, call.q)
+    count = call.q.shape[0]
+    if call.cu_seqlens is not None:
         if count != 1:
-            refuse(NAME, "q", f"has shape {list(q.shape)}, not [1, T, H, K], as with `cu_seqlens`")
-        segments.expect_starts(NAME, "cu_seqlens", cu_seqlens, q.shape[1], q)
-        count = cu_seqlens.shape[0] - 1
-    shape = (v.shape[2], v.shape[3], q.shape[3])
+            refuse(
+                NAME, "q", f"has shape {list(call.q.shape)}, not [1, T, H, K], as with `cu_seqlens`"
+            )
+        segments.expect_starts(NAME, "cu_seqlens", call.cu_seqlens, call.q.shape[1], call.q)
+        count = call.cu_seqlens.shape[0] - 1
+    shape = (call.v.shape[2], call.v.shape[3], call.q.shape[3])
     names = ("initial_state", "initial_state_indices")
-    states.expect_pool(NAME, names, initial_state, initial_state_indices, count, shape, q)
-    states.expect_used(NAME, has_initial_state, count, q)
+    states.expect_pool(
+        NAME, names, call.initial_state, call.initial_state_indices, count, shape, call.q
+    )
+    states.expect_used(NAME, call.has_initial_state, count, call.q)
 
 
-def _not_short(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    initial_state_indices: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    has_initial_state: Tensor | None = None,
-) -> bool:
+def _not_short(call: Call) -> bool:
     """Whether some sequence may be longer than SHORT."""
-    return q.shape[1] > SHORT
+    return call.q.shape[1] > SHORT
 
 
 @gated_delta_rule.implementation("torch", when=_not_short)
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    initial_state_indices: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    has_initial_state: Tensor | None = None,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Sequences of more than SHORT tokens in chunks, whose grid begins where the sequence does: an
     op that is not told positions cannot lay it at multiples of 64 of a longer whole. Which way a
     sequence is run depends on its own length alone."""
-    slots, used = initial_state_indices, has_initial_state
-    call = (scale, initial_state, slots, used, cu_seqlens, use_qk_l2norm_in_kernel)
-    return _run(q, k, v, g, beta, *call, recurrence.by_chunk)
+    slots, used = call.initial_state_indices, call.has_initial_state
+    rest = (
+        call.scale,
+        call.initial_state,
+        slots,
+        used,
+        call.cu_seqlens,
+        call.use_qk_l2norm_in_kernel,
+    )
+    return _run(call.q, call.k, call.v, call.g, call.beta, *rest, recurrence.by_chunk)
 
 
 @gated_delta_rule.front
@@ -243,54 +216,8 @@ def _tokens_first(head_first: bool, *given: Tensor) -> Sequence[Tensor]:
     return [x.transpose(1, 2) for x in given]
 
 
-@gated_delta_rule.cases
-def _(make: Make) -> Cases:
-    def drawn(batch: int, tokens: int, heads: tuple[int, int], dims: tuple[int, int],
-              dtype: torch.dtype = torch.float32) -> list[Tensor]:  # fmt: skip
-        q, k = (make.randn(batch, tokens, heads[0], dims[0], dtype=dtype) for _ in range(2))
-        v = make.randn(batch, tokens, heads[1], dims[1], dtype=dtype)
-        # Some heads hardly decay, some forget all at once.
-        g = -make.rand(batch, tokens, heads[1]) * 10 ** make.randn(heads[1])
-        return [q, k, v, g, make.rand(batch, tokens, heads[1], dtype=dtype)]
-
-    def words(*numbers: int) -> Tensor:
-        return make.tensor(numbers, torch.int32)
-
-    for dtype in (torch.float32, torch.bfloat16):
-        pool = make.randn(5, 4, 8, 12)
-        pool[3] = torch.nan
-        starts, slot = words(0, 1, 1, 18, 90, 155), words(2, 0, 4, -1, 3)
-        used = make.tensor([True, True, True, True, False], torch.bool)
-        given = drawn(1, 160, (2, 4), (12, 8), dtype)
-        yield make.args(*given, None, pool, slot, starts, True, used)
-        given = drawn(2, 5, (1, 3), (8, 16), dtype)
-        yield make.args(*given, 0.1, None, None, None, True)
-    given = drawn(2, 70, (2, 2), (8, 8))
-    yield make.args(*given, None, make.randn(2, 2, 8, 8), use_qk_l2norm_in_kernel=True)
-    given = drawn(1, 0, (2, 2), (8, 8))
-    yield make.args(*given, None, make.randn(2, 2, 8, 8), words(0), words(0, 0))
-
-
 gated_delta_rule.tolerance(
     {torch.float32: (2e-4, 2e-5), torch.bfloat16: (2e-2, 1e-2)},
     "sums of products of a whole chunk are taken in another order, and a small o is the difference "
     "of large ones",
 )
-
-
-@gated_delta_rule.bench
-def _(draw: Draw) -> Points:
-    net = net_of(draw)
-    for tokens in net.prefills:
-        q, k = (draw.randn(1, tokens, net.key_heads, net.key_dim) for _ in range(2))
-        v = draw.randn(1, tokens, net.value_heads, net.value_dim)
-        g, beta = (draw.rand(1, tokens, net.value_heads) for _ in range(2))
-        state = draw.randn(1, net.value_heads, net.value_dim, net.key_dim, dtype=torch.float32)
-        starts = draw.tensor([0, tokens], torch.int32)
-        flops = net.value_heads * (10 * 64 * net.key_dim + 6 * net.key_dim * net.value_dim)
-        yield Point(
-            f"{tokens} x {net.value_heads} x {net.value_dim}",
-            draw.args(q, k, v, -g, beta, None, state, None, starts, True),
-            moved(q, k, v, v, state, state),
-            float(tokens * flops),
-        )

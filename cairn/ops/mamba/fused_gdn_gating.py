@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
 from cairn.ops.mamba.gates import expect_gates, log_decay
-from cairn.ops.mamba.sizes import net_of
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "fused_gdn_gating"
 
@@ -41,33 +38,7 @@ def fused_gdn_gating(
 
 
 @fused_gdn_gating.check
-def _(
-    A_log: Tensor,
-    a: Tensor,
-    b: Tensor,
-    dt_bias: Tensor,
-    beta: float = 1.0,
-    threshold: float = 20.0,
-) -> None:
-    expect(NAME, "a", a, 2, FLOATS)
-    expect(NAME, "b", b, a.shape, FLOATS, a)
-    expect_gates(NAME, A_log, dt_bias, a.shape[1], a)
-
-
-@fused_gdn_gating.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = (make.randn(7, 6, dtype=dtype, scale=4.0) for _ in range(2))
-        yield make.args(make.randn(6), a, b, make.randn(6, dtype=dtype))
-    yield make.args(make.randn(6), a, b, make.randn(6), 0.5, 1.0)
-    yield make.args(make.randn(6), a[:0], b[:0], make.randn(6))
-
-
-@fused_gdn_gating.bench
-def _(draw: Draw) -> Points:
-    net = net_of(draw)
-    for tokens in net.prefills:
-        a, b = (draw.randn(tokens, net.value_heads) for _ in range(2))
-        rate, bias = (draw.randn(net.value_heads) for _ in range(2))
-        size = f"{tokens} x {net.value_heads}"
-        yield Point(size, draw.args(rate, a, b, bias), moved(a, a, b, b))
+def _(call: Call) -> None:
+    expect(NAME, "a", call.a, 2, FLOATS)
+    expect(NAME, "b", call.b, call.a.shape, FLOATS, call.a)
+    expect_gates(NAME, call.A_log, call.dt_bias, call.a.shape[1], call.a)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, check_least, expect, refuse
-from cairn.ops.mamba.sizes import net_of
 from cairn.ops.registry import op
-from cairn.ops.testing import Arguments, Cases, Make
 
 
 @op
@@ -90,55 +88,12 @@ def _expect(
 
 
 @fused_qkvzba_split_reshape_cat.check
-def _(
-    mixed_qkvz: Tensor,
-    mixed_ba: Tensor,
-    num_heads_qk: int,
-    num_heads_v: int,
-    head_qk: int,
-    head_v: int,
-) -> None:
-    name, heads = "fused_qkvzba_split_reshape_cat", (num_heads_qk, num_heads_v)
-    _expect(name, mixed_qkvz, mixed_ba, heads, (head_qk, head_v))
+def _(call: Call) -> None:
+    name, heads = "fused_qkvzba_split_reshape_cat", (call.num_heads_qk, call.num_heads_v)
+    _expect(name, call.mixed_qkvz, call.mixed_ba, heads, (call.head_qk, call.head_v))
 
 
 @fused_qkvzba_split_reshape_cat_contiguous.check
-def _(
-    mixed_qkvz: Tensor,
-    mixed_ba: Tensor,
-    num_heads_qk: int,
-    num_heads_v: int,
-    head_qk: int,
-    head_v: int,
-) -> None:
-    name, heads = "fused_qkvzba_split_reshape_cat_contiguous", (num_heads_qk, num_heads_v)
-    _expect(name, mixed_qkvz, mixed_ba, heads, (head_qk, head_v))
-
-
-def _drawn(
-    make: Make, tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
-) -> Arguments:
-    columns = 2 * (heads[0] * dims[0] + heads[1] * dims[1])
-    mixed = make.randn(tokens, columns, dtype=dtype)
-    return make.args(mixed, make.randn(tokens, 2 * heads[1], dtype=dtype), *heads, *dims)
-
-
-def _cases(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        yield _drawn(make, 5, (2, 6), (8, 4), dtype)
-        yield _drawn(make, 1, (3, 3), (4, 12), dtype)
-    yield _drawn(make, 0, (2, 4), (4, 4), torch.float32)
-
-
-def _points(draw: Draw) -> Points:
-    net = net_of(draw)
-    heads, dims = (net.key_heads, net.value_heads), (net.key_dim, net.value_dim)
-    for tokens in (*net.batches, *net.prefills):
-        given = _drawn(draw, tokens, heads, dims, draw.dtype)
-        mixed, ba = given.args[:2]
-        yield Point(f"{tokens} x {mixed.shape[1]}", given, moved(mixed, mixed, ba, ba))
-
-
-for _own in (fused_qkvzba_split_reshape_cat, fused_qkvzba_split_reshape_cat_contiguous):
-    _own.cases(_cases)
-    _own.bench(_points)
+def _(call: Call) -> None:
+    name, heads = "fused_qkvzba_split_reshape_cat_contiguous", (call.num_heads_qk, call.num_heads_v)
+    _expect(name, call.mixed_qkvz, call.mixed_ba, heads, (call.head_qk, call.head_v))

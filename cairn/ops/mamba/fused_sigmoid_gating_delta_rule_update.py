@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.mamba import recurrence, segments, states
 from cairn.ops.mamba.gates import expect_gates, log_decay
 from cairn.ops.mamba.recurrence import Tokens
-from cairn.ops.mamba.sizes import net_of
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "fused_sigmoid_gating_delta_rule_update"
 
@@ -146,75 +144,47 @@ def _drafted(
 
 
 @fused_sigmoid_gating_delta_rule_update.fake
-def _(
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    softplus_beta: float,
-    softplus_threshold: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *args: object,
-    **kwargs: object,
-) -> Tensor:
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+def _(call: Call) -> Tensor:
+    return torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device)
 
 
 @fused_sigmoid_gating_delta_rule_update.check
-def _(
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    softplus_beta: float,
-    softplus_threshold: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor | None,
-    initial_state_indices: Tensor | None,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    is_kda: bool = False,
-    disable_state_update: bool = False,
-    intermediate_states_buffer: Tensor | None = None,
-    intermediate_state_indices: Tensor | None = None,
-    cache_steps: int | None = None,
-    retrieve_parent_token: Tensor | None = None,
-    *,
-    has_initial_state: Tensor | None = None,
-) -> None:
-    states.expect_heads(NAME, q, k, v)
-    heads, dim = v.shape[2], q.shape[3]
-    columns = dim if is_kda else 1
-    expect(NAME, "A_log", A_log, (heads,), FLOATS, q)
-    expect(NAME, "a", a, dtypes=FLOATS, like=q)
-    expect(NAME, "dt_bias", dt_bias, dtypes=FLOATS, like=q)
-    expect(NAME, "b", b, dtypes=FLOATS, like=q)
-    if not is_kda:
-        expect_gates(NAME, A_log, dt_bias, heads, q)
-    rows = q.shape[0] * q.shape[1]
-    for name, given, size in (("a", a, columns), ("b", b, 1), ("dt_bias", dt_bias, columns)):
+def _(call: Call) -> None:
+    states.expect_heads(NAME, call.q, call.k, call.v)
+    heads, dim = call.v.shape[2], call.q.shape[3]
+    columns = dim if call.is_kda else 1
+    expect(NAME, "A_log", call.A_log, (heads,), FLOATS, call.q)
+    expect(NAME, "a", call.a, dtypes=FLOATS, like=call.q)
+    expect(NAME, "dt_bias", call.dt_bias, dtypes=FLOATS, like=call.q)
+    expect(NAME, "b", call.b, dtypes=FLOATS, like=call.q)
+    if not call.is_kda:
+        expect_gates(NAME, call.A_log, call.dt_bias, heads, call.q)
+    rows = call.q.shape[0] * call.q.shape[1]
+    for name, given, size in (
+        ("a", call.a, columns),
+        ("b", call.b, 1),
+        ("dt_bias", call.dt_bias, columns),
+    ):
         wanted = heads * size * (1 if name == "dt_bias" else rows)
         if given.numel() != wanted:
             what = f"{wanted} numbers for {heads} heads"
             refuse(NAME, name, f"has shape {list(given.shape)}, not {what} and {rows} tokens")
-    count = q.shape[0]
-    if cu_seqlens is not None:
+    count = call.q.shape[0]
+    if call.cu_seqlens is not None:
         if count != 1:
-            refuse(NAME, "q", f"has shape {list(q.shape)}, not [1, T, H, K], as with `cu_seqlens`")
-        segments.expect_starts(NAME, "cu_seqlens", cu_seqlens, q.shape[1], q)
-        count = cu_seqlens.shape[0] - 1
+            refuse(
+                NAME, "q", f"has shape {list(call.q.shape)}, not [1, T, H, K], as with `cu_seqlens`"
+            )
+        segments.expect_starts(NAME, "cu_seqlens", call.cu_seqlens, call.q.shape[1], call.q)
+        count = call.cu_seqlens.shape[0] - 1
     names = ("initial_state_source", "initial_state_indices")
-    pool, shape = initial_state_source, (heads, v.shape[3], dim)
-    states.expect_pool(NAME, names, pool, initial_state_indices, count, shape, q)
-    states.expect_used(NAME, has_initial_state, count, q)
-    steps = _longest(cu_seqlens, q.shape[1])
-    buffer, kept = intermediate_states_buffer, intermediate_state_indices
-    _expect_buffer(buffer, kept, cache_steps, (count, steps, *shape), q)
-    _expect_parents(retrieve_parent_token, count, steps, q)
+    pool, shape = call.initial_state_source, (heads, call.v.shape[3], dim)
+    states.expect_pool(NAME, names, pool, call.initial_state_indices, count, shape, call.q)
+    states.expect_used(NAME, call.has_initial_state, count, call.q)
+    steps = _longest(call.cu_seqlens, call.q.shape[1])
+    buffer, kept = call.intermediate_states_buffer, call.intermediate_state_indices
+    _expect_buffer(buffer, kept, call.cache_steps, (count, steps, *shape), call.q)
+    _expect_parents(call.retrieve_parent_token, count, steps, call.q)
 
 
 def _longest(starts: Tensor | None, tokens: int) -> int:
@@ -261,58 +231,3 @@ def _expect_parents(parents: Tensor | None, count: int, steps: int, like: Tensor
         own = torch.arange(steps, device=parents.device)
         if bool((parents[:, :steps] >= own).any()):
             refuse(NAME, name, "names a step that is not before its own")
-
-
-@fused_sigmoid_gating_delta_rule_update.cases
-def _(make: Make) -> Cases:
-    def words(*numbers: int) -> Tensor:
-        return make.tensor(numbers, torch.int32)
-
-    def vectors(tokens: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-        q, k = (make.randn(1, tokens, heads[0], 8, dtype=dtype) for _ in range(2))
-        v = make.randn(1, tokens, heads[1], 12, dtype=dtype)
-        return [q, k, v, make.randn(tokens, heads[1], dtype=dtype)]
-
-    rate, bias = make.randn(4), make.randn(4)
-    for dtype in (torch.float32, torch.bfloat16):
-        pool = make.randn(5, 4, 12, 8)
-        pool[2] = torch.nan
-        a, given = make.randn(4, 4, dtype=dtype), vectors(4, (2, 4), dtype)
-        head = (rate, a, bias, 1.0, 20.0, *given, pool)
-        used = make.tensor([True, True, False, True], torch.bool)
-        slot, starts = words(3, -1, 2, 0), words(0, 1, 2, 3, 4)
-        yield make.args(*head, slot, None, True, starts, has_initial_state=used)
-        q, k, v, b = vectors(6, (4, 4), dtype)
-        a = make.randn(6, 4, dtype=dtype)
-        drafts = {"disable_state_update": True, "use_qk_l2norm_in_kernel": True}
-        buffer = make.full((4, 3, 4, 12, 8), 0.5)
-        pairs = [x.view(2, 3, *x.shape[2:]) for x in (q, k, v)]
-        yield make.args(
-            *(rate, a, bias, 1.0, 20.0, *pairs, b, pool, words(1, 3)),
-            **drafts,
-            intermediate_states_buffer=buffer,
-            intermediate_state_indices=words(2, 0),
-            cache_steps=3,
-            retrieve_parent_token=make.tensor([[-1, 0, 0], [-1, 0, 1]], torch.int32),
-        )
-    q, k, v, b = vectors(5, (2, 4), torch.float32)
-    wide, shift = make.randn(5, 4, 8), make.randn(4, 8)
-    yield make.args(rate, wide, shift, 0.5, 2.0, q, k, v, b, None, None, is_kda=True)
-
-
-@fused_sigmoid_gating_delta_rule_update.bench
-def _(draw: Draw) -> Points:
-    net = net_of(draw)
-    for batch in net.batches:
-        q, k = (draw.randn(1, batch, net.key_heads, net.key_dim) for _ in range(2))
-        v = draw.randn(1, batch, net.value_heads, net.value_dim)
-        a, b = (draw.randn(batch, net.value_heads) for _ in range(2))
-        rate, bias = (draw.randn(net.value_heads) for _ in range(2))
-        shape = (batch + 1, net.value_heads, net.value_dim, net.key_dim)
-        pool, starts = draw.randn(*shape, dtype=torch.float32), draw.arange(batch + 1, torch.int32)
-        slot = draw.arange(batch, torch.int32) + 1
-        yield Point(
-            f"{batch} x {net.value_heads} x {net.value_dim}",
-            draw.args(rate, a, bias, 1.0, 20.0, q, k, v, b, pool, slot, None, True, starts),
-            moved(q, k, v, v, pool[1:], pool[1:]),
-        )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
+from cairn.ops.pdl import await_previous
 
 
 @triton.jit
@@ -27,11 +27,11 @@ def store_rows_kernel(
 @triton.jit
 def take_rows_kernel(
     table, index, out, stride, width,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = table[index[row]], BLOCK numbers of it: a row has BLOCKS programs. EARLY: as in
+    """out[row] = table[index[row]], BLOCK numbers of it: a row has BLOCKS programs. PDL: as in
     `await_previous`."""
-    await_previous(EARLY)
+    await_previous(PDL)
     row, part = row_and_part(BLOCKS)
     column = part * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(index + row).to(tl.int64)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.memory.kernels import store_rows_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BLOCK = 1024
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,19 +40,17 @@ def set_kv_buffer_kernel(
 
 
 @set_kv_buffer_kernel.check
-def _(
-    k_cache: Tensor, v_cache: Tensor, loc: Tensor, k: Tensor, v: Tensor, fallback: bool = False
-) -> None:
+def _(call: Call) -> None:
     name = "set_kv_buffer_kernel"
-    expect(name, "loc", loc, (None,), INDICES, like=k_cache)
-    for kind, cache, rows in (("k", k_cache, k), ("v", v_cache, v)):
+    expect(name, "loc", call.loc, (None,), INDICES, like=call.k_cache)
+    for kind, cache, rows in (("k", call.k_cache, call.k), ("v", call.v_cache, call.v)):
         if cache.dim() < 1 or cache.element_size() not in SAME_SIZE:
             refuse(name, f"{kind}_cache", f"is {cache.dtype} of shape {list(cache.shape)}")
-        if cache.device != loc.device:
-            refuse(name, f"{kind}_cache", f"lies on {cache.device}, loc on {loc.device}")
-        shape = (loc.shape[0], *cache.shape[1:])
-        expect(name, kind, rows, shape, (cache.dtype,), like=loc)
-        expect_within(name, "loc", loc, cache.shape[0], None)
+        if cache.device != call.loc.device:
+            refuse(name, f"{kind}_cache", f"lies on {cache.device}, loc on {call.loc.device}")
+        shape = (call.loc.shape[0], *cache.shape[1:])
+        expect(name, kind, rows, shape, (cache.dtype,), like=call.loc)
+        expect_within(name, "loc", call.loc, cache.shape[0], None)
 
 
 def _copied(x: Tensor) -> Tensor:
@@ -61,64 +58,30 @@ def _copied(x: Tensor) -> Tensor:
     return x if x.dtype in FLOATS else x.view(SAME_SIZE[x.element_size()])
 
 
-def _rows(
-    k_cache: Tensor, v_cache: Tensor, loc: Tensor, k: Tensor, v: Tensor, fallback: bool = False
-) -> bool:
+def _rows(call: Call) -> bool:
     """Rows side by side, of one size in bytes a number."""
-    near = all(x[:1].is_contiguous() for x in (k_cache, v_cache, k, v))
-    return near and loc.is_contiguous() and k.element_size() == v.element_size()
+    near = all(x[:1].is_contiguous() for x in (call.k_cache, call.v_cache, call.k, call.v))
+    return near and call.loc.is_contiguous() and call.k.element_size() == call.v.element_size()
 
 
 @set_kv_buffer_kernel.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
-def _(
-    k_cache: Tensor, v_cache: Tensor, loc: Tensor, k: Tensor, v: Tensor, fallback: bool = False
-) -> None:
-    tokens = loc.shape[0]
-    widths = math.prod(k.shape[1:]), math.prod(v.shape[1:])
+def _(call: Call) -> None:
+    tokens = call.loc.shape[0]
+    widths = math.prod(call.k.shape[1:]), math.prod(call.v.shape[1:])
     if not tokens or not max(widths):
         return
     block = min(BLOCK, gpu.next_power_of_2(max(widths)))
     blocks = -(-max(widths) // block)
     store_rows_kernel[(tokens * blocks,)](
-        *(_copied(k_cache), _copied(v_cache), loc, _copied(k), _copied(v)),
-        *(k_cache.stride(0), v_cache.stride(0), k.stride(0), v.stride(0), *widths, blocks, block),
+        *(_copied(call.k_cache), _copied(call.v_cache), call.loc, _copied(call.k), _copied(call.v)),
+        *(
+            call.k_cache.stride(0),
+            call.v_cache.stride(0),
+            call.k.stride(0),
+            call.v.stride(0),
+            *widths,
+            blocks,
+            block,
+        ),
         num_warps=gpu.warps_for(block),
     )
-
-
-@set_kv_buffer_kernel.cases
-def _(make: Make) -> Cases:
-    for dtype, index in ((torch.float32, torch.int64), (torch.bfloat16, torch.int32)):
-        caches = make.randn(9, 3, 5, dtype=dtype), make.randn(9, 3, 7, dtype=dtype)
-        loc = make.tensor([8, 0, -1, 3], dtype=index)
-        k, v = make.randn(4, 3, 5, dtype=dtype), make.randn(4, 6, 7, dtype=dtype)[:, 1:4]
-        yield make.args(*caches, loc, k, v)
-        yield make.args(*caches, loc[:0], k[:0], v[:0], fallback=True)
-    wide = [make.randn(6, 1100) for _ in range(4)]
-    yield make.args(*wide[:2], make.tensor([5, 1, 2], torch.int64), wide[2][:3], wide[3][:3])
-    bytes_ = [make.randint(0, 120, 7, 64).to(torch.uint8) for _ in range(4)]
-    numbers = [x.view(torch.float8_e4m3fn) for x in bytes_]
-    yield make.args(*numbers[:2], make.tensor([6, 1], torch.int64), numbers[2][:2], numbers[3][:2])
-
-
-def _index_put(k_cache: Tensor, v_cache: Tensor, loc: Tensor, k: Tensor, v: Tensor) -> None:
-    k_cache[loc] = k
-    v_cache[loc] = v
-
-
-@set_kv_buffer_kernel.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        shape = (layer.kv_heads, layer.head_dim)
-        caches = [draw.randn(rows + 4096, *shape) for _ in range(2)]
-        k, v = (draw.randn(rows, *shape) for _ in range(2))
-        loc = draw.rand(rows + 4096).argsort()[:rows]
-        yield Point(
-            f"{layer.name}: {rows} x {layer.kv_heads} x {layer.head_dim}",
-            draw.args(*caches, loc, k, v),
-            moved(k, k, v, v, loc),
-            alternatives=(
-                Alternative("index_put", _index_put),
-                *draw.by_torch(set_kv_buffer_kernel.reference),
-            ),
-        )

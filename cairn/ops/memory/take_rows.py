@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect
-from cairn.ops.early import early_for, early_option
 from cairn.ops.memory.kernels import take_rows_kernel
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BLOCK = 1024
 
@@ -32,50 +30,27 @@ def take_rows(table: Tensor, index: Tensor) -> Tensor:
 
 
 @take_rows.check
-def _(table: Tensor, index: Tensor) -> None:
-    expect("take_rows", "table", table, (None, None), FLOATS)
-    expect("take_rows", "index", index, (None,), INDICES, like=table)
+def _(call: Call) -> None:
+    expect("take_rows", "table", call.table, (None, None), FLOATS)
+    expect("take_rows", "index", call.index, (None,), INDICES, like=call.table)
 
 
 @take_rows.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda table, index: table.stride(1) == 1 and index.is_contiguous(),
+    when=lambda call: call.table.stride(1) == 1 and call.index.is_contiguous(),
     replayed=True,
 )
-def _(table: Tensor, index: Tensor) -> Tensor:
-    rows, width = index.shape[0], table.shape[1]
-    out = gpu.empty((rows, width), table.dtype, table.device)
+def _(call: Call) -> Tensor:
+    rows, width = call.index.shape[0], call.table.shape[1]
+    out = gpu.empty((rows, width), call.table.dtype, call.table.device)
     if out.numel():
         block = min(BLOCK, gpu.next_power_of_2(width))
         blocks, warps = -(-width // block), gpu.warps_for(block)
-        early = early_for(table.device, rows, blocks * warps)
+        pdl = uses_pdl(call.table.device, rows, blocks * warps)
         take_rows_kernel[(rows * blocks,)](
-            *(table, index, out, table.stride(0), width, blocks, block, early),
+            *(call.table, call.index, out, call.table.stride(0), width, blocks, block, pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return out
-
-
-@take_rows.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        yield make.args(make.randn(40, 48, dtype=dtype), make.randint(0, 40, 7))
-    wide = make.randn(9, 2 * BLOCK + 5)
-    yield make.args(wide, make.randint(0, 9, 3).int())
-    yield make.args(wide[:, 3 : BLOCK + 6], make.randint(0, 9, 12))
-    yield make.args(wide, make.arange(0))
-
-
-@take_rows.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        table = draw.randn(layer.vocabulary, layer.hidden)
-        index = draw.randint(0, layer.vocabulary, rows)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}",
-            draw.args(table, index),
-            moved(index) + 2 * moved(table[:1]) * rows,
-            alternatives=draw.by_torch(take_rows.reference),
-        )

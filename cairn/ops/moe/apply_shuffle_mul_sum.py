@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
-from cairn.ops.moe import routing
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "apply_shuffle_mul_sum"
 
@@ -37,34 +35,19 @@ def apply_shuffle_mul_sum(
 
 
 @apply_shuffle_mul_sum.check
-def _(input: Tensor, output: Tensor, permutation: Tensor, factors: Tensor | None) -> None:
-    expect(NAME, "input", input, 2, FLOATS)
-    expect(NAME, "output", output, (None, input.shape[1]), (input.dtype,), input)
-    expect(NAME, "permutation", permutation, 1, INDICES, input)
-    count, tokens = permutation.shape[0], output.shape[0]
+def _(call: Call) -> None:
+    expect(NAME, "input", call.input, 2, FLOATS)
+    expect(
+        NAME, "output", call.output, (None, call.input.shape[1]), (call.input.dtype,), call.input
+    )
+    expect(NAME, "permutation", call.permutation, 1, INDICES, call.input)
+    count, tokens = call.permutation.shape[0], call.output.shape[0]
     if count % tokens if tokens else count:
         refuse(NAME, "permutation", f"has {count} rows, which {tokens} tokens do not share alike")
-    expect_within(NAME, "permutation", permutation, input.shape[0])
-    if factors is not None:
-        expect(NAME, "factors", factors, dtypes=(torch.float32, input.dtype), like=input)
-        if factors.numel() != count:
-            refuse(NAME, "factors", f"has shape {list(factors.shape)}, not {count} numbers")
-
-
-@apply_shuffle_mul_sum.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        x, out = make.randn(15, 24, dtype=dtype), make.empty(5, 24, dtype=dtype)
-        order = make.randint(0, 15, 15, dtype=torch.int32)
-        yield make.args(x, out, order, make.randn(15, dtype=dtype))
-        yield make.args(x, out, order, None)
-    yield make.args(make.randn(6, 8), make.empty(3, 8), make.randint(0, 6, 6), make.randn(3, 2))
-    yield make.args(make.randn(0, 8), make.empty(0, 8), make.randint(0, 1, 0), None)
-
-
-@apply_shuffle_mul_sum.bench
-def _(draw: Draw) -> Points:
-    for tokens, _, topk in routing.routers_of(draw):
-        x, out = draw.randn(tokens * topk, routing.WIDTH), draw.randn(tokens, routing.WIDTH)
-        order, factors = draw.rand(tokens * topk).argsort(), draw.randn(tokens * topk)
-        yield Point(f"{tokens} x {topk}", draw.args(x, out, order, factors), moved(x, out, order))
+    expect_within(NAME, "permutation", call.permutation, call.input.shape[0])
+    if call.factors is not None:
+        expect(
+            NAME, "factors", call.factors, dtypes=(torch.float32, call.input.dtype), like=call.input
+        )
+        if call.factors.numel() != count:
+            refuse(NAME, "factors", f"has shape {list(call.factors.shape)}, not {count} numbers")

@@ -10,10 +10,9 @@ from torch import Tensor
 from cairn.ops.activation.gelu_and_mul import gelu_and_mul
 from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
 from cairn.ops.activation.silu_and_mul import silu_and_mul
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.registry import Op, op
-from cairn.ops.testing import Cases, Make
 
 NAME = "fused_experts"
 ACTIVATIONS: dict[str, Op[..., Tensor]] = {
@@ -21,11 +20,6 @@ ACTIVATIONS: dict[str, Op[..., Tensor]] = {
     "gelu": gelu_and_mul,
     "gelu_tanh": gelu_tanh_and_mul,
 }
-LAYERS = {
-    "full": (2048, 512, 256, 8, (1, 64)),
-    "tiny": (32, 16, 8, 2, (1, 5)),
-}
-"""Widths of a token and between the products, experts, chosen ones, tokens: what it is timed on."""
 
 
 @op
@@ -99,90 +93,53 @@ def _summed(
 
 
 @fused_experts.implementation("torch")
-def _(
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    routed_scaling_factor: float = 1.0,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Products in the dtype of the weights, which are not converted."""
-    act = ACTIVATIONS[activation]
+    act = ACTIVATIONS[call.activation]
 
     def expert(x: Tensor, number: int) -> Tensor:
-        gated = torch.nn.functional.linear(x, w1[number])
-        return torch.nn.functional.linear(act(gated), w2[number])
+        gated = torch.nn.functional.linear(x, call.w1[number])
+        return torch.nn.functional.linear(act(gated), call.w2[number])
 
-    total = _summed(*(hidden_states, topk_weights, topk_ids, expert, apply_router_weight_on_input))
-    return (total * routed_scaling_factor).to(hidden_states.dtype)
+    total = _summed(
+        *(
+            call.hidden_states,
+            call.topk_weights,
+            call.topk_ids,
+            expert,
+            call.apply_router_weight_on_input,
+        )
+    )
+    return (total * call.routed_scaling_factor).to(call.hidden_states.dtype)
 
 
 @fused_experts.fake
-def _(hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-    shape, dtype = hidden_states.shape, hidden_states.dtype
-    return torch.empty(shape, dtype=dtype, device=hidden_states.device)
+def _(call: Call) -> Tensor:
+    shape, dtype = call.hidden_states.shape, call.hidden_states.dtype
+    return torch.empty(shape, dtype=dtype, device=call.hidden_states.device)
 
 
 @fused_experts.check
-def _(
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    routed_scaling_factor: float = 1.0,
-) -> None:
-    expect(NAME, "hidden_states", hidden_states, 2, FLOATS)
-    tokens, width = hidden_states.shape
-    expect(NAME, "w1", w1, (None, None, width), (hidden_states.dtype,), hidden_states)
-    experts, doubled, _ = w1.shape
+def _(call: Call) -> None:
+    expect(NAME, "hidden_states", call.hidden_states, 2, FLOATS)
+    tokens, width = call.hidden_states.shape
+    expect(
+        NAME, "w1", call.w1, (None, None, width), (call.hidden_states.dtype,), call.hidden_states
+    )
+    experts, doubled, _ = call.w1.shape
     if doubled % 2:
-        refuse(NAME, "w1", f"has shape {list(w1.shape)}, not [E, 2N, K]")
+        refuse(NAME, "w1", f"has shape {list(call.w1.shape)}, not [E, 2N, K]")
     shape = (experts, width, doubled // 2)
-    expect(NAME, "w2", w2, shape, (hidden_states.dtype,), hidden_states)
-    expect(NAME, "topk_ids", topk_ids, (tokens, None), INDICES, hidden_states)
-    expect_within(NAME, "topk_ids", topk_ids, experts, -1)
+    expect(NAME, "w2", call.w2, shape, (call.hidden_states.dtype,), call.hidden_states)
+    expect(NAME, "topk_ids", call.topk_ids, (tokens, None), INDICES, call.hidden_states)
+    expect_within(NAME, "topk_ids", call.topk_ids, experts, -1)
     dtypes = (torch.float32,)
-    expect(NAME, "topk_weights", topk_weights, topk_ids.shape, dtypes, hidden_states)
-    if activation not in ACTIVATIONS:
-        refuse(NAME, "activation", f"is {activation!r}, not one of {', '.join(ACTIVATIONS)}")
-
-
-@fused_experts.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        w1, w2 = make.randn(6, 32, 24, dtype=dtype), make.randn(6, 24, 16, dtype=dtype)
-        w1, w2 = w1 / 5, w2 / 4
-        x, ids = make.randn(9, 24, dtype=dtype), make.randint(-1, 6, 9, 3, dtype=torch.int32)
-        yield make.args(x, w1, w2, make.rand(9, 3), ids)
-        yield make.args(x[:1], w1, w2, make.rand(1, 2), ids[:1, :2].long(), "gelu_tanh", True, 2.5)
-    yield make.args(x[:2], w1, w2, make.rand(2, 2), make.full((2, 2), -1, torch.int32), "gelu")
-    none = make.randint(0, 6, 0, 2)
-    yield make.args(x[:0], w1, w2, make.rand(0, 2), none)
+    expect(NAME, "topk_weights", call.topk_weights, call.topk_ids.shape, dtypes, call.hidden_states)
+    if call.activation not in ACTIVATIONS:
+        refuse(NAME, "activation", f"is {call.activation!r}, not one of {', '.join(ACTIVATIONS)}")
 
 
 fused_experts.tolerance(
     {torch.bfloat16: (2e-2, 2e-2)},
     "the result of either product may be rounded to the weights' dtype",
 )
-
-
-@fused_experts.bench
-def _(draw: Draw) -> Points:
-    width, inner, experts, topk, batches = LAYERS[draw.sizes]
-    w1, w2 = draw.randn(experts, 2 * inner, width), draw.randn(experts, width, inner)
-    for tokens in batches:
-        x, weights = draw.randn(tokens, width), draw.rand(tokens, topk)
-        ids = draw.rand(tokens, experts).argsort(dim=1)[:, :topk].int()
-        hit = int(ids.unique().numel())
-        yield Point(
-            f"{tokens} x {width}, {topk} of {experts}",
-            draw.args(x, w1, w2, weights, ids),
-            moved(x, x) + hit * moved(w1[0], w2[0]),
-            6.0 * tokens * topk * width * inner,
-        )

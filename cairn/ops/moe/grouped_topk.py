@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.moe import routing
 from cairn.ops.moe.moe_fused_gate import BEST
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 FLOOR = 1e-20
 """Added to a sum that weights are divided by."""
@@ -121,93 +120,26 @@ def _biased(
 
 
 @grouped_topk.check
-def _(
-    scores: Tensor,
-    bias: Tensor,
-    num_expert_group: int,
-    topk_group: int,
-    topk: int,
-    renormalize: bool,
-    scaling_factor: float,
-) -> None:
+def _(call: Call) -> None:
     name = "grouped_topk"
-    routing.expect_choice(name, ("scores", scores), num_expert_group, topk_group, topk)
-    routing.expect_bias(name, "bias", bias, scores)
+    routing.expect_choice(
+        name, ("scores", call.scores), call.num_expert_group, call.topk_group, call.topk
+    )
+    routing.expect_bias(name, "bias", call.bias, call.scores)
 
 
 @biased_grouped_topk.check
-def _(
-    gating: Tensor,
-    correction_bias: Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int,
-    topk_group: int,
-    routed_scaling_factor: float | None = None,
-) -> None:
+def _(call: Call) -> None:
     name = "biased_grouped_topk"
-    routing.expect_choice(name, ("gating", gating), num_expert_group, topk_group, topk)
-    routing.expect_bias(name, "correction_bias", correction_bias, gating)
+    routing.expect_choice(
+        name, ("gating", call.gating), call.num_expert_group, call.topk_group, call.topk
+    )
+    routing.expect_bias(name, "correction_bias", call.correction_bias, call.gating)
 
 
 @grouped_topk_softmax.check
-def _(
-    gating: Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int,
-    topk_group: int,
-) -> None:
+def _(call: Call) -> None:
     name = "grouped_topk_softmax"
-    routing.expect_choice(name, ("gating", gating), num_expert_group, topk_group, topk)
-
-
-@grouped_topk.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        yield make.args(make.randn(9, 32, dtype=dtype), make.randn(32), 8, 3, 6, True, 2.5)
-    yield make.args(make.randint(0, 2, 9, 12).float(), make.full((12,), 0.5), 1, 1, 4, False, 1.0)
-
-
-@biased_grouped_topk.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        yield make.args(make.randn(9, 32, dtype=dtype), make.randn(32), 6, True, 8, 3)
-    yield make.args(make.randn(9, 12), make.randn(12), 4, False, 12, 5, 2.5)
-
-
-@grouped_topk_softmax.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        yield make.args(make.randn(9, 32, dtype=dtype), 6, True, 8, 3)
-    yield make.args(make.randint(0, 2, 9, 12).float(), 4, False, 6, 2)
-
-
-@grouped_topk.bench
-def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
-        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
-        weights = draw.randn(tokens, topk, dtype=torch.float32)
-        given, size = (
-            draw.args(gating, bias, 8, 4, topk, True, 2.5),
-            f"{tokens}: {topk} of {experts}",
-        )
-        yield Point(size, given, moved(gating, weights, weights))
-
-
-@biased_grouped_topk.bench
-def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
-        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
-        weights = draw.randn(tokens, topk, dtype=torch.float32)
-        given, size = draw.args(gating, bias, topk, True, 8, 4), f"{tokens}: {topk} of {experts}"
-        yield Point(size, given, moved(gating, weights, weights))
-
-
-@grouped_topk_softmax.bench
-def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
-        gating = draw.randn(tokens, experts)
-        weights = draw.randn(tokens, topk, dtype=torch.float32)
-        given, size = draw.args(gating, topk, True, 8, 4), f"{tokens}: {topk} of {experts}"
-        yield Point(size, given, moved(gating, weights, weights))
+    routing.expect_choice(
+        name, ("gating", call.gating), call.num_expert_group, call.topk_group, call.topk
+    )

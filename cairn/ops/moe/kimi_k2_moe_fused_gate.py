@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.moe import routing
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "kimi_k2_moe_fused_gate"
 
@@ -48,33 +47,6 @@ def kimi_k2_moe_fused_gate(
 
 
 @kimi_k2_moe_fused_gate.check
-def _(
-    input_tensor: Tensor,
-    bias: Tensor,
-    topk: int,
-    renormalize: bool = True,
-    routed_scaling_factor: float = 1.0,
-    apply_routed_scaling_factor_on_output: bool = False,
-) -> None:
-    routing.expect_choice(NAME, ("input_tensor", input_tensor), 1, 1, topk)
-    routing.expect_bias(NAME, "bias", bias, input_tensor)
-
-
-@kimi_k2_moe_fused_gate.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        yield make.args(make.randn(5, 384, dtype=dtype), make.randn(384), 8, True, 2.8, True)
-        yield make.args(make.randn(7, 12, dtype=dtype), make.randn(12), 3, False, 2.8, True)
-    yield make.args(make.randn(0, 12), make.randn(12), 3)
-
-
-@kimi_k2_moe_fused_gate.bench
-def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
-        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
-        weights = draw.randn(tokens, topk, dtype=torch.float32)
-        yield Point(
-            f"{tokens}: {topk} of {experts}",
-            draw.args(gating, bias, topk, True, 2.8, True),
-            moved(gating, weights, weights),
-        )
+def _(call: Call) -> None:
+    routing.expect_choice(NAME, ("input_tensor", call.input_tensor), 1, 1, call.topk)
+    routing.expect_bias(NAME, "bias", call.bias, call.input_tensor)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, INT32, check_least, expect, expect_within, refuse
-from cairn.ops.moe import routing
 from cairn.ops.registry import op
-from cairn.ops.testing import Arguments, Cases, Make
 
 NAME = "moe_align_block_size"
 
@@ -65,56 +63,24 @@ def moe_align_block_size(
 
 
 @moe_align_block_size.check
-def _(
-    topk_ids: Tensor,
-    num_experts: int,
-    block_size: int,
-    sorted_token_ids: Tensor,
-    experts_ids: Tensor,
-    num_tokens_post_pad: Tensor,
-    cumsum_buffer: Tensor,
-    pad_sorted_token_ids: bool = False,
-) -> None:
-    expect(NAME, "topk_ids", topk_ids, 2, INDICES)
-    check_least(NAME, "num_experts", num_experts, 1)
-    check_least(NAME, "block_size", block_size, 1)
-    expect_within(NAME, "topk_ids", topk_ids, num_experts - 1, -1)
-    expect(NAME, "sorted_token_ids", sorted_token_ids, 1, INT32, topk_ids)
-    expect(NAME, "experts_ids", experts_ids, 1, INT32, topk_ids)
-    expect(NAME, "num_tokens_post_pad", num_tokens_post_pad, (1,), INT32, topk_ids)
-    expect(NAME, "cumsum_buffer", cumsum_buffer, (num_experts + 1,), INT32, topk_ids)
-    places = topk_ids.numel()
-    most = min(places + num_experts * (block_size - 1), places * block_size)
-    if sorted_token_ids.shape[0] < most:
-        refuse(NAME, "sorted_token_ids", f"has room for {sorted_token_ids.shape[0]}, not {most}")
-    if experts_ids.shape[0] < most // block_size:
-        refuse(NAME, "experts_ids", f"has {experts_ids.shape[0]} of {most // block_size} blocks")
-
-
-def _given(make: Make, ids: Tensor, experts: int, block: int, pad: bool) -> Arguments:
-    most = ids.numel() + (experts + 1) * (block - 1)
-    return make.args(
-        *(ids, experts + 1, block),
-        make.empty(most, dtype=torch.int32),
-        make.empty(-(-most // block), dtype=torch.int32),
-        make.empty(1, dtype=torch.int32),
-        make.empty(experts + 2, dtype=torch.int32),
-        pad,
-    )
-
-
-@moe_align_block_size.cases
-def _(make: Make) -> Cases:
-    yield _given(make, make.randint(-1, 8, 13, 3, dtype=torch.int32), 8, 4, True)
-    yield _given(make, make.randint(0, 5, 40, 2), 5, 16, False)
-    yield _given(make, make.full((3, 2), -1, torch.int32), 4, 8, True)
-    yield _given(make, make.randint(0, 64, 1, 8, dtype=torch.int32), 64, 1, False)
-    yield _given(make, make.randint(0, 4, 0, 2), 4, 8, True)
-
-
-@moe_align_block_size.bench
-def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
-        ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
-        given = _given(draw, ids, experts, 16, True)
-        yield Point(f"{tokens}: {topk} of {experts}", given, moved(ids, *given.args[3:6]))
+def _(call: Call) -> None:
+    expect(NAME, "topk_ids", call.topk_ids, 2, INDICES)
+    check_least(NAME, "num_experts", call.num_experts, 1)
+    check_least(NAME, "block_size", call.block_size, 1)
+    expect_within(NAME, "topk_ids", call.topk_ids, call.num_experts - 1, -1)
+    expect(NAME, "sorted_token_ids", call.sorted_token_ids, 1, INT32, call.topk_ids)
+    expect(NAME, "experts_ids", call.experts_ids, 1, INT32, call.topk_ids)
+    expect(NAME, "num_tokens_post_pad", call.num_tokens_post_pad, (1,), INT32, call.topk_ids)
+    expect(NAME, "cumsum_buffer", call.cumsum_buffer, (call.num_experts + 1,), INT32, call.topk_ids)
+    places = call.topk_ids.numel()
+    most = min(places + call.num_experts * (call.block_size - 1), places * call.block_size)
+    if call.sorted_token_ids.shape[0] < most:
+        refuse(
+            NAME, "sorted_token_ids", f"has room for {call.sorted_token_ids.shape[0]}, not {most}"
+        )
+    if call.experts_ids.shape[0] < most // call.block_size:
+        refuse(
+            NAME,
+            "experts_ids",
+            f"has {call.experts_ids.shape[0]} of {most // call.block_size} blocks",
+        )

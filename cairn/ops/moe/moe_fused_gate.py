@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import refuse
 from cairn.ops.moe import routing
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "moe_fused_gate"
 BEST = 2
@@ -72,49 +71,14 @@ def moe_fused_gate(
 
 
 @moe_fused_gate.check
-def _(
-    input_tensor: Tensor,
-    bias: Tensor,
-    num_expert_group: int,
-    topk_group: int,
-    topk: int,
-    num_fused_shared_experts: int = 0,
-    routed_scaling_factor: float = 0,
-    apply_routed_scaling_factor_on_output: bool = False,
-    *,
-    scoring_func: str = "sigmoid",
-    renormalize: bool = True,
-) -> None:
-    shared = num_fused_shared_experts
-    if not 0 <= shared <= topk:
-        refuse(NAME, "num_fused_shared_experts", f"is {shared}, not a number from 0 to {topk}")
-    given = ("input_tensor", input_tensor)
-    routing.expect_choice(NAME, given, num_expert_group, topk_group, topk - shared)
-    routing.expect_bias(NAME, "bias", bias, input_tensor, (input_tensor.dtype,))
-    if (shared or apply_routed_scaling_factor_on_output) and not routed_scaling_factor:
-        refuse(NAME, "routed_scaling_factor", f"is {routed_scaling_factor}, but it is used")
-    if scoring_func not in ("sigmoid", "sqrtsoftplus"):
-        refuse(NAME, "scoring_func", f"is {scoring_func!r}, not 'sigmoid' or 'sqrtsoftplus'")
-
-
-@moe_fused_gate.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        x, bias = make.randn(9, 32, dtype=dtype), make.randn(32, dtype=dtype)
-        yield make.args(x, bias, 4, 2, 6)
-        yield make.args(x, bias, 8, 3, 6, 2, 2.5, True)
-    yield make.args(x, bias, 1, 1, 4, scoring_func="sqrtsoftplus", renormalize=False)
-    yield make.args(make.randint(0, 2, 9, 12).float(), make.full((12,), 0.5), 6, 3, 4)
-    yield make.args(make.randn(0, 8), make.randn(8), 4, 2, 3)
-
-
-@moe_fused_gate.bench
-def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
-        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
-        weights = draw.randn(tokens, topk, dtype=torch.float32)
-        yield Point(
-            f"{tokens}: {topk} of {experts}",
-            draw.args(gating, bias, 8, 4, topk, 0, 2.5, True),
-            moved(gating, weights, weights),
-        )
+def _(call: Call) -> None:
+    shared = call.num_fused_shared_experts
+    if not 0 <= shared <= call.topk:
+        refuse(NAME, "num_fused_shared_experts", f"is {shared}, not a number from 0 to {call.topk}")
+    given = ("input_tensor", call.input_tensor)
+    routing.expect_choice(NAME, given, call.num_expert_group, call.topk_group, call.topk - shared)
+    routing.expect_bias(NAME, "bias", call.bias, call.input_tensor, (call.input_tensor.dtype,))
+    if (shared or call.apply_routed_scaling_factor_on_output) and not call.routed_scaling_factor:
+        refuse(NAME, "routed_scaling_factor", f"is {call.routed_scaling_factor}, but it is used")
+    if call.scoring_func not in ("sigmoid", "sqrtsoftplus"):
+        refuse(NAME, "scoring_func", f"is {call.scoring_func!r}, not 'sigmoid' or 'sqrtsoftplus'")

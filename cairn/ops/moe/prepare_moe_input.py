@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, INT32, check_least, expect
-from cairn.ops.moe import routing
 from cairn.ops.registry import op
-from cairn.ops.testing import Arguments, Cases, Make
 
 NAME = "prepare_moe_input"
 SCALES = 128
@@ -75,52 +73,15 @@ def _offsets(count: Tensor, out: Tensor) -> None:
 
 
 @prepare_moe_input.check
-def _(
-    topk_ids: Tensor,
-    expert_offsets: Tensor,
-    problem_sizes1: Tensor,
-    problem_sizes2: Tensor,
-    input_permutation: Tensor,
-    output_permutation: Tensor,
-    num_experts: int,
-    n: int,
-    k: int,
-    blockscale_offsets: Tensor | None = None,
-) -> None:
-    expect(NAME, "topk_ids", topk_ids, 2, INDICES)
-    for name, number in (("num_experts", num_experts), ("n", n), ("k", k)):
+def _(call: Call) -> None:
+    expect(NAME, "topk_ids", call.topk_ids, 2, INDICES)
+    for name, number in (("num_experts", call.num_experts), ("n", call.n), ("k", call.k)):
         check_least(NAME, name, number, 1)
-    places, ends = (topk_ids.numel(),), (num_experts + 1,)
-    expect(NAME, "expert_offsets", expert_offsets, ends, INT32, topk_ids)
-    expect(NAME, "problem_sizes1", problem_sizes1, (num_experts, 3), INT32, topk_ids)
-    expect(NAME, "problem_sizes2", problem_sizes2, (num_experts, 3), INT32, topk_ids)
-    expect(NAME, "input_permutation", input_permutation, places, INT32, topk_ids)
-    expect(NAME, "output_permutation", output_permutation, places, INT32, topk_ids)
-    if blockscale_offsets is not None:
-        expect(NAME, "blockscale_offsets", blockscale_offsets, ends, INT32, topk_ids)
-
-
-def _given(make: Make, ids: Tensor, experts: int, scales: bool) -> Arguments:
-    def words(*shape: int) -> Tensor:
-        return make.empty(*shape, dtype=torch.int32)
-
-    return make.args(
-        *(ids, words(experts + 1), words(experts, 3), words(experts, 3)),
-        *(words(ids.numel()), words(ids.numel()), experts, 96, 64),
-        words(experts + 1) if scales else None,
-    )
-
-
-@prepare_moe_input.cases
-def _(make: Make) -> Cases:
-    yield _given(make, make.randint(0, 8, 13, 3, dtype=torch.int32), 8, True)
-    yield _given(make, make.randint(-1, 6, 200, 2), 5, False)
-    yield _given(make, make.randint(0, 4, 0, 2), 4, True)
-
-
-@prepare_moe_input.bench
-def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
-        ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
-        given = _given(draw, ids, experts, True)
-        yield Point(f"{tokens}: {topk} of {experts}", given, moved(*given.args[:6]))
+    places, ends = (call.topk_ids.numel(),), (call.num_experts + 1,)
+    expect(NAME, "expert_offsets", call.expert_offsets, ends, INT32, call.topk_ids)
+    expect(NAME, "problem_sizes1", call.problem_sizes1, (call.num_experts, 3), INT32, call.topk_ids)
+    expect(NAME, "problem_sizes2", call.problem_sizes2, (call.num_experts, 3), INT32, call.topk_ids)
+    expect(NAME, "input_permutation", call.input_permutation, places, INT32, call.topk_ids)
+    expect(NAME, "output_permutation", call.output_permutation, places, INT32, call.topk_ids)
+    if call.blockscale_offsets is not None:
+        expect(NAME, "blockscale_offsets", call.blockscale_offsets, ends, INT32, call.topk_ids)

@@ -8,20 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw
 from cairn.ops.checks import FLOAT32, FLOATS, INT32, expect, refuse
-
-ROUTERS = {"full": ((1, 256, 8), (64, 256, 8), (8192, 256, 8)), "tiny": ((1, 16, 2), (5, 16, 2))}
-"""Tokens, experts and chosen ones of each token that routing is timed on."""
-
-
-WIDTH = 2048
-"""Numbers of a token in them."""
-
-
-def routers_of(draw: Draw) -> tuple[tuple[int, int, int], ...]:
-    """Those of a size."""
-    return ROUTERS[draw.sizes]
 
 
 def largest(scores: Tensor, count: int) -> Tensor:

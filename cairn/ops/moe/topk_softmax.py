@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32
 from cairn.ops.moe import routing
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "topk_softmax"
 
@@ -51,40 +50,9 @@ def topk_softmax(
 
 
 @topk_softmax.check
-def _(
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    gating_output: Tensor,
-    renormalize: bool = False,
-    moe_softcapping: float = 0.0,
-    correction_bias: Tensor | None = None,
-) -> None:
-    routing.expect_outputs(NAME, topk_weights, topk_ids, gating_output)
-    if correction_bias is not None:
-        routing.expect_bias(NAME, "correction_bias", correction_bias, gating_output, FLOAT32)
-
-
-@topk_softmax.cases
-def _(make: Make) -> Cases:
-    def outputs(tokens: int, topk: int) -> tuple[Tensor, Tensor]:
-        return make.empty(tokens, topk), make.empty(tokens, topk, dtype=torch.int32)
-
-    for dtype in (torch.float32, torch.bfloat16):
-        yield make.args(*outputs(7, 3), make.randn(7, 12, dtype=dtype))
-        yield make.args(*outputs(5, 8), make.randn(5, 60, dtype=dtype), True, 5.0, make.randn(60))
-    # Many equals.
-    yield make.args(*outputs(9, 4), make.randint(0, 3, 9, 16).float(), True)
-    yield make.args(*outputs(0, 2), make.randn(0, 8))
-
-
-@topk_softmax.bench
-def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routing.routers_of(draw):
-        weights = draw.randn(tokens, topk, dtype=torch.float32)
-        ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
-        gating = draw.randn(tokens, experts)
-        yield Point(
-            f"{tokens}: {topk} of {experts}",
-            draw.args(weights, ids, gating, True),
-            moved(weights, ids, gating),
+def _(call: Call) -> None:
+    routing.expect_outputs(NAME, call.topk_weights, call.topk_ids, call.gating_output)
+    if call.correction_bias is not None:
+        routing.expect_bias(
+            NAME, "correction_bias", call.correction_bias, call.gating_output, FLOAT32
         )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.kernels import qknorm_kernel
 from cairn.ops.norm.launch import check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 NAME = "fused_inplace_qknorm"
 NUMBERS, WARPS = 2048, 4
@@ -53,89 +51,40 @@ def _heads(x: Tensor, dim: int) -> Tensor:
 
 
 @fused_inplace_qknorm.check
-def _(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float = 1e-6,
-    *,
-    head_dim: int = 0,
-) -> None:
-    dim = head_dim or (q.shape[-1] if q.dim() else 0)
+def _(call: Call) -> None:
+    dim = call.head_dim or (call.q.shape[-1] if call.q.dim() else 0)
     if dim < 1:
         refuse(NAME, "head_dim", f"is {dim}")
-    for name, x in (("q", q), ("k", k)):
-        expect(NAME, name, x, dtypes=FLOATS if x is q else (q.dtype,), like=q)
+    for name, x in (("q", call.q), ("k", call.k)):
+        expect(NAME, name, x, dtypes=FLOATS if x is call.q else (call.q.dtype,), like=call.q)
         flat = x.dim() == 2 and x.shape[-1] % dim == 0
-        if x.shape[:1] != q.shape[:1] or not (flat or (x.dim() == 3 and x.shape[-1] == dim)):
+        if x.shape[:1] != call.q.shape[:1] or not (flat or (x.dim() == 3 and x.shape[-1] == dim)):
             refuse(NAME, name, f"has shape {list(x.shape)}, not [T, n, {dim}] or [T, n * {dim}]")
-    check_weight(NAME, "q_weight", q_weight, _heads(q, dim))
-    check_weight(NAME, "k_weight", k_weight, _heads(k, dim))
+    check_weight(NAME, "q_weight", call.q_weight, _heads(call.q, dim))
+    check_weight(NAME, "k_weight", call.k_weight, _heads(call.k, dim))
 
 
-def _dense(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float = 1e-6,
-    *,
-    head_dim: int = 0,
-) -> bool:
-    dim = head_dim or q.shape[-1]
-    heads = _heads(q, dim), _heads(k, dim)
-    return q.stride(-1) == k.stride(-1) == 1 and gpu.within_32_bits(*heads)
+def _dense(call: Call) -> bool:
+    dim = call.head_dim or call.q.shape[-1]
+    heads = _heads(call.q, dim), _heads(call.k, dim)
+    return call.q.stride(-1) == call.k.stride(-1) == 1 and gpu.within_32_bits(*heads)
 
 
 @fused_inplace_qknorm.implementation("triton", devices=gpu.DEVICES, when=_dense, replayed=True)
-def _(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float = 1e-6,
-    *,
-    head_dim: int = 0,
-) -> None:
-    dim = head_dim or q.shape[-1]
+def _(call: Call) -> None:
+    q, k = call.q, call.k
+    dim = call.head_dim or q.shape[-1]
     q, k = _heads(q, dim), _heads(k, dim)
     tokens, q_heads, k_heads = q.shape[0], q.shape[1], k.shape[1]
     block = gpu.next_power_of_2(dim)
     most = max(1, NUMBERS // block)
     at_once = min(most, gpu.next_power_of_2(max(q_heads, k_heads)))
     programs = -(-q_heads // at_once) + -(-k_heads // at_once)
-    early = early_for(q.device, tokens, programs * WARPS)
+    pdl = uses_pdl(q.device, tokens, programs * WARPS)
     if tokens and programs:
         qknorm_kernel[(tokens * programs,)](
-            *(q, k, q_weight, k_weight, *q.stride()[:2], *k.stride()[:2]),
-            *(q_heads, k_heads, dim, eps, programs, at_once, block, early),
+            *(q, k, call.q_weight, call.k_weight, *q.stride()[:2], *k.stride()[:2]),
+            *(q_heads, k_heads, dim, call.eps, programs, at_once, block, pdl),
             num_warps=WARPS,
-            **early_option(early),
-        )
-
-
-@fused_inplace_qknorm.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        q_weight, k_weight = make.randn(16, dtype=dtype), make.randn(16, dtype=dtype)
-        q, k = make.randn(5, 4, 16, dtype=dtype), make.randn(5, 2, 16, dtype=dtype)
-        yield make.args(q, k, q_weight, k_weight)
-        joint = make.randn(3, 112, dtype=dtype)
-        yield make.args(joint[:, :48], joint[:, 48:80], q_weight, k_weight, 1e-5, head_dim=16)
-        q, k = make.randn(1, 33, 24, dtype=dtype), make.randn(1, 1, 24, dtype=dtype)
-        yield make.args(q, k, make.randn(24), make.randn(24))
-    yield make.args(make.randn(0, 4, 16), make.randn(0, 2, 16), make.randn(16), make.randn(16))
-
-
-@fused_inplace_qknorm.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
-        q, k = draw.randn(rows, heads, dim), draw.randn(rows, kv_heads, dim)
-        yield Point(
-            f"{layer.name}: {rows} x {heads} + {kv_heads} x {dim}",
-            draw.args(q, k, draw.randn(dim), draw.randn(dim)),
-            moved(q, q, k, k),
-            alternatives=draw.by_torch(fused_inplace_qknorm.reference),
+            **pdl_option(pdl),
         )

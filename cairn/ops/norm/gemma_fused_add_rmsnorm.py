@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
-from cairn.ops.norm.cases import sum_cases
+from cairn.ops.call import Call
 from cairn.ops.norm.launch import both_in_rows, check_sum, norm_sums
 from cairn.ops.registry import op
 
@@ -39,40 +38,12 @@ def gemma_fused_add_rmsnorm(
 
 
 @gemma_fused_add_rmsnorm.check
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    enable_pdl: bool | None = None,
-) -> None:
-    check_sum("gemma_fused_add_rmsnorm", input, residual, weight)
+def _(call: Call) -> None:
+    check_sum("gemma_fused_add_rmsnorm", call.input, call.residual, call.weight)
 
 
 @gemma_fused_add_rmsnorm.implementation(
     "triton", devices=gpu.DEVICES, when=both_in_rows, replayed=True
 )
-def _(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    enable_pdl: bool | None = None,
-) -> None:
-    norm_sums(input, residual, weight, eps, shifted=True)
-
-
-gemma_fused_add_rmsnorm.cases(sum_cases)
-
-
-@gemma_fused_add_rmsnorm.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, residual = (draw.randn(rows, width) for _ in range(2))
-        weight = draw.randn(width)
-        others = (
-            *draw.by_torch(gemma_fused_add_rmsnorm.reference),
-            *flashinfer("norm.gemma_fused_add_rmsnorm"),
-        )
-        least = moved(x, x, residual, residual, weight)
-        yield Point(size, draw.args(x, residual, weight), least, alternatives=others)
+def _(call: Call) -> None:
+    norm_sums(call.input, call.residual, call.weight, call.eps, shifted=True)

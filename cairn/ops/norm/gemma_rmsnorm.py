@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
-from cairn.ops.norm.cases import norm_cases
+from cairn.ops.call import Call
 from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
 from cairn.ops.registry import op
 
@@ -37,36 +36,10 @@ def gemma_rmsnorm(
 
 
 @gemma_rmsnorm.check
-def _(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> None:
-    check_rows("gemma_rmsnorm", input, weight, out)
+def _(call: Call) -> None:
+    check_rows("gemma_rmsnorm", call.input, call.weight, call.out)
 
 
 @gemma_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
-def _(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> Tensor:
-    return norm_rows(input, weight, eps, out, shifted=True)
-
-
-gemma_rmsnorm.cases(norm_cases)
-
-
-@gemma_rmsnorm.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, weight = draw.randn(rows, width), draw.randn(width)
-        others = (
-            *draw.by_torch(gemma_rmsnorm.reference),
-            *flashinfer("norm.gemma_rmsnorm"),
-        )
-        yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)
+def _(call: Call) -> Tensor:
+    return norm_rows(call.input, call.weight, call.eps, call.out, shifted=True)

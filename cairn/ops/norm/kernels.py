@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
+from cairn.ops.pdl import await_previous, launch_next
 
 
 @triton.jit
@@ -37,14 +37,14 @@ def norm_row(
 @triton.jit
 def rmsnorm_kernel(
     x, weight, out, x_stride, out_stride, width, eps,
-    BLOCK: tl.constexpr, SHIFTED: tl.constexpr, ROUNDED: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, SHIFTED: tl.constexpr, ROUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[row] = x[row] * rsqrt(mean(x[row]^2) + eps) * weight.
 
-    SHIFTED: by 1 + weight; ROUNDED: to x's dtype before the weight too; EARLY: as in
+    SHIFTED: by 1 + weight; ROUNDED: to x's dtype before the weight too; PDL: as in
     `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     norm_row(
         x + row * x_stride, weight, out + row * out_stride, width, eps, BLOCK, SHIFTED, ROUNDED
@@ -54,11 +54,11 @@ def rmsnorm_kernel(
 @triton.jit
 def fused_add_rmsnorm_kernel(
     x, residual, weight, x_stride, residual_stride, width, eps,
-    BLOCK: tl.constexpr, SHIFTED: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, SHIFTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """residual[row] += x[row]; x[row] = rmsnorm(the sum before it was rounded). EARLY: as in
+    """residual[row] += x[row]; x[row] = rmsnorm(the sum before it was rounded). PDL: as in
     `await_previous`."""
-    await_previous(EARLY)
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -74,15 +74,15 @@ def fused_add_rmsnorm_kernel(
 @triton.jit
 def rmsnorm_add_kernel(
     x, residual, weight, x_stride, residual_stride, width, eps,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """residual[row] += rmsnorm(x[row]). EARLY: as in `await_previous`."""
-    launch_next(EARLY)
+    """residual[row] += rmsnorm(x[row]). PDL: as in `await_previous`."""
+    launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    await_previous(EARLY)
+    await_previous(PDL)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     at = residual + row * residual_stride + column
     before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -105,11 +105,11 @@ def norm_heads(x, weight, head, heads, head_stride, width, eps, DIM: tl.constexp
 def qknorm_kernel(
     q, k, q_weight, k_weight, q_stride, q_head_stride, k_stride, k_head_stride,
     q_heads, k_heads, width, eps, PROGRAMS: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token, in place: first those of q, then those of k. A token has
-    PROGRAMS of them. EARLY: as in `await_previous`."""
-    await_previous(EARLY)
+    PROGRAMS of them. PDL: as in `await_previous`."""
+    await_previous(PDL)
     token, group = row_and_part(PROGRAMS)
     before = (q_heads + HEADS - 1) // HEADS
     if group < before:
@@ -123,10 +123,10 @@ def qknorm_kernel(
 @triton.jit
 def qknorm_rows_kernel(
     q, k, q_weight, k_weight, q_stride, k_stride, q_width, k_width, eps,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row of q or of k, in place. EARLY: as in `await_previous`."""
-    await_previous(EARLY)
+    """One row of q or of k, in place. PDL: as in `await_previous`."""
+    await_previous(PDL)
     row, part = row_and_part(2)
     if part == 0:
         q += row * q_stride

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel, rmsnorm_kernel
+from cairn.ops.pdl import pdl_option, uses_pdl
 
 LONGEST = 1 << 15
 """Numbers of the longest row that one program takes."""
@@ -50,14 +49,14 @@ def rows_of(x: Tensor) -> Tensor | None:
         return None
 
 
-def in_rows(input: Tensor, *args: Any, **kwargs: Any) -> bool:
+def in_rows(call: Call) -> bool:
     """Rows with their numbers side by side, short enough for one program."""
-    return input.stride(-1) == 1 and input.shape[-1] <= LONGEST
+    return call.input.stride(-1) == 1 and call.input.shape[-1] <= LONGEST
 
 
-def both_in_rows(input: Tensor, residual: Tensor, *args: Any, **kwargs: Any) -> bool:
+def both_in_rows(call: Call) -> bool:
     """The same of both, in memory that is a matrix of rows: what is changed is not copied."""
-    return rows_of(input) is not None and rows_of(residual) is not None
+    return rows_of(call.input) is not None and rows_of(call.residual) is not None
 
 
 def norm_rows(
@@ -79,13 +78,13 @@ def norm_rows(
         into = result.view(-1, width)
     rows, block = x.shape[0], gpu.next_power_of_2(width)
     warps = gpu.warps_for(block)
-    early = early_for(input.device, rows, warps)
+    pdl = uses_pdl(input.device, rows, warps)
     if rows:
         rmsnorm_kernel[(rows,)](
             *(x, weight, into, x.stride(0), into.stride(0), width, eps, block, shifted, rounded),
-            early,
+            pdl,
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return result
 
@@ -97,10 +96,10 @@ def norm_sums(input: Tensor, residual: Tensor, weight: Tensor, eps: float, shift
     rows, width = x.shape
     block = gpu.next_power_of_2(width)
     warps = gpu.warps_for(block)
-    early = early_for(input.device, rows, warps)
+    pdl = uses_pdl(input.device, rows, warps)
     if rows:
         fused_add_rmsnorm_kernel[(rows,)](
-            *(x, other, weight, x.stride(0), other.stride(0), width, eps, block, shifted, early),
+            *(x, other, weight, x.stride(0), other.stride(0), width, eps, block, shifted, pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )

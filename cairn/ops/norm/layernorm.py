@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.norm.launch import check_rows, check_weight
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -29,27 +28,7 @@ def layernorm(input: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1
 
 
 @layernorm.check
-def _(input: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-6) -> None:
-    check_rows("layernorm", input, weight)
-    if bias is not None:
-        check_weight("layernorm", "bias", bias, input)
-
-
-@layernorm.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randn(7, 96), make.randn(96), make.randn(96))
-    half = torch.bfloat16
-    weight, bias = make.randn(65, dtype=half), make.randn(65, dtype=half)
-    yield make.args(make.randn(2, 3, 65, dtype=half), weight, bias, 1e-5)
-    yield make.args(make.randn(5, 128, dtype=half)[:, :64], make.randn(64), None)
-    yield make.args(make.randn(0, 16), make.randn(16), make.randn(16))
-
-
-@layernorm.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, weight, bias = draw.randn(rows, width), draw.randn(width), draw.randn(width)
-        others = draw.by_torch(layernorm.reference)
-        yield Point(
-            size, draw.args(x, weight, bias), moved(x, x, weight, bias), alternatives=others
-        )
+def _(call: Call) -> None:
+    check_rows("layernorm", call.input, call.weight)
+    if call.bias is not None:
+        check_weight("layernorm", "bias", call.bias, call.input)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.norm import loops
-from cairn.ops.norm.cases import norm_cases
 from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
 from cairn.ops.registry import op
 
@@ -39,83 +38,32 @@ def rmsnorm(
 
 
 @rmsnorm.check
-def _(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> None:
-    check_rows("rmsnorm", input, weight, out)
+def _(call: Call) -> None:
+    check_rows("rmsnorm", call.input, call.weight, call.out)
 
 
-def _same_dtype(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> bool:
-    return input.dtype == weight.dtype
+def _same_dtype(call: Call) -> bool:
+    return call.input.dtype == call.weight.dtype
 
 
-def _dense(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> bool:
-    return input.is_contiguous() and (out is None or out.is_contiguous())
+def _dense(call: Call) -> bool:
+    return call.input.is_contiguous() and (call.out is None or call.out.is_contiguous())
 
 
 @rmsnorm.implementation("numba", devices=cpu.DEVICES, when=_dense)
-def _(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> Tensor:
-    result = torch.empty_like(input) if out is None else out
-    rows, target = (cpu.numbers(x.view(-1, x.shape[-1])) for x in (input, result))
-    loops.norm_rows(rows, cpu.numbers(weight), np.float32(eps), target)
+def _(call: Call) -> Tensor:
+    result = torch.empty_like(call.input) if call.out is None else call.out
+    rows, target = (cpu.numbers(x.view(-1, x.shape[-1])) for x in (call.input, result))
+    loops.norm_rows(rows, cpu.numbers(call.weight), np.float32(call.eps), target)
     return result
 
 
 @rmsnorm.implementation("torch", devices=("cpu",), when=_same_dtype)
-def _(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """The same operations from C++: one call instead of seven, which few rows notice."""
-    return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+    return torch.nn.functional.rms_norm(call.input, call.weight.shape, call.weight, call.eps)
 
 
 @rmsnorm.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
-def _(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> Tensor:
-    return norm_rows(input, weight, eps, out)
-
-
-rmsnorm.cases(norm_cases)
-
-
-@rmsnorm.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, weight = draw.randn(rows, width), draw.randn(width)
-        others = (
-            Alternative("rms_norm", lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)),
-            *draw.by_torch(rmsnorm.reference),
-            *flashinfer("norm.rmsnorm"),
-        )
-        yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)
+def _(call: Call) -> Tensor:
+    return norm_rows(call.input, call.weight, call.eps, call.out)

@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
-from cairn.ops.early import early_option
-from cairn.ops.norm.cases import sum_cases
+from cairn.ops.call import Call
 from cairn.ops.norm.kernels import rmsnorm_add_kernel
 from cairn.ops.norm.launch import both_in_rows, check_sum, rows_of
-from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
 
-EARLY_ROWS = 16
+PDL_ROWS = 16
 """At most this many rows are launched before the kernel in front is done."""
 
 
@@ -36,42 +34,29 @@ def rmsnorm_add(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e
 
 
 @rmsnorm_add.check
-def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
-    check_sum("rmsnorm_add", input, residual, weight)
+def _(call: Call) -> None:
+    check_sum("rmsnorm_add", call.input, call.residual, call.weight)
 
 
 @rmsnorm_add.implementation("torch", devices=("cpu",))
-def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
+def _(call: Call) -> None:
     """Three to five calls instead of eight, which few rows notice."""
-    normed = torch.nn.functional.rms_norm(input.float(), weight.shape, weight.float(), eps)
-    residual.copy_(normed.add_(residual))
+    normed = torch.nn.functional.rms_norm(
+        call.input.float(), call.weight.shape, call.weight.float(), call.eps
+    )
+    call.residual.copy_(normed.add_(call.residual))
 
 
 @rmsnorm_add.implementation("triton", devices=gpu.DEVICES, when=both_in_rows, replayed=True)
-def _(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
-    x, other = rows_of(input), rows_of(residual)
+def _(call: Call) -> None:
+    x, other = rows_of(call.input), rows_of(call.residual)
     assert x is not None and other is not None
     rows, width = x.shape
     block = gpu.next_power_of_2(width)
-    early = rows <= EARLY_ROWS and gpu.launches_early(input.device)
+    pdl = rows <= PDL_ROWS and gpu.supports_pdl(call.input.device)
     if rows:
         rmsnorm_add_kernel[(rows,)](
-            *(x, other, weight, x.stride(0), other.stride(0), width, eps, block, early),
+            *(x, other, call.weight, x.stride(0), other.stride(0), width, call.eps, block, pdl),
             num_warps=gpu.warps_for(block),
-            **early_option(early),
+            **pdl_option(pdl),
         )
-
-
-rmsnorm_add.cases(sum_cases)
-
-
-@rmsnorm_add.bench
-def _(draw: Draw) -> Points:
-    def apart(input: Tensor, residual: Tensor, weight: Tensor) -> None:
-        residual.add_(rmsnorm(input, weight))
-
-    for size, rows, width in draw.matrices():
-        x, residual = (draw.randn(rows, width) for _ in range(2))
-        given = draw.args(x, residual, draw.randn(width))
-        others = (Alternative("rmsnorm, add", apart), *draw.by_torch(rmsnorm_add.reference))
-        yield Point(size, given, moved(x, residual, residual), alternatives=others)

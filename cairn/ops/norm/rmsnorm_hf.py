@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.norm.cases import norm_cases
+from cairn.ops.call import Call
 from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
 from cairn.ops.registry import op
 
@@ -40,33 +39,10 @@ def rmsnorm_hf(
 
 
 @rmsnorm_hf.check
-def _(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> None:
-    check_rows("rmsnorm_hf", input, weight, out)
+def _(call: Call) -> None:
+    check_rows("rmsnorm_hf", call.input, call.weight, call.out)
 
 
 @rmsnorm_hf.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
-def _(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    out: Tensor | None = None,
-    enable_pdl: bool | None = None,
-) -> Tensor:
-    return norm_rows(input, weight, eps, out, rounded=True)
-
-
-rmsnorm_hf.cases(norm_cases)
-
-
-@rmsnorm_hf.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, weight = draw.randn(rows, width), draw.randn(width)
-        others = (*draw.by_torch(rmsnorm_hf.reference),)
-        yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)
+def _(call: Call) -> Tensor:
+    return norm_rows(call.input, call.weight, call.eps, call.out, rounded=True)

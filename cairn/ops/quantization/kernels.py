@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous
 
 
 @triton.jit
@@ -76,21 +76,21 @@ def amax_bits(x, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def amax_kernel(x, parts, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """parts[program] = bits of the largest magnitude of its blocks of x. EARLY: as in
+def amax_kernel(x, parts, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """parts[program] = bits of the largest magnitude of its blocks of x. PDL: as in
     `await_previous`."""
-    await_previous(EARLY)
+    await_previous(PDL)
     tl.store(parts + tl.program_id(0), amax_bits(x, count, BLOCK))
 
 
 @triton.jit
 def tensor_kernel(
     x, q, scale, parts, count, number_of_parts, high,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of x by the scale of the whole; with parts, that comes from them and is stored.
-    EARLY: as in `await_previous`."""
-    await_previous(EARLY)
+    PDL: as in `await_previous`."""
+    await_previous(PDL)
     if parts is None:
         own = tl.load(scale)
     else:
@@ -130,16 +130,16 @@ def groups_kernel(
     x_expert, x_row, s_expert, s_row, s_group, eps, low, high,
     T: tl.constexpr, TILE: tl.constexpr, WP: tl.constexpr, ROUNDING: tl.constexpr,
     INVERSE: tl.constexpr, CLAMPED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr,
-    PACKED: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
+    PACKED: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """T groups of `width` numbers, each by its own scale: TILE of a row, of so many rows.
 
     Of `total` rows [per_row, width] row r is row r % rows of expert r // rows, or r without `rows`;
     with masked_m only so many rows of an expert are there. `tiles`: of a row, as many as its scales
     that are stored need, per_row or, when four exponents share a word (PACKED), a multiple of 4.
-    EARLY: as in `await_previous`.
+    PDL: as in `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     program, place = tl.program_id(0), tl.arange(0, T)
     row = program // tiles * (T // TILE) + place // TILE
     group = program % tiles * TILE + place % TILE

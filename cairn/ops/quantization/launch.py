@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.quantization.codes import E4M3_MAX
 from cairn.ops.quantization.kernels import amax_kernel, groups_kernel
 
@@ -93,17 +93,17 @@ def quantize(
     warps = max(1, min(16, lines * block // NUMBERS_A_WARP))
     hardware = gpu.knows_e4m3(input.device)
     eighths = rule.rounding == "e4m3" and (rule.low, rule.high) == (-E4M3_MAX, E4M3_MAX)
-    early = early_for(input.device, 1, programs * warps)
+    pdl = uses_pdl(input.device, 1, programs * warps)
     groups_kernel[(programs,)](
         *(input, output_q.view(torch.uint8), output_s, masked_m),
         *(total, tiles, per_row, rows if experts else None, group),
         *(input.stride(0) if experts else 0, input.stride(-2)),
         *(output_s.stride(0) if experts else 0, *output_s.stride()[-2:]),
         *(rule.eps, rule.low, rule.high, lines, tile, block, rule.rounding, rule.inverse),
-        *(not (hardware and eighths), rule.gated, rule.power, packed, hardware, early),
+        *(not (hardware and eighths), rule.gated, rule.power, packed, hardware, pdl),
         num_warps=warps,
         **ROUNDED,
-        **early_option(early),
+        **pdl_option(pdl),
     )
 
 
@@ -116,8 +116,8 @@ def amax_parts(x: Tensor) -> Tensor:
     count = x.numel()
     programs = min(max(1, -(-count // AMAX_BLOCK)), MOST_PARTS)
     parts = gpu.empty((programs,), torch.int32, x.device)
-    early = early_for(x.device, 1, programs * AMAX_WARPS)
+    pdl = uses_pdl(x.device, 1, programs * AMAX_WARPS)
     amax_kernel[(programs,)](
-        *(x, parts, count, AMAX_BLOCK, early), num_warps=AMAX_WARPS, **early_option(early)
+        *(x, parts, count, AMAX_BLOCK, pdl), num_warps=AMAX_WARPS, **pdl_option(pdl)
     )
     return parts

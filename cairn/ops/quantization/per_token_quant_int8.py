@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.quantization import launch
 from cairn.ops.quantization.codes import INT8_MAX, inverse, scale_for
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 RULE = launch.Rule(-INT8_MAX, INT8_MAX, "nearest", inverse=True)
 
@@ -36,47 +35,22 @@ def per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @per_token_quant_int8.check
-def _(x: Tensor) -> None:
-    expect("per_token_quant_int8", "x", x, dtypes=FLOATS)
-    if not x.dim() or not x.shape[-1]:
-        refuse("per_token_quant_int8", "x", f"has shape {list(x.shape)}: rows of no numbers")
+def _(call: Call) -> None:
+    expect("per_token_quant_int8", "x", call.x, dtypes=FLOATS)
+    if not call.x.dim() or not call.x.shape[-1]:
+        refuse("per_token_quant_int8", "x", f"has shape {list(call.x.shape)}: rows of no numbers")
 
 
 @per_token_quant_int8.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda x: x.stride(-1) == 1 and x.shape[-1] <= launch.WIDEST,
+    when=lambda call: call.x.stride(-1) == 1 and call.x.shape[-1] <= launch.WIDEST,
     replayed=True,
 )
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    width = x.shape[-1]
-    codes = gpu.empty(x.shape, torch.int8, x.device)
-    scale = gpu.empty((*x.shape[:-1], 1), torch.float32, x.device)
-    rows = x if x.dim() == 2 else x.reshape(-1, width)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    width = call.x.shape[-1]
+    codes = gpu.empty(call.x.shape, torch.int8, call.x.device)
+    scale = gpu.empty((*call.x.shape[:-1], 1), torch.float32, call.x.device)
+    rows = call.x if call.x.dim() == 2 else call.x.reshape(-1, width)
     launch.quantize(rows, codes.view(-1, width), scale.view(-1, 1), width, RULE)
     return codes, scale
-
-
-@per_token_quant_int8.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x = make.randn(5, 1000, dtype=dtype, scale=3.0)
-        x[3] = 0.0
-        yield make.args(x)
-        yield make.args(make.randn(2, 3, 63, dtype=dtype))
-    # Halves, which are rounded to even.
-    yield make.args((make.arange(255) - 127).float().repeat(2, 1) * make.tensor([[1.0], [0.5]]))
-    yield make.args(make.randn(4, 128, dtype=torch.bfloat16)[:, :64])
-    yield make.args(make.randn(0, 7))
-
-
-@per_token_quant_int8.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, layer.hidden)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}",
-            draw.args(x),
-            moved(x) + x.numel() + 4 * rows,
-            alternatives=draw.by_torch(per_token_quant_int8.reference),
-        )

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect, refuse
 from cairn.ops.quantization import nvfp4
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.quantization.kernels import nvfp4_experts_kernel
 from cairn.ops.quantization.nvfp4_launch import EXPERTS_A_WARP, in_rows, programs_of
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -58,113 +57,52 @@ def scaled_fp4_experts_quant(
 
 
 @scaled_fp4_experts_quant.fake
-def _(
-    input_tensor: Tensor,
-    input_global_scale: Tensor,
-    expert_offsets: Tensor,
-    blockscale_offsets: Tensor,
-    topk: int,
-    expert_map: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    rows = input_tensor.shape[0] if expert_map is None else expert_map.shape[0]
-    experts = input_global_scale.shape[0]
-    return nvfp4.blank(input_tensor, rows, rows + nvfp4.TILE_ROWS * experts)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    rows = call.input_tensor.shape[0] if call.expert_map is None else call.expert_map.shape[0]
+    experts = call.input_global_scale.shape[0]
+    return nvfp4.blank(call.input_tensor, rows, rows + nvfp4.TILE_ROWS * experts)
 
 
 @scaled_fp4_experts_quant.check
-def _(
-    input_tensor: Tensor,
-    input_global_scale: Tensor,
-    expert_offsets: Tensor,
-    blockscale_offsets: Tensor,
-    topk: int,
-    expert_map: Tensor | None = None,
-) -> None:
-    name, x = "scaled_fp4_experts_quant", input_tensor
+def _(call: Call) -> None:
+    name, x = "scaled_fp4_experts_quant", call.input_tensor
     nvfp4.expect_input(name, "input_tensor", x, 2)
-    expect(name, "input_global_scale", input_global_scale, (None,), (torch.float32,), like=x)
-    experts = input_global_scale.shape[0]
+    expect(name, "input_global_scale", call.input_global_scale, (None,), (torch.float32,), like=x)
+    experts = call.input_global_scale.shape[0]
     if not experts:
         refuse(name, "input_global_scale", "names no expert")
     bounds = (experts + 1,)
-    expect(name, "expert_offsets", expert_offsets, bounds, (torch.int32,), like=x)
-    expect(name, "blockscale_offsets", blockscale_offsets, bounds, (torch.int32,), like=x)
-    if topk < 1:
-        refuse(name, "topk", f"is {topk}")
-    if expert_map is not None:
-        expect(name, "expert_map", expert_map, (x.shape[0] * topk,), INDICES, like=x)
+    expect(name, "expert_offsets", call.expert_offsets, bounds, (torch.int32,), like=x)
+    expect(name, "blockscale_offsets", call.blockscale_offsets, bounds, (torch.int32,), like=x)
+    if call.topk < 1:
+        refuse(name, "topk", f"is {call.topk}")
+    if call.expert_map is not None:
+        expect(name, "expert_map", call.expert_map, (x.shape[0] * call.topk,), INDICES, like=x)
 
 
-def _in_rows(
-    input_tensor: Tensor,
-    input_global_scale: Tensor,
-    expert_offsets: Tensor,
-    blockscale_offsets: Tensor,
-    topk: int,
-    expert_map: Tensor | None = None,
-) -> bool:
-    others = [input_global_scale, expert_offsets, blockscale_offsets]
-    if expert_map is not None:
-        others.append(expert_map)
-    return in_rows(input_tensor, 1, *others)
+def _in_rows(call: Call) -> bool:
+    others = [call.input_global_scale, call.expert_offsets, call.blockscale_offsets]
+    if call.expert_map is not None:
+        others.append(call.expert_map)
+    return in_rows(call.input_tensor, 1, *others)
 
 
 @scaled_fp4_experts_quant.implementation(
     "triton", devices=gpu.DEVICES, when=_in_rows, replayed=True
 )
-def _(
-    input_tensor: Tensor,
-    input_global_scale: Tensor,
-    expert_offsets: Tensor,
-    blockscale_offsets: Tensor,
-    topk: int,
-    expert_map: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    x, experts = input_tensor, input_global_scale.shape[0]
-    rows = x.shape[0] if expert_map is None else expert_map.shape[0]
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    x, experts = call.input_tensor, call.input_global_scale.shape[0]
+    rows = x.shape[0] if call.expert_map is None else call.expert_map.shape[0]
     blocks = x.shape[1] // nvfp4.BLOCK
     tall, wide = nvfp4.padded(rows + nvfp4.TILE_ROWS * experts, blocks)
     codes = gpu.empty((rows, x.shape[1] // 2), torch.uint8, x.device)
     scales = gpu.empty((tall, wide), E4M3, x.device)
     own, warps, programs = programs_of(wide, EXPERTS_A_WARP)
     nvfp4_experts_kernel[(tall, programs)](
-        *(x, codes.view(torch.int32), scales.view(torch.uint8), input_global_scale),
-        *(expert_offsets, blockscale_offsets, expert_map),
+        *(x, codes.view(torch.int32), scales.view(torch.uint8), call.input_global_scale),
+        *(call.expert_offsets, call.blockscale_offsets, call.expert_map),
         *(rows, blocks, wide // nvfp4.TILE_COLUMNS, experts, x.stride(0)),
         *(own, gpu.next_power_of_2(experts)),
         num_warps=warps,
     )
     return codes, scales
-
-
-@scaled_fp4_experts_quant.cases
-def _(make: Make) -> Cases:
-    offsets = make.tensor([0, 3, 3, 133], dtype=torch.int32)
-    starts = make.tensor([0, 128, 128, 384], dtype=torch.int32)
-    scales = make.tensor([1.0, 20.0, 300.0])
-    for dtype in (torch.bfloat16, torch.float32):
-        yield make.args(make.randn(136, 80, dtype=dtype), scales, offsets, starts, 1)
-    order = make.randint(0, 68, 136, dtype=torch.int32)
-    yield make.args(make.randn(68, 16), scales, offsets, starts, 2, order)
-    # In any order, and rows of nobody behind those of the last.
-    ends = make.tensor([0, 2, 2, 5], dtype=torch.int32)
-    anywhere = make.tensor([256, 0, 128, 0], dtype=torch.int32)
-    for index in (torch.int32, torch.int64):
-        order = make.randint(0, 3, 6, dtype=index)
-        yield make.args(make.randn(3, 70)[:, :64], scales, ends, anywhere, 2, order)
-    yield make.args(make.randn(0, 16), scales, offsets * 0, starts * 0, 8)
-
-
-@scaled_fp4_experts_quant.bench
-def _(draw: Draw) -> Points:
-    for layer, tokens in draw.rows():
-        rows = min(tokens, 2048)
-        x, scale = draw.randn(8 * rows, layer.hidden), draw.rand(8) + 1.0
-        offsets = torch.arange(9, dtype=torch.int32, device=draw.device) * rows
-        starts = torch.arange(9, dtype=torch.int32, device=draw.device) * (-(-rows // 128) * 128)
-        yield Point(
-            f"{layer.name}: 8 x {rows} x {layer.hidden}",
-            draw.args(x, scale, offsets, starts, 1),
-            moved(x) + x.numel() * 9 // 16,
-            alternatives=draw.by_torch(scaled_fp4_experts_quant.reference),
-        )

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.activation.silu_and_mul import silu_and_mul
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect
 from cairn.ops.quantization import nvfp4, nvfp4_launch
 from cairn.ops.quantization.codes import E4M3
-from cairn.ops.registry import Op, op
-from cairn.ops.testing import Cases, Make
+from cairn.ops.registry import op
 
 
 @op
@@ -76,91 +75,53 @@ def _expect(name: str, x: Tensor, global_scale: Tensor, mask: Tensor, factor: in
 
 
 @scaled_fp4_grouped_quant.fake
-def _(x: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    groups, rows, _ = x.shape
-    return _views(*nvfp4.blank(x, rows, rows, groups))
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    groups, rows, _ = call.input_tensor.shape
+    return _views(*nvfp4.blank(call.input_tensor, rows, rows, groups))
 
 
 @silu_and_mul_scaled_fp4_grouped_quant.fake
-def _(x: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    groups, rows, _ = x.shape
-    return _views(*nvfp4.blank(x.chunk(2, dim=-1)[0], rows, rows, groups))
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    groups, rows, _ = call.input_tensor.shape
+    return _views(*nvfp4.blank(call.input_tensor.chunk(2, dim=-1)[0], rows, rows, groups))
 
 
 @scaled_fp4_grouped_quant.check
-def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> None:
-    _expect("scaled_fp4_grouped_quant", input_tensor, input_global_scale, mask, 1)
+def _(call: Call) -> None:
+    _expect("scaled_fp4_grouped_quant", call.input_tensor, call.input_global_scale, call.mask, 1)
 
 
 @silu_and_mul_scaled_fp4_grouped_quant.check
-def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> None:
-    _expect("silu_and_mul_scaled_fp4_grouped_quant", input_tensor, input_global_scale, mask, 2)
+def _(call: Call) -> None:
+    _expect(
+        "silu_and_mul_scaled_fp4_grouped_quant",
+        call.input_tensor,
+        call.input_global_scale,
+        call.mask,
+        2,
+    )
 
 
-def _in_rows(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> bool:
-    groups = input_tensor.shape[0]
-    return nvfp4_launch.in_rows(input_tensor, groups, input_global_scale, mask)
+def _in_rows(call: Call) -> bool:
+    groups = call.input_tensor.shape[0]
+    return nvfp4_launch.in_rows(call.input_tensor, groups, call.input_global_scale, call.mask)
 
 
 @scaled_fp4_grouped_quant.implementation("triton", devices=gpu.DEVICES, when=_in_rows)
-def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return _views(*nvfp4_launch.quantize(input_tensor, input_global_scale, mask))
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return _views(*nvfp4_launch.quantize(call.input_tensor, call.input_global_scale, call.mask))
 
 
 @silu_and_mul_scaled_fp4_grouped_quant.implementation("triton", devices=gpu.DEVICES, when=_in_rows)
-def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    return _views(*nvfp4_launch.quantize(input_tensor, input_global_scale, mask, gated=True))
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return _views(
+        *nvfp4_launch.quantize(call.input_tensor, call.input_global_scale, call.mask, gated=True)
+    )
 
 
 @silu_and_mul_scaled_fp4_grouped_quant.implementation("composed", devices=("cpu",))
-def _(input_tensor: Tensor, input_global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor]:
     """The two ops: the same codes as theirs, whichever implementation rounds the numbers."""
-    return scaled_fp4_grouped_quant(silu_and_mul(input_tensor), input_global_scale, mask)
-
-
-@scaled_fp4_grouped_quant.cases
-def _(make: Make) -> Cases:
-    mask = make.tensor([5, 0, 3], dtype=torch.int32)
-    for dtype in (torch.bfloat16, torch.float32):
-        x = make.randn(3, 5, 64, dtype=dtype)
-        yield make.args(x, make.tensor([1.0, 50.0, 300.0]), mask)
-    strided = make.randn(3, 9, 160)[:, 1:6, :80]
-    yield make.args(strided, make.tensor([1.0, -50.0, float("inf")]), mask)
-    yield make.args(make.randn(1, 0, 16), make.tensor([1.0]), mask[1:2])
-    yield make.args(make.randn(0, 5, 16), make.empty(0), mask[:0])
-
-
-@silu_and_mul_scaled_fp4_grouped_quant.cases
-def _(make: Make) -> Cases:
-    mask = make.tensor([2, 130], dtype=torch.int32)
-    for dtype in (torch.bfloat16, torch.float32):
-        x = make.randn(2, 130, 2 * 32, dtype=dtype)
-        yield make.args(x, make.tensor([1.0, 50.0]), mask)
-    few = make.tensor([9, -1], dtype=torch.int32)
-    for dtype in (torch.float16, torch.float32):
-        yield make.args(make.randn(2, 3, 2 * 80, dtype=dtype), make.tensor([20.0, 1.0]), few)
-    yield make.args(make.randn(1, 0, 32), make.tensor([1.0]), mask[:1] * 0)
-
-
-def _points(draw: Draw, entry: Op[..., tuple[Tensor, Tensor]], factor: int) -> Points:
-    """Groups of which half the rows are in use."""
-    for layer, tokens in draw.rows():
-        rows = min(tokens, 4096)
-        x = draw.randn(4, rows, factor * layer.hidden)
-        scale, mask = draw.rand(4) + 1.0, torch.full((4,), rows // 2, device=draw.device)
-        yield Point(
-            f"{layer.name}: 4 x {rows} x {layer.hidden}",
-            draw.args(x, scale, mask.to(torch.int32)),
-            moved(x) // 2 + x.numel() // factor * 9 // 16,
-            alternatives=draw.by_torch(entry.reference),
-        )
-
-
-@scaled_fp4_grouped_quant.bench
-def _(draw: Draw) -> Points:
-    return _points(draw, scaled_fp4_grouped_quant, 1)
-
-
-@silu_and_mul_scaled_fp4_grouped_quant.bench
-def _(draw: Draw) -> Points:
-    return _points(draw, silu_and_mul_scaled_fp4_grouped_quant, 2)
+    return scaled_fp4_grouped_quant(
+        silu_and_mul(call.input_tensor), call.input_global_scale, call.mask
+    )

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.quantization import launch, nvfp4, nvfp4_launch
 from cairn.ops.quantization.codes import E4M3_MAX
 from cairn.ops.quantization.kernels import global_scale_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -34,15 +33,15 @@ def scaled_fp4_quant(input: Tensor, input_global_scale: Tensor) -> tuple[Tensor,
 
 
 @scaled_fp4_quant.fake
-def _(input: Tensor, input_global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    rows = input.numel() // input.shape[-1]
-    return nvfp4.blank(input, rows, rows)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    rows = call.input.numel() // call.input.shape[-1]
+    return nvfp4.blank(call.input, rows, rows)
 
 
 @scaled_fp4_quant.check
-def _(input: Tensor, input_global_scale: Tensor) -> None:
-    nvfp4.expect_input("scaled_fp4_quant", "input", input, None)
-    _expect_one("scaled_fp4_quant", input_global_scale, input)
+def _(call: Call) -> None:
+    nvfp4.expect_input("scaled_fp4_quant", "input", call.input, None)
+    _expect_one("scaled_fp4_quant", call.input_global_scale, call.input)
 
 
 def _expect_one(name: str, scale: Tensor, input: Tensor) -> None:
@@ -51,28 +50,16 @@ def _expect_one(name: str, scale: Tensor, input: Tensor) -> None:
         refuse(name, "input_global_scale", f"has shape {list(scale.shape)}, not [1]")
 
 
-def _in_rows(input: Tensor, input_global_scale: Tensor) -> bool:
-    return (input.is_contiguous() or input.dim() == 2) and nvfp4_launch.in_rows(input, 1)
+def _in_rows(call: Call) -> bool:
+    return (call.input.is_contiguous() or call.input.dim() == 2) and nvfp4_launch.in_rows(
+        call.input, 1
+    )
 
 
 @scaled_fp4_quant.implementation("triton", devices=gpu.DEVICES, when=_in_rows, replayed=True)
-def _(input: Tensor, input_global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    rows = input if input.dim() == 2 else input.view(-1, input.shape[-1])
-    return nvfp4_launch.quantize(rows, input_global_scale)
-
-
-@scaled_fp4_quant.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.bfloat16, torch.float32):
-        yield make.args(make.randn(7, 48, dtype=dtype, scale=3.0), make.tensor([100.0]))
-    yield make.args(make.randn(2, 65, 16, dtype=torch.float16), make.tensor([7.0]))
-    yield make.args(make.full((2, 32), 0.0), make.tensor([1.0]))
-    halves = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
-    yield make.args(make.tensor([*halves, *(-half for half in halves)]), make.tensor([1.0]))
-    beyond = make.tensor([[float("inf"), -1e30, 0.0, -0.0] * 8, [1e-30] * 32])
-    yield make.args(beyond, make.tensor([1e6]))
-    yield make.args(make.randn(3, 5000, dtype=torch.bfloat16)[:, :4112], make.tensor([600.0]))
-    yield make.args(make.randn(0, 64), make.tensor([1.0]))
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    rows = call.input if call.input.dim() == 2 else call.input.view(-1, call.input.shape[-1])
+    return nvfp4_launch.quantize(rows, call.input_global_scale)
 
 
 @op
@@ -91,16 +78,17 @@ def suggest_nvfp4_global_scale(x: Tensor) -> Tensor:
 
 
 @suggest_nvfp4_global_scale.check
-def _(x: Tensor) -> None:
-    expect("suggest_nvfp4_global_scale", "x", x, dtypes=FLOATS)
+def _(call: Call) -> None:
+    expect("suggest_nvfp4_global_scale", "x", call.x, dtypes=FLOATS)
 
 
-def _flat(x: Tensor) -> bool:
-    return x.is_contiguous()
+def _flat(call: Call) -> bool:
+    return call.x.is_contiguous()
 
 
 @suggest_nvfp4_global_scale.implementation("triton", devices=gpu.DEVICES, when=_flat, replayed=True)
-def _(x: Tensor) -> Tensor:
+def _(call: Call) -> Tensor:
+    x = call.x
     scale = gpu.empty((1,), torch.float32, x.device)
     if x.numel() > launch.ONE_PROGRAM:
         x = launch.amax_parts(x).view(torch.float32)
@@ -108,37 +96,3 @@ def _(x: Tensor) -> Tensor:
     block = min(launch.AMAX_BLOCK, gpu.next_power_of_2(max(1, count)))
     global_scale_kernel[(1,)](x, scale, count, block, num_warps=8)
     return scale
-
-
-@suggest_nvfp4_global_scale.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        yield make.args(make.randn(3, 100, dtype=dtype))
-        yield make.args(make.randn(5, 70, 100, dtype=dtype, scale=30.0))
-    yield make.args(make.tensor([1.0, -float("inf")]))
-    yield make.args(make.full((4,), 0.0))
-    yield make.args(make.randn(0))
-
-
-@scaled_fp4_quant.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, layer.hidden)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}",
-            draw.args(x, suggest_nvfp4_global_scale(x)),
-            moved(x) + x.numel() * 9 // 16,
-            alternatives=draw.by_torch(scaled_fp4_quant.reference),
-        )
-
-
-@suggest_nvfp4_global_scale.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, layer.hidden)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}",
-            draw.args(x),
-            moved(x),
-            alternatives=draw.by_torch(suggest_nvfp4_global_scale.reference),
-        )

@@ -6,18 +6,17 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.quantization import launch
 from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, inverse, scale_for
 from cairn.ops.quantization.kernels import tensor_kernel
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BLOCK, STATIC_BLOCK, WARPS = 4096, 2048, 8
 """Numbers of a program, the same where the scale is given, and warps."""
-EARLY_BLOCK, EARLY_WARPS = 256, 4
+PDL_BLOCK, PDL_WARPS = 256, 4
 """Numbers and warps where the scale is given, of a program that is launched before the kernel in
 front is done."""
 RULE = launch.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", inverse=True)
@@ -46,67 +45,49 @@ def sgl_per_tensor_quant_fp8(
 
 
 @sgl_per_tensor_quant_fp8.check
-def _(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> None:
+def _(call: Call) -> None:
     name = "sgl_per_tensor_quant_fp8"
-    expect(name, "input", input, dtypes=FLOATS)
-    expect(name, "output_q", output_q, input.shape, (E4M3,), like=input)
-    expect(name, "output_s", output_s, dtypes=(torch.float32,), like=input)
-    if output_s.numel() != 1:
-        refuse(name, "output_s", f"has shape {list(output_s.shape)}, not [1]")
+    expect(name, "input", call.input, dtypes=FLOATS)
+    expect(name, "output_q", call.output_q, call.input.shape, (E4M3,), like=call.input)
+    expect(name, "output_s", call.output_s, dtypes=(torch.float32,), like=call.input)
+    if call.output_s.numel() != 1:
+        refuse(name, "output_s", f"has shape {list(call.output_s.shape)}, not [1]")
 
 
-def _flat(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> bool:
-    return input.is_contiguous() and output_q.is_contiguous()
+def _flat(call: Call) -> bool:
+    return call.input.is_contiguous() and call.output_q.is_contiguous()
 
 
 @sgl_per_tensor_quant_fp8.implementation("triton", devices=gpu.DEVICES, when=_flat, replayed=True)
-def _(input: Tensor, output_q: Tensor, output_s: Tensor, is_static: bool) -> None:
-    count = input.numel()
-    if 0 < count <= launch.ONE_PROGRAM and not is_static:
+def _(call: Call) -> None:
+    count = call.input.numel()
+    if 0 < count <= launch.ONE_PROGRAM and not call.is_static:
         one = (1, count)
-        launch.quantize(input.view(one), output_q.view(one), output_s.view(1, 1), count, RULE)
+        launch.quantize(
+            call.input.view(one), call.output_q.view(one), call.output_s.view(1, 1), count, RULE
+        )
         return
-    if is_static and not count:
+    if call.is_static and not count:
         return
-    most, warps = (STATIC_BLOCK, WARPS) if is_static else (BLOCK, WARPS)
-    if is_static and early_for(input.device, 1, -(-count // EARLY_BLOCK) * EARLY_WARPS):
-        most, warps = EARLY_BLOCK, EARLY_WARPS
-    block = min(most, gpu.next_power_of_2(count)) if is_static else most
-    parts = None if is_static else launch.amax_parts(input)
+    most, warps = (STATIC_BLOCK, WARPS) if call.is_static else (BLOCK, WARPS)
+    if call.is_static and uses_pdl(call.input.device, 1, -(-count // PDL_BLOCK) * PDL_WARPS):
+        most, warps = PDL_BLOCK, PDL_WARPS
+    block = min(most, gpu.next_power_of_2(count)) if call.is_static else most
+    parts = None if call.is_static else launch.amax_parts(call.input)
     number_of_parts = 1 if parts is None else parts.numel()
     programs = max(-(-count // block), 1)
-    early = early_for(input.device, 1, programs * warps)
+    pdl = uses_pdl(call.input.device, 1, programs * warps)
     tensor_kernel[(programs,)](
-        *(input, output_q.view(torch.uint8), output_s, parts, count, number_of_parts, E4M3_MAX),
-        *(gpu.next_power_of_2(number_of_parts), block, gpu.knows_e4m3(input.device), early),
+        *(
+            call.input,
+            call.output_q.view(torch.uint8),
+            call.output_s,
+            parts,
+            count,
+            number_of_parts,
+            E4M3_MAX,
+        ),
+        *(gpu.next_power_of_2(number_of_parts), block, gpu.knows_e4m3(call.input.device), pdl),
         num_warps=warps,
-        **early_option(early),
+        **pdl_option(pdl),
     )
-
-
-@sgl_per_tensor_quant_fp8.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        for shape in ((7, 63), (3, 7, 1000)):
-            x = make.randn(*shape, dtype=dtype, scale=30.0)
-            codes = make.empty(*shape, dtype=E4M3)
-            yield make.args(x, codes, make.empty(1), False)
-            yield make.args(x, codes, make.tensor([0.07]), True)
-    yield make.args(make.full((9,), 0.0), make.empty(9, dtype=E4M3), make.empty(1), False)
-    yield make.args(make.randn(0, 4), make.empty(0, 4, dtype=E4M3), make.empty(1), False)
-    yield make.args(make.randn(5, 8)[:, ::2], make.empty(5, 4, dtype=E4M3), make.empty(1), False)
-
-
-@sgl_per_tensor_quant_fp8.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, layer.hidden)
-        codes, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(1, dtype=torch.float32)
-        size = f"{layer.name}: {rows} x {layer.hidden}"
-        for static, read in ((True, moved(x)), (False, 2 * moved(x))):
-            yield Point(
-                f"{size}, {'static' if static else 'dynamic'}",
-                draw.args(x, codes, scale.fill_(0.1), static),
-                read + moved(codes),
-                alternatives=draw.by_torch(sgl_per_tensor_quant_fp8.reference),
-            )

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.quantization import e8m0, launch
 from cairn.ops.quantization.codes import E4M3, divided, inverse, scale_for
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 BYTES = torch.uint8
 
@@ -93,133 +92,52 @@ def _range(output_q: Tensor, low: float | None, high: float | None) -> tuple[flo
 
 
 @sgl_per_token_group_quant_8bit.check
-def _(
-    input: Tensor,
-    output_q: Tensor,
-    output_s: Tensor,
-    group_size: int,
-    eps: float = 1e-10,
-    fp8_min: float | None = None,
-    fp8_max: float | None = None,
-    scale_ue8m0: bool = False,
-    fuse_silu_and_mul: bool = False,
-    masked_m: Tensor | None = None,
-    enable_v2: bool | None = None,
-) -> None:
+def _(call: Call) -> None:
     name = "sgl_per_token_group_quant_8bit"
-    expect(name, "input", input, dtypes=FLOATS)
-    if input.dim() < 2:
-        refuse(name, "input", f"has shape {list(input.shape)}, not at least two dims")
-    width, odd = divmod(input.shape[-1], 2 if fuse_silu_and_mul else 1)
+    expect(name, "input", call.input, dtypes=FLOATS)
+    if call.input.dim() < 2:
+        refuse(name, "input", f"has shape {list(call.input.shape)}, not at least two dims")
+    width, odd = divmod(call.input.shape[-1], 2 if call.fuse_silu_and_mul else 1)
     if odd or not width:
-        refuse(name, "input", f"has rows of {input.shape[-1]} numbers")
-    if group_size < 1 or width % group_size:
-        refuse(name, "group_size", f"is {group_size}: it must divide {width}")
-    rows, groups = input.shape[:-1], width // group_size
-    expect(name, "output_q", output_q, (*rows, width), (E4M3, torch.int8), like=input)
-    expect(name, "output_s", output_s, dtypes=(torch.float32, torch.int32), like=input)
-    packed = output_s.dtype == torch.int32
-    if packed and not scale_ue8m0:
+        refuse(name, "input", f"has rows of {call.input.shape[-1]} numbers")
+    if call.group_size < 1 or width % call.group_size:
+        refuse(name, "group_size", f"is {call.group_size}: it must divide {width}")
+    rows, groups = call.input.shape[:-1], width // call.group_size
+    expect(name, "output_q", call.output_q, (*rows, width), (E4M3, torch.int8), like=call.input)
+    expect(name, "output_s", call.output_s, dtypes=(torch.float32, torch.int32), like=call.input)
+    packed = call.output_s.dtype == torch.int32
+    if packed and not call.scale_ue8m0:
         refuse(name, "output_s", "is int32: exponents need scale_ue8m0")
-    expect(name, "output_s", output_s, (*rows, -(-groups // 4) if packed else groups))
-    (low, high), (least, most) = (_range(output_q, *x) for x in ((fp8_min, fp8_max), (None, None)))
+    expect(name, "output_s", call.output_s, (*rows, -(-groups // 4) if packed else groups))
+    (low, high), (least, most) = (
+        _range(call.output_q, *x) for x in ((call.fp8_min, call.fp8_max), (None, None))
+    )
     if not least <= low <= 0 < high <= most:
         hint = f"0 must lie between them, and they between {least:g} and {most:g}"
         refuse(name, "fp8_max", f"is {high:g}, fp8_min {low:g}", hint)
-    if masked_m is not None:
-        expect(name, "input", input, (None, None, None))
-        expect(name, "masked_m", masked_m, input.shape[:1], (torch.int32,), like=input)
+    if call.masked_m is not None:
+        expect(name, "input", call.input, (None, None, None))
+        expect(
+            name, "masked_m", call.masked_m, call.input.shape[:1], (torch.int32,), like=call.input
+        )
 
 
-def _groups(
-    input: Tensor,
-    output_q: Tensor,
-    output_s: Tensor,
-    group_size: int,
-    eps: float = 1e-10,
-    fp8_min: float | None = None,
-    fp8_max: float | None = None,
-    scale_ue8m0: bool = False,
-    fuse_silu_and_mul: bool = False,
-    masked_m: Tensor | None = None,
-    enable_v2: bool | None = None,
-) -> bool:
-    return launch.accepts(input, output_q, group_size, masked_m)
+def _groups(call: Call) -> bool:
+    return launch.accepts(call.input, call.output_q, call.group_size, call.masked_m)
 
 
 @sgl_per_token_group_quant_8bit.implementation(
     "triton", devices=gpu.DEVICES, when=_groups, replayed=True
 )
-def _(
-    input: Tensor,
-    output_q: Tensor,
-    output_s: Tensor,
-    group_size: int,
-    eps: float = 1e-10,
-    fp8_min: float | None = None,
-    fp8_max: float | None = None,
-    scale_ue8m0: bool = False,
-    fuse_silu_and_mul: bool = False,
-    masked_m: Tensor | None = None,
-    enable_v2: bool | None = None,
-) -> None:
-    low, high = _range(output_q, fp8_min, fp8_max)
-    eighths = output_q.dtype == E4M3
+def _(call: Call) -> None:
+    low, high = _range(call.output_q, call.fp8_min, call.fp8_max)
+    eighths = call.output_q.dtype == E4M3
     rounding = "e4m3" if eighths else "truncate"
-    rule = launch.Rule(low, high, rounding, eps, eighths, scale_ue8m0, fuse_silu_and_mul)
-    launch.quantize(input, output_q, output_s, group_size, rule, masked_m)
+    rule = launch.Rule(
+        low, high, rounding, call.eps, eighths, call.scale_ue8m0, call.fuse_silu_and_mul
+    )
+    launch.quantize(call.input, call.output_q, call.output_s, call.group_size, rule, call.masked_m)
 
 
 sgl_per_token_group_quant_fp8 = sgl_per_token_group_quant_8bit
 sgl_per_token_group_quant_int8 = sgl_per_token_group_quant_8bit
-
-
-def column_major(make: Make, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] with rows side by side, a multiple of 4 of them in memory."""
-    return make.empty(columns, -(-rows // 4) * 4, dtype=dtype).t()[:rows]
-
-
-@sgl_per_token_group_quant_8bit.cases
-def _(make: Make) -> Cases:
-    words = torch.int32
-    for dtype, codes in (
-        (torch.float32, E4M3),
-        (torch.bfloat16, E4M3),
-        (torch.float32, torch.int8),
-        (torch.float16, torch.int8),
-    ):
-        x = make.randn(7, 6 * 32, dtype=dtype, scale=5.0)
-        x[2, 32:64] = 0.0
-        into = make.empty(7, 6 * 32, dtype=codes)
-        yield make.args(x, into, make.empty(7, 6), 32)
-        yield make.args(x, into, column_major(make, 7, 4, torch.float32), 48, 1e-4, -100.0, 100.0)
-        yield make.args(x, into, column_major(make, 7, 2, words), 32, scale_ue8m0=True)
-    wide = make.randn(3, 2 * 256, dtype=torch.bfloat16)
-    power = {"scale_ue8m0": True}
-    yield make.args(wide[:, :256], make.empty(3, 256, dtype=E4M3), make.empty(3, 2), 128, **power)
-    experts = make.randn(3, 5, 2 * 96)
-    used = make.tensor([5, 0, 2], dtype=words)
-    own = {"masked_m": used, "fuse_silu_and_mul": True}
-    zeros = torch.zeros_like(experts[..., :96], dtype=E4M3)
-    yield make.args(experts, zeros, make.full((3, 5, 3), 0.0), 32, **own)
-    exponents = make.full((3, 1, 8), 0.0, dtype=words).transpose(1, 2)[:, :5]
-    yield make.args(experts, zeros, exponents, 32, **own, scale_ue8m0=True)
-    gate = make.randn(5, 2 * 63)
-    fused = {"fuse_silu_and_mul": True}
-    yield make.args(gate, make.empty(5, 63, dtype=E4M3), make.empty(5, 3), 21, **fused)
-    yield make.args(make.randn(0, 64), make.empty(0, 64, dtype=E4M3), make.empty(0, 1), 64)
-
-
-@sgl_per_token_group_quant_8bit.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        group = 128 if layer.hidden % 128 == 0 else 32
-        x = draw.randn(rows, layer.hidden)
-        codes = torch.empty_like(x, dtype=E4M3)
-        scale = x.new_empty(rows, layer.hidden // group, dtype=torch.float32)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}, groups of {group}",
-            draw.args(x, codes, scale, group),
-            moved(x, codes, scale),
-            alternatives=draw.by_torch(sgl_per_token_group_quant_8bit.reference),
-        )

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.quantization import launch
 from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, inverse, scale_for
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 
 RULE = launch.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", inverse=True)
 
@@ -36,53 +35,30 @@ def sgl_per_token_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor) -
 
 
 @sgl_per_token_quant_fp8.check
-def _(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:
+def _(call: Call) -> None:
     name = "sgl_per_token_quant_fp8"
-    expect(name, "input", input, (None, None), FLOATS)
-    if not input.shape[1]:
+    expect(name, "input", call.input, (None, None), FLOATS)
+    if not call.input.shape[1]:
         refuse(name, "input", "has rows of no numbers")
-    expect(name, "output_q", output_q, (None, input.shape[1]), (E4M3,), like=input)
-    expect(name, "output_s", output_s, dtypes=(torch.float32,), like=input)
-    tokens = input.shape[0]
-    if len(output_q) < tokens:
-        refuse(name, "output_q", f"has {len(output_q)} rows, input {tokens}")
-    if output_s.dim() == 0 or len(output_s) < tokens or output_s.shape[1:] not in ((), (1,)):
-        refuse(name, "output_s", f"has shape {list(output_s.shape)}, not [{tokens}]")
+    expect(name, "output_q", call.output_q, (None, call.input.shape[1]), (E4M3,), like=call.input)
+    expect(name, "output_s", call.output_s, dtypes=(torch.float32,), like=call.input)
+    tokens = call.input.shape[0]
+    if len(call.output_q) < tokens:
+        refuse(name, "output_q", f"has {len(call.output_q)} rows, input {tokens}")
+    if (
+        call.output_s.dim() == 0
+        or len(call.output_s) < tokens
+        or call.output_s.shape[1:] not in ((), (1,))
+    ):
+        refuse(name, "output_s", f"has shape {list(call.output_s.shape)}, not [{tokens}]")
 
 
-def _rows(input: Tensor, output_q: Tensor, output_s: Tensor) -> bool:
-    return launch.accepts(input, output_q, input.shape[1])
+def _rows(call: Call) -> bool:
+    return launch.accepts(call.input, call.output_q, call.input.shape[1])
 
 
 @sgl_per_token_quant_fp8.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
-def _(input: Tensor, output_q: Tensor, output_s: Tensor) -> None:
-    tokens = len(input)
-    scales = output_s if output_s.dim() == 2 else output_s.unsqueeze(1)
-    launch.quantize(input, output_q[:tokens], scales[:tokens], input.shape[1], RULE)
-
-
-@sgl_per_token_quant_fp8.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for rows, width in ((7, 63), (5, 1000), (1, 4100)):
-            x = make.randn(rows, width, dtype=dtype, scale=3.0)
-            x[0] = 0.0
-            yield make.args(x, make.empty(rows, width, dtype=E4M3), make.empty(rows, 1))
-    x = make.randn(6, 200, dtype=torch.bfloat16)[:, :100]
-    yield make.args(x, make.empty(6, 100, dtype=E4M3), make.empty(6))
-    spare = make.full((8, 100), 0, torch.uint8).view(E4M3), make.full((9, 1), -1.0)
-    yield make.args(make.randn(6, 100), *spare)
-    yield make.args(make.randn(0, 16), make.empty(0, 16, dtype=E4M3), make.empty(0))
-
-
-@sgl_per_token_quant_fp8.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, layer.hidden)
-        codes, scale = torch.empty_like(x, dtype=E4M3), x.new_empty(rows, 1, dtype=torch.float32)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}",
-            draw.args(x, codes, scale),
-            moved(x, codes, scale),
-            alternatives=draw.by_torch(sgl_per_token_quant_fp8.reference),
-        )
+def _(call: Call) -> None:
+    tokens = len(call.input)
+    scales = call.output_s if call.output_s.dim() == 2 else call.output_s.unsqueeze(1)
+    launch.quantize(call.input, call.output_q[:tokens], scales[:tokens], call.input.shape[1], RULE)

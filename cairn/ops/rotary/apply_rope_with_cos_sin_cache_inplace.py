@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.memory.rows import store_rows
 from cairn.ops.registry import op
 from cairn.ops.rotary import launch
 from cairn.ops.rotary.rotary_embedding import rotary_embedding
-from cairn.ops.testing import Cases, Make
 
 NAME = "apply_rope_with_cos_sin_cache_inplace"
 E4M3_MAX = 448.0
@@ -78,75 +77,47 @@ def rotary_set_kv(
 
 
 @rotary_set_kv.check
-def _(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    value: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    cache_loc: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    is_neox: bool = True,
-) -> None:
-    launch.check(NAME, positions, query, key, head_size, cos_sin_cache)
-    tokens = positions.numel()
-    expect(NAME, "value", value, dtypes=FLOATS, like=query)
-    if value.dim() not in (2, 3) or value.shape[0] != tokens:
-        refuse(NAME, "value", f"has shape {list(value.shape)}, not [{tokens}, nk * dv]")
-    expect(NAME, "cache_loc", cache_loc, (tokens,), INDICES, like=query, dense=1)
-    for name, buffer, x in (("k_buffer", k_buffer, key), ("v_buffer", v_buffer, value)):
-        expect(NAME, name, buffer, dtypes=STORED, like=query)
+def _(call: Call) -> None:
+    launch.check(NAME, call.positions, call.query, call.key, call.head_size, call.cos_sin_cache)
+    tokens = call.positions.numel()
+    expect(NAME, "value", call.value, dtypes=FLOATS, like=call.query)
+    if call.value.dim() not in (2, 3) or call.value.shape[0] != tokens:
+        refuse(NAME, "value", f"has shape {list(call.value.shape)}, not [{tokens}, nk * dv]")
+    expect(NAME, "cache_loc", call.cache_loc, (tokens,), INDICES, like=call.query, dense=1)
+    for name, buffer, x in (
+        ("k_buffer", call.k_buffer, call.key),
+        ("v_buffer", call.v_buffer, call.value),
+    ):
+        expect(NAME, name, buffer, dtypes=STORED, like=call.query)
         width = x.numel() // tokens if tokens else buffer.shape[1:].numel()
         if buffer.dim() not in (2, 3) or buffer.shape[1:].numel() != width:
             wanted = f"[slots, {width}], the numbers of a token"
             refuse(NAME, name, f"has shape {list(buffer.shape)}, not {wanted}")
-        expect_within(NAME, "cache_loc", cache_loc, buffer.shape[0], None)
+        expect_within(NAME, "cache_loc", call.cache_loc, buffer.shape[0], None)
 
 
-def _accepts(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    value: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    cache_loc: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    is_neox: bool = True,
-) -> bool:
-    rows = (value, k_buffer, v_buffer)
+def _accepts(call: Call) -> bool:
+    rows = (call.value, call.k_buffer, call.v_buffer)
     return (
-        launch.accepts(positions, query, key, head_size, cos_sin_cache)
+        launch.accepts(call.positions, call.query, call.key, call.head_size, call.cos_sin_cache)
         and all(x[:1].is_contiguous() for x in rows)
         and all(x.dtype in FLOATS for x in rows)
     )
 
 
 @rotary_set_kv.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    value: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    cache_loc: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    is_neox: bool = True,
-) -> None:
-    v, k_rows, v_rows = (x.flatten(1) for x in (value, k_buffer, v_buffer))
-    store = launch.Store(v, k_rows, v_rows, cache_loc, k_scale, v_scale)
-    launch.launch(positions, query, key, head_size, cos_sin_cache, is_neox, store)
+def _(call: Call) -> None:
+    v, k_rows, v_rows = (x.flatten(1) for x in (call.value, call.k_buffer, call.v_buffer))
+    store = launch.Store(v, k_rows, v_rows, call.cache_loc, call.k_scale, call.v_scale)
+    launch.launch(
+        call.positions,
+        call.query,
+        call.key,
+        call.head_size,
+        call.cos_sin_cache,
+        call.is_neox,
+        store,
+    )
 
 
 @rotary_set_kv.front
@@ -188,67 +159,3 @@ def apply_rope_with_cos_sin_cache_inplace(
         v_scale=1.0 if given.v_scale is None else float(given.v_scale),
         is_neox=is_neox,
     )
-
-
-@rotary_set_kv.cases
-def _(make: Make) -> Cases:
-    spot = make.tensor([8, 0, 3, 11, -1, 2, 7], torch.int64)
-    positions = make.randint(0, 50, 7, dtype=torch.int32)
-    for dtype in (torch.float32, torch.bfloat16):
-        cache = make.randn(50, 16)
-        buffers = [make.randn(12, 2, 16, dtype=dtype) for _ in range(2)]
-        q, k = make.randn(7, 4, 16, dtype=dtype), make.randn(7, 2, 16, dtype=dtype)
-        value = make.randn(7, 32, dtype=dtype)
-        yield make.args(positions, q, k, 16, cache, value, *buffers, spot)
-        fused = make.randn(7, 24 * 5, dtype=dtype)
-        q, k, value = fused[:, :72], fused[:, 72:96], fused[:, 96:]
-        buffers = [make.randn(12, 24, dtype=dtype) for _ in range(2)]
-        given = (positions, q, k, 24, cache, value, *buffers, spot.int())
-        yield make.args(*given, 0.5, 4.0, is_neox=False)
-        q, k = make.randn(2, 1, 7, dtype=dtype), make.randn(2, 3, 9, dtype=dtype)[..., :7]
-        buffers = [make.randn(4, 3, 7, dtype=dtype), make.randn(4, 3, 5, dtype=dtype)]
-        value = make.randn(2, 3, 5, dtype=dtype)
-        yield make.args(positions[:2], q, k, 7, cache[:, :4], value, *buffers, spot[1:3], 0.3)
-    eight = [make.randn(12, 32).to(torch.float8_e4m3fn) for _ in range(2)]
-    q, k = make.randn(7, 4, 16, scale=300.0), make.randn(7, 2, 16, scale=300.0)
-    yield make.args(positions, q, k, 16, cache, make.randn(7, 32), *eight, spot)
-    none = make.arange(0)
-    empty = (make.randn(0, 64), make.randn(0, 32))
-    buffers = [make.randn(12, 32) for _ in range(2)]
-    yield make.args(none, *empty, 16, cache, make.randn(0, 32), *buffers, none)
-
-
-def _apart(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    value: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    cache_loc: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    is_neox: bool = True,
-) -> None:
-    """The rotation, and two copies by torch."""
-    rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
-    k_buffer[cache_loc], v_buffer[cache_loc] = key, value
-
-
-@rotary_set_kv.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
-        positions, angles = draw.randint(0, 8192, rows), draw.rand(8192, dim)
-        q, k = draw.randn(rows, heads * dim), draw.randn(rows, kv_heads * dim)
-        value = draw.randn(rows, kv_heads * dim)
-        buffers = [draw.randn(rows + 64, kv_heads * dim) for _ in range(2)]
-        spot = draw.rand(rows + 64).argsort()[:rows]
-        yield Point(
-            f"{layer.name}: {rows} x {heads} + {kv_heads} x {dim}",
-            draw.args(positions, q, k, dim, angles, value, *buffers, spot),
-            moved(q, q, k, k, k, value, value, positions, spot) + 4 * rows * dim,
-            alternatives=(Alternative("apart", _apart), *draw.by_torch(rotary_set_kv.reference)),
-        )

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
-from cairn.ops.early import early_for, early_option
 from cairn.ops.norm.launch import check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary import launch
 from cairn.ops.rotary.kernels import qk_norm_rope_kernel
-from cairn.ops.testing import Cases, Make
 
 NAME = "fused_qk_norm_rope"
 AT_ONCE, WARPS = 8, 4
@@ -89,156 +88,61 @@ def _end(low: float, high: float) -> float:
 
 
 @fused_qk_norm_rope.check
-def _(
-    qkv: Tensor,
-    num_heads_q: int,
-    num_heads_k: int,
-    num_heads_v: int,
-    head_dim: int,
-    eps: float,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    base: float,
-    is_neox: bool,
-    position_ids: Tensor,
-    factor: float,
-    low: float,
-    high: float,
-    attention_factor: float,
-    rotary_dim: int | None = None,
-) -> None:
-    heads = num_heads_q + num_heads_k + num_heads_v
-    if head_dim < 2 or head_dim % 2:
-        refuse(NAME, "head_dim", f"is {head_dim}, not an even number")
-    rotary = head_dim if rotary_dim is None else rotary_dim
-    if rotary < 2 or rotary % 2 or rotary > head_dim:
-        refuse(NAME, "rotary_dim", f"is {rotary_dim}, not an even number up to {head_dim}")
-    expect(NAME, "qkv", qkv, (None, heads * head_dim), FLOATS)
-    check_weight(NAME, "q_weight", q_weight, qkv[:, :head_dim])
-    expect(NAME, "k_weight", k_weight, (head_dim,), (q_weight.dtype,), like=qkv, dense=1)
-    expect(NAME, "position_ids", position_ids, qkv.shape[:1], INDICES, like=qkv)
+def _(call: Call) -> None:
+    heads = call.num_heads_q + call.num_heads_k + call.num_heads_v
+    if call.head_dim < 2 or call.head_dim % 2:
+        refuse(NAME, "head_dim", f"is {call.head_dim}, not an even number")
+    rotary = call.head_dim if call.rotary_dim is None else call.rotary_dim
+    if rotary < 2 or rotary % 2 or rotary > call.head_dim:
+        refuse(
+            NAME, "rotary_dim", f"is {call.rotary_dim}, not an even number up to {call.head_dim}"
+        )
+    expect(NAME, "qkv", call.qkv, (None, heads * call.head_dim), FLOATS)
+    check_weight(NAME, "q_weight", call.q_weight, call.qkv[:, : call.head_dim])
+    expect(
+        NAME,
+        "k_weight",
+        call.k_weight,
+        (call.head_dim,),
+        (call.q_weight.dtype,),
+        like=call.qkv,
+        dense=1,
+    )
+    expect(NAME, "position_ids", call.position_ids, call.qkv.shape[:1], INDICES, like=call.qkv)
 
 
-def _rows(
-    qkv: Tensor,
-    num_heads_q: int,
-    num_heads_k: int,
-    num_heads_v: int,
-    head_dim: int,
-    eps: float,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    base: float,
-    is_neox: bool,
-    position_ids: Tensor,
-    factor: float,
-    low: float,
-    high: float,
-    attention_factor: float,
-    rotary_dim: int | None = None,
-) -> bool:
-    return qkv.stride(1) == 1 and position_ids.is_contiguous()
+def _rows(call: Call) -> bool:
+    return call.qkv.stride(1) == 1 and call.position_ids.is_contiguous()
 
 
 @fused_qk_norm_rope.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
-def _(
-    qkv: Tensor,
-    num_heads_q: int,
-    num_heads_k: int,
-    num_heads_v: int,
-    head_dim: int,
-    eps: float,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    base: float,
-    is_neox: bool,
-    position_ids: Tensor,
-    factor: float,
-    low: float,
-    high: float,
-    attention_factor: float,
-    rotary_dim: int | None = None,
-) -> None:
-    tokens, heads = qkv.shape[0], num_heads_q + num_heads_k
-    rotary = head_dim if rotary_dim is None else rotary_dim
-    rest = gpu.next_power_of_2(head_dim - rotary) if rotary < head_dim else 0
+def _(call: Call) -> None:
+    tokens, heads = call.qkv.shape[0], call.num_heads_q + call.num_heads_k
+    rotary = call.head_dim if call.rotary_dim is None else call.rotary_dim
+    rest = gpu.next_power_of_2(call.head_dim - rotary) if rotary < call.head_dim else 0
     at_once = min(AT_ONCE, gpu.next_power_of_2(max(1, heads)))
     groups = 1 if tokens >= MANY_TOKENS else -(-heads // at_once)
-    early = early_for(qkv.device, tokens, groups * WARPS)
+    pdl = uses_pdl(call.qkv.device, tokens, groups * WARPS)
     if tokens and heads:
         qk_norm_rope_kernel[(tokens * groups,)](
-            *(qkv, position_ids, q_weight, k_weight, qkv.stride(0), num_heads_q, heads),
-            *(head_dim, eps, float(factor), float(low), float(_end(low, high))),
-            *(float(attention_factor), rotary // 2, gpu.next_power_of_2(rotary // 2), rest),
-            *(groups, at_once, is_neox, factor != 1, math.log2(base), early),
-            num_warps=WARPS,
-            **early_option(early),
-        )
-
-
-@fused_qk_norm_rope.cases
-def _(make: Make) -> Cases:
-    plain, yarn = (1.0, 1.0, 32.0, 1.0), (2.5, 1.0, 5.0, 0.9)
-    for dtype in (torch.float32, torch.bfloat16):
-        weights = make.randn(16, dtype=dtype), make.randn(16, dtype=dtype)
-        spot = make.randint(0, 300, 5, dtype=torch.int32)
-        given = (4, 2, 2, 16, 1e-5, *weights, 10000.0)
-        yield make.args(make.randn(5, 128, dtype=dtype), *given, True, spot, *plain)
-        yield make.args(make.randn(5, 128, dtype=dtype), *given, False, spot.long(), *yarn, 8)
-        weights = make.randn(24), make.randn(24)
-        given = (1, 1, 0, 24, 1e-6, *weights, 500000.0)
-        wide = make.randn(3, 60, dtype=dtype)[:, 7:55]
-        yield make.args(wide, *given, True, spot[:3], 4.0, 3.0, 3.0, 1.2, rotary_dim=10)
-    weights = make.randn(8), make.randn(8)
-    none = make.arange(0)
-    yield make.args(make.randn(0, 32), 2, 1, 1, 8, 1e-6, *weights, 1e4, True, none, *plain)
-
-
-def _apart(
-    qkv: Tensor,
-    num_heads_q: int,
-    num_heads_k: int,
-    num_heads_v: int,
-    head_dim: int,
-    eps: float,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    base: float,
-    is_neox: bool,
-    position_ids: Tensor,
-    factor: float,
-    low: float,
-    high: float,
-    attention_factor: float,
-    rotary_dim: int | None = None,
-) -> None:
-    """Two norms and a rotation by angles of a table."""
-    q = qkv[:, : num_heads_q * head_dim].unflatten(-1, (-1, head_dim))
-    k = qkv[:, num_heads_q * head_dim :].unflatten(-1, (-1, head_dim))[:, :num_heads_k]
-    rmsnorm(q, q_weight, eps, out=q)
-    rmsnorm(k, k_weight, eps, out=k)
-    inverse = float(base) ** (torch.arange(0, head_dim, 2, device=qkv.device) / -head_dim)
-    angle = position_ids[:, None] * inverse
-    cos, sin = angle.cos(), angle.sin()
-    launch.rotate(q, cos, sin, head_dim, is_neox)
-    launch.rotate(k, cos, sin, head_dim, is_neox)
-
-
-@fused_qk_norm_rope.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
-        qkv = draw.randn(rows, (heads + 2 * kv_heads) * dim)
-        weights = draw.randn(dim), draw.randn(dim)
-        spot = draw.randint(0, 8192, rows)
-        given = (heads, kv_heads, kv_heads, dim, 1e-6, *weights, 1e4, True, spot)
-        normed = qkv[:, : (heads + kv_heads) * dim]
-        yield Point(
-            f"{layer.name}: {rows} x {heads} + {kv_heads} x {dim}",
-            draw.args(qkv, *given, 1.0, 1.0, 32.0, 1.0),
-            moved(normed, normed, spot),
-            alternatives=(
-                Alternative("apart", _apart),
-                *draw.by_torch(fused_qk_norm_rope.reference),
+            *(
+                call.qkv,
+                call.position_ids,
+                call.q_weight,
+                call.k_weight,
+                call.qkv.stride(0),
+                call.num_heads_q,
+                heads,
             ),
+            *(
+                call.head_dim,
+                call.eps,
+                float(call.factor),
+                float(call.low),
+                float(_end(call.low, call.high)),
+            ),
+            *(float(call.attention_factor), rotary // 2, gpu.next_power_of_2(rotary // 2), rest),
+            *(groups, at_once, call.is_neox, call.factor != 1, math.log2(call.base), pdl),
+            num_warps=WARPS,
+            **pdl_option(pdl),
         )

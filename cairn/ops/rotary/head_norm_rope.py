@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import head_norm_rope_kernel
-from cairn.ops.testing import Cases, Make
 
 WARPS = 4
 """Of a program."""
@@ -54,61 +53,44 @@ def head_norm_rope(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float
 
 
 @head_norm_rope.check
-def _(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> None:
+def _(call: Call) -> None:
     name = "head_norm_rope"
-    expect(name, "x", x, 3, FLOATS)
-    expect(name, "weight", weight, x.shape[1:], (x.dtype, torch.float32), x)
-    check_angles(name, cos_sin, x, x.shape[2])
+    expect(name, "x", call.x, 3, FLOATS)
+    expect(name, "weight", call.weight, call.x.shape[1:], (call.x.dtype, torch.float32), call.x)
+    check_angles(name, call.cos_sin, call.x, call.x.shape[2])
 
 
 @head_norm_rope.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda x, weight, cos_sin, eps=1e-6: (
-        x.stride(-1) == 1
-        and x.shape[-1] % 2 == 0
-        and gpu.within_32_bits(x)
-        and weight.is_contiguous()
-        and (cos_sin is None or cos_sin.is_contiguous())
+    when=lambda call: (
+        call.x.stride(-1) == 1
+        and call.x.shape[-1] % 2 == 0
+        and gpu.within_32_bits(call.x)
+        and call.weight.is_contiguous()
+        and (call.cos_sin is None or call.cos_sin.is_contiguous())
     ),
     replayed=True,
 )
-def _(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float = 1e-6) -> Tensor:
-    tokens, heads, dim = x.shape
-    out = gpu.empty(x.shape, x.dtype, x.device)
+def _(call: Call) -> Tensor:
+    tokens, heads, dim = call.x.shape
+    out = gpu.empty(call.x.shape, call.x.dtype, call.x.device)
     at_once = min(16, gpu.next_power_of_2(heads))
     groups = -(-heads // at_once)
-    early = early_for(x.device, tokens, groups * WARPS)
+    pdl = uses_pdl(call.x.device, tokens, groups * WARPS)
     if tokens:
         head_norm_rope_kernel[(tokens * groups,)](
-            *(x, weight, out if cos_sin is None else cos_sin, out, x.stride(0), x.stride(1)),
-            *(heads, eps, dim // 2, gpu.next_power_of_2(dim // 2), groups, at_once),
-            *(cos_sin is not None, early),
+            *(
+                call.x,
+                call.weight,
+                out if call.cos_sin is None else call.cos_sin,
+                out,
+                call.x.stride(0),
+                call.x.stride(1),
+            ),
+            *(heads, call.eps, dim // 2, gpu.next_power_of_2(dim // 2), groups, at_once),
+            *(call.cos_sin is not None, pdl),
             num_warps=WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return out
-
-
-@head_norm_rope.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        weight = make.randn(5, 16, dtype=dtype)
-        yield make.args(make.randn(7, 5, 16, dtype=dtype), weight, make.randn(7, 16))
-        wide = make.randn(3, 7, 16, dtype=dtype)
-        yield make.args(wide[:, :5], weight, None, eps=1e-5)
-        yield make.args(make.randn(0, 5, 16, dtype=dtype), weight, make.randn(0, 16))
-
-
-@head_norm_rope.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        heads, dim = layer.heads + layer.kv_heads, layer.head_dim
-        x, weight = draw.randn(rows, heads, dim), draw.randn(heads, dim)
-        angles = draw.randn(rows, dim, dtype=torch.float32)
-        yield Point(
-            f"{layer.name}: {rows} x {heads} x {dim}",
-            draw.args(x, weight, angles),
-            moved(x, x, weight, angles),
-            alternatives=draw.by_torch(head_norm_rope.reference),
-        )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
+from cairn.ops.pdl import await_previous, launch_next
 
 
 @triton.jit(do_not_specialize=["numbers"])
 def cos_sin_kernel(
-    positions, inv_freq, out, numbers, HALF: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    positions, inv_freq, out, numbers, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """out[t] = [cos | sin] of positions[t] * inv_freq, the product in float32. EARLY: as in
+    """out[t] = [cos | sin] of positions[t] * inv_freq, the product in float32. PDL: as in
     `await_previous`."""
-    await_previous(EARLY)
+    await_previous(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numbers
     token, pair = at // HALF, at % HALF
@@ -27,11 +27,11 @@ def cos_sin_kernel(
 def head_norm_rope_kernel(
     x, weight, cos_sin, out, x_stride, head_stride, heads, eps,
     HALF: tl.constexpr, HP: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
-    ROTATED: tl.constexpr, EARLY: tl.constexpr,
+    ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token, one of GROUPS: rmsnorm of each, then the rotation of its two
-    halves. EARLY: as in `await_previous`."""
-    await_previous(EARLY)
+    halves. PDL: as in `await_previous`."""
+    await_previous(PDL)
     token, group = row_and_part(GROUPS)
     head = group * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HP)
@@ -87,7 +87,7 @@ def rotate_kernel(
     buffer_head_stride, v_stride, value_stride, q_heads, k_heads, width, k_scale, v_scale,
     HALF: tl.constexpr, HP: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     REST: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, NEOX: tl.constexpr,
-    SCALING: tl.constexpr, EARLY: tl.constexpr,
+    SCALING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotate the first 2 HALF numbers of HEADS heads of one token, in place: first those of q, then
     those of k, which may be None.
@@ -95,9 +95,9 @@ def rotate_kernel(
     With a k_buffer, k / k_scale goes there too, its REST numbers behind the rotated ones as well
     (RP: padded to a power of two), and further programs copy BLOCK of the `width` numbers of
     value / v_scale to v_buffer; a negative location is skipped. GROUPS: programs of a token.
-    SCALING: as in `scaled_down`. EARLY: as in `await_previous`.
+    SCALING: as in `scaled_down`. PDL: as in `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     token, group = row_and_part(GROUPS)
     pair = tl.arange(0, HP)
     angle = cos_sin + tl.load(positions + token).to(tl.int64) * row_stride + pair
@@ -175,16 +175,16 @@ def qk_norm_rope_kernel(
     factor, low, high, attention_factor,
     HALF: tl.constexpr, HP: tl.constexpr, RP: tl.constexpr, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, NEOX: tl.constexpr, SCALED: tl.constexpr, LOG2_BASE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token of qkv, HEADS at a time, by GROUPS programs, in place: rmsnorm, then the
     first 2 HALF numbers rotated.
 
     RP: the numbers behind those, padded to a power of two; 0: none. SCALED: as in `rope_angles`,
-    which cost more than a few heads and serve all that a program takes. EARLY: as in
+    which cost more than a few heads and serve all that a program takes. PDL: as in
     `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     token, group = row_and_part(GROUPS)
     pair = tl.arange(0, HP)
     first_in = pair if NEOX else 2 * pair
@@ -295,16 +295,16 @@ def split_norm_rope_kernel(
     projected, added, weight, cos_sin, q, k, z, row_stride, added_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
     HALF: tl.constexpr, HP: tl.constexpr, PROGRAMS: tl.constexpr, HEADS: tl.constexpr,
-    WHOLE: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr, EARLY: tl.constexpr,
+    WHOLE: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token, those of q, k and z in a row: each into its own tensor.
 
     Args:
         PROGRAMS: of a token.
         HEADS: of a program; WHOLE: it takes all of q, k or z, which are normed so.
-        EARLY: as in `await_previous`.
+        PDL: as in `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     token, program = row_and_part(PROGRAMS)
     begin, end = heads_of(program, Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
     first, second = normed_heads(
@@ -330,20 +330,20 @@ def heads_into_cache_kernel(
     SIZE: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
     V_HEAD: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, PROGRAMS: tl.constexpr,
     HEADS: tl.constexpr, KVP: tl.constexpr, WHOLE: tl.constexpr, ADDED: tl.constexpr,
-    ROTATED: tl.constexpr, EARLY: tl.constexpr,
+    ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same with k in its place in the cache; the last program of a token copies v there.
 
     Args:
         V_HEAD: v's first head in a row of `projected`.
         KVP: KV_HEADS, padded to a power of two.
-        EARLY: as in `await_previous`.
+        PDL: as in `await_previous`.
     """
-    launch_next(EARLY)
+    launch_next(PDL)
     token, program = row_and_part(PROGRAMS)
     at = tl.load(location + token)
     to = (at // SIZE) * page_stride + (at % SIZE) * (2 * HALF)
-    await_previous(EARLY)
+    await_previous(PDL)
     if program == PROGRAMS - 1:
         if at >= 0:
             head = tl.arange(0, KVP)

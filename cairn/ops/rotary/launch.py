@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.rotary.kernels import rotate_kernel
 
 COPY_BLOCK = 1024
@@ -149,14 +149,14 @@ def launch(
     if scaling == "over" and all(_inverts(scale) for scale in scales):
         scaling, scales = "times", tuple(1 / scale for scale in scales)
     rest = head_size - 2 * half if store is not None else 0
-    early = early_for(query.device, tokens, groups * WARPS)
+    pdl = uses_pdl(query.device, tokens, groups * WARPS)
     if tokens and groups:
         rotate_kernel[(tokens * groups,)](
             *(q, k, positions, cos_sin_cache, *buffers, *q.stride()[:2]),
             *(q.stride()[:2] if k is None else k.stride()[:2]),
             *(cos_sin_cache.stride(0), *strides, heads, k_heads, width, *scales),
             *(half, gpu.next_power_of_2(half), groups, at_once),
-            *(rest, gpu.next_power_of_2(max(1, rest)), COPY_BLOCK, is_neox, scaling, early),
+            *(rest, gpu.next_power_of_2(max(1, rest)), COPY_BLOCK, is_neox, scaling, pdl),
             num_warps=WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )

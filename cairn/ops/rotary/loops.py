@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from cairn.ops.cpu import jit, narrow, prange, wide
-from cairn.ops.lanes import LANES, load, spread, store_rounded, total, widened
+from cairn.ops.cpu.avx512 import LANES, load, spread, store_rounded, total, widened
 
 
 @jit(threads=True)

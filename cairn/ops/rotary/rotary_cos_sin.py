@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INDICES, expect
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import cos_sin_kernel
-from cairn.ops.testing import Cases, Make
 
 AT_ONCE, WARPS = 128, 4
 """Angles and warps of a program: one a thread, for each may take long."""
@@ -34,45 +33,26 @@ def rotary_cos_sin(positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 @rotary_cos_sin.check
-def _(positions: Tensor, inv_freq: Tensor) -> None:
-    expect("rotary_cos_sin", "positions", positions, 1, INDICES)
-    expect("rotary_cos_sin", "inv_freq", inv_freq, 1, FLOAT32, positions)
+def _(call: Call) -> None:
+    expect("rotary_cos_sin", "positions", call.positions, 1, INDICES)
+    expect("rotary_cos_sin", "inv_freq", call.inv_freq, 1, FLOAT32, call.positions)
 
 
 @rotary_cos_sin.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda positions, inv_freq: positions.is_contiguous() and inv_freq.is_contiguous(),
+    when=lambda call: call.positions.is_contiguous() and call.inv_freq.is_contiguous(),
     replayed=True,
 )
-def _(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    tokens, half = positions.numel(), inv_freq.numel()
-    out = gpu.empty((tokens, 2 * half), torch.float32, positions.device)
+def _(call: Call) -> Tensor:
+    tokens, half = call.positions.numel(), call.inv_freq.numel()
+    out = gpu.empty((tokens, 2 * half), torch.float32, call.positions.device)
     if tokens:
         programs = -(-tokens * half // AT_ONCE)
-        early = early_for(positions.device, tokens, -(-half // AT_ONCE) * WARPS)
+        pdl = uses_pdl(call.positions.device, tokens, -(-half // AT_ONCE) * WARPS)
         cos_sin_kernel[(programs,)](
-            *(positions, inv_freq, out, tokens * half, half, AT_ONCE, early),
+            *(call.positions, call.inv_freq, out, tokens * half, half, AT_ONCE, pdl),
             num_warps=WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return out
-
-
-@rotary_cos_sin.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randint(0, 1000, 9), make.rand(16))
-    yield make.args(make.randint(0, 1 << 20, 5), make.rand(32) * 1e-3)
-    yield make.args(make.arange(0), make.rand(4))
-
-
-@rotary_cos_sin.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        positions, inv_freq = draw.randint(0, 1 << 17, rows), draw.rand(layer.head_dim // 2)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.head_dim}",
-            draw.args(positions, inv_freq),
-            moved(positions, inv_freq) + 4 * rows * layer.head_dim,
-            alternatives=draw.by_torch(rotary_cos_sin.reference),
-        )

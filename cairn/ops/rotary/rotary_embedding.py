@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.registry import op
 from cairn.ops.rotary import launch
-from cairn.ops.testing import Cases, Make
 
 
 @op(mutates=("query", "key"))
@@ -33,67 +31,18 @@ def rotary_embedding(
 
 
 @rotary_embedding.check
-def _(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool = True,
-) -> None:
-    launch.check("rotary_embedding", positions, query, key, head_size, cos_sin_cache)
+def _(call: Call) -> None:
+    launch.check(
+        "rotary_embedding", call.positions, call.query, call.key, call.head_size, call.cos_sin_cache
+    )
 
 
-def _plain(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool = True,
-) -> bool:
-    return launch.accepts(positions, query, key, head_size, cos_sin_cache)
+def _plain(call: Call) -> bool:
+    return launch.accepts(call.positions, call.query, call.key, call.head_size, call.cos_sin_cache)
 
 
 @rotary_embedding.implementation("triton", devices=gpu.DEVICES, when=_plain, replayed=True)
-def _(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool = True,
-) -> None:
-    launch.launch(positions, query, key, head_size, cos_sin_cache, is_neox)
-
-
-@rotary_embedding.cases
-def _(make: Make) -> Cases:
-    half = torch.bfloat16
-    cache = make.randn(50, 16)
-    positions = make.randint(0, 50, 7)
-    yield make.args(positions, make.randn(7, 4, 16), make.randn(7, 2, 16), 16, cache)
-    yield make.args(positions, make.randn(7, 64), None, 16, cache, is_neox=False)
-    query, key = make.randn(7, 3, 24, dtype=half), make.randn(7, 1, 24, dtype=half)
-    yield make.args(positions, query, key, 24, cache)
-    query, key = make.randn(7, 48, dtype=half), make.randn(7, 24, dtype=half)
-    yield make.args(positions, query, key, 24, cache.to(half), False)
-    fused = make.randn(7, 96)
-    yield make.args(positions, fused[:, :64], fused[:, 64:], 16, cache)
-    batch = make.randint(0, 50, 2, 3)
-    yield make.args(batch, make.randn(2, 3, 32), make.randn(2, 3, 2, 16), 16, cache)
-    yield make.args(make.arange(0), make.randn(0, 2, 16), None, 16, cache)
-
-
-@rotary_embedding.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        dim = layer.head_dim
-        positions, angles = draw.randint(0, 8192, rows), draw.rand(8192, dim)
-        q, k = draw.randn(rows, layer.heads * dim), draw.randn(rows, layer.kv_heads * dim)
-        yield Point(
-            f"{layer.name}: {rows} x {layer.heads} + {layer.kv_heads} x {dim}",
-            draw.args(positions, q, k, dim, angles),
-            moved(q, q, k, k, positions) + 4 * rows * dim,
-            alternatives=draw.by_torch(rotary_embedding.reference),
-        )
+def _(call: Call) -> None:
+    launch.launch(
+        call.positions, call.query, call.key, call.head_size, call.cos_sin_cache, call.is_neox
+    )

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.rotary.head_norm_rope import check_angles, rotated
 from cairn.ops.rotary.kernels import split_norm_rope_kernel
-from cairn.ops.testing import Cases, Make
 
 BLOCK_TOKENS = 256
 """What the CPU takes through all passes at once, in the caches."""
@@ -113,52 +112,27 @@ def check_projection(
 
 
 @split_norm_rope.check
-def _(
-    projected: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    cos_sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
-    whole: bool = False,
-) -> None:
-    heads = num_heads, num_kv_heads
-    check_projection("split_norm_rope", projected, added, weight, cos_sin, heads)
+def _(call: Call) -> None:
+    heads = call.num_heads, call.num_kv_heads
+    check_projection(
+        "split_norm_rope", call.projected, call.added, call.weight, call.cos_sin, heads
+    )
 
 
 @split_norm_rope.fake
-def _(
-    projected: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    cos_sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
-    whole: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, (heads, dim) = projected.shape[0], weight.shape
-    counts = (num_heads, num_kv_heads, heads - num_heads - num_kv_heads)
-    q, k, z = (projected.new_empty(tokens, n, dim) for n in counts)
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, (heads, dim) = call.projected.shape[0], call.weight.shape
+    counts = (call.num_heads, call.num_kv_heads, heads - call.num_heads - call.num_kv_heads)
+    q, k, z = (call.projected.new_empty(tokens, n, dim) for n in counts)
     return q, k, z
 
 
-def _accepts(
-    projected: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    cos_sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
-    whole: bool = False,
-) -> bool:
+def _accepts(call: Call) -> bool:
     return (
-        projected.stride(-1) == 1
-        and weight.is_contiguous()
-        and (added is None or added.stride(-1) == 1)
-        and (cos_sin is None or cos_sin.is_contiguous())
+        call.projected.stride(-1) == 1
+        and call.weight.is_contiguous()
+        and (call.added is None or call.added.stride(-1) == 1)
+        and (call.cos_sin is None or call.cos_sin.is_contiguous())
     )
 
 
@@ -178,30 +152,37 @@ def programs_of(
 
 
 @split_norm_rope.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(
-    projected: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    cos_sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
-    whole: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, (heads, dim) = projected.shape[0], weight.shape
-    counts = (num_heads, num_kv_heads, heads - num_heads - num_kv_heads)
-    q, k, z = (gpu.empty((tokens, n, dim), projected.dtype, projected.device) for n in counts)
-    programs, at_once, warps = programs_of(weight, num_heads, num_kv_heads, 16, whole)
-    early = early_for(projected.device, tokens, programs * warps)
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, (heads, dim) = call.projected.shape[0], call.weight.shape
+    counts = (call.num_heads, call.num_kv_heads, heads - call.num_heads - call.num_kv_heads)
+    q, k, z = (
+        gpu.empty((tokens, n, dim), call.projected.dtype, call.projected.device) for n in counts
+    )
+    programs, at_once, warps = programs_of(
+        call.weight, call.num_heads, call.num_kv_heads, 16, call.whole
+    )
+    pdl = uses_pdl(call.projected.device, tokens, programs * warps)
     if tokens:
         split_norm_rope_kernel[(tokens * programs,)](
-            *(projected, projected if added is None else added, weight),
-            *(projected if cos_sin is None else cos_sin, q, k, z, projected.stride(0)),
-            *(0 if added is None else added.stride(0), eps, num_heads, num_kv_heads, heads),
-            *(dim // 2, gpu.next_power_of_2(dim // 2), programs, at_once, whole),
-            *(added is not None, cos_sin is not None, early),
+            *(call.projected, call.projected if call.added is None else call.added, call.weight),
+            *(
+                call.projected if call.cos_sin is None else call.cos_sin,
+                q,
+                k,
+                z,
+                call.projected.stride(0),
+            ),
+            *(
+                0 if call.added is None else call.added.stride(0),
+                call.eps,
+                call.num_heads,
+                call.num_kv_heads,
+                heads,
+            ),
+            *(dim // 2, gpu.next_power_of_2(dim // 2), programs, at_once, call.whole),
+            *(call.added is not None, call.cos_sin is not None, pdl),
             num_warps=warps,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return q, k, z
 
@@ -235,62 +216,20 @@ def turned_heads(
 
 
 @split_norm_rope.implementation("in_place", devices=("cpu",))
-def _(
-    projected: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    cos_sin: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    eps: float = 1e-6,
-    whole: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    counts = (num_heads, num_kv_heads, weight.shape[0] - num_heads - num_kv_heads)
-    tokens, dim = projected.shape[0], weight.shape[1]
-    q, k, z = (projected.new_empty(tokens, count, dim) for count in counts)
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    counts = (
+        call.num_heads,
+        call.num_kv_heads,
+        call.weight.shape[0] - call.num_heads - call.num_kv_heads,
+    )
+    tokens, dim = call.projected.shape[0], call.weight.shape[1]
+    q, k, z = (call.projected.new_empty(tokens, count, dim) for count in counts)
     for begin in range(0, tokens, BLOCK_TOKENS):
         at = slice(begin, begin + BLOCK_TOKENS)
-        up, angles = (None if x is None else x[at] for x in (added, cos_sin))
-        turned = turned_heads(projected[at], up, weight, angles, counts, eps, whole)
+        up, angles = (None if x is None else x[at] for x in (call.added, call.cos_sin))
+        turned = turned_heads(
+            call.projected[at], up, call.weight, angles, counts, call.eps, call.whole
+        )
         for target, part in zip((q, k, z), turned.split(counts, dim=1), strict=True):
             target[at] = part
     return q, k, z
-
-
-@split_norm_rope.cases
-def _(make: Make) -> Cases:
-    for dtype in (torch.float32, torch.bfloat16):
-        angles = make.randn(5, 16)
-        wide = make.randn(5, 4 * 16 + 2 * 16 + 2 * 16 + 7, dtype=dtype)
-        up = make.randn(5, 4 * 16, dtype=dtype)
-        yield make.args(wide, up, make.randn(10, 16, dtype=dtype), angles, 4, 2)
-        yield make.args(wide, None, make.randn(6, 16, dtype=dtype), angles, 4, 2, 1e-5)
-        own = make.randn(5, (4 + 2 + 4 + 2) * 16, dtype=dtype)
-        yield make.args(own, None, make.randn(10, 16, dtype=dtype), None, 4, 2)
-        weight = make.randn(6, 24, dtype=dtype)
-        yield make.args(make.randn(3, 200, dtype=dtype), None, weight, make.randn(3, 24), 5, 1)
-        yield make.args(wide, up, make.randn(10, 16, dtype=dtype), angles, 4, 2, whole=True)
-        own = make.randn(4, (5 + 3 + 5) * 24, dtype=dtype)
-        weight = make.randn(13, 24, dtype=dtype)
-        yield make.args(own, None, weight, None, 5, 3, 1e-5, True)
-        yield make.args(own, None, weight[:8], make.randn(4, 24), 5, 3, 1e-5, True)
-    many = BLOCK_TOKENS + 44
-    given = (make.randn(many, 128), make.randn(many, 64), make.randn(10, 16), make.randn(many, 16))
-    yield make.args(*given, 4, 2)
-    yield make.args(make.randn(0, 96), None, make.randn(6, 16), make.randn(0, 16), 4, 2)
-
-
-@split_norm_rope.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        q, kv, dim = layer.heads, layer.kv_heads, layer.head_dim
-        heads = 2 * q + kv
-        projected, weight = draw.randn(rows, (heads + kv) * dim), draw.randn(heads, dim)
-        angles = draw.randn(rows, dim, dtype=torch.float32)
-        read = projected[:, : heads * dim]
-        yield Point(
-            f"{layer.name}: {rows} x {heads} x {dim}",
-            draw.args(projected, None, weight, angles, q, kv),
-            moved(read, read, weight, angles),
-            alternatives=draw.by_torch(split_norm_rope.reference),
-        )

@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INT32, expect
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_parameter
 from cairn.ops.sampling.kernels.adjust import penalties_kernel
 from cairn.ops.sampling.launch import MOST_ROWS
-from cairn.ops.testing import Cases, Make
 
 BLOCK, WARPS, ALIGNED = 512, 4, 32
 """Tokens and warps of a program, which begins at a line of memory."""
-EARLY_BLOCK = 256
+PDL_BLOCK = 256
 """Tokens where it is launched before the kernel in front is done."""
 
 
@@ -55,89 +54,44 @@ def apply_penalties(
 
 
 @apply_penalties.check
-def _(
-    logits: Tensor,
-    prompt_mask: Tensor,
-    output_counts: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
-) -> None:
+def _(call: Call) -> None:
     name = "apply_penalties"
-    expect(name, "logits", logits, 2, FLOAT32)
-    expect(name, "prompt_mask", prompt_mask, logits.shape, (torch.bool,), logits)
-    expect(name, "output_counts", output_counts, logits.shape, INT32, logits)
-    check_parameter(name, "presence", presence, logits, FLOAT32)
-    check_parameter(name, "frequency", frequency, logits, FLOAT32)
-    check_parameter(name, "repetition", repetition, logits, FLOAT32)
+    expect(name, "logits", call.logits, 2, FLOAT32)
+    expect(name, "prompt_mask", call.prompt_mask, call.logits.shape, (torch.bool,), call.logits)
+    expect(name, "output_counts", call.output_counts, call.logits.shape, INT32, call.logits)
+    check_parameter(name, "presence", call.presence, call.logits, FLOAT32)
+    check_parameter(name, "frequency", call.frequency, call.logits, FLOAT32)
+    check_parameter(name, "repetition", call.repetition, call.logits, FLOAT32)
 
 
-def _lines(
-    logits: Tensor,
-    prompt_mask: Tensor,
-    output_counts: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
-) -> bool:
-    rows = (logits, prompt_mask, output_counts)
-    single = (presence, frequency, repetition)
+def _lines(call: Call) -> bool:
+    rows = (call.logits, call.prompt_mask, call.output_counts)
+    single = (call.presence, call.frequency, call.repetition)
     near = all(t.stride(1) == 1 for t in rows) and all(t.is_contiguous() for t in single)
-    return near and len(logits) <= MOST_ROWS
+    return near and len(call.logits) <= MOST_ROWS
 
 
 @apply_penalties.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
-def _(
-    logits: Tensor,
-    prompt_mask: Tensor,
-    output_counts: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-    repetition: Tensor,
-) -> None:
-    rows, width = logits.shape
+def _(call: Call) -> None:
+    rows, width = call.logits.shape
     if rows and width:
-        strides = (logits.stride(0), prompt_mask.stride(0), output_counts.stride(0))
+        strides = (call.logits.stride(0), call.prompt_mask.stride(0), call.output_counts.stride(0))
         # Rows that lie as far behind an aligned address in all three.
         align = math.gcd(ALIGNED, *(stride - strides[0] for stride in strides))
         longest = width + align - 1
-        early = early_for(logits.device, rows, -(-longest // EARLY_BLOCK) * WARPS)
-        block = EARLY_BLOCK if early else BLOCK
+        pdl = uses_pdl(call.logits.device, rows, -(-longest // PDL_BLOCK) * WARPS)
+        block = PDL_BLOCK if pdl else BLOCK
         blocks = -(-longest // block)
         penalties_kernel[(blocks, rows)](
-            *(logits, prompt_mask, output_counts, presence, frequency, repetition),
-            *(*strides, width, block, align, early),
+            *(
+                call.logits,
+                call.prompt_mask,
+                call.output_counts,
+                call.presence,
+                call.frequency,
+                call.repetition,
+            ),
+            *(*strides, width, block, align, pdl),
             num_warps=WARPS,
-            **early_option(early),
-        )
-
-
-@apply_penalties.cases
-def _(make: Make) -> Cases:
-    for rows, vocabulary in ((1, 5), (4, 301), (0, 7)):
-        yield make.args(
-            make.randn(rows, vocabulary, scale=3.0),
-            make.randint(0, 2, rows, vocabulary).bool(),
-            make.randint(0, 3, rows, vocabulary, dtype=torch.int32),
-            make.randn(rows),
-            make.randn(rows),
-            make.rand(rows) + 0.5,
-        )
-    hidden = make.tensor([[float("-inf"), 1.0, -1.0]])
-    counts, one = make.tensor([[2, 1, 0]], dtype=torch.int32), make.full((1,), 1.0)
-    yield make.args(hidden, make.full((1, 3), 1, dtype=torch.bool), counts, one, one, one * 2)
-
-
-@apply_penalties.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        logits = draw.randn(rows, vocabulary, dtype=torch.float32)
-        mask = draw.rand(rows, vocabulary) < 0.01
-        counts = draw.randint(0, 2, rows, vocabulary, dtype=torch.int32)
-        penalties = [draw.rand(rows) + 0.5 for _ in range(3)]
-        yield Point(
-            f"{rows} x {vocabulary}",
-            draw.args(logits, mask, counts, *penalties),
-            moved(logits, logits, mask, counts),
-            alternatives=draw.by_torch(apply_penalties.reference),
+            **pdl_option(pdl),
         )

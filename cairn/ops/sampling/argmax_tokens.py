@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32
 from cairn.ops.registry import op
 from cairn.ops.sampling import launch
 from cairn.ops.sampling.arguments import check_rows
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -30,35 +29,14 @@ def argmax_tokens(logits: Tensor) -> Tensor:
 
 
 @argmax_tokens.check
-def _(logits: Tensor) -> None:
-    check_rows("argmax_tokens", "logits", logits, FLOAT32)
+def _(call: Call) -> None:
+    check_rows("argmax_tokens", "logits", call.logits, FLOAT32)
 
 
-def _accepts(logits: Tensor) -> bool:
-    return launch.accepts(logits) and logits.shape[0] <= launch.MOST_ROWS
+def _accepts(call: Call) -> bool:
+    return launch.accepts(call.logits) and call.logits.shape[0] <= launch.MOST_ROWS
 
 
 @argmax_tokens.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(logits: Tensor) -> Tensor:
-    return launch.argmax(logits)
-
-
-@argmax_tokens.cases
-def _(make: Make) -> Cases:
-    inf, nan = float("inf"), float("nan")
-    odd = [[-inf, nan, 1.0], [-inf, -inf, -inf], [-inf, -2.0, -2.0], [0.0, inf, inf]]
-    yield make.args(make.tensor([*odd, [nan, -inf, inf], [1.0, 1.0, 1.0]]))
-    yield make.args(make.randint(0, 9, 3, 2500).float())
-    yield make.args(make.randn(2, 301)[:, 100:])
-    yield make.args(make.randn(0, 9))
-
-
-@argmax_tokens.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        logits = draw.randn(rows, vocabulary, dtype=torch.float32)
-        others = (
-            Alternative("argmax", lambda logits: logits.argmax(dim=-1)),
-            *draw.by_torch(argmax_tokens.reference),
-        )
-        yield Point(f"{rows} x {vocabulary}", draw.args(logits), moved(logits), alternatives=others)
+def _(call: Call) -> Tensor:
+    return launch.argmax(call.logits)

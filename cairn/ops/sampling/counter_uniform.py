@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect
-from cairn.ops.early import early_for, early_option
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.kernels.uniform import uniform_kernel
-from cairn.ops.testing import Cases, Make
 
 # Constants of splitmix64 (Steele, Lea and Flood 2014) as signed 64-bit integers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -50,44 +49,24 @@ def _mix(x: Tensor) -> Tensor:
 
 
 @counter_uniform.check
-def _(seed: Tensor, index: Tensor) -> None:
-    expect("counter_uniform", "seed", seed, 1, INT64)
-    expect("counter_uniform", "index", index, seed.shape, INT64, seed)
+def _(call: Call) -> None:
+    expect("counter_uniform", "seed", call.seed, 1, INT64)
+    expect("counter_uniform", "index", call.index, call.seed.shape, INT64, call.seed)
 
 
-def _vectors(seed: Tensor, index: Tensor) -> bool:
-    return seed.is_contiguous() and index.is_contiguous()
+def _vectors(call: Call) -> bool:
+    return call.seed.is_contiguous() and call.index.is_contiguous()
 
 
 @counter_uniform.implementation("triton", devices=gpu.DEVICES, when=_vectors, replayed=True)
-def _(seed: Tensor, index: Tensor) -> Tensor:
-    out = gpu.empty(seed.shape, torch.float32, seed.device)
+def _(call: Call) -> Tensor:
+    out = gpu.empty(call.seed.shape, torch.float32, call.seed.device)
     if out.numel():
         programs = -(-out.numel() // UNIFORM_BLOCK)
-        early = early_for(seed.device, 1, programs * UNIFORM_WARPS)
+        pdl = uses_pdl(call.seed.device, 1, programs * UNIFORM_WARPS)
         uniform_kernel[(programs,)](
-            *(seed, index, out, out.numel(), UNIFORM_BLOCK, early),
+            *(call.seed, call.index, out, out.numel(), UNIFORM_BLOCK, pdl),
             num_warps=UNIFORM_WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return out
-
-
-@counter_uniform.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randint(-(1 << 62), 1 << 62, 257), make.randint(0, 1 << 40, 257))
-    extremes = make.tensor([0, -1, (1 << 63) - 1, -(1 << 63)], dtype=torch.int64)
-    yield make.args(extremes, extremes)
-    yield make.args(make.arange(0), make.arange(0))
-
-
-@counter_uniform.bench
-def _(draw: Draw) -> Points:
-    for rows, _ in draw.logits():
-        seed, index = draw.randint(0, 1 << 62, rows), draw.randint(0, 1 << 40, rows)
-        yield Point(
-            str(rows),
-            draw.args(seed, index),
-            moved(seed, index) + 4 * rows,
-            alternatives=draw.by_torch(counter_uniform.reference),
-        )

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
-from cairn.ops.sampling import arguments, launch, passes
+from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs
 from cairn.ops.sampling.top_k_renorm_probs import top_k_renorm
 from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
-from cairn.ops.testing import Arguments, Cases, Make
 
 
 @op
@@ -81,108 +80,30 @@ def _filtered(
 
 
 @draw_from_probs.check
-def _(
-    probs: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    indices: Tensor | None = None,
-    joint: bool = False,
-) -> None:
+def _(call: Call) -> None:
     name = "draw_from_probs"
-    arguments.check_rows(name, "probs", probs, (torch.float32,))
-    arguments.check_filters(name, probs, top_k, top_p, min_p)
-    if indices is not None:
-        expect(name, "indices", indices, (None,), INDICES, like=probs)
-    count = probs.shape[:1] if indices is None else indices.shape
-    expect(name, "uniform", uniform, count, (torch.float32,), like=probs)
+    arguments.check_rows(name, "probs", call.probs, (torch.float32,))
+    arguments.check_filters(name, call.probs, call.top_k, call.top_p, call.min_p)
+    if call.indices is not None:
+        expect(name, "indices", call.indices, (None,), INDICES, like=call.probs)
+    count = call.probs.shape[:1] if call.indices is None else call.indices.shape
+    expect(name, "uniform", call.uniform, count, (torch.float32,), like=call.probs)
 
 
-def _accepts(
-    probs: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    indices: Tensor | None = None,
-    joint: bool = False,
-) -> bool:
-    given = [p for p in (top_k, top_p, min_p) if p is not None]
-    if indices is None:
-        return launch.accepts(probs, uniform, *given)
-    near = uniform.is_contiguous() and indices.is_contiguous()
-    near = near and len(probs) <= launch.MOST_ROWS
-    return near and launch.accepts(probs, *given)
+def _accepts(call: Call) -> bool:
+    given = [p for p in (call.top_k, call.top_p, call.min_p) if p is not None]
+    if call.indices is None:
+        return launch.accepts(call.probs, call.uniform, *given)
+    near = call.uniform.is_contiguous() and call.indices.is_contiguous()
+    near = near and len(call.probs) <= launch.MOST_ROWS
+    return near and launch.accepts(call.probs, *given)
 
 
 @draw_from_probs.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(
-    probs: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    indices: Tensor | None = None,
-    joint: bool = False,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Thresholds are searched for among the weights that can matter; nothing is sorted."""
-    filters = launch.Filters(top_k, top_p, min_p, joint)
-    # A nucleus of probabilities is found sooner without the maxima of lines that others begin with.
-    if indices is None and (top_p is None or top_k is not None):
-        return launch.draw(launch.Source(probs), filters, None, uniform, torch.int32)
-    if indices is None and top_p is not None and min_p is None:
-        return passes.draw_share(probs, top_p, uniform)
-    kept = launch.Source(probs if filters.none else launch.filter_probs(probs, filters))
-    if indices is None:
-        return launch.draw(kept, launch.Filters(), None, uniform, torch.int32)
-    return launch.draw_from(kept, indices, uniform)
-
-
-@draw_from_probs.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.probs(64, 301), make.rand(64))
-    yield make.args(make.probs(4, 5000, sharpness=6.0), make.rand(4))
-    holes = make.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).repeat(5, 1)
-    yield make.args(holes, make.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2.0**-24]))
-    nothing = make.tensor([[0.0, 0.0], [float("nan"), 1.0], [1.0, float("inf")], [0.0, 3.0]])
-    yield make.args(nothing, make.rand(4))
-    yield make.args(make.probs(0, 9), make.rand(0))
-    probs, uniform = make.probs(5, 700, sharpness=3.0), make.rand(5)
-    k = make.tensor([1, 7, 0, 40, 700], torch.int32)
-    p = make.tensor([0.9, 0.8, 0.3, 1.0, 0.95])
-    for joint in (False, True):
-        yield make.args(probs, uniform, k, p, joint=joint)
-    for rows in (probs, make.probs(5, 3000, sharpness=1.0)):
-        yield make.args(rows, uniform, None, p)
-    yield make.args(probs, uniform, min_p=p * 0.2)
-    which = make.tensor([3, 0, 0, 4, 1, 1, 2, 3], torch.int32)
-    yield make.args(probs, make.rand(8), k, p, None, which)
-    yield make.args(probs, make.rand(8), indices=which.long())
-    yield make.args(probs, make.rand(0), None, p, None, which[:0])
-
-
-@draw_from_probs.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        probs, uniform = draw.probs(rows, vocabulary, 3.0), draw.rand(rows)
-        others = (
-            Alternative("multinomial", lambda probs, *_: torch.multinomial(probs, 1)),
-            *flashinfer("sampling.sampling_from_probs", Arguments((probs,))),
-        )
-        size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(probs, uniform), moved(probs), alternatives=others)
-        k, p = draw.full((rows,), 50, torch.int32), draw.full((rows,), 0.95)
-        given = Arguments((probs, 50, 0.95))
-        others = (
-            Alternative("definition", draw_from_probs.reference),
-            *flashinfer("sampling.top_k_top_p_sampling_from_probs", given),
-        )
-        both = f"{size}, top 50 and 0.95"
-        yield Point(both, draw.args(probs, uniform, k, p), moved(probs), alternatives=others)
-        others = (
-            Alternative("definition", draw_from_probs.reference),
-            *flashinfer("sampling.top_p_sampling_from_probs", Arguments((probs, 0.95))),
-        )
-        share = draw.args(probs, uniform, None, p)
-        yield Point(f"{size}, 0.95", share, moved(probs), alternatives=others)
+    filters = launch.Filters(call.top_k, call.top_p, call.min_p, call.joint)
+    if call.indices is None:
+        return launch.draw(launch.Source(call.probs), filters, None, call.uniform, torch.int32)
+    kept = launch.Source(call.probs if filters.none else launch.filter_probs(call.probs, filters))
+    return launch.draw_from(kept, call.indices, call.uniform)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INDICES, INT64
 from cairn.ops.registry import op
 from cairn.ops.sampling import launch
@@ -14,7 +14,6 @@ from cairn.ops.sampling.argmax_tokens import argmax_tokens
 from cairn.ops.sampling.arguments import check_parameter, check_rows
 from cairn.ops.sampling.counter_uniform import counter_uniform
 from cairn.ops.sampling.draw_from_probs import draw_from_probs
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -51,98 +50,26 @@ def draw_tokens(
 
 
 @draw_tokens.check
-def _(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    index: Tensor,
-) -> None:
+def _(call: Call) -> None:
     name = "draw_tokens"
-    check_rows(name, "logits", logits, FLOAT32)
-    check_parameter(name, "temperature", temperature, logits, FLOAT32)
-    check_parameter(name, "top_k", top_k, logits, INDICES)
-    check_parameter(name, "top_p", top_p, logits, FLOAT32)
-    check_parameter(name, "min_p", min_p, logits, FLOAT32)
-    check_parameter(name, "seed", seed, logits, INT64)
-    check_parameter(name, "index", index, logits, INT64)
+    check_rows(name, "logits", call.logits, FLOAT32)
+    check_parameter(name, "temperature", call.temperature, call.logits, FLOAT32)
+    check_parameter(name, "top_k", call.top_k, call.logits, INDICES)
+    check_parameter(name, "top_p", call.top_p, call.logits, FLOAT32)
+    check_parameter(name, "min_p", call.min_p, call.logits, FLOAT32)
+    check_parameter(name, "seed", call.seed, call.logits, INT64)
+    check_parameter(name, "index", call.index, call.logits, INT64)
 
 
-def _rows(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    index: Tensor,
-) -> bool:
-    return launch.accepts(logits, temperature, top_k, top_p, min_p, seed, index)
+def _rows(call: Call) -> bool:
+    return launch.accepts(
+        call.logits, call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.index
+    )
 
 
 @draw_tokens.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
-def _(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    index: Tensor,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """Thresholds are searched for among the weights that can matter; nothing is sorted."""
-    source = launch.Source(logits, softmax=True, temperature=temperature)
-    filters = launch.Filters(top_k, top_p, min_p)
-    return launch.draw(source, filters, seed, index, torch.int64)
-
-
-@draw_tokens.cases
-def _(make: Make) -> Cases:
-    def rows(*parameters: tuple[float, int, float, float]) -> tuple[Tensor, ...]:
-        temperature, top_k, top_p, min_p = zip(*parameters, strict=True)
-        seeds = make.randint(-(1 << 62), 1 << 62, len(parameters))
-        return (
-            *(make.tensor(temperature), make.tensor(top_k, dtype=torch.int64)),
-            *(make.tensor(top_p), make.tensor(min_p), seeds, make.arange(len(parameters))),
-        )
-
-    every = ((0.0, 3, 0.5, 0.1), (0.7, 50, 0.9, 0.0), (1.0, -1, 1.0, 0.0), (1e30, 2, 1.0, 0.0))
-    yield make.args(make.randn(4, 301, scale=3.0), *rows(*every))
-    filters = ((1.0, 301, 0.9, 0.0), (1.0, 0, 1.0, 0.1), (0.5, 5, 1.0, 0.0), (1.5, 9, 0.8, 0.2))
-    yield make.args(make.randn(4, 2500, scale=2.0), *rows(*filters))
-    flat = ((1.0, -1, 0.9, 0.0), (1.0, 4000, 0.95, 0.0), (1.0, 5000, 0.999, 0.01))
-    yield make.args(make.randn(3, 5000), *rows(*flat))
-    inf, nan = float("inf"), float("nan")
-    odd = [[nan, 1.0, 2.0], [-inf, -inf, -inf], [inf, 0.0, 1.0], [-inf, 0.0, -inf]]
-    drawn = ((1.0, -1, 1.0, 0.0), (1.0, 2, 0.5, 0.0), (1.0, -1, 0.9, 0.0), (1.0, 2, 0.9, 0.1))
-    yield make.args(make.tensor(odd), *rows(*drawn))
-    yield make.args(make.tensor(odd), *rows(*[(0.0, -1, 1.0, 0.0)] * 4))
-    tied = make.tensor([[2.0, 0.0, 2.0, 2.0, 2.0]]).repeat(3, 1)
-    yield make.args(tied, *rows((1.0, 1, 1.0, 0.0), (1.0, 2, 0.5, 0.0), (1.0, -1, 0.3, 1.0)))
-    nothing = make.randn(0)
-    none = make.arange(0)
-    yield make.args(make.randn(0, 9), nothing, none, nothing, nothing, none, none)
-
-
-@draw_tokens.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        logits = draw.randn(rows, vocabulary, dtype=torch.float32, scale=3.0)
-        seeds, temperature = draw.randint(0, 1 << 62, rows), draw.full((rows,), 0.8)
-        # Of which a few have nearly all of the sum, as those of trained models.
-        peaked = logits * logits.abs() / 10
-        filters = (
-            *(("no filter", logits, -1, 1.0), ("top 50 and 0.95", logits, 50, 0.95)),
-            *(("0.95", logits, -1, 0.95), ("0.95, few likely", peaked, -1, 0.95)),
-        )
-        for name, values, k, p in filters:
-            top_k, top_p = draw.full((rows,), k, torch.int64), draw.full((rows,), p)
-            min_p = draw.full((rows,), 0.0)
-            yield Point(
-                f"{rows} x {vocabulary}, {name}",
-                draw.args(values, temperature, top_k, top_p, min_p, seeds, draw.arange(rows)),
-                moved(values),
-                alternatives=(Alternative("definition", draw_tokens.reference),),
-            )
+    source = launch.Source(call.logits, softmax=True, temperature=call.temperature)
+    filters = launch.Filters(call.top_k, call.top_p, call.min_p)
+    return launch.draw(source, filters, call.seed, call.index, torch.int64)

@@ -4,55 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.early import early_option
-from cairn.ops.sampling import passes, teams
+from cairn.ops.call import Call
+from cairn.ops.pdl import pdl_option
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
 from cairn.ops.sampling.kernels.collect import collect_kernel
+from cairn.ops.sampling.kernels.keep import keep_kernel, limits_kernel
+from cairn.ops.sampling.tuning import TUNING
 
-CHUNKS = 64
-"""Most chunks of a row."""
-LEAST_CHUNK = 512
-"""Numbers of the shortest chunk."""
-LINE = 32
-"""Numbers of which the maximum is kept."""
 MOST_VOCABULARY = 1 << 19
 """Counts of a row are packed into 20 bits."""
-WIDTH = 16
-"""Weights of every list that a program holds while it searches. A list has as many of these as 10
-bits count."""
-DRAW_WARPS = 8
-"""Of a program that draws from a row without filters."""
 MOST_ROWS = gpu.MOST_PROGRAMS
 """Rows of one launch."""
-WORKSPACE_BYTES = 256 << 20
-"""Lists are held for so many rows at a time."""
-MOST_LINES = 192
-"""Lines in which all that is kept of a row is looked for."""
-FEW, RIVALS = 256, 32
-"""Weights of a row that are compared with all others instead of searched, and so many at once."""
-RUN = 16
-"""Numbers that are summed up before a token is looked for among them."""
-LIST_WARPS, LIST_REGISTERS = 8, 128
-"""Of programs that list a row, and draw from it: two of a multiprocessor."""
-SAMPLE = 64
-"""Numbers of each chunk from which it is guessed where the threshold of a share lies. Not by how
-many rows there are: sums of what is listed are rounded as it is listed."""
-SURE, TRIALS = 4.0, 8
-"""Standard deviations that the guess leaves on each side, and weights that are tried at a time."""
-ABREAST, AHEAD = 4, 8192
-"""Chunks that a program lists at a time, of so many numbers: while the first is, the others are on
-their way."""
-PROGRAMS = 256
-"""Programs that fill a large device when they list: each finds the bound of its row first."""
-EARLY_ROWS = 256
-"""At most this many rows launch each kernel before the one in front is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +72,7 @@ class Source:
     @property
     def chunk(self) -> int:
         """Numbers of a chunk."""
-        return max(LEAST_CHUNK, gpu.next_power_of_2(self.values.shape[1]) // CHUNKS)
+        return max(TUNING.least_chunk, gpu.next_power_of_2(self.values.shape[1]) // TUNING.chunks)
 
     @property
     def chunks(self) -> int:
@@ -111,9 +80,9 @@ class Source:
         return -(-self.values.shape[1] // self.chunk)
 
     @property
-    def early(self) -> bool:
+    def pdl(self) -> bool:
         """Whether kernels are launched before the one in front is done."""
-        return self.values.shape[0] <= EARLY_ROWS and gpu.launches_early(self.values.device)
+        return self.values.shape[0] <= TUNING.pdl_rows and gpu.supports_pdl(self.values.device)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -123,7 +92,22 @@ class Source:
     @property
     def most_rows(self) -> int:
         """As many rows as lists are held for at a time."""
-        return min(MOST_ROWS, max(1, WORKSPACE_BYTES // (4 * self.chunk * CHUNKS)))
+        return min(MOST_ROWS, max(1, TUNING.workspace_bytes // (4 * self.chunk * TUNING.chunks)))
+
+    def list_options(self) -> dict[str, Any]:
+        """What kernels that list rows are compiled for."""
+        return {
+            "CHUNKS": TUNING.chunks,
+            "CHUNK": self.chunk,
+            "LINE": TUNING.line,
+            "LINES": min(32 * TUNING.list_warps, self.chunk // 4),
+            "SAMPLE": TUNING.sample,
+            "SURE": TUNING.sure,
+            "TRIALS": TUNING.trials,
+            "ABREAST": max(1, min(TUNING.abreast, TUNING.ahead // self.chunk)),
+            "WIDTH": TUNING.width,
+            "MOST_LINES": TUNING.most_lines,
+        }
 
     def part(self, at: slice) -> Source:
         """The same for some of the rows."""
@@ -136,8 +120,8 @@ class Source:
 
 
 class Survey(NamedTuple):
-    """What `survey_kernel` found, and arrivals, which are 0: masses for a draw, tops for one from a
-    top k, arrivals for one with any filter."""
+    """What `survey_kernel` writes: masses for draws and filters, tops with a top k, and with any
+    filter arrivals, counters that it sets to 0."""
 
     peaks: Tensor
     firsts: Tensor
@@ -146,9 +130,9 @@ class Survey(NamedTuple):
     arrivals: Tensor | None
 
 
-def takes(probs: Tensor, *args: Tensor, **kwargs: Tensor) -> bool:
-    """`accepts` of a filter's arguments as they are given."""
-    return accepts(probs, *args, *kwargs.values())
+def takes(call: Call) -> bool:
+    """`accepts` of a filter's call."""
+    return accepts(*call.astuple())
 
 
 def accepts(
@@ -171,9 +155,9 @@ def argmax(logits: Tensor) -> Tensor:
         source = Source(logits)
         found = _survey(source)
         draw_kernels.argmax_kernel[(logits.shape[0],)](
-            *(found.peaks, found.firsts, out, source.chunks, CHUNKS, source.early),
+            *(found.peaks, found.firsts, out, source.chunks, TUNING.chunks, source.pdl),
             num_warps=1,
-            **early_option(source.early),
+            **pdl_option(source.pdl),
         )
     return out
 
@@ -207,15 +191,69 @@ def draw_from(source: Source, rows: Tensor, uniform: Tensor) -> Tensor:
 
 
 def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
-    """probs [n, V] as the filters leave them, divided by their sum: a launch for each."""
+    """probs [n, V] as the filters leave them, divided by their sum: three launches."""
+    out = gpu.empty(probs.shape, probs.dtype, probs.device)
+    step = Source(probs).most_rows
+    for begin in range(0, len(probs), step):
+        at = slice(begin, begin + step)
+        _filter(Source(probs[at]), filters.part(at), out[at])
+    return out
+
+
+def _filter(source: Source, filters: Filters, out: Tensor) -> None:
+    rows, width = source.values.shape
+    found = _survey(source, filters)
+    thresholds, lasts = (source.empty(dtype=torch.int32) for _ in range(2))
+    totals = source.empty(dtype=torch.float64)
+    counts, weights, sums = _lists(source)
     top_k, top_p, min_p = filters.tensors()
-    if filters.joint and top_p is not None:
-        probs, top_p = passes.keep_share(probs, top_p), None
-    if top_k is not None:
-        probs = teams.keep_largest(probs, top_k)
-    if top_p is not None:
-        probs = passes.keep_share(probs, top_p)
-    return probs if min_p is None else teams.keep_least(probs, min_p)
+    limits_kernel[(min(source.chunks, -(-TUNING.programs // rows)), rows)](
+        source.values,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        peaks=found.peaks,
+        masses=found.masses,
+        tops=found.tops,
+        arrivals=found.arrivals,
+        counts=counts,
+        weights=weights,
+        sums=sums,
+        thresholds=thresholds,
+        lasts=lasts,
+        totals=totals,
+        stride=source.values.stride(0),
+        width=width,
+        chunks=source.chunks,
+        **source.list_options(),
+        SHARE=filters.share(softmax=False),
+        PDL=source.pdl,
+        num_warps=TUNING.list_warps,
+        maxnreg=TUNING.list_registers,
+        **pdl_option(source.pdl),
+    )
+    keep_kernel[(-(-width // TUNING.keep_block), rows)](
+        source.values,
+        out,
+        thresholds=thresholds,
+        lasts=lasts,
+        totals=totals,
+        stride=source.values.stride(0),
+        width=width,
+        BLOCK=TUNING.keep_block,
+        PDL=source.pdl,
+        num_warps=TUNING.keep_warps,
+        **pdl_option(source.pdl),
+    )
+
+
+def _lists(source: Source) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the lists of rows: counts, weights and sums of `collect_kernel`."""
+    return (
+        source.empty(TUNING.chunks + TUNING.most_lines, dtype=torch.int32),
+        source.empty(TUNING.chunks, source.chunk),
+        source.empty(2, TUNING.chunks, dtype=torch.float64),
+    )
 
 
 def _warps(source: Source) -> int:
@@ -231,14 +269,14 @@ def _survey(source: Source, filters: Filters | None = None) -> Survey:
         source.empty(source.chunks),
         source.empty(source.chunks, dtype=torch.int32),
         source.empty(source.chunks, dtype=torch.float64) if masses else None,
-        source.empty(source.chunks, source.chunk // LINE) if top_k is not None else None,
+        source.empty(source.chunks, source.chunk // TUNING.line) if top_k is not None else None,
         source.empty(dtype=torch.int32) if filtered else None,
     )
     kernels.survey_kernel[(source.chunks, len(source.values))](
         *(source.values, source.temperature, *given, *found, *source.sizes),
-        *(source.chunk, LINE, source.softmax, source.early),
+        *(source.chunk, TUNING.line, source.softmax, source.pdl),
         num_warps=_warps(source) if masses else min(8, 2 * _warps(source)),
-        **early_option(source.early),
+        **pdl_option(source.pdl),
     )
     return found
 
@@ -259,9 +297,9 @@ def _draw(
         draw_kernels.draw_kernel[(len(out),)](
             *(source.values, source.temperature, *numbers, rows),
             *(found.peaks, found.firsts, found.masses, out, *source.sizes),
-            *(CHUNKS, source.chunk, RUN, source.softmax, source.early),
-            num_warps=DRAW_WARPS,
-            **early_option(source.early),
+            *(TUNING.chunks, source.chunk, TUNING.run, source.softmax, source.pdl),
+            num_warps=TUNING.draw_warps,
+            **pdl_option(source.pdl),
         )
     else:
         _draw_filtered(source, filters, numbers, found, out)
@@ -275,20 +313,39 @@ def _draw_filtered(
     out: Tensor,
 ) -> None:
     rows = len(out)
-    counts = source.empty(CHUNKS + MOST_LINES, dtype=torch.int32)
-    weights = source.empty(CHUNKS, source.chunk)
-    sums = source.empty(2, CHUNKS, dtype=torch.float64)
+    counts, weights, sums = _lists(source)
     few: tuple[Tensor | None, ...] = (None, None)
     if filters.top_k is not None:
-        few = (source.empty(FEW, dtype=torch.int64), source.empty(FEW))
-    collect_kernel[(min(source.chunks, -(-PROGRAMS // rows)), rows)](
-        *(source.values, source.temperature, *filters.tensors(), *numbers, *found),
-        *(counts, weights, sums, *few, out, *source.sizes),
-        *(CHUNKS, source.chunk, LINE, min(32 * LIST_WARPS, source.chunk // 4)),
-        *(SAMPLE, SURE, TRIALS, max(1, min(ABREAST, AHEAD // source.chunk))),
-        *(WIDTH, RUN, FEW, RIVALS, MOST_LINES),
-        *(source.softmax, filters.share(source.softmax), source.early),
-        num_warps=LIST_WARPS,
-        maxnreg=LIST_REGISTERS,
-        **early_option(source.early),
+        few = (source.empty(TUNING.few, dtype=torch.int64), source.empty(TUNING.few))
+    top_k, top_p, min_p = filters.tensors()
+    seed, index, uniform = numbers
+    collect_kernel[(min(source.chunks, -(-TUNING.programs // rows)), rows)](
+        source.values,
+        temperature=source.temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        index=index,
+        uniform=uniform,
+        **found._asdict(),
+        counts=counts,
+        weights=weights,
+        sums=sums,
+        few_keys=few[0],
+        few_weights=few[1],
+        out=out,
+        stride=source.values.stride(0),
+        width=source.values.shape[1],
+        chunks=source.chunks,
+        **source.list_options(),
+        RUN=TUNING.run,
+        FEW=TUNING.few,
+        SLICE=TUNING.rivals,
+        SOFTMAX=source.softmax,
+        SHARE=filters.share(source.softmax),
+        PDL=source.pdl,
+        num_warps=TUNING.list_warps,
+        maxnreg=TUNING.list_registers,
+        **pdl_option(source.pdl),
     )

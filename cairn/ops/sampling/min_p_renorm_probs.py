@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -28,31 +27,12 @@ def min_p_renorm_probs(probs: Tensor, min_p: Tensor) -> Tensor:
 
 
 @min_p_renorm_probs.check
-def _(probs: Tensor, min_p: Tensor) -> None:
+def _(call: Call) -> None:
     name = "min_p_renorm_probs"
-    arguments.check_rows(name, "probs", probs, (torch.float32,))
-    arguments.check_parameter(name, "min_p", min_p, probs, (torch.float32,))
+    arguments.check_rows(name, "probs", call.probs, (torch.float32,))
+    arguments.check_parameter(name, "min_p", call.min_p, call.probs, (torch.float32,))
 
 
 @min_p_renorm_probs.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
-def _(probs: Tensor, min_p: Tensor) -> Tensor:
-    return launch.filter_probs(probs, launch.Filters(min_p=min_p))
-
-
-@min_p_renorm_probs.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.probs(4, 301), make.tensor([0.0, 0.05, 0.5, 1.0]))
-    yield make.args(make.tensor([[0.5, 0.25, 0.25]]), make.tensor([0.5]))
-    yield make.args(make.probs(0, 9), make.tensor([]))
-
-
-@min_p_renorm_probs.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        probs, min_p = draw.probs(rows, vocabulary, 3.0), draw.rand(rows) * 0.1
-        yield Point(
-            f"{rows} x {vocabulary}",
-            draw.args(probs, min_p),
-            moved(probs, probs),
-            alternatives=draw.by_torch(min_p_renorm_probs.reference),
-        )
+def _(call: Call) -> Tensor:
+    return launch.filter_probs(call.probs, launch.Filters(min_p=call.min_p))

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.arrivals import APART, counters
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
-from cairn.ops.early import early_for, early_option
+from cairn.ops.grid_barrier import APART, counters
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_rows
 from cairn.ops.sampling.kernels.scores import score_kernel
-from cairn.ops.testing import Cases, Make
 
 CHUNK = 4096
 """Logits that a program reads, however many rows there are: sums are rounded as rows are split."""
@@ -44,58 +43,46 @@ def score_tokens(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 @score_tokens.check
-def _(logits: Tensor, tokens: Tensor) -> None:
-    check_rows("score_tokens", "logits", logits, FLOAT32)
-    expect("score_tokens", "tokens", tokens, logits.shape[:1], (torch.int64,), like=logits)
+def _(call: Call) -> None:
+    check_rows("score_tokens", "logits", call.logits, FLOAT32)
+    expect(
+        "score_tokens",
+        "tokens",
+        call.tokens,
+        call.logits.shape[:1],
+        (torch.int64,),
+        like=call.logits,
+    )
 
 
-def _accepts(logits: Tensor, tokens: Tensor) -> bool:
-    near = logits.stride(1) == 1 and tokens.is_contiguous()
-    return near and logits.shape[0] * -(-logits.shape[1] // CHUNK) <= gpu.MOST_PROGRAMS
+def _accepts(call: Call) -> bool:
+    near = call.logits.stride(1) == 1 and call.tokens.is_contiguous()
+    return near and call.logits.shape[0] * -(-call.logits.shape[1] // CHUNK) <= gpu.MOST_PROGRAMS
 
 
 @score_tokens.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, width = logits.shape
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = call.logits.shape
     chunks = -(-width // CHUNK)
-    largest = gpu.empty((rows,), torch.float32, logits.device)
-    log_sum = gpu.empty((rows,), torch.float32, logits.device)
-    rank = gpu.empty((rows,), torch.int64, logits.device)
+    largest = gpu.empty((rows,), torch.float32, call.logits.device)
+    log_sum = gpu.empty((rows,), torch.float32, call.logits.device)
+    rank = gpu.empty((rows,), torch.int64, call.logits.device)
     if rows:
-        found = gpu.empty((3, rows, chunks), torch.float32, logits.device)
-        early = early_for(logits.device, rows, chunks * WARPS)
+        found = gpu.empty((3, rows, chunks), torch.float32, call.logits.device)
+        pdl = uses_pdl(call.logits.device, rows, chunks * WARPS)
         score_kernel[(rows * chunks,)](
-            *(logits, tokens, found, counters(rows, logits.device), largest, log_sum, rank),
-            *(logits.stride(0), width, chunks, rows * chunks, CHUNK),
-            *(gpu.next_power_of_2(chunks), APART, early),
+            *(
+                call.logits,
+                call.tokens,
+                found,
+                counters(rows, call.logits.device),
+                largest,
+                log_sum,
+                rank,
+            ),
+            *(call.logits.stride(0), width, chunks, rows * chunks, CHUNK),
+            *(gpu.next_power_of_2(chunks), APART, pdl),
             num_warps=WARPS,
-            **early_option(early),
+            **pdl_option(pdl),
         )
     return largest, log_sum, rank
-
-
-@score_tokens.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.tensor([[0.0, 0.0, float("-inf")]]), make.randint(0, 2, 1))
-    yield make.args(make.randn(3, 9001) * 3, make.randint(0, 9001, 3))
-    yield make.args(make.randn(2, 301)[:, 100:], make.randint(0, 201, 2))
-    yield make.args(make.randn(0, 9), make.randint(0, 9, 0))
-
-
-def _by_log_softmax(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(1, tokens[:, None])
-    return chosen, (logprobs > chosen).sum(dim=-1) + 1
-
-
-@score_tokens.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        logits = draw.randn(rows, vocabulary, dtype=torch.float32)
-        tokens = draw.randint(0, vocabulary, rows)
-        others = (
-            Alternative("log_softmax", _by_log_softmax),
-            *draw.by_torch(score_tokens.reference),
-        )
-        size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(logits, tokens), moved(logits), alternatives=others)

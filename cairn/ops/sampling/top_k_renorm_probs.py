@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
-from cairn.ops.testing import Cases, Make
 
 NAME = "top_k_renorm_probs"
 
@@ -33,9 +32,9 @@ def top_k_renorm(probs: Tensor, top_k: Tensor) -> Tensor:
 
 
 @top_k_renorm.check
-def _(probs: Tensor, top_k: Tensor) -> None:
-    arguments.check_rows(NAME, "probs", probs, (torch.float32,))
-    arguments.check_parameter(NAME, "top_k", top_k, probs, INDICES)
+def _(call: Call) -> None:
+    arguments.check_rows(NAME, "probs", call.probs, (torch.float32,))
+    arguments.check_parameter(NAME, "top_k", call.top_k, call.probs, INDICES)
 
 
 @top_k_renorm.front(replayed=True)
@@ -64,39 +63,15 @@ top_k_renorm_prob = top_k_renorm_probs
 
 
 @top_k_renorm.implementation("head", devices=("cpu",))
-def _(probs: Tensor, top_k: Tensor) -> Tensor:
+def _(call: Call) -> Tensor:
     """Order no more of each row than the largest k of the batch asks for."""
-    limited = (top_k >= 1) & (top_k < probs.shape[-1])
-    k = torch.where(limited, top_k, 1).long()
+    limited = (call.top_k >= 1) & (call.top_k < call.probs.shape[-1])
+    k = torch.where(limited, call.top_k, 1).long()
     longest = int(k.max()) if k.numel() else 1
-    threshold = probs.topk(longest, dim=-1).values.gather(-1, k[:, None] - 1)
-    return renormalised(probs, (probs >= threshold) | ~limited[:, None])
+    threshold = call.probs.topk(longest, dim=-1).values.gather(-1, k[:, None] - 1)
+    return renormalised(call.probs, (call.probs >= threshold) | ~limited[:, None])
 
 
 @top_k_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
-def _(probs: Tensor, top_k: Tensor) -> Tensor:
-    return launch.filter_probs(probs, launch.Filters(top_k=top_k))
-
-
-@top_k_renorm.cases
-def _(make: Make) -> Cases:
-    integers = torch.int64
-    yield make.args(make.probs(6, 301), make.tensor([1, 2, 50, 301, 1000, 0], dtype=integers))
-    yield make.args(make.probs(2, 5000, sharpness=4.0), make.tensor([40, 5], dtype=torch.int32))
-    yield make.args(make.probs(2, 64), make.tensor([-1, 64], dtype=integers))
-    tied = make.tensor([[0.25, 0.25, 0.25, 0.25], [0.125, 0.5, 0.125, 0.25], [0.0, 1.0, 0.0, 0.0]])
-    yield make.args(tied, make.tensor([2, 3, 2], dtype=integers))
-    yield make.args(make.probs(0, 9), make.tensor([], dtype=integers))
-
-
-@top_k_renorm.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        probs = draw.probs(rows, vocabulary, 3.0)
-        top_k = draw.randint(1, 51, rows, dtype=torch.int32)
-        others = (
-            *draw.by_torch(top_k_renorm.reference),
-            *flashinfer("sampling.top_k_renorm_probs"),
-        )
-        size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(probs, top_k), moved(probs, probs), alternatives=others)
+def _(call: Call) -> Tensor:
+    return launch.filter_probs(call.probs, launch.Filters(top_k=call.top_k))

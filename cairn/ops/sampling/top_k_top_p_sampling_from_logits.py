@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.draw_from_probs import draw_from_probs
-from cairn.ops.testing import Arguments, Cases, Make
 
 NAME = "top_k_top_p_sampling_from_logits"
 
@@ -38,16 +37,10 @@ def draw_from_logits(
 
 
 @draw_from_logits.check
-def _(
-    logits: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    joint: bool = False,
-) -> None:
-    arguments.check_rows(NAME, "logits", logits, FLOATS)
-    arguments.check_filters(NAME, logits, top_k, top_p)
-    expect(NAME, "uniform", uniform, logits.shape[:1], (torch.float32,), like=logits)
+def _(call: Call) -> None:
+    arguments.check_rows(NAME, "logits", call.logits, FLOATS)
+    arguments.check_filters(NAME, call.logits, call.top_k, call.top_p)
+    expect(NAME, "uniform", call.uniform, call.logits.shape[:1], (torch.float32,), like=call.logits)
 
 
 @draw_from_logits.front
@@ -95,57 +88,14 @@ def top_k_top_p_sampling_from_logits(
     return draw_from_probs(probs, uniform, k, p, None, indices, joint)
 
 
-def _accepts(
-    logits: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    joint: bool = False,
-) -> bool:
-    given = [p for p in (top_k, top_p) if p is not None]
-    return launch.accepts(logits, uniform, *given, dtypes=FLOATS)
+def _accepts(call: Call) -> bool:
+    given = [p for p in (call.top_k, call.top_p) if p is not None]
+    return launch.accepts(call.logits, call.uniform, *given, dtypes=FLOATS)
 
 
 @draw_from_logits.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
-def _(
-    logits: Tensor,
-    uniform: Tensor,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    joint: bool = False,
-) -> Tensor:
+def _(call: Call) -> Tensor:
     """As draw_tokens does, at temperature 1."""
-    source = launch.Source(logits, softmax=True)
-    filters = launch.Filters(top_k, top_p, joint=joint)
-    return launch.draw(source, filters, None, uniform, torch.int32)
-
-
-@draw_from_logits.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randn(6, 301, scale=3.0), make.rand(6))
-    logits, uniform = make.randn(5, 700, scale=3.0), make.rand(5)
-    k = make.tensor([1, 7, 0, 40, 700], torch.int32)
-    p = make.tensor([0.9, 0.8, 0.3, 1.0, 0.95])
-    for joint in (False, True):
-        yield make.args(logits, uniform, k, p, joint)
-    for dtype in (torch.bfloat16, torch.float16):
-        yield make.args(logits.to(dtype), uniform, k.long(), p)
-    inf, nan = float("inf"), float("nan")
-    odd = make.tensor([[nan, 1.0, 2.0], [-inf, -inf, -inf], [inf, 0.0, 1.0], [-inf, 0.0, -inf]])
-    yield make.args(odd, make.rand(4), k[:4], p[:4])
-    yield make.args(make.randn(0, 9), make.rand(0), k[:0], p[:0])
-
-
-@draw_from_logits.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        logits = draw.randn(rows, vocabulary, dtype=torch.float32, scale=3.0)
-        k, p = draw.full((rows,), 50, torch.int32), draw.full((rows,), 0.95)
-        given = Arguments((logits, 50, 0.95))
-        others = (
-            Alternative("definition", draw_from_logits.reference),
-            *flashinfer("sampling.top_k_top_p_sampling_from_logits", given),
-        )
-        size = f"{rows} x {vocabulary}, top 50 and 0.95"
-        arguments_ = draw.args(logits, draw.rand(rows), k, p)
-        yield Point(size, arguments_, moved(logits), alternatives=others)
+    source = launch.Source(call.logits, softmax=True)
+    filters = launch.Filters(call.top_k, call.top_p, joint=call.joint)
+    return launch.draw(source, filters, None, call.uniform, torch.int32)

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS
 from cairn.ops.registry import op
 from cairn.ops.sampling import arguments, launch
 from cairn.ops.sampling.renormalised import renormalised
-from cairn.ops.testing import Cases, Make
 
 NAME = "top_p_renorm_probs"
 FIRST_HEAD = 256
@@ -37,9 +36,9 @@ def top_p_renorm(probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 @top_p_renorm.check
-def _(probs: Tensor, top_p: Tensor) -> None:
-    arguments.check_rows(NAME, "probs", probs, (torch.float32,))
-    arguments.check_parameter(NAME, "top_p", top_p, probs, (torch.float32,))
+def _(call: Call) -> None:
+    arguments.check_rows(NAME, "probs", call.probs, (torch.float32,))
+    arguments.check_parameter(NAME, "top_p", call.top_p, call.probs, (torch.float32,))
 
 
 @top_p_renorm.front(replayed=True)
@@ -69,31 +68,31 @@ top_p_renorm_prob = top_p_renorm_probs
 
 
 @top_p_renorm.implementation("head", devices=("cpu",))
-def _(probs: Tensor, top_p: Tensor) -> Tensor:
+def _(call: Call) -> Tensor:
     """Order only as much of each row as reaches p; the same sums, so the same tokens, exactly."""
-    last, count = _last_kept(probs, top_p)
-    keep = probs >= last
+    last, count = _last_kept(call)
+    keep = call.probs >= last
     surplus = keep.sum(-1) - count
     if bool((surplus > 0).any()):
-        tied = probs == last
+        tied = call.probs == last
         room = tied.sum(-1) - surplus
         keep &= ~tied | (tied.cumsum(-1) <= room[:, None])
-    return renormalised(probs, keep)
+    return renormalised(call.probs, keep)
 
 
-def _last_kept(probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+def _last_kept(call: Call) -> tuple[Tensor, Tensor]:
     """The smallest probability kept [B, 1] and how many tokens are kept [B]."""
-    rows, vocabulary = probs.shape
-    last = probs.new_full((rows, 1), -1.0)
-    count = torch.full((rows,), vocabulary, device=probs.device)
-    pending = (top_p < 1).nonzero().flatten()
+    rows, vocabulary = call.probs.shape
+    last = call.probs.new_full((rows, 1), -1.0)
+    count = torch.full((rows,), vocabulary, device=call.probs.device)
+    pending = (call.top_p < 1).nonzero().flatten()
     size = FIRST_HEAD
     while pending.numel():
         size = min(size, vocabulary)
-        part = probs if pending.numel() == rows else probs[pending]
+        part = call.probs if pending.numel() == rows else call.probs[pending]
         head = part.topk(size, dim=-1).values
         mass = head.double().cumsum(dim=-1)
-        p = top_p[pending, None]
+        p = call.top_p[pending, None]
         below = (mass[:, : vocabulary - 1] < p).sum(-1)
         done = (mass[:, -1] >= p[:, 0]) if size < vocabulary else torch.ones_like(below).bool()
         found = pending[done]
@@ -105,31 +104,5 @@ def _last_kept(probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @top_p_renorm.implementation("triton", devices=gpu.DEVICES, when=launch.takes, replayed=True)
-def _(probs: Tensor, top_p: Tensor) -> Tensor:
-    return launch.filter_probs(probs, launch.Filters(top_p=top_p))
-
-
-@top_p_renorm.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.probs(6, 301), make.tensor([0.9, 0.5, 1e-6, 1.0, 0.0, 2.0]))
-    yield make.args(make.probs(3, 9001, sharpness=4.0), make.tensor([0.9, 0.99, 0.2]))
-    yield make.args(make.probs(2, 9001, sharpness=0.1), make.tensor([0.95, 0.01]))
-    quarter = make.full((4, 4), 0.25)
-    yield make.args(quarter, make.tensor([0.5, 0.51, 0.25, 0.75]))
-    tied = make.tensor([[0.125, 0.5, 0.125, 0.25], [0.125, 0.125, 0.0, 0.75], [0.0, 1.0, 0.0, 0.0]])
-    yield make.args(tied, make.tensor([0.8, 0.8, 0.999]))
-    yield make.args(make.full((2, 600), 1 / 600), make.tensor([0.5, 0.9]))
-    yield make.args(make.full((2, 1), 1.0), make.tensor([0.5, 1.0]))
-    yield make.args(make.probs(0, 9), make.tensor([]))
-
-
-@top_p_renorm.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        probs, top_p = draw.probs(rows, vocabulary, 3.0), draw.rand(rows) * 0.2 + 0.8
-        others = (
-            *draw.by_torch(top_p_renorm.reference),
-            *flashinfer("sampling.top_p_renorm_probs"),
-        )
-        size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(probs, top_p), moved(probs, probs), alternatives=others)
+def _(call: Call) -> Tensor:
+    return launch.filter_probs(call.probs, launch.Filters(top_p=call.top_p))

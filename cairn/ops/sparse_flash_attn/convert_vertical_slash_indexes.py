@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved, short
+from cairn.ops.call import Call
 from cairn.ops.registry import op
 from cairn.ops.sparse_flash_attn import vertical_slash
 from cairn.ops.sparse_flash_attn.kernels import convert_kernel
 from cairn.ops.sparse_flash_attn.vertical_slash import Lines
-from cairn.ops.testing import Cases, Make
 
 LANES = 32
 CHUNK = 64
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _lines(
-    q_seqlens: Tensor,
-    kv_seqlens: Tensor,
-    vertical_indexes: Tensor,
-    slash_indexes: Tensor,
-    context_size: int,
-    block_size_M: int,
-    block_size_N: int,
-    causal: bool = True,
-) -> Lines:
-    lists = (q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, None, None)
-    return Lines(*lists, context_size, block_size_M, block_size_N, causal)
+def _lines(call: Call) -> Lines:
+    lists = (call.q_seqlens, call.kv_seqlens, call.vertical_indexes, call.slash_indexes, None, None)
+    return Lines(*lists, call.context_size, call.block_size_M, call.block_size_N, call.causal)
 
 
-def _merged(
-    q_seqlens: Tensor,
-    kv_seqlens: Tensor,
-    vertical_indexes: Tensor,
-    slash_indexes: Tensor,
-    vertical_indices_count: Tensor,
-    slash_indices_count: Tensor,
-    context_size: int,
-    block_size_M: int,
-    block_size_N: int,
-    causal: bool = True,
-) -> Lines:
-    counts = (vertical_indices_count, slash_indices_count)
-    lists = (q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, *counts)
-    return Lines(*lists, context_size, block_size_M, block_size_N, causal)
+def _merged(call: Call) -> Lines:
+    counts = (call.vertical_indices_count, call.slash_indices_count)
+    lists = (call.q_seqlens, call.kv_seqlens, call.vertical_indexes, call.slash_indexes, *counts)
+    return Lines(*lists, call.context_size, call.block_size_M, call.block_size_N, call.causal)
 
 
 @op
@@ -81,11 +57,9 @@ def convert_vertical_slash_indexes(
         BadArgument: for a shape, dtype, layout or device that does not fit.
     """
     return vertical_slash.convert(
-        _lines(
-            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
-            context_size,
-            block_size_M,
-            block_size_N,
+        Lines(
+            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, None, None),
+            *(context_size, block_size_M, block_size_N),
             causal,
         )
     )
@@ -116,12 +90,10 @@ def convert_vertical_slash_indexes_mergehead(
         BadArgument: for a shape, dtype, layout or device that does not fit.
     """
     return vertical_slash.convert(
-        _merged(
+        Lines(
             *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
             *(vertical_indices_count, slash_indices_count),
-            context_size,
-            block_size_M,
-            block_size_N,
+            *(context_size, block_size_M, block_size_N),
             causal,
         )
     )
@@ -142,135 +114,33 @@ def _launch(lines: Lines) -> Tables:
 
 
 @convert_vertical_slash_indexes.fake
-def _(*args: Any, **kwargs: Any) -> Tables:
-    return _lines(*args, **kwargs).tables()
+def _(call: Call) -> Tables:
+    return _lines(call).tables()
 
 
 @convert_vertical_slash_indexes_mergehead.fake
-def _(*args: Any, **kwargs: Any) -> Tables:
-    return _merged(*args, **kwargs).tables()
+def _(call: Call) -> Tables:
+    return _merged(call).tables()
 
 
 @convert_vertical_slash_indexes.check
-def _(*args: Any, **kwargs: Any) -> None:
-    vertical_slash.check("convert_vertical_slash_indexes", _lines(*args, **kwargs))
+def _(call: Call) -> None:
+    vertical_slash.check("convert_vertical_slash_indexes", _lines(call))
 
 
 @convert_vertical_slash_indexes_mergehead.check
-def _(*args: Any, **kwargs: Any) -> None:
-    name, lines = "convert_vertical_slash_indexes_mergehead", _merged(*args, **kwargs)
+def _(call: Call) -> None:
+    name, lines = "convert_vertical_slash_indexes_mergehead", _merged(call)
     vertical_slash.check(name, lines, merged=True)
 
 
 @convert_vertical_slash_indexes.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    q_seqlens: Tensor,
-    kv_seqlens: Tensor,
-    vertical_indexes: Tensor,
-    slash_indexes: Tensor,
-    context_size: int,
-    block_size_M: int,
-    block_size_N: int,
-    causal: bool = True,
-) -> Tables:
-    return _launch(
-        _lines(
-            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
-            context_size,
-            block_size_M,
-            block_size_N,
-            causal,
-        )
-    )
+def _(call: Call) -> Tables:
+    return _launch(_lines(call))
 
 
 @convert_vertical_slash_indexes_mergehead.implementation(
     "triton", devices=gpu.DEVICES, replayed=True
 )
-def _(
-    q_seqlens: Tensor,
-    kv_seqlens: Tensor,
-    vertical_indexes: Tensor,
-    slash_indexes: Tensor,
-    vertical_indices_count: Tensor,
-    slash_indices_count: Tensor,
-    context_size: int,
-    block_size_M: int,
-    block_size_N: int,
-    causal: bool = True,
-) -> Tables:
-    return _launch(
-        _merged(
-            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
-            *(vertical_indices_count, slash_indices_count),
-            context_size,
-            block_size_M,
-            block_size_N,
-            causal,
-        )
-    )
-
-
-def _lists(make: Make, heads: int, count: int, most: int, down: bool) -> Tensor:
-    """[2, heads, count] different numbers below `most`, in order; 0 is the last of those that go
-    down."""
-    rows = [make.rand(most - 1).argsort()[:count] + 1 for _ in range(2 * heads)]
-    drawn = torch.stack(rows).sort(dim=1, descending=down).values.view(2, heads, count)
-    if down:
-        drawn[..., -1] = 0
-    return drawn.to(torch.int32)
-
-
-@convert_vertical_slash_indexes.cases
-def _(make: Make) -> Cases:
-    causal = True
-    for context, kv, m, n in ((100, 130, 8, 8), (63, 63, 7, 16), (40, 1000, 16, 64)):
-        q_lengths = make.tensor([context, context // 2], dtype=torch.int32)
-        kv_lengths = make.tensor([kv, kv - context // 3], dtype=torch.int32)
-        lists = (_lists(make, 3, 12, kv, False), _lists(make, 3, 9, kv, True))
-        yield make.args(q_lengths, kv_lengths, *lists, context, m, n, causal)
-        causal = not causal
-    yield make.args(q_lengths, kv_lengths, lists[0][..., :0], lists[1] + 2000, 100, 8, 8)
-    yield make.args(q_lengths[:0], kv_lengths[:0], lists[0][:0], lists[1][:0], 100, 8, 8)
-
-
-@convert_vertical_slash_indexes_mergehead.cases
-def _(make: Make) -> Cases:
-    q_lengths = make.tensor([100, 77], dtype=torch.int32)
-    kv_lengths = make.tensor([130, 77], dtype=torch.int32)
-    lists = (_lists(make, 3, 12, 130, False), _lists(make, 3, 9, 130, True))
-    counts = make.tensor([[12, 0, 5], [9, 4, 0]], dtype=torch.int32)
-    for causal in (True, False):
-        yield make.args(q_lengths, kv_lengths, *lists, *counts, 100, 8, 8, causal)
-    none = (x[:0] for x in (q_lengths, kv_lengths, *lists))
-    yield make.args(*none, *counts, 100, 8, 8)
-
-
-def _points(draw: Draw, merged: bool) -> Points:
-    tiny = len(draw.layers) == 1
-    sizes = ((2, 256, 16, 12),) if tiny else ((4, 8192, 500, 700), (8, 32768, 1000, 2000))
-    for heads, context, nv, ns in sizes:
-        lengths = torch.full((1,), context, dtype=torch.int32, device=draw.device)
-        lists = [_lists(draw, heads, n, context, n == ns)[:1] for n in (nv, ns)]
-        counts = [torch.full((heads,), n, dtype=torch.int32, device=draw.device) for n in (nv, ns)]
-        which: Any = convert_vertical_slash_indexes
-        arguments = [lengths, lengths, *lists, context, 64, 64]
-        if merged:
-            which = convert_vertical_slash_indexes_mergehead
-            arguments[4:4] = counts
-        yield Point(
-            f"{heads} heads, {short(context)}, {nv} verticals, {ns} slashes",
-            draw.args(*arguments),
-            moved(*lists) + 4 * heads * (context // 64) * (nv + ns),
-            alternatives=(Alternative("definition", which.reference),),
-        )
-
-
-@convert_vertical_slash_indexes.bench
-def _(draw: Draw) -> Points:
-    return _points(draw, merged=False)
-
-
-@convert_vertical_slash_indexes_mergehead.bench
-def _(draw: Draw) -> Points:
-    return _points(draw, merged=True)
+def _(call: Call) -> Tables:
+    return _launch(_merged(call))

@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.cache.quantized import BYTES
+from cairn.ops.call import Call
 from cairn.ops.checks import INT64, check_least, expect, expect_within
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import op
 from cairn.ops.sparse_mla import index_cache
-from cairn.ops.sparse_mla.samples import decode_steps
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -52,43 +49,9 @@ def index_k_gather(
 
 
 @index_k_gather.check
-def _(cache: Tensor, location: Tensor, head_dim: int, preshuffled: bool = False) -> None:
+def _(call: Call) -> None:
     name = "index_k_gather"
-    check_least(name, "head_dim", head_dim, 1)
-    expect(name, "location", location, 1, INT64, dense=-1)
-    size = index_cache.check_cache(name, cache, head_dim, preshuffled, location)
-    expect_within(name, "location", location, cache.shape[0] * size, begin=None)
-
-
-@index_k_gather.cases
-def _(make: Make) -> Cases:
-    for dtype, size, dim in ((torch.float32, 4, 24), (torch.bfloat16, 32, 48)):
-        spot = make.tensor([0, 3, 17, -1, 2 * size, 5 * size - 1, -7, 3], torch.int64)
-        cache = make.randn(5, size, dim, dtype=dtype)
-        yield make.args(cache, spot, dim)
-        yield make.args(cache, spot[:0], dim)
-        yield make.args(cache[:0], spot[3:4], dim)
-        yield make.args(make.randn(5, size, 2 * dim, dtype=dtype)[..., :dim], spot, dim)
-        # 127 is NaN.
-        small = make.randint(0, 127, 5, size * (dim + 4), dtype=torch.uint8)
-        yield make.args(small, spot, dim)
-        yield make.args(small, spot[:0], dim)
-        yield make.args(small[:0], spot[3:4], dim)
-        if size == 32:
-            yield make.args(small, spot, dim, preshuffled=True)
-
-
-@index_k_gather.bench
-def _(draw: Draw) -> Points:
-    for step in decode_steps(draw):
-        dim, size = step.sizes.index_dim, step.sizes.page
-        token = dim + index_cache.SCALE_BYTES
-        cache = draw.randint(0, 127, step.pages, size * token, dtype=BYTES)
-        first = step.page_table.long().flatten() * size
-        location = (first.unsqueeze(1) + draw.arange(size)).flatten()
-        yield Point(
-            str(step),
-            draw.args(cache, location, dim),
-            moved(location) + 2 * len(location) * token,
-            alternatives=draw.by_torch(index_k_gather.reference),
-        )
+    check_least(name, "head_dim", call.head_dim, 1)
+    expect(name, "location", call.location, 1, INT64, dense=-1)
+    size = index_cache.check_cache(name, call.cache, call.head_dim, call.preshuffled, call.location)
+    expect_within(name, "location", call.location, call.cache.shape[0] * size, begin=None)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.quantized import BYTES
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT64, expect, expect_within
 from cairn.ops.registry import op
 from cairn.ops.sparse_mla import index_cache, locations
-from cairn.ops.sparse_mla.samples import sizes_of, token_counts
-from cairn.ops.testing import Cases, Make
 
 
 @op(mutates=("cache",))
@@ -56,54 +54,11 @@ def index_k_store(
 
 
 @index_k_store.check
-def _(
-    k: Tensor,
-    cache: Tensor,
-    location: Tensor,
-    preshuffled: bool = False,
-    scale_ue8m0: bool = False,
-) -> None:
+def _(call: Call) -> None:
     name = "index_k_store"
-    expect(name, "k", k, 2, FLOATS)
-    size = index_cache.check_cache(name, cache, k.shape[1], preshuffled, k)
-    if not index_cache.is_quantized(cache):
-        expect(name, "k", k, 2, (cache.dtype,))
-    expect(name, "location", location, k.shape[:1], INT64, k, -1)
-    expect_within(name, "location", location, cache.shape[0] * size, begin=None)
-
-
-@index_k_store.cases
-def _(make: Make) -> Cases:
-    for dtype, size, dim in ((torch.float32, 4, 24), (torch.bfloat16, 32, 48)):
-        spot = make.tensor([0, 3, 17, -1, 2 * size, 5 * size - 1, -7], torch.int64)
-        k = make.randn(7, dim, dtype=dtype)
-        k[2] = 0.0
-        cache = make.randn(5, size, dim, dtype=dtype)
-        yield make.args(k, cache, spot)
-        yield make.args(k[3:4], cache, spot[3:4])
-        yield make.args(k[:0], cache, spot[:0])
-        yield make.args(k, make.randn(5, size, 2 * dim, dtype=dtype)[..., :dim], spot)
-        small = make.randint(0, 256, 5, size * (dim + 4), dtype=torch.uint8)
-        for power in (False, True):
-            yield make.args(k, small, spot, scale_ue8m0=power)
-            if size == 32:
-                yield make.args(k, small, spot, preshuffled=True, scale_ue8m0=power)
-        yield make.args(k[3:4], small, spot[3:4])
-        yield make.args(k[:0], small, spot[:0])
-
-
-@index_k_store.bench
-def _(draw: Draw) -> Points:
-    sizes = sizes_of(draw)
-    token = sizes.index_dim + index_cache.SCALE_BYTES
-    for tokens in token_counts(draw):
-        k = draw.randn(tokens, sizes.index_dim)
-        pages = tokens // sizes.page + 64
-        cache = draw.randint(0, 127, pages, sizes.page * token, dtype=BYTES)
-        location = draw.rand(pages * sizes.page).argsort()[:tokens]
-        yield Point(
-            f"{tokens} x {sizes.index_dim}",
-            draw.args(k, cache, location),
-            moved(k, location) + tokens * token,
-            alternatives=draw.by_torch(index_k_store.reference),
-        )
+    expect(name, "k", call.k, 2, FLOATS)
+    size = index_cache.check_cache(name, call.cache, call.k.shape[1], call.preshuffled, call.k)
+    if not index_cache.is_quantized(call.cache):
+        expect(name, "k", call.k, 2, (call.cache.dtype,))
+    expect(name, "location", call.location, call.k.shape[:1], INT64, call.k, -1)
+    expect_within(name, "location", call.location, call.cache.shape[0] * size, begin=None)

@@ -6,14 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops.attention import paging
-from cairn.ops.benching import Draw, Point, Points, moved
-from cairn.ops.cache.quantized import BYTES
+from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, check_rows, expect, expect_within, refuse
 from cairn.ops.registry import op
 from cairn.ops.sparse_mla import index_cache
 from cairn.ops.sparse_mla.index_scores import bytes_of_query, check_queries, score_keys
-from cairn.ops.sparse_mla.samples import decode_steps
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -80,65 +77,16 @@ def _gather(
 
 
 @paged_mqa_logits.check
-def _(
-    q: Tensor,
-    weights: Tensor,
-    cache: Tensor,
-    page_table: Tensor,
-    row: Tensor,
-    context: Tensor,
-    width: int | None = None,
-    preshuffled: bool = False,
-) -> None:
+def _(call: Call) -> None:
     name = "paged_mqa_logits"
-    tokens, _, dim = check_queries(name, q, weights)
-    size = index_cache.check_cache(name, cache, dim, preshuffled, q)
-    check_rows(name, tokens, row, page_table, q)
-    expect(name, "context", context, (tokens,), INDICES, q, -1)
-    reach = page_table.shape[1] * size
-    if width is not None and not 0 <= width <= reach:
-        refuse(name, "width", f"is {width}, not 0 to the {reach} keys of the page table")
-    expect_within(name, "row", row, len(page_table))
-    expect_within(name, "context", context, (reach if width is None else width) + 1, begin=None)
-
-
-@paged_mqa_logits.cases
-def _(make: Make) -> Cases:
-    for dtype, size, heads, dim in ((torch.float32, 4, 3, 24), (torch.bfloat16, 16, 4, 32)):
-        paged = make.paged((70, 3, 0, 41), 1, size, dim, dtype=dtype)
-        keys, table = paged.k_cache[:, 0], paged.page_table
-        row, slot, _ = paged.queries((20, 1, 0, 3))
-        q = make.randn(len(row), heads, dim, dtype=dtype)
-        weights = make.randn(len(row), heads)
-        context = (slot + 1).to(torch.int32)
-        context[5] = 0
-        context[7] = -1
-        yield make.args(q, weights, keys, table, row, context)
-        yield make.args(q, weights, keys, table, row, context.long(), width=70)
-        yield make.args(q[:0], weights[:0], keys, table, row[:0], context[:0])
-        small = index_cache.pack(keys, preshuffled=False, scale_ue8m0=True)
-        yield make.args(q, weights, small, table, row, context, width=70)
-        if size == 16:
-            own = index_cache.quantize(q.flatten(0, 1), scale_ue8m0=False)[0].view(q.shape)
-            tiles = index_cache.pack(keys, preshuffled=True, scale_ue8m0=False)
-            yield make.args(own, weights, tiles, table, row, context, preshuffled=True)
-
-
-@paged_mqa_logits.bench
-def _(draw: Draw) -> Points:
-    for step in decode_steps(draw):
-        heads, dim, size = step.sizes.index_heads, step.sizes.index_dim, step.sizes.page
-        keys = step.tokens * step.context
-        token = dim + index_cache.SCALE_BYTES
-        cache = draw.randint(0, 60, step.pages, size * token, dtype=BYTES)
-        q = draw.randn(step.tokens, heads, dim)
-        numbers = index_cache.quantize(q, scale_ue8m0=False)[0]
-        weights = draw.randn(step.tokens, heads, dtype=torch.float32)
-        row = draw.arange(step.tokens)
-        context = draw.full((step.tokens,), step.context, torch.int32)
-        yield Point(
-            str(step),
-            draw.args(numbers, weights, cache, step.page_table, row, context),
-            moved(cache, numbers, weights) + 4 * keys,
-            2.0 * keys * heads * dim,
-        )
+    tokens, _, dim = check_queries(name, call.q, call.weights)
+    size = index_cache.check_cache(name, call.cache, dim, call.preshuffled, call.q)
+    check_rows(name, tokens, call.row, call.page_table, call.q)
+    expect(name, "context", call.context, (tokens,), INDICES, call.q, -1)
+    reach = call.page_table.shape[1] * size
+    if call.width is not None and not 0 <= call.width <= reach:
+        refuse(name, "width", f"is {call.width}, not 0 to the {reach} keys of the page table")
+    expect_within(name, "row", call.row, len(call.page_table))
+    expect_within(
+        name, "context", call.context, (reach if call.width is None else call.width) + 1, begin=None
+    )

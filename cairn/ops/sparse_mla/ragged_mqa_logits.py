@@ -7,14 +7,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cairn.ops.attention import paging
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, INDICES, check_least, expect, expect_within
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import op
-from cairn.ops.sparse_mla import index_cache
 from cairn.ops.sparse_mla.index_scores import bytes_of_query, check_queries, score_keys
-from cairn.ops.sparse_mla.samples import is_tiny, sizes_of
-from cairn.ops.testing import Cases, Make
 
 BLOCK = 64
 """Keys that are multiplied at once."""
@@ -71,58 +68,15 @@ def ragged_mqa_logits(
 
 
 @ragged_mqa_logits.check
-def _(
-    q: Tensor,
-    weights: Tensor,
-    k: Tensor,
-    scale: Tensor | None,
-    start: Tensor,
-    end: Tensor,
-    width: int | None = None,
-) -> None:
+def _(call: Call) -> None:
     name = "ragged_mqa_logits"
-    tokens, _, dim = check_queries(name, q, weights)
-    expect(name, "k", k, (None, dim), (*FLOATS, E4M3), q)
-    if scale is not None:
-        expect(name, "scale", scale, k.shape[:1], FLOAT32, q)
-    expect(name, "start", start, (tokens,), INDICES, q)
-    expect(name, "end", end, (tokens,), INDICES, q)
-    expect_within(name, "end", end, len(k) + 1, begin=None)
-    if width is not None:
-        check_least(name, "width", width, 0)
-        expect_within(name, "width", (end - start).clamp(min=0), width + 1)
-
-
-@ragged_mqa_logits.cases
-def _(make: Make) -> Cases:
-    for dtype, heads, dim in ((torch.float32, 3, 24), (torch.bfloat16, 4, 32)):
-        q, k = make.randn(9, heads, dim, dtype=dtype), make.randn(50, dim, dtype=dtype)
-        weights, scale = make.randn(9, heads), make.rand(50)
-        start = make.tensor([0, 0, 0, 7, 7, 49, 50, 9, 3], torch.int32)
-        end = make.tensor([1, 2, 50, 8, 30, 50, 50, 0, -1], torch.int32)
-        yield make.args(q, weights, k, scale, start, end)
-        yield make.args(q, weights, k, None, start.long(), end.long(), width=50)
-        yield make.args(q[:0], weights[:0], k, scale, start[:0], end[:0])
-        yield make.args(q[8:], weights[8:], k[:0], scale[:0], start[8:], end[8:], width=3)
-        numbers, scales = index_cache.quantize(k, scale_ue8m0=False)
-        own = index_cache.quantize(q, scale_ue8m0=False)[0]
-        yield make.args(own, weights, numbers, scales, start, end)
-
-
-@ragged_mqa_logits.bench
-def _(draw: Draw) -> Points:
-    sizes = sizes_of(draw)
-    heads, dim = sizes.index_heads, sizes.index_dim
-    for tokens, length in ((5, 64),) if is_tiny(draw) else ((2048, 8192), (2048, 32768)):
-        q, k = draw.randn(tokens, heads, dim), draw.randn(length, dim)
-        numbers = index_cache.quantize(q, scale_ue8m0=False)[0]
-        keys, scale = index_cache.quantize(k, scale_ue8m0=False)
-        weights = draw.randn(tokens, heads, dtype=torch.float32)
-        end = draw.arange(tokens, torch.int32) + (length - tokens + 1)
-        pairs = tokens * (length - (tokens - 1) / 2)
-        yield Point(
-            f"{tokens} x {length}",
-            draw.args(numbers, weights, keys, scale, torch.zeros_like(end), end),
-            moved(numbers, weights, keys, scale) + int(4 * pairs),
-            2.0 * pairs * heads * dim,
-        )
+    tokens, _, dim = check_queries(name, call.q, call.weights)
+    expect(name, "k", call.k, (None, dim), (*FLOATS, E4M3), call.q)
+    if call.scale is not None:
+        expect(name, "scale", call.scale, call.k.shape[:1], FLOAT32, call.q)
+    expect(name, "start", call.start, (tokens,), INDICES, call.q)
+    expect(name, "end", call.end, (tokens,), INDICES, call.q)
+    expect_within(name, "end", call.end, len(call.k) + 1, begin=None)
+    if call.width is not None:
+        check_least(name, "width", call.width, 0)
+        expect_within(name, "width", (call.end - call.start).clamp(min=0), call.width + 1)

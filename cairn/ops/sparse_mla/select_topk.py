@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import paging
-from cairn.ops.benching import Draw, Points
+from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, check_rows, expect, expect_within, refuse
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 from cairn.ops.top_k import launch, selection
-from cairn.ops.top_k.samples import points, rows_of
 from cairn.ops.top_k.selection import NONE, Rows
 
 
@@ -89,97 +86,43 @@ def _cells(
 
 
 @select_topk.fake
-def _(logits: Tensor, count: Tensor, topk: int, *rest: Any, **named: Any) -> Tensor:
-    return selection.blank(logits, topk)
+def _(call: Call) -> Tensor:
+    return selection.blank(call.logits, call.topk)
 
 
 @select_topk.check
-def _(
-    logits: Tensor,
-    count: Tensor,
-    topk: int,
-    start: Tensor | None = None,
-    page_table: Tensor | None = None,
-    row: Tensor | None = None,
-    page_size: int = 0,
-) -> None:
+def _(call: Call) -> None:
     name = "select_topk"
-    expect(name, "logits", logits, 2, (torch.float32,))
-    tokens = len(logits)
-    expect(name, "count", count, (tokens,), INDICES, logits)
-    if not 1 <= topk <= selection.MOST:
-        refuse(name, "topk", f"is {topk}, not 1 to {selection.MOST}")
-    if start is not None:
-        expect(name, "start", start, (tokens,), INDICES, logits)
-    if page_table is None:
-        if row is not None or page_size:
+    expect(name, "logits", call.logits, 2, (torch.float32,))
+    tokens = len(call.logits)
+    expect(name, "count", call.count, (tokens,), INDICES, call.logits)
+    if not 1 <= call.topk <= selection.MOST:
+        refuse(name, "topk", f"is {call.topk}, not 1 to {selection.MOST}")
+    if call.start is not None:
+        expect(name, "start", call.start, (tokens,), INDICES, call.logits)
+    if call.page_table is None:
+        if call.row is not None or call.page_size:
             refuse(name, "page_table", "is None, but `row` or `page_size` is given")
         return
-    check_rows(name, tokens, row, page_table, logits)  # type: ignore[arg-type]
-    expect_within(name, "row", row, len(page_table))  # type: ignore[arg-type]
-    if page_size < 1:
-        refuse(name, "page_size", f"is {page_size}, not 1 or more")
+    check_rows(name, tokens, call.row, call.page_table, call.logits)
+    expect_within(name, "row", call.row, len(call.page_table))
+    if call.page_size < 1:
+        refuse(name, "page_size", f"is {call.page_size}, not 1 or more")
 
 
-def _lines(
-    logits: Tensor,
-    count: Tensor,
-    topk: int,
-    start: Tensor | None = None,
-    page_table: Tensor | None = None,
-    row: Tensor | None = None,
-    page_size: int = 0,
-) -> bool:
-    return launch.accepts(Rows(logits, count, start, topk))
+def _lines(call: Call) -> bool:
+    return launch.accepts(Rows(call.logits, call.count, call.start, call.topk))
 
 
 @select_topk.implementation("topk", devices=("cpu",))
-def _(
-    logits: Tensor,
-    count: Tensor,
-    topk: int,
-    start: Tensor | None = None,
-    page_table: Tensor | None = None,
-    row: Tensor | None = None,
-    page_size: int = 0,
-) -> Tensor:
-    position = _in_blocks(selection.select_by_topk, logits, count, topk, start)
-    return _cells(position, page_table, row, page_size)
+def _(call: Call) -> Tensor:
+    position = _in_blocks(selection.select_by_topk, call.logits, call.count, call.topk, call.start)
+    return _cells(position, call.page_table, call.row, call.page_size)
 
 
 @select_topk.implementation("triton", devices=gpu.DEVICES, when=_lines)
-def _(
-    logits: Tensor,
-    count: Tensor,
-    topk: int,
-    start: Tensor | None = None,
-    page_table: Tensor | None = None,
-    row: Tensor | None = None,
-    page_size: int = 0,
-) -> Tensor:
-    rows = Rows(logits, count.int(), None if start is None else start.int(), topk)
-    return _cells(launch.select(rows), page_table, row, page_size)
-
-
-@select_topk.cases
-def _(make: Make) -> Cases:
-    for number, (logits, count, start, topk) in enumerate(rows_of(make)):
-        tokens, width = logits.shape
-        yield make.args(logits, count, topk, start)
-        size = (1, 7)[number % 2]
-        table = make.randint(0, 1 << 20, 3, width // size + 1, dtype=torch.int32)
-        row = make.randint(0, 3, tokens)
-        paged = {"page_table": table, "row": row, "page_size": size}
-        yield make.args(logits, count.long(), topk, start, **paged)
-        yield make.args(logits[:, :width], count.clamp(max=width), topk, **paged)
-    yield make.args(make.randn(2, 0), make.tensor([0, 3], torch.int32), 5)
-
-
-def _by_topk(logits: Tensor, count: Tensor, topk: int) -> Tensor:
-    """torch's operator for tokens with equally many candidates."""
-    return logits.topk(topk).indices.sort().values.to(torch.int32)
-
-
-@select_topk.bench
-def _(draw: Draw) -> Points:
-    return points(draw, _by_topk)
+def _(call: Call) -> Tensor:
+    rows = Rows(
+        call.logits, call.count.int(), None if call.start is None else call.start.int(), call.topk
+    )
+    return _cells(launch.select(rows), call.page_table, call.row, call.page_size)

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops.attention import paging
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, INDICES, INT32, check_dtype, expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.sparse_mla import records
-from cairn.ops.sparse_mla.samples import is_tiny, sizes_of
-from cairn.ops.testing import Cases, Make
 
 
 @op
@@ -75,80 +73,19 @@ def sparse_mla(
 
 
 @sparse_mla.check
-def _(
-    q: Tensor,
-    cache: Tensor,
-    cells: Tensor,
-    length: Tensor,
-    scale: float,
-    value_dim: int,
-    sink: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
+def _(call: Call) -> None:
     name = "sparse_mla"
-    expect(name, "q", q, 3, FLOATS)
-    tokens, heads, width = q.shape
+    expect(name, "q", call.q, 3, FLOATS)
+    tokens, heads, width = call.q.shape
     if not heads:
-        refuse(name, "q", f"has shape {list(q.shape)}: no head")
-    if not 1 <= value_dim <= width:
-        refuse(name, "value_dim", f"is {value_dim}, not 1 to the {width} numbers of q's heads")
-    records.check_cache(name, cache, value_dim, width - value_dim, q, q.dtype)
-    expect(name, "cells", cells, (tokens, None), INT32, q)
-    expect(name, "length", length, (tokens,), INDICES, q)
-    if sink is not None:
-        expect(name, "sink", sink, (heads,), FLOAT32, q)
-    check_dtype(name, dtype)
-
-
-@sparse_mla.cases
-def _(make: Make) -> Cases:
-    for dtype, size, heads, latent, rope in (
-        (torch.float32, 4, 3, 128, 16),
-        (torch.bfloat16, 16, 8, 256, 32),
-    ):
-        cache = make.randn(9, size, latent + rope, dtype=dtype)
-        cache[7:] = torch.nan
-        small = records.quantize(
-            *(part.flatten(0, 1) for part in cache.split((latent, rope), dim=-1))
-        ).view(9, size, -1)
-        q = make.randn(6, heads, latent + rope, dtype=dtype)
-        cells = make.randint(0, 7 * size, 6, 20, dtype=torch.int32)
-        length = make.tensor([20, 0, 1, 19, 7, 20], torch.int32)
-        # Behind the length, and where no cell can be.
-        cells[2, 1:], cells[4, 7:] = 8 * size, 7 * size + 1
-        cells[0, ::3], cells[3, 5], cells[3, 6] = -1, 1 << 30, -(1 << 31)
-        cells[5] = make.tensor([9 * size, -2] * 10, torch.int32)
-        sink = make.randn(heads)
-        sink[0], sink[1] = torch.inf, -torch.inf
-        for records_of in (cache, small):
-            given = (q, records_of, cells, length, 0.1, latent)
-            yield make.args(*given)
-            yield make.args(*given[:3], length.long(), *given[4:], sink=sink, dtype=dtype)
-            yield make.args(q[:0], records_of, cells[:0], length[:0], *given[4:])
-        yield make.args(q, cache, cells[:, :0], length, 0.1, latent)
-        wide = make.randn(6, 2 * heads, latent + rope, dtype=dtype)[:, ::2]
-        yield make.args(wide, cache, cells, length, 0.1, latent, sink)
-
-
-@sparse_mla.bench
-def _(draw: Draw) -> Points:
-    sizes = sizes_of(draw)
-    widths = (sizes.latent, sizes.rope)
-    # Of DeepSeek's 128 heads on one device and on one of eight.
-    steps = ((64, 128), (64, 16), (4, 128), (1, 128))
-    for tokens, heads in ((3, 4),) if is_tiny(draw) else steps:
-        pages = tokens * 2 * sizes.topk // sizes.page
-        cache = draw.randn(pages, sizes.page, sum(widths))
-        parts = (part.flatten(0, 1) for part in cache.split(widths, dim=-1))
-        small = records.quantize(*parts).view(pages, sizes.page, -1)
-        q = draw.randn(tokens, heads, sum(widths))
-        some = draw.rand(tokens, 2 * sizes.topk).argsort(dim=1)[:, : sizes.topk].sort().values
-        cells = (some + 2 * sizes.topk * draw.arange(tokens).unsqueeze(1)).to(torch.int32)
-        length = draw.full((tokens,), sizes.topk, torch.int32)
-        for kind, of in (("plain", cache), ("float8", small)):
-            yield Point(
-                f"{tokens} x {heads} heads, {kind}",
-                draw.args(q, of, cells, length, 0.1, sizes.latent),
-                moved(q, cells) + cells.numel() * of[0, 0].nbytes + tokens * heads * 4 * widths[0],
-                2.0 * cells.numel() * heads * (2 * widths[0] + widths[1]),
-            )
+        refuse(name, "q", f"has shape {list(call.q.shape)}: no head")
+    if not 1 <= call.value_dim <= width:
+        refuse(name, "value_dim", f"is {call.value_dim}, not 1 to the {width} numbers of q's heads")
+    records.check_cache(
+        name, call.cache, call.value_dim, width - call.value_dim, call.q, call.q.dtype
+    )
+    expect(name, "cells", call.cells, (tokens, None), INT32, call.q)
+    expect(name, "length", call.length, (tokens,), INDICES, call.q)
+    if call.sink is not None:
+        expect(name, "sink", call.sink, (heads,), FLOAT32, call.q)
+    check_dtype(name, call.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import build_kernel
@@ -21,7 +21,6 @@ from cairn.ops.speculative.trees import (
     expect_tree,
     links,
 )
-from cairn.ops.testing import Arguments, Cases, Make
 
 FULL_MASK, DRAFT_MASK, PACKED_MASK = 0, 1, 2
 _CHANGED = ("tree_mask", "positions", "retrive_index", "retrive_next_token", "retrive_next_sibling")
@@ -87,8 +86,8 @@ def build_tree_kernel_efficient(
     retrive_next_sibling.copy_(next_sibling)
     if tree_mask_mode == PACKED_MASK:
         byte, bit = index // 8, index % 8
-        room = tree_mask.view(-1).view(torch.uint8)[: len(parent) * nodes * _bytes(nodes)]
-        packed = room.view(-1, nodes, _bytes(nodes))
+        room = tree_mask.view(-1).view(torch.uint8)[: len(parent) * nodes * row_bytes(nodes)]
+        packed = room.view(-1, nodes, row_bytes(nodes))
         packed.zero_().index_add_(2, byte, (reach * (1 << bit)).to(torch.uint8))
     elif tree_mask_mode == DRAFT_MASK:
         tree_mask.view(-1)[: reach.numel()] = reach.flatten().to(tree_mask.dtype)
@@ -113,131 +112,82 @@ def _parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
     return torch.nn.functional.pad(torch.where(expansion == 0, 0, parent), (1, 0), value=-1)
 
 
-def _bytes(nodes: int) -> int:
+def row_bytes(nodes: int) -> int:
     """Of a packed row."""
     return 1 if nodes <= 8 else 2 if nodes <= 16 else 4
 
 
 @build_tree_kernel_efficient.check
-def _(
-    parent_list: Tensor,
-    selected_index: Tensor,
-    verified_seq_len: Tensor,
-    tree_mask: Tensor,
-    positions: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    topk: int,
-    depth: int,
-    draft_token_num: int,
-    tree_mask_mode: int,
-) -> None:
-    name, n, long = "build_tree_kernel_efficient", draft_token_num, (torch.int64,)
-    for what, number in (("topk", topk), ("depth", depth), ("draft_token_num", n)):
+def _(call: Call) -> None:
+    name, n, long = "build_tree_kernel_efficient", call.draft_token_num, (torch.int64,)
+    for what, number in (("topk", call.topk), ("depth", call.depth), ("draft_token_num", n)):
         if number < 1:
             refuse(name, what, f"is {number}, not at least 1")
-    if tree_mask_mode not in (FULL_MASK, DRAFT_MASK, PACKED_MASK):
-        refuse(name, "tree_mask_mode", f"is {tree_mask_mode}, not 0, 1 or 2")
-    if tree_mask_mode == PACKED_MASK and n > 32:
+    if call.tree_mask_mode not in (FULL_MASK, DRAFT_MASK, PACKED_MASK):
+        refuse(name, "tree_mask_mode", f"is {call.tree_mask_mode}, not 0, 1 or 2")
+    if call.tree_mask_mode == PACKED_MASK and n > 32:
         refuse(name, "draft_token_num", f"is {n}: a packed mask has at most 32 bits")
-    expect(name, "selected_index", selected_index, (None, n - 1), long, dense=-1)
-    batch = selected_index.shape[0]
+    expect(name, "selected_index", call.selected_index, (None, n - 1), long, dense=-1)
+    batch = call.selected_index.shape[0]
     # SGLang makes the empty list with torch.empty, which is float32.
-    empty = depth == 1 and parent_list.shape[1:] == (0,)
-    width, dtypes = (0, None) if empty else (topk * (depth - 1) + 1, long)
-    expect(name, "parent_list", parent_list, (batch, width), dtypes, selected_index, dense=-1)
+    empty = call.depth == 1 and call.parent_list.shape[1:] == (0,)
+    width, dtypes = (0, None) if empty else (call.topk * (call.depth - 1) + 1, long)
+    expect(
+        name, "parent_list", call.parent_list, (batch, width), dtypes, call.selected_index, dense=-1
+    )
     lengths = (torch.int64, torch.int32)
-    expect(name, "verified_seq_len", verified_seq_len, (batch,), lengths, selected_index, dense=-1)
-    expect_positions(name, positions, batch, n, selected_index)
-    expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, (batch, n))
-    expect(name, "retrive_index", retrive_index, like=selected_index)
-    expect(name, "tree_mask", tree_mask, like=selected_index, dense=-1)
-    if tree_mask_mode == PACKED_MASK:
-        expect_room(name, "tree_mask", tree_mask.nbytes, batch * n * _bytes(n))
+    expect(
+        name,
+        "verified_seq_len",
+        call.verified_seq_len,
+        (batch,),
+        lengths,
+        call.selected_index,
+        dense=-1,
+    )
+    expect_positions(name, call.positions, batch, n, call.selected_index)
+    expect_tree(
+        name, call.retrive_index, call.retrive_next_token, call.retrive_next_sibling, (batch, n)
+    )
+    expect(name, "retrive_index", call.retrive_index, like=call.selected_index)
+    expect(name, "tree_mask", call.tree_mask, like=call.selected_index, dense=-1)
+    if call.tree_mask_mode == PACKED_MASK:
+        expect_room(name, "tree_mask", call.tree_mask.nbytes, batch * n * row_bytes(n))
     else:
         # How long a full mask must be is known to the device alone.
-        expect(name, "tree_mask", tree_mask, dtypes=FLAGS)
-        expect_room(name, "tree_mask", tree_mask.numel(), batch * n * n)
+        expect(name, "tree_mask", call.tree_mask, dtypes=FLAGS)
+        expect_room(name, "tree_mask", call.tree_mask.numel(), batch * n * n)
 
 
 @build_tree_kernel_efficient.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    parent_list: Tensor,
-    selected_index: Tensor,
-    verified_seq_len: Tensor,
-    tree_mask: Tensor,
-    positions: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    topk: int,
-    depth: int,
-    draft_token_num: int,
-    tree_mask_mode: int,
-) -> None:
-    nodes = draft_token_num
-    tree = (retrive_index, retrive_next_token, retrive_next_sibling)
+def _(call: Call) -> None:
+    nodes = call.draft_token_num
+    tree = (call.retrive_index, call.retrive_next_token, call.retrive_next_sibling)
     if nodes > WIDEST:
         build_tree_kernel_efficient.reference(
-            *(parent_list, selected_index, verified_seq_len, tree_mask, positions, *tree),
-            *(topk, depth, nodes, tree_mask_mode),
+            *(
+                call.parent_list,
+                call.selected_index,
+                call.verified_seq_len,
+                call.tree_mask,
+                call.positions,
+                *tree,
+            ),
+            *(call.topk, call.depth, nodes, call.tree_mask_mode),
         )
-    elif retrive_index.numel():
+    elif call.retrive_index.numel():
         padded = max(16, gpu.next_power_of_2(nodes))
         # The first expansion is node 0's, whether or not there is a list; an empty one is not read,
         # and what stands for it is of the dtype that there is a kernel for.
-        width = parent_list.shape[1]
-        build_kernel[(retrive_index.shape[0],)](
-            *(parent_list if width else selected_index, selected_index, verified_seq_len),
-            *(tree_mask.view(torch.uint8), positions, *tree),
-            *(topk, max(1, width), nodes, tree_mask_mode),
-            *(_bytes(nodes), padded, padded.bit_length() - 1),
+        width = call.parent_list.shape[1]
+        build_kernel[(call.retrive_index.shape[0],)](
+            *(
+                call.parent_list if width else call.selected_index,
+                call.selected_index,
+                call.verified_seq_len,
+            ),
+            *(call.tree_mask.view(torch.uint8), call.positions, *tree),
+            *(call.topk, max(1, width), nodes, call.tree_mask_mode),
+            *(row_bytes(nodes), padded, padded.bit_length() - 1),
             num_warps=max(1, min(8, padded * padded // 1024)),
         )
-
-
-def _drafted(
-    make: Make, lengths: list[int], topk: int, depth: int, nodes: int, mode: int
-) -> Arguments:
-    """Arguments for trees drawn at random, parents among the nodes or not."""
-    batch, total = len(lengths), topk + topk * topk * (depth - 1)
-    nodes = min(nodes, total + 1)
-    drawn = [make.rand(total).argsort()[: nodes - 1].sort().values for _ in lengths]
-    selected = torch.stack(drawn) if drawn else make.randint(0, 1, 0, nodes - 1)
-    parents = make.randint(0, total, batch, topk * (depth - 1) + 1)
-    if nodes > 1:
-        among = selected.gather(1, make.randint(0, nodes - 1, *parents.shape))
-        parents = torch.where(make.rand(*parents.shape) < 0.8, among, parents)
-    size = {FULL_MASK: sum(n + nodes for n in lengths), DRAFT_MASK: batch * nodes}
-    if mode == PACKED_MASK:
-        mask = make.full((batch * nodes * _bytes(nodes),), 255, torch.uint8)
-    else:
-        mask = make.full((size[mode] * nodes,), 1, torch.bool)
-    tree = (make.full((batch, nodes), -1, torch.int64) for _ in range(3))
-    return make.args(
-        *(parents, selected, make.tensor(lengths, torch.int64), mask),
-        *(make.empty(batch * nodes, dtype=torch.int64), *tree, topk, depth, nodes, mode),
-    )
-
-
-@build_tree_kernel_efficient.cases
-def _(make: Make) -> Cases:
-    for mode in (FULL_MASK, DRAFT_MASK, PACKED_MASK):
-        yield _drafted(make, [5], 2, 2, 4, mode)
-        yield _drafted(make, [7, 1, 100], 4, 3, 13, mode)
-        yield _drafted(make, [0, 63], 8, 4, 32, mode)
-        yield _drafted(make, [9, 3], 1, 1, 2, mode)
-        yield _drafted(make, [9, 3], 3, 1, 1, mode)
-        yield _drafted(make, [], 2, 3, 7, mode)
-    yield _drafted(make, [11, 2], 10, 5, 64, DRAFT_MASK)
-    yield _drafted(make, [1], 10, 8, 100, FULL_MASK)
-
-
-@build_tree_kernel_efficient.bench
-def _(draw: Draw) -> Points:
-    for batch, _ in draw.logits():
-        given = _drafted(draw, [1000] * batch, 4, 5, 32, DRAFT_MASK)
-        tensors = [value for value in given.args if isinstance(value, Tensor)]
-        others = draw.by_torch(build_tree_kernel_efficient.reference)
-        yield Point(f"{batch} x 32 nodes", given, moved(*tensors), alternatives=others)

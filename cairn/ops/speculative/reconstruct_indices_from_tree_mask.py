@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import reconstruct_kernel
@@ -19,7 +19,6 @@ from cairn.ops.speculative.trees import (
     first,
     links,
 )
-from cairn.ops.testing import Arguments, Cases, Make
 
 _CHANGED = ("positions", "retrive_index", "retrive_next_token", "retrive_next_sibling")
 
@@ -61,86 +60,42 @@ def reconstruct_indices_from_tree_mask(
 
 
 @reconstruct_indices_from_tree_mask.check
-def _(
-    tree_mask: Tensor,
-    verified_seq_len: Tensor,
-    positions: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    batch_size: int,
-    draft_token_num: int,
-) -> None:
+def _(call: Call) -> None:
     name = "reconstruct_indices_from_tree_mask"
-    if batch_size < 0:
-        refuse(name, "batch_size", f"is {batch_size}, not at least 0")
-    if draft_token_num < 1:
-        refuse(name, "draft_token_num", f"is {draft_token_num}, not at least 1")
-    size = (batch_size, draft_token_num)
-    cells, lengths = batch_size * draft_token_num**2, (torch.int64, torch.int32)
-    if tree_mask.numel() != cells:
-        refuse(name, "tree_mask", f"has {tree_mask.numel()} elements, not {cells}")
-    expect(name, "tree_mask", tree_mask, dtypes=FLAGS, dense=-1)
-    expect(name, "verified_seq_len", verified_seq_len, (batch_size,), lengths, tree_mask, dense=-1)
-    expect_positions(name, positions, *size, tree_mask)
-    expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, size)
-    expect(name, "retrive_index", retrive_index, like=tree_mask)
+    if call.batch_size < 0:
+        refuse(name, "batch_size", f"is {call.batch_size}, not at least 0")
+    if call.draft_token_num < 1:
+        refuse(name, "draft_token_num", f"is {call.draft_token_num}, not at least 1")
+    size = (call.batch_size, call.draft_token_num)
+    cells, lengths = call.batch_size * call.draft_token_num**2, (torch.int64, torch.int32)
+    if call.tree_mask.numel() != cells:
+        refuse(name, "tree_mask", f"has {call.tree_mask.numel()} elements, not {cells}")
+    expect(name, "tree_mask", call.tree_mask, dtypes=FLAGS, dense=-1)
+    expect(
+        name,
+        "verified_seq_len",
+        call.verified_seq_len,
+        (call.batch_size,),
+        lengths,
+        call.tree_mask,
+        dense=-1,
+    )
+    expect_positions(name, call.positions, *size, call.tree_mask)
+    expect_tree(name, call.retrive_index, call.retrive_next_token, call.retrive_next_sibling, size)
+    expect(name, "retrive_index", call.retrive_index, like=call.tree_mask)
 
 
 @reconstruct_indices_from_tree_mask.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    tree_mask: Tensor,
-    verified_seq_len: Tensor,
-    positions: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    batch_size: int,
-    draft_token_num: int,
-) -> None:
-    nodes = draft_token_num
-    tree = (positions, retrive_index, retrive_next_token, retrive_next_sibling)
+def _(call: Call) -> None:
+    nodes = call.draft_token_num
+    tree = (call.positions, call.retrive_index, call.retrive_next_token, call.retrive_next_sibling)
     if nodes > WIDEST:
         reconstruct_indices_from_tree_mask.reference(
-            tree_mask, verified_seq_len, *tree, batch_size, nodes
+            call.tree_mask, call.verified_seq_len, *tree, call.batch_size, nodes
         )
-    elif batch_size:
-        reconstruct_kernel[(batch_size,)](
-            *(tree_mask.view(torch.uint8), verified_seq_len, *tree, nodes),
+    elif call.batch_size:
+        reconstruct_kernel[(call.batch_size,)](
+            *(call.tree_mask.view(torch.uint8), call.verified_seq_len, *tree, nodes),
             max(16, gpu.next_power_of_2(nodes)),
             num_warps=1 if nodes <= 16 else 4,
         )
-
-
-def _drawn(make: Make, batch: int, nodes: int) -> Arguments:
-    """Masks of random trees."""
-    mask = torch.zeros(batch, nodes, nodes, dtype=torch.bool)
-    for tree in mask:
-        for node in range(nodes):
-            if node:
-                tree[node] = tree[int(make.randint(0, node, 1))]
-            tree[node, node] = True
-    lengths = make.randint(0, 1000, batch)
-    return make.args(
-        *(mask.flatten().to(make.device), lengths, make.empty(batch * nodes, dtype=torch.int64)),
-        *(make.empty(batch, nodes, dtype=torch.int64) for _ in range(3)),
-        *(batch, nodes),
-    )
-
-
-@reconstruct_indices_from_tree_mask.cases
-def _(make: Make) -> Cases:
-    for batch, nodes in ((1, 1), (3, 7), (2, 63), (1, 100), (0, 4)):
-        yield _drawn(make, batch, nodes)
-    given = list(_drawn(make, 4, 9).args)
-    given[0] = make.rand(given[0].numel()) < 0.3
-    yield make.args(*given)
-
-
-@reconstruct_indices_from_tree_mask.bench
-def _(draw: Draw) -> Points:
-    for batch, _ in draw.logits():
-        given = _drawn(draw, batch, 16)
-        tensors = [value for value in given.args if isinstance(value, Tensor)]
-        others = draw.by_torch(reconstruct_indices_from_tree_mask.reference)
-        yield Point(f"{batch} x 16 nodes", given, moved(*tensors), alternatives=others)

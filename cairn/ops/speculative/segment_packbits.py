@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect, expect_within, on_host, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import packbits_kernel
 from cairn.ops.speculative.trees import FLAGS
-from cairn.ops.testing import Arguments, Cases, Make
 
 _BLOCK = 512
 _MOST_COLUMNS = 64
@@ -46,62 +45,33 @@ def segment_packbits(
 
 
 @segment_packbits.check
-def _(x: Tensor, input_indptr: Tensor, output_indptr: Tensor, y: Tensor, batch_size: int) -> None:
+def _(call: Call) -> None:
     name = "segment_packbits"
-    expect(name, "x", x, (None,), FLAGS, dense=-1)
-    expect(name, "y", y, (None,), (torch.uint8,), x, dense=-1)
-    if batch_size < 0:
-        refuse(name, "batch_size", f"is {batch_size}, not at least 0")
-    for what, tensor in (("input_indptr", input_indptr), ("output_indptr", output_indptr)):
-        expect(name, what, tensor, (None,), INDICES, x, dense=-1)
-        if tensor.numel() <= batch_size:
-            refuse(name, what, f"has {tensor.numel()} elements, not at least {batch_size + 1}")
-    begin, out = input_indptr[: batch_size + 1], output_indptr[:batch_size]
-    expect_within(name, "input_indptr", begin, x.numel() + 1)
-    expect_within(name, "output_indptr", out, y.numel() + 1)
+    expect(name, "x", call.x, (None,), FLAGS, dense=-1)
+    expect(name, "y", call.y, (None,), (torch.uint8,), call.x, dense=-1)
+    if call.batch_size < 0:
+        refuse(name, "batch_size", f"is {call.batch_size}, not at least 0")
+    for what, tensor in (
+        ("input_indptr", call.input_indptr),
+        ("output_indptr", call.output_indptr),
+    ):
+        expect(name, what, tensor, (None,), INDICES, call.x, dense=-1)
+        if tensor.numel() <= call.batch_size:
+            refuse(name, what, f"has {tensor.numel()} elements, not at least {call.batch_size + 1}")
+    begin, out = call.input_indptr[: call.batch_size + 1], call.output_indptr[: call.batch_size]
+    expect_within(name, "input_indptr", begin, call.x.numel() + 1)
+    expect_within(name, "output_indptr", out, call.y.numel() + 1)
     if on_host(out) and on_host(begin):
         end = int((out + (begin.diff() + 7) // 8).max())
-        if end > y.numel():
-            refuse(name, "y", f"has {y.numel()} elements, the segments' bytes end at {end}")
+        if end > call.y.numel():
+            refuse(name, "y", f"has {call.y.numel()} elements, the segments' bytes end at {end}")
 
 
 @segment_packbits.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(x: Tensor, input_indptr: Tensor, output_indptr: Tensor, y: Tensor, batch_size: int) -> None:
-    if batch_size and x.numel():
-        columns = min(_MOST_COLUMNS, -(-x.numel() // (8 * _BLOCK * batch_size)))
-        packbits_kernel[(batch_size, columns)](
-            *(x.view(torch.uint8), input_indptr, output_indptr, y, _BLOCK), num_warps=4
+def _(call: Call) -> None:
+    if call.batch_size and call.x.numel():
+        columns = min(_MOST_COLUMNS, -(-call.x.numel() // (8 * _BLOCK * call.batch_size)))
+        packbits_kernel[(call.batch_size, columns)](
+            *(call.x.view(torch.uint8), call.input_indptr, call.output_indptr, call.y, _BLOCK),
+            num_warps=4,
         )
-
-
-def _drawn(make: Make, lengths: list[int], slack: int = 0) -> Arguments:
-    """Segments of these lengths, with unused bytes between them."""
-    begin, out = [0], [0]
-    for length in lengths:
-        begin.append(begin[-1] + length)
-        out.append(out[-1] + -(-length // 8) + slack)
-    flags = make.rand(begin[-1]) < 0.5
-    indptr = (make.tensor(x, torch.int32) for x in (begin, out))
-    return make.args(flags, *indptr, make.full((out[-1],), 170, torch.uint8), len(lengths))
-
-
-@segment_packbits.cases
-def _(make: Make) -> Cases:
-    yield _drawn(make, [1])
-    yield _drawn(make, [7, 8, 9, 0, 63, 1], 2)
-    yield _drawn(make, [0, 0, 5, 1000, 0])
-    yield _drawn(make, [10000, 3, 9000])
-    yield _drawn(make, [])
-    yield _drawn(make, [0])
-
-
-@segment_packbits.bench
-def _(draw: Draw) -> Points:
-    for batch, vocabulary in draw.logits():
-        length = 16 * vocabulary
-        given = _drawn(draw, [length] * batch)
-        # The definition numbers every flag.
-        plain = Alternative("definition", segment_packbits.reference)
-        others = (plain,) if batch == 1 else ()
-        size = f"{batch} x {length}"
-        yield Point(size, given, moved(given.args[0], given.args[3]), alternatives=others)

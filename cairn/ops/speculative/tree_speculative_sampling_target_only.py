@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import expect, expect_within
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import (
@@ -19,9 +19,7 @@ from cairn.ops.speculative.trees import (
     expect_links,
     expect_outcome,
     expect_tree,
-    random_tree,
 )
-from cairn.ops.testing import Arguments, Cases, Make
 
 NAME = "tree_speculative_sampling_target_only"
 LEAST_THRESHOLD = 1e-9
@@ -124,111 +122,63 @@ def _final(law: Tensor, coin: Tensor) -> int:
 
 
 @tree_speculative_sampling_target_only.check
-def _(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    uniform_samples: Tensor,
-    uniform_samples_for_final_sampling: Tensor,
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    deterministic: bool = True,
-) -> None:
-    expect_outcome(NAME, predicts, accept_index, accept_token_num, candidates)
-    expect_tree(NAME, retrive_index, retrive_next_token, retrive_next_sibling, candidates.shape)
-    expect(NAME, "retrive_index", retrive_index, like=candidates)
-    batch, nodes = candidates.shape
-    final = uniform_samples_for_final_sampling
+def _(call: Call) -> None:
+    expect_outcome(NAME, call.predicts, call.accept_index, call.accept_token_num, call.candidates)
+    expect_tree(
+        NAME,
+        call.retrive_index,
+        call.retrive_next_token,
+        call.retrive_next_sibling,
+        call.candidates.shape,
+    )
+    expect(NAME, "retrive_index", call.retrive_index, like=call.candidates)
+    batch, nodes = call.candidates.shape
+    final = call.uniform_samples_for_final_sampling
     for what, tensor, shape in (
-        ("uniform_samples", uniform_samples, (batch, nodes)),
+        ("uniform_samples", call.uniform_samples, (batch, nodes)),
         ("uniform_samples_for_final_sampling", final, (batch,)),
-        ("target_probs", target_probs, (batch, nodes, None)),
-        ("draft_probs", draft_probs, target_probs.shape),
+        ("target_probs", call.target_probs, (batch, nodes, None)),
+        ("draft_probs", call.draft_probs, call.target_probs.shape),
     ):
-        expect(NAME, what, tensor, shape, (torch.float32,), candidates, dense=-1)
+        expect(NAME, what, tensor, shape, (torch.float32,), call.candidates, dense=-1)
 
 
 @tree_speculative_sampling_target_only.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    uniform_samples: Tensor,
-    uniform_samples_for_final_sampling: Tensor,
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    deterministic: bool = True,
-) -> None:
-    batch, nodes = candidates.shape
+def _(call: Call) -> None:
+    batch, nodes = call.candidates.shape
     if batch == 0:
         return
-    longest, vocabulary = accept_index.shape[1], target_probs.shape[2]
+    longest, vocabulary = call.accept_index.shape[1], call.target_probs.shape[2]
     chunks = -(-vocabulary // _BLOCK)
-    place = gpu.empty((2, batch), torch.int64, candidates.device)
-    masses = gpu.empty((batch, chunks), torch.float64, candidates.device)
-    probs = (target_probs, draft_probs)
+    place = gpu.empty((2, batch), torch.int64, call.candidates.device)
+    masses = gpu.empty((batch, chunks), torch.float64, call.candidates.device)
+    probs = (call.target_probs, call.draft_probs)
     sampled_path_kernel[(batch,)](
-        *(predicts, accept_index, accept_token_num, candidates, retrive_index),
-        *(retrive_next_token, retrive_next_sibling, uniform_samples, *probs, place),
-        *(float(threshold_single), float(max(threshold_acc, LEAST_THRESHOLD))),
+        *(
+            call.predicts,
+            call.accept_index,
+            call.accept_token_num,
+            call.candidates,
+            call.retrive_index,
+        ),
+        *(call.retrive_next_token, call.retrive_next_sibling, call.uniform_samples, *probs, place),
+        *(float(call.threshold_single), float(max(call.threshold_acc, LEAST_THRESHOLD))),
         *(nodes, longest, vocabulary),
         num_warps=1,
     )
     final_mass_kernel[(batch, chunks)](
-        *(accept_token_num, *probs, place, masses, longest, vocabulary, chunks, _BLOCK),
+        *(call.accept_token_num, *probs, place, masses, longest, vocabulary, chunks, _BLOCK),
         num_warps=8,
     )
     final_token_kernel[(batch,)](
-        *(predicts, accept_token_num, *probs, place, masses, uniform_samples_for_final_sampling),
+        *(
+            call.predicts,
+            call.accept_token_num,
+            *probs,
+            place,
+            masses,
+            call.uniform_samples_for_final_sampling,
+        ),
         *(longest, vocabulary, chunks, _BLOCK, max(2, gpu.next_power_of_2(chunks))),
         num_warps=8,
     )
-
-
-def _drawn(make: Make, batch: int, nodes: int, accepted: int, tokens: int) -> Arguments:
-    """Random trees of tokens that the target often takes."""
-    law = make.probs(batch * nodes, tokens, 2.0).view(batch, nodes, tokens)
-    return make.args(
-        make.full((batch * nodes,), -7, torch.int32),
-        make.full((batch, accepted), -1, torch.int32),
-        make.empty(batch, dtype=torch.int32),
-        *(make.randint(0, min(tokens, 40), batch, nodes), *random_tree(make, batch, nodes)),
-        *(make.rand(batch, nodes), make.rand(batch), law, make.full(law.shape, 0.0)),
-    )
-
-
-@tree_speculative_sampling_target_only.cases
-def _(make: Make) -> Cases:
-    yield _drawn(make, 1, 1, 1, 9)
-    yield _drawn(make, 4, 7, 4, 5)
-    yield _drawn(make, 6, 16, 5, 301)
-    given = _drawn(make, 3, 9, 3, 5000).args
-    yield make.args(*given, threshold_single=0.01, threshold_acc=0.3)
-    yield make.args(*given, threshold_acc=0.0)
-    given = _drawn(make, 3, 9, 5, 7).args
-    yield make.args(*given[:-1], given[-2] * 0.9, deterministic=False)
-    yield make.args(*given[:-1], given[-2].clone())
-    yield _drawn(make, 0, 5, 2, 9)
-
-
-@tree_speculative_sampling_target_only.bench
-def _(draw: Draw) -> Points:
-    for rows, vocabulary in draw.logits():
-        batch = min(rows, 8)
-        given = _drawn(draw, batch, 16, 4, vocabulary)
-        law = given.args[-1][:, 0]
-        others = (Alternative("definition", tree_speculative_sampling_target_only.reference),)
-        size = f"{batch} x 16 nodes x {vocabulary}"
-        yield Point(size, given, 2 * moved(law), alternatives=others)

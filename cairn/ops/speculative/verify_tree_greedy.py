@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import greedy_kernel
@@ -15,9 +14,7 @@ from cairn.ops.speculative.trees import (
     expect_links,
     expect_outcome,
     expect_tree,
-    random_tree,
 )
-from cairn.ops.testing import Arguments, Cases, Make
 
 
 @op(mutates=("predicts", "accept_index", "accept_token_num"), spellings=SPELLINGS)
@@ -74,69 +71,34 @@ def verify_tree_greedy(
 
 
 @verify_tree_greedy.check
-def _(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    target_predict: Tensor,
-) -> None:
+def _(call: Call) -> None:
     name = "verify_tree_greedy"
-    expect_outcome(name, predicts, accept_index, accept_token_num, candidates)
-    expect_tree(name, retrive_index, retrive_next_token, retrive_next_sibling, candidates.shape)
-    expect(name, "retrive_index", retrive_index, like=candidates)
-    shape = candidates.shape
-    expect(name, "target_predict", target_predict, shape, INDICES, candidates, dense=-1)
+    expect_outcome(name, call.predicts, call.accept_index, call.accept_token_num, call.candidates)
+    expect_tree(
+        name,
+        call.retrive_index,
+        call.retrive_next_token,
+        call.retrive_next_sibling,
+        call.candidates.shape,
+    )
+    expect(name, "retrive_index", call.retrive_index, like=call.candidates)
+    shape = call.candidates.shape
+    expect(name, "target_predict", call.target_predict, shape, INDICES, call.candidates, dense=-1)
 
 
 @verify_tree_greedy.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    target_predict: Tensor,
-) -> None:
-    batch, nodes = candidates.shape
+def _(call: Call) -> None:
+    batch, nodes = call.candidates.shape
     if batch:
         greedy_kernel[(batch,)](
-            *(predicts, accept_index, accept_token_num, candidates, retrive_index),
-            *(retrive_next_token, retrive_next_sibling, target_predict),
-            *(nodes, accept_index.shape[1]),
+            *(
+                call.predicts,
+                call.accept_index,
+                call.accept_token_num,
+                call.candidates,
+                call.retrive_index,
+            ),
+            *(call.retrive_next_token, call.retrive_next_sibling, call.target_predict),
+            *(nodes, call.accept_index.shape[1]),
             num_warps=1,
         )
-
-
-def _drawn(make: Make, batch: int, nodes: int, accepted: int, tokens: int) -> Arguments:
-    """Random trees over so few tokens that paths grow long."""
-    candidates, target = (make.randint(0, tokens, batch, nodes) for _ in range(2))
-    return make.args(
-        make.full((batch * nodes,), -7, torch.int32),
-        make.full((batch, accepted), -1, torch.int32),
-        make.empty(batch, dtype=torch.int32),
-        *(candidates, *random_tree(make, batch, nodes), target),
-    )
-
-
-@verify_tree_greedy.cases
-def _(make: Make) -> Cases:
-    yield _drawn(make, 1, 1, 1, 3)
-    yield _drawn(make, 3, 7, 4, 2)
-    yield _drawn(make, 8, 63, 9, 2)
-    yield _drawn(make, 2, 100, 3, 1)
-    yield _drawn(make, 5, 16, 1, 2)
-    yield _drawn(make, 0, 5, 2, 2)
-
-
-@verify_tree_greedy.bench
-def _(draw: Draw) -> Points:
-    for batch, _ in draw.logits():
-        given = _drawn(draw, batch, 32, 6, 2)
-        others = (Alternative("definition", verify_tree_greedy.reference),)
-        yield Point(f"{batch} x 32 nodes", given, moved(*given.args), alternatives=others)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, refuse
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 from cairn.ops.top_k.kernels.few import few_kernel, first_kernel
 
 MOST, LONGEST = 16, 1 << 14
@@ -42,67 +41,40 @@ def fast_topk(values: Tensor, topk: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 @fast_topk.check
-def _(values: Tensor, topk: int, dim: int) -> None:
-    if not -values.dim() <= dim < values.dim():
-        refuse("fast_topk", "dim", f"is {dim}: values has shape {list(values.shape)}")
-    if not 1 <= topk <= values.shape[dim]:
-        refuse("fast_topk", "topk", f"is {topk}, not 1 to {values.shape[dim]}")
+def _(call: Call) -> None:
+    if not -call.values.dim() <= call.dim < call.values.dim():
+        refuse("fast_topk", "dim", f"is {call.dim}: values has shape {list(call.values.shape)}")
+    if not 1 <= call.topk <= call.values.shape[call.dim]:
+        refuse("fast_topk", "topk", f"is {call.topk}, not 1 to {call.values.shape[call.dim]}")
 
 
-def _few(values: Tensor, topk: int, dim: int) -> bool:
-    last = values.dim() and dim % values.dim() == values.dim() - 1
-    plain = values.dtype in FLOATS and values.is_contiguous()
-    return bool(last) and plain and 0 < topk <= MOST and 0 < values.shape[-1] <= LONGEST
+def _few(call: Call) -> bool:
+    last = call.values.dim() and call.dim % call.values.dim() == call.values.dim() - 1
+    plain = call.values.dtype in FLOATS and call.values.is_contiguous()
+    return bool(last) and plain and 0 < call.topk <= MOST and 0 < call.values.shape[-1] <= LONGEST
 
 
 @fast_topk.implementation("triton", devices=gpu.DEVICES, when=_few, replayed=True)
-def _(values: Tensor, topk: int, dim: int) -> tuple[Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor]:
     """One program a row, which is read once but for the neighbours of what is found."""
-    width = values.shape[-1]
-    rows, shape = values.numel() // width, (*values.shape[:-1], topk)
-    found = gpu.empty(shape, values.dtype, values.device)
-    indices = gpu.empty(shape, torch.int64, values.device)
+    width = call.values.shape[-1]
+    rows, shape = call.values.numel() // width, (*call.values.shape[:-1], call.topk)
+    found = gpu.empty(shape, call.values.dtype, call.values.device)
+    indices = gpu.empty(shape, torch.int64, call.values.device)
     groups = GROUPS if width <= LONG else 2 * GROUPS
     size = gpu.next_power_of_2(-(-width // groups))
     whole = size * groups == width
     step = WHOLE_STEP if whole and width <= LONG else STEP
-    if rows and topk == 1:
+    if rows and call.topk == 1:
         first_kernel[(rows,)](
-            *(values, found, indices, width, width, groups, size, min(ONE_STEP, size), whole),
+            *(call.values, found, indices, width, width, groups, size, min(ONE_STEP, size), whole),
             num_warps=WARPS,
         )
     elif rows:
         few_kernel[(rows,)](
-            *(values, found, indices, width, width, topk),
-            *(groups, size, min(step, size), gpu.next_power_of_2(topk)),
+            *(call.values, found, indices, width, width, call.topk),
+            *(groups, size, min(step, size), gpu.next_power_of_2(call.topk)),
             *(max(32 * WARPS, size), whole),
             num_warps=WARPS,
         )
     return found, indices
-
-
-@fast_topk.cases
-def _(make: Make) -> Cases:
-    yield make.args(make.randn(5, 63), 7, 1)
-    yield make.args(make.randn(5, 63), 1, 0)
-    yield make.args(make.rand(4, 3, 100).to(torch.bfloat16).cumsum(-1), 1, -1)
-    yield make.args(make.randn(3, 100)[:, ::2], 50, -1)
-    yield make.args(make.randn(3, 2, 1500), 16, -1)
-    yield make.args(make.randn(0, 8), 2, 1)
-
-
-def _sorted(values: Tensor, topk: int, dim: int) -> Tensor:
-    return values.sort(dim=dim, descending=True).values.narrow(dim, 0, topk)
-
-
-@fast_topk.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        x = draw.randn(rows, layer.hidden, dtype=torch.float32)
-        for topk in (1, 8):
-            yield Point(
-                f"{layer.name}: {topk} of {rows} x {layer.hidden}",
-                draw.args(x, topk, 1),
-                moved(x) + 12 * rows * topk,
-                alternatives=(Alternative("sort", _sorted),),
-            )

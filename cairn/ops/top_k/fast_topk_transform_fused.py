@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Points
+from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 from cairn.ops.top_k import launch, selection
-from cairn.ops.top_k.samples import points, rows_of
 from cairn.ops.top_k.selection import NONE, Rows
 
 
@@ -55,92 +51,30 @@ def fast_topk_transform_fused(
 
 
 @fast_topk_transform_fused.fake
-def _(
-    score: Tensor,
-    lengths: Tensor,
-    table: Tensor,
-    bounds: Tensor,
-    topk: int,
-    *rest: Any,
-    **named: Any,
-) -> Tensor:
-    return selection.blank(score, topk)
+def _(call: Call) -> Tensor:
+    return selection.blank(call.score, call.topk)
 
 
 @fast_topk_transform_fused.check
-def _(
-    score: Tensor,
-    lengths: Tensor,
-    page_table_size_1: Tensor,
-    cu_seqlens_q: Tensor,
-    topk: int,
-    row_starts: Tensor | None = None,
-    page_size: int = 1,
-) -> None:
+def _(call: Call) -> None:
     name = "fast_topk_transform_fused"
-    selection.check(name, Rows(score, lengths, row_starts, topk))
+    selection.check(name, Rows(call.score, call.lengths, call.row_starts, call.topk))
     word = (torch.int32,)
-    expect(name, "page_table_size_1", page_table_size_1, (None, None), word, like=score)
-    bounds = (page_table_size_1.shape[0] + 1,)
-    expect(name, "cu_seqlens_q", cu_seqlens_q, bounds, word, like=score)
-    if page_size < 1:
-        refuse(name, "page_size", f"is {page_size}")
-    if score.shape[0] and not page_table_size_1.numel():
+    expect(name, "page_table_size_1", call.page_table_size_1, (None, None), word, like=call.score)
+    bounds = (call.page_table_size_1.shape[0] + 1,)
+    expect(name, "cu_seqlens_q", call.cu_seqlens_q, bounds, word, like=call.score)
+    if call.page_size < 1:
+        refuse(name, "page_size", f"is {call.page_size}")
+    if call.score.shape[0] and not call.page_table_size_1.numel():
         refuse(name, "page_table_size_1", "is empty")
 
 
-def _lines(
-    score: Tensor,
-    lengths: Tensor,
-    page_table_size_1: Tensor,
-    cu_seqlens_q: Tensor,
-    topk: int,
-    row_starts: Tensor | None = None,
-    page_size: int = 1,
-) -> bool:
-    near = page_table_size_1.stride(1) == 1 and cu_seqlens_q.is_contiguous()
-    return near and launch.accepts(Rows(score, lengths, row_starts, topk))
+def _lines(call: Call) -> bool:
+    near = call.page_table_size_1.stride(1) == 1 and call.cu_seqlens_q.is_contiguous()
+    return near and launch.accepts(Rows(call.score, call.lengths, call.row_starts, call.topk))
 
 
 @fast_topk_transform_fused.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
-def _(
-    score: Tensor,
-    lengths: Tensor,
-    page_table_size_1: Tensor,
-    cu_seqlens_q: Tensor,
-    topk: int,
-    row_starts: Tensor | None = None,
-    page_size: int = 1,
-) -> Tensor:
-    pages = launch.Pages(page_table_size_1, cu_seqlens_q, page_size)
-    return launch.select(Rows(score, lengths, row_starts, topk), pages=pages)
-
-
-@fast_topk_transform_fused.cases
-def _(make: Make) -> Cases:
-    for number, (score, lengths, starts, topk) in enumerate(rows_of(make)):
-        rows, width = score.shape
-        size = (1, 7)[number % 2]
-        table = make.randint(0, 1 << 20, 3, width // size + 3, dtype=torch.int32)[:, :-2]
-        # Of the last ones the first and the last row belong to nobody.
-        first = int(number == 6)
-        bounds = make.tensor([first, rows // 2, rows // 2, rows - first], dtype=torch.int32)
-        yield make.args(score, lengths, table, bounds, topk, starts, page_size=size)
-
-
-def _by_topk(
-    score: Tensor, lengths: Tensor, table: Tensor, cu_seqlens_q: Tensor, topk: int
-) -> Tensor:
-    """torch's operators for a row a request, all of equal length."""
-    return table.gather(1, score.topk(topk).indices.sort().values)
-
-
-@fast_topk_transform_fused.bench
-def _(draw: Draw) -> Points:
-    def table(rows: int, width: int) -> Tensor:
-        return draw.randint(0, rows * width, rows, width, dtype=torch.int32)
-
-    def bounds(rows: int, width: int) -> Tensor:
-        return torch.arange(rows + 1, dtype=torch.int32, device=draw.device)
-
-    return points(draw, _by_topk, table, bounds)
+def _(call: Call) -> Tensor:
+    pages = launch.Pages(call.page_table_size_1, call.cu_seqlens_q, call.page_size)
+    return launch.select(Rows(call.score, call.lengths, call.row_starts, call.topk), pages=pages)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Points
+from cairn.ops.call import Call
 from cairn.ops.checks import expect
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 from cairn.ops.top_k import launch, selection
-from cairn.ops.top_k.samples import points, rows_of
 from cairn.ops.top_k.selection import NONE, Rows
 
 
@@ -40,65 +36,34 @@ def fast_topk_transform_ragged_fused(
 
 
 @fast_topk_transform_ragged_fused.fake
-def _(
-    score: Tensor, lengths: Tensor, offset: Tensor, topk: int, *rest: Any, **named: Any
-) -> Tensor:
-    return selection.blank(score, topk)
+def _(call: Call) -> Tensor:
+    return selection.blank(call.score, call.topk)
 
 
 @fast_topk_transform_ragged_fused.check
-def _(
-    score: Tensor,
-    lengths: Tensor,
-    topk_indices_offset: Tensor,
-    topk: int,
-    row_starts: Tensor | None = None,
-) -> None:
+def _(call: Call) -> None:
     name = "fast_topk_transform_ragged_fused"
-    selection.check(name, Rows(score, lengths, row_starts, topk))
-    batch = score.shape[:1]
-    expect(name, "topk_indices_offset", topk_indices_offset, batch, (torch.int32,), like=score)
+    selection.check(name, Rows(call.score, call.lengths, call.row_starts, call.topk))
+    batch = call.score.shape[:1]
+    expect(
+        name,
+        "topk_indices_offset",
+        call.topk_indices_offset,
+        batch,
+        (torch.int32,),
+        like=call.score,
+    )
 
 
-def _lines(
-    score: Tensor,
-    lengths: Tensor,
-    topk_indices_offset: Tensor,
-    topk: int,
-    row_starts: Tensor | None = None,
-) -> bool:
-    near = topk_indices_offset.is_contiguous()
-    return near and launch.accepts(Rows(score, lengths, row_starts, topk))
+def _lines(call: Call) -> bool:
+    near = call.topk_indices_offset.is_contiguous()
+    return near and launch.accepts(Rows(call.score, call.lengths, call.row_starts, call.topk))
 
 
 @fast_topk_transform_ragged_fused.implementation(
     "triton", devices=gpu.DEVICES, when=_lines, replayed=True
 )
-def _(
-    score: Tensor,
-    lengths: Tensor,
-    topk_indices_offset: Tensor,
-    topk: int,
-    row_starts: Tensor | None = None,
-) -> Tensor:
-    return launch.select(Rows(score, lengths, row_starts, topk), offset=topk_indices_offset)
-
-
-@fast_topk_transform_ragged_fused.cases
-def _(make: Make) -> Cases:
-    for score, lengths, starts, topk in rows_of(make):
-        offset = make.randint(0, 1 << 30, score.shape[0], dtype=torch.int32)
-        yield make.args(score, lengths, offset, topk, starts)
-
-
-def _by_topk(score: Tensor, lengths: Tensor, offset: Tensor, topk: int) -> Tensor:
-    """torch's operators for rows of equal length."""
-    return score.topk(topk).indices.sort().values.to(torch.int32) + offset[:, None]
-
-
-@fast_topk_transform_ragged_fused.bench
-def _(draw: Draw) -> Points:
-    def offset(rows: int, width: int) -> Tensor:
-        return torch.arange(rows, dtype=torch.int32, device=draw.device) * width
-
-    return points(draw, _by_topk, offset)
+def _(call: Call) -> Tensor:
+    return launch.select(
+        Rows(call.score, call.lengths, call.row_starts, call.topk), offset=call.topk_indices_offset
+    )

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Draw, Points
+from cairn.ops.call import Call
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 from cairn.ops.top_k import launch, selection
-from cairn.ops.top_k.samples import points, rows_of
 from cairn.ops.top_k.selection import Rows
 
 
@@ -40,41 +35,24 @@ def fast_topk_v2(
 
 
 @fast_topk_v2.fake
-def _(score: Tensor, lengths: Tensor, topk: int, *rest: Any, **named: Any) -> Tensor:
-    return selection.blank(score, topk)
+def _(call: Call) -> Tensor:
+    return selection.blank(call.score, call.topk)
 
 
 @fast_topk_v2.check
-def _(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> None:
-    selection.check("fast_topk_v2", Rows(score, lengths, row_starts, topk))
+def _(call: Call) -> None:
+    selection.check("fast_topk_v2", Rows(call.score, call.lengths, call.row_starts, call.topk))
 
 
-def _lines(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> bool:
-    return launch.accepts(Rows(score, lengths, row_starts, topk))
+def _lines(call: Call) -> bool:
+    return launch.accepts(Rows(call.score, call.lengths, call.row_starts, call.topk))
 
 
 @fast_topk_v2.implementation("topk", devices=("cpu",))
-def _(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> Tensor:
-    return selection.select_by_topk(Rows(score, lengths, row_starts, topk))
+def _(call: Call) -> Tensor:
+    return selection.select_by_topk(Rows(call.score, call.lengths, call.row_starts, call.topk))
 
 
 @fast_topk_v2.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
-def _(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> Tensor:
-    return launch.select(Rows(score, lengths, row_starts, topk))
-
-
-@fast_topk_v2.cases
-def _(make: Make) -> Cases:
-    for score, lengths, starts, topk in rows_of(make):
-        yield make.args(score, lengths, topk, starts)
-    yield make.args(score, lengths, topk)
-
-
-def _by_topk(score: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> Tensor:
-    """torch's operator for rows of equal length."""
-    return score.topk(topk).indices.sort().values.to(torch.int32)
-
-
-@fast_topk_v2.bench
-def _(draw: Draw) -> Points:
-    return points(draw, _by_topk)
+def _(call: Call) -> Tensor:
+    return launch.select(Rows(call.score, call.lengths, call.row_starts, call.topk))

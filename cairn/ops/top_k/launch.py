@@ -8,28 +8,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.early import early_option
-from cairn.ops.top_k.kernels.select import bound_kernel, choose_kernel, list_kernel
+from cairn.ops.pdl import pdl_option
+from cairn.ops.select_k import launch as select_k
+from cairn.ops.top_k.kernels.select import choose_kernel
 from cairn.ops.top_k.selection import Rows
-
-LEAST_ROOM = 4096
-"""Candidates that one program takes at once, at least; half as many again as are chosen, since
-lists hold some more than that."""
-SAMPLES = (1 << 10, 1 << 12)
-"""Fewest and most scores that are looked at for a bound."""
-PART = 16
-"""One score of so many is, between these."""
-SURE = 4.0
-"""Standard deviations by which a bound is lower than what the sample says."""
-CHUNK = 1 << 10
-"""Candidates that one program lists, if the lists of a row are not too many."""
-MOST_LISTS, MOST_CHUNK = 1 << 10, 1 << 14
-"""Of a row, but for those that have more of the longest lists: a count of one has 16 bits."""
-LINE = 1 << 7
-"""Scores of float32 that a warp loads at once."""
-REGISTERS = 64
-"""Of a thread that lists, and of one that chooses where rows share multiprocessors: more programs
-lie beside each other. Equal scores, which most rows do not have, would take more."""
 
 
 class Pages(NamedTuple):
@@ -39,14 +21,6 @@ class Pages(NamedTuple):
     table: Tensor
     bounds: Tensor
     size: int
-
-
-class _Lists(NamedTuple):
-    """What may be among the best of each row: see `bound_kernel` and `list_kernel`."""
-
-    floors: Tensor
-    lists: Tensor
-    counts: Tensor
 
 
 def accepts(rows: Rows) -> bool:
@@ -63,54 +37,40 @@ def select(rows: Rows, pages: Pages | None = None, offset: Tensor | None = None)
     out = gpu.empty((batch, topk), torch.int32, score.device)
     if not batch:
         return out
-    room = max(LEAST_ROOM, gpu.next_power_of_2(topk + topk // 2))
-    room = min(room, gpu.next_power_of_2(max(32, width)))
-    floors, lists, counts = None, None, None
-    chunk = max(CHUNK, min(MOST_CHUNK, gpu.next_power_of_2(max(1, width)) // MOST_LISTS))
-    chunks = -(-width // chunk)
-    early = gpu.launches_early(score.device)
-    if width > room:
-        floors, lists, counts = _list(rows, room, chunk, early)
+    sizes, pdl = select_k.sizes_of(width, topk), gpu.supports_pdl(score.device)
+    found = None
+    if width > sizes.room:
+        found = select_k.list_rows(score, sizes, lengths=lengths, starts=starts, topk=topk, pdl=pdl)
+    floors, lists, counts = found or (None, None, None)
     table, bounds, size = (None, None, 1) if pages is None else pages
     requests = 0 if table is None else table.shape[0]
-    early = early and lists is not None
+    pdl = pdl and lists is not None
     choose_kernel[(batch,)](
-        *(score, lengths, starts, floors, lists, counts, table, bounds, offset, out),
-        *(score.stride(0), width, chunks, topk),
-        *(0 if table is None else table.stride(0), requests, size, room, chunk),
-        *(gpu.next_power_of_2(x) for x in (chunks, topk, requests + 1)),
-        early,
-        num_warps=_warps(room),
-        **({"maxnreg": REGISTERS} if batch > gpu.processors(score.device) else {}),
-        **early_option(early),
+        score,
+        lengths=lengths,
+        starts=starts,
+        floors=floors,
+        lists=lists,
+        counts=counts,
+        table=table,
+        bounds=bounds,
+        offset=offset,
+        out=out,
+        stride=score.stride(0),
+        width=width,
+        chunks=sizes.chunks,
+        topk=topk,
+        table_stride=0 if table is None else table.stride(0),
+        requests=requests,
+        page_size=size,
+        ROOM=sizes.room,
+        CHUNK=sizes.chunk,
+        CHUNKS=gpu.next_power_of_2(sizes.chunks),
+        KP=gpu.next_power_of_2(topk),
+        BP=gpu.next_power_of_2(requests + 1),
+        PDL=pdl,
+        num_warps=select_k.warps_of(sizes.room),
+        **select_k.registers_of(batch, score.device),
+        **pdl_option(pdl),
     )
     return out
-
-
-def _list(rows: Rows, room: int, chunk: int, early: bool) -> _Lists:
-    """Lists of all rows that have more than `room` candidates."""
-    score, lengths, starts, topk = rows
-    batch, width = score.shape
-    chunks = -(-width // chunk)
-    found = _Lists(
-        gpu.empty((batch,), score.dtype, score.device),
-        gpu.empty((batch, chunks, chunk), lengths.dtype, score.device),
-        gpu.empty((batch, chunks), lengths.dtype, score.device),
-    )
-    sample = min(SAMPLES[1], max(SAMPLES[0], gpu.next_power_of_2(width // PART)))
-    bound_kernel[(batch,)](
-        *(score, lengths, starts, found.floors, score.stride(0), width, topk),
-        *(room, sample, SURE, early),
-        num_warps=_warps(sample),
-    )
-    list_kernel[(batch, chunks)](
-        *(score, lengths, starts, *found, score.stride(0), width, room, chunk, LINE, early),
-        num_warps=_warps(chunk),
-        maxnreg=REGISTERS,
-        **early_option(early),
-    )
-    return found
-
-
-def _warps(block: int) -> int:
-    return max(1, min(32, block // 256))

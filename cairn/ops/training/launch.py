@@ -192,21 +192,45 @@ class SequenceAttention(torch.autograd.Function):
         dbias = lse.new_empty(batch, pages, heads)
         group, padded, _, _ = shape = _shape(heads // groups, dim, rule.page_size)
         blocks = -(-length // (ROWS // padded))
-        constants = (
-            *(group, padded, max(LEAST_HEADS, padded), *shape[2:], ROWS),
-            *(rule.aligned, rule.mask_landmarks, rule.topk),
-            *(gpu.next_power_of_2(max(1, rule.topk)), _precision(q)),
-        )
-        sizes, numbers = (length, heads, groups), (dim**-0.5, rule.window)
+        # What both kernels take.
+        shared = {
+            "IDX": chosen,
+            "U": u,
+            "DO": do,
+            "DMASS": dmass_of,
+            "LSE": lse,
+            "DELTA": delta,
+            "L": length,
+            "H": heads,
+            "KV": groups,
+            "scale": dim**-0.5,
+            "window": rule.window,
+            "G": group,
+            "GP": padded,
+            "HP": max(LEAST_HEADS, padded),
+            "D": shape[2],
+            "S": shape[3],
+            "ROWS": ROWS,
+            "ALIGNED": rule.aligned,
+            "MASK": rule.mask_landmarks,
+            "TOPK": rule.topk,
+            "KP": gpu.next_power_of_2(max(1, rule.topk)),
+            "PRECISION": _precision(q),
+            "num_warps": 4,
+        }
         kernels.queries_kernel[(blocks, groups, batch)](
-            *(q, k, v, key, chosen, u, block_list, block_count, do, dmass_of, lse, delta),
-            *(dq, dz, *sizes, pages, *numbers, *constants),
-            num_warps=4,
+            *(q, k, v), R=key, LIST=block_list, COUNT=block_count, DQ=dq, DZ=dz, N=pages, **shared
         )
         kernels.keys_kernel[(pages, groups, batch)](
-            *(q, k, v, z, chosen, u, page_list, page_count, do, dmass_of, lse, delta),
-            *(dk, dv, dkey, dbias, *sizes, blocks, *numbers, *constants),
-            num_warps=4,
+            *(q, k, v, z),
+            LIST=page_list,
+            COUNT=page_count,
+            DK=dk,
+            DV=dv,
+            DR=dkey,
+            DB=dbias,
+            BLOCKS=blocks,
+            **shared,
         )
         if not rest:
             return dq, dk, dv, None, None, None, None

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, check_least, expect, refuse
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.registry import op
-from cairn.ops.testing import Cases, Make
 from cairn.ops.training import launch
 
 
@@ -91,43 +88,30 @@ def sequence_attention(
 
 
 @sequence_attention.check
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lmk_q: Tensor | None,
-    summary_key: Tensor | None,
-    summary_bias: Tensor | None,
-    page_size: int,
-    window: int,
-    topk: int = 0,
-    softmax1: bool = False,
-    aligned: bool = True,
-    mask_landmarks: bool = True,
-) -> None:
-    name, as_selected = "sequence_attention", aligned and mask_landmarks
-    check_least(name, "page_size", page_size, 2)
+def _(call: Call) -> None:
+    name, as_selected = "sequence_attention", call.aligned and call.mask_landmarks
+    check_least(name, "page_size", call.page_size, 2)
     # Of a single slot a masked landmark would see nothing.
-    check_least(name, "window", window, 1 if as_selected else 2)
-    check_least(name, "topk", topk, 0)
-    if topk and not as_selected:
-        refuse(name, "topk", f"is {topk}", "It needs an aligned window and masked landmarks")
-    _check_heads(q, k, v)
-    batch, length, heads, dim = q.shape
-    if length % page_size:
-        refuse(name, "page_size", f"is {page_size}, which {length} slots are no multiple of")
-    pages = length // page_size
+    check_least(name, "window", call.window, 1 if as_selected else 2)
+    check_least(name, "topk", call.topk, 0)
+    if call.topk and not as_selected:
+        refuse(name, "topk", f"is {call.topk}", "It needs an aligned window and masked landmarks")
+    _check_heads(call.q, call.k, call.v)
+    batch, length, heads, dim = call.q.shape
+    if length % call.page_size:
+        refuse(name, "page_size", f"is {call.page_size}, which {length} slots are no multiple of")
+    pages = length // call.page_size
     for part, value, shape in (
-        ("lmk_q", lmk_q, q.shape),
-        ("summary_key", summary_key, (batch, pages, heads, dim)),
-        ("summary_bias", summary_bias, (batch, pages, heads)),
+        ("lmk_q", call.lmk_q, call.q.shape),
+        ("summary_key", call.summary_key, (batch, pages, heads, dim)),
+        ("summary_bias", call.summary_bias, (batch, pages, heads)),
     ):
-        if value is not None and topk:
-            dtypes = FLOAT32 if part == "summary_bias" else (q.dtype,)
-            expect(name, part, value, shape, dtypes, q)
-        elif value is not None or topk:
+        if value is not None and call.topk:
+            dtypes = FLOAT32 if part == "summary_bias" else (call.q.dtype,)
+            expect(name, part, value, shape, dtypes, call.q)
+        elif value is not None or call.topk:
             there = "None" if value is None else "given"
-            refuse(name, part, f"is {there} and contradicts topk, which is {topk}")
+            refuse(name, part, f"is {there} and contradicts topk, which is {call.topk}")
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -172,110 +156,27 @@ def _page_logits(
 
 
 @sequence_attention.fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lmk_q: Tensor | None,
-    summary_key: Tensor | None,
-    summary_bias: Tensor | None,
-    page_size: int,
-    window: int,
-    topk: int = 0,
-    softmax1: bool = False,
-    aligned: bool = True,
-    mask_landmarks: bool = True,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _accepts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lmk_q: Tensor | None,
-    summary_key: Tensor | None,
-    summary_bias: Tensor | None,
-    page_size: int,
-    *args: Any,
-    **kwargs: Any,
-) -> bool:
-    return launch.accepts(q, page_size)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(call.q), call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
 
 
 @sequence_attention.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=_accepts,
+    when=lambda call: launch.accepts(call.q, call.page_size),
 )
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lmk_q: Tensor | None,
-    summary_key: Tensor | None,
-    summary_bias: Tensor | None,
-    page_size: int,
-    window: int,
-    topk: int = 0,
-    softmax1: bool = False,
-    aligned: bool = True,
-    mask_landmarks: bool = True,
-) -> tuple[Tensor, Tensor]:
+def _(call: Call) -> tuple[Tensor, Tensor]:
     # A wider window shows nothing more, and the kernels add to its width.
-    width = min(window, q.shape[1])
-    rule = launch.Rule(page_size, width, topk, softmax1, aligned, mask_landmarks)
-    return launch.attend(q, k, v, lmk_q, summary_key, summary_bias, rule)
+    width = min(call.window, call.q.shape[1])
+    rule = launch.Rule(
+        call.page_size, width, call.topk, call.softmax1, call.aligned, call.mask_landmarks
+    )
+    return launch.attend(
+        call.q, call.k, call.v, call.lmk_q, call.summary_key, call.summary_bias, rule
+    )
 
 
 sequence_attention.tolerance(
     {torch.bfloat16: (1.6e-2, 2e-2)},
     "probabilities are rounded to bfloat16 where they meet the values",
 )
-
-
-@sequence_attention.cases
-def _(make: Make) -> Cases:
-    for dtype, groups, group, length in (
-        (torch.float32, 2, 4, 96),
-        (torch.bfloat16, 2, 3, 64),
-    ):
-        heads, size = groups * group, 16
-        pages = length // size
-        q = make.randn(2, length, heads, 16, dtype=dtype)
-        k, v = (make.randn(2, length, groups, 16, dtype=dtype) for _ in range(2))
-        # Fourths: scores that rounding cannot bring into another order.
-        z, key = (make.randint(-8, 9, 2, n, heads, 16).to(dtype) / 4 for n in (length, pages))
-        bias = make.randint(0, 9, 2, pages, heads).float() / 4
-        yield make.args(q, k, v, z, key, bias, size, 20, 2, True)
-        yield make.args(q, k, v, z, key, bias, size, 17, pages, False)
-        yield make.args(q, k, v, None, None, None, size, 21, aligned=False, mask_landmarks=False)
-        yield make.args(q, k, v, None, None, None, size, 20, softmax1=True)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention to all keys, [B, h, L, d]: something else, for the same layer."""
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-    )
-
-
-@sequence_attention.bench
-def _(draw: Draw) -> Points:
-    for layer, rows in draw.rows():
-        size, dim = layer.page_size, layer.head_dim
-        pages = min(rows, 8192 // size)
-        length = pages * size
-        q, z = (draw.randn(1, length, layer.heads, dim) for _ in range(2))
-        k, v = (draw.randn(1, length, layer.kv_heads, dim) for _ in range(2))
-        key = draw.randn(1, pages, layer.heads, dim)
-        bias = draw.randn(1, pages, layer.heads, dtype=torch.float32)
-        read = min(length, layer.window + layer.topk * size)
-        plain = draw.args(*(x.transpose(1, 2) for x in (q, k, v)))
-        yield Point(
-            f"{layer.name}: {length} slots",
-            draw.args(q, k, v, z, key, bias, size, layer.window, layer.topk, True),
-            moved(q, q, z, k, v, key),
-            4.0 * q.numel() * read,
-            (Alternative("sdpa", _dense, plain),),
-        )

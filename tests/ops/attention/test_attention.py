@@ -3,6 +3,7 @@ import torch
 
 from cairn.ops import gpu
 from cairn.ops.attention.dense_attention import dense_attention
+from cairn.ops.attention.tuning import TUNING
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.testing import Make
 from tests.ops.attention.geometry import (
@@ -96,13 +97,13 @@ def test_dense(seed, step, dtype, implementation):
 
 @pytest.mark.parametrize("blocks", [1 << 12, 1 << 15])
 @pytest.mark.parametrize("op", [dense_attention, window_attention])
-def test_block_budget_changes_nothing(op, blocks, monkeypatch):
+def test_block_budget_changes_nothing(op, blocks, tuned):
     case = draw(5, "mixed")
     extra = () if op is dense_attention else (19,)
     given = (case.q, case.k_cache, case.v_cache, *case.where, *extra)
     names = DENSE if op is dense_attention else WINDOW
     whole = {name: op.using(name)(*given) for name in names}
-    monkeypatch.setattr("cairn.ops.attention.paging.BLOCK_BYTES", blocks)
+    tuned(TUNING, paging_block_bytes=blocks)
     for name in names:
         for got, wanted in zip(op.using(name)(*given), whole[name], strict=True):
             torch.testing.assert_close(got, wanted, rtol=2e-6, atol=2e-6)

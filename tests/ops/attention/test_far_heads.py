@@ -31,22 +31,18 @@ def calls() -> dict[str, Call]:
     indices = torch.tensor([0, 1], dtype=torch.int32).expand(2, HEADS, 2).contiguous()
 
     def whole(name: str) -> Call:
-        return lambda x, table: dense_attention._named(name).function(q, x, x, row, slot, table)
+        return lambda x, table: dense_attention.using(name)(q, x, x, row, slot, table)
 
     def window(name: str) -> Call:
-        return lambda x, table: window_attention._named(name).function(
-            q, x, x, row, slot, table, SIZE
-        )
+        return lambda x, table: window_attention.using(name)(q, x, x, row, slot, table, SIZE)
 
     def pages(name: str) -> Call:
-        return lambda x, table: (
-            page_attention._named(name).function(q, x, x, row, table, indices, weights),
-        )
+        return lambda x, table: (page_attention.using(name)(q, x, x, row, table, indices, weights),)
 
     def layer(x: Tensor, table: Tensor) -> tuple[Tensor, ...]:
         key = torch.ones(1, 1, DIM).expand(len(x), 2 * HEADS, DIM)
         given = (q, q, x, x, key, None, row, slot, table, 30, 2, True)
-        return landmark_attention._named("triton_few").function(*given)
+        return landmark_attention.using("triton_few")(*given)
 
     return {
         "splits": window("triton_splits"),

@@ -8,8 +8,10 @@ import torch
 from cairn.ops import gpu
 from cairn.ops.attention import prefill
 from cairn.ops.attention.dense_attention import dense_attention
-from cairn.ops.flash_attn import group_launch
+from cairn.ops.attention.tuning import TUNING
+from cairn.ops.flash_attn.tuning import TUNING as FLASH_ATTN_TUNING
 from cairn.ops.testing import Arguments, Make, check
+from tests.ops.tables import Tuned
 
 
 def chunk(
@@ -28,15 +30,15 @@ def chunk(
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(tuned: Tuned) -> None:
     """Calls of any size."""
-    monkeypatch.setattr(group_launch, "LEAST_FLOPS", 0)
-    monkeypatch.setattr(group_launch, "FULL", 0)
+    tuned(TUNING, tma_least_flops=0)
+    tuned(FLASH_ATTN_TUNING, wgmma_full=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not (torch.cuda.is_available() and gpu.multiplies_in_groups(torch.device("cuda", 0))),
+    not (torch.cuda.is_available() and gpu.supports_wgmma(torch.device("cuda", 0))),
     reason="needs Hopper's tensor cores and Triton 3.6",
 )
 @pytest.mark.parametrize("dim", [64, 128])
@@ -44,12 +46,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chunk_with_and_without_a_past(first: int, count: int, dim: int, small: None) -> None:
     for row, page in ((0, 64), (1, 128)):
         given = chunk("cuda", first, count, dim, row, page)
-        assert dense_attention._named("gluon").accepts(given.args, given.kwargs)
+        assert dense_attention.accepts("gluon", *given.args, **given.kwargs)
         check(dense_attention, "gluon", given)
 
 
-def test_which_calls_are_one_chunk(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
+def test_which_calls_are_one_chunk(
+    small: None, monkeypatch: pytest.MonkeyPatch, tuned: Tuned
+) -> None:
+    monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
     given = chunk("cpu", 100, 200)
     q, k_cache, v_cache, _, _, page_table = given.args
 
@@ -61,5 +65,5 @@ def test_which_calls_are_one_chunk(small: None, monkeypatch: pytest.MonkeyPatch)
     assert not fits([0, 0, 100, 1, 100, 100])
     assert not fits([1, 100, 200], k_cache.float())
     assert not fits([1, 100, 200], k_cache[..., :32])
-    monkeypatch.setattr(group_launch, "LEAST_FLOPS", 1e12)
+    tuned(TUNING, tma_least_flops=1e12)
     assert not fits([1, 100, 200])

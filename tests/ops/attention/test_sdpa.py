@@ -7,6 +7,7 @@ import torch
 
 from cairn.ops.attention import sdpa
 from cairn.ops.attention.dense_attention import dense_attention
+from cairn.ops.attention.tuning import TUNING
 from cairn.ops.testing import Arguments, Make, check
 
 LENGTHS, COUNTS = (9, 0, 300, 64, 129, 21), (1, 0, 40, 64, 2, 5)
@@ -24,8 +25,8 @@ def step(dtype: torch.dtype, quantized: bool = False, scale: float | None = None
 
 @pytest.mark.parametrize("pages", [1, 3, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_blocks_of_any_size(dtype, pages, monkeypatch):
-    monkeypatch.setattr(sdpa, "BLOCK_BYTES", pages * dtype.itemsize * 6 * 16 * 32)
+def test_blocks_of_any_size(dtype, pages, tuned):
+    tuned(TUNING, sdpa_block_bytes=pages * dtype.itemsize * 6 * 16 * 32)
     check(dense_attention, "sdpa", step(dtype))
 
 

@@ -5,7 +5,8 @@ import torch
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch
-from cairn.ops.attention.launch import FULL, MOST_SPLITS, MOST_WAVES, whole_waves
+from cairn.ops.attention.launch import whole_waves
+from cairn.ops.attention.tuning import TUNING
 from tests.ops.launches import on_hopper
 
 HALF, SINGLE, PACKED = torch.bfloat16, torch.float32, torch.uint8
@@ -57,12 +58,12 @@ def test_no_splits_fill_fewer_waves_or_more_of_them(wave, most):
         waves = -(-splits * lines // wave)
         for other in range(1, most + 1):
             taken = -(-other * lines // wave)
-            if taken > max(MOST_WAVES, -(-lines // wave)):
+            if taken > max(TUNING.most_waves, -(-lines // wave)):
                 break
-            if fill(splits, lines, wave) < FULL:
+            if fill(splits, lines, wave) < TUNING.full:
                 assert fill(other, lines, wave) <= fill(splits, lines, wave)
             elif taken < waves:
-                assert fill(other, lines, wave) < FULL
+                assert fill(other, lines, wave) < TUNING.full
             elif taken == waves:
                 assert other <= splits
 
@@ -98,7 +99,7 @@ def test_more_programs_read_faster_memory(rate, narrow, wide, monkeypatch):
 def test_windows_are_split_as_they_are_beside_other_work():
     windowed = task(3, 2, 64, 131072, window=65536)
     assert launch._splits(windowed) == launch.splits_of(windowed) == 88
-    assert launch.splits_of(task(1, 1, 64, 131072)) == MOST_SPLITS
+    assert launch.splits_of(task(1, 1, 64, 131072)) == TUNING.most_splits
 
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
@@ -106,7 +107,7 @@ def test_windows_are_split_as_they_are_beside_other_work():
 def test_splits_and_their_merge_are_launched_early(tokens, kv_heads, merged, monkeypatch):
     split, merge = on_hopper(monkeypatch, launch, "split_kernel", "merge_kernel")
     launch.attend_splits(task(tokens, kv_heads, 64, 8192), HALF)
-    assert (split.early, merge.early) == ([True], [True] * merged)
+    assert (split.pdl, merge.pdl) == ([True], [True] * merged)
 
 
 @pytest.mark.parametrize(

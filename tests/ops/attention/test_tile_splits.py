@@ -9,8 +9,10 @@ import torch
 
 from cairn.ops import dense_attention, gpu, window_attention
 from cairn.ops.attention import launch
+from cairn.ops.attention.tuning import TUNING
 from cairn.ops.testing import Make, check
 from tests.ops.attention.test_splits import task
+from tests.ops.tables import Tuned
 
 needs_triton = pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 
@@ -19,11 +21,16 @@ needs_triton = pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 @pytest.mark.parametrize("splits, least", [(2, 1), (3, 1), (16, 1), (3, 3)])
 @pytest.mark.parametrize("mask_landmarks", [False, True])
 def test_same_attention_whatever_the_splits(
-    splits: int, least: int, mask_landmarks: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    splits: int,
+    least: int,
+    mask_landmarks: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tuned: Tuned,
 ) -> None:
     """Rows of one block and of many, tiles of several rows, padding, tokens in any order."""
     monkeypatch.setattr(launch, "_tile_splits", lambda *_: splits)
-    monkeypatch.setattr(launch, "TILE_BLOCKS", least)
+    tuned(TUNING, tile_blocks=least)
     for dtype in (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16):
         make = Make(device)
         paged = make.paged((300, 3, 140, 65, 500), 2, 16, 32, dtype=dtype)
@@ -123,5 +130,5 @@ def test_chunks_make_tiles_sooner_where_keys_are_shared(
     given = (make.randn(tokens, 4, 32), paged.k_cache, paged.v_cache, row, slot, paged.page_table)
     stretches = paged.stretches((tokens,)) if known else None
     hints = {"stretches": stretches, "chunked": True}
-    assert dense_attention._named("triton_splits").accepts(given, hints) == splits
-    assert dense_attention._named("triton_splits").accepts(given, hints | {"chunked": False})
+    assert dense_attention.accepts("triton_splits", *given, **hints) == splits
+    assert dense_attention.accepts("triton_splits", *given, **hints | {"chunked": False})

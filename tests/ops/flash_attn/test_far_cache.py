@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from cairn.ops import cutlass_mla_decode, flash_attn_with_kvcache, gpu
-from cairn.ops.flash_attn import group_launch
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
+from cairn.ops.flash_attn import wgmma_launch
 from cairn.ops.flash_attn.launch import Task
+from cairn.ops.flash_attn.tuning import TUNING
+from tests.ops.tables import Tuned
 
 pytestmark = pytest.mark.gpu
 GIB = 1 << 30
@@ -45,13 +48,13 @@ def test_pages_and_heads_far_away(heads_first: bool) -> None:
     assert torch.equal(caches[0][pages - 2, LENGTH % size], new[0][0, 0])
 
 
-def test_queries_of_heads_far_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_of_heads_far_away(tuned: Tuned) -> None:
     """Groups of warps; all queries of a head lie before the next one's."""
-    if not gpu.multiplies_in_groups(torch.device("cuda", 0)):
+    if not gpu.supports_wgmma(torch.device("cuda", 0)):
         pytest.skip("needs Hopper's tensor cores and Triton 3.6")
     needs(24)
-    monkeypatch.setattr(group_launch, "LEAST_FLOPS", 0)
-    monkeypatch.setattr(group_launch, "FULL", 0)
+    tuned(ATTENTION_TUNING, tma_least_flops=0)
+    tuned(TUNING, wgmma_full=0)
     heads, dim, count, apart = 32, 64, 200, (1 << 31) // (15 * 64) + 1
     q, k, v = (torch.randn(1, count, n, dim, device="cuda").half() for n in (heads, 2, 2))
     far, out = (
@@ -62,8 +65,8 @@ def test_queries_of_heads_far_away(monkeypatch: pytest.MonkeyPatch) -> None:
     for x, o in ((q, torch.empty_like(q)), (far, out)):
         lse = torch.empty(1, heads, count, device="cuda")
         task = Task(x, k, v, o, lse, *[None] * 12, dim**-0.5, -1, 0, 0, 0.0, count)
-        assert group_launch.fits(task)
-        group_launch.attend(task)
+        assert wgmma_launch.fits(task)
+        wgmma_launch.attend(task)
         if x is q:
             wanted = o
     assert torch.equal(out, wanted)

@@ -100,10 +100,10 @@ def test_prefill_is_split_until_a_device_is_full_twice():
 
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
-@pytest.mark.parametrize("tokens, early", [(1, True), (4, True), (64, False)])
-def test_decode_and_its_join_are_launched_early(tokens, early, monkeypatch):
+@pytest.mark.parametrize("tokens, pdl", [(1, True), (4, True), (64, False)])
+def test_decode_and_its_join_are_launched_early(tokens, pdl, monkeypatch):
     flash, join = on_hopper(monkeypatch, launch, "flash_kernel", "join_splits_kernel")
     launch.attend(task(1, 2, 64, 8192, tokens=tokens))
-    assert (flash.early, join.early) == ([early], [early])
+    assert (flash.pdl, join.pdl) == ([pdl], [pdl])
     # They wait themselves for what is in front.
-    assert flash.args[0][-1] == join.args[0][-1] == early
+    assert flash.args[0][-1] == join.args[0][-1] == pdl

@@ -36,7 +36,7 @@ def ways(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.Monkey
 
 def interpreted() -> dict:
     op = ops.kvcacheio.copy_slots.copy_slots
-    return {"cpu": (op.implementations["triton"],)}
+    return {"cpu": ([], op.implementations["triton"])}
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def test_the_kernel_leaves_memory_of_another_device_to_the_definition() -> None:
     def accepts(source: Tensor) -> bool:
         layout = [16, 1, 1]
         copied = (AT, AT, source, INTO, None, None, 16, 1, 0, layout, layout)
-        return ops.kvcacheio.copy_slots.copy_slots.implementations["triton"].accepts(copied, {})
+        return ops.kvcacheio.copy_slots.copy_slots.accepts("triton", *copied)
 
     assert accepts(K)
     assert not accepts(K.to("meta"))

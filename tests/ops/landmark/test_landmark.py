@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from cairn.ops import gpu
-from cairn.ops.landmark import page_launch
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.mean_summary import mean_summary
 from cairn.ops.landmark.page_attention import page_attention
 from cairn.ops.landmark.page_weights import page_weights
 from cairn.ops.landmark.prior_summary import prior_summary
 from cairn.ops.landmark.store_prior_summary import completed_pages
+from cairn.ops.landmark.tuning import TUNING
 from cairn.ops.testing import Arguments, check
 from tests.ops.attention.geometry import STEPS, draw, enlarge_landmarks, near, softmax_attention
 
@@ -152,12 +153,12 @@ def test_any_negative_place_holds_no_page(none):
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize("copied", [0, 1 << 16])
-def test_page_attention_by_one_counter_a_page_or_several(copied, monkeypatch):
+def test_page_attention_by_one_counter_a_page_or_several(copied, tuned):
     # Blocks and units as small as can be: many of both meet at the page that everybody selects.
-    monkeypatch.setattr(page_launch, "_COPIED", copied)
-    monkeypatch.setattr(page_launch, "_BLOCK", 16)
-    monkeypatch.setattr(page_launch, "UNIT_PAIRS", 4)
-    monkeypatch.setattr(page_launch, "UNIT_LINES", 4)
+    tuned(TUNING, page_copied=copied)
+    tuned(TUNING, page_block=16)
+    tuned(TUNING, page_unit_pairs=4)
+    tuned(TUNING, page_unit_lines=4)
     case = draw(3, "prefill")
     indices = selection(case, 4, 1)
     indices[..., 0] = 0
@@ -177,21 +178,21 @@ def test_sorted_page_attention_by_any_scale(scale):
     weights = torch.rand(case.row.numel(), case.heads * case.group, 4)
     given = (case.q, case.k_cache, case.v_cache, case.row, case.page_table, indices, weights)
     torch.testing.assert_close(
-        page_attention._named("triton_sorted").function(*given, scale),
+        page_attention.using("triton_sorted")(*given, scale),
         page_attention.using("reference")(*given, scale),
         rtol=1e-3,
         atol=1e-4,
     )
 
 
-def test_page_attention_block_budget_changes_nothing(monkeypatch):
+def test_page_attention_block_budget_changes_nothing(tuned):
     case = draw(8, "prefill")
     indices = selection(case, 5, 1)
     weights = torch.rand(case.row.numel(), case.heads * case.group, 5)
     given = (case.q, case.k_cache, case.v_cache, case.row, case.page_table, indices, weights)
     names = ("reference", "page_major")
     whole = {name: page_attention.using(name)(*given) for name in names}
-    monkeypatch.setattr("cairn.ops.attention.paging.BLOCK_BYTES", 1)
+    tuned(ATTENTION_TUNING, paging_block_bytes=1)
     for name in names:
         got = page_attention.using(name)(*given)
         torch.testing.assert_close(got, whole[name], rtol=5e-6, atol=5e-6)

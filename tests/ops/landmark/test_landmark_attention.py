@@ -3,15 +3,17 @@ import math
 import pytest
 import torch
 
-from cairn.ops import arrivals, gpu
+from cairn.ops import gpu, grid_barrier
 from cairn.ops.attention import launch
-from cairn.ops.landmark import fused_launch, page_launch, short_launch
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
+from cairn.ops.landmark import fused_launch, short_launch
 from cairn.ops.landmark.landmark_attention import landmark_attention
 from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.landmark.select_task import short_pages
+from cairn.ops.landmark.tuning import TUNING
 from cairn.ops.testing import Make, check
 from tests.ops.attention.geometry import STEPS, draw, near, softmax_attention
-from tests.ops.launches import as_if_early, on_hopper
+from tests.ops.launches import as_if_pdl, on_hopper
 
 
 def pages_and_window(case, token, head, window, chosen, scores, lse, softmax1):
@@ -66,9 +68,9 @@ def test_heads_that_share_a_score_share_a_softmax():
 
 
 @pytest.fixture(params=["in turn", "whole"])
-def launches(request, monkeypatch):
+def launches(request, tuned):
     """How many launches a step of few tokens is, whatever it reads."""
-    monkeypatch.setattr(fused_launch, "WHOLE", 0.0 if request.param == "whole" else math.inf)
+    tuned(TUNING, fused_whole=0.0 if request.param == "whole" else math.inf)
     return request.param
 
 
@@ -79,16 +81,16 @@ def launches(request, monkeypatch):
     [(4, 256, 256, 512), (4, 4, 256, 6), (512, 8, 256, 12), (16, 8, 256, 6), (4, 4, 9, 512)],
 )
 def test_many_chunks_of_candidates_and_their_merge(
-    chunk, short, listed, programs, stored, launches, monkeypatch
+    chunk, short, listed, programs, stored, launches, tuned
 ):
     """Chunks as small as can be stand for contexts as long as can be.
 
     The programs that read take one selected page each, two, or all three.
     """
-    monkeypatch.setattr(fused_launch, "CHUNK", chunk)
-    monkeypatch.setattr(fused_launch, "SHORT_CHUNK", short)
-    monkeypatch.setattr(fused_launch, "MOST_LISTED", listed)
-    monkeypatch.setattr(page_launch, "SPLIT_PROGRAMS", programs)
+    tuned(TUNING, fused_chunk=chunk)
+    tuned(TUNING, fused_short_chunk=short)
+    tuned(TUNING, fused_most_listed=listed)
+    tuned(TUNING, page_split_programs=programs)
     make = Make()
     paged = make.paged((176, 65, 121), 2, 8, 16)
     row, slot, _ = paged.queries((1, 1, 1))
@@ -102,19 +104,19 @@ def test_many_chunks_of_candidates_and_their_merge(
 
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("size", [8, 64])
 @pytest.mark.parametrize("programs, single", [(4, False), (8, False), (1000, True)])
 def test_windows_of_a_block_for_each_program_and_of_several(
-    programs, single, size, early, device, monkeypatch
+    programs, single, size, pdl, device, monkeypatch, tuned
 ):
     """Of rows as short as a block too, and of a token that is nobody's."""
-    if early and gpu.INTERPRETED:
-        as_if_early(monkeypatch)
-    elif not early:
-        monkeypatch.setattr(gpu, "launches_early", lambda device: False)
-    monkeypatch.setattr(launch, "PROGRAMS", programs)
-    monkeypatch.setattr(fused_launch, "WHOLE", math.inf)
+    if pdl and gpu.INTERPRETED:
+        as_if_pdl(monkeypatch)
+    elif not pdl:
+        monkeypatch.setattr(gpu, "supports_pdl", lambda device: False)
+    tuned(ATTENTION_TUNING, programs=programs)
+    tuned(TUNING, fused_whole=math.inf)
     plans, plan = [], fused_launch._plan
     monkeypatch.setattr(fused_launch, "_plan", lambda *args: plans.append(plan(*args)) or plans[-1])
     make = Make(device)
@@ -136,19 +138,21 @@ WHOLE_STEPS = [((1, 9, 150), 0), ((9,), 1), ((200, 200, 40, 7), 1)]
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 @pytest.mark.parametrize("lengths, softmax1", WHOLE_STEPS)
 @pytest.mark.parametrize("abreast", [1, 3, 1000])
-def test_one_launch_leaves_its_counters_clear(lengths, softmax1, abreast, device, monkeypatch):
+def test_one_launch_leaves_its_counters_clear(
+    lengths, softmax1, abreast, device, monkeypatch, tuned
+):
     """However many programs lie between those that wait for each other."""
-    monkeypatch.setattr(fused_launch, "WHOLE", 0.0)
-    monkeypatch.setattr(fused_launch, "ABREAST", abreast)
-    monkeypatch.setattr(fused_launch, "CHUNK", 8)
+    tuned(TUNING, fused_whole=0.0)
+    tuned(TUNING, fused_abreast=abreast)
+    tuned(TUNING, fused_chunk=8)
     kept = []
 
     def counters(groups, device):
         kept.append(taken(groups, device))
         return kept[-1]
 
-    taken = arrivals.counters
-    monkeypatch.setattr(arrivals, "counters", counters)
+    taken = grid_barrier.counters
+    monkeypatch.setattr(grid_barrier, "counters", counters)
     make = Make(device)
     paged = make.paged(lengths, 2, 8, 16)
     row, slot, _ = paged.queries([1] * len(lengths))
@@ -163,8 +167,8 @@ def test_one_launch_leaves_its_counters_clear(lengths, softmax1, abreast, device
 
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
-@pytest.mark.parametrize("tokens, early, reading", [(8, True, True), (9, True, False), (65, 0, 0)])
-def test_what_fills_the_device_is_not_launched_early(tokens, early, reading, monkeypatch):
+@pytest.mark.parametrize("tokens, pdl, reading", [(8, True, True), (9, True, False), (65, 0, 0)])
+def test_what_fills_the_device_is_not_launched_early(tokens, pdl, reading, monkeypatch, tuned):
     kernels = ("scan_kernel", "pick_kernel", "read_kernel", "step_kernel")
     scan, pick, read, step = on_hopper(monkeypatch, fused_launch, *kernels)
     (merge,) = on_hopper(monkeypatch, launch, "merge_kernel")
@@ -174,11 +178,11 @@ def test_what_fills_the_device_is_not_launched_early(tokens, early, reading, mon
     q, key = make.randn(tokens, 4, 16), make.randn(len(paged.k_cache), 4, 16)
     given = (q, q, paged.k_cache, paged.v_cache, key, None, row, slot, paged.page_table, 80, 3)
     landmark_attention.using("triton_few")(*given, True)
-    assert (scan.early, pick.early, merge.early) == ([early], [early], [early])
-    assert read.early == [reading]
-    monkeypatch.setattr(fused_launch, "WHOLE", 0.0)
+    assert (scan.pdl, pick.pdl, merge.pdl) == ([pdl], [pdl], [pdl])
+    assert read.pdl == [reading]
+    tuned(TUNING, fused_whole=0.0)
     landmark_attention.using("triton_few")(*given, True)
-    assert (step.early, len(scan.early), len(merge.early)) == ([early], 1, 1)
+    assert (step.pdl, len(scan.pdl), len(merge.pdl)) == ([pdl], 1, 1)
 
 
 @pytest.mark.parametrize("window", [1, 8, 9, 24])
@@ -243,9 +247,7 @@ def test_short_rows_agree_with_the_definition(geometry, variant):
         store_summaries=variant == "stored",
         **options,
     )
-    assert landmark_attention.implementations["triton_short"].accepts(
-        arguments.args, arguments.kwargs
-    )
+    assert landmark_attention.accepts("triton_short", *arguments.args, **arguments.kwargs)
     check(landmark_attention, "triton_short", arguments)
 
 
@@ -268,5 +270,5 @@ def test_what_kernels_do_not_take_is_not_taken_where_all_is_selected():
     row, slot, _ = paged.queries((20,))
     q, key = make.randn(20, 4, 16), make.randn(len(paged.k_cache), 2, 16)
     given = (q, q, paged.k_cache, paged.v_cache, key, None, row, slot, paged.page_table, 9, 3, True)
-    accepts = landmark_attention.implementations["triton_short"].accepts
-    assert accepts(given, {}) and not accepts(given, {"strategy": "group"})
+    assert landmark_attention.accepts("triton_short", *given)
+    assert not landmark_attention.accepts("triton_short", *given, strategy="group")

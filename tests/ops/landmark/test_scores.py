@@ -11,11 +11,13 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.select_pages import _selection, select_pages
-from cairn.ops.plans import Plans
+from cairn.ops.landmark.tuning import TUNING
+from cairn.ops.launch_cache.plans import Plans
 from cairn.ops.testing import Arguments, Make, check, run
+from tests.ops.tables import Tuned
 
 needs_groups = pytest.mark.skipif(
-    not (torch.cuda.is_available() and gpu.multiplies_in_groups(torch.device("cuda", 0))),
+    not (torch.cuda.is_available() and gpu.supports_wgmma(torch.device("cuda", 0))),
     reason="needs Hopper's tensor cores and Triton 3.6",
 )
 SIZE, WINDOW = 4, 9
@@ -47,13 +49,13 @@ def drawn(
 
 
 @pytest.fixture
-def only_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def only_groups(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """However few pages there are, and no other kernel."""
 
     def never(*args: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(select_launch, "LEAST_PAGES", 0)
+    tuned(TUNING, select_least_pages=0)
     monkeypatch.setattr(select_launch, "_score_groups", never)
 
 
@@ -83,7 +85,7 @@ def test_biases_keep_their_digits(size: float) -> None:
     given = drawn("cuda", SHAPES[0], lengths=(2000,), counts=(150,))
     z, key, bias, _, _, slot, table, *_ = given.args
     bias.normal_().mul_(size)
-    job = _selection(*given.args, **given.kwargs)
+    job = _selection(select_pages.bind(*given.args, **given.kwargs))
     total = torch.randn(job.heads, len(z), device="cuda")
     best = torch.full((len(z), job.groups, -(-job.pages // 32) * 32), 7.0, device="cuda")
     tops = torch.full((len(z), job.groups, best.shape[2] // job.block), 7.0, device="cuda")
@@ -142,13 +144,17 @@ def test_numbers_that_are_none_stay_where_they_are(only_groups: None) -> None:
     assert torch.equal(found[row == 3], wanted[0][row == 3])
 
 
-def test_which_selections_are_scored_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "multiplies_in_groups", lambda device: True)
-    monkeypatch.setattr(select_launch, "LEAST_PAGES", 0)
+def test_which_selections_are_scored_in_groups(
+    monkeypatch: pytest.MonkeyPatch, tuned: Tuned
+) -> None:
+    monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
+    tuned(TUNING, select_least_pages=0)
 
     def taken(shape: tuple[int, int, int], dtype: torch.dtype, **changed: Any) -> bool:
         given = drawn("cpu", shape, dtype)
-        return select_launch.in_groups(_selection(*given.args, **given.kwargs | changed))
+        return select_launch.in_groups(
+            _selection(select_pages.bind(*given.args, **given.kwargs | changed))
+        )
 
     assert all(taken(shape, torch.bfloat16) for shape in SHAPES)
     assert taken(SHAPES[0], torch.float16)
@@ -159,8 +165,8 @@ def test_which_selections_are_scored_in_groups(monkeypatch: pytest.MonkeyPatch) 
     assert not taken((4, 1, 128), torch.bfloat16)
     assert not taken((4, 2, 32), torch.bfloat16)
     few = drawn("cpu", SHAPES[0], lengths=(500,), counts=(127,))
-    assert not select_launch.in_groups(_selection(*few.args, **few.kwargs))
-    monkeypatch.setattr(select_launch, "LEAST_PAGES", 1000)
+    assert not select_launch.in_groups(_selection(select_pages.bind(*few.args, **few.kwargs)))
+    tuned(TUNING, select_least_pages=1000)
     assert not taken(SHAPES[0], torch.bfloat16)
 
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from cairn.ops import gpu
 from cairn.ops.landmark import select_launch
-from cairn.ops.landmark.select_pages import STRATEGIES, candidate_pages, select_pages
+from cairn.ops.landmark.select_pages import candidate_pages, select_pages
+from cairn.ops.landmark.select_task import STRATEGIES
 from tests.ops.attention.geometry import STEPS, draw
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -184,7 +185,7 @@ def test_no_launch_has_more_programs_than_devices_take(name, monkeypatch):
     z, row = torch.zeros(tokens, 2, 16), torch.zeros(tokens, dtype=torch.int64)
     given = (z, torch.zeros(4, 1, 16), None, torch.zeros(tokens, 2), row, row, torch.zeros(1, 4))
     strategy = "group" if name == "triton_group" else "hils"
-    run = select_pages._named(name).function
+    run = select_pages.using(name)
     indices, _ = run(*given, 8, 17, 3, strategy=strategy, num_kv_heads=1)
     assert len(indices) == tokens
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cairn.ops import amx, page_attention
+from cairn.ops import page_attention
+from cairn.ops.cpu import amx
 from cairn.ops.testing import Arguments, Make, check
 
 pytestmark = pytest.mark.skipif(not amx.AVAILABLE, reason="this CPU has no AMX for bfloat16")

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops.gpu import tl, triton
-from cairn.ops.sampling import launch
 from cairn.ops.sampling.kernels.bounds import (
     bound_of,
     guess_of,
@@ -16,6 +15,7 @@ from cairn.ops.sampling.kernels.bounds import (
     sample_of,
 )
 from cairn.ops.sampling.kernels.filters import bits_of, weight_of
+from cairn.ops.sampling.tuning import TUNING
 
 pytestmark = pytest.mark.usefixtures("launches")
 LINES = 64
@@ -92,7 +92,7 @@ def guessed(rows: Tensor, share: Tensor, floor: float = 2.0**-100) -> tuple[Tens
     out = torch.empty(count, 2, dtype=torch.int32, device=device)
     guess_kernel[(count,)](
         *(rows, spare, floors, ends, out, rows.shape[1], 4, 1024),
-        *(launch.SAMPLE, launch.SURE, launch.TRIALS),
+        *(TUNING.sample, TUNING.sure, TUNING.trials),
     )
     return out[:, :1].view(torch.float32), out[:, 1:].view(torch.float32)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops import argmax_tokens, counter_uniform, draw_tokens
-from cairn.ops.sampling import launch
 from cairn.ops.sampling.top_p_renorm_probs import top_p_renorm
+from cairn.ops.sampling.tuning import TUNING
 from tests.ops.sampling.variants import interpreted, runnable_on
 
 INF, NAN = math.inf, math.nan
@@ -146,8 +146,8 @@ def test_a_share_of_rows_that_their_sample_is_unlike(device: str) -> None:
     torch.manual_seed(10)
     width, seen = 1300, torch.tensor([-9.0, 4.0, -9.0, 4.0])
     logits = torch.randn(4, width) * 0.5
-    for begin in range(0, width, launch.LEAST_CHUNK):
-        logits[:, begin : begin + launch.SAMPLE] += seen[:, None]
+    for begin in range(0, width, TUNING.least_chunk):
+        logits[:, begin : begin + TUNING.sample] += seen[:, None]
     logits[:, 700] = 5.0
     args = parameters([(1.0, 0, p, 0.0) for p in (0.9, 0.6, 0.6, 0.0)], torch.arange(4), device)
     for name in runnable_on(draw_tokens, device):
@@ -216,7 +216,7 @@ def test_equal_logits_at_the_edges(device: str) -> None:
             assert step > 1 or drawn == allowed, (name, setting)
 
 
-def test_rows_are_listed_a_few_at_a_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_listed_a_few_at_a_time(device: str) -> None:
     torch.manual_seed(9)
     logits = (torch.randn(3, 600) * 3).to(device)
     args = parameters([SETTINGS[i] for i in (4, 8, 2)], torch.arange(3), device)
@@ -224,8 +224,7 @@ def test_rows_are_listed_a_few_at_a_time(device: str, monkeypatch: pytest.Monkey
     for op, own in ((draw_tokens, (logits, *args)), (top_p_renorm, (probs, args[2]))):
         for name in runnable_on(op, device)[1:]:
             expected = op.using(name)(*own)
-            with monkeypatch.context() as patch:
-                patch.setattr(launch, "WORKSPACE_BYTES", 2 * 4 * 1024)
+            with TUNING.replaced(workspace_bytes=2 * 4 * 1024):
                 assert torch.equal(op.using(name)(*own), expected), name
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.sampling import launch, passes, teams
+from cairn.ops.sampling import launch
+from cairn.ops.select_k.launch import mask_smaller
 
 pytestmark = pytest.mark.skipif(
     not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA"
@@ -32,21 +33,13 @@ def draw_of_logits(logits: Tensor, temperature: float = 1.0, **filters: Tensor) 
     return launch.draw(source, launch.Filters(**filters), seeds, seeds, torch.int64)
 
 
-def by_passes(probs: Tensor, uniform: Tensor | None) -> Tensor:
-    out = torch.empty(probs.shape) if uniform is None else torch.empty(ROWS, dtype=torch.int32)
-    passes._pass(probs, P, uniform, out)
-    return out
-
-
 K, P = torch.tensor([5, 300]), torch.tensor([0.9, 0.5])
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "top k of logits": lambda x: teams.mask_logits(x, K),
-    "top k": lambda x: teams.keep_largest(x, K),
-    "top p": lambda x: teams.keep_share(x, P),
-    "min p": lambda x: teams.keep_least(x, P * 0.1),
-    "draw from a nucleus": lambda x: teams.draw_share(x, P, P),
-    "top p by passes": lambda x: by_passes(x, None),
-    "draw from a nucleus by passes": lambda x: by_passes(x, P),
+    "top k of logits": lambda x: mask_smaller(x, K),
+    "top k": lambda x: launch.filter_probs(x, launch.Filters(top_k=K)),
+    "top p": lambda x: launch.filter_probs(x, launch.Filters(top_p=P)),
+    "min p": lambda x: launch.filter_probs(x, launch.Filters(min_p=P * 0.1)),
+    "draw from a nucleus": lambda x: draw(x, top_p=P),
     "argmax": launch.argmax,
     "draw": draw,
     "draw from both": lambda x: draw(x, top_k=K, top_p=P),

@@ -47,7 +47,7 @@ def test_penalties_against_scalars() -> None:
 def test_more_rows_than_a_launch_has(rows: int, device: str) -> None:
     logits, counts = torch.ones(rows, 1, device=device), torch.ones(rows, 1, device=device).int()
     given = (logits, counts > 1, counts, *(torch.ones(rows, device=device) for _ in range(3)))
-    assert apply_penalties.implementations["triton"].accepts(given, {}) == (rows <= MOST_ROWS)
+    assert apply_penalties.accepts("triton", *given) == (rows <= MOST_ROWS)
     apply_penalties(*given)
     assert torch.equal(logits, -torch.ones_like(logits))
 

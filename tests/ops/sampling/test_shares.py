@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops.sampling import launch
+from cairn.ops.sampling.tuning import TUNING
+from tests.ops.tables import Tuned
 
 WIDTH = 9001
 ROWS = 3
@@ -22,7 +24,7 @@ def spread(count: int, each: int, noise: float = 0.0) -> Tensor:
     """Rows of which `each` neighbours are large in every one of `count` lines."""
     rows = logits() - 6
     for n in range(count):
-        begin = n // 8 * launch.LEAST_CHUNK + n % 8 * 16
+        begin = n // 8 * TUNING.least_chunk + n % 8 * 16
         rows[:, begin : begin + each] = 9 + noise * rows[:, begin : begin + each]
     return rows
 
@@ -71,13 +73,13 @@ def _on_memory_that_holds_something(launches: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch.Source, "empty", empty)
 
 
-@pytest.mark.parametrize("programs", [1, launch.PROGRAMS])
+@pytest.mark.parametrize("programs", [1, TUNING.programs])
 @pytest.mark.parametrize(("rows", "share", "least"), CASES.values(), ids=CASES)
 def test_tokens_are_those_of_what_is_kept(
     rows: Tensor, share: float, least: float, programs: int, device: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tuned: Tuned,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(launch, "PROGRAMS", programs)
+    tuned(TUNING, programs=programs)
     kept = kept_of(rows, share, least)
     running = kept.cumsum(-1)
     total = running[:, -1]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cairn.errors import BadArgument
 from cairn.ops import index_k_gather, paged_mqa_logits, ragged_mqa_logits
-from cairn.ops.attention import paging
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.sparse_mla import index_cache
 from cairn.ops.testing import Make, Paged
 
@@ -129,16 +129,16 @@ def test_compact_columns_start_at_the_first_key(device: str) -> None:
         assert torch.equal(compact[t, : high - low], whole[t, low:high])
 
 
-def test_blocks_of_queries_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_queries_do_not_show() -> None:
     paged, q, weights, row, context = step(16, "cpu", (75, 16, 0, 33))
     given = (q, weights, paged.k_cache[:, 0], paged.page_table, row, context)
     ragged = (q, weights, paged.k_cache[paged.page_table[0].long(), 0].flatten(0, 1)[:75], None)
     ends = (torch.zeros_like(context), context)
     wanted = paged_mqa_logits(*given), ragged_mqa_logits(*ragged, *ends)
     for size in (1, 100_000):
-        monkeypatch.setattr(paging, "BLOCK_BYTES", size)
-        assert torch.equal(paged_mqa_logits(*given), wanted[0])
-        assert torch.equal(ragged_mqa_logits(*ragged, *ends), wanted[1])
+        with ATTENTION_TUNING.replaced(paging_block_bytes=size):
+            assert torch.equal(paged_mqa_logits(*given), wanted[0])
+            assert torch.equal(ragged_mqa_logits(*ragged, *ends), wanted[1])
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cairn.errors import BadArgument
 from cairn.ops import select_topk
-from cairn.ops.attention import paging
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from tests.ops.sampling.variants import runnable_on
 
 L = 300
@@ -109,15 +109,14 @@ def test_a_million_columns(device: str) -> None:
     assert torch.equal(select_topk(logits.to(device), count, 2048)[0].cpu(), wanted.int())
 
 
-def test_blocks_of_tokens_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_tokens_do_not_show() -> None:
     g = torch.Generator().manual_seed(5)
     logits = torch.randint(-9, 9, (40, L), generator=g).float()
     count = torch.randint(0, L - 8, (40,), generator=g)
     for start in (None, torch.randint(0, 9, (40,), generator=g)):
         wanted = select_topk(logits, count, 17, start)
         for size in (1, 50_000):
-            with monkeypatch.context() as patch:
-                patch.setattr(paging, "BLOCK_BYTES", size)
+            with ATTENTION_TUNING.replaced(paging_block_bytes=size):
                 for call in (select_topk, select_topk.reference):
                     assert torch.equal(call(logits, count, 17, start), wanted)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cairn.errors import BadArgument
 from cairn.ops import merge_state_v2, mla_kv_store, sparse_mla
-from cairn.ops.attention import paging
+from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.sparse_mla import records
 
 SIZE, LATENT, ROPE, PAGES = 8, 128, 16, 12
@@ -145,16 +145,16 @@ def test_parts_of_the_cells_merge(device: str) -> None:
         torch.testing.assert_close(total, lse, rtol=1e-6, atol=1e-6)
 
 
-def test_blocks_of_queries_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_queries_do_not_show() -> None:
     length = torch.arange(40) % (WIDTH + 1)
     q, cells, cache = queries("cpu", 40, 16), cells_of("cpu", 40), cache_of("cpu")
     sink = torch.linspace(-3, 3, 16)
     given = (q, cache, cells, length, SCALE, LATENT, sink)
     wanted = sparse_mla(*given)
     for size in (1, 50_000):
-        monkeypatch.setattr(paging, "BLOCK_BYTES", size)
-        for got, before in zip(sparse_mla(*given), wanted, strict=True):
-            assert torch.equal(got, before)
+        with ATTENTION_TUNING.replaced(paging_block_bytes=size):
+            for got, before in zip(sparse_mla(*given), wanted, strict=True):
+                assert torch.equal(got, before)
 
 
 def test_many_queries(device: str) -> None:

@@ -15,8 +15,9 @@ from cairn.ops import (
     fast_topk_transform_ragged_fused,
     fast_topk_v2,
 )
-from cairn.ops.top_k import launch
+from cairn.ops.select_k.tuning import TUNING as SELECT_K_TUNING
 from tests.ops.sampling.variants import runnable_on
+from tests.ops.tables import Tuned
 
 
 def chosen(score: list[float], topk: int) -> list[int]:
@@ -85,12 +86,14 @@ def test_long_rows_pass_several_levels(device: str) -> None:
         assert fast_topk_v2.using(name)(*given, 3000).tolist() == wanted, name
 
 
-@pytest.mark.parametrize("sure", [launch.SURE, -2.0, 100.0], ids=["sure", "too high", "too low"])
+@pytest.mark.parametrize(
+    "sure", [SELECT_K_TUNING.sure, -2.0, 100.0], ids=["sure", "too high", "too low"]
+)
 @pytest.mark.parametrize("kind", ["random", "ties", "constant", "few", "run", "ascending"])
 def test_long_rows_whatever_their_sample_says(
-    kind: str, sure: float, device: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, sure: float, device: str, tuned: Tuned
 ) -> None:
-    monkeypatch.setattr(launch, "SURE", sure)
+    tuned(SELECT_K_TUNING, sure=sure)
     g = torch.Generator().manual_seed(3)
     score = torch.randn(3, 9000, generator=g)
     if kind == "ties":

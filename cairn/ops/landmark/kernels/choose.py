@@ -8,8 +8,8 @@ not many others do: of many tokens, the members that do are listed first.
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
-from cairn.ops.landmark.kernels.largest import largest, ordered
 from cairn.ops.landmark.kernels.select import candidates_of
+from cairn.ops.select_k.kernels import largest, ordered
 
 
 @triton.jit

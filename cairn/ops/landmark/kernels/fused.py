@@ -7,21 +7,21 @@ pages that the step completes, which no token of the step has for a candidate. `
 of every chunk of candidates, and `read` the best of those, whose pages it reads. They are launches
 of their own here, and programs of one launch in `step`, where they count and wait for each other.
 
-With EARLY a launch begins before the one in front is done, and waits for it; what no step changes
+With PDL a launch begins before the one in front is done, and waits for it; what no step changes
 while it runs (row, slot, page table, the summaries of earlier steps) is read before.
 """
 
 from __future__ import annotations
 
-from cairn.ops.arrivals import arrive, await_arrivals
 from cairn.ops.attention.kernels import attend_split, load_rows, store_rows
-from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid_barrier import arrive, await_arrivals
 from cairn.ops.landmark.kernels.choose import head_normalisers
-from cairn.ops.landmark.kernels.largest import largest
 from cairn.ops.landmark.kernels.pages import page_output
 from cairn.ops.landmark.kernels.select import candidates_of
 from cairn.ops.landmark.kernels.summary import store_summary
+from cairn.ops.pdl import await_previous, launch_next
+from cairn.ops.select_k.kernels import largest
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def score_tiles(
     offset, scale, table_stride, page_stride, head_stride, pages, token, kv, program, programs,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    BIAS: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """u [T, HEADS, pages] of a token's candidates for the heads of one KV head; and the maximum
     and sum of exponentials of this program's, [T, KV_HEADS, programs, group].
@@ -76,7 +76,7 @@ def score_tiles(
         key, bias, page, c < candidates, head, own, page_stride, head_stride,
         HEADS, KEY_HEADS, DIM, DP, BIAS,
     )  # fmt: skip
-    await_previous(EARLY)
+    await_previous(PDL)
     query = load_rows(lmk_q + (token.to(tl.int64) * HEADS + head) * DIM, own, DIM, DP)
     query = query.to(tl.float32) * scale
     top = tl.full([TILE, GP], float("-inf"), tl.float32)
@@ -116,7 +116,7 @@ def scan(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
-    STORES: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    STORES: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The first `splits` programs attend the window of a token and KV head, `programs` score, and
     STORES share the group's heads, to store their summaries of the page whose last slot the token
@@ -134,7 +134,7 @@ def scan(
             q, k_cache, v_cache, row, slot, page_table, part_o, part_lse, parts,
             window, scale, table_stride, page_stride, head_stride, token, kv, program, splits,
             HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, KEYS, True, True, PRECISION, SINGLE,
-            EARLY,
+            PDL,
         )  # fmt: skip
         if scanned is not None:
             arrive(scanned)
@@ -145,12 +145,12 @@ def scan(
                 lmk_q, key, bias, slot, row, page_table, u, tops, sums,
                 offset, score_scale, table_stride, key_page_stride, key_head_stride, pages,
                 token, kv, program - splits, programs,
-                HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, DP, TILE, BIAS, EARLY,
+                HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, DP, TILE, BIAS, PDL,
             )  # fmt: skip
             if scanned is not None:
                 arrive(scanned)
     elif STORES > 0:
-        await_previous(EARLY)
+        await_previous(PDL)
         place = tl.load(slot + token)
         if place % SIZE == SIZE - 1:
             logical = tl.load(row + token) * table_stride + place // SIZE
@@ -175,17 +175,17 @@ def scan_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
-    STORES: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    STORES: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`scan` of a token and KV head."""
-    launch_next(EARLY)
+    launch_next(PDL)
     scan(
         q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, part_o, part_lse, u, tops,
         sums, None, splits, programs, parts, window, scale, table_stride,
         page_stride, head_stride, offset, score_scale, key_page_stride, key_head_stride, pages,
         tl.program_id(2), tl.program_id(1), tl.program_id(0),
         HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, ROWS, DP, KEYS, PAGE, TILE, BIAS, STORES,
-        SINGLE, EARLY, PRECISION,
+        SINGLE, PDL, PRECISION,
     )  # fmt: skip
 
 
@@ -195,13 +195,13 @@ def pick_chunk(
     splits, parts, programs, table_stride, pages, topk, chunks, token, kv, chunk, begin, candidates,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr,
-    NORMALISED: tl.constexpr, EARLY: tl.constexpr,
+    NORMALISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`pick`, for CHUNK candidates from `begin` on."""
     c = begin + tl.arange(0, CHUNK)
     table = page_table + tl.load(row + token) * table_stride
     physical = tl.load(table + c, mask=c < candidates, other=0)
-    await_previous(EARLY)
+    await_previous(PDL)
     if scanned is not None:
         await_arrivals(scanned, splits + tl.minimum(programs, (candidates + TILE - 1) // TILE))
     group: tl.constexpr = HEADS // KV_HEADS
@@ -249,7 +249,7 @@ def pick(
     token, kv, chunk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, GP: tl.constexpr,
     TILE: tl.constexpr, K: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr,
-    PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, NORMALISED: tl.constexpr, EARLY: tl.constexpr,
+    PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The topk best of a chunk of candidates of one token and KV head, in order of their pages.
 
@@ -278,7 +278,7 @@ def pick(
                     lse, scanned, splits, parts, programs, table_stride, pages, topk, chunks,
                     token, kv, chunk, begin, candidates,
                     HEADS, KV_HEADS, GP, K, TILE, SHORT << level, PROGRAMS, SPLITS, NORMALISED,
-                    EARLY,
+                    PDL,
                 )  # fmt: skip
         if picked is not None:
             arrive(picked)
@@ -290,15 +290,15 @@ def pick_kernel(
     splits, parts, programs, table_stride, offset, pages, topk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, GP: tl.constexpr,
     TILE: tl.constexpr, K: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr,
-    PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, NORMALISED: tl.constexpr, EARLY: tl.constexpr,
+    PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`pick` of a chunk, KV head and token."""
-    launch_next(EARLY)
+    launch_next(PDL)
     pick(
         u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, lse,
         None, None, splits, parts, programs, table_stride, offset, pages, topk,
         tl.num_programs(0), tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0),
-        HEADS, KV_HEADS, SIZE, GP, TILE, K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED, EARLY,
+        HEADS, KV_HEADS, SIZE, GP, TILE, K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED, PDL,
     )  # fmt: skip
 
 
@@ -341,7 +341,7 @@ def read(
     split,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
-    LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    LISTED: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every `reads`-th of the selected pages of one token and KV head, so that few are shared out
@@ -362,7 +362,7 @@ def read(
     head = token * HEADS + kv * group + m
     alive = m < group
     candidates = candidates_of(slot, token, offset, SIZE)
-    await_previous(EARLY)
+    await_previous(PDL)
     query = load_rows(q + head * DIM, alive, DIM, DP)
     if picked is not None:
         await_arrivals(picked, tl.maximum(1, (candidates + CHUNK - 1) // CHUNK))
@@ -412,15 +412,15 @@ def read_kernel(
     scale, page_stride, head_stride, offset, pages, topk, first, parts, chunks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
-    LISTED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    LISTED: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """`read` of a split of the selected pages, KV head and token."""
-    launch_next(EARLY)
+    launch_next(PDL)
     read(
         q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
         indices, scores, part_o, part_lse, None, scale, page_stride, head_stride, offset, pages,
         topk, tl.num_programs(0), first, parts, chunks,
         tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0),
-        HEADS, KV_HEADS, DIM, SIZE, GP, DP, KEYS, CHUNK, LISTED, EACH, EARLY, PRECISION, STAGES,
+        HEADS, KV_HEADS, DIM, SIZE, GP, DP, KEYS, CHUNK, LISTED, EACH, PDL, PRECISION, STAGES,
     )  # fmt: skip

@@ -13,10 +13,10 @@ programs run; what is computed for a pair, and the order of the sums, do not.
 
 from __future__ import annotations
 
-from cairn.ops.arrivals import arrive
 from cairn.ops.attention.kernels import load_keys, load_rows, load_values, store_rows
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid_barrier import arrive
+from cairn.ops.pdl import await_previous
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def pages_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     EACH: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`each` selected pages of one token and KV head: parts [T, HEADS, splits, DIM] float32; and
     their sum, o [T, HEADS, DIM] float32, by the last of the splits.
@@ -78,9 +78,9 @@ def pages_kernel(
         KEYS: slots of a page, padded to a power of two, >= 16.
         EACH: `each`, padded to a power of two.
         AHEAD: as in `sum_line`.
-        EARLY: as in `await_previous`.
+        PDL: as in `await_previous`.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     group: tl.constexpr = HEADS // KV_HEADS
     split = tl.program_id(0)
     kv = tl.program_id(1)
@@ -262,17 +262,14 @@ def load_scores(scores, line, topk, own, K: tl.constexpr):
 
 @triton.jit
 def reduce_kernel(
-    parts, places, weights, o, lse, o_window, topk,
+    parts, places, weights, o, topk,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    GP: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr,
-    BLEND: tl.constexpr, SOFTMAX1: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """o [T, HEADS, DIM]: the weighted sum of a token's pairs, for the heads of one KV head.
 
     Args:
         places: [T, KV_HEADS, topk], where each pair lies in parts; -1: nowhere.
-        BLEND: `weights` holds scores; the weights are their shares beside the window's, whose
-            state (o_window, lse) joins the sum.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     place = tl.program_id(0).to(tl.int64)
@@ -281,19 +278,11 @@ def reduce_kernel(
     own = g < group
     head = place // KV_HEADS * HEADS + place % KV_HEADS * group + g
     acc = tl.zeros([GP, DP], tl.float32)
-    if BLEND:
-        score = load_scores(weights, head, topk, own, K)
-        mass = tl.load(lse + head, mask=own, other=float("-inf"))
-        base, total, window = layer_totals(score, mass, SOFTMAX1)
-        state = load_rows(o_window + head * DIM, own, DIM, DP).to(tl.float32)
-        acc += state * (window / total)[:, None]
     for start in range(0, topk, STEP):
         k = start + tl.arange(0, STEP)
         part_of = tl.load(places + place * topk + k, mask=k < topk, other=-1)
         shown = (part_of >= 0)[:, None] & own[None, :]
         weight = tl.load(weights + head[None, :] * topk + k[:, None], mask=shown, other=0.0)
-        if BLEND:
-            weight = tl.where(shown, tl.exp(weight - base[None, :]) / total[None, :], 0.0)
         at = (part_of.to(tl.int64) * group)[:, None] + g[None, :]
         wide = shown[:, :, None]
         if DP != DIM:

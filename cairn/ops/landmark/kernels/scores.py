@@ -9,7 +9,7 @@ columns of a key, which meet ones in the query: adding it afterwards, each numbe
 from __future__ import annotations
 
 from cairn.ops.gpu import gl, gluon, hopper
-from cairn.ops.groups import tell
+from cairn.ops.wgmma import tell
 
 
 @gluon.jit

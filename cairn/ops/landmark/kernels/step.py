@@ -6,10 +6,10 @@ for programs that have begun before it.
 
 from __future__ import annotations
 
-from cairn.ops.arrivals import arrive
-from cairn.ops.early import launch_next
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid_barrier import arrive
 from cairn.ops.landmark.kernels.fused import pick, read, scan
+from cairn.ops.pdl import launch_next
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def step_kernel(
     K: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr, PROGRAMS: tl.constexpr,
     SPLITS: tl.constexpr, NORMALISED: tl.constexpr, LISTED: tl.constexpr, EACH: tl.constexpr,
     PARTS: tl.constexpr, AHEAD: tl.constexpr, SOFTMAX1: tl.constexpr, APART: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`scan`, `pick` and `read` of every line, a token and KV head, and the merge of its parts.
 
@@ -113,7 +113,7 @@ def step_kernel(
         counters: [lines, APART], all 0, see `arrivals`: a line's count the programs that have read,
             scanned and picked for it.
     """
-    launch_next(EARLY)
+    launch_next(PDL)
     scans = splits + programs + STORES
     line, item, there = place_in(lines, scans, chunks, reads, lag)
     if there == 0:
@@ -128,14 +128,14 @@ def step_kernel(
             table_stride, page_stride, head_stride, offset, score_scale, key_page_stride,
             key_head_stride, pages, token, kv, item,
             HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, ROWS, DP, KEYS, PAGE, TILE, BIAS, STORES,
-            SINGLE, EARLY, PRECISION,
+            SINGLE, PDL, PRECISION,
         )  # fmt: skip
     elif item < scans + chunks:
         pick(
             u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value,
             lse, counters + 1, counters + 2, splits, parts, programs, table_stride, offset, pages,
             topk, chunks, token, kv, item - scans,
-            HEADS, KV_HEADS, SIZE, GP, TILE, K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED, EARLY,
+            HEADS, KV_HEADS, SIZE, GP, TILE, K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED, PDL,
         )  # fmt: skip
     else:
         read(
@@ -143,7 +143,7 @@ def step_kernel(
             indices, scores, part_o, part_lse, counters + 2, scale, page_stride, head_stride,
             offset, pages, topk, reads, splits, parts, chunks, token, kv, item - scans - chunks,
             HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, PAGE, SHORT << (LEVELS - 1), LISTED,
-            EACH, EARLY, PRECISION, STAGES,
+            EACH, PDL, PRECISION, STAGES,
         )  # fmt: skip
         finish_line(
             counters, reads, part_o, part_lse, out, parts, token, kv,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous
 from cairn.ops.sampling.kernels.blocks import aligned_block
 
 
@@ -33,11 +33,11 @@ def penalise(
 def penalties_kernel(
     logits, prompt_mask, output_counts, presence, frequency, repetition,
     stride, mask_stride, count_stride, width,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As in `apply_penalties`; one program for a row's block of tokens. EARLY: as in
+    """As in `apply_penalties`; one program for a row's block of tokens. PDL: as in
     `await_previous`."""
-    await_previous(EARLY)
+    await_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
     at, begin, whole = aligned_block(row * stride, block, width, BLOCK, ALIGN)

@@ -8,28 +8,7 @@ from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.filters import added, bits_of, weight_of
-
-
-@triton.jit
-def reached_by(key, wanted, enough):
-    """A number that `wanted` of key [N] int32 >= 0 reach, and not more than `enough` of them, but
-    for equal ones."""
-    low = 0
-    high = tl.max(key, 0) + 1
-    reach = enough + 1
-    # Most rows' numbers lie within 4 powers of two of the largest, or 16: weights as bits.
-    one = tl.maximum(high - (16 << 23), 1)
-    two = tl.maximum(high - (4 << 23), 1)
-    while (high - low > 1) & (reach > enough):
-        # Two counts in one sum.
-        found = tl.sum((key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 16), 0)
-        by_one, by_two = (found & 0xFFFF) >= wanted, (found >> 16) >= wanted
-        high = tl.where(by_two, high, tl.where(by_one, two, one))
-        low = tl.where(by_two, two, tl.where(by_one, one, low))
-        reach = tl.where(by_two, found >> 16, tl.where(by_one, found & 0xFFFF, reach))
-        one = low + tl.maximum((high - low) // 3, 1)
-        two = tl.minimum(one + tl.maximum((high - low) // 3, 1), high - 1)
-    return low
+from cairn.ops.select_k.kernels import reached_by
 
 
 @triton.jit

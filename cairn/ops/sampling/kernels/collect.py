@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous
 from cairn.ops.sampling.kernels.bounds import (
     floor_by_lines,
     floor_of,
@@ -18,6 +18,7 @@ from cairn.ops.sampling.kernels.few import draw_few
 from cairn.ops.sampling.kernels.filters import (
     bits_of,
     filters_of,
+    number_of,
     summary_of,
     temperature_of,
     weight_of,
@@ -29,7 +30,6 @@ from cairn.ops.sampling.kernels.lists import (
     weigh_chunks,
     weigh_lists,
 )
-from cairn.ops.sampling.kernels.teams import number_of
 from cairn.ops.sampling.kernels.uniform import part_of
 
 
@@ -41,19 +41,20 @@ def draw_from_lines(
     SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """The token of a row at x of which the lines that reach `low` have all that is kept, if that is
-    FEW at most; else -2, whether it is listed instead, and the sum. near: `keys_of` the row's
-    lines."""
+    FEW at most; else -2, whether it is listed instead, and the sum. With FEW = 0 it is listed.
+    near: `keys_of` the row's lines."""
     token = tl.full([], -2, tl.int32)
     found = keep_hits((near >= low) & (near > 0), counts, CHUNKS)
     several, reached = collect_lines(
         x, counts, weights, few_keys, found, low, peak, heat, width,
         CHUNKS, CHUNK, LINE, FEW, SOFTMAX,
     )  # fmt: skip
-    if several <= FEW:
-        token = draw_few(
-            few_keys, few_weights, several, top, count, share, least, total, part,
-            SHARE, FEW, SLICE,
-        )  # fmt: skip
+    if FEW > 0:  # noqa: SIM102
+        if several <= FEW:
+            token = draw_few(
+                few_keys, few_weights, several, top, count, share, least, total, part,
+                SHARE, FEW, SLICE,
+            )  # fmt: skip
     return token, (several > FEW) & (found <= CHUNKS), reached
 
 
@@ -190,7 +191,7 @@ def collect_kernel(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     SAMPLE: tl.constexpr, SURE: tl.constexpr, TRIALS: tl.constexpr, ABREAST: tl.constexpr,
     WIDTH: tl.constexpr, RUN: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
-    MOST_LINES: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+    MOST_LINES: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [n]: the first token whose running kept weight exceeds a uniform number times the sum, as
     of `draw_kernel`.
@@ -204,7 +205,7 @@ def collect_kernel(
     peaks to arrivals: of `survey_kernel`. few_keys [n, FEW] int64, few_weights [n, FEW]: room for
     `draw_few`, or None without a top k.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
     heat = temperature_of(temperature, row, SOFTMAX)

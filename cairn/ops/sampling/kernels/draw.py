@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous
 from cairn.ops.sampling.kernels.filters import (
     bits_of,
     first_beyond,
@@ -29,9 +29,9 @@ def most_likely(peaks, firsts, row, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def argmax_kernel(peaks, firsts, out, chunks, CHUNKS: tl.constexpr, EARLY: tl.constexpr):
+def argmax_kernel(peaks, firsts, out, chunks, CHUNKS: tl.constexpr, PDL: tl.constexpr):
     """out [n] int64: the most likely token of every surveyed row."""
-    await_previous(EARLY)
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     tl.store(out + row, most_likely(peaks, firsts, row, chunks, CHUNKS))
 
@@ -104,14 +104,14 @@ def draw_plain(
 def draw_kernel(
     x, temperature, seed, index, uniform, rows, peaks, firsts, masses, out, stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr,
-    SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
+    SOFTMAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [n]: the first token whose running weight exceeds a uniform number times the sum.
 
     uniform [n] float32, or None and seed, index [n] int64. `rows` [n] says which row each is of, or
     is None.
     """
-    await_previous(EARLY)
+    await_previous(PDL)
     number = tl.program_id(0).to(tl.int64)
     row = number
     if rows is not None:

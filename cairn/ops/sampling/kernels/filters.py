@@ -13,8 +13,8 @@ float64, in an order that depends on the row alone.
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous, launch_next
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous, launch_next
 
 
 @triton.jit
@@ -39,6 +39,12 @@ def ordered(value):
     wide = value.to(tl.float32) + 0.0
     bits = wide.to(tl.int32, bitcast=True)
     return tl.where(wide != wide, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def number_of(key):
+    """The float32 of which `ordered` gives the key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -95,7 +101,7 @@ def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
 def survey_kernel(
     x, temperature, top_k, top_p, min_p, peaks, firsts, masses, tops, arrivals,
     stride, width, chunks,
-    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk: peaks [n, chunks] float32, firsts int32 where the peak is, masses float64, the
     sum of weights relative to the peak, and tops [n, chunks, CHUNK / LINE].
@@ -104,7 +110,7 @@ def survey_kernel(
     filtered have tops; filters, masses and tops may be None. NaN in a chunk is in its mass, or else
     in its peak. arrivals [n] int32 become 0, or are None.
     """
-    await_previous(EARLY, False)
+    await_previous(PDL, False)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     at = row * chunks + chunk
@@ -136,7 +142,7 @@ def survey_kernel(
                 if (count > 0) | (share < 1.0) | (least > 0.0):
                     store_tops(tops, at, value, CHUNK, LINE)
     # Only now: programs that wait for this one would take the place of others that read.
-    launch_next(EARLY)
+    launch_next(PDL)
 
 
 @triton.jit

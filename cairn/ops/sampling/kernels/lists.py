@@ -139,13 +139,14 @@ def collect_lines(
     HALF: tl.constexpr = LINE // 2
     half = tl.arange(0, 2 * CHUNKS)
     i = half[:, None] % 2 * HALF + tl.arange(0, HALF)[None, :]
-    total = tl.full([], 0, tl.int32)
-    for begin in range(0, found, CHUNKS):
-        weight, place, listed = load_lines(
-            x, slots + begin, half // 2, i, found - begin, low, peak, heat, width,
-            CHUNK, LINE, SOFTMAX,
-        )  # fmt: skip
-        total = list_few(few_keys, weight, place, listed, total, FEW)
+    total = tl.full([], 0 if FEW > 0 else 1, tl.int32)
+    if FEW > 0:
+        for begin in range(0, found, CHUNKS):
+            weight, place, listed = load_lines(
+                x, slots + begin, half // 2, i, found - begin, low, peak, heat, width,
+                CHUNK, LINE, SOFTMAX,
+            )  # fmt: skip
+            total = list_few(few_keys, weight, place, listed, total, FEW)
     mass = tl.full([], 0.0, tl.float64)
     if (total > FEW) & (found <= CHUNKS):
         s = tl.arange(0, CHUNKS)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from cairn.ops.arrivals import arrive
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.grid_barrier import arrive
+from cairn.ops.pdl import await_previous
 
 
 @triton.jit
 def score_kernel(
     logits, tokens, found, arrivals, largest, log_sum, rank,
     stride, width, chunks, programs,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, APART: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """largest [n], log_sum [n], rank [n] of logits [n, width]: see the op. Each program looks at a
     chunk of a row and leaves its maximum, the sum relative to it, and how many logits are larger
     than the token's in found [3, n, chunks]; the last one of a row adds them up."""
-    await_previous(EARLY)
+    await_previous(PDL)
     number = tl.program_id(0)
     row, chunk = (number // chunks).to(tl.int64), number % chunks
     x = logits + row * stride

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cairn.ops.early import await_previous
 from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous
 
 
 @triton.jit
@@ -33,9 +33,9 @@ def part_of(seed, index, uniform, row):
 
 
 @triton.jit
-def uniform_kernel(seed, index, out, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def uniform_kernel(seed, index, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [count] float32 = `uniform_of` seed and index [count]."""
-    await_previous(EARLY)
+    await_previous(PDL)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     s = tl.load(seed + place, mask=inside, other=0)

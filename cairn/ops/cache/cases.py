@@ -1,0 +1,58 @@
+"""Cases on which the ops of this family are tested."""
+
+from __future__ import annotations
+
+import torch
+
+from cairn.ops.cache import quantized
+from cairn.ops.cache.decode_slots import decode_slots
+from cairn.ops.cache.write_kv import write_kv
+from cairn.ops.testing import Arguments, Cases, Make
+
+
+def _arguments(make: Make, num_rows: int, size: int, count: int, most: int) -> Arguments:
+    """`count` of the rows decode; some of them fill their page."""
+    max_pages = 9
+    row = make.randint(0, 1, most) + num_rows
+    row[:count] = make.rand(num_rows).argsort()[:count].sort().values
+    first = make.randint(0, 1, most)
+    first[:count] = make.randint(0, (size - 1) * max_pages, count)
+    some = -(-count // 3)
+    first[:some] = first[:some] // (size - 1) * (size - 1) + size - 2
+    tables = make.randint(0, 99, 2 * num_rows + 1, max_pages, dtype=torch.int32)
+    last_token = make.randint(0, 500, num_rows + 1)
+    last_token[row[0]] = -1
+    # Some cells are granted, among them those that the rows look at; the others are nobody's.
+    cells = make.randint(0, 1, most) + tables.numel() - 1
+    pages = make.randint(0, 1, most, dtype=torch.int32)
+    own = row[:some] * max_pages + (first[:some] + first[:some] // (size - 1)) // size
+    cells[:some], pages[:some] = own, make.randint(0, 99, some, dtype=torch.int32)
+    return make.args(
+        *(row, first, cells, pages, last_token, tables, True),
+        *(size, 500, 99 * size + 1, 99 * size + 2),
+    )
+
+
+@decode_slots.cases
+def _(make: Make) -> Cases:
+    for sizes in ((1, 4, 1, 2), (5, 4, 3, 16), (40, 16, 40, 80), (64, 64, 50, 128), (9, 2, 9, 18)):
+        given = _arguments(make, *sizes)
+        yield given
+        for windowed, landmark_id in ((False, 500), (True, None), (False, None)):
+            args = list(given.clone().args)
+            args[6], args[8] = windowed, landmark_id
+            yield make.args(*args)
+    yield _arguments(make, 3, 4, 0, 16)
+
+
+@write_kv.cases
+def _(make: Make) -> Cases:
+    for dtype, page_size, heads in ((torch.float32, 4, 3), (torch.bfloat16, 16, 1)):
+        caches = [make.randn(5, heads, page_size, 8, dtype=dtype) for _ in range(2)]
+        spot = make.tensor([0, 3, 17, -1, 2 * page_size, 5 * page_size - 1, -7], torch.int64)
+        k, v = (make.randn(7, heads, 8, dtype=dtype) for _ in range(2))
+        yield make.args(k, v, *caches, spot)
+        yield make.args(k[:2], v[:2], *caches, spot[:2])
+        yield make.args(k[:0], v[:0], *caches, spot[:0])
+        yield make.args(k[3:4], v[3:4], *caches, spot[3:4])
+        yield make.args(k, v, *(quantized.pack(cache) for cache in caches), spot)

@@ -1,0 +1,206 @@
+"""Numba, where it is installed: loops over few numbers, compiled for this CPU at their first call.
+
+Between two layers of a decode step the weights of one run through the caches, so that each of
+torch's many small calls is cold. One compiled loop takes their place. Files of loops, each named
+`loops`, import `jit` and what stands here from it; without Numba their functions are plain ones
+that nobody calls, and `DEVICES`, which such implementations register for, is empty.
+
+What is compiled is kept beside the source files, or in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_module: Any = None
+_types: Any = None
+_ir: Any = None
+_intrinsic: Any = None
+with contextlib.suppress(ImportError):
+    if "numba" not in sys.modules:  # it looks at this once
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
+    _module = importlib.import_module("numba")
+    _types = _module.types
+    _ir = importlib.import_module("llvmlite.ir")
+    _intrinsic = importlib.import_module("numba.extending").intrinsic
+
+AVAILABLE = _module is not None
+DEVICES: tuple[str, ...] = ("cpu",) if AVAILABLE else ()
+
+# Sums may be taken in any order; infinities and NaN keep their meaning.
+FAST = ("reassoc", "contract", "nsz", "arcp")
+_AS_NUMBERS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+
+
+def _shares_threads() -> bool:
+    """Whether Numba can run loops on the threads that torch's own wait with.
+
+    Both use the process's OpenMP. Other threads would have to wait for torch's, which go on
+    turning for milliseconds after each of its calls.
+    """
+    if not AVAILABLE:
+        return False
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+    except ImportError:
+        return False
+    _module.config.THREADING_LAYER = "omp"
+    return True
+
+
+PARALLEL = _shares_threads()
+prange: Any = _module.prange if AVAILABLE else range
+
+
+def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) -> Any:
+    """Compile a function at its first call with arguments of a kind; without Numba leave it.
+
+    Args:
+        threads: `prange` in it runs on several threads. Such a function is called from Python;
+            the others from compiled ones alone.
+    """
+    if function is None:
+        return functools.partial(jit, threads=threads)
+    if not AVAILABLE:
+        return function
+    # As numpy does: a division by zero gives an infinity or NaN.
+    options: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy"}
+    if not threads:
+        return _module.njit(function, **options)
+    compiled = _module.njit(function, **options, nogil=True, parallel=PARALLEL)
+    # Where no folder may be written, each process compiles.
+    with contextlib.suppress(RuntimeError, AttributeError):
+        compiled.enable_caching()
+        # What is kept is of this function's file by Numba's reckoning, but loops call others.
+        compiled._cache._cache_file._source_stamp = _sources()
+    return compiled
+
+
+@functools.cache
+def _sources() -> tuple[tuple[float, int], ...]:
+    """What changes with any file of loops, and with what they are made of."""
+    folder = Path(__file__).parent
+    parts = folder.glob("*.py")
+    states = (path.stat() for path in sorted((*parts, *folder.parent.glob("*/*loops.py"))))
+    return tuple((state.st_mtime, state.st_size) for state in states)
+
+
+def numbers(tensor: Tensor) -> NDArray[Any]:
+    """A tensor's own memory for loops; bfloat16 comes as uint16, float16 as int16.
+
+    No gradient goes through loops, as none goes through the kernels of a GPU.
+    """
+    other, own = _AS_NUMBERS.get(tensor.dtype), tensor.detach() if tensor.requires_grad else tensor
+    array: NDArray[Any] = (own if other is None else own.view(other)).numpy()
+    return array
+
+
+def line(tensor: Tensor) -> NDArray[Any]:
+    """The memory from a tensor's first number to its last as one line [n], strides left out."""
+    if tensor.is_contiguous():
+        return numbers(tensor.view(-1))
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return numbers(tensor.as_strided((span if tensor.numel() else 0,), (1,)))
+
+
+def numbers_or_none(tensor: Tensor | None, dtype: torch.dtype, dims: int) -> NDArray[Any]:
+    """`numbers`; of None an array of that dtype's kind without any, which stands for it."""
+    return _none(dtype, dims) if tensor is None else numbers(tensor)
+
+
+@functools.cache
+def _none(dtype: torch.dtype, dims: int) -> NDArray[Any]:
+    return numbers(torch.empty((0,) * dims, dtype=dtype, device="cpu"))
+
+
+def _build_wide(context: Any, number: Any) -> Any:
+    def of_bfloat16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.zext(args[0], _ir.IntType(32))
+        return builder.bitcast(builder.shl(bits, _word(16)), _ir.FloatType())
+
+    def of_float16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], _ir.HalfType()), _ir.FloatType())
+
+    def of_float32(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return args[0]
+
+    ways = {_types.uint16: of_bfloat16, _types.int16: of_float16, _types.float32: of_float32}
+    return _types.float32(number), ways[number]
+
+
+def _build_narrow(context: Any, number: Any, like: Any) -> Any:
+    def to_bfloat16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], _ir.IntType(32))
+        odd = builder.and_(builder.lshr(bits, _word(16)), _word(1))
+        rounded = builder.add(builder.add(bits, _word(0x7FFF)), odd)
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        kept = builder.select(is_nan, _word(0x7FC00000), rounded)
+        return builder.trunc(builder.lshr(kept, _word(16)), _ir.IntType(16))
+
+    def to_float16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], _ir.HalfType()), _ir.IntType(16))
+
+    def to_float32(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return args[0]
+
+    ways = {_types.uint16: to_bfloat16, _types.int16: to_float16, _types.float32: to_float32}
+    return like(_types.float32, like), ways[like]
+
+
+def _build_power_of_2(context: Any, exponent: Any) -> Any:
+    def power(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        biased = builder.add(args[0], _word(127))
+        return builder.bitcast(builder.shl(biased, _word(23)), _ir.FloatType())
+
+    return _types.float32(_types.int32), power
+
+
+def _word(number: int) -> Any:
+    return _ir.Constant(_ir.IntType(32), number)
+
+
+wide: Any = _intrinsic and _intrinsic(_build_wide)
+"""wide(x): a number of an array as float32."""
+narrow: Any = _intrinsic and _intrinsic(_build_narrow)
+"""narrow(x, like): a float32 as a number of the kind of `like`; to the nearest, ties to even."""
+_power_of_2: Any = _intrinsic and _intrinsic(_build_power_of_2)
+"""2 ** n as float32, of an int32 n from -126 to 127."""
+
+_LOG2_E = np.float32(1.4426950408889634)
+# ln 2 in two parts, the first with zeros at its end: n times it is exact.
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_LEAST = np.float32(-87.0)
+
+
+def _exp(x: Any) -> Any:
+    """e ** x for a float32 x <= 88, to 2 units in the last place; 0 for less than -87.
+
+    Such loops take several numbers at once, what the C library's function does not.
+    2 ** n times a polynomial in the rest, the one of Cephes' expf.
+    """
+    least = x if x > _LEAST else _LEAST
+    n = np.floor(least * _LOG2_E + np.float32(0.5))
+    r = least - n * _LN2_HIGH - n * _LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    y = (p * r * r + r + np.float32(1)) * _power_of_2(np.int32(n))
+    return y if x > _LEAST else (np.float32(0) if x <= _LEAST else x)
+
+
+exp: Any = jit(_exp)

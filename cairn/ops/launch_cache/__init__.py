@@ -1,0 +1,1 @@
+"""Calls of ops whose launches are made again without the work in front of them."""

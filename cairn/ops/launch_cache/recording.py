@@ -1,0 +1,389 @@
+"""Recordings of an op's launches, which are repeated with other addresses.
+
+A layer of an eager step launches a dozen kernels, and the next layer launches the same ones: same
+shapes, strides and numbers, other addresses. Preparing them again (checks, choice of the
+implementation, arithmetic on shapes, Triton's inspection of every argument) takes the host longer
+than the device computes. So a call of an implementation with `replayed=True` (registry.py) is
+recorded: which memory it took from `gpu` and `grid_barrier`, which kernels it launched, and which
+tensor each pointer belongs to. Later calls with the same signature launch the compiled kernels
+again (`gpu.again`) with new addresses. plans.py decides which calls are recorded.
+
+Why results are the same: the signature holds everything that such an implementation looks at. That
+is every tensor's shape, strides, dtype, device and alignment to 16 bytes, which tensors start at
+the same address, and the type and value of every other argument. An implementation with
+`replayed=True` does nothing on the device but take memory and launch kernels, and never reads a
+number of a tensor on the host. A signature is never replayed if one of its pointers belongs neither
+to an argument nor to memory from `gpu`, or if the call runs an op whose implementation is not
+replayed. Streams, graph capture and PDL work as in a plain call. While launch hooks are set, as by
+profilers, or another device is current, all calls are plain. A plan holds no memory: it allocates
+each large piece before the first kernel that needs it and frees it after the last, in the sizes of
+a plain call. Small pieces share one allocation a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cairn.ops import gpu
+
+SHARED_BYTES = 1 << 20
+"""Pieces of memory that no result needs lie side by side up to so many bytes: to take one takes the
+host nearly as long as a launch."""
+_LOW_BITS = 15
+_APART = 512
+"""Bytes of whose multiples pieces begin, as those that torch takes do."""
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+"""Kinds of tensors that nobody overrides."""
+
+
+class Call(NamedTuple):
+    """One call of an op.
+
+    Attributes:
+        signature: what a plan for it depends on.
+        tensors: those among the arguments, in order.
+        addresses: where they begin.
+        device: number of that on which they lie, -1: the host.
+    """
+
+    signature: tuple[Any, ...]
+    tensors: list[Tensor]
+    addresses: list[int]
+    device: int
+
+
+def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    """A call of an op; None for one that no plan serves."""
+    key: list[Any] = []
+    tensors: list[Tensor] = []
+    home: int | None = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(value)
+        if kind in PLAIN_TENSORS:
+            tensors.append(value)
+            device = value.get_device()
+            if device != home:
+                # One on the host may be pinned or not.
+                if home is not None:
+                    return None
+                home = device
+            key += (value.shape, value.stride(), value.dtype, device)
+        elif kind is list and all(type(x) is int for x in value):
+            key += (kind, tuple(value))
+        elif isinstance(value, Tensor) or kind.__hash__ is None:
+            return None
+        else:
+            # Zeros of either sign are equal.
+            key += (kind, value if value or kind is not float else str(value))
+    addresses = list(map(Tensor.data_ptr, tensors))
+    if functools.reduce(operator.or_, addresses) & _LOW_BITS:
+        key.append(("behind", *(address & _LOW_BITS for address in addresses)))
+    if len(set(addresses)) < len(addresses):
+        key.append(("same", *map(addresses.index, addresses)))
+    key += kwargs
+    return Call(tuple(key), tensors, addresses, -1 if home is None else home)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Memory that a call takes.
+
+    Attributes:
+        take: takes it.
+        blank: whether it is not written.
+        shape, dtype: of the tensor, which is contiguous.
+        start: where it begins.
+        slot: its address's, -1: no kernel needs it.
+        last: number of the last step that needs it.
+    """
+
+    take: Callable[[], Tensor]
+    blank: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    slot: int = -1
+    last: int = -1
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Place:
+    """An address, as Triton asks a tensor for it."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+@dataclass(slots=True)
+class _Table:
+    """What describes a table to the copy engine, without where it begins.
+
+    Attributes:
+        slot: its own; start: its address's.
+        kind, rest: its class, and its attributes but `base`.
+    """
+
+    slot: int
+    start: int
+    kind: type
+    rest: dict[str, Any]
+
+    def at(self, address: int) -> Any:
+        """The same of a table elsewhere. What its class looks at is as it was."""
+        table: Any = object.__new__(self.kind)
+        table.__dict__.update(self.rest, base=_Place(address))
+        return table
+
+
+@dataclass(slots=True)
+class _Step:
+    """A launch. Slots hold the addresses and the numbers of a call.
+
+    Attributes:
+        run: what launches.
+        pieces: numbers of those taken before it.
+        views: addresses behind others: (slot, slot of the other, bytes).
+        tables: those among its arguments.
+        pick: its arguments out of the slots.
+        free: numbers of the pieces that nothing needs after it.
+    """
+
+    run: Callable[..., None]
+    pieces: list[int] = field(default_factory=list)
+    views: list[tuple[int, int, int]] = field(default_factory=list)
+    tables: list[_Table] = field(default_factory=list)
+    pick: Callable[[Sequence[Any]], Any] = tuple
+    free: list[int] = field(default_factory=list)
+
+
+class Recording:
+    """What a call does with the device, told by gpu.py while it does it."""
+
+    launches = True
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._inputs = {id(tensor): number for number, tensor in enumerate(call.tensors)}
+        # The arguments' addresses, the stream, and what `_fresh` adds.
+        self._slots: list[Any] = [None] * (len(call.tensors) + 1)
+        self._views: dict[tuple[int, int], int] = {}
+        self._pieces: list[_Piece] = []
+        self._made: dict[int, int] = {}
+        # While there is a weak reference no other storage is known by the same number; the memory
+        # itself may be freed.
+        self._storages: list[StorageWeakRef] = []
+        self._steps: list[_Step] = []
+        self._spoiled = False
+
+    def spoiled(self) -> None:
+        """The call does what a plan cannot repeat."""
+        self._spoiled = True
+
+    def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
+        """The call took memory; blank: which is not written."""
+        if self._spoiled:
+            return
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._storages.append(storage)
+        self._made[storage.cdata] = len(self._pieces)
+        self._pieces.append(_Piece(take, blank, tensor.shape, tensor.dtype, tensor.data_ptr()))
+
+    def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
+        """The call launched a kernel with these arguments, and Triton ran `compiled`."""
+        if self._spoiled:
+            return
+        found = None
+        if not callable(grid) and len(args) == len(kernel.arg_names):
+            found = gpu.again(compiled, grid, args)
+        if found is None:
+            self._spoiled = True
+            return
+        run, given = found
+        step = _Step(run)
+        self._steps.append(step)
+        step.pick = operator.itemgetter(*[self._slot(arg, step) for arg in given])
+
+    def plan(self, result: Any) -> Plan | None:
+        """The plan of the call that gave this result; None if there is none."""
+        parts = result if isinstance(result, tuple) else () if result is None else (result,)
+        sources = [source for source in map(self._source, parts) if source is not None]
+        # What launches nothing may have done anything else.
+        if self._spoiled or len(sources) < len(parts) or not self._steps:
+            return None
+        shared = self._share({-1 - source for source in sources})
+        single = isinstance(result, Tensor)
+        return Plan(self._slots, self._pieces, self._steps, shared, sources, single)
+
+    def _share(self, kept: set[int]) -> _Shared | None:
+        """Memory for small pieces, but those `kept` as results; others are freed when they can."""
+        parts: dict[int, tuple[int, int]] = {}
+        size = 0
+        for number, piece in enumerate(self._pieces):
+            if piece.slot < 0 or number in kept:
+                continue
+            if piece.blank and size + piece.size <= SHARED_BYTES:
+                parts[number] = piece.slot, size
+                size += -(-piece.size // _APART) * _APART
+            else:
+                self._steps[piece.last].free.append(number)
+        if not parts:
+            return None
+        for step in self._steps:
+            step.pieces = [number for number in step.pieces if number not in parts]
+        take = gpu.taking((size,), (1,), torch.uint8, self._call.tensors[0].device)
+        return _Shared(take, list(parts.values()))
+
+    def _source(self, result: Any) -> int | None:
+        """Number of the argument, or -1 - that of the piece, that a result is."""
+        if id(result) in self._inputs:
+            return self._inputs[id(result)]
+        if not isinstance(result, Tensor):
+            return None
+        number = self._made.get(result.untyped_storage()._cdata)
+        if number is None:
+            return None
+        piece = self._pieces[number]
+        whole = result.shape == piece.shape and result.dtype == piece.dtype
+        return -1 - number if whole and result.is_contiguous() else None
+
+    def _slot(self, arg: Any, step: _Step) -> int:
+        """Of an argument of a launch."""
+        if arg is gpu.STREAM:
+            return len(self._call.tensors)
+        if not isinstance(arg, Tensor):
+            return self._table(arg, step) if gpu.is_table(arg) else self._fresh(arg)
+        if id(arg) in self._inputs:
+            return self._inputs[id(arg)]
+        storage = arg.untyped_storage()
+        number = self._made.get(storage._cdata)
+        if number is None:
+            base, start = self._behind(arg)
+        else:
+            piece = self._pieces[number]
+            if piece.slot < 0:
+                piece.slot = self._fresh(None)
+                step.pieces.append(number)
+            piece.last = len(self._steps) - 1
+            base, start = piece.slot, piece.start
+        offset = arg.data_ptr() - start
+        if offset == 0:
+            return base
+        if (base, offset) not in self._views:
+            self._views[base, offset] = self._fresh(None)
+            step.views.append((self._views[base, offset], base, offset))
+        return self._views[base, offset]
+
+    def _table(self, arg: Any, step: _Step) -> int:
+        """Slot of a table's description."""
+        slot = self._fresh(None)
+        rest = {name: value for name, value in vars(arg).items() if name != "base"}
+        step.tables.append(_Table(slot, self._slot(arg.base, step), type(arg), rest))
+        return slot
+
+    def _behind(self, view: Tensor) -> tuple[int, int]:
+        """Slot and address of the one argument in whose memory a view begins."""
+        storage, at = view.untyped_storage()._cdata, view.data_ptr()
+        found = {
+            start: number
+            for number, start in enumerate(self._call.addresses)
+            if (tensor := self._call.tensors[number]).untyped_storage()._cdata == storage
+            and start <= at < start + _extent(tensor)
+        }
+        if len(found) != 1:
+            self._spoiled = True
+            return 0, at
+        ((start, number),) = found.items()
+        return number, start
+
+    def _fresh(self, value: Any) -> int:
+        """A slot that holds a value."""
+        self._slots.append(value)
+        return len(self._slots) - 1
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first number to its last."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in sides) + 1) * tensor.itemsize
+
+
+class _Shared(NamedTuple):
+    """Memory of small pieces.
+
+    Attributes:
+        take: takes it.
+        parts: a piece's slot, and how many bytes behind the first it begins.
+    """
+
+    take: Callable[[], Tensor]
+    parts: list[tuple[int, int]]
+
+
+class Plan:
+    """What a call does, but for the addresses of its arguments; made by `Recording.plan`."""
+
+    def __init__(
+        self,
+        slots: list[Any],
+        pieces: list[_Piece],
+        steps: list[_Step],
+        shared: _Shared | None,
+        sources: list[int],
+        single: bool,
+    ) -> None:
+        self._slots, self._pieces, self._sources, self._single = slots, pieces, sources, single
+        self._steps = [(s.pieces, s.views, s.tables, s.run, s.pick, s.free) for s in steps]
+        self._shared = shared
+        # Results that no kernel writes are those of no tokens.
+        self._rest = [-1 - s for s in sources if s < 0 and pieces[-1 - s].slot < 0]
+
+    def run(self, call: Call, stream: Any) -> Any:
+        """Make the launches again, on a stream as Triton names it; what the call returns."""
+        slots = self._slots.copy()
+        slots[: len(call.addresses) + 1] = (*call.addresses, stream)
+        memory: dict[int, Tensor] = {}
+        if self._shared is not None:
+            together = self._shared.take()
+            start = together.data_ptr()
+            for slot, offset in self._shared.parts:
+                slots[slot] = start + offset
+        for pieces, views, tables, run, pick, free in self._steps:
+            for number in pieces:
+                piece = self._pieces[number]
+                memory[number] = taken = piece.take()
+                slots[piece.slot] = taken.data_ptr()
+            for slot, base, offset in views:
+                slots[slot] = slots[base] + offset
+            for table in tables:
+                slots[table.slot] = table.at(slots[table.start])
+            run(*pick(slots))
+            for number in free:
+                del memory[number]
+        for number in self._rest:
+            memory[number] = self._pieces[number].take()
+        results = [call.tensors[s] if s >= 0 else memory[-1 - s] for s in self._sources]
+        return results[0] if self._single else tuple(results) if results else None
+
+
+def spoil() -> None:
+    """What this thread does next is no launch: a recording of it cannot be repeated."""
+    if gpu.watch.by is not None:
+        gpu.watch.by.spoiled()

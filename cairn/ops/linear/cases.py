@@ -1,0 +1,109 @@
+"""Cases on which the ops of this family are tested."""
+
+from __future__ import annotations
+
+import torch
+
+from cairn.ops.linear.gated_linear import gated_linear
+from cairn.ops.linear.linear import linear
+from cairn.ops.linear.linear_add import linear_add
+from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
+from cairn.ops.linear.tuning import TUNING
+from cairn.ops.testing import Cases, Make
+
+
+@gated_linear.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, width, numbers in (
+            *((1, 64, 9), (2, 48, 33), (5, 96, 20), (17, 64, 32)),
+            *((64, 512, 96), (90, 128, 64), (70, 48, 5)),
+        ):
+            weight = make.randn(2 * numbers, width, dtype=dtype, scale=width**-0.5)
+            x = make.randn(rows, width, dtype=dtype)
+            yield make.args(x, weight)
+            yield make.args(x, weight, make.randn(width, dtype=dtype), 1e-5)
+    yield make.args(make.randn(0, 64), make.randn(18, 64))
+    if make.device != "cpu":
+        # So large that a GPU streams it.
+        weight = make.randn(2 * 3100, 1400, dtype=torch.bfloat16, scale=0.03)
+        yield make.args(make.randn(19, 1400, dtype=torch.bfloat16), weight)
+
+
+@linear.cases
+def _(make: Make) -> Cases:
+    sizes = ((1, 64, 9), (2, 48, 33), (5, 96, 20), (16, 32, 8), (70, 48, 5))
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, width, numbers in sizes:
+            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
+            x, bias = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
+            yield make.args(x, weight, bias)
+            yield make.args(x, weight, None, make.randn(width, dtype=dtype), 1e-5, torch.float32)
+    # A head of very many numbers, for more tokens than one tile.
+    numbers = TUNING.skinny_many_rows + 5
+    for rows, dtype in ((17, torch.float32), (40, torch.bfloat16)):
+        weight = make.randn(numbers, 64, dtype=dtype, scale=0.125)
+        x, bias = make.randn(rows, 64, dtype=dtype), make.randn(numbers, dtype=dtype)
+        yield make.args(x, weight, bias, make.randn(64, dtype=dtype), 1e-6, torch.float32)
+    for rows, width, numbers, dtype in (
+        (17, 512, 48, torch.float32),
+        (70, 512, 96, torch.bfloat16),
+    ):
+        weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
+        x, norm = (
+            make.randn(rows, width + 8, dtype=dtype)[:, :width],
+            make.randn(width, dtype=dtype),
+        )
+        yield make.args(x, weight)
+        yield make.args(x, weight, None, norm, 1e-5, torch.float32)
+    wide = make.randn(2, 3, 128)[..., :64]
+    yield make.args(wide, make.randn(7, 64))
+    yield make.args(wide[:, 0], make.randn(7, 64))
+    yield make.args(make.randn(0, 64), make.randn(7, 64))
+    if make.device != "cpu":
+        # So large that a GPU streams it.
+        weight = make.randn(6200, 1400, dtype=torch.bfloat16, scale=0.03)
+        yield make.args(make.randn(19, 1400, dtype=torch.bfloat16), weight)
+
+
+@linear_add.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, width, numbers in ((1, 64, 9), (2, 48, 33), (5, 96, 20), (70, 48, 5)):
+            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
+            x = make.randn(rows, width, dtype=dtype)
+            residual = make.randn(rows, numbers, dtype=dtype)
+            yield make.args(x, residual, weight)
+            yield make.args(x, residual, weight, make.randn(numbers, dtype=dtype))
+    yield make.args(make.randn(3, 128)[:, :64], make.randn(3, 20)[:, 3:12], make.randn(9, 64))
+    yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64))
+    if make.device != "cpu":
+        # So large that a GPU streams it.
+        weight = make.randn(1000, 8400, dtype=torch.bfloat16, scale=0.01)
+        x, residual = (make.randn(19, n, dtype=torch.bfloat16) for n in (8400, 1000))
+        yield make.args(x, residual, weight)
+
+
+@linear_add_rmsnorm.cases
+def _(make: Make) -> Cases:
+    few = ((2, 48, 33), (3, 2048, 13), (17, 128, 64), (130, 64, 64))
+    # Sums of more numbers differ by more than float32 is compared with, in another order.
+    more = ((16, 4096, 40), (40, 512, 192), (64, 4096, 64), (100, 512, 128))
+    for dtype, sizes in ((torch.float32, few), (torch.bfloat16, few + more)):
+        for rows, width, numbers in sizes:
+            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
+            x, norm = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
+            residual = make.randn(rows, numbers, dtype=dtype)
+            yield make.args(x, residual, weight, norm)
+            yield make.args(x, residual, weight, norm, make.randn(numbers, dtype=dtype), 1e-5)
+    wide = make.randn(5, 3072)[:, :2048], make.randn(5, 26)[:, 1:14]
+    yield make.args(*wide, make.randn(13, 2048, scale=0.02), make.randn(13))
+    wide = make.randn(70, 128)[:, :64], make.randn(70, 130)[:, 1:65]
+    yield make.args(*wide, make.randn(64, 64, scale=0.1), make.randn(64))
+    yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64), make.randn(9))
+    if make.device != "cpu":
+        # So large that a GPU streams it.
+        weight = make.randn(1000, 8400, dtype=torch.bfloat16, scale=0.01)
+        shapes = (19, 8400), (19, 1000), (1000,)
+        x, residual, norm = (make.randn(*shape, dtype=torch.bfloat16) for shape in shapes)
+        yield make.args(x, residual, weight, norm)

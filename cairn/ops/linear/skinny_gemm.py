@@ -1,0 +1,171 @@
+"""How the product of few tokens with a weight is launched on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.linear.kernels import rows_kernel, tile_kernel
+from cairn.ops.linear.tuning import TUNING
+from cairn.ops.norm.launch import LONGEST
+from cairn.ops.pdl import pdl_option
+
+TILE_TOKENS = 16
+"""At most this many make one tile; more are left to the library's matrix products."""
+
+
+def accepts(input: Tensor, weight: Tensor, gated: bool = False, add: bool = False) -> bool:
+    """Few tokens [T, K] with their numbers side by side, and a plain weight [N, K], where these
+    kernels are faster than the library's product. That adds (`add`) to what is there in passing.
+
+    Several tokens' tile must fit in a program's memory beside the weight's rows, both rows of a
+    pair if `gated`.
+    """
+    if not _takes(input, weight) or not 16 <= weight.shape[1] <= TUNING.skinny_most_width:
+        return False
+    tokens, (numbers, width) = input.shape[0], weight.shape
+    held = numbers * gpu.next_power_of_2(width) * weight.element_size()
+    if tokens <= TUNING.skinny_rows_tokens:
+        return tokens == 1 or not add or held <= TUNING.skinny_tile_bytes
+    most = (
+        TUNING.skinny_wide_tile_bytes
+        if width > TUNING.skinny_span and tokens > 8
+        else TUNING.skinny_tile_bytes
+    )
+    return held <= most and _fits(input, weight, gated)
+
+
+def accepts_split(input: Tensor, weight: Tensor) -> bool:
+    """The same for several tokens, where sums of so many numbers are split.
+
+    Where no kernel is launched early it does not pay to launch one more.
+    """
+    numbers, width = weight.shape
+    return (
+        _takes(input, weight)
+        and input.shape[0] > TUNING.skinny_rows_tokens
+        and (input.device.type != "cuda" or gpu.supports_pdl(input.device))
+        and width % TUNING.skinny_span == 0
+        and 2 * TUNING.skinny_span <= width <= TUNING.skinny_most_width
+        and -(-numbers // TUNING.skinny_split_rows) * (width // TUNING.skinny_span)
+        <= TUNING.skinny_split_programs
+        and numbers <= LONGEST
+    )
+
+
+def _takes(input: Tensor, weight: Tensor) -> bool:
+    whole = input.dtype == torch.float32 and input.device.type == "cuda"
+    return (
+        input.dim() == 2
+        and 0 < input.shape[0] <= (TUNING.skinny_rows_tokens if whole else TILE_TOKENS)
+        and input.dtype == weight.dtype
+        and input.stride(1) == 1
+        and weight.is_contiguous()
+    )
+
+
+def _fits(input: Tensor, weight: Tensor, gated: bool) -> bool:
+    tokens = _tile_tokens(input.shape[0])
+    numbers, width = weight.shape
+    rows = _tile_rows(numbers // (1 + gated), width, tokens, gated) * (1 + gated)
+    line = gpu.next_power_of_2(width) * weight.element_size()
+    return (rows + tokens) * line + TUNING.skinny_scratch_bytes <= gpu.program_memory(input.device)
+
+
+def _tile_rows(numbers: int, width: int, tokens: int, gated: bool) -> int:
+    """Rows of a program; fewer where they are long, or where they are few and tokens are many."""
+    if numbers >= TUNING.skinny_many_rows:
+        return 32
+    if gated or (width <= TUNING.skinny_span and (tokens <= 8 or numbers > 1024)):
+        return TUNING.skinny_tall_rows
+    return 8
+
+
+def _tile_tokens(tokens: int) -> int:
+    return 8 if tokens <= 8 else 16
+
+
+def multiply(
+    input: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+) -> Tensor:
+    """Write out [T, N], see `rows_kernel`; all that `accepts` asks for holds.
+
+    Args:
+        norm: weight and eps of the norm that the input goes through first.
+        gated: silu of the first half of the numbers, times the second.
+        add: to what is in out.
+    """
+    tokens, width = input.shape
+    if tokens > TUNING.skinny_rows_tokens:
+        numbers = out.shape[1]
+        rows = _tile_rows(numbers, width, _tile_tokens(tokens), gated)
+        _tile(input, weight, out, bias, norm, (rows, width), (gated, add))
+        return out
+    padded = gpu.next_power_of_2(width)
+    numbers = weight.shape[0] // 2 if gated else weight.shape[0]
+    pdl = gpu.supports_pdl(input.device)
+    of_norm, eps = (weight, 0.0) if norm is None else norm
+    row_bytes = padded * weight.element_size() * (2 if gated else 1)
+    rows = 8 if numbers >= TUNING.skinny_many_rows else 2
+    warps = max(1, min(16, rows * row_bytes // (32 * TUNING.skinny_thread_bytes)))
+    rows_kernel[(-(-numbers // rows),)](
+        *(input, of_norm, weight, weight if bias is None else bias, out, tokens, numbers),
+        *(input.stride(0), out.stride(0), eps, width, padded, rows, gpu.next_power_of_2(tokens)),
+        *(norm is not None, gated, bias is not None, add, pdl),
+        num_warps=warps,
+        **pdl_option(pdl),
+    )
+    return out
+
+
+def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
+    """Parts [splits, T, N] float32 whose sum is the product; all that `accepts_split` asks for
+    holds."""
+    shape = (weight.shape[1] // TUNING.skinny_span, input.shape[0], weight.shape[0])
+    parts = gpu.empty(shape, torch.float32, input.device)
+    _tile(
+        input,
+        weight,
+        parts,
+        None,
+        None,
+        (TUNING.skinny_split_rows, TUNING.skinny_span),
+        (False, False),
+    )
+    return parts
+
+
+def _tile(
+    input: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    size: tuple[int, int],
+    kinds: tuple[bool, bool],
+) -> None:
+    """`tile_kernel` with programs of a size (rows, columns); kinds: gated and add."""
+    tokens, width = input.shape
+    numbers = out.shape[-1]
+    rows, span = size
+    padded = gpu.next_power_of_2(span)
+    warps = min(16, max(4, padded // 256))
+    pdl = gpu.supports_pdl(input.device)
+    of_norm, eps = (weight, 0.0) if norm is None else norm
+    gated, add = kinds
+    tile_kernel[(-(-numbers // rows), width // span)](
+        *(input, of_norm, weight, weight if bias is None else bias, out, tokens, numbers),
+        *(input.stride(0), out.stride(-2), eps, width, span, padded, min(warps, padded // 16)),
+        *(rows, _tile_tokens(tokens), rows == TUNING.skinny_tall_rows, norm is not None, gated),
+        *(bias is not None, add, pdl),
+        num_warps=warps,
+        **pdl_option(pdl),
+    )

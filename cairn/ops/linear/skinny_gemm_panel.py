@@ -1,0 +1,166 @@
+"""How the products of some tokens with the weights of a layer are launched on a GPU.
+
+The library's products take more time between the kernels around them than at their weights. These
+begin to read theirs while the kernel in front still runs, and leave the sum of what was split to
+the norm behind them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.linear import skinny_gemm, wgmma_launch
+from cairn.ops.linear.kernels import panel_kernel, sum_norm_kernel
+from cairn.ops.linear.tuning import TUNING
+from cairn.ops.norm.launch import LONGEST
+from cairn.ops.pdl import pdl_option
+
+FEWEST, MOST = skinny_gemm.TILE_TOKENS + 1, 128
+"""Tokens of these products."""
+GATED_ROWS = SPLIT_ROWS = 64
+
+
+def sums_in_norm(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the norm of a stream that a product is added to belongs behind that product; else in
+    front of the next one."""
+    return (
+        FEWEST <= input.shape[0] <= MOST
+        or skinny_gemm.accepts_split(input, weight)
+        or (bias is None and wgmma_launch.sums_split(input, weight))
+    )
+
+
+def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
+    """Some tokens [T, K] with their numbers side by side, and a plain weight [N, K] of one layer.
+
+    On a device the library's product is the faster one of float32, of weights that keep it busy for
+    more than one round of programs, and where no kernel is launched early.
+    """
+    return _takes(input, weight) and _rows(weight, gated) > 0
+
+
+def accepts_split(input: Tensor, weight: Tensor) -> bool:
+    """The same where the sums are split."""
+    numbers = weight.shape[0]
+    return (
+        _takes(input, weight)
+        and numbers % SPLIT_ROWS == 0
+        and numbers // SPLIT_ROWS <= TUNING.panel_programs
+        and numbers <= LONGEST
+    )
+
+
+def _takes(input: Tensor, weight: Tensor) -> bool:
+    return (
+        input.dim() == 2
+        and FEWEST <= input.shape[0] <= MOST
+        and input.dtype == weight.dtype
+        and (input.device.type != "cuda" or _is_quick(input))
+        and input.stride(1) == 1
+        and weight.is_contiguous()
+        and weight.shape[1] % TUNING.panel_part == 0
+        and weight.numel() * weight.element_size() <= TUNING.panel_most_bytes
+        and _bytes(input) <= gpu.program_memory(input.device)
+    )
+
+
+def _is_quick(input: Tensor) -> bool:
+    """Whether its device gains by this."""
+    return input.dtype != torch.float32 and gpu.supports_pdl(input.device)
+
+
+def _tokens(input: Tensor) -> int:
+    return TUNING.panel_tokens if input.shape[0] <= TUNING.panel_tokens else 2 * TUNING.panel_tokens
+
+
+def _bytes(input: Tensor) -> int:
+    """Most memory of the parts that a program has at once."""
+    tokens = _tokens(input)
+    part = 2 * TUNING.panel_part if tokens == TUNING.panel_tokens else TUNING.panel_part
+    return TUNING.panel_stages * (tokens + max(TUNING.panel_rows)) * part * input.element_size()
+
+
+def _rows(weight: Tensor, gated: bool) -> int:
+    """Rows of a program, 0 if too many programs were needed."""
+    numbers = weight.shape[0]
+    fitting = (
+        rows
+        for rows in ((GATED_ROWS,) if gated else TUNING.panel_rows)
+        if numbers % rows == 0 and numbers // rows <= TUNING.panel_programs
+    )
+    return next(fitting, 0)
+
+
+def multiply(input: Tensor, weight: Tensor, out: Tensor, *, gated: bool = False) -> Tensor:
+    """Write out [T, N], or of silu of the first half of the numbers, times the second, if `gated`;
+    all that `accepts` asks for holds."""
+    _launch(input, weight, out, _rows(weight, gated), weight.shape[1], gated)
+    return out
+
+
+def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
+    """Parts [splits, T, N] float32 whose sum is the product; all that `accepts_split` asks for
+    holds."""
+    numbers, width = weight.shape
+    splits = 1
+    while (
+        splits < TUNING.panel_most_splits
+        and 2 * splits * numbers // SPLIT_ROWS <= TUNING.panel_programs
+        and width % (2 * splits * TUNING.panel_part) == 0
+        and width // (2 * splits * TUNING.panel_part) >= TUNING.panel_fewest_parts
+    ):
+        splits *= 2
+    shape = (splits, input.shape[0], numbers)
+    parts = gpu.empty(shape, torch.float32, input.device)
+    _launch(input, weight, parts, SPLIT_ROWS, width // splits, False)
+    return parts
+
+
+def _launch(input: Tensor, weight: Tensor, out: Tensor, rows: int, span: int, gated: bool) -> None:
+    """`panel_kernel`, each program with so many rows of the weight and columns of a span."""
+    numbers, width = weight.shape
+    tokens = _tokens(input)
+    large = (
+        tokens == TUNING.panel_tokens
+        and span >= TUNING.panel_many_parts * TUNING.panel_part
+        and span % (2 * TUNING.panel_part) == 0
+    )
+    part = 2 * TUNING.panel_part if large else TUNING.panel_part
+    pdl = gpu.supports_pdl(input.device)
+    lines = gpu.next_power_of_2(-(-span * weight.element_size() // 128))
+    panel_kernel[(numbers // rows, width // span)](
+        *(input, weight, out, input.shape[0], numbers // 2 if gated else numbers),
+        *(input.stride(0), out.stride(-2), width, span, lines, tokens, rows, part),
+        *(gated, out.dim() == 3, "ieee" if input.dtype == torch.float32 else "tf32", pdl),
+        num_warps=tokens // 16,
+        num_stages=min(TUNING.panel_stages, span // part + 1),
+        **pdl_option(pdl),
+    )
+
+
+def add(parts: Tensor, residual: Tensor) -> None:
+    """residual [T, N] += the sum of parts [splits, T, N] in their order."""
+    _add(parts, residual, None)
+
+
+def add_and_norm(parts: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """The same; what its norm makes of it before it is rounded, [T, N]."""
+    out = gpu.empty(residual.shape, residual.dtype, residual.device)
+    _add(parts, residual, (norm, out, eps))
+    return out
+
+
+def _add(parts: Tensor, residual: Tensor, normed: tuple[Tensor, Tensor, float] | None) -> None:
+    """`sum_norm_kernel`; normed: weight of the norm, where its result goes, and eps."""
+    splits, tokens, width = parts.shape
+    norm, out, eps = (residual, residual, 0.0) if normed is None else normed
+    block = gpu.next_power_of_2(width)
+    pdl = gpu.supports_pdl(residual.device)
+    sum_norm_kernel[(tokens,)](
+        *(parts, residual, norm, out, tokens, residual.stride(0), out.stride(0), width, eps),
+        *(splits, block, normed is not None, pdl),
+        num_warps=min(16, 2 * gpu.warps_for(block)),
+        **pdl_option(pdl),
+    )

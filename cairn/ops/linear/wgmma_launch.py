@@ -1,0 +1,123 @@
+"""How products of some tokens with a large weight are launched in groups of warps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.linear.tuning import TUNING
+from cairn.ops.linear.wgmma import linear_groups_kernel
+from cairn.ops.norm.launch import LONGEST
+from cairn.ops.pdl import pdl_option
+
+_ALIGNED = 16
+"""Bytes that a table's address and its lines' are multiples of."""
+
+
+def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
+    """Some tokens [T, K] and a large weight [N, K] with enough rows for the device."""
+    if not _fits(input, weight):
+        return False
+    filled = TUNING.wgmma_wide_filled if _tokens(input) > 32 and not gated else TUNING.wgmma_filled
+    enough = _programs(weight) >= filled * gpu.processors(input.device)
+    return enough and _aligned(input, weight)
+
+
+def sums_split(input: Tensor, weight: Tensor) -> bool:
+    """Whether `accepts_split` takes them wherever in memory they begin."""
+    return _fits(input, weight) and weight.shape[0] <= LONGEST
+
+
+def accepts_split(input: Tensor, weight: Tensor) -> bool:
+    """Some tokens and a large weight, of any number of rows up to the longest norm, which adds up
+    what the sums are split into."""
+    return sums_split(input, weight) and _aligned(input, weight)
+
+
+def accepts_added(input: Tensor, weight: Tensor) -> bool:
+    """The same where nothing but the sum is wanted, and it is split."""
+    return (
+        accepts_split(input, weight)
+        and (_tokens(input) <= 32 or _bytes(weight) >= TUNING.wgmma_wide_split_bytes)
+        and _splits(input, weight) > 1
+    )
+
+
+def _fits(input: Tensor, weight: Tensor) -> bool:
+    size = weight.element_size()
+    return (
+        input.dim() == 2
+        and TUNING.wgmma_fewest <= input.shape[0] <= TUNING.wgmma_most
+        and input.dtype == weight.dtype
+        and size == 2
+        and gpu.supports_wgmma(input.device)
+        and weight.is_contiguous()
+        and _bytes(weight) >= TUNING.wgmma_least_bytes
+        and weight.shape[1] * size % _ALIGNED == 0
+        and input.stride(1) == 1
+        and input.stride(0) >= input.shape[1]
+        and input.stride(0) * size % _ALIGNED == 0
+    )
+
+
+def _aligned(input: Tensor, weight: Tensor) -> bool:
+    return (input.data_ptr() | weight.data_ptr()) % _ALIGNED == 0
+
+
+def _bytes(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
+
+
+def _programs(weight: Tensor) -> int:
+    return -(-weight.shape[0] // (2 * TUNING.wgmma_rows))
+
+
+def _tokens(input: Tensor) -> int:
+    return max(16, gpu.next_power_of_2(input.shape[0]))
+
+
+def _splits(input: Tensor, weight: Tensor) -> int:
+    wanted = TUNING.wgmma_split_filled[_tokens(input)] * gpu.processors(input.device)
+    most = -(-weight.shape[1] // TUNING.wgmma_part) // TUNING.wgmma_fewest_parts
+    return max(1, min(math.ceil(wanted / _programs(weight)), most))
+
+
+def multiply(input: Tensor, weight: Tensor, out: Tensor, *, gated: bool = False) -> Tensor:
+    """Write out [T, N], or of silu of the first half of the numbers, times the second, if `gated`;
+    all that `accepts` asks for holds."""
+    _launch(input, weight, out, 1, gated)
+    return out
+
+
+def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
+    """Parts [splits, T, N] float32 whose sum is the product; all that `accepts_split` asks for
+    holds."""
+    splits = _splits(input, weight)
+    parts = gpu.empty((splits, input.shape[0], weight.shape[0]), torch.float32, input.device)
+    _launch(input, weight, parts, splits, False)
+    return parts
+
+
+def _launch(input: Tensor, weight: Tensor, out: Tensor, splits: int, gated: bool) -> None:
+    """`linear_groups_kernel` with as many parts at once as a program has memory for."""
+    tokens, pdl = _tokens(input), gpu.supports_pdl(input.device)
+    held = (2 * TUNING.wgmma_rows + tokens) * TUNING.wgmma_part * weight.element_size()
+    stages = min(
+        TUNING.wgmma_stages, (gpu.program_memory(input.device) - TUNING.wgmma_spare) // held
+    )
+    linear_groups_kernel[(_programs(weight), splits)](
+        *(_table(input, tokens), _table(weight, TUNING.wgmma_rows), out),
+        *(input.shape[0], out.shape[-1], out.stride(-2), -(-weight.shape[1] // TUNING.wgmma_part)),
+        *(TUNING.wgmma_rows, tokens, TUNING.wgmma_part, stages, gated, out.dim() == 3, pdl),
+        num_warps=4,
+        maxnreg=TUNING.wgmma_registers,
+        **pdl_option(pdl),
+    )
+
+
+def _table(lines: Tensor, rows: int) -> object:
+    block = (rows, TUNING.wgmma_part)
+    return gpu.tiles(gpu.blocks(lines, lines.shape, lines.stride(), block), block)

@@ -1,0 +1,179 @@
+"""What `cairn bench ops` times of this family."""
+
+from __future__ import annotations
+
+import torch
+
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
+from cairn.ops.moe.cases import aligned_inputs, prepared_inputs
+from cairn.ops.moe.fused_experts import fused_experts
+from cairn.ops.moe.grouped_topk import biased_grouped_topk, grouped_topk, grouped_topk_softmax
+from cairn.ops.moe.kimi_k2_moe_fused_gate import kimi_k2_moe_fused_gate
+from cairn.ops.moe.moe_align_block_size import moe_align_block_size
+from cairn.ops.moe.moe_fused_gate import moe_fused_gate
+from cairn.ops.moe.moe_sum import moe_sum, moe_sum_reduce
+from cairn.ops.moe.prepare_moe_input import prepare_moe_input
+from cairn.ops.moe.shuffle_rows import shuffle_rows
+from cairn.ops.moe.topk_sigmoid import topk_sigmoid
+from cairn.ops.moe.topk_softmax import topk_softmax
+
+ROUTERS = {"full": ((1, 256, 8), (64, 256, 8), (8192, 256, 8)), "tiny": ((1, 16, 2), (5, 16, 2))}
+"""Tokens, experts and chosen ones of each token that routing is timed on."""
+WIDTH = 2048
+"""Numbers of a token in them."""
+
+
+def routers_of(draw: Draw) -> tuple[tuple[int, int, int], ...]:
+    """Those of a size."""
+    return ROUTERS[draw.sizes]
+
+
+@apply_shuffle_mul_sum.bench
+def _(draw: Draw) -> Points:
+    for tokens, _, topk in routers_of(draw):
+        x, out = draw.randn(tokens * topk, WIDTH), draw.randn(tokens, WIDTH)
+        order, factors = draw.rand(tokens * topk).argsort(), draw.randn(tokens * topk)
+        yield Point(f"{tokens} x {topk}", draw.args(x, out, order, factors), moved(x, out, order))
+
+
+LAYERS = {
+    "full": (2048, 512, 256, 8, (1, 64)),
+    "tiny": (32, 16, 8, 2, (1, 5)),
+}
+"""Widths of a token and between the products, experts, chosen ones, tokens: what it is timed on."""
+
+
+@fused_experts.bench
+def _(draw: Draw) -> Points:
+    width, inner, experts, topk, batches = LAYERS[draw.sizes]
+    w1, w2 = draw.randn(experts, 2 * inner, width), draw.randn(experts, width, inner)
+    for tokens in batches:
+        x, weights = draw.randn(tokens, width), draw.rand(tokens, topk)
+        ids = draw.rand(tokens, experts).argsort(dim=1)[:, :topk].int()
+        hit = int(ids.unique().numel())
+        yield Point(
+            f"{tokens} x {width}, {topk} of {experts}",
+            draw.args(x, w1, w2, weights, ids),
+            moved(x, x) + hit * moved(w1[0], w2[0]),
+            6.0 * tokens * topk * width * inner,
+        )
+
+
+@grouped_topk.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routers_of(draw):
+        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        given, size = (
+            draw.args(gating, bias, 8, 4, topk, True, 2.5),
+            f"{tokens}: {topk} of {experts}",
+        )
+        yield Point(size, given, moved(gating, weights, weights))
+
+
+@biased_grouped_topk.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routers_of(draw):
+        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        given, size = draw.args(gating, bias, topk, True, 8, 4), f"{tokens}: {topk} of {experts}"
+        yield Point(size, given, moved(gating, weights, weights))
+
+
+@grouped_topk_softmax.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routers_of(draw):
+        gating = draw.randn(tokens, experts)
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        given, size = draw.args(gating, topk, True, 8, 4), f"{tokens}: {topk} of {experts}"
+        yield Point(size, given, moved(gating, weights, weights))
+
+
+@kimi_k2_moe_fused_gate.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routers_of(draw):
+        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        yield Point(
+            f"{tokens}: {topk} of {experts}",
+            draw.args(gating, bias, topk, True, 2.8, True),
+            moved(gating, weights, weights),
+        )
+
+
+@moe_align_block_size.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routers_of(draw):
+        ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
+        given = aligned_inputs(draw, ids, experts, 16, True)
+        yield Point(f"{tokens}: {topk} of {experts}", given, moved(ids, *given.args[3:6]))
+
+
+@moe_fused_gate.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routers_of(draw):
+        gating, bias = draw.randn(tokens, experts), draw.randn(experts)
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        yield Point(
+            f"{tokens}: {topk} of {experts}",
+            draw.args(gating, bias, 8, 4, topk, 0, 2.5, True),
+            moved(gating, weights, weights),
+        )
+
+
+@moe_sum.bench
+def _(draw: Draw) -> Points:
+    for tokens, _, topk in routers_of(draw):
+        x, out = draw.randn(tokens, topk, WIDTH), draw.randn(tokens, WIDTH)
+        yield Point(f"{tokens} x {topk}", draw.args(x, out), moved(x, out))
+
+
+@moe_sum_reduce.bench
+def _(draw: Draw) -> Points:
+    for tokens, _, topk in routers_of(draw):
+        x, out = draw.randn(tokens, topk, WIDTH), draw.randn(tokens, WIDTH)
+        yield Point(f"{tokens} x {topk}", draw.args(x, out, 2.5), moved(x, out))
+
+
+@prepare_moe_input.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routers_of(draw):
+        ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
+        given = prepared_inputs(draw, ids, experts, True)
+        yield Point(f"{tokens}: {topk} of {experts}", given, moved(*given.args[:6]))
+
+
+@shuffle_rows.bench
+def _(draw: Draw) -> Points:
+    for tokens, _, topk in routers_of(draw):
+        x, order = draw.randn(tokens, WIDTH), draw.randint(0, tokens, tokens * topk)
+        shape = [tokens * topk, WIDTH]
+        least = moved(x, order) + tokens * topk * WIDTH * x.element_size()
+        yield Point(f"{tokens} x {topk}", draw.args(x, order, shape), least)
+
+
+@topk_sigmoid.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routers_of(draw):
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
+        gating = draw.randn(tokens, experts)
+        yield Point(
+            f"{tokens}: {topk} of {experts}",
+            draw.args(weights, ids, gating, True),
+            moved(weights, ids, gating),
+        )
+
+
+@topk_softmax.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routers_of(draw):
+        weights = draw.randn(tokens, topk, dtype=torch.float32)
+        ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
+        gating = draw.randn(tokens, experts)
+        yield Point(
+            f"{tokens}: {topk} of {experts}",
+            draw.args(weights, ids, gating, True),
+            moved(weights, ids, gating),
+        )

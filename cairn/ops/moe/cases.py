@@ -1,0 +1,175 @@
+"""Cases on which the ops of this family are tested."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
+from cairn.ops.moe.fused_experts import fused_experts
+from cairn.ops.moe.grouped_topk import biased_grouped_topk, grouped_topk, grouped_topk_softmax
+from cairn.ops.moe.kimi_k2_moe_fused_gate import kimi_k2_moe_fused_gate
+from cairn.ops.moe.moe_align_block_size import moe_align_block_size
+from cairn.ops.moe.moe_fused_gate import moe_fused_gate
+from cairn.ops.moe.moe_sum import moe_sum, moe_sum_reduce
+from cairn.ops.moe.prepare_moe_input import prepare_moe_input
+from cairn.ops.moe.shuffle_rows import shuffle_rows
+from cairn.ops.moe.topk_sigmoid import topk_sigmoid
+from cairn.ops.moe.topk_softmax import topk_softmax
+from cairn.ops.testing import Arguments, Cases, Make
+
+
+@apply_shuffle_mul_sum.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, out = make.randn(15, 24, dtype=dtype), make.empty(5, 24, dtype=dtype)
+        order = make.randint(0, 15, 15, dtype=torch.int32)
+        yield make.args(x, out, order, make.randn(15, dtype=dtype))
+        yield make.args(x, out, order, None)
+    yield make.args(make.randn(6, 8), make.empty(3, 8), make.randint(0, 6, 6), make.randn(3, 2))
+    yield make.args(make.randn(0, 8), make.empty(0, 8), make.randint(0, 1, 0), None)
+
+
+@fused_experts.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        w1, w2 = make.randn(6, 32, 24, dtype=dtype), make.randn(6, 24, 16, dtype=dtype)
+        w1, w2 = w1 / 5, w2 / 4
+        x, ids = make.randn(9, 24, dtype=dtype), make.randint(-1, 6, 9, 3, dtype=torch.int32)
+        yield make.args(x, w1, w2, make.rand(9, 3), ids)
+        yield make.args(x[:1], w1, w2, make.rand(1, 2), ids[:1, :2].long(), "gelu_tanh", True, 2.5)
+    yield make.args(x[:2], w1, w2, make.rand(2, 2), make.full((2, 2), -1, torch.int32), "gelu")
+    none = make.randint(0, 6, 0, 2)
+    yield make.args(x[:0], w1, w2, make.rand(0, 2), none)
+
+
+@grouped_topk.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(9, 32, dtype=dtype), make.randn(32), 8, 3, 6, True, 2.5)
+    yield make.args(make.randint(0, 2, 9, 12).float(), make.full((12,), 0.5), 1, 1, 4, False, 1.0)
+
+
+@biased_grouped_topk.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(9, 32, dtype=dtype), make.randn(32), 6, True, 8, 3)
+    yield make.args(make.randn(9, 12), make.randn(12), 4, False, 12, 5, 2.5)
+
+
+@grouped_topk_softmax.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(9, 32, dtype=dtype), 6, True, 8, 3)
+    yield make.args(make.randint(0, 2, 9, 12).float(), 4, False, 6, 2)
+
+
+@kimi_k2_moe_fused_gate.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(5, 384, dtype=dtype), make.randn(384), 8, True, 2.8, True)
+        yield make.args(make.randn(7, 12, dtype=dtype), make.randn(12), 3, False, 2.8, True)
+    yield make.args(make.randn(0, 12), make.randn(12), 3)
+
+
+def aligned_inputs(make: Make, ids: Tensor, experts: int, block: int, pad: bool) -> Arguments:
+    """Arguments of `moe_align_block_size`, its outputs as small as they may be."""
+    most = ids.numel() + (experts + 1) * (block - 1)
+    return make.args(
+        *(ids, experts + 1, block),
+        make.empty(most, dtype=torch.int32),
+        make.empty(-(-most // block), dtype=torch.int32),
+        make.empty(1, dtype=torch.int32),
+        make.empty(experts + 2, dtype=torch.int32),
+        pad,
+    )
+
+
+@moe_align_block_size.cases
+def _(make: Make) -> Cases:
+    yield aligned_inputs(make, make.randint(-1, 8, 13, 3, dtype=torch.int32), 8, 4, True)
+    yield aligned_inputs(make, make.randint(0, 5, 40, 2), 5, 16, False)
+    yield aligned_inputs(make, make.full((3, 2), -1, torch.int32), 4, 8, True)
+    yield aligned_inputs(make, make.randint(0, 64, 1, 8, dtype=torch.int32), 64, 1, False)
+    yield aligned_inputs(make, make.randint(0, 4, 0, 2), 4, 8, True)
+
+
+@moe_fused_gate.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, bias = make.randn(9, 32, dtype=dtype), make.randn(32, dtype=dtype)
+        yield make.args(x, bias, 4, 2, 6)
+        yield make.args(x, bias, 8, 3, 6, 2, 2.5, True)
+    yield make.args(x, bias, 1, 1, 4, scoring_func="sqrtsoftplus", renormalize=False)
+    yield make.args(make.randint(0, 2, 9, 12).float(), make.full((12,), 0.5), 6, 3, 4)
+    yield make.args(make.randn(0, 8), make.randn(8), 4, 2, 3)
+
+
+@moe_sum.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(5, 3, 33, dtype=dtype), make.empty(5, 33, dtype=dtype))
+    yield make.args(make.randn(0, 3, 8), make.empty(0, 8))
+    yield make.args(make.randn(2, 0, 8), make.empty(2, 8))
+
+
+@moe_sum_reduce.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(5, 3, 33, dtype=dtype), make.empty(5, 33, dtype=dtype), 2.5)
+    yield make.args(make.randn(4, 1, 8), make.empty(4, 8))
+
+
+def prepared_inputs(make: Make, ids: Tensor, experts: int, scales: bool) -> Arguments:
+    """Arguments of `prepare_moe_input`; `scales`: with offsets of block scales."""
+
+    def words(*shape: int) -> Tensor:
+        return make.empty(*shape, dtype=torch.int32)
+
+    return make.args(
+        *(ids, words(experts + 1), words(experts, 3), words(experts, 3)),
+        *(words(ids.numel()), words(ids.numel()), experts, 96, 64),
+        words(experts + 1) if scales else None,
+    )
+
+
+@prepare_moe_input.cases
+def _(make: Make) -> Cases:
+    yield prepared_inputs(make, make.randint(0, 8, 13, 3, dtype=torch.int32), 8, True)
+    yield prepared_inputs(make, make.randint(-1, 6, 200, 2), 5, False)
+    yield prepared_inputs(make, make.randint(0, 4, 0, 2), 4, True)
+
+
+@shuffle_rows.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        order = make.randint(0, 5, 9, dtype=torch.int32)
+        yield make.args(make.randn(5, 24, dtype=dtype), order, [9, 24])
+    codes = make.randint(0, 255, 4, 16, dtype=torch.int32).to(torch.uint8)
+    yield make.args(codes, make.randint(0, 4, 6), [6, 16])
+    yield make.args(make.randn(5, 8), make.randint(0, 5, 0), [0, 8])
+
+
+@topk_sigmoid.cases
+def _(make: Make) -> Cases:
+    def outputs(tokens: int, topk: int) -> tuple[Tensor, Tensor]:
+        return make.empty(tokens, topk), make.empty(tokens, topk, dtype=torch.int32)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(*outputs(7, 3), make.randn(7, 12, dtype=dtype))
+        yield make.args(*outputs(5, 8), make.randn(5, 60, dtype=dtype), True, make.randn(60))
+    yield make.args(*outputs(9, 4), make.randint(0, 3, 9, 16).float(), True)
+    yield make.args(*outputs(0, 2), make.randn(0, 8))
+
+
+@topk_softmax.cases
+def _(make: Make) -> Cases:
+    def outputs(tokens: int, topk: int) -> tuple[Tensor, Tensor]:
+        return make.empty(tokens, topk), make.empty(tokens, topk, dtype=torch.int32)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(*outputs(7, 3), make.randn(7, 12, dtype=dtype))
+        yield make.args(*outputs(5, 8), make.randn(5, 60, dtype=dtype), True, 5.0, make.randn(60))
+    # Many equals.
+    yield make.args(*outputs(9, 4), make.randint(0, 3, 9, 16).float(), True)
+    yield make.args(*outputs(0, 2), make.randn(0, 8))

@@ -1,0 +1,58 @@
+"""Tuning constants of this family's launches, measured on an H100."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cairn.ops.tuning import Tuning
+
+
+@dataclass(slots=True)
+class SamplingTuning(Tuning):
+    """One field a constant."""
+
+    chunks: int = 64
+    """Most chunks of a row."""
+    least_chunk: int = 512
+    """Numbers of the shortest chunk."""
+    line: int = 32
+    """Numbers of which the maximum is kept."""
+    width: int = 16
+    """Weights of every list that a program holds while it searches. A list has as many of these as
+    10 bits count."""
+    draw_warps: int = 8
+    """Of a program that draws from a row without filters."""
+    workspace_bytes: int = 256 << 20
+    """Lists are held for so many rows at a time."""
+    most_lines: int = 192
+    """Lines in which all that is kept of a row is looked for."""
+    few: int = 256
+    rivals: int = 32
+    """Weights of a row that are compared with all others instead of searched, and so many at
+    once."""
+    run: int = 16
+    """Numbers that are summed up before a token is looked for among them."""
+    list_warps: int = 8
+    list_registers: int = 128
+    """Of programs that list a row, and draw from it: two of a multiprocessor."""
+    sample: int = 64
+    """Numbers of each chunk from which it is guessed where the threshold of a share lies. Not by
+    how many rows there are: sums of what is listed are rounded as it is listed."""
+    sure: float = 4.0
+    trials: int = 8
+    """Standard deviations that the guess leaves on each side, and weights that are tried at a
+    time."""
+    abreast: int = 4
+    ahead: int = 8192
+    """Chunks that a program lists at a time, of so many numbers: while the first is, the others are
+    on their way."""
+    programs: int = 256
+    """Programs that fill a large device when they list: each finds the bound of its row first."""
+    keep_block: int = 2048
+    keep_warps: int = 4
+    """Numbers and warps of a program that stores what a row keeps."""
+    pdl_rows: int = 256
+    """At most this many rows launch each kernel before the one in front is done."""
+
+
+TUNING = SamplingTuning()

@@ -1,0 +1,1 @@
+"""Exact selection of the k largest numbers of a row, which ops of several families share."""

@@ -1,0 +1,145 @@
+"""What `cairn bench ops` times of this family."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.cache.quantized import BYTES
+from cairn.ops.sparse_mla import index_cache, records
+from cairn.ops.sparse_mla.index_k_gather import index_k_gather
+from cairn.ops.sparse_mla.index_k_store import index_k_store
+from cairn.ops.sparse_mla.mla_kv_store import mla_kv_store
+from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits
+from cairn.ops.sparse_mla.ragged_mqa_logits import ragged_mqa_logits
+from cairn.ops.sparse_mla.samples import decode_steps, is_tiny, sizes_of, token_counts
+from cairn.ops.sparse_mla.select_topk import select_topk
+from cairn.ops.sparse_mla.sparse_mla import sparse_mla
+from cairn.ops.top_k.samples import points
+
+
+@index_k_gather.bench
+def _(draw: Draw) -> Points:
+    for step in decode_steps(draw):
+        dim, size = step.sizes.index_dim, step.sizes.page
+        token = dim + index_cache.SCALE_BYTES
+        cache = draw.randint(0, 127, step.pages, size * token, dtype=BYTES)
+        first = step.page_table.long().flatten() * size
+        location = (first.unsqueeze(1) + draw.arange(size)).flatten()
+        yield Point(
+            str(step),
+            draw.args(cache, location, dim),
+            moved(location) + 2 * len(location) * token,
+            alternatives=draw.by_torch(index_k_gather.reference),
+        )
+
+
+@index_k_store.bench
+def _(draw: Draw) -> Points:
+    sizes = sizes_of(draw)
+    token = sizes.index_dim + index_cache.SCALE_BYTES
+    for tokens in token_counts(draw):
+        k = draw.randn(tokens, sizes.index_dim)
+        pages = tokens // sizes.page + 64
+        cache = draw.randint(0, 127, pages, sizes.page * token, dtype=BYTES)
+        location = draw.rand(pages * sizes.page).argsort()[:tokens]
+        yield Point(
+            f"{tokens} x {sizes.index_dim}",
+            draw.args(k, cache, location),
+            moved(k, location) + tokens * token,
+            alternatives=draw.by_torch(index_k_store.reference),
+        )
+
+
+@mla_kv_store.bench
+def _(draw: Draw) -> Points:
+    sizes = sizes_of(draw)
+    widths = (sizes.latent, sizes.rope)
+    for tokens in token_counts(draw):
+        pages = tokens // sizes.page + 64
+        latent, k_pe = (draw.randn(tokens, width) for width in widths)
+        location = draw.rand(pages * sizes.page).argsort()[:tokens]
+        shape = (pages, sizes.page)
+        plain = draw.randn(*shape, sum(widths))
+        small = draw.randint(0, 127, *shape, records.record_bytes(*widths), dtype=BYTES)
+        for kind, cache in (("plain", plain), ("float8", small)):
+            yield Point(
+                f"{tokens}, {kind}",
+                draw.args(latent, k_pe, cache, location),
+                moved(latent, k_pe, location) + tokens * cache[0, 0].nbytes,
+                alternatives=draw.by_torch(mla_kv_store.reference),
+            )
+
+
+@paged_mqa_logits.bench
+def _(draw: Draw) -> Points:
+    for step in decode_steps(draw):
+        heads, dim, size = step.sizes.index_heads, step.sizes.index_dim, step.sizes.page
+        keys = step.tokens * step.context
+        token = dim + index_cache.SCALE_BYTES
+        cache = draw.randint(0, 60, step.pages, size * token, dtype=BYTES)
+        q = draw.randn(step.tokens, heads, dim)
+        numbers = index_cache.quantize(q, scale_ue8m0=False)[0]
+        weights = draw.randn(step.tokens, heads, dtype=torch.float32)
+        row = draw.arange(step.tokens)
+        context = draw.full((step.tokens,), step.context, torch.int32)
+        yield Point(
+            str(step),
+            draw.args(numbers, weights, cache, step.page_table, row, context),
+            moved(cache, numbers, weights) + 4 * keys,
+            2.0 * keys * heads * dim,
+        )
+
+
+@ragged_mqa_logits.bench
+def _(draw: Draw) -> Points:
+    sizes = sizes_of(draw)
+    heads, dim = sizes.index_heads, sizes.index_dim
+    for tokens, length in ((5, 64),) if is_tiny(draw) else ((2048, 8192), (2048, 32768)):
+        q, k = draw.randn(tokens, heads, dim), draw.randn(length, dim)
+        numbers = index_cache.quantize(q, scale_ue8m0=False)[0]
+        keys, scale = index_cache.quantize(k, scale_ue8m0=False)
+        weights = draw.randn(tokens, heads, dtype=torch.float32)
+        end = draw.arange(tokens, torch.int32) + (length - tokens + 1)
+        pairs = tokens * (length - (tokens - 1) / 2)
+        yield Point(
+            f"{tokens} x {length}",
+            draw.args(numbers, weights, keys, scale, torch.zeros_like(end), end),
+            moved(numbers, weights, keys, scale) + int(4 * pairs),
+            2.0 * pairs * heads * dim,
+        )
+
+
+def _by_topk(logits: Tensor, count: Tensor, topk: int) -> Tensor:
+    """torch's operator for tokens with equally many candidates."""
+    return logits.topk(topk).indices.sort().values.to(torch.int32)
+
+
+@select_topk.bench
+def _(draw: Draw) -> Points:
+    return points(draw, _by_topk)
+
+
+@sparse_mla.bench
+def _(draw: Draw) -> Points:
+    sizes = sizes_of(draw)
+    widths = (sizes.latent, sizes.rope)
+    # Of DeepSeek's 128 heads on one device and on one of eight.
+    steps = ((64, 128), (64, 16), (4, 128), (1, 128))
+    for tokens, heads in ((3, 4),) if is_tiny(draw) else steps:
+        pages = tokens * 2 * sizes.topk // sizes.page
+        cache = draw.randn(pages, sizes.page, sum(widths))
+        parts = (part.flatten(0, 1) for part in cache.split(widths, dim=-1))
+        small = records.quantize(*parts).view(pages, sizes.page, -1)
+        q = draw.randn(tokens, heads, sum(widths))
+        some = draw.rand(tokens, 2 * sizes.topk).argsort(dim=1)[:, : sizes.topk].sort().values
+        cells = (some + 2 * sizes.topk * draw.arange(tokens).unsqueeze(1)).to(torch.int32)
+        length = draw.full((tokens,), sizes.topk, torch.int32)
+        for kind, of in (("plain", cache), ("float8", small)):
+            yield Point(
+                f"{tokens} x {heads} heads, {kind}",
+                draw.args(q, of, cells, length, 0.1, sizes.latent),
+                moved(q, cells) + cells.numel() * of[0, 0].nbytes + tokens * heads * 4 * widths[0],
+                2.0 * cells.numel() * heads * (2 * widths[0] + widths[1]),
+            )

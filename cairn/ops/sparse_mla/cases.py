@@ -1,0 +1,153 @@
+"""Cases on which the ops of this family are tested."""
+
+from __future__ import annotations
+
+import torch
+
+from cairn.ops.sparse_mla import index_cache, records
+from cairn.ops.sparse_mla.index_k_gather import index_k_gather
+from cairn.ops.sparse_mla.index_k_store import index_k_store
+from cairn.ops.sparse_mla.mla_kv_store import mla_kv_store
+from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits
+from cairn.ops.sparse_mla.ragged_mqa_logits import ragged_mqa_logits
+from cairn.ops.sparse_mla.select_topk import select_topk
+from cairn.ops.sparse_mla.sparse_mla import sparse_mla
+from cairn.ops.testing import Cases, Make
+from cairn.ops.top_k.samples import rows_of
+
+
+@index_k_gather.cases
+def _(make: Make) -> Cases:
+    for dtype, size, dim in ((torch.float32, 4, 24), (torch.bfloat16, 32, 48)):
+        spot = make.tensor([0, 3, 17, -1, 2 * size, 5 * size - 1, -7, 3], torch.int64)
+        cache = make.randn(5, size, dim, dtype=dtype)
+        yield make.args(cache, spot, dim)
+        yield make.args(cache, spot[:0], dim)
+        yield make.args(cache[:0], spot[3:4], dim)
+        yield make.args(make.randn(5, size, 2 * dim, dtype=dtype)[..., :dim], spot, dim)
+        # 127 is NaN.
+        small = make.randint(0, 127, 5, size * (dim + 4), dtype=torch.uint8)
+        yield make.args(small, spot, dim)
+        yield make.args(small, spot[:0], dim)
+        yield make.args(small[:0], spot[3:4], dim)
+        if size == 32:
+            yield make.args(small, spot, dim, preshuffled=True)
+
+
+@index_k_store.cases
+def _(make: Make) -> Cases:
+    for dtype, size, dim in ((torch.float32, 4, 24), (torch.bfloat16, 32, 48)):
+        spot = make.tensor([0, 3, 17, -1, 2 * size, 5 * size - 1, -7], torch.int64)
+        k = make.randn(7, dim, dtype=dtype)
+        k[2] = 0.0
+        cache = make.randn(5, size, dim, dtype=dtype)
+        yield make.args(k, cache, spot)
+        yield make.args(k[3:4], cache, spot[3:4])
+        yield make.args(k[:0], cache, spot[:0])
+        yield make.args(k, make.randn(5, size, 2 * dim, dtype=dtype)[..., :dim], spot)
+        small = make.randint(0, 256, 5, size * (dim + 4), dtype=torch.uint8)
+        for power in (False, True):
+            yield make.args(k, small, spot, scale_ue8m0=power)
+            if size == 32:
+                yield make.args(k, small, spot, preshuffled=True, scale_ue8m0=power)
+        yield make.args(k[3:4], small, spot[3:4])
+        yield make.args(k[:0], small, spot[:0])
+
+
+@mla_kv_store.cases
+def _(make: Make) -> Cases:
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 32)):
+        spot = make.tensor([0, 3, 17, -1, 2 * size, 5 * size - 1, -7], torch.int64)
+        latent, k_pe = make.randn(7, 256, dtype=dtype), make.randn(7, 16, dtype=dtype)
+        latent[2] = 0.0
+        cache = make.randn(5, size, 272, dtype=dtype)
+        yield make.args(latent, k_pe, cache, spot)
+        yield make.args(latent[:0], k_pe[:0], cache, spot[:0])
+        both = make.randn(7, 300, dtype=dtype)
+        yield make.args(both[:, :256], both[:, 256:272], cache, spot)
+        small = make.randint(0, 256, 5, size, 296, dtype=torch.uint8)
+        yield make.args(latent, k_pe, small, spot)
+        yield make.args(both[:, :256], both[:, 256:272], small, spot)
+        yield make.args(latent[3:4], k_pe[3:4], small, spot[3:4])
+
+
+@paged_mqa_logits.cases
+def _(make: Make) -> Cases:
+    for dtype, size, heads, dim in ((torch.float32, 4, 3, 24), (torch.bfloat16, 16, 4, 32)):
+        paged = make.paged((70, 3, 0, 41), 1, size, dim, dtype=dtype)
+        keys, table = paged.k_cache[:, 0], paged.page_table
+        row, slot, _ = paged.queries((20, 1, 0, 3))
+        q = make.randn(len(row), heads, dim, dtype=dtype)
+        weights = make.randn(len(row), heads)
+        context = (slot + 1).to(torch.int32)
+        context[5] = 0
+        context[7] = -1
+        yield make.args(q, weights, keys, table, row, context)
+        yield make.args(q, weights, keys, table, row, context.long(), width=70)
+        yield make.args(q[:0], weights[:0], keys, table, row[:0], context[:0])
+        small = index_cache.pack(keys, preshuffled=False, scale_ue8m0=True)
+        yield make.args(q, weights, small, table, row, context, width=70)
+        if size == 16:
+            own = index_cache.quantize(q.flatten(0, 1), scale_ue8m0=False)[0].view(q.shape)
+            tiles = index_cache.pack(keys, preshuffled=True, scale_ue8m0=False)
+            yield make.args(own, weights, tiles, table, row, context, preshuffled=True)
+
+
+@ragged_mqa_logits.cases
+def _(make: Make) -> Cases:
+    for dtype, heads, dim in ((torch.float32, 3, 24), (torch.bfloat16, 4, 32)):
+        q, k = make.randn(9, heads, dim, dtype=dtype), make.randn(50, dim, dtype=dtype)
+        weights, scale = make.randn(9, heads), make.rand(50)
+        start = make.tensor([0, 0, 0, 7, 7, 49, 50, 9, 3], torch.int32)
+        end = make.tensor([1, 2, 50, 8, 30, 50, 50, 0, -1], torch.int32)
+        yield make.args(q, weights, k, scale, start, end)
+        yield make.args(q, weights, k, None, start.long(), end.long(), width=50)
+        yield make.args(q[:0], weights[:0], k, scale, start[:0], end[:0])
+        yield make.args(q[8:], weights[8:], k[:0], scale[:0], start[8:], end[8:], width=3)
+        numbers, scales = index_cache.quantize(k, scale_ue8m0=False)
+        own = index_cache.quantize(q, scale_ue8m0=False)[0]
+        yield make.args(own, weights, numbers, scales, start, end)
+
+
+@select_topk.cases
+def _(make: Make) -> Cases:
+    for number, (logits, count, start, topk) in enumerate(rows_of(make)):
+        tokens, width = logits.shape
+        yield make.args(logits, count, topk, start)
+        size = (1, 7)[number % 2]
+        table = make.randint(0, 1 << 20, 3, width // size + 1, dtype=torch.int32)
+        row = make.randint(0, 3, tokens)
+        paged = {"page_table": table, "row": row, "page_size": size}
+        yield make.args(logits, count.long(), topk, start, **paged)
+        yield make.args(logits[:, :width], count.clamp(max=width), topk, **paged)
+    yield make.args(make.randn(2, 0), make.tensor([0, 3], torch.int32), 5)
+
+
+@sparse_mla.cases
+def _(make: Make) -> Cases:
+    for dtype, size, heads, latent, rope in (
+        (torch.float32, 4, 3, 128, 16),
+        (torch.bfloat16, 16, 8, 256, 32),
+    ):
+        cache = make.randn(9, size, latent + rope, dtype=dtype)
+        cache[7:] = torch.nan
+        small = records.quantize(
+            *(part.flatten(0, 1) for part in cache.split((latent, rope), dim=-1))
+        ).view(9, size, -1)
+        q = make.randn(6, heads, latent + rope, dtype=dtype)
+        cells = make.randint(0, 7 * size, 6, 20, dtype=torch.int32)
+        length = make.tensor([20, 0, 1, 19, 7, 20], torch.int32)
+        # Behind the length, and where no cell can be.
+        cells[2, 1:], cells[4, 7:] = 8 * size, 7 * size + 1
+        cells[0, ::3], cells[3, 5], cells[3, 6] = -1, 1 << 30, -(1 << 31)
+        cells[5] = make.tensor([9 * size, -2] * 10, torch.int32)
+        sink = make.randn(heads)
+        sink[0], sink[1] = torch.inf, -torch.inf
+        for records_of in (cache, small):
+            given = (q, records_of, cells, length, 0.1, latent)
+            yield make.args(*given)
+            yield make.args(*given[:3], length.long(), *given[4:], sink=sink, dtype=dtype)
+            yield make.args(q[:0], records_of, cells[:0], length[:0], *given[4:])
+        yield make.args(q, cache, cells[:, :0], length, 0.1, latent)
+        wide = make.randn(6, 2 * heads, latent + rope, dtype=dtype)[:, ::2]
+        yield make.args(wide, cache, cells, length, 0.1, latent, sink)

@@ -1,0 +1,50 @@
+"""Calls whose arguments are not looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cairn.errors import BadArgument
+from cairn.ops.call import Call
+from cairn.ops.checks import refuse
+from cairn.ops.registry import op
+from cairn.ops.unchecked import unchecked
+
+
+@pytest.fixture
+def picky():
+    """An op that refuses everything."""
+
+    @op
+    def picky_for_the_test(input: Tensor) -> Tensor:
+        """input twice."""
+        return input * 2
+
+    @picky_for_the_test.check
+    def _(call: Call) -> None:
+        refuse("picky_for_the_test", "input", "is never right")
+
+    yield picky_for_the_test
+    picky_for_the_test.unregister()
+
+
+def test_looks_are_left_out_within_and_taken_behind(picky):
+    one = torch.ones(())
+    with pytest.raises(BadArgument):
+        picky(one)
+    with unchecked():
+        assert picky(one) == 2
+        with unchecked():
+            assert picky(one) == 2
+        assert picky(one) == 2
+    with pytest.raises(BadArgument):
+        picky(one)
+
+
+def test_an_error_within_ends_it(picky):
+    with pytest.raises(KeyError), unchecked():
+        raise KeyError
+    with pytest.raises(BadArgument):
+        picky(torch.ones(()))
