@@ -59,6 +59,11 @@ class GqaSpec:
     @property
     def description(self) -> str:
         """In words, for `cairn inspect`."""
-        seen = "all slots" if self.window is None else f"a window of {self.window} slots"
-        gated = ", outputs gated" if self.output_gate else ""
-        return f"{self.backend}: {seen}{gated}"
+        return describe_reads(self)
+
+
+def describe_reads(spec: GqaSpec) -> str:
+    """The backend of a layer and the slots that it reads, in words."""
+    seen = "all slots" if spec.window is None else f"a window of {spec.window} slots"
+    gated = ", outputs gated" if spec.output_gate else ""
+    return f"{spec.backend}: {seen}{gated}"

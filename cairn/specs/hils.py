@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from cairn.errors import BadConfig
 from cairn.specs.backends import DENSE, HSA, WINDOW
 from cairn.specs.choice import Notes
-from cairn.specs.gqa import GqaSpec, NormWidth
+from cairn.specs.gqa import GqaSpec, NormWidth, describe_reads
 from cairn.specs.layer_list import format_layers, parse_layers
 from cairn.specs.model import ModelSpec
 
@@ -93,7 +93,7 @@ class HilsSpec(GqaSpec):
     def description(self) -> str:
         """In words, for `cairn inspect`."""
         if not self.selects:
-            return super().description
+            return describe_reads(self)
         return (
             f"landmark selection: top {self.topk} pages and a window of {self.window} slots, "
             f"{self.summary} summaries"

@@ -28,7 +28,7 @@ from tests.engine.harness import (
 )
 from tests.failures.models import SIZE, TOPK, WINDOW, check_ledger, folder, variant, wide
 from tests.failures.oracle import oracle
-from tests.specs import parameter_count
+from tests.specs import hils_of, parameter_count
 
 PER_PAGE = SIZE - 1
 
@@ -102,23 +102,22 @@ def test_row_9_the_effective_configuration_is_printed(model, caplog):
 
 
 def test_row_9_defaults(model):
-    config = dataclasses.asdict(LLM(str(model), load_format="random", device="cpu").engine_config)
-    for name in ("choices", "warnings", "kv_cache_memory"):
+    resolved = LLM(str(model), load_format="random", device="cpu").engine_config
+    hils = hils_of(resolved.model)
+    assert resolved.model.selecting_layers == (0, 1)
+    assert (hils.topk, hils.window, hils.strategy) == (4, 32, "hils")
+    config = dataclasses.asdict(resolved)
+    for name in ("choices", "warnings", "kv_cache_memory", "model"):
         del config[name]
     assert config == {
         "dtype": "float32",
         "device": "cpu",
-        "attention_backend": "hsa",
         "page_size": 16,
         "seed": 0,
         "max_num_seqs": 64,
         "chunked_prefill_size": 1088,
         "itl_target_ms": None,
         "enable_prefix_caching": True,
-        "landmark_layers": (0, 1),
-        "topk": 4,
-        "window": 32,
-        "strategy": "hils",
         "load_format": "random",
         "gpu_memory_utilization": None,
         "kv_cache_dtype": "float32",
