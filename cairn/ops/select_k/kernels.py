@@ -356,7 +356,9 @@ def threshold_kernel(
         place = at
         total = width
         level_taken = 0
+        floor = tl.full([], 0, tl.uint32)
         if lists is not None:
+            floor = ordered(tl.load(floors + row))
             above, level, begins, total = take_lists(
                 counts + row * chunks, width, k, ROOM, CHUNK, CHUNKS
             )
@@ -370,7 +372,7 @@ def threshold_kernel(
             least = least_in_row(score, row, width, stride, k, ROOM, float("inf"))
         elif level_taken > 0:
             # Fewer than k lie above the bound, and k do not lie below it.
-            least = ordered(tl.load(floors + row))
+            least = floor
         else:
             inside = at < total
             value = load_scores(score, row, 0, place, inside, stride, float("inf"))
