@@ -233,16 +233,28 @@ def test_fp8_projection_of_latents_is_dequantised_once(tmp_path):
     assert torch.equal(load(tmp_path).layers[1].mixer.kv_up.weight, kept)
 
 
+def test_scales_are_read_in_each_of_their_dtypes(tmp_path):
+    case = "v32_fp8_scale_ue8m0"
+    kept = load(GOLDENS / case).layers[1].mixer.kv_up.weight
+
+    def stored_as(change):
+        return lambda t: {k: change(v) if k.endswith("scale_inv") else v for k, v in t.items()}
+
+    for change in (lambda v: v.float(), lambda v: v.view(torch.uint8)):
+        folder = copied(case, tmp_path, stored_as(change))
+        assert torch.equal(load(folder).layers[1].mixer.kv_up.weight, kept)
+
+
 def test_a_scale_that_is_missing_or_misshapen(tmp_path):
     name = "model.layers.0.self_attn.kv_b_proj.weight_scale_inv"
-    case = "v32_fp8_scale_fp32"
+    case = "v32_fp8_scale_ue8m0"
     folder = copied(case, tmp_path, lambda t: {k: v for k, v in t.items() if k != name})
     with pytest.raises(BadModel, match=rf"missing: {name}"):
         load(folder)
     copied(case, tmp_path, lambda t: t | {name: torch.ones(3, 1)})
     with pytest.raises(BadModel, match=rf"misshapen: {name}"):
         load(folder)
-    copied(case, tmp_path, lambda t: t | {name: -t[name]})
+    copied(case, tmp_path, lambda t: t | {name: -t[name].float()})
     with pytest.raises(BadModel, match=f"{name} holds"):
         load(folder)
 

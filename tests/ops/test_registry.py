@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cairn.errors import BadArgument, BadConfig
 from cairn.ops.call import Call
-from cairn.ops.checks import expect, refuse
+from cairn.ops.checks import refuse
 from cairn.ops.listing import table
 from cairn.ops.registry import Op, all_ops, check_forced, force, op
 from cairn.ops.testing import Cases, Make, Paged, cases_of, check, compare, poisoned, runnable
@@ -460,31 +460,6 @@ def test_an_op_is_public_through_its_fronts(scale: Op[..., Tensor]) -> None:
 
     assert scale.fronts == {"toy_double": toy_double}
     assert toy_double(3.0) == 6.0
-
-
-@pytest.mark.parametrize(
-    "options, problem",
-    [
-        ({"shape": (4, None)}, "has shape [2, 3], not [4, any]"),
-        ({"shape": (2,)}, "has shape [2, 3], not [2]"),
-        ({"dtypes": (torch.int32, torch.int64)}, "is float32, not int32 or int64"),
-        ({"like": torch.ones(1, device="meta")}, "lies on cpu, other arguments on meta"),
-    ],
-)
-def test_what_is_expected_is_said(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(BadArgument) as error:
-        expect("toy", "x", torch.ones(2, 3), **options)
-    assert str(error.value) == f"toy: argument `x` {problem}"
-
-
-def test_density_is_asked_of_the_last_dims() -> None:
-    x = torch.ones(4, 6, 8)[:, :3]
-    expect("toy", "x", x, (4, 3, None), (torch.float32,), x, dense=2)
-    expect("toy", "x", x[:0], dense=-1)
-    expect("toy", "x", x[..., :1], dense=1)
-    for wrong, dense in ((x, -1), (x[..., ::2], 1), (x.transpose(1, 2), 1), (x[..., :7], 2)):
-        with pytest.raises(BadArgument, match="must be contiguous"):
-            expect("toy", "x", wrong, dense=dense)
 
 
 def toy_shifted(x: Tensor, out: Tensor | None = None, by: float = 1.0) -> Tensor:
