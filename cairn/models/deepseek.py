@@ -119,15 +119,10 @@ def spec_from_config(
     kinds = _selections(f, num_layers, drafts) if own.shares else [FULL] * num_layers
     full, shared = _mixers(f, own, max_positions)
     ffns = _ffns(f, own, num_layers, drafts)
-    rows, head_rows = reading.vocabulary_rows(vocab, tied, stored)
     spec = ModelSpec(
         architecture=config["model_type"],
-        vocab_size=vocab,
-        embedding_rows=rows,
-        head_rows=head_rows,
         hidden_size=hidden,
         norm=norm,
-        tied=tied,
         chunk_size=None,
         landmarks=False,
         max_model_len=max_positions,
@@ -135,12 +130,10 @@ def spec_from_config(
             LayerSpec(full if kind == FULL else shared, ffn, norm)
             for kind, ffn in zip(kinds, ffns, strict=True)
         ),
-        dtype=reading.stored_dtype(config, stored.dtype),
         quantization=quantization,
         ignored=_ignored(num_layers, drafts),
-        eos_token_ids=reading.token_ids("eos_token_id", config.get("eos_token_id")),
-        bos_token_id=reading.first_token_id("bos_token_id", config.get("bos_token_id")),
         resolved=f.resolved(),
+        **reading.vocabulary_fields(config, vocab, tied, stored),
     )
     f.warn_unknown((*WITHOUT_EFFECT, *SHARING))
     return spec

@@ -222,6 +222,22 @@ def vocabulary_rows(vocab: int, tied: bool, stored: StoredRows) -> tuple[int, in
     return rows, head_rows
 
 
+def vocabulary_fields(
+    config: Mapping[str, Any], vocab: int, tied: bool, stored: StoredRows
+) -> dict[str, Any]:
+    """Fields of ModelSpec that a family does not define: stored rows, dtype, special tokens."""
+    embedding_rows, head_rows = vocabulary_rows(vocab, tied, stored)
+    return {
+        "vocab_size": vocab,
+        "embedding_rows": embedding_rows,
+        "head_rows": head_rows,
+        "tied": tied,
+        "dtype": stored_dtype(config, stored.dtype),
+        "eos_token_ids": token_ids("eos_token_id", config.get("eos_token_id")),
+        "bos_token_id": first_token_id("bos_token_id", config.get("bos_token_id")),
+    }
+
+
 def silu_only(fields: ConfigFields) -> None:
     """Refuse every activation but SwiGLU's."""
     value = fields.config.get("hidden_act", "silu")

@@ -55,23 +55,16 @@ def spec_from_config(
         )
         for window in _windows(f, f.integer("num_hidden_layers", 32))
     )
-    rows, head_rows = reading.vocabulary_rows(vocab, tied, stored)
     spec = ModelSpec(
         architecture="qwen3",
-        vocab_size=vocab,
-        embedding_rows=rows,
-        head_rows=head_rows,
         hidden_size=hidden,
         norm=norm,
-        tied=tied,
         chunk_size=None,
         landmarks=False,
         max_model_len=max_positions,
         layers=layers,
-        dtype=reading.stored_dtype(config, stored.dtype),
-        eos_token_ids=reading.token_ids("eos_token_id", config.get("eos_token_id")),
-        bos_token_id=reading.first_token_id("bos_token_id", config.get("bos_token_id")),
         resolved=f.resolved(),
+        **reading.vocabulary_fields(config, vocab, tied, stored),
     )
     f.warn_unknown(("layer_types",))
     return spec

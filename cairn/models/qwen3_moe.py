@@ -58,23 +58,16 @@ def spec_from_config(
     experts = f.integer("num_experts", 128, low=0)
     ffn = experts_of(f, experts, active=8, width=768, renormalize=False) if experts else None
     ffns = sparse_layers(f, count, ffn, dense_width=6144)
-    rows, head_rows = reading.vocabulary_rows(vocab, tied, stored)
     spec = ModelSpec(
         architecture="qwen3_moe",
-        vocab_size=vocab,
-        embedding_rows=rows,
-        head_rows=head_rows,
         hidden_size=hidden,
         norm=norm,
-        tied=tied,
         chunk_size=None,
         landmarks=False,
         max_model_len=max_positions,
         layers=tuple(LayerSpec(attention, ffn, norm) for ffn in ffns),
-        dtype=reading.stored_dtype(config, stored.dtype),
-        eos_token_ids=reading.token_ids("eos_token_id", config.get("eos_token_id")),
-        bos_token_id=reading.first_token_id("bos_token_id", config.get("bos_token_id")),
         resolved=f.resolved(),
+        **reading.vocabulary_fields(config, vocab, tied, stored),
     )
     f.warn_unknown(WITHOUT_EFFECT)
     return spec

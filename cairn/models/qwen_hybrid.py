@@ -105,25 +105,18 @@ def spec_from_config(
     )
     if nested:
         f.record("vision_config", None, "derived: text alone is served, images and videos are not")
-    rows, head_rows = reading.vocabulary_rows(vocab, tied, stored)
     spec = ModelSpec(
         architecture=model_type,
-        vocab_size=vocab,
-        embedding_rows=rows,
-        head_rows=head_rows,
         hidden_size=hidden,
         norm=norm,
-        tied=tied,
         chunk_size=None,
         landmarks=False,
         max_model_len=max_positions,
         layers=layers,
-        dtype=reading.stored_dtype(config, stored.dtype),
         prefix="model.language_model." if nested else "model.",
         ignored=(DRAFT_HEAD, VISION) if nested else (DRAFT_HEAD,),
-        eos_token_ids=reading.token_ids("eos_token_id", config.get("eos_token_id")),
-        bos_token_id=reading.first_token_id("bos_token_id", config.get("bos_token_id")),
         resolved=f.resolved(),
+        **reading.vocabulary_fields(config, vocab, tied, stored),
     )
     f.warn_unknown(WITHOUT_EFFECT)
     return spec
