@@ -46,7 +46,7 @@ class GqaAttention(nn.Module):
         self.output_gate = spec.output_gate
         joint, out = self._parts_of(spec), [Rows("o_proj", hidden)]
         self.qkv = Linear(hidden, joint, spec.bias, dtype=dtype, scheme=scheme)
-        self.out = Linear(self.q_width, out, spec.bias, dtype=dtype, scheme=scheme)
+        self.out = Linear(self.q_width, out, spec.out_bias, dtype=dtype, scheme=scheme)
         self.q_norm = self._norm_of(spec, spec.qk_norm, self.q_width, dtype)
         self.k_norm = self._norm_of(spec, spec.qk_norm, self.kv_width, dtype)
         # First and last + 1 head of q and k (and of what a subclass norms alike), side by side.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cairn import ops
-from cairn.specs.rotary import RotarySpec, YarnSpec
+from cairn.specs.rotary import LinearScaling, Llama3Scaling, RotarySpec, YarnSpec
 
 
 def standard_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -65,6 +65,14 @@ def yarn_frequencies(head_dim: int, theta: float, yarn: YarnSpec) -> Tensor:
     return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
 
 
+def llama3_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling) -> Tensor:
+    """Standard frequencies, those of slow pairs divided by the factor: [d/2] float32 on the CPU."""
+    frequencies = standard_frequencies(head_dim, theta)
+    turns = scaling.original * frequencies / (2 * math.pi)
+    kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+
+
 class Rotary:
     """The rotation of a RotarySpec, shared by all layers that have it.
 
@@ -105,9 +113,16 @@ def _frequencies(spec: RotarySpec) -> Tensor:
         )
     if spec.kind == "hope":
         return hope_frequencies(spec.head_dim, spec.theta, spec.pairs)
-    if spec.kind == "yarn" and spec.yarn is not None:
-        return yarn_frequencies(spec.head_dim, spec.theta, spec.yarn)
-    return standard_frequencies(spec.head_dim, spec.theta)
+    if isinstance(spec.scaling, YarnSpec):
+        return yarn_frequencies(spec.head_dim, spec.theta, spec.scaling)
+    if isinstance(spec.scaling, Llama3Scaling):
+        return llama3_frequencies(spec.head_dim, spec.theta, spec.scaling)
+    frequencies = standard_frequencies(spec.head_dim, spec.theta)
+    return (
+        frequencies / spec.scaling.factor
+        if isinstance(spec.scaling, LinearScaling)
+        else frequencies
+    )
 
 
 class Angles:

@@ -13,7 +13,7 @@ from cairn.models import fields as reading
 from cairn.models.checkpoint import StoredRows
 from cairn.models.fields import ConfigFields, refuse
 from cairn.models.quantization import fp8_blocks
-from cairn.models.rope import scaled_rope
+from cairn.models.rope import latent_rope
 from cairn.specs.ffn import DenseFfn, FfnSpec, MoeFfn, RouterSpec
 from cairn.specs.mla import IndexerSpec, MlaSpec
 from cairn.specs.model import LayerSpec, ModelSpec, NormSpec
@@ -160,7 +160,7 @@ def _mixers(f: ConfigFields, own: _Family, max_positions: int) -> tuple[MlaSpec,
                 name, f.config[name], f"latent attention has {follows}", f"Write {follows} for it"
             )
     interleaved = f.flag("rope_interleave", True)
-    rotary, magnitude = scaled_rope(f, rope, own.theta, max_positions, interleaved)
+    rotary, magnitude = latent_rope(f, rope, own.theta, max_positions, interleaved)
     index_heads = f.integer("index_n_heads", own.index_heads)
     index_dim = f.integer("index_head_dim", 128)
     if index_dim < rope:

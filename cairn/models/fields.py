@@ -259,7 +259,7 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
         )
 
 
-def key_value_heads(fields: ConfigFields, num_heads: int, default: int) -> int:
+def key_value_heads(fields: ConfigFields, num_heads: int, default: int | None) -> int:
     """`num_key_value_heads`; null: as many as query heads."""
     kv_heads = fields.optional_integer("num_key_value_heads", default) or num_heads
     fields.record("num_key_value_heads", kv_heads, fields.source("num_key_value_heads"))

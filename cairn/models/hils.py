@@ -207,7 +207,7 @@ def _mixers(f: ConfigFields, frame: _Frame) -> tuple[GqaSpec, ...]:
             continue
         window = plain_window if not olmo or types[i] == "sliding_attention" else None
         plain = _gqa(heads, plain_rotary, norm, frame.eps, window=window)
-        mixers.append(GqaSpec(**plain, mask_landmarks=mask, bias=bias))
+        mixers.append(GqaSpec(**plain, mask_landmarks=mask, bias=bias, out_bias=bias))
     return tuple(mixers)
 
 

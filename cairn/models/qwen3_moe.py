@@ -8,10 +8,10 @@ from typing import Any
 from cairn.models import fields as reading
 from cairn.models.checkpoint import StoredRows
 from cairn.models.fields import ConfigFields, refuse
+from cairn.models.rope import attention_rope
 from cairn.specs.ffn import DenseFfn, FfnSpec, MoeFfn, RouterSpec
 from cairn.specs.gqa import GqaSpec
 from cairn.specs.model import LayerSpec, ModelSpec, NormSpec
-from cairn.specs.rotary import RotarySpec
 
 WITHOUT_EFFECT = ("router_aux_loss_coef", "output_router_logits", "sliding_window",
                   "max_window_layers", "layer_types")  # fmt: skip
@@ -43,15 +43,17 @@ def spec_from_config(
     if head_dim is None:
         head_dim = hidden // heads
         f.record("head_dim", head_dim, "derived: hidden_size / num_attention_heads")
-    theta = reading.rope_theta(f)
+    rotary, longest = attention_rope(f, head_dim, 10000.0, max_positions)
+    bias = f.flag("attention_bias", False)
     attention = GqaSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rotary=RotarySpec("standard", reading.rotated_dims(f, head_dim, 1.0), theta, rounded=True),
+        rotary=rotary,
         qk_norm="head",
         qk_eps=eps,
-        bias=f.flag("attention_bias", False),
+        bias=bias,
+        out_bias=bias,
     )
     count, norm = f.integer("num_hidden_layers", 24), NormSpec(eps)
     f.layer_types(count, ("full_attention",))
@@ -64,7 +66,7 @@ def spec_from_config(
         norm=norm,
         chunk_size=None,
         landmarks=False,
-        max_model_len=max_positions,
+        max_model_len=longest,
         layers=tuple(LayerSpec(attention, ffn, norm) for ffn in ffns),
         resolved=f.resolved(),
         **reading.vocabulary_fields(config, vocab, tied, stored),

@@ -162,6 +162,7 @@ def _attention(f: ConfigFields, family: _Family, eps: float) -> GqaSpec:
     head_dim, theta = f.integer("head_dim", 256, low=2), reading.rope_theta(f)
     rotated = reading.rotated_dims(f, head_dim, 0.25)
     _check_mrope(f)
+    bias = f.flag("attention_bias", False)
     return GqaSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -170,7 +171,8 @@ def _attention(f: ConfigFields, family: _Family, eps: float) -> GqaSpec:
         qk_norm="head",
         qk_eps=eps,
         unit_offset=True,
-        bias=f.flag("attention_bias", False),
+        bias=bias,
+        out_bias=bias,
         output_gate=True,
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import BadModel
-from cairn.models import deepseek, hils, older, qwen3, qwen3_moe, qwen_hybrid
+from cairn.models import deepseek, dense, hils, older, qwen3_moe, qwen_hybrid
 from cairn.models.checkpoint import (
     StoredRows,
     TensorEntry,
@@ -36,7 +36,7 @@ ConfigMapping = Callable[[Mapping[str, Any], frozenset[str], StoredRows], ModelS
 MODELS: dict[str, ConfigMapping] = {
     "qwen_hils": hils.spec_from_config,
     "olmo_hils": hils.spec_from_config,
-    "qwen3": qwen3.spec_from_config,
+    **dict.fromkeys(dense.FAMILIES, dense.spec_from_config),
     "qwen3_moe": qwen3_moe.spec_from_config,
     **dict.fromkeys(qwen_hybrid.FAMILIES, qwen_hybrid.spec_from_config),
     "deepseek_v32": deepseek.spec_from_config,
@@ -45,6 +45,9 @@ MODELS: dict[str, ConfigMapping] = {
 """model_type -> mapping of its config.json. A new model is one file and one line here."""
 
 ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3NextForCausalLM": "qwen3_next",

@@ -1,20 +1,28 @@
-"""Rotary embedding of a config.json: unscaled, or scaled by YaRN."""
+"""Rotary embedding of a config.json: unscaled, or scaled for a longer context."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from cairn.models.fields import ConfigFields, refuse
-from cairn.specs.rotary import RotarySpec, YarnSpec, yarn_magnitude
+from cairn.models.fields import ConfigFields, refuse, rotated_dims
+from cairn.specs.rotary import (
+    LinearScaling,
+    Llama3Scaling,
+    RotarySpec,
+    YarnSpec,
+    yarn_magnitude,
+)
 
 SPELLINGS = ("rope_parameters", "rope_scaling")
-TYPES = ("default", "yarn")
+LATENT_TYPES = ("default", "yarn")
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
-def scaled_rope(
+def latent_rope(
     f: ConfigFields, head_dim: int, theta: float, max_positions: int, interleaved: bool
 ) -> tuple[RotarySpec, float]:
-    """The rotation, and m: scores are multiplied by m^2.
+    """The rotation of latent attention, and m: scores are multiplied by m^2.
 
     Reads `rope_parameters`, or `rope_theta` and `rope_scaling`, each with `rope_type` or `type`.
 
@@ -29,15 +37,7 @@ def scaled_rope(
         BadModel: a type that is not supported, a value that is impossible, or spellings that
             contradict each other.
     """
-    given = _parameters(f)
-    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-    given.pop("type", None)
-    if kind not in TYPES:
-        name = _spelling(f)
-        raise refuse(
-            f"{name}.type", kind, "a rotary that is not supported", f"Known: {', '.join(TYPES)}"
-        )
-    base = _theta(f, given, theta)
+    given, kind, base = _read(f, LATENT_TYPES, theta)
     share = given.pop("partial_rotary_factor", None)
     if share not in (None, 1, 1.0):
         raise refuse(
@@ -46,9 +46,67 @@ def scaled_rope(
             "all rotary dimensions rotate",
             "Write 1",
         )
+    spec = RotarySpec("standard", head_dim, base, interleaved=interleaved)
     if kind == "default":
-        return RotarySpec("standard", head_dim, base, interleaved=interleaved), 1.0
-    return _yarn(_Part(f, given), head_dim, base, max_positions, interleaved)
+        return spec, 1.0
+    part = _Part(f, given)
+    yarn, attention, scale_all = _yarn(part, max_positions)
+    m = yarn_magnitude(yarn.factor, scale_all) if scale_all else 1.0
+    return replace(spec, scaling=yarn, attention_factor=attention), m
+
+
+def attention_rope(
+    f: ConfigFields, head_dim: int, theta: float, max_positions: int
+) -> tuple[RotarySpec, int]:
+    """The rotation of grouped-query attention, and the longest context in tokens.
+
+    Reads the same fields. `dynamic` changes its base with the length of a sequence, so that keys
+    that are cached would be wrong later: up to `max_positions` it is the unscaled rotation, and
+    that is the longest context.
+
+    Args:
+        f: the config.
+        head_dim: d; `partial_rotary_factor` of it rotates.
+        theta: default of the base.
+        max_positions: max_position_embeddings.
+
+    Raises:
+        BadModel: as `latent_rope`.
+    """
+    given, kind, base = _read(f, TYPES, theta)
+    given.pop("partial_rotary_factor", None)
+    spec = RotarySpec("standard", rotated_dims(f, head_dim, 1.0), base, rounded=True)
+    part = _Part(f, given)
+    if kind == "linear":
+        return replace(spec, scaling=LinearScaling(part.needed("factor"))), max_positions
+    if kind == "llama3":
+        return replace(spec, scaling=_llama3(part, max_positions)), max_positions
+    if kind == "yarn":
+        yarn, attention, _ = _yarn(part, max_positions)
+        reach = max(max_positions, int(yarn.factor * yarn.original))
+        return replace(spec, scaling=yarn, attention_factor=attention), reach
+    return spec, max_positions
+
+
+def _read(
+    f: ConfigFields, types: tuple[str, ...], theta: float
+) -> tuple[dict[str, Any], str, float]:
+    """The object that describes a scaling, its type, and the base of the frequencies."""
+    given = _parameters(f)
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    by_layer = next((key for key, value in given.items() if isinstance(value, dict)), None)
+    if by_layer is not None:
+        name = f"{_spelling(f)}.{by_layer}"
+        raise refuse(
+            name, given[by_layer], "one rotary a kind of layer", "Write one for all layers"
+        )
+    if kind not in types:
+        name = _spelling(f)
+        raise refuse(
+            f"{name}.type", kind, "a rotary that is not supported", f"Known: {', '.join(types)}"
+        )
+    return given, kind, _theta(f, given, theta)
 
 
 class _Part:
@@ -75,6 +133,19 @@ class _Part:
         self._f.record(name, value, "config")
         return value
 
+    def needed(self, key: str) -> float:
+        """A number > 0.
+
+        Raises:
+            BadModel: it is absent.
+        """
+        value = self.number(key)
+        if value is None:
+            raise refuse(
+                self._full(key), None, "this type of rotary needs it", "Write a number > 0"
+            )
+        return value
+
     def integer(self, key: str) -> int | None:
         """A positive integer; None where it is absent or null."""
         name = self._full(key)
@@ -90,10 +161,8 @@ class _Part:
         return value
 
 
-def _yarn(
-    part: _Part, head_dim: int, theta: float, max_positions: int, interleaved: bool
-) -> tuple[RotarySpec, float]:
-    """YaRN (Peng et al. 2023): frequencies, the factor of cos and sin, and m."""
+def _yarn(part: _Part, max_positions: int) -> tuple[YarnSpec, float, float | None]:
+    """YaRN (Peng et al. 2023): frequencies, the factor of cos and sin, and mscale_all_dim."""
     original = part.integer("original_max_position_embeddings") or max_positions
     factor = part.number("factor") or max_positions / original
     yarn = YarnSpec(
@@ -109,15 +178,16 @@ def _yarn(
         attention = yarn_magnitude(factor, scale) / yarn_magnitude(factor, scale_all)
     elif attention is None:
         attention = yarn_magnitude(factor, 1.0)
-    rotary = RotarySpec(
-        "yarn",
-        head_dim,
-        theta,
-        yarn=yarn,
-        attention_factor=attention,
-        interleaved=interleaved,
-    )
-    return rotary, yarn_magnitude(factor, scale_all) if scale_all else 1.0
+    return yarn, attention, scale_all
+
+
+def _llama3(part: _Part, max_positions: int) -> Llama3Scaling:
+    """Llama 3.1's blend."""
+    low, high = part.number("low_freq_factor") or 1.0, part.number("high_freq_factor") or 4.0
+    if low >= high:
+        raise refuse("low_freq_factor", low, f"high_freq_factor is {high}", "Write a smaller one")
+    original = part.integer("original_max_position_embeddings") or max_positions
+    return Llama3Scaling(part.needed("factor"), original, low, high)
 
 
 def _parameters(f: ConfigFields) -> dict[str, Any]:

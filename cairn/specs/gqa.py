@@ -23,7 +23,8 @@ class GqaSpec:
         qk_norm: width of the norms of queries and keys, None: no norm.
         qk_eps: their epsilon.
         unit_offset: the norms multiply by 1 + w, not by w.
-        bias: q, k, v and o projections have a bias.
+        bias: q, k and v projections have a bias.
+        out_bias: the output projection has a bias.
         output_gate: each query head has a gate beside it; outputs are multiplied by its sigmoid.
         backend: name of the attention backend that computes it.
     """
@@ -38,6 +39,7 @@ class GqaSpec:
     qk_eps: float = 1e-6
     unit_offset: bool = False
     bias: bool = False
+    out_bias: bool = False
     output_gate: bool = False
     backend: str = ""
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-RotaryKind = Literal["standard", "in_range", "hope", "yarn"]
+RotaryKind = Literal["standard", "in_range", "hope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,48 @@ class YarnSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023): every frequency is divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1's blend by wavelength.
+
+    Attributes:
+        factor: slow pairs are divided by it.
+        original: positions of the original context.
+        low, high: pairs that turn less than `low` times in the original context are divided, those
+            that turn more than `high` times are kept, with a linear ramp in between.
+    """
+
+    factor: float
+    original: int
+    low: float = 1.0
+    high: float = 4.0
+
+
+RotaryScaling = YarnSpec | LinearScaling | Llama3Scaling
+"""How standard frequencies are changed so that they cover a longer context."""
+
+
+@dataclass(frozen=True, slots=True)
 class RotarySpec:
     """Rotary frequencies of a layer.
 
     Attributes:
         kind: "standard": theta^(-2c/d) for every pair c. "in_range": standard, with pairs slower
             than 2 pi period_multiplier / context_length left unrotated. "hope": theta^(-c/pairs)
-            for the first `pairs` pairs, the others unrotated. "yarn": standard, blended by `yarn`.
+            for the first `pairs` pairs, the others unrotated.
         head_dim: d, the dimensions that rotate; there are d/2 pairs.
         theta: base of the frequencies.
         context_length: in slots; "in_range" only.
         period_multiplier: "in_range" only.
         pairs: rotated pairs; "hope" only.
         rounded: cos and sin are rounded to the model's dtype before use.
-        yarn: "yarn" only.
+        scaling: of the frequencies; "standard" only.
         attention_factor: cos and sin are multiplied by it.
         interleaved: pairs are dimensions (2c, 2c + 1), not (c, c + d/2).
     """
@@ -54,7 +82,7 @@ class RotarySpec:
     period_multiplier: float = 1.0
     pairs: int = 0
     rounded: bool = False
-    yarn: YarnSpec | None = None
+    scaling: RotaryScaling | None = None
     attention_factor: float = 1.0
     interleaved: bool = False
 

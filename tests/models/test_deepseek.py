@@ -140,7 +140,7 @@ def test_spellings_of_rope():
     nested = {"rope_theta": 7000, "rope_type": "yarn"} | {k: YARN[k] for k in list(YARN)[1:]}
     assert v32(rope_parameters=nested | BOTH).mixers[0].rotary == old
     free = v32(max_position_embeddings=8192, rope_scaling=YARN | {"factor": None})
-    assert free.mixers[0].rotary.yarn.factor == 2.0
+    assert free.mixers[0].rotary.scaling.factor == 2.0
     assert v32(rope_scaling=None, rope_theta=5e5).mixers[0].rotary.kind == "standard"
 
 

@@ -16,8 +16,8 @@ from tests.specs import hils_of
 
 
 def test_unknown_models_name_the_known_ones():
-    with pytest.raises(BadModel, match=r"'llama'.*qwen3, .*qwen_hils"):
-        load_spec({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(BadModel, match=r"'gpt_neox'.*qwen3, .*qwen_hils"):
+        load_spec({"model_type": "gpt_neox", "architectures": ["LlamaForCausalLM"]})
     with pytest.raises(BadModel, match="HiLSForCausalLM"):
         load_spec({"architectures": ["HiLSForCausalLM"]})
     assert load_spec({"architectures": ["Qwen3ForCausalLM"]}).architecture == "qwen3"

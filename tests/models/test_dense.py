@@ -1,4 +1,4 @@
-"""Dense Qwen3: its config, and its logits against the plain layers of the landmark family."""
+"""Dense families: their configs, and Qwen3's logits against the plain layers of landmark models."""
 
 from __future__ import annotations
 
@@ -34,12 +34,35 @@ def test_windows():
         load_spec(config | {"layer_types": types})
 
 
+def test_longest_context():
+    """YaRN reaches its factor times the original context; the base of `dynamic` would change with a
+    sequence's length."""
+    config = {"model_type": "qwen2", "max_position_embeddings": 32768}
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert load_spec(config | {"rope_scaling": yarn}).max_model_len == 131072
+    dynamic = load_spec(config | {"rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    assert dynamic.max_model_len == 32768 and dynamic.mixers[0].rotary.scaling is None
+
+
+def test_biases():
+    """Qwen2 has biases in q, k and v alone; Llama's switch is of the output projection too."""
+    own = load_spec({"model_type": "qwen2"}).mixers[0]
+    assert (own.bias, own.out_bias) == (True, False)
+    own = load_spec({"model_type": "llama", "attention_bias": True}).mixers[0]
+    assert (own.bias, own.out_bias) == (True, True)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"),
-        ({"rope_scaling": {"type": "dynamic"}}, "dynamic"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "longrope"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4}},
+            "low_freq_factor",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"head_dim": 65}, "head_dim is 65"),
         ({"num_key_value_heads": 7}, "num_key_value_heads is 7"),
