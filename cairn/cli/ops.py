@@ -30,7 +30,7 @@ def ops(as_json: bool, docs: Path | None, measured: tuple[Path, ...]) -> None:
 
     CAIRN_OPS=reference runs the definitions alone; CAIRN_OPS=name=implementation forces one.
     """
-    from cairn import ops as _every_op  # noqa: F401  (importing the package registers its ops)
+    from cairn.bench import registered as _registered  # noqa: F401  (ops are found once imported)
     from cairn.ops.listing import table
     from cairn.ops.registry import check_forced
 

@@ -172,7 +172,6 @@ from cairn.ops.top_k import (
     fast_topk_transform_ragged_fused,
     fast_topk_v2,
 )
-from cairn.ops.training.sequence_attention import sequence_attention
 
 __all__ = [
     "FusedSetKVBufferArg",
@@ -278,7 +277,6 @@ __all__ = [
     "segment_packbits",
     "select_pages",
     "select_topk",
-    "sequence_attention",
     "set_kv_buffer_kernel",
     "sgl_per_tensor_quant_fp8",
     "sgl_per_token_group_quant_8bit",

@@ -24,7 +24,8 @@ MADE = "These pages are made by `cairn ops --docs docs/ops`."
 """Stands in the index: a folder with it holds these pages and nothing else."""
 INTRODUCTION = f"""# Ops
 
-Every function is imported from `cairn.ops` and runs on CUDA and CPU tensors, under `torch.compile`
+Every function is imported from `cairn.ops` (`sequence_attention`, which training adds, from
+`cairn.train.sequence`) and runs on CUDA and CPU tensors, under `torch.compile`
 and in CUDA graphs. It has a definition in PyTorch, named `reference`, and implementations that are
 tested against it; a call takes the first one that accepts its arguments. `cairn ops` shows the
 choice, and `CAIRN_OPS=NAME=IMPLEMENTATION` forces another.
@@ -62,12 +63,15 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """Everything that `cairn.ops` exports, by family, then name."""
-    package = importlib.import_module("cairn.ops")
+    """What `cairn.ops` exports, and the ops of other packages of cairn, by family, then name."""
     of_name = {name: op for op in all_ops() for name in op.names}
+    names = {name: "cairn.ops" for name in importlib.import_module("cairn.ops").__all__}
+    for name, op in of_name.items():
+        if op.__module__.startswith("cairn."):
+            names.setdefault(name, op.__module__.rpartition(".")[0])
     found = []
-    for name in package.__all__:
-        value = getattr(package, name)
+    for name, package in names.items():
+        value = getattr(importlib.import_module(package), name)
         family = value.__module__.split(".")[2]
         found.append(Entry(name, family, value, of_name.get(name)))
     return sorted(found, key=lambda entry: (entry.family, entry.name.lower()))
@@ -96,28 +100,26 @@ def pages(measured: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
 def _index(every: list[Entry], families: list[str]) -> str:
     lines = [INTRODUCTION]
     for family in families:
-        lines += [f"## [{family}]({family}.md)", "", _about(family), ""]
+        own = [entry for entry in every if entry.family == family]
+        lines += [f"## [{family}]({family}.md)", "", _about(own[0]), ""]
         lines += ["| function | what it does | implementations |", "|---|---|---|"]
-        for entry in every:
-            if entry.family == family:
-                names = [] if entry.op is None else [*entry.op.implementations, REFERENCE]
-                cells = (
-                    f"[`{entry.name}`]({family}.md#{entry.name.lower()})",
-                    _text(entry.summary),
-                )
-                lines.append(f"| {' | '.join(cells)} | {', '.join(names)} |")
+        for entry in own:
+            names = [] if entry.op is None else [*entry.op.implementations, REFERENCE]
+            cells = (f"[`{entry.name}`]({family}.md#{entry.name.lower()})", _text(entry.summary))
+            lines.append(f"| {' | '.join(cells)} | {', '.join(names)} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _about(family: str) -> str:
-    return _text(inspect.getdoc(importlib.import_module(f"cairn.ops.{family}")) or "")
+def _about(entry: Entry) -> str:
+    package = ".".join(entry.value.__module__.split(".")[:3])
+    return _text(inspect.getdoc(importlib.import_module(package)) or "")
 
 
 def _page(
     family: str, own: list[Entry], speed: Mapping[str, Mapping[str, Mapping[str, Any]]]
 ) -> str:
-    lines = [f"# {family}", "", _about(family), ""]
+    lines = [f"# {family}", "", _about(own[0]), ""]
     for entry in own:
         lines += [f"## {entry.name}", "", "```python", _signature(entry), "```", ""]
         lines += _docstring(inspect.getdoc(entry.value) or "")

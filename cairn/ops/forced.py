@@ -10,6 +10,8 @@ from cairn.names import suggestion
 from cairn.ops.implementation import REFERENCE
 
 VARIABLE = "CAIRN_OPS"
+REGISTERED_LATER = ("sequence_attention",)
+"""Ops of packages above `cairn.ops`."""
 
 
 def parse(choices: str) -> dict[str, str]:

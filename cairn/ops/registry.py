@@ -42,7 +42,7 @@ from cairn.errors import BadConfig
 from cairn.ops import checks, gpu
 from cairn.ops.autocast import as_it_is
 from cairn.ops.call import Call, binder, call_type, caller, expect_call_only
-from cairn.ops.forced import FORCED, VARIABLE, parse, unknown
+from cairn.ops.forced import FORCED, REGISTERED_LATER, VARIABLE, parse, unknown
 from cairn.ops.implementation import REFERENCE, Implementation
 from cairn.ops.launch_cache import plans, recording
 from cairn.ops.unchecked import calls
@@ -461,10 +461,10 @@ def all_ops() -> list[Op[..., Any]]:
 def check_forced() -> None:
     """Raise BadConfig, with the nearest known name, if CAIRN_OPS names no such op or choice."""
     for name, implementation in FORCED.items():
-        if name != "*" and name not in _ops:
-            raise unknown(f"{VARIABLE} names no op {name!r}", name, _ops)
-        if name != "*":
+        if name in _ops:
             _ops[name]._named(implementation)
+        elif name not in ("*", *REGISTERED_LATER):
+            raise unknown(f"{VARIABLE} names no op {name!r}", name, _ops)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cairn import ops
 from cairn.errors import BadConfig
 from cairn.layers.rotary import Rotary
 from cairn.models.decoder import Decoder
@@ -19,6 +18,7 @@ from cairn.specs.ffn import DenseFfn
 from cairn.specs.gqa import GqaSpec
 from cairn.specs.hils import HilsSpec
 from cairn.specs.model import LayerSpec, ModelSpec
+from cairn.train.sequence import sequence_attention
 from cairn.train.tasks import ANSWER
 
 PLAIN_PAGE = 64
@@ -268,12 +268,12 @@ class TrainedModel(nn.Module):
         q, k, v, z, key, bias = own
         assert q is not None and k is not None and v is not None
         if isinstance(mixer, HilsSpec):
-            return ops.sequence_attention(
+            return sequence_attention(
                 q, k, v, z, key, bias, self.page_size, mixer.local_window, topk, mixer.softmax1
             )
         if mixer.window is None and not (mixer.mask_landmarks and self.spec.landmarks):
             return _causal(q, k, v), q.new_zeros(q.shape[:3], dtype=torch.float32)
-        return ops.sequence_attention(
+        return sequence_attention(
             *(q, k, v, None, None, None, self.page_size, mixer.window or q.shape[1]),
             aligned=False,
             mask_landmarks=mixer.mask_landmarks and self.spec.landmarks,

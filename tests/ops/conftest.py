@@ -13,6 +13,7 @@ from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.registry import Op
 from cairn.ops.tuning import Tuning
+from cairn.train import sequence as _registered  # noqa: F401  (its op is tested like the others)
 from tests.ops.replays import Compiled, in_order
 from tests.ops.tables import Tuned
 

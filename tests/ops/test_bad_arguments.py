@@ -15,6 +15,7 @@ from cairn.ops.cache.quantized import BYTES
 from cairn.ops.checks import naming
 from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, cases_of
+from cairn.train.sequence import sequence_attention
 
 SCRATCH = ("workspace",)
 """Arguments without effect."""
@@ -287,13 +288,13 @@ SHAPES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = 
     (ops.argmax_tokens, (f(3, 0),), {}, "`logits` has shape [3, 0]"),
     (ops.score_tokens, (f(3, 0), i(3)), {}, "`logits` has shape [3, 0]"),
     (ops.score_tokens, (f(3, 4), i(2)), {}, "`tokens` has shape [2]"),
-    (ops.sequence_attention, (*SEQUENCE, 5, 4), {}, "`page_size` is 5, which 8 slots are no"),
-    (ops.sequence_attention, (*SEQUENCE, 1, 4), {}, "`page_size` is 1, not 2 or more"),
-    (ops.sequence_attention, (*SEQUENCE, 4, 4, -1), {}, "`topk` is -1, not 0 or more"),
-    (ops.sequence_attention, (*SEQUENCE, 4, 4, 1), {"aligned": False}, "`topk` is 1. It needs an"),
-    (ops.sequence_attention, (*THIRDS, 4, 4), {}, "`q` has 3 heads, not a multiple of the 2 of k"),
-    (ops.sequence_attention, (*SEQUENCE, 4, 4, 1), {}, "`lmk_q` is None and contradicts topk"),
-    (ops.sequence_attention, (*SEQUENCE, 4, 1), {"aligned": False}, "`window` is 1, not 2 or more"),
+    (sequence_attention, (*SEQUENCE, 5, 4), {}, "`page_size` is 5, which 8 slots are no"),
+    (sequence_attention, (*SEQUENCE, 1, 4), {}, "`page_size` is 1, not 2 or more"),
+    (sequence_attention, (*SEQUENCE, 4, 4, -1), {}, "`topk` is -1, not 0 or more"),
+    (sequence_attention, (*SEQUENCE, 4, 4, 1), {"aligned": False}, "`topk` is 1. It needs an"),
+    (sequence_attention, (*THIRDS, 4, 4), {}, "`q` has 3 heads, not a multiple of the 2 of k"),
+    (sequence_attention, (*SEQUENCE, 4, 4, 1), {}, "`lmk_q` is None and contradicts topk"),
+    (sequence_attention, (*SEQUENCE, 4, 1), {"aligned": False}, "`window` is 1, not 2 or more"),
 ]
 
 

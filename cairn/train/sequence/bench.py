@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
-from cairn.ops.training.sequence_attention import sequence_attention
+from cairn.train.sequence.sequence_attention import sequence_attention
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

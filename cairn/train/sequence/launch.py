@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.landmark.select_pages import select_pages
-from cairn.ops.training import kernels
+from cairn.train.sequence import kernels
 
 ROWS = 64
 """Queries times heads of a tile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cairn.ops.testing import Cases, Make
-from cairn.ops.training.sequence_attention import sequence_attention
+from cairn.train.sequence.sequence_attention import sequence_attention
 
 
 @sequence_attention.cases

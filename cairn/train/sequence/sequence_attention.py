@@ -10,7 +10,7 @@ from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, check_least, expect, refuse
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.registry import op
-from cairn.ops.training import launch
+from cairn.train.sequence import launch
 
 
 @op

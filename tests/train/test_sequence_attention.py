@@ -13,6 +13,7 @@ from cairn.errors import BadArgument
 from cairn.ops import gpu
 from cairn.ops.registry import force
 from cairn.ops.testing import Make
+from cairn.train.sequence import sequence_attention
 
 SIZE = 16
 NAMES = ("q", "k", "v", "lmk_q", "summary_key", "summary_bias")
@@ -40,7 +41,7 @@ def paged(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("window", "topk"), [(1, 1), (20, 2), (33, 6)])
 def test_it_is_what_the_engine_serves(window: int, topk: int, softmax1: bool) -> None:
     q, k, v, z, key, bias = arguments(2, 2, 96)
-    o, page_mass = ops.sequence_attention(q, k, v, z, key, bias, SIZE, window, topk, softmax1)
+    o, page_mass = sequence_attention(q, k, v, z, key, bias, SIZE, window, topk, softmax1)
     row, slot = torch.arange(2).repeat_interleave(96), torch.arange(96).repeat(2)
     table = torch.arange(12, dtype=torch.int32).view(2, 6)
     served, _, scores, lse = ops.landmark_attention(
@@ -55,7 +56,7 @@ def test_it_is_what_the_engine_serves(window: int, topk: int, softmax1: bool) ->
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_plain_window_is_what_the_engine_serves(mask: bool) -> None:
     q, k, v = arguments(2, 2, 96)[:3]
-    o, page_mass = ops.sequence_attention(
+    o, page_mass = sequence_attention(
         *(q, k, v, None, None, None, SIZE, 21), aligned=False, mask_landmarks=mask
     )
     row, slot = torch.arange(2).repeat_interleave(96), torch.arange(96).repeat(2)
@@ -73,7 +74,7 @@ def gradients(given: list[Tensor], name: str, **options: Any) -> dict[str, Tenso
     """Results and gradients of one implementation, for a loss that weighs all results."""
     own = [x.clone().requires_grad_() for x in given]
     own += [None] * (len(NAMES) - len(own))
-    o, page_mass = ops.sequence_attention.using(name)(*own, SIZE, **options)
+    o, page_mass = sequence_attention.using(name)(*own, SIZE, **options)
     make = Make(str(o.device), seed=7)
     loss = (o.float() * make.randn(*o.shape)).sum()
     if page_mass.requires_grad:
@@ -139,7 +140,7 @@ def test_the_definition_is_differentiated_right() -> None:
     own = [(x[:1].double() + 0.01 * i).requires_grad_() for i, x in enumerate(arguments(1, 2, 48))]
 
     def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.sequence_attention.reference(*tensors, SIZE, 5, 1, True)
+        return sequence_attention.reference(*tensors, SIZE, 5, 1, True)
 
     assert torch.autograd.gradcheck(call, own, eps=1e-5, atol=1e-5, fast_mode=True)
 
@@ -156,10 +157,10 @@ def test_the_definition_is_differentiated_right() -> None:
 def test_contradictions_are_refused(options: dict[str, Any], told: str) -> None:
     given = arguments(1, 1, 48)
     with pytest.raises(BadArgument, match=told):
-        ops.sequence_attention(*given, **options)
+        sequence_attention(*given, **options)
 
 
 def test_the_definition_can_be_forced() -> None:
     given = arguments(1, 1, 48)
     with force("reference"):
-        assert ops.sequence_attention.choice(*given, SIZE, 8, 1) == "reference"
+        assert sequence_attention.choice(*given, SIZE, 8, 1) == "reference"
