@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_SECONDS ?= 1200
 
-.PHONY: help setup run test test-gpu sanitize-gpu lint format clean
+.PHONY: help setup run test test-gpu sanitize-gpu lint format docs docs-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -61,6 +61,13 @@ lint: $(STAMP) ## ruff, mypy and the import layers
 format: $(STAMP) ## let ruff format and mend what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(STAMP) ## generate the pages of docs/ that are made from options, records, tests and docstrings
+	$(BIN)/python -m tools.docs
+
+docs-check: $(STAMP) ## generated pages are current, and every command and snippet of the documentation works
+	$(BIN)/python -m tools.docs --check
+	$(BIN)/python -m tools.docs.snippets
 
 clean: ## remove what was built, the virtual environment included
 	find cairn tests -name "*.nb[ic]" -delete

@@ -8,7 +8,8 @@ import torch
 
 from cairn.config import EngineOptions
 from cairn.engine.build import build
-from tests.engine.harness import difference, greedy, poison, run
+from tests.engine.harness import assert_same, difference, greedy, poison, run, text
+from tests.support import shows
 
 transformers = pytest.importorskip("transformers")
 
@@ -60,11 +61,19 @@ def reference(request, tmp_path_factory):
     return model, folder
 
 
+def engine(folder, **options):
+    """An engine in float32 whose free pages are NaN."""
+    defaults = {"dtype": "float32", "device": "cpu", "page_size": 16, "kv_cache_memory": "8MiB"}
+    built = build(folder, EngineOptions(**{**defaults, **options}))
+    poison(built)
+    return built
+
+
+@shows("llama mistral qwen2 qwen3", "reference logits", "chunked prefill")
+@shows("mistral qwen2", "sliding window")
 def test_prefill_and_decode_equal_transformers(reference):
     model, folder = reference
-    options = EngineOptions(dtype="float32", device="cpu", page_size=16, kv_cache_memory="8MiB")
-    built = build(folder, options)
-    poison(built)
+    built = engine(folder)
     prompts = [np.random.default_rng(i).integers(0, 300, n).tolist() for i, n in ((1, 260), (2, 9))]
     found = run(built, prompts, greedy(40, prompt_logprobs=True), budgets=[37])
     for prompt, got in zip(prompts, found, strict=True):
@@ -74,3 +83,61 @@ def test_prefill_and_decode_equal_transformers(reference):
         assert difference(got.prompt_logprobs, expected[: len(prompt) - 1]) < 1e-4
         assert difference(got.logprobs, expected[len(prompt) - 1 : -1]) < 1e-4
         assert got.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@shows("llama mistral qwen2 qwen3", "batching", "prefix cache")
+@pytest.mark.parametrize(
+    "reference", ["qwen3", "qwen2 windows", "mistral window", "llama"], indirect=True
+)
+def test_a_batch_and_a_cached_prefix(reference):
+    """Four prompts together, then again with their pages in the cache, as each one alone."""
+    built = engine(reference[1])
+    prompts = [text(seed, length, 299) for seed, length in enumerate((1, 33, 150, 90))]
+    alone = [run(engine(reference[1]), [prompt], greedy(20))[0] for prompt in prompts]
+    for cached in (0, 128):
+        together = run(built, prompts, greedy(20), budgets=[40])
+        assert together[2].cached >= cached
+        for got, wanted in zip(together, alone, strict=True):
+            assert_same(got, wanted)
+
+
+@shows("mistral qwen3", "overlap")
+@pytest.mark.parametrize("reference", ["qwen3", "mistral window"], indirect=True)
+def test_planned_while_a_step_runs(reference):
+    prompts = [text(seed, length, 299) for seed, length in enumerate((5, 60, 100))]
+    found = []
+    for overlap in (True, False):
+        built = engine(reference[1])
+        built.core.overlap = overlap
+        found.append(run(built, prompts, greedy(30), budgets=[50]))
+    for got, wanted in zip(*found, strict=True):
+        assert_same(got, wanted)
+
+
+@shows("llama mistral qwen2 qwen3", "CUDA graph")
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "reference", ["qwen3", "qwen2 windows", "mistral window", "llama"], indirect=True
+)
+def test_graphs_against_operation_by_operation(reference):
+    prompts = [text(seed, length, 299) for seed, length in enumerate((5, 60, 300))]
+    graphs, eager = (
+        engine(reference[1], device="cuda", disable_cuda_graph=off) for off in (False, True)
+    )
+    assert graphs.runner.graphs is not None and eager.runner.graphs is None
+    for got, wanted in zip(
+        *(run(b, prompts, greedy(40), budgets=[64]) for b in (graphs, eager)), strict=True
+    ):
+        assert_same(got, wanted)
+
+
+@shows("llama mistral qwen3", "quantised KV")
+@pytest.mark.parametrize("reference", ["qwen3", "mistral window", "llama"], indirect=True)
+def test_keys_and_values_in_8_bits(reference):
+    prompt = text(1, 150, 299)
+    exact, coarse = (
+        run(engine(reference[1], kv_cache_dtype=kind), [prompt], greedy(1, prompt_logprobs=True))[0]
+        for kind in ("auto", "fp8_e4m3")
+    )
+    divergence = np.exp(exact.prompt_logprobs) * (exact.prompt_logprobs - coarse.prompt_logprobs)
+    assert 0 < divergence.sum(-1).mean() < 0.15

@@ -17,6 +17,7 @@ from torch import Tensor
 from cairn.engine.build import Built
 from tests.engine.dsa import CASES, GOLDENS, Seen, golden, watched
 from tests.engine.harness import Trace, engine, greedy, run
+from tests.support import shows
 
 BOUND = 1e-4
 """Of the largest magnitude of what is compared."""
@@ -97,6 +98,8 @@ def serve(built: Built, expected: dict[str, Tensor], budgets=()) -> tuple[Trace,
     return got, seen
 
 
+@shows("deepseek_v32 glm_moe_dsa", "reference logits")
+@shows("deepseek_v32", "quantised weights")
 @pytest.mark.parametrize(("case", "length"), CASE_LENGTHS)
 def test_whole_prompts(case: str, length: int):
     expected = golden(GOLDENS / case)[length]
@@ -132,6 +135,7 @@ def test_all_lengths_together(case: str):
         assert_golden(got, seen, request, expected)
 
 
+@shows("deepseek_v32 glm_moe_dsa", "prefix cache")
 @pytest.mark.parametrize(("case", "length"), LONGER)
 def test_a_cached_prefix(case: str, length: int):
     expected = golden(GOLDENS / case)[length]

@@ -30,6 +30,7 @@ from tests.engine.harness import (
     text,
     trace,
 )
+from tests.support import shows
 
 DATA = Path(__file__).parents[1] / "data" / "goldens"
 FAMILIES = {
@@ -94,6 +95,9 @@ def _ended(continuation: Continuation, built: Built) -> Trace | None:
     return None if aborted else trace(continuation, built.spec.vocab_size)
 
 
+@shows("hils qwen3_moe qwen3_next qwen3_5", "batching", "chunked prefill", "prefix cache")
+@shows("glm_moe_dsa deepseek_v32", "batching", "chunked prefill", "prefix cache")
+@shows("deepseek_v32", "quantised weights")
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_schedule_gives_what_each_request_gives_alone(family: str, seed: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine.harness import CASES, Trace, difference, engine, greedy, lengths, run, vectors
+from tests.support import shows
 
 CASE_LENGTHS = [(case, n) for case in CASES for n in lengths(case)]
 TRAINED = Path(__file__).parents[1] / "data" / "models"
@@ -33,6 +34,7 @@ def prompt_rows(trace: Trace) -> np.ndarray:
     return np.concatenate([trace.prompt_logprobs, trace.logprobs[:1]])
 
 
+@shows("hils", "reference logits")
 @pytest.mark.parametrize(("case", "length"), CASE_LENGTHS)
 def test_prefill_and_greedy_continuation(case: str, length: int, device: str):
     golden = golden_of(case, length)

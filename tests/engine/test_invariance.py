@@ -30,6 +30,7 @@ from tests.engine.harness import (
     text,
 )
 from tests.engine.ties import leave_out_ties
+from tests.support import shows
 
 SMALL = ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4", "qwen_noprior_lmk_k"]
 
@@ -42,12 +43,14 @@ def in_chunks_of(chunk: int | None, case: str, device: str) -> Trace:
     return run(built, [text(1, 230)], greedy(4, prompt_logprobs=True), budgets=budgets)[0]
 
 
+@shows("hils", "chunked prefill")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("chunk", [1, 15, 16, 17, 37, 63, 64, 65])
 def test_whole_against_chunked_prefill(case, chunk, device):
     assert_same(in_chunks_of(None, case, device), in_chunks_of(chunk, case, device))
 
 
+@shows("hils", "batching")
 @settings(max_examples=12, deadline=None)
 @given(
     case=st.sampled_from(CASES),
@@ -83,6 +86,7 @@ def test_decode_against_prefill_over_many_pages(case, device):
     assert difference(decoded.logprobs, rows) < ROUNDING
 
 
+@shows("hils", "prefix cache")
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("case", SMALL)
 def test_cold_against_warm_prefix(case, share, device):

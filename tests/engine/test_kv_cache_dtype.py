@@ -10,6 +10,7 @@ import torch
 
 from cairn.cache.schema import BYTES
 from tests.engine.harness import difference, engine, greedy, run, vectors
+from tests.support import shows
 
 CASES = [
     "qwen_gqa4_prior_lora_inrange",  # a summary by a prior query
@@ -31,6 +32,7 @@ def assert_near(got: np.ndarray, want: np.ndarray) -> None:
     assert np.median(np.abs(got - want).max(-1)) < 0.02
 
 
+@shows("hils", "quantised KV")
 @pytest.mark.parametrize("case", CASES)
 def test_chunks_batches_prefixes_and_decode_agree(case):
     """A prompt at once; in chunks beside another; from the prefix cache; and token by token.

@@ -25,6 +25,7 @@ from cairn.runner.step import StepPlan, StepResult
 from cairn.types import Grammar
 from tests.engine.fakes import VOCAB, all_pages_back, drain, fake_core, next_token
 from tests.engine.harness import difference, engine, poison, trace
+from tests.support import shows
 
 TEXT_MODEL = Path(__file__).parents[1] / "data" / "models" / "tiny-hils-2m"
 
@@ -402,6 +403,7 @@ def assert_same_answer(got: Continuation, wanted: Continuation, vocab: int) -> N
         assert difference(a.prompt_logprobs, b.prompt_logprobs) < 2e-4
 
 
+@shows("hils", "overlap")
 @pytest.mark.parametrize("case", ["qwen_gqa4_prior_lora_inrange", "qwen_noprior_lmk_k"])
 def test_the_same_answers_as_step_after_step(case, device):
     room = 14 * engine(case).memory.bytes_per_page

@@ -28,6 +28,7 @@ from tests.engine.qwen35 import (
     start,
     step,
 )
+from tests.support import shows
 
 PROMPTS = [(case, n) for case in CASES for n in lengths(case)]
 WHOLE = 4096
@@ -56,6 +57,7 @@ def by_expert(experts: Tensor, weights: Tensor, count: int) -> Tensor:
     return torch.zeros(len(experts), count).scatter(1, experts.long(), weights)
 
 
+@shows("qwen3_moe qwen3_next qwen3_5 qwen3_5_moe", "reference logits", "chunked prefill")
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(("case", "length"), PROMPTS)
 def test_goldens(case: str, length: int, chunk: int) -> None:
@@ -101,6 +103,7 @@ def test_goldens(case: str, length: int, chunk: int) -> None:
             assert (own - wanted).abs().max() < 1e-4, weights
 
 
+@shows("qwen3_next qwen3_5 qwen3_5_moe", "batching")
 @pytest.mark.parametrize("case", RECURRENT)
 def test_a_batch_gives_what_each_request_gives_alone(case: str) -> None:
     prompts = [text(seed, length, 140) for seed, length in enumerate((1, 70, 129, 5))]
@@ -113,6 +116,7 @@ def test_a_batch_gives_what_each_request_gives_alone(case: str) -> None:
             assert difference(a.logprobs, b.logprobs) < BOUND * 12
 
 
+@shows("qwen3_5 qwen3_5_moe", "prefix cache")
 @pytest.mark.parametrize("case", RECURRENT[:2])
 def test_a_cached_prefix_is_resumed_where_a_snapshot_is(case: str) -> None:
     cold = engine(case, enable_prefix_caching=False)

@@ -27,6 +27,7 @@ from tests.engine.harness import (
 )
 from tests.engine.ties import leave_out_ties
 from tests.specs import kinds
+from tests.support import shows
 
 CASES = ["olmo_mha_interleave4", "qwen_nope_interleave2", "qwen_num_swa_layers2"]
 
@@ -79,6 +80,7 @@ def test_random_schedules_with_few_window_pages(case, seed, budgets, spare, cach
         assert_same(single, one)
 
 
+@shows("hils", "sliding window")
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_behind_the_window_is_given_back(case, device):
     """Prefill and decode of a long context hold as few window pages as those of a short one."""

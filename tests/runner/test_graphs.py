@@ -14,6 +14,7 @@ from cairn.engine.build import Built
 from cairn.runner.graphs import Ending, buckets_up_to
 from cairn.runner.logprobs import MOST_OF_GRAPHS
 from tests.engine.harness import Trace, engine, occupy, run
+from tests.support import shows
 
 MOST_ROWS = 64
 BUCKETS = [bucket for bucket in buckets_up_to(MOST_ROWS + 8) if bucket <= MOST_ROWS]
@@ -66,6 +67,7 @@ def assert_same(got: Sequence[Trace], wanted: Sequence[Trace]) -> None:
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-4)
 
 
+@shows("hils", "CUDA graph")
 @pytest.mark.gpu
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_every_bucket_at_several_lengths(pair, bucket):

@@ -1,0 +1,53 @@
+"""Generated pages are current, and what they are generated from is whole."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support import FAMILIES, FEATURES, shows
+from tools.docs import configuration, support
+from tools.docs.pages import ROOT, texts
+
+PACKAGE = ROOT / "cairn"
+
+
+def test_generated_pages_are_current() -> None:
+    old = [name for name, text in texts().items() if (ROOT / name).read_text("utf-8") != text]
+    assert not old, "run: make docs"
+
+
+def test_every_environment_variable_is_described() -> None:
+    read = set()
+    for path in PACKAGE.rglob("*.py"):
+        read |= set(re.findall(r"\bCAIRN_[A-Z_]+\b", path.read_text("utf-8")))
+    assert read == set(configuration.ENVIRONMENT)
+
+
+def test_marks_are_read_as_they_are_written(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "test_some.py").write_text(
+        '@shows("qwen3 hils", "overlap", "TP")\n@pytest.mark.gpu\ndef test_a(): ...\n'
+        '@pytest.mark.parametrize("x", [pytest.param(1, marks=shows("hils", "PD"))])\n'
+        "def test_b(x): ...\n"
+    )
+    monkeypatch.setattr(support, "ROOT", tmp_path)
+    found = support.proofs(tmp_path)
+    assert found.keys() == {
+        *(("qwen3", "overlap"), ("qwen3", "TP"), ("hils", "overlap"), ("hils", "TP")),
+        ("hils", "PD"),
+    }
+    assert found["hils", "TP"] == [support.Proof("test_some.py", "test_a", gpu=True)]
+    assert not found["hils", "PD"][0].gpu
+
+
+def test_a_mark_names_known_families_and_features() -> None:
+    assert shows("hils", "overlap").args == ("hils", "overlap")
+    for families, features in (("bert", ["TP"]), ("hils", ["speed"]), ("", ["TP"]), ("hils", [])):
+        with pytest.raises(ValueError, match="shows()"):
+            shows(families, *features)
+    assert all(
+        family in FAMILIES and feature in FEATURES
+        for family, feature in support.proofs(support.TESTS)
+    )

@@ -1,0 +1,1 @@
+"""Generated pages of docs/, and the check of every command and snippet in the documentation."""
