@@ -34,6 +34,7 @@ class DenseBackend(GqaBackend):
                 part.row,
                 part.slot,
                 page_table,
+                scale=spec.scale,
                 mask_landmarks=spec.mask_landmarks,
                 stretches=part.stretches,
                 chunked=part.chunked,

@@ -46,6 +46,7 @@ class WindowBackend(GqaBackend):
                 part.slot,
                 page_table,
                 spec.window,
+                scale=spec.scale,
                 aligned=spec.aligned,
                 mask_landmarks=spec.mask_landmarks,
                 dtype=q.dtype,

@@ -32,9 +32,18 @@ class Table(nn.Module):
 
 
 class Embedding(Table):
-    """Of the user's tokens, V rows; the landmark, where the model has one, is in the row after."""
+    """Of the user's tokens, V rows; the landmark, where the model has one, is in the row after.
+
+    Args:
+        rows, hidden, dtype: of the table.
+        scale: rows are multiplied by it, rounded to the dtype.
+    """
+
+    def __init__(self, rows: int, hidden: int, *, dtype: torch.dtype, scale: float = 1.0) -> None:
+        super().__init__(rows, hidden, dtype=dtype)
+        self.scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, hidden]."""
         rows: Tensor = ops.take_rows(self.weight, ids)
-        return rows
+        return rows if self.scale == 1.0 else rows.mul_(self.scale)

@@ -12,6 +12,7 @@ from cairn.layers.embedding import Table
 from cairn.layers.norm import RMSNorm
 from cairn.layers.schemes.base import PlainScheme, Rows, Scheme
 from cairn.layers.weight import Source, Weight
+from cairn.specs.ffn import Activation
 
 PLAIN = PlainScheme()
 
@@ -123,11 +124,12 @@ class ExpertLinear(nn.Module):
 
 
 class GatedLinear(Linear):
-    """y = silu(A x) * B x, where the rows of the map are those of A, then those of B.
+    """y = activation(A x) * B x, where the rows of the map are those of A, then those of B.
 
     Args:
         in_features, out_features: widths.
         names: of the matrices A and B in a checkpoint.
+        activation: silu, or gelu's approximation by tanh.
         dtype: of activations.
         scheme: how the matrix is kept.
     """
@@ -138,14 +140,19 @@ class GatedLinear(Linear):
         out_features: int,
         names: tuple[str, str] = ("gate_proj", "up_proj"),
         *,
+        activation: Activation = "silu",
         dtype: torch.dtype,
         scheme: Scheme = PLAIN,
     ) -> None:
         parts = [Rows(name, out_features) for name in names]
         super().__init__(in_features, parts, dtype=dtype, scheme=scheme)
+        self.activation = activation
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """x [T, in], normed first if there is a norm, -> [T, out], in x's dtype."""
+        if self.activation == "gelu_tanh":
+            gated: Tensor = ops.gelu_tanh_and_mul(super().forward(x, norm))
+            return gated
         return self.scheme.gated(self, x, norm)
 
 

@@ -1,4 +1,4 @@
-"""SwiGLU feed-forward part."""
+"""Gated feed-forward part."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from cairn.layers.linear import PLAIN, GatedLinear, Linear
 from cairn.layers.residual import Delta, Hidden, Product
 from cairn.layers.schemes.base import Rows, Scheme
 from cairn.layers.weight import Source, Weight
+from cairn.specs.ffn import DenseFfn
 
 
 class GatedMLP(nn.Module):
-    """down(silu(W_gate x) * W_up x), with gate and up in one matrix.
+    """down(activation(W_gate x) * W_up x), with gate and up in one matrix.
 
     Args:
         hidden: width of x.
-        intermediate: width inside.
+        spec: width inside, and the activation.
         dtype: of activations.
         scheme: how the matrices are kept.
     """
 
     def __init__(
-        self, hidden: int, intermediate: int, *, dtype: torch.dtype, scheme: Scheme = PLAIN
+        self, hidden: int, spec: DenseFfn, *, dtype: torch.dtype, scheme: Scheme = PLAIN
     ) -> None:
         super().__init__()
-        self.gate_up = GatedLinear(hidden, intermediate, dtype=dtype, scheme=scheme)
+        self.gate_up = GatedLinear(
+            hidden, spec.intermediate, activation=spec.activation, dtype=dtype, scheme=scheme
+        )
         down = [Rows("down_proj", hidden)]
-        self.down = Linear(intermediate, down, dtype=dtype, scheme=scheme)
+        self.down = Linear(spec.intermediate, down, dtype=dtype, scheme=scheme)
 
     def weights(self, source: Source) -> list[Weight]:
         """gate_proj, up_proj and down_proj."""

@@ -12,7 +12,7 @@ from cairn.layers.residual import Delta, Hidden, Product
 from cairn.layers.router import Router
 from cairn.layers.schemes.base import Rows, Scheme
 from cairn.layers.weight import Source, Weight
-from cairn.specs.ffn import MoeFfn
+from cairn.specs.ffn import DenseFfn, MoeFfn
 
 
 class MixtureOfExperts(nn.Module):
@@ -42,7 +42,7 @@ class MixtureOfExperts(nn.Module):
         self.shared: GatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if spec.shared:
-            self.shared = GatedMLP(hidden, spec.shared, dtype=dtype, scheme=scheme)
+            self.shared = GatedMLP(hidden, DenseFfn(spec.shared), dtype=dtype, scheme=scheme)
         if spec.shared_gate:
             gate = torch.empty(1, hidden, dtype=dtype)
             self.shared_gate = nn.Parameter(gate, requires_grad=False)

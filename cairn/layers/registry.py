@@ -93,7 +93,7 @@ def _mla(spec: MlaSpec, c: Context) -> nn.Module:
 
 
 def _dense(spec: DenseFfn, c: Context) -> nn.Module:
-    return GatedMLP(c.hidden, spec.intermediate, dtype=c.dtype, scheme=c.scheme)
+    return GatedMLP(c.hidden, spec, dtype=c.dtype, scheme=c.scheme)
 
 
 def _moe(spec: MoeFfn, c: Context) -> nn.Module:

@@ -7,6 +7,7 @@ and the data. Pickled weights are never opened.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -52,12 +53,14 @@ class StoredRows:
 
     Attributes:
         embedding, head: rows of the stored matrices.
+        prefix: of the names of the decoder's tensors ("model.", ...).
         dtype: of the embedding ("float32", "bfloat16", ...).
     """
 
     embedding: int | None = None
     head: int | None = None
     dtype: str | None = None
+    prefix: str | None = None
 
 
 def has_weights(folder: Path) -> bool:
@@ -89,9 +92,11 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
 def stored_rows(entries: dict[str, TensorEntry]) -> StoredRows:
     """Row counts of embedding and head, and the embedding's dtype."""
     # A decoder that is a part of a larger model stands deeper in the names.
-    tables = [n for n in entries if n.startswith("model.") and n.endswith(".embed_tokens.weight")]
-    embedding, head = entries.get(min(tables, key=len, default="")), entries.get("lm_head.weight")
+    tables = [n for n in entries if re.match(r"(language_)?model\.(.*\.)?embed_tokens\.weight$", n)]
+    table = min(tables, key=len, default="")
+    embedding, head = entries.get(table), entries.get("lm_head.weight")
     return StoredRows(
+        prefix=table.removesuffix("embed_tokens.weight") or None,
         embedding=embedding.shape[0] if embedding and embedding.shape else None,
         head=head.shape[0] if head and head.shape else None,
         dtype=CONVERTIBLE.get(embedding.dtype) if embedding else None,

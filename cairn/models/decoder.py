@@ -20,29 +20,39 @@ from cairn.layers.schemes.registry import scheme_of
 from cairn.layers.weight import Source, Weight
 from cairn.specs.model import LayerSpec, ModelSpec, NormSpec
 
+NORMS = ("mixer_norm", "ffn_norm", "mixer_out_norm", "ffn_out_norm")
+
 
 class Block(nn.Module):
-    """One layer: x += mixer(norm(x)); x += ffn(norm(x)), or with the norms on the outputs.
+    """One layer: x += mixer(norm(x)); x += ffn(norm(x)), with norms on the outputs beside those on
+    the inputs, or in their place.
 
     Args:
         spec: of the layer.
         context: what its modules are built with.
     """
 
+    mixer_norm: RMSNorm | None
+    ffn_norm: RMSNorm | None
+    mixer_out_norm: RMSNorm | None
+    ffn_out_norm: RMSNorm | None
+
     def __init__(self, spec: LayerSpec, context: Context) -> None:
         super().__init__()
-        self.names, self.post_norm = spec.names, spec.post_norm
-        self.mixer_norm = build_norm(spec.norm, context.hidden, context.dtype)
+        self.names = spec.names
+        for field in NORMS:
+            named = getattr(spec.names, field) is not None
+            norm = build_norm(spec.norm, context.hidden, context.dtype) if named else None
+            self.register_module(field, norm)
         self.mixer = build_mixer(spec.mixer, context)
-        self.ffn_norm = build_norm(spec.norm, context.hidden, context.dtype)
         self.ffn = build_ffn(spec.ffn, context)
 
     def weights(self, source: Source) -> list[Weight]:
         """Norms, feed-forward part, mixer."""
         mixer, ffn = cast(Mixer, self.mixer), cast(Ffn, self.ffn)
+        norms = [(getattr(self, field), getattr(self.names, field)) for field in NORMS]
         return [
-            *self.mixer_norm.weights(source, self.names.mixer_norm),
-            *self.ffn_norm.weights(source, self.names.ffn_norm),
+            *(w for norm, name in norms if norm is not None for w in norm.weights(source, name)),
             *ffn.weights(source.within(self.names.ffn)),
             *mixer.weights(source.within(self.names.mixer)),
         ]
@@ -51,15 +61,11 @@ class Block(nn.Module):
         self, residual: Residual, layer: BoundLayer, angles: Angles, behind: Block | None
     ) -> None:
         """Run the block on the residual stream; `behind` is the block that reads it next."""
-        if self.post_norm:
-            mixed = self.mixer(residual.read(None), layer, angles)
-            residual.add(mixed, own_norm=self.mixer_norm)
-            residual.add(self.ffn(residual.read(None)), own_norm=self.ffn_norm)
-            return
         mixed = self.mixer(residual.read(self.mixer_norm), layer, angles)
-        residual.add(mixed, next_norm=self.ffn_norm)
+        residual.add(mixed, next_norm=self.ffn_norm, own_norm=self.mixer_out_norm)
         next_norm = None if behind is None else behind.mixer_norm
-        residual.add(self.ffn(residual.read(self.ffn_norm)), next_norm=next_norm)
+        fed = self.ffn(residual.read(self.ffn_norm))
+        residual.add(fed, next_norm=next_norm, own_norm=self.ffn_out_norm)
 
 
 class Decoder(nn.Module):
@@ -73,7 +79,9 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec = spec
-        self.embedding = Embedding(spec.table_rows, spec.hidden_size, dtype=dtype)
+        self.embedding = Embedding(
+            spec.table_rows, spec.hidden_size, dtype=dtype, scale=spec.embedding_scale
+        )
         context = Context(spec.hidden_size, dtype, scheme_of(spec.quantization), {})
         self.layers = nn.ModuleList(Block(layer, context) for layer in spec.layers)
         self._running = list(range(len(self.layers)))

@@ -106,7 +106,7 @@ def spec_from_config(
     """
     f = ConfigFields(config, {name: "override" for name in overridden})
     own = FAMILIES[config["model_type"]]
-    reading.silu_only(f)
+    reading.activation_only(f)
     quantization = fp8_blocks(f)
     vocab = f.integer("vocab_size", own.vocab_size)
     hidden = f.integer("hidden_size", own.hidden_size)

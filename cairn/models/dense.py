@@ -97,7 +97,7 @@ def spec_from_config(
     family = FAMILIES[model_type]
     f = ConfigFields(config, {name: "override" for name in overridden})
     reading.refuse_quantized(config)
-    reading.silu_only(f)
+    reading.activation_only(f)
     if f.flag("mlp_bias", False):
         raise refuse(
             "mlp_bias", True, "biases of feed-forward parts are not supported", "Write false"

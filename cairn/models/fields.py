@@ -238,12 +238,12 @@ def vocabulary_fields(
     }
 
 
-def silu_only(fields: ConfigFields) -> None:
-    """Refuse every activation but SwiGLU's."""
-    value = fields.config.get("hidden_act", "silu")
-    if value != "silu":
-        raise refuse("hidden_act", value, "unsupported activation", "Only silu is supported")
-    fields.record("hidden_act", value, fields.source("hidden_act"))
+def activation_only(fields: ConfigFields, name: str = "hidden_act", known: str = "silu") -> None:
+    """Refuse every activation of feed-forward parts but the one that is known."""
+    value = fields.config.get(name, known)
+    if value != known:
+        raise refuse(name, value, "unsupported activation", f"Only {known} is supported")
+    fields.record(name, value, fields.source(name))
 
 
 def refuse_quantized(config: Mapping[str, Any]) -> None:

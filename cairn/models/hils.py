@@ -68,7 +68,7 @@ def spec_from_config(
     sources = {name: "override" for name in overridden} | translated.sources
     f = ConfigFields(translated.config, sources)
     reading.refuse_quantized(f.config)
-    reading.silu_only(f)
+    reading.activation_only(f)
     if f.flag("use_naive_bsa", False):
         raise refuse("use_naive_bsa", True, "that is another model", "Only false is supported")
     vocab = f.integer("vocab_size", 151936)
@@ -164,9 +164,13 @@ def _layer(mixer: MixerSpec, intermediate: int, frame: _Frame) -> LayerSpec:
     ffn, norm = DenseFfn(intermediate), NormSpec(frame.eps)
     if frame.family != "olmo_hils":
         return LayerSpec(mixer, ffn, norm)
-    # post_attention_layernorm is here the norm of the attention's output.
-    names = BlockNames(mixer_norm="post_attention_layernorm", ffn_norm="post_feedforward_layernorm")
-    return LayerSpec(mixer, ffn, norm, post_norm=True, names=names)
+    names = BlockNames(
+        mixer_norm=None,
+        ffn_norm=None,
+        mixer_out_norm="post_attention_layernorm",
+        ffn_out_norm="post_feedforward_layernorm",
+    )
+    return LayerSpec(mixer, ffn, norm, names=names)
 
 
 def _mixers(f: ConfigFields, frame: _Frame) -> tuple[GqaSpec, ...]:

@@ -32,7 +32,7 @@ def spec_from_config(
     """
     f = ConfigFields(config, {name: "override" for name in overridden})
     reading.refuse_quantized(config)
-    reading.silu_only(f)
+    reading.activation_only(f)
     refuse_windows(f)
     vocab, hidden = f.integer("vocab_size", 151936), f.integer("hidden_size", 2048)
     eps, tied = f.number("rms_norm_eps", 1e-6), f.flag("tie_word_embeddings", False)

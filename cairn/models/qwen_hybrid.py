@@ -88,7 +88,7 @@ def spec_from_config(
         config = _text_config(config, overridden)
     f = ConfigFields(config, {name: "override" for name in overridden})
     reading.refuse_quantized(config)
-    reading.silu_only(f)
+    reading.activation_only(f)
     refuse_windows(f)
     _check_gate(f)
     vocab, hidden = f.integer("vocab_size", family.vocab), f.integer("hidden_size", family.hidden)

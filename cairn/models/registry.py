@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import BadModel
-from cairn.models import deepseek, dense, hils, older, qwen3_moe, qwen_hybrid
+from cairn.models import deepseek, dense, gemma3, hils, older, qwen3_moe, qwen_hybrid
 from cairn.models.checkpoint import (
     StoredRows,
     TensorEntry,
@@ -39,6 +39,7 @@ MODELS: dict[str, ConfigMapping] = {
     **dict.fromkeys(dense.FAMILIES, dense.spec_from_config),
     "qwen3_moe": qwen3_moe.spec_from_config,
     **dict.fromkeys(qwen_hybrid.FAMILIES, qwen_hybrid.spec_from_config),
+    **dict.fromkeys(gemma3.FAMILIES, gemma3.spec_from_config),
     "deepseek_v32": deepseek.spec_from_config,
     "glm_moe_dsa": deepseek.spec_from_config,
 }
@@ -49,6 +50,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3ForConditionalGeneration": "gemma3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",

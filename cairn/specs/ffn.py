@@ -5,21 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Activation = Literal["silu", "gelu_tanh"]
+
 
 @dataclass(frozen=True, slots=True)
 class DenseFfn:
-    """SwiGLU: down(silu(gate x) * up x).
+    """Gated linear unit: down(activation(gate x) * up x).
 
     Attributes:
         intermediate: width inside.
+        activation: "silu", or "gelu_tanh", gelu's approximation by tanh.
     """
 
     intermediate: int
+    activation: Activation = "silu"
 
     @property
     def description(self) -> str:
         """In words, for `cairn inspect`."""
-        return f"SwiGLU of width {self.intermediate}"
+        name = "SwiGLU" if self.activation == "silu" else "GEGLU"
+        return f"{name} of width {self.intermediate}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class GqaSpec:
         num_heads, num_kv_heads, head_dim: h_q, h_kv, d.
         rotary: None: queries and keys carry no position. It may rotate the first dimensions only.
         window: slots that a query sees, its own included; None: all of its sequence.
+        scale: of scores; None: d^-1/2.
         mask_landmarks: keys of landmark slots are invisible.
         qk_norm: width of the norms of queries and keys, None: no norm.
         qk_eps: their epsilon.
@@ -34,6 +35,7 @@ class GqaSpec:
     head_dim: int
     rotary: RotarySpec | None
     window: int | None = None
+    scale: float | None = None
     mask_landmarks: bool = False
     qk_norm: NormWidth | None = None
     qk_eps: float = 1e-6

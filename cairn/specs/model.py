@@ -35,12 +35,20 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """Names of a layer's parts in a checkpoint, behind `model.layers.N.`."""
+    """Names of a layer's parts in a checkpoint, behind `model.layers.N.`.
+
+    Attributes:
+        mixer, ffn: the two parts.
+        mixer_norm, ffn_norm: norms of what the parts read; None: they read the residual stream.
+        mixer_out_norm, ffn_out_norm: norms of what the parts add to the stream; None: none.
+    """
 
     mixer: str = "self_attn"
     ffn: str = "mlp"
-    mixer_norm: str = "input_layernorm"
-    ffn_norm: str = "post_attention_layernorm"
+    mixer_norm: str | None = "input_layernorm"
+    ffn_norm: str | None = "post_attention_layernorm"
+    mixer_out_norm: str | None = None
+    ffn_out_norm: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +58,13 @@ class LayerSpec:
     Attributes:
         mixer: what mixes tokens.
         ffn: what follows, token by token.
-        norm: of both.
-        post_norm: the norms sit on the outputs of mixer and ffn instead of their inputs.
-        names: in a checkpoint.
+        norm: of both, and of their outputs where those are normed.
+        names: in a checkpoint; they say which norms there are.
     """
 
     mixer: MixerSpec
     ffn: FfnSpec
     norm: NormSpec
-    post_norm: bool = False
     names: BlockNames = BlockNames()
 
 
@@ -109,6 +115,7 @@ class ModelSpec:
         layers: one entry per layer.
         dtype: "float32", "bfloat16" or "float16", as the checkpoint says.
         quantization: of the matrices; None: they have the dtype.
+        embedding_scale: embedded tokens are multiplied by it, rounded to the dtype of activations.
         prefix: of the names of the decoder's tensors in a checkpoint.
         ignored: regular expressions of tensors that a checkpoint may hold and nothing here reads.
         eos_token_ids: ids that end an output.
@@ -130,6 +137,7 @@ class ModelSpec:
     dtype: str
     end_embedding: str | None = None
     quantization: QuantizationSpec | None = None
+    embedding_scale: float = 1.0
     prefix: str = "model."
     ignored: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()

@@ -42,6 +42,16 @@ MODELS = {
         "Llama",
         {"attention_bias": True, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 50,
+            "sliding_window_pattern": 3,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
     "llama dynamic": ("Llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
 }
 
@@ -51,10 +61,11 @@ def reference(request, tmp_path_factory):
     """A random model and the folder it was saved in."""
     torch.manual_seed(3)
     name, more = MODELS[request.param]
-    config = getattr(transformers, f"{name}Config")(**SIZES | more)
+    text = "TextConfig" if name == "Gemma3" else "Config"
+    config = getattr(transformers, f"{name}{text}")(**SIZES | more)
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):
+        if parameter_name.endswith(("bias", "norm.weight")):
             torch.nn.init.normal_(parameter, std=0.2)
     folder = tmp_path_factory.mktemp("dense")
     model.save_pretrained(folder)

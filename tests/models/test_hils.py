@@ -134,7 +134,7 @@ def test_norms_and_biases_by_layer_kind():
     assert (hils.bias, hils.qk_eps, hils.qk_norm) == (False, 1e-6, "full")
     olmo = load_spec(bare("olmo_hils", adjust_lmk_pos=True, mask_lmk_token=True))
     assert (olmo.mixers[0].qk_norm, olmo.mixers[3].qk_norm) == ("full", "head")
-    assert olmo.layers[0].post_norm and olmo.mixers[0].mask_landmarks
+    assert olmo.layers[0].names.mixer_norm is None and olmo.mixers[0].mask_landmarks
 
 
 @pytest.mark.parametrize(
