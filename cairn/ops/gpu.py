@@ -77,23 +77,34 @@ class Watcher(Protocol):
 
 class _Watch(threading.local):
     by: Watcher | None = None
+    order: Callable[[Any, dict[str, Any]], None] | None = None
 
 
 watch = _Watch()
-"""Who watches this thread."""
+"""Who watches this thread: `by` records or compiles launches; `order` is called before each launch
+with the kernel and its arguments by name (`launch_order.checked`)."""
 
 
 class _Triton:
     """Stands for the module in kernel files."""
 
     @staticmethod
-    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-        """As `triton.jit`; who watches is told of launches. Without Triton it has no effect."""
+    def jit(
+        function: Callable[..., Any] | None = None,
+        *,
+        early: tuple[str, ...] | None = None,
+        **options: Any,
+    ) -> Any:
+        """As `triton.jit`, and launches are reported to `watch`. Without Triton it has no effect.
+
+        early: of a kernel that calls `pdl.await_previous`, the parameters whose memory it reads
+            before that. Such a kernel is launched with PDL where its argument PDL is true.
+        """
         if function is None:
-            return functools.partial(_Triton.jit, **options)
+            return functools.partial(_Triton.jit, early=early, **options)
         if not AVAILABLE:
             return function
-        return _watched(_module.jit(function, **options))
+        return _watched(_module.jit(function, **options), early)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_module, name)
@@ -111,11 +122,16 @@ class _Gluon:
     """Stands for the module in kernel files."""
 
     @staticmethod
-    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-        """As Gluon's `jit`; who watches is told of launches. Without Gluon it has no effect."""
+    def jit(
+        function: Callable[..., Any] | None = None,
+        *,
+        early: tuple[str, ...] | None = None,
+        **options: Any,
+    ) -> Any:
+        """As Gluon's `jit`, the rest as of `triton.jit`. Without Gluon it has no effect."""
         if function is None:
-            return functools.partial(_Gluon.jit, **options)
-        return function if _gluon is None else _watched(_gluon.jit(function, **options))
+            return functools.partial(_Gluon.jit, early=early, **options)
+        return function if _gluon is None else _watched(_gluon.jit(function, **options), early)
 
     @staticmethod
     def also(function: Any) -> Any:
@@ -126,13 +142,20 @@ class _Gluon:
 gluon = _Gluon()
 
 
-def _watched(kernel: Any) -> Any:
+def _watched(kernel: Any, early: tuple[str, ...] | None) -> Any:
     kernel.run = functools.partial(_run, kernel)
+    kernel.early = early
     return kernel
 
 
 def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
     by = watch.by
+    if kernel.early is not None and options.get("PDL"):
+        # Only devices that support PDL know the option.
+        options["launch_pdl"] = True
+    if watch.order is not None and not warmup:
+        given = dict(zip(kernel.arg_names, _in_order(kernel, args, options), strict=False))
+        watch.order(kernel, {**given, "launch_pdl": options.get("launch_pdl", False)})
     dry = warmup or (by is not None and not by.launches)
     compiled = type(kernel).run(kernel, *args, grid=grid, warmup=dry, **options)
     if by is not None and not warmup:

@@ -4,10 +4,13 @@ With the launch attribute `launch_pdl` the device starts a kernel's programs whi
 front is still running, which hides the cost of the launch. The kernel itself must wait
 (`await_previous`) before it reads what the kernel in front writes, and before it writes anything.
 
-Some kernels read weights, page summaries or token positions before they wait. Such a kernel must
-not be launched with PDL right behind a kernel that writes those: ops that compute positions
-therefore do not let the next kernel start early (`launch_next` is not called). A kernel that never
-calls `launch_next`, such as a copy into a weight, ends completely before the next one starts.
+Some kernels read weights, page summaries or token positions before they wait. They declare them,
+`@triton.jit(early=("weight",))`, and must not be launched with PDL behind a kernel that may still
+run and writes those: ops that compute positions therefore do not let the next kernel start early
+(`launch_next` is not called). A kernel that never calls it, such as a copy into a weight, ends
+completely before the next one starts. launch_order.py checks the declarations and the launches.
+A kernel with a declaration, which may be empty, is launched with PDL where its argument PDL is
+true.
 
 Kernels whose programs fill the device in one long wave are not launched with PDL: their programs
 would be placed unevenly beside those of the kernel in front. They only call `launch_next`. Products

@@ -65,7 +65,7 @@ def activated(x, KIND: tl.constexpr):
     return x * reciprocal(1.0 + power_of_2(z))
 
 
-@triton.jit
+@triton.jit(early=())
 def activation_kernel(
     x, out, expert_ids, x_stride, out_stride, width, step,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,

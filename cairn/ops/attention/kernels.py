@@ -451,7 +451,7 @@ def attend_split(
     tl.store(lse + place * parts + split, value, mask=alive)
 
 
-@triton.jit
+@triton.jit(early=())
 def split_kernel(
     q, k_cache, v_cache, row, slot, page_table, o, lse, parts,
     window, scale, table_stride, page_stride, head_stride,

@@ -7,7 +7,7 @@ from cairn.ops.gpu import tl, triton
 from cairn.ops.pdl import await_previous, launch_next
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(early=(), do_not_specialize=["splits"])
 def merge_kernel(
     part_o, part_lse, o, lse, splits,
     DIM: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,

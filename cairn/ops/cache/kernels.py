@@ -83,7 +83,7 @@ def _put_slots(at, most, token, position, row, slot, location, own, mask):
     tl.store(at + 7 * most, own, mask=mask)
 
 
-@triton.jit
+@triton.jit(early=())
 def decode_slots_kernel(
     row_ptr,
     first_ptr,

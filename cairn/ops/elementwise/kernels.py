@@ -7,7 +7,7 @@ from cairn.ops.grid import row_and_part
 from cairn.ops.pdl import await_previous
 
 
-@triton.jit
+@triton.jit(early=())
 def concat_kernel(
     first, second, out, numbers,
     first_stride, first_head_stride, second_stride, second_head_stride, out_stride, out_head_stride,
@@ -76,7 +76,7 @@ def fp8_code(number, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
     return code
 
 
-@triton.jit
+@triton.jit(early=())
 def fp8_kernel(
     x, out, scale_inv, x_stride, out_stride, width, blocks,
     BLOCK: tl.constexpr, E4M3: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
@@ -92,7 +92,7 @@ def fp8_kernel(
     tl.store(out + row * out_stride + column, code, mask=inside)
 
 
-@triton.jit
+@triton.jit(early=())
 def downcast_kernel(
     k, v, k_out, v_out, k_scale, v_scale, location, mult, offset,
     k_stride, v_stride, k_out_stride, v_out_stride, width,

@@ -261,7 +261,8 @@ def store_whole(
 
 
 @triton.jit(
-    do_not_specialize=["left", "right", "chunk", "batch", "tiles", "even", "capacity", "splits"]
+    early=(),
+    do_not_specialize=["left", "right", "chunk", "batch", "tiles", "even", "capacity", "splits"],
 )
 def flash_kernel(
     q, k, v, qv, keys, values, o, lse, part_lse, sinks, page_table, batch_idx, leftpad,
@@ -344,7 +345,7 @@ def flash_kernel(
         store_whole(place, at, sinks, head, acc, best, total, logs, alive, WIDE, VP)
 
 
-@triton.jit(do_not_specialize=["longest", "even", "splits"])
+@triton.jit(early=(), do_not_specialize=["longest", "even", "splits"])
 def join_splits_kernel(
     part_o, part_lse, o, lse, sinks, cu_q, longest, even, splits,
     o_batch, o_token, o_head, lse_batch, lse_head,
@@ -396,7 +397,7 @@ def end_of(seqlens, page_table, batch_idx, row, place, table_stride, SIZE: tl.co
     return page.to(tl.int64), slot.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["count", "batch"])
+@triton.jit(early=(), do_not_specialize=["count", "batch"])
 def append_kernel(
     k, v, k_cache, v_cache, seqlens, cu_seqlens, page_table, batch_idx, count, batch,
     k_row, k_token, k_head, v_row, v_token, v_head,

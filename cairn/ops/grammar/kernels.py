@@ -38,7 +38,7 @@ def mask_whole(logits, words, begin, BLOCK: tl.constexpr):
     tl.store(at, value, eviction_policy="evict_first")
 
 
-@triton.jit
+@triton.jit(early=())
 def bitmask_kernel(
     logits, bitmask, indices, stride, mask_stride, width,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,

@@ -77,7 +77,7 @@ def ring_read_kernel(
     tl.store(count, taken + 1)
 
 
-@triton.jit
+@triton.jit(early=())
 def ring_write_kernel(
     values, ring, count, kept, place, entries, width, numbers,
     BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -67,7 +67,7 @@ class Plans:
         """What plainly(args, kwargs) gives; the tensors lie on one CUDA device."""
         if self._hopeless and _shapes(args) in self._hopeless:
             return plainly(args, kwargs)
-        if gpu.watch.by is not None or gpu.hooked():
+        if gpu.watch.by is not None or gpu.watch.order is not None or gpu.hooked():
             return plainly(args, kwargs)
         call = call_of(args, kwargs)
         if call is None or not gpu.is_current(call.device):

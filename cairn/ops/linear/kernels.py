@@ -18,7 +18,7 @@ def silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
-@triton.jit(do_not_specialize=["tokens", "numbers"])
+@triton.jit(early=("norm", "weight", "bias"), do_not_specialize=["tokens", "numbers"])
 def rows_kernel(
     x, norm, weight, bias, out, tokens, numbers, x_stride, out_stride, eps,
     WIDTH: tl.constexpr, WP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
@@ -115,7 +115,7 @@ def tile_product(value, rows, TALL: tl.constexpr):
     return tl.sum(product, 0)
 
 
-@triton.jit(do_not_specialize=["tokens", "numbers"])
+@triton.jit(early=("norm", "weight", "bias"), do_not_specialize=["tokens", "numbers"])
 def tile_kernel(
     x, norm, weight, bias, out, tokens, numbers, x_stride, out_stride, eps,
     WIDTH: tl.constexpr, SPAN: tl.constexpr, WP: tl.constexpr, PARTS: tl.constexpr,
@@ -188,7 +188,7 @@ def tile_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=shown)
 
 
-@triton.jit(do_not_specialize=["tokens", "numbers"])
+@triton.jit(early=(), do_not_specialize=["tokens", "numbers"])
 def panel_kernel(
     x, weight, out, tokens, numbers, x_stride, out_stride,
     WIDTH: tl.constexpr, SPAN: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr,
@@ -244,7 +244,7 @@ def panel_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=alive)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(early=("norm",), do_not_specialize=["tokens"])
 def sum_norm_kernel(
     parts, residual, norm, out, tokens, residual_stride, out_stride, width, eps,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,

@@ -88,7 +88,7 @@ def store_numbers(out, result, first, tokens, numbers, out_stride):
     gl.store(at, result.to(out.dtype.element_ty), mask=shown)
 
 
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit(early=("weight",), do_not_specialize=["tokens"])
 def linear_groups_kernel(
     x, weight, out, tokens, numbers, out_stride, parts,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,

@@ -24,7 +24,7 @@ def store_rows_kernel(
     tl.store(v_cache + at * v_cache_stride + column, value, mask=(column < v_width) & (at >= 0))
 
 
-@triton.jit
+@triton.jit(early=())
 def take_rows_kernel(
     table, index, out, stride, width,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -34,7 +34,7 @@ def norm_row(
     tl.store(out + column, (value * factor).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(early=())
 def rmsnorm_kernel(
     x, weight, out, x_stride, out_stride, width, eps,
     BLOCK: tl.constexpr, SHIFTED: tl.constexpr, ROUNDED: tl.constexpr, PDL: tl.constexpr,
@@ -51,7 +51,7 @@ def rmsnorm_kernel(
     )
 
 
-@triton.jit
+@triton.jit(early=())
 def fused_add_rmsnorm_kernel(
     x, residual, weight, x_stride, residual_stride, width, eps,
     BLOCK: tl.constexpr, SHIFTED: tl.constexpr, PDL: tl.constexpr,
@@ -71,7 +71,7 @@ def fused_add_rmsnorm_kernel(
     tl.store(x_at, (total * scale * factor).to(x.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(early=("weight",))
 def rmsnorm_add_kernel(
     x, residual, weight, x_stride, residual_stride, width, eps,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -101,7 +101,7 @@ def norm_heads(x, weight, head, heads, head_stride, width, eps, DIM: tl.constexp
     tl.store(at, (value * scale[:, None] * factor[None, :]).to(x.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(early=())
 def qknorm_kernel(
     q, k, q_weight, k_weight, q_stride, q_head_stride, k_stride, k_head_stride,
     q_heads, k_heads, width, eps, PROGRAMS: tl.constexpr,
@@ -120,7 +120,7 @@ def qknorm_kernel(
         norm_heads(k + token * k_stride, k_weight, head, k_heads, k_head_stride, width, eps, DIM)
 
 
-@triton.jit
+@triton.jit(early=())
 def qknorm_rows_kernel(
     q, k, q_weight, k_weight, q_stride, k_stride, q_width, k_width, eps,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PDL: tl.constexpr,

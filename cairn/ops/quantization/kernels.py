@@ -75,7 +75,7 @@ def amax_bits(x, count, BLOCK: tl.constexpr):
     return tl.max(found, 0)
 
 
-@triton.jit
+@triton.jit(early=())
 def amax_kernel(x, parts, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """parts[program] = bits of the largest magnitude of its blocks of x. PDL: as in
     `await_previous`."""
@@ -83,7 +83,7 @@ def amax_kernel(x, parts, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(parts + tl.program_id(0), amax_bits(x, count, BLOCK))
 
 
-@triton.jit
+@triton.jit(early=())
 def tensor_kernel(
     x, q, scale, parts, count, number_of_parts, high,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
@@ -124,7 +124,7 @@ def power_of_two(scale):
     return exponent, tl.where(exponent == 255, float("nan"), power)
 
 
-@triton.jit
+@triton.jit(early=())
 def groups_kernel(
     x, q, scale, masked_m, total, tiles, per_row, rows, width,
     x_expert, x_row, s_expert, s_row, s_group, eps, low, high,

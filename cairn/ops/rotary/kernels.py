@@ -7,7 +7,7 @@ from cairn.ops.grid import row_and_part
 from cairn.ops.pdl import await_previous, launch_next
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@triton.jit(early=(), do_not_specialize=["numbers"])
 def cos_sin_kernel(
     positions, inv_freq, out, numbers, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -23,7 +23,7 @@ def cos_sin_kernel(
     tl.store(out + token * 2 * HALF + HALF + pair, tl.sin(angle), mask=inside)
 
 
-@triton.jit
+@triton.jit(early=())
 def head_norm_rope_kernel(
     x, weight, cos_sin, out, x_stride, head_stride, heads, eps,
     HALF: tl.constexpr, HP: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
@@ -80,7 +80,7 @@ def scaled_down(x, scale, kind: tl.constexpr, SCALING: tl.constexpr):
     return x.to(kind)
 
 
-@triton.jit
+@triton.jit(early=())
 def rotate_kernel(
     q, k, positions, cos_sin, k_buffer, v_buffer, value, location,
     q_stride, q_head_stride, k_stride, k_head_stride, row_stride, buffer_stride,
@@ -169,7 +169,7 @@ def rope_angles(
     return (tl.cos(angle) * attention_factor)[None, :], (tl.sin(angle) * attention_factor)[None, :]
 
 
-@triton.jit
+@triton.jit(early=())
 def qk_norm_rope_kernel(
     qkv, positions, q_weight, k_weight, stride, q_heads, heads, dim, eps,
     factor, low, high, attention_factor,
@@ -290,7 +290,7 @@ def store_halves(to, head, own, first, second, stride, HALF: tl.constexpr, HP: t
     tl.store(at + HALF, second.to(to.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(early=())
 def split_norm_rope_kernel(
     projected, added, weight, cos_sin, q, k, z, row_stride, added_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
@@ -323,7 +323,7 @@ def split_norm_rope_kernel(
     store_halves(z + token * Q_HEADS * width, head - before, own, first, second, width, HALF, HP)
 
 
-@triton.jit
+@triton.jit(early=("location",))
 def heads_into_cache_kernel(
     projected, added, weight, cos_sin, q, z, k_cache, v_cache, location,
     row_stride, added_stride, page_stride, head_stride, eps,

@@ -200,7 +200,7 @@ def bound_kernel(
         tl.store(floors + row, number_of(bound.to(tl.uint32) << 1))
 
 
-@triton.jit
+@triton.jit(early=("score", "lengths", "starts"))
 def list_kernel(
     score, lengths, starts, floors, lists, counts, stride, width,
     ROOM: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, NAN: tl.constexpr,
@@ -336,7 +336,7 @@ def nan_in_row(score, row, width, stride, ROOM: tl.constexpr):
     return tl.sum(count, 0)
 
 
-@triton.jit
+@triton.jit(early=())
 def threshold_kernel(
     score, top_k, floors, lists, counts, thresholds, stride, width, chunks,
     ROOM: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
@@ -385,7 +385,7 @@ def threshold_kernel(
     tl.store(thresholds + row, threshold)
 
 
-@triton.jit
+@triton.jit(early=())
 def mask_kernel(x, top_k, thresholds, out, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [B, width]: x where it reaches its row's threshold or all of the row is kept, else
     -inf."""

@@ -166,7 +166,10 @@ def scan(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["splits", "programs", "parts"])
+@triton.jit(
+    early=("key", "bias", "row", "slot", "page_table"),
+    do_not_specialize=["splits", "programs", "parts"],
+)
 def scan_kernel(
     q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table,
     part_o, part_lse, u, tops, sums,
@@ -284,7 +287,7 @@ def pick(
             arrive(picked)
 
 
-@triton.jit(do_not_specialize=["splits", "parts", "programs"])
+@triton.jit(early=("row", "slot", "page_table"), do_not_specialize=["splits", "parts", "programs"])
 def pick_kernel(
     u, tops, sums, part_lse, row, slot, page_table, found_page, found_at, found_value, lse,
     splits, parts, programs, table_stride, offset, pages, topk,
@@ -405,7 +408,7 @@ def read(
     store_rows(part_o + at * DIM, acc / safe[:, None], alive, DIM, DP)
 
 
-@triton.jit(do_not_specialize=["first", "parts"])
+@triton.jit(early=("slot",), do_not_specialize=["first", "parts"])
 def read_kernel(
     q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
     indices, scores, part_o, part_lse,

@@ -60,7 +60,7 @@ def sum_line(
     tl.store(o + (head * DIM)[:, None] + d[None, :], acc, mask=shown)
 
 
-@triton.jit(do_not_specialize=["each"])
+@triton.jit(early=(), do_not_specialize=["each"])
 def pages_kernel(
     q, k_cache, v_cache, row, page_table, indices, weights, parts, o, counters,
     scale, table_stride, page_stride, head_stride, topk, each,

@@ -90,7 +90,10 @@ def place_in(lines, scans, chunks, reads, lag):
     return line, item, (line >= 0) & (line < lines)
 
 
-@triton.jit(do_not_specialize=["splits", "programs", "parts", "reads", "lag", "lines"])
+@triton.jit(
+    early=("key", "bias", "row", "slot", "page_table"),
+    do_not_specialize=["splits", "programs", "parts", "reads", "lag", "lines"],
+)
 def step_kernel(
     q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table,
     part_o, part_lse, u, tops, sums, found_page, found_at, found_value, counters, out, indices,

@@ -29,7 +29,7 @@ def penalise(
     tl.store(logits, logit, mask=inside)
 
 
-@triton.jit
+@triton.jit(early=())
 def penalties_kernel(
     logits, prompt_mask, output_counts, presence, frequency, repetition,
     stride, mask_stride, count_stride, width,

@@ -184,7 +184,7 @@ def collect_row(
     return token, done, by_line, low, high, above, reached
 
 
-@triton.jit
+@triton.jit(early=())
 def collect_kernel(
     x, temperature, top_k, top_p, min_p, seed, index, uniform, peaks, firsts, masses, tops,
     arrivals, counts, weights, sums, few_keys, few_weights, out, stride, width, chunks,

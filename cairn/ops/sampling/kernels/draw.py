@@ -28,7 +28,7 @@ def most_likely(peaks, firsts, row, chunks, CHUNKS: tl.constexpr):
     return tl.where((polluted > 0) | (best == float("-inf")), -1, token)
 
 
-@triton.jit
+@triton.jit(early=())
 def argmax_kernel(peaks, firsts, out, chunks, CHUNKS: tl.constexpr, PDL: tl.constexpr):
     """out [n] int64: the most likely token of every surveyed row."""
     await_previous(PDL)
@@ -100,7 +100,7 @@ def draw_plain(
     return token
 
 
-@triton.jit
+@triton.jit(early=())
 def draw_kernel(
     x, temperature, seed, index, uniform, rows, peaks, firsts, masses, out, stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr,

@@ -97,7 +97,7 @@ def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
     tl.store(tops + at * lines + tl.arange(0, lines), top)
 
 
-@triton.jit
+@triton.jit(early=())
 def survey_kernel(
     x, temperature, top_k, top_p, min_p, peaks, firsts, masses, tops, arrivals,
     stride, width, chunks,

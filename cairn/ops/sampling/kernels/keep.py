@@ -10,7 +10,7 @@ from cairn.ops.sampling.kernels.filters import bits_of, filters_of, summary_of
 from cairn.ops.sampling.kernels.lists import last_taken, limit_of
 
 
-@triton.jit
+@triton.jit(early=())
 def limits_kernel(
     x, top_k, top_p, min_p, peaks, masses, tops, arrivals, counts, weights, sums,
     thresholds, lasts, totals, stride, width, chunks,
@@ -57,7 +57,7 @@ def limits_kernel(
         tl.store(totals + row, tl.sum(mass, 0))
 
 
-@triton.jit
+@triton.jit(early=())
 def keep_kernel(
     x, out, thresholds, lasts, totals, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

@@ -7,7 +7,7 @@ from cairn.ops.grid_barrier import arrive
 from cairn.ops.pdl import await_previous
 
 
-@triton.jit
+@triton.jit(early=())
 def score_kernel(
     logits, tokens, found, arrivals, largest, log_sum, rank,
     stride, width, chunks, programs,

@@ -32,7 +32,7 @@ def part_of(seed, index, uniform, row):
     return part
 
 
-@triton.jit
+@triton.jit(early=())
 def uniform_kernel(seed, index, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [count] float32 = `uniform_of` seed and index [count]."""
     await_previous(PDL)

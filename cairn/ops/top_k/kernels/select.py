@@ -40,7 +40,7 @@ def cell_of(
     return tl.where(inside, cell, -1)
 
 
-@triton.jit
+@triton.jit(early=())
 def choose_kernel(
     score, lengths, starts, floors, lists, counts, table, bounds, offset, out,
     stride, width, chunks, topk, table_stride, requests, page_size,
