@@ -14,6 +14,7 @@ from cairn.names import checked_keywords
 from cairn.specs.choice import Choice, Notes
 from cairn.specs.model import ModelSpec
 from cairn.specs.options import MixerOptions, resolve_mixers
+from cairn.specs.speculation import Speculation, SpeculativeOptions, resolve_speculation
 
 GIB = 1 << 30
 GPU_CHUNK = 132 * 128
@@ -31,10 +32,11 @@ def default_model_path() -> Path:
 
 @checked_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions(MixerOptions):
+class EngineOptions(SpeculativeOptions, MixerOptions):
     """What the user asked for; None or "auto" leaves the choice to `resolve`.
 
-    Options of single mixers are inherited: each is declared and resolved where its mixer is.
+    Options of single mixers and of speculative decoding are inherited: each is declared and
+    resolved where its mixer is, or in `cairn.specs.speculation`.
 
     Attributes:
         dtype: "auto", "float32", "bfloat16" or "float16".
@@ -113,6 +115,7 @@ class EngineConfig:
 
     `model` is the model with the options of its mixers applied.
     `itl_target_ms` is None where no target was given: chunks then keep their size.
+    `speculation` is None where no next tokens are guessed.
     One of `kv_cache_memory` and `gpu_memory_utilization` is None: the other one sizes the pages,
     whose number and the longest sequence are settled by the memory plan.
     """
@@ -132,6 +135,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None
     disable_cuda_graph: bool
     disable_overlap_schedule: bool
+    speculation: Speculation | None = None
     choices: tuple[Choice, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
 
@@ -155,6 +159,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
     model = resolve_mixers(model, options, notes)
     chunk = _resolve_chunk(options, device, dtype, notes)
     memory, share = _resolve_memory(options, machine, device, notes)
+    speculation = resolve_speculation(options, model, notes)
     return EngineConfig(
         model=model,
         dtype=dtype,
@@ -171,6 +176,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
         gpu_memory_utilization=share,
         disable_cuda_graph=options.disable_cuda_graph,
         disable_overlap_schedule=options.disable_overlap_schedule,
+        speculation=speculation,
         choices=tuple(notes.choices),
         warnings=tuple(notes.warnings),
     )

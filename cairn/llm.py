@@ -49,6 +49,8 @@ class Stats:
         pages_read: pages that they read (selected and window), averaged over KV heads.
         pages_held: pages that dense attention would have read in their place.
         preemptions: requests whose pages were taken back for a while.
+        draft_runs, drafted_tokens, accepted_tokens, undrafted_requests: of speculative decoding,
+            see `cairn.engine.drafts.DraftTotals`.
         steady: what steps that only decode cost the host.
     """
 
@@ -66,6 +68,10 @@ class Stats:
     pages_read: int
     pages_held: int
     preemptions: int
+    draft_runs: int
+    drafted_tokens: int
+    accepted_tokens: int
+    undrafted_requests: int
     steady: HostTimes
 
 
@@ -213,6 +219,7 @@ class LLM:
     def stats(self) -> Stats:
         """Totals since the engine started."""
         core, runner = self._core.stats, self._built.runner
+        drafts = self._core.scheduler.drafts
         known = {f.name for f in fields(Stats)}
         totals = {f.name: getattr(core, f.name) for f in fields(core) if f.name in known}
         totals["steady"] = replace(core.steady)
@@ -223,6 +230,10 @@ class LLM:
             pages_held=runner.reads.held,
             cached_prompt_tokens=self._core.scheduler.cached_prompt_tokens,
             preemptions=self._core.scheduler.preemptions,
+            draft_runs=drafts.runs,
+            drafted_tokens=drafts.drafted,
+            accepted_tokens=drafts.accepted,
+            undrafted_requests=drafts.undrafted,
         )
 
     def shutdown(self) -> None:

@@ -14,15 +14,15 @@ from cairn.specs.hils import HilsSpec
 from cairn.specs.model import ModelSpec
 
 
-def landmark_spec() -> ModelSpec:
-    """12 layers, of which 3, 7 and 11 select 32 pages."""
+def landmark_spec(**changes: int) -> ModelSpec:
+    """12 layers, of which 3, 7 and 11 select 32 pages; `changes` of its config.json."""
     config = {
         "model_type": "qwen_hils", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 12,
         "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64,
         "hils_sliding_window": 512,
         "hils_topk": 32, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    return load_spec(config)
+    return load_spec({**config, **changes})
 
 
 def dense_spec() -> ModelSpec:

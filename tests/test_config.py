@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,6 +21,7 @@ from cairn.config import (
 from cairn.errors import BadConfig, BadRequest
 from cairn.specs.layer_list import format_layers, parse_layers
 from cairn.specs.model import count_backends
+from cairn.specs.speculation import most_drafts
 from tests.specs import dense_spec, hils_of, landmark_spec
 
 LANDMARKS, PLAIN = landmark_spec(), dense_spec()
@@ -281,3 +284,65 @@ def test_a_share_where_it_means_nothing():
 
 def test_the_default_model_is_in_the_package():
     assert (default_model_path() / "config.json").is_file()
+
+
+def test_speculation():
+    assert settle().speculation is None
+    found = settle(speculative_algorithm="NGRAM").speculation
+    assert (found.algorithm, found.drafts, found.match) == ("NGRAM", 8, (2, 12))
+    given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3}
+    for config in (given, json.dumps(given)):
+        found = settle(PLAIN, speculative_config=config).speculation
+        assert (found.drafts, found.match) == (4, (3, 12))
+
+
+def test_a_page_is_no_candidate_before_its_landmark_is_written_for_good():
+    """The most guesses k of which k + ceil(k / 63) < 512."""
+    assert settle(speculative_algorithm="NGRAM", speculative_num_draft_tokens=503).speculation
+    words = r"is 504.*at most 503: k \+ ceil\(k / 63\) must stay below its window of 512"
+    with pytest.raises(BadConfig, match=words):
+        settle(speculative_algorithm="NGRAM", speculative_num_draft_tokens=504)
+    for size, window in ((4, 4), (4, 8), (8, 20), (16, 32)):
+        model = landmark_spec(chunk_size=size, hils_sliding_window=window)
+        allowed = [k for k in range(1, 100) if k + math.ceil(k / (size - 1)) < window]
+        assert most_drafts(model) == max(allowed)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"speculative_algorithm": "EAGLE3"}, "'EAGLE3': draft models .* not supported. Use NGRAM"),
+        ({"speculative_algorithm": "ngrams"}, "is 'ngrams'. Use NGRAM"),
+        ({"speculative_num_draft_tokens": 3}, "no speculative_algorithm is given"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 0},
+            "positive integer, not 0",
+        ),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "prompt_lookup_min": 20,
+                    "prompt_lookup_max": 12,
+                }
+            },
+            "min_match_window_size is 20, but the longest match is 12",
+        ),
+        ({"speculative_config": "{"}, "no JSON"),
+        ({"speculative_config": "[]"}, "must be a JSON object"),
+        ({"speculative_config": {"num_speculative_tokens": 3}}, "names no method"),
+        ({"speculative_config": {"method": "eagle"}}, "'EAGLE': draft models"),
+        ({"speculative_config": {"method": "ngram", "model": "x"}}, "has model: 'x'"),
+        (
+            {
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+                "speculative_num_draft_tokens": 4,
+            },
+            "is 4, but speculative_config says 3",
+        ),
+    ],
+    ids=str,
+)
+def test_speculation_that_cannot_be(options, words):
+    with pytest.raises(BadConfig, match=words):
+        settle(**options)

@@ -12,6 +12,7 @@ import click
 from cairn.config import DTYPES, KV_CACHE_DTYPES, default_model_path
 from cairn.errors import BadRequest
 from cairn.specs.options import mixer_options
+from cairn.specs.speculation import speculative_options
 from cairn.types import Grammar, SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,8 +51,8 @@ SAMPLING = (
 )
 
 
-def _mixer_option(entry: Field[Any]) -> Callable[[F], F]:
-    """The flag of an option that a mixer declares."""
+def _declared(entry: Field[Any]) -> Callable[[F], F]:
+    """The flag of an option that says itself what it needs."""
     given = {
         key: entry.metadata[key] for key in ("type", "metavar", "help") if key in entry.metadata
     }
@@ -98,7 +99,7 @@ ENGINE = (
     ),
     click.option("--seed", "engine_seed", type=int, help="Of requests that bring none."),
     click.option("--no-prefix-caching", is_flag=True, help="Do not keep pages for reuse."),
-    *map(_mixer_option, mixer_options()),
+    *map(_declared, (*mixer_options(), *speculative_options())),
     click.option(
         "--load-format",
         type=click.Choice(["auto", "random"]),
@@ -121,7 +122,7 @@ ENGINE_NAMES = (
     "max_num_seqs",
     "chunked_prefill_size",
     "itl_target_ms",
-    *(entry.name for entry in mixer_options()),
+    *(entry.name for entry in (*mixer_options(), *speculative_options())),
     "load_format",
 )
 

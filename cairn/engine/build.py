@@ -21,6 +21,7 @@ from cairn.cache.window import WindowPages
 from cairn.config import EngineConfig, EngineOptions, Machine, resolve
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
+from cairn.engine.drafts import Drafter, NgramDrafter
 from cairn.engine.host_memory import bound_kernel_caches, keep_freed_memory
 from cairn.engine.memory import (
     Lines,
@@ -147,8 +148,15 @@ def build(
         InProcessExecutor(runner),
         tokenizer,
         overlap=on_gpu and not config.disable_overlap_schedule,
+        drafter=drafter_of(config),
     )
     return Built(core, runner, spec, config, memory, slots, table)
+
+
+def drafter_of(config: EngineConfig) -> Drafter | None:
+    """Who guesses next tokens; None: nobody."""
+    asked = config.speculation
+    return None if asked is None else NgramDrafter(asked.drafts, *asked.match)
 
 
 def limits_of(config: EngineConfig) -> Limits:

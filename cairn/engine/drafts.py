@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from cairn.engine.request import Request
+from cairn.types import SamplingParams
 
 
 class Drafter(Protocol):
@@ -15,30 +19,112 @@ class Drafter(Protocol):
         """Up to `most` tokens that may follow these (prompt and output so far)."""
 
 
-def guesses_of(
-    drafter: Drafter, requests: Sequence[Request], budget: int
-) -> dict[Request, list[int]]:
-    """Guesses for rows that decode, where the drafter has any.
+@dataclass(frozen=True, slots=True)
+class NgramDrafter:
+    """Prompt lookup: what followed the newest earlier occurrence of the last tokens.
 
-    Args:
-        drafter: guesses.
-        requests: of the rows.
-        budget: tokens that the step may run.
+    Attributes:
+        drafts: guesses at a time.
+        shortest, longest: last tokens that are looked for; the longest match wins, and among those
+            the newest.
     """
-    room = (budget - len(requests)) // max(1, len(requests))
-    found = ((request, _guesses(drafter, request, room)) for request in requests)
-    return {request: guesses for request, guesses in found if guesses}
+
+    drafts: int
+    shortest: int
+    longest: int
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Guesses; none without a match. One that reaches the end is repeated from its start."""
+        known = np.asarray(tokens, dtype=np.int32)
+        count, end = min(most, self.drafts), len(known)
+        if count < 1 or end <= self.shortest:
+            return []
+        # Where earlier occurrences end; those of more tokens are among those of fewer.
+        ends = np.flatnonzero(known[:-1] == known[-1])
+        last = None
+        for length in range(1, min(self.longest, end - 1) + 1):
+            if length > 1:
+                ends = ends[ends >= length - 1]
+                ends = ends[known[ends - length + 1] == known[end - length]]
+            if not len(ends):
+                break
+            if length >= self.shortest:
+                last = int(ends[-1])
+        if last is None:
+            return []
+        return list(np.resize(known[last + 1 : last + 1 + count], count).tolist())
 
 
-def _guesses(drafter: Drafter, request: Request, room: int) -> list[int]:
-    """Nothing where each token depends on more than the tokens before it, or where a step in flight
-    has yet to choose the last one."""
-    params = request.params
-    plain = not (params.penalized or params.logit_bias or params.selection)
-    plain = plain and request.grammar is None and params.logprobs is None
-    if not plain or request.choosing or params.min_tokens > request.num_output:
-        return []
-    # The last token that it may have follows the last one that runs.
-    left = request.num_prompt + request.max_output - request.planned - 2
-    most = min(room, left)
-    return list(drafter.guess(request.tokens, most))[:most] if most > 0 else []
+@dataclass(slots=True)
+class DraftTotals:
+    """What became of guesses since the engine started.
+
+    Attributes:
+        runs: times that a row ran guesses.
+        drafted: guesses that ran.
+        accepted: those of them that were right.
+        undrafted: requests that run without guesses, since a choice of theirs depends on more than
+            the tokens before it.
+    """
+
+    runs: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    undrafted: int = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count one row's guesses of a step."""
+        self.runs += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What rows that decode may run beside their last tokens.
+
+    Attributes:
+        of: request -> its guesses, at least one.
+        waiting: requests that will have guesses when the step in flight has chosen their last
+            tokens, so that no step should be planned for them before.
+    """
+
+    of: dict[Request, list[int]]
+    waiting: frozenset[Request]
+
+    @classmethod
+    def by(cls, drafter: Drafter, requests: Sequence[Request], budget: int) -> Guesses:
+        """What the drafter guesses.
+
+        Args:
+            requests: that decode.
+            budget: tokens that the step may run.
+        """
+        room = (budget - len(requests)) // max(1, len(requests))
+        found: dict[Request, list[int]] = {}
+        waiting = []
+        for request in requests:
+            # The last token that it may have follows the last one that runs.
+            left = request.num_prompt + request.max_output - request.planned - 2
+            most = min(room, left)
+            if most < 1 or not draftable(request.params):
+                continue
+            ahead = request.choosing
+            guesses = list(drafter.guess(request.tokens, most + ahead))
+            if ahead and len(guesses) > ahead:
+                waiting.append(request)
+            elif guesses and not ahead:
+                found[request] = guesses[:most]
+        return cls(found, frozenset(waiting))
+
+    def __contains__(self, request: object) -> bool:
+        return request in self.of or request in self.waiting
+
+    def __bool__(self) -> bool:
+        return bool(self.of or self.waiting)
+
+
+def draftable(params: SamplingParams) -> bool:
+    """Whether each choice follows from the tokens before it in the cache: penalties count tokens as
+    they are chosen, and the mask of a grammar is known for the next token alone."""
+    return not params.penalized and params.grammar is None

@@ -367,6 +367,10 @@ class EngineLoop:
             prefix_queries=scheduler.looked_up_prompt_tokens,
             prefix_hits=scheduler.cached_prompt_tokens,
             preemptions=scheduler.preemptions,
+            draft_runs=scheduler.drafts.runs,
+            drafted_tokens=scheduler.drafts.drafted,
+            accepted_tokens=scheduler.drafts.accepted,
+            undrafted_requests=scheduler.drafts.undrafted,
             selecting_queries=runner.reads.queries,
             pages_selected=runner.reads.selected_by_head,
         )

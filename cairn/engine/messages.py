@@ -255,6 +255,9 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
         prefix_queries, prefix_hits: prompt tokens looked up in and taken from the prefix cache.
         prompt_tokens, generated_tokens: of all requests.
         preemptions: requests whose pages were taken back for a while.
+        draft_runs, drafted_tokens, accepted_tokens: times that a row ran guesses, these, and those
+            of them that were right.
+        undrafted_requests: requests whose parameters allow no guesses.
         steps: forward passes.
         model_seconds, host_seconds: inside the model and beside it.
         decode_stall_seconds: how long rows that decode waited for prefill of others in their step.
@@ -276,6 +279,10 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    draft_runs: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    undrafted_requests: int = 0
     steps: int = 0
     model_seconds: float = 0.0
     host_seconds: float = 0.0

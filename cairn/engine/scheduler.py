@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
 from cairn.engine.budget import Load, StepTimes
-from cairn.engine.drafts import Drafter, guesses_of
+from cairn.engine.drafts import Drafter, DraftTotals, Guesses, draftable
 from cairn.engine.planned_step import Limits, PlannedStep
 from cairn.engine.promises import Promises
 from cairn.engine.queue import WaitingQueue
@@ -53,6 +53,7 @@ class Scheduler:
             raise ValueError("guesses need layers whose cache can be cut back, not states")
         self.limits = limits
         self.drafter = drafter
+        self.drafts = DraftTotals()
         self.times = times
         self.cache = cache
         self.slots = slots
@@ -79,6 +80,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. It must fit the pool alone: the caller checked."""
         self.waiting.push(request)
+        if self.drafter is not None and not draftable(request.params):
+            self.drafts.undrafted += 1
 
     @property
     def has_work(self) -> bool:
@@ -127,15 +130,15 @@ class Scheduler:
         """
         draft = PlannedStep(self.limits.step_slots)
         phases = self._phases()
-        guesses: Mapping[Request, list[int]] = {}
+        guesses = None
         if self.drafter is not None:
             budget = draft.budget // self._closing_slots
-            guesses = guesses_of(self.drafter, phases.decoding.requests, budget)
-        if guesses:
-            phases = self._without(phases, guesses)
+            guesses = Guesses.by(self.drafter, phases.decoding.requests, budget)
+            if guesses:
+                phases = self._without(phases, guesses)
         if phases.decoding.requests:
             self._schedule_decode(phases, draft)
-        for request, tokens in guesses.items():
+        for request, tokens in guesses.of.items() if guesses else ():
             self._schedule_drafts(request, tokens, draft)
         for request in phases.prefilling:
             # Making room for one may have taken the pages of another one that comes later.
@@ -169,6 +172,7 @@ class Scheduler:
             for request, work in zip(requests[decoding:], plan.work, strict=True):
                 computed = work.first + work.num_tokens
                 if work.drafts and counts is not None:
+                    self.drafts.add(work.drafts, counts[len(sampled)] - 1)
                     # The guesses that were right have run; what the others wrote is overwritten.
                     computed += counts[len(sampled)] - 1 - work.drafts
                     self._counts.planned[request.row] = computed
@@ -241,8 +245,8 @@ class Scheduler:
         if self.slots.landmarks and draft.decode.full:
             draft.budget -= len(draft.decode.full)
 
-    def _without(self, phases: Phases, drafted: Mapping[Request, object]) -> Phases:
-        """The phases of the step in which these rows run guesses."""
+    def _without(self, phases: Phases, drafted: Container[Request]) -> Phases:
+        """The phases of a step in which these rows do not run their last token alone."""
         self._known_phases = None
         stay = [request for request in phases.decoding.requests if request not in drafted]
         rows = Lockstep(stay, self._counts, self.slots.tokens_per_page)

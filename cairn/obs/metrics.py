@@ -56,6 +56,13 @@ COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of all requests."),
     "generation_tokens": ("generated_tokens", "Tokens that were sampled."),
     "num_preemptions": ("preemptions", "Requests whose pages were taken back for a while."),
+    "spec_decode_num_drafts": ("draft_runs", "Times that a row ran guesses of next tokens."),
+    "spec_decode_num_draft_tokens": ("drafted_tokens", "Guesses that ran."),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Guesses that were right."),
+    "spec_decode_num_undrafted_requests": (
+        "undrafted_requests",
+        "Requests that run without guesses: they have penalties or a grammar.",
+    ),
     "engine_steps": ("steps", "Forward passes."),
     "model_seconds": ("model_seconds", "Seconds inside the model and the sampler."),
     "host_seconds": ("host_seconds", "Seconds of the steps beside the model."),
@@ -273,6 +280,8 @@ class _EngineCollector(Collector):
         usage = used / (values["pages_total"] or 1)
         yield self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", usage)
         pages = values["pages_selected"] / (values["selecting_queries"] or 1)
+        accepted = values["accepted_tokens"] / (values["draft_runs"] or 1)
+        yield self._gauge("spec_decode_accepted_length", "Right guesses, mean of runs.", accepted)
         yield self._gauge("selected_pages_per_query", "Mean over all landmark queries.", pages)
         for name, (key, text) in COUNTERS.items():
             family = CounterMetricFamily(f"cairn:{name}", text, labels=("model_name",))

@@ -17,8 +17,7 @@ from cairn.cache.paged import Lease
 from cairn.engine.build import Built
 from cairn.engine.continuation import Continuation
 from cairn.engine.planned_step import Limits
-from cairn.types import SamplingParams
-from tests.engine.fakes import FakeDrafter, all_pages_back
+from tests.engine.fakes import all_pages_back
 from tests.engine.harness import (
     Trace,
     assert_same,
@@ -116,24 +115,3 @@ def test_a_random_schedule_gives_what_each_request_gives_alone(family: str, seed
                 assert_same(found, wanted)
     built.core.cache.close(hostage)
     assert all_pages_back(built.core)
-
-
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "recurrent" not in name])
-@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
-def test_guessed_tokens_change_nothing(family: str, right: float) -> None:
-    """Guesses are run as a prefill; what a wrong one wrote is overwritten before it is read."""
-    built = build(family)
-    size, vocab = min(built.config.page_size, 32), built.spec.vocab_size
-    prompts = [text(7, size - 3, vocab), text(8, 2 * size, vocab), text(9, 3, vocab)]
-    plain = SamplingParams(temperature=0, max_tokens=2 * size, ignore_eos=True)
-    wanted = run(built, prompts, plain)
-    drafter = FakeDrafter(3, right)
-    for prompt, one in zip(prompts, wanted, strict=True):
-        drafter.knows(prompt, one.tokens)
-    guessing = build(family)
-    guessing.core.scheduler.drafter = drafter
-    found = run(guessing, prompts, plain, budgets=[1000, 7, 64])
-    assert [one.tokens for one in found] == [one.tokens for one in wanted]
-    if right == 1.0:
-        assert guessing.core.stats.steps < built.core.stats.steps
-    assert all_pages_back(guessing.core)

@@ -123,6 +123,7 @@ def test_row_9_defaults(model):
         "kv_cache_dtype": "float32",
         "disable_cuda_graph": False,
         "disable_overlap_schedule": False,
+        "speculation": None,
     }
 
 

@@ -1,0 +1,129 @@
+"""Speculative decoding through the whole engine: guesses change how fast tokens come, not which."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from cairn.cache.invariants import check
+from cairn.engine.drafts import NgramDrafter
+from cairn.engine.planned_step import Limits
+from cairn.types import CompletionOutput, SamplingParams
+from tests.engine.fakes import FakeDrafter, all_pages_back
+from tests.engine.harness import ROUNDING, occupy, poison
+from tests.engine.test_families import FAMILIES, build, prompts_of
+
+PLAIN = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+DRAWN = replace(PLAIN, temperature=1.0, seed=11)
+RIGHT = {"right": 1.0, "random": 0.6, "wrong": 0.0}
+
+
+def assert_told_alike(found: CompletionOutput, wanted: CompletionOutput) -> None:
+    """Tokens, ends and log-probabilities that a user sees are the same."""
+    for name in ("token_ids", "finish_reason", "stop_reason"):
+        assert getattr(found, name) == getattr(wanted, name)
+    for entry, other in zip(found.logprobs or (), wanted.logprobs or (), strict=True):
+        assert dict(entry).keys() == dict(other).keys()
+        for token in entry:
+            assert entry[token].logprob == pytest.approx(other[token].logprob, abs=ROUNDING)
+
+
+def ways_to_end(prompts: list[list[int]], outputs: list[list[int]]) -> list[SamplingParams]:
+    """Greedy and drawn, ended by length, a stop id or the longest sequence, each in the midst."""
+    found = []
+    for number, output in enumerate(outputs):
+        base = DRAWN if number % 2 else PLAIN
+        base = replace(base, logprobs=2 if number == 2 else None)
+        if number % 3 == 0:
+            base = replace(base, max_tokens=11)
+        elif number % 3 == 1:
+            base = replace(base, stop_token_ids=[output[13]], min_tokens=number)
+        else:
+            base = replace(base, max_tokens=None)
+        found.append(base)
+    return found
+
+
+def serve(built, prompts, params, rng=None) -> list[CompletionOutput]:
+    """Requests that come while others run, some aborted where `rng` says so; the ledger is exact
+    after every step, and what nobody owns is NaN."""
+    core, size = built.core, built.config.page_size
+    waiting, live, doomed = list(zip(prompts, params, strict=True)), [], {}
+    hostage = None
+    if rng is not None:
+        hostage = occupy(core.cache, keep=2 * int(built.slots.pages_for(core.shape.max_model_len)))
+    while waiting or core.has_work:
+        if waiting and (rng is None or rng.random() < 0.3 or not core.has_work):
+            live.append(core.add(f"r{core._arrivals}", *waiting.pop(0)))
+            if rng is not None and rng.random() < 0.15:
+                doomed[len(live) - 1] = rng.randint(1, 5)
+        if rng is not None:
+            core.scheduler.limits = Limits(4, rng.choice([3, size, size + 1, 2 * size, 1000]))
+        core.step()
+        for number in doomed:
+            doomed[number] -= 1
+            if doomed[number] == 0:
+                core.abort(live[number].request.id)
+        poison(built)
+        running = [r.lease for r in core.scheduler.running if r.lease is not None]
+        check(core.cache, [*running, *([hostage] if hostage else [])])
+    if hostage is not None:
+        core.cache.close(hostage)
+    assert all_pages_back(core)
+    return [continuation.stream.output for continuation in live]
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "recurrent" not in name])
+def test_any_schedule_with_guesses_gives_what_plain_decoding_gives(family: str, kind: str) -> None:
+    """Cold and warm, greedy and drawn, with aborts and retractions, whatever ends an output."""
+    rng = random.Random(f"{family} {kind}")
+    plain = build(family, enable_prefix_caching=False)
+    prompts = prompts_of(rng, min(plain.config.page_size, 32), plain.spec.vocab_size)
+    longest = max(len(prompt) for prompt in prompts) + 20
+    plain = build(family, enable_prefix_caching=False, max_model_len=longest)
+    first = serve(plain, prompts, [DRAWN if n % 2 else PLAIN for n in range(len(prompts))])
+    params = ways_to_end(prompts, [output.token_ids for output in first])
+    wanted = serve(plain, prompts, params)
+    built = build(family, max_model_len=longest)
+    drafter = built.core.scheduler.drafter = FakeDrafter(3, RIGHT[kind], most=7)
+    for prompt, output in zip(prompts, wanted, strict=True):
+        drafter.knows(prompt, output.token_ids)
+    for overlap in (False, True):
+        built.core.overlap = overlap
+        for found, output in zip(serve(built, prompts, params, rng), wanted, strict=True):
+            if found.finish_reason == "abort":
+                assert found.token_ids == output.token_ids[: len(found.token_ids)]
+            else:
+                assert_told_alike(found, output)
+    totals = built.core.scheduler.drafts
+    assert totals.drafted > 20
+    # What would follow the end of an output is not known.
+    low, high = {"right": (0.8, 1), "random": (0.2, 0.8), "wrong": (0, 0)}[kind]
+    assert low <= totals.accepted / totals.drafted <= high
+    assert built.core.cache.prefix_hits or built.config.page_size == 64
+
+
+def naive(tokens: list[int], most: int, shortest: int, longest: int) -> list[int]:
+    for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if tokens[end - length : end] == tokens[-length:]:
+                period = tokens[end:]
+                return [period[i % len(period)] for i in range(most)]
+    return []
+
+
+def test_ngram_guesses_are_those_of_a_search_one_by_one() -> None:
+    rng = random.Random(2)
+    found = 0
+    for _ in range(400):
+        tokens = [rng.randrange(rng.choice([2, 4])) for _ in range(rng.randrange(1, 30))]
+        shortest = rng.randint(1, 3)
+        longest = shortest + rng.randrange(4)
+        most = rng.randint(1, 6)
+        wanted = naive(tokens, min(most, 4), shortest, longest)
+        assert NgramDrafter(4, shortest, longest).guess(tokens, most) == wanted
+        found += bool(wanted)
+    assert found > 200
