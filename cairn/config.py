@@ -22,7 +22,8 @@ GPU_CHUNK = 132 * 128
 CPU_CHUNKS = {"float32": 17 * 64, "float16": 17 * 64, "bfloat16": 33 * 64}
 """So of 1,024 and 2,048 tokens: where products are fast, reading weights for every step counts."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "bf16", "fp8_e4m3")
+SMALL_KV_DTYPES = ("fp8_e4m3", "fp8_ds")
+KV_CACHE_DTYPES = ("auto", "bf16", *SMALL_KV_DTYPES)
 
 
 def default_model_path() -> Path:
@@ -41,7 +42,8 @@ class EngineOptions(SpeculativeOptions, MixerOptions):
     Attributes:
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: "auto", "cpu", "cuda" or "cuda:N".
-        kv_cache_dtype: of keys and values: "auto" (the dtype), "bf16" (must be it) or "fp8_e4m3".
+        kv_cache_dtype: of what pages hold: "auto" (the dtype), "bf16" (must be it), "fp8_e4m3" of
+            keys and values, "fp8_ds" of latent attention.
         max_model_len: longest sequence in user tokens, prompt and output together.
         kv_cache_memory: bytes of the page pool, or text such as "4GiB".
         gpu_memory_utilization: share of a GPU's memory of which pages get what is left.
@@ -206,10 +208,13 @@ def _resolve_dtype(
 
 
 def _resolve_kv_dtype(options: EngineOptions, dtype: str) -> str:
-    """The dtype's name, or "fp8_e4m3"."""
+    """The dtype's name, or one of SMALL_KV_DTYPES."""
     if options.kv_cache_dtype == "bf16" and dtype != "bfloat16":
-        raise BadConfig(f"kv_cache_dtype is bf16, but dtype is {dtype}", "Use auto or fp8_e4m3")
-    return "fp8_e4m3" if options.kv_cache_dtype == "fp8_e4m3" else dtype
+        raise BadConfig(
+            f"kv_cache_dtype is bf16, but dtype is {dtype}",
+            f"Use auto, {' or '.join(SMALL_KV_DTYPES)}",
+        )
+    return options.kv_cache_dtype if options.kv_cache_dtype in SMALL_KV_DTYPES else dtype
 
 
 def _resolve_memory(

@@ -18,16 +18,20 @@ from cairn.attention.base import AttentionBackend, StepPlan
 from cairn.attention.batch import Batch, PagePlace, StepRows
 from cairn.attention.cuts import Cuts
 from cairn.attention.inputs import IndexInputs, MlaInputs
+from cairn.attention.mla_format import (
+    INDEX_KEY,
+    RECORD,
+    IndexFormat,
+    index_field,
+    record_field,
+)
 from cairn.cache.pools import CachePools
-from cairn.cache.schema import LayerSchema, PageField, PageFormat
-from cairn.errors import BadConfig
+from cairn.cache.schema import LayerSchema, PageFormat
 from cairn.specs.backends import MLA
 from cairn.specs.mla import MlaSpec
 
 BLOCK_BYTES = 64 << 20
-"""Of scores, or of cells of all tokens, that are made at once: they grow with the context."""
-RECORD = "record"
-INDEX_KEY = "index_key"
+"""Of scores that are made at once: they grow with the context."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +61,6 @@ class MlaBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = MLA
-    in_graphs: ClassVar[bool] = False
 
     def __init__(self, pools: CachePools, layers: Mapping[int, MlaSpec]) -> None:
         super().__init__(pools, layers)
@@ -65,24 +68,23 @@ class MlaBackend(AttentionBackend):
         (group,) = groups
         assert group is not None
         self._group = group
+        self._index = {
+            layer: IndexFormat.of(found, spec.indexer.head_dim)
+            for layer, spec in self.layers.items()
+            for found in pools.schema.layers[layer].pages
+            if found.name == INDEX_KEY and spec.indexer is not None
+        }
 
     @classmethod
     def needs(cls, spec: MlaSpec, form: PageFormat) -> LayerSchema:
         """A record of every token, and the indexer's key.
 
         Raises:
-            BadConfig: for pages in 8 bits.
+            BadConfig: for pages whose format does not hold them.
         """
-        if form.quantized:
-            raise BadConfig(
-                "kv_cache_dtype is fp8_e4m3, but records of latent attention are kept in the "
-                f"dtype of activations ({str(form.dtype).removeprefix('torch.')}) only",
-                "Use --kv-cache-dtype auto",
-            )
-        fields = [PageField(RECORD, (form.page_size, spec.record_dim), form.dtype)]
+        fields = [record_field(spec, form)]
         if spec.indexer is not None:
-            shape = form.page_size, spec.indexer.head_dim
-            fields.append(PageField(INDEX_KEY, shape, form.dtype))
+            fields.append(index_field(spec.indexer.head_dim, form))
         return LayerSchema(tuple(fields))
 
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> MlaPlan:
@@ -98,45 +100,46 @@ class MlaBackend(AttentionBackend):
 
     def run(self, layer: int, inputs: MlaInputs, plan: MlaPlan) -> Tensor:
         """Attend in latents: -> [T, H, r] in q's dtype."""
-        spec, fields, q = self.layers[layer], self.pools.pages[layer], inputs.q
-        location, index = plan.place.location, inputs.index
-        ops.mla_kv_store(inputs.latent, inputs.k_pe, fields[RECORD], location)
-        if index is not None:
-            ops.index_k_store(index.k, fields[INDEX_KEY], location)
-
-        def attend(cells: Tensor, part: slice) -> Tensor:
-            width, context = spec.kv_lora_rank, plan.context[part]
-            o, _ = ops.sparse_mla(
-                q[part], fields[RECORD], cells, context, spec.scale, width, dtype=q.dtype
+        spec, records, q = self.layers[layer], self.pools.pages[layer][RECORD], inputs.q
+        place, context, rank = plan.place, plan.context, spec.kv_lora_rank
+        ops.mla_kv_store(inputs.latent, inputs.k_pe, records, place.location)
+        if inputs.index is not None:
+            self._store(layer, inputs.index.k, place.location)
+        if spec.topk is None or plan.width <= spec.topk:
+            o, _ = ops.paged_mla(
+                *(q, records, place.page_table, plan.batch.row, context, spec.scale, rank),
+                dtype=q.dtype,
+                width=plan.width,
             )
             return o
-
-        if spec.topk is None or plan.width <= spec.topk:
-            parts = _blocks(len(q), plan.width)
-            return torch.cat([attend(self._visible(plan, part), part) for part in parts])
-        if index is not None:
-            plan.cells = self._selected(index, fields[INDEX_KEY], spec.topk, plan)
+        if inputs.index is not None:
+            plan.cells = self._selected(layer, inputs.index, spec.topk, plan)
         assert plan.cells is not None, "a layer that shares a selection comes behind an indexer"
-        return attend(plan.cells, slice(None))
+        o, _ = ops.sparse_mla(q, records, plan.cells, context, spec.scale, rank, dtype=q.dtype)
+        return o
 
-    def _selected(self, index: IndexInputs, keys: Tensor, topk: int, plan: MlaPlan) -> Tensor:
+    def _store(self, layer: int, k: Tensor, location: Tensor) -> None:
+        """Write the indexer's keys [T, D] of the step."""
+        keys, form = self.pools.pages[layer][INDEX_KEY], self._index[layer]
+        ops.index_k_store(k, keys, location, form.preshuffled, form.quantized, form.rotated)
+
+    def _selected(self, layer: int, index: IndexInputs, topk: int, plan: MlaPlan) -> Tensor:
         """Cells [T, topk] int32 of the tokens with the best scores; -1 behind them."""
+        keys, form = self.pools.pages[layer][INDEX_KEY], self._index[layer]
         table, row, context = plan.place.page_table, plan.batch.row, plan.context
+        q, weights = index.q, index.weights
+        if form.quantized:
+            q, weights = ops.index_q_quantize(q, weights, form.rotated)
         found = []
         for part in _blocks(len(context), plan.width):
             own, seen = row[part], context[part]
             logits = ops.paged_mqa_logits(
-                index.q[part], index.weights[part], keys, table, own, seen, plan.width
+                *(q[part], weights[part], keys, table, own, seen, plan.width, form.preshuffled),
+                least=topk,
+                chunked=plan.cuts.chunked,
             )
             found.append(ops.select_topk(logits, seen, topk, None, table, own, self._page_size))
-        return torch.cat(found)
-
-    def _visible(self, plan: MlaPlan, part: slice) -> Tensor:
-        """Cells [n, width] int32 of all tokens that some queries see; -1 behind them."""
-        size, row, context = self._page_size, plan.batch.row[part], plan.context[part]
-        slot = torch.arange(plan.width, dtype=torch.int32, device=context.device)
-        cells = plan.place.page_table[row][:, slot // size] * size + slot % size
-        return cells.masked_fill_(slot >= context.unsqueeze(1), -1)
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     @property
     def _page_size(self) -> int:

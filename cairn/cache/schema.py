@@ -14,8 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
+from cairn.errors import BadConfig
+
 BYTES = torch.uint8
 """Of quantized keys and values."""
+LINEAR, PRESHUFFLED = "linear", "preshuffled"
+"""Layouts of a page's numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +31,14 @@ class PageField:
         shape: of one page's part.
         dtype: of its numbers.
         summary: it sums the page up; it does not grow with the page's slots.
+        layout: how the numbers of a page lie; nothing in them tells one from another.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     summary: bool = False
+    layout: str = LINEAR
 
     @property
     def nbytes(self) -> int:
@@ -93,11 +99,15 @@ class PageFormat:
         page_size: slots in a page, S.
         dtype: of everything that is not quantized.
         quantized: keys and values in 8 bits, see `cairn.ops.cache.quantized`.
+        small_records: records of latent attention and index keys in 8 bits (fp8_ds).
+        index_layout: how index keys in 8 bits lie in a page: what reads them fastest on a device.
     """
 
     page_size: int
     dtype: torch.dtype
     quantized: bool = False
+    small_records: bool = False
+    index_layout: str = LINEAR
 
     @property
     def key_dtype(self) -> torch.dtype:
@@ -105,7 +115,17 @@ class PageFormat:
         return BYTES if self.quantized else self.dtype
 
     def keys_and_values(self, num_kv_heads: int, head_dim: int) -> tuple[PageField, PageField]:
-        """Fields `k` and `v`, a page [h_kv, S, d], or d + 1 bytes where they are quantized."""
+        """Fields `k` and `v`, a page [h_kv, S, d], or d + 1 bytes where they are quantized.
+
+        Raises:
+            BadConfig: for a format of latent attention.
+        """
+        if self.small_records:
+            raise BadConfig(
+                "kv_cache_dtype is fp8_ds, a format of latent attention's records, but this model "
+                "keeps keys and values of heads",
+                "Use --kv-cache-dtype fp8_e4m3, or auto",
+            )
         shape = num_kv_heads, self.page_size, head_dim + self.quantized
         return PageField("k", shape, self.key_dtype), PageField("v", shape, self.key_dtype)
 

@@ -66,7 +66,8 @@ ENGINE = (
     click.option(
         "--kv-cache-dtype",
         type=click.Choice(KV_CACHE_DTYPES),
-        help="Of keys and values in pages: fp8_e4m3 takes half the memory.",
+        help="Of what pages hold: fp8_e4m3 (keys and values) or fp8_ds (latent attention) takes "
+        "half the memory.",
     ),
     click.option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N."),
     click.option("--max-model-len", type=int, help="Longest sequence in tokens."),

@@ -15,7 +15,7 @@ from cairn.attention.registry import cache_schema
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
 from cairn.cache.pools import CachePools, PoolSizes
-from cairn.cache.schema import CacheSchema, PageFormat
+from cairn.cache.schema import LINEAR, PRESHUFFLED, CacheSchema, PageFormat
 from cairn.cache.states import StateSnapshots
 from cairn.cache.window import WindowPages
 from cairn.config import EngineConfig, EngineOptions, Machine, resolve
@@ -201,7 +201,15 @@ def snapshot_interval(schema: CacheSchema) -> int:
 def page_format(config: EngineConfig) -> PageFormat:
     """How pages are stored."""
     dtype = getattr(torch, config.dtype)
-    return PageFormat(config.page_size, dtype, quantized=config.kv_cache_dtype == "fp8_e4m3")
+    # What matrix instructions of AMD's cards read at once; on NVIDIA's it is slower.
+    layout = PRESHUFFLED if torch.version.hip and config.device != "cpu" else LINEAR
+    return PageFormat(
+        config.page_size,
+        dtype,
+        quantized=config.kv_cache_dtype == "fp8_e4m3",
+        small_records=config.kv_cache_dtype == "fp8_ds",
+        index_layout=layout,
+    )
 
 
 def core_shape(config: EngineConfig, max_model_len: int, tokenizer: Tokenizer | None) -> CoreShape:

@@ -15,7 +15,7 @@ from cairn.attention.inputs import IndexInputs, MlaInputs
 from cairn.attention.mla import MlaBackend
 from cairn.attention.registry import Backends, cache_schema
 from cairn.cache.pools import CachePools, PoolSizes
-from cairn.cache.schema import PageFormat
+from cairn.cache.schema import LINEAR, PRESHUFFLED, PageFormat
 from cairn.errors import BadConfig
 from cairn.specs.mla import IndexerSpec, MlaSpec
 from cairn.specs.rotary import RotarySpec
@@ -45,19 +45,20 @@ def pools_of(mixers, pages: int = 12) -> CachePools:
     return pools
 
 
-def step(counts: list[int], padding: int = 0) -> Batch:
+def step(counts: list[int], padding: int = 0, size: int = SIZE) -> Batch:
     """All tokens of some rows, and slots of padding behind them."""
-    columns = -(-max(counts) // SIZE)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(2)).int()
+    columns = -(-max(counts) // size)
+    pages = max(4, 48 // size)
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(2)).int()
     # Entries behind a row are of pages that nobody owns.
-    table = torch.full((len(counts), columns), 11, dtype=torch.int32)
-    taken = iter(order[order != 11].tolist())
+    table = torch.full((len(counts), columns), pages - 1, dtype=torch.int32)
+    taken = iter(order[order != pages - 1].tolist())
     for row, count in enumerate(counts):
-        for column in range(-(-count // SIZE)):
+        for column in range(-(-count // size)):
             table[row, column] = next(taken)
     row = torch.tensor([r for r, n in enumerate(counts) for _ in range(n)] + padding * [0])
     slot = torch.tensor([s for n in counts for s in range(n)] + padding * [-1])
-    location = table[row, (slot // SIZE).clamp(min=0)].long() * SIZE + slot % SIZE
+    location = table[row, (slot // size).clamp(min=0)].long() * size + slot % size
     none = torch.zeros(0, dtype=torch.int64)
     return Batch(
         input_ids=slot.clone(),
@@ -137,6 +138,52 @@ def test_what_layers_keep():
     assert shapes == [record | {"index_key": ((SIZE, 6), torch.bfloat16)}, record]
 
 
-def test_pages_in_8_bits_are_refused():
-    with pytest.raises(BadConfig, match=r"fp8_e4m3.*bfloat16.*--kv-cache-dtype auto"):
+def test_formats_that_do_not_hold_them_are_refused():
+    with pytest.raises(BadConfig, match=r"fp8_e4m3.*--kv-cache-dtype fp8_ds, or auto"):
         MlaBackend.needs(FULL, PageFormat(SIZE, torch.bfloat16, quantized=True))
+    small = PageFormat(SIZE, torch.bfloat16, small_records=True)
+    with pytest.raises(BadConfig, match="tiles of 128 numbers.*, not 8 and 4"):
+        MlaBackend.needs(FULL, small)
+    with pytest.raises(BadConfig, match="keys and values of heads.*fp8_e4m3, or auto"):
+        small.keys_and_values(2, 64)
+
+
+def test_what_layers_keep_in_8_bits():
+    spec = replace(FULL, kv_lora_rank=512, rope_dim=64, indexer=IndexerSpec(2, 128, ROTARY))
+    for layout in (LINEAR, PRESHUFFLED):
+        form = PageFormat(64, torch.bfloat16, small_records=True, index_layout=layout)
+        record, key = MlaBackend.needs(spec, form).pages
+        assert (record.shape, record.dtype) == ((64, 656), torch.uint8)
+        assert (key.shape, key.dtype, key.layout) == ((64 * 132,), torch.uint8, layout)
+
+
+def test_a_layout_that_readers_do_not_know_refuses_to_start():
+    spec = replace(FULL, kv_lora_rank=128, rope_dim=16, indexer=IndexerSpec(2, 32, ROTARY))
+    with pytest.raises(BadConfig, match="tiles of 16 tokens by 16.*pages of 8 keys"):
+        MlaBackend.needs(spec, PageFormat(8, torch.float32, False, True, PRESHUFFLED))
+    schema = cache_schema([spec], PageFormat(16, torch.float32, False, True, "swizzled"))
+    with pytest.raises(BadConfig, match="'swizzled'. Known: linear, preshuffled"):
+        Backends([spec], CachePools(schema, PoolSizes((2,)), "cpu"))
+
+
+@pytest.mark.parametrize("layout", [LINEAR, PRESHUFFLED])
+def test_records_and_keys_in_8_bits_are_near_those_in_32(layout):
+    """Few tokens are selected, of scores far apart: both select the same."""
+    torch.manual_seed(7)
+    spec = replace(FULL, kv_lora_rank=128, rope_dim=16, indexer=IndexerSpec(4, 32, ROTARY))
+    found = []
+    for small in (False, True):
+        form = PageFormat(16, torch.float32, small_records=small, index_layout=layout)
+        pools = CachePools(cache_schema([spec], form), PoolSizes((4,)), "cpu")
+        batch = step([17, 4], size=16)
+        torch.manual_seed(8)
+        tokens = len(batch.slot)
+        index = IndexInputs(
+            torch.randn(tokens, 4, 32) * 3, torch.randn(tokens, 32), torch.randn(tokens, 4).abs()
+        )
+        q, latent = torch.randn(tokens, HEADS, 144), torch.randn(tokens, 128)
+        inputs = MlaInputs(q, latent, torch.randn(tokens, 16), index)
+        found.append(Backends([spec], pools).step(batch).layers[0].run(inputs))
+    # Two neighbours in the order of a score may change places.
+    off = (found[1] - found[0]).flatten(1).norm(dim=1) / found[0].flatten(1).norm(dim=1)
+    assert 0 < float(off.median()) < 0.1

@@ -2,7 +2,9 @@
 
 from cairn.ops.sparse_mla.index_k_gather import index_k_gather
 from cairn.ops.sparse_mla.index_k_store import index_k_store
+from cairn.ops.sparse_mla.index_q_quantize import index_q_quantize
 from cairn.ops.sparse_mla.mla_kv_store import mla_kv_store
+from cairn.ops.sparse_mla.paged_mla import paged_mla
 from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits
 from cairn.ops.sparse_mla.ragged_mqa_logits import ragged_mqa_logits
 from cairn.ops.sparse_mla.select_topk import select_topk
@@ -11,7 +13,9 @@ from cairn.ops.sparse_mla.sparse_mla import sparse_mla
 __all__ = [
     "index_k_gather",
     "index_k_store",
+    "index_q_quantize",
     "mla_kv_store",
+    "paged_mla",
     "paged_mqa_logits",
     "ragged_mqa_logits",
     "select_topk",

@@ -10,9 +10,11 @@ from cairn.ops.cache.quantized import BYTES
 from cairn.ops.sparse_mla import index_cache, records
 from cairn.ops.sparse_mla.index_k_gather import index_k_gather
 from cairn.ops.sparse_mla.index_k_store import index_k_store
+from cairn.ops.sparse_mla.index_q_quantize import index_q_quantize
 from cairn.ops.sparse_mla.mla_kv_store import mla_kv_store
-from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits
-from cairn.ops.sparse_mla.ragged_mqa_logits import ragged_mqa_logits
+from cairn.ops.sparse_mla.paged_mla import paged_mla
+from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits_into
+from cairn.ops.sparse_mla.ragged_mqa_logits import ragged_mqa_logits_into
 from cairn.ops.sparse_mla.samples import decode_steps, is_tiny, sizes_of, token_counts
 from cairn.ops.sparse_mla.select_topk import select_topk
 from cairn.ops.sparse_mla.sparse_mla import sparse_mla
@@ -52,6 +54,21 @@ def _(draw: Draw) -> Points:
         )
 
 
+@index_q_quantize.bench
+def _(draw: Draw) -> Points:
+    sizes = sizes_of(draw)
+    for tokens in token_counts(draw):
+        q = draw.randn(tokens, sizes.index_heads, sizes.index_dim)
+        weights = draw.randn(tokens, sizes.index_heads, dtype=torch.float32)
+        for hadamard in (False, True):
+            yield Point(
+                f"{tokens} x {sizes.index_heads} x {sizes.index_dim}" + ", rotated" * hadamard,
+                draw.args(q, weights, hadamard),
+                moved(q) + q.numel() + 2 * moved(weights),
+                alternatives=draw.by_torch(index_q_quantize.reference),
+            )
+
+
 @mla_kv_store.bench
 def _(draw: Draw) -> Points:
     sizes = sizes_of(draw)
@@ -72,7 +89,7 @@ def _(draw: Draw) -> Points:
             )
 
 
-@paged_mqa_logits.bench
+@paged_mqa_logits_into.bench
 def _(draw: Draw) -> Points:
     for step in decode_steps(draw):
         heads, dim, size = step.sizes.index_heads, step.sizes.index_dim, step.sizes.page
@@ -84,15 +101,16 @@ def _(draw: Draw) -> Points:
         weights = draw.randn(step.tokens, heads, dtype=torch.float32)
         row = draw.arange(step.tokens)
         context = draw.full((step.tokens,), step.context, torch.int32)
+        logits = draw.full((step.tokens, step.context), 0, torch.float32)
         yield Point(
             str(step),
-            draw.args(numbers, weights, cache, step.page_table, row, context),
+            draw.args(numbers, weights, cache, step.page_table, row, context, logits),
             moved(cache, numbers, weights) + 4 * keys,
             2.0 * keys * heads * dim,
         )
 
 
-@ragged_mqa_logits.bench
+@ragged_mqa_logits_into.bench
 def _(draw: Draw) -> Points:
     sizes = sizes_of(draw)
     heads, dim = sizes.index_heads, sizes.index_dim
@@ -102,10 +120,11 @@ def _(draw: Draw) -> Points:
         keys, scale = index_cache.quantize(k, scale_ue8m0=False)
         weights = draw.randn(tokens, heads, dtype=torch.float32)
         end = draw.arange(tokens, torch.int32) + (length - tokens + 1)
+        logits = draw.full((tokens, length), 0, torch.float32)
         pairs = tokens * (length - (tokens - 1) / 2)
         yield Point(
             f"{tokens} x {length}",
-            draw.args(numbers, weights, keys, scale, torch.zeros_like(end), end),
+            draw.args(numbers, weights, keys, scale, torch.zeros_like(end), end, logits),
             moved(numbers, weights, keys, scale) + int(4 * pairs),
             2.0 * pairs * heads * dim,
         )
@@ -143,3 +162,21 @@ def _(draw: Draw) -> Points:
                 moved(q, cells) + cells.numel() * of[0, 0].nbytes + tokens * heads * 4 * widths[0],
                 2.0 * cells.numel() * heads * (2 * widths[0] + widths[1]),
             )
+
+
+@paged_mla.bench
+def _(draw: Draw) -> Points:
+    for step in decode_steps(draw):
+        sizes, heads = step.sizes, 4 if is_tiny(draw) else 16
+        if step.tokens * step.context > 1 << 20:
+            continue
+        cache = draw.randn(step.pages, sizes.page, sizes.latent + sizes.rope)
+        q = draw.randn(step.tokens, heads, sizes.latent + sizes.rope)
+        row = draw.arange(step.tokens)
+        end = draw.full((step.tokens,), step.context, torch.int32)
+        yield Point(
+            f"{step}, {heads} heads",
+            draw.args(q, cache, step.page_table, row, end, 0.1, sizes.latent),
+            moved(q, cache) + step.tokens * heads * 4 * sizes.latent,
+            2.0 * step.tokens * step.context * heads * (2 * sizes.latent + sizes.rope),
+        )

@@ -7,9 +7,11 @@ import torch
 from cairn.ops.sparse_mla import index_cache, records
 from cairn.ops.sparse_mla.index_k_gather import index_k_gather
 from cairn.ops.sparse_mla.index_k_store import index_k_store
+from cairn.ops.sparse_mla.index_q_quantize import index_q_quantize
 from cairn.ops.sparse_mla.mla_kv_store import mla_kv_store
-from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits
-from cairn.ops.sparse_mla.ragged_mqa_logits import ragged_mqa_logits
+from cairn.ops.sparse_mla.paged_mla import paged_mla
+from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits_into
+from cairn.ops.sparse_mla.ragged_mqa_logits import ragged_mqa_logits_into
 from cairn.ops.sparse_mla.select_topk import select_topk
 from cairn.ops.sparse_mla.sparse_mla import sparse_mla
 from cairn.ops.testing import Cases, Make
@@ -52,6 +54,18 @@ def _(make: Make) -> Cases:
                 yield make.args(k, small, spot, preshuffled=True, scale_ue8m0=power)
         yield make.args(k[3:4], small, spot[3:4])
         yield make.args(k[:0], small, spot[:0])
+        part = small.flatten()[: 5 * size * 20].view(5, -1)
+        yield make.args(k[:, :16], part, spot, scale_ue8m0=True, hadamard=True)
+
+
+@index_q_quantize.cases
+def _(make: Make) -> Cases:
+    for dtype, heads, dim in ((torch.float32, 3, 24), (torch.bfloat16, 4, 32)):
+        q, weights = make.randn(5, heads, dim, dtype=dtype), make.randn(5, heads)
+        q[2, 1] = 0.0
+        yield make.args(q, weights)
+        yield make.args(q[:0], weights[:0])
+        yield make.args(q[..., :16].contiguous(), weights, hadamard=True)
 
 
 @mla_kv_store.cases
@@ -71,7 +85,7 @@ def _(make: Make) -> Cases:
         yield make.args(latent[3:4], k_pe[3:4], small, spot[3:4])
 
 
-@paged_mqa_logits.cases
+@paged_mqa_logits_into.cases
 def _(make: Make) -> Cases:
     for dtype, size, heads, dim in ((torch.float32, 4, 3, 24), (torch.bfloat16, 16, 4, 32)):
         paged = make.paged((70, 3, 0, 41), 1, size, dim, dtype=dtype)
@@ -82,31 +96,41 @@ def _(make: Make) -> Cases:
         context = (slot + 1).to(torch.int32)
         context[5] = 0
         context[7] = -1
-        yield make.args(q, weights, keys, table, row, context)
-        yield make.args(q, weights, keys, table, row, context.long(), width=70)
-        yield make.args(q[:0], weights[:0], keys, table, row[:0], context[:0])
+        logits = make.randn(len(row), table.shape[1] * size)
+        yield make.args(q, weights, keys, table, row, context, logits)
+        part = logits[:, :70]
+        yield make.args(q, weights, keys, table, row, context.long(), part, least=60, chunked=True)
+        yield make.args(q[:0], weights[:0], keys, table, row[:0], context[:0], logits[:0])
         small = index_cache.pack(keys, preshuffled=False, scale_ue8m0=True)
-        yield make.args(q, weights, small, table, row, context, width=70)
+        yield make.args(q, weights, small, table, row, context, part)
+        yield make.args(q, weights, small, table, row, context, part, chunked=True)
         if size == 16:
             own = index_cache.quantize(q.flatten(0, 1), scale_ue8m0=False)[0].view(q.shape)
             tiles = index_cache.pack(keys, preshuffled=True, scale_ue8m0=False)
-            yield make.args(own, weights, tiles, table, row, context, preshuffled=True)
+            for chunked in (False, True):
+                yield make.args(
+                    *(own, weights, tiles, table, row, context, logits),
+                    preshuffled=True,
+                    chunked=chunked,
+                )
 
 
-@ragged_mqa_logits.cases
+@ragged_mqa_logits_into.cases
 def _(make: Make) -> Cases:
     for dtype, heads, dim in ((torch.float32, 3, 24), (torch.bfloat16, 4, 32)):
         q, k = make.randn(9, heads, dim, dtype=dtype), make.randn(50, dim, dtype=dtype)
         weights, scale = make.randn(9, heads), make.rand(50)
         start = make.tensor([0, 0, 0, 7, 7, 49, 50, 9, 3], torch.int32)
         end = make.tensor([1, 2, 50, 8, 30, 50, 50, 0, -1], torch.int32)
-        yield make.args(q, weights, k, scale, start, end)
-        yield make.args(q, weights, k, None, start.long(), end.long(), width=50)
-        yield make.args(q[:0], weights[:0], k, scale, start[:0], end[:0])
-        yield make.args(q[8:], weights[8:], k[:0], scale[:0], start[8:], end[8:], width=3)
+        logits = make.randn(9, 50)
+        yield make.args(q, weights, k, scale, start, end, logits)
+        yield make.args(q, weights, k, None, start.long(), end.long(), logits, compact=True)
+        yield make.args(q[:0], weights[:0], k, scale, start[:0], end[:0], logits[:0])
+        none = (k[:0], scale[:0], start[8:], end[8:], logits[8:, :3])
+        yield make.args(q[8:], weights[8:], *none, compact=True)
         numbers, scales = index_cache.quantize(k, scale_ue8m0=False)
         own = index_cache.quantize(q, scale_ue8m0=False)[0]
-        yield make.args(own, weights, numbers, scales, start, end)
+        yield make.args(own, weights, numbers, scales, start, end, logits)
 
 
 @select_topk.cases
@@ -151,3 +175,27 @@ def _(make: Make) -> Cases:
         yield make.args(q, cache, cells[:, :0], length, 0.1, latent)
         wide = make.randn(6, 2 * heads, latent + rope, dtype=dtype)[:, ::2]
         yield make.args(wide, cache, cells, length, 0.1, latent, sink)
+
+
+@paged_mla.cases
+def _(make: Make) -> Cases:
+    for dtype, size, heads, latent, rope in (
+        (torch.float32, 4, 3, 128, 16),
+        (torch.bfloat16, 16, 8, 256, 32),
+    ):
+        paged = make.paged((70, 3, 0, 41), 1, size, latent + rope, dtype=dtype)
+        cache, table = paged.k_cache[:, 0].contiguous(), paged.page_table
+        row, slot, _ = paged.queries((5, 1, 0, 3))
+        q = make.randn(len(row), heads, latent + rope, dtype=dtype)
+        end = (slot + 1).to(torch.int32)
+        end[1], end[3] = 0, -5
+        sink = make.randn(heads)
+        given = (q, cache, table, row, end, 0.1, latent)
+        yield make.args(*given)
+        begin = (end - 9).long()
+        yield make.args(*given, begin=begin, sink=sink, dtype=dtype, width=70)
+        parts = (part.flatten(0, 1) for part in cache.split((latent, rope), dim=-1))
+        small = records.quantize(*parts).view(len(cache), size, -1)
+        yield make.args(q, small, table, row, end, 0.1, latent)
+        none = (q[:0], cache, table, row[:0], end[:0], 0.1, latent)
+        yield make.args(*none)

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from cairn.ops.cache.quantized import BYTES
 from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.elementwise.hadamard_transform import hadamard_transform
 from cairn.ops.quantization import e8m0
 from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, scale_for
 
 TILE = 16
 """Tokens and dims of a tile of the preshuffled layout."""
+MOST_ROTATED = 256
 SCALE_BYTES = 4
 LEAST_AMAX = 1e-4
 """The largest number of a key counts as this at least: a key of zeros has a scale, too."""
@@ -71,6 +73,19 @@ def quantize(k: Tensor, scale_ue8m0: bool) -> tuple[Tensor, Tensor]:
     if scale_ue8m0:
         scale = e8m0.power_of_two(scale)
     return e4m3(k / scale.unsqueeze(-1)), scale
+
+
+def check_rotation(op: str, dim: int) -> None:
+    """Raise BadArgument unless there is a Hadamard matrix of D that keys may be multiplied by."""
+    if dim & (dim - 1) or not TILE <= dim <= MOST_ROTATED:
+        refuse(op, "hadamard", f"is True, but {dim} is no power of two from 16 to {MOST_ROTATED}")
+
+
+def rotate(k: Tensor) -> Tensor:
+    """Keys or queries [..., D] times the Hadamard matrix of D, times D^-0.5: a rotation, in
+    float32. Scores stay, and few large dims no longer decide the scale of all."""
+    turned: Tensor = hadamard_transform.reference(k.float(), k.shape[-1] ** -0.5)
+    return turned
 
 
 def byte_positions(offset: Tensor, size: int, dim: int, preshuffled: bool) -> Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.cache.quantized import BYTES
 from cairn.ops.call import Call
-from cairn.ops.checks import FLOATS, INT64, expect, expect_within
+from cairn.ops.checks import FLOATS, INT64, expect, expect_within, refuse
 from cairn.ops.registry import op
-from cairn.ops.sparse_mla import index_cache, locations
+from cairn.ops.sparse_mla import index_cache, locations, store_launch
 
 
 @op(mutates=("cache",))
@@ -19,6 +20,7 @@ def index_k_store(
     location: Tensor,
     preshuffled: bool = False,
     scale_ue8m0: bool = False,
+    hadamard: bool = False,
 ) -> None:
     """Write every token's index key into its slot, in float8 if the cache is bytes.
 
@@ -30,6 +32,8 @@ def index_k_store(
         location: [T] int64, page * S + slot in the page; a negative one is not written.
         preshuffled: the quantized cache has tiles of 16 tokens by 16 dims.
         scale_ue8m0: s is the least power of two that is not below it.
+        hadamard: k is multiplied by the Hadamard matrix of D times D^-0.5 first; of a quantized
+            cache alone.
     Raises:
         BadArgument: for another shape, dtype, device or layout, or (on a CPU) a location behind the
             cache.
@@ -42,7 +46,8 @@ def index_k_store(
             lambda location: (location // size, location % size),
         )
         return
-    numbers, scale = index_cache.quantize(k, scale_ue8m0)
+    turned = index_cache.rotate(k) if hadamard else k
+    numbers, scale = index_cache.quantize(turned, scale_ue8m0)
     values = torch.cat((numbers.view(BYTES), scale.unsqueeze(-1).view(BYTES)), dim=1)
     locations.store(
         *(cache, values, location, cache.shape[0] * size),
@@ -60,5 +65,19 @@ def _(call: Call) -> None:
     size = index_cache.check_cache(name, call.cache, call.k.shape[1], call.preshuffled, call.k)
     if not index_cache.is_quantized(call.cache):
         expect(name, "k", call.k, 2, (call.cache.dtype,))
+        if call.hadamard:
+            refuse(name, "hadamard", "is True, but the cache is not quantized (uint8)")
+    if call.hadamard:
+        index_cache.check_rotation(name, call.k.shape[1])
     expect(name, "location", call.location, call.k.shape[:1], INT64, call.k, -1)
     expect_within(name, "location", call.location, call.cache.shape[0] * size, begin=None)
+
+
+def _fits(call: Call) -> bool:
+    return store_launch.fits_index(call.k, call.cache, call.location)
+
+
+@index_k_store.implementation("triton", devices=gpu.DEVICES, when=_fits)
+def _(call: Call) -> None:
+    switches = (call.preshuffled, call.scale_ue8m0, call.hadamard)
+    store_launch.store_index(call.k, call.cache, call.location, *switches)

@@ -5,8 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.checks import FLOAT32, FLOATS, expect, refuse
 from cairn.ops.quantization.codes import E4M3
+from cairn.ops.registry import Tolerance
+
+ALIGNED = 64
+"""Scores of whose multiples rows begin: several are read and written at once."""
+TOLERANCES: dict[torch.dtype, Tolerance] = {
+    torch.float32: (1e-4, 1e-4),
+    torch.bfloat16: (1e-3, 1e-3),
+}
+REASON = "a sum over heads of products in another order, whose terms have either sign"
 
 
 def check_queries(op: str, q: Tensor, weights: Tensor) -> tuple[int, int, int]:
@@ -17,6 +27,12 @@ def check_queries(op: str, q: Tensor, weights: Tensor) -> tuple[int, int, int]:
         refuse(op, "q", f"has shape {list(q.shape)}, not [any, n, n] with n > 0")
     expect(op, "weights", weights, (tokens, heads), FLOAT32, q)
     return tokens, heads, dim
+
+
+def unscored(tokens: int, width: int, device: torch.device) -> Tensor:
+    """Memory for scores [tokens, width] float32, not written."""
+    wide = -(-width // ALIGNED) * ALIGNED
+    return gpu.empty((tokens, wide), torch.float32, device)[:, :width]
 
 
 def bytes_of_query(heads: int, blocks: int, size: int, dim: int) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT64, expect, expect_within
 from cairn.ops.registry import op
-from cairn.ops.sparse_mla import locations, records
+from cairn.ops.sparse_mla import locations, records, store_launch
 
 
 @op(mutates=("cache",))
@@ -47,3 +48,12 @@ def _(call: Call) -> None:
     size = records.check_cache(name, call.cache, *widths, call.latent, call.latent.dtype)
     expect(name, "location", call.location, call.latent.shape[:1], INT64, call.latent, -1)
     expect_within(name, "location", call.location, len(call.cache) * size, begin=None)
+
+
+def _fits(call: Call) -> bool:
+    return store_launch.fits_records(call.latent, call.k_pe, call.cache, call.location)
+
+
+@mla_kv_store.implementation("triton", devices=gpu.DEVICES, when=_fits)
+def _(call: Call) -> None:
+    store_launch.store_records(call.latent, call.k_pe, call.cache, call.location)

@@ -5,15 +5,72 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.attention import paging
 from cairn.ops.call import Call
-from cairn.ops.checks import INDICES, check_rows, expect, expect_within, refuse
+from cairn.ops.checks import (
+    FLOAT32,
+    INDICES,
+    check_least,
+    check_rows,
+    expect,
+    expect_within,
+    refuse,
+)
 from cairn.ops.registry import op
-from cairn.ops.sparse_mla import index_cache
-from cairn.ops.sparse_mla.index_scores import bytes_of_query, check_queries, score_keys
+from cairn.ops.sparse_mla import index_cache, score_launch
+from cairn.ops.sparse_mla.index_scores import (
+    REASON,
+    TOLERANCES,
+    bytes_of_query,
+    check_queries,
+    score_keys,
+    unscored,
+)
 
 
-@op
+@op(mutates=("logits",))
+def paged_mqa_logits_into(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    row: Tensor,
+    context: Tensor,
+    logits: Tensor,
+    preshuffled: bool = False,
+    least: int = 0,
+    chunked: bool = False,
+) -> None:
+    """Write what `paged_mqa_logits` returns; columns without a score stay as they are.
+
+    Args:
+        q, weights, cache, page_table, row, context, preshuffled, least, chunked: as there.
+        logits: [T, width] float32, rows of any stride; changed.
+    Raises:
+        BadArgument: as there.
+    """
+    tokens, heads, dim = q.shape
+    size, width = index_cache.page_size(cache, dim), logits.shape[1]
+    columns = -(-width // size)
+    if not len(cache) or not width:
+        return
+    column = torch.arange(columns * size, device=q.device)
+    block = paging.tokens_per_block(bytes_of_query(heads, columns, size, dim), tokens)
+    for first in range(0, tokens, block):
+        part = slice(first, first + block)
+        pages = page_table[:, :columns][row[part]].long()
+        present = (pages >= 0) & (pages < len(cache))
+        keys, scales = _gather(cache, pages.clamp(0, len(cache) - 1), dim, preshuffled)
+        scores = score_keys(q[part], weights[part], keys, scales)
+        # A page that the cache does not have is never selected.
+        scores.masked_fill_(~present.repeat_interleave(size, dim=1), -torch.inf)
+        end = context[part].unsqueeze(1)
+        scored = (column < end) & (end > least)
+        logits[part] = torch.where(scored[:, :width], scores[:, :width], logits[part])
+
+
+@paged_mqa_logits_into.front
 def paged_mqa_logits(
     q: Tensor,
     weights: Tensor,
@@ -23,6 +80,8 @@ def paged_mqa_logits(
     context: Tensor,
     width: int | None = None,
     preshuffled: bool = False,
+    least: int = 0,
+    chunked: bool = False,
 ) -> Tensor:
     """Score of every visible key: scale_s * sum_h weights_h * max(0, q_h . k_s), in float32.
 
@@ -38,29 +97,22 @@ def paged_mqa_logits(
             any, none is read.
         width: most keys that a token may see; None: those of the whole page table.
         preshuffled: the quantized cache has tiles of 16 tokens by 16 dims.
+        least: tokens that see no more keys than that need no scores, and get none.
+        chunked: neighbouring tokens are of one row, dozens side by side: it decides how they are
+            computed, not what.
     Returns:
-        [T, width] float32. From column `context` on it is undefined (-inf in the definition).
+        [T, width] float32, each row at an aligned address; columns without a score are not written.
     Raises:
         BadArgument: for another shape, dtype, device or layout, or (on a CPU) a row or context
             beyond the page table or `width`.
     """
-    tokens, heads, dim = q.shape
-    size = index_cache.page_size(cache, dim)
-    width = page_table.shape[1] * size if width is None else width
-    columns = -(-width // size)
-    logits = torch.full((tokens, width), -torch.inf, dtype=torch.float32, device=q.device)
-    if not len(cache):
-        return logits
-    column = torch.arange(columns * size, device=q.device)
-    block = paging.tokens_per_block(bytes_of_query(heads, columns, size, dim), tokens)
-    for first in range(0, tokens, block):
-        part = slice(first, first + block)
-        pages = page_table[:, :columns][row[part]].long()
-        present = (pages >= 0) & (pages < len(cache))
-        keys, scales = _gather(cache, pages.clamp(0, len(cache) - 1), dim, preshuffled)
-        scores = score_keys(q[part], weights[part], keys, scales)
-        seen = (column < context[part].unsqueeze(1)) & present.repeat_interleave(size, dim=1)
-        logits[part] = scores.masked_fill_(~seen, -torch.inf)[:, :width]
+    if width is None:
+        size = index_cache.page_size(cache, q.shape[2])
+        width = page_table.shape[1] * size
+    logits = unscored(len(q), width, q.device)
+    paged_mqa_logits_into(
+        q, weights, cache, page_table, row, context, logits, preshuffled, least, chunked
+    )
     return logits
 
 
@@ -76,17 +128,37 @@ def _gather(
     return keys.unflatten(0, pages.shape), scales.unflatten(0, pages.shape)
 
 
-@paged_mqa_logits.check
+@paged_mqa_logits_into.check
 def _(call: Call) -> None:
     name = "paged_mqa_logits"
     tokens, _, dim = check_queries(name, call.q, call.weights)
     size = index_cache.check_cache(name, call.cache, dim, call.preshuffled, call.q)
     check_rows(name, tokens, call.row, call.page_table, call.q)
     expect(name, "context", call.context, (tokens,), INDICES, call.q, -1)
-    reach = call.page_table.shape[1] * size
-    if call.width is not None and not 0 <= call.width <= reach:
-        refuse(name, "width", f"is {call.width}, not 0 to the {reach} keys of the page table")
+    expect(name, "logits", call.logits, (tokens, None), FLOAT32, call.q, 1)
+    check_least(name, "least", call.least, 0)
+    reach, width = call.page_table.shape[1] * size, call.logits.shape[1]
+    if width > reach:
+        refuse(name, "width", f"is {width}, not 0 to the {reach} keys of the page table")
     expect_within(name, "row", call.row, len(call.page_table))
-    expect_within(
-        name, "context", call.context, (reach if call.width is None else call.width) + 1, begin=None
+    expect_within(name, "context", call.context, width + 1, begin=None)
+
+
+def _fits(call: Call) -> bool:
+    words = not index_cache.is_quantized(call.cache) or score_launch.words_fit(
+        call.cache, call.q.shape[2]
     )
+    near = call.cache.is_contiguous() and call.page_table.stride(1) == 1
+    return words and near and score_launch.accepts(call.q, call.weights, call.logits)
+
+
+@paged_mqa_logits_into.implementation("triton", devices=gpu.DEVICES, when=_fits)
+def _(call: Call) -> None:
+    keys = score_launch.Keys.of_cache(call.cache, call.q.shape[2], call.preshuffled)
+    seen = score_launch.Seen(
+        None, call.context, call.logits.shape[1], call.page_table, call.row, call.least
+    )
+    score_launch.score(call.q, call.weights, keys, seen, call.logits, call.chunked)
+
+
+paged_mqa_logits_into.tolerance(TOLERANCES, REASON)

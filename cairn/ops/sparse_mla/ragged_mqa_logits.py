@@ -6,18 +6,68 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cairn.ops import gpu
 from cairn.ops.attention import paging
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, INDICES, check_least, expect, expect_within
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import op
-from cairn.ops.sparse_mla.index_scores import bytes_of_query, check_queries, score_keys
+from cairn.ops.sparse_mla import score_launch
+from cairn.ops.sparse_mla.index_scores import (
+    REASON,
+    TOLERANCES,
+    bytes_of_query,
+    check_queries,
+    score_keys,
+    unscored,
+)
 
 BLOCK = 64
 """Keys that are multiplied at once."""
 
 
-@op
+@op(mutates=("logits",))
+def ragged_mqa_logits_into(
+    q: Tensor,
+    weights: Tensor,
+    k: Tensor,
+    scale: Tensor | None,
+    start: Tensor,
+    end: Tensor,
+    logits: Tensor,
+    compact: bool = False,
+) -> None:
+    """Write what `ragged_mqa_logits` returns; columns of other keys stay as they are.
+
+    Args:
+        q, weights, k, scale, start, end: as there.
+        logits: [T, L], or with compact [T, width], float32, rows of any stride; changed.
+        compact: column j is key start + j.
+    Raises:
+        BadArgument: as there.
+    """
+    tokens, heads, dim = q.shape
+    length, columns = len(k), logits.shape[1]
+    if not length or not columns:
+        return
+    spare = -length % BLOCK
+    blocks = pad(k.float(), (0, 0, 0, spare)).view(1, -1, BLOCK, dim)
+    scales = None if scale is None else pad(scale, (0, spare)).view(1, -1, BLOCK)
+    column = torch.arange(columns, device=q.device)
+    at_once = paging.tokens_per_block(bytes_of_query(heads, *blocks.shape[1:]), tokens)
+    for first in range(0, tokens, at_once):
+        part = slice(first, first + at_once)
+        query, low, high = q[part], start[part].unsqueeze(1), end[part].unsqueeze(1)
+        scores = score_keys(query, weights[part], blocks, scales)[:, :length]
+        key = column.expand(len(query), -1)
+        if compact:
+            key = key + low
+            scores = scores.gather(1, key.clamp(0, length - 1).long())
+        seen = (key >= low.clamp(min=0)) & (key < high.clamp(max=length))
+        logits[part] = torch.where(seen, scores, logits[part])
+
+
+@ragged_mqa_logits_into.front
 def ragged_mqa_logits(
     q: Tensor,
     weights: Tensor,
@@ -39,35 +89,18 @@ def ragged_mqa_logits(
         width: None: column j of the result is key j. Else the result is compact: column j is key
             start + j, and no token may see more keys than that.
     Returns:
-        [T, L] or [T, width] float32. Columns of other keys are undefined (-inf in the definition).
+        [T, L] or [T, width] float32. Columns of other keys are not written.
     Raises:
         BadArgument: for another shape, dtype or device, or (on a CPU) an end behind the keys.
     """
-    tokens, heads, dim = q.shape
-    length = len(k)
-    columns = length if width is None else width
-    logits = torch.full((tokens, columns), -torch.inf, dtype=torch.float32, device=q.device)
-    if not length:
-        return logits
-    spare = -length % BLOCK
-    blocks = pad(k.float(), (0, 0, 0, spare)).view(1, -1, BLOCK, dim)
-    scales = None if scale is None else pad(scale, (0, spare)).view(1, -1, BLOCK)
-    column = torch.arange(columns, device=q.device)
-    at_once = paging.tokens_per_block(bytes_of_query(heads, *blocks.shape[1:]), tokens)
-    for first in range(0, tokens, at_once):
-        part = slice(first, first + at_once)
-        query, low, high = q[part], start[part].unsqueeze(1), end[part].unsqueeze(1)
-        scores = score_keys(query, weights[part], blocks, scales)[:, :length]
-        key = column.expand(len(query), -1)
-        if width is not None:
-            key = key + low
-            scores = scores.gather(1, key.clamp(0, length - 1).long())
-        seen = (key >= low.clamp(min=0)) & (key < high.clamp(max=length))
-        logits[part] = scores.masked_fill_(~seen, -torch.inf)
+    if width is not None:
+        check_least("ragged_mqa_logits", "width", width, 0)
+    logits = unscored(len(q), len(k) if width is None else width, q.device)
+    ragged_mqa_logits_into(q, weights, k, scale, start, end, logits, width is not None)
     return logits
 
 
-@ragged_mqa_logits.check
+@ragged_mqa_logits_into.check
 def _(call: Call) -> None:
     name = "ragged_mqa_logits"
     tokens, _, dim = check_queries(name, call.q, call.weights)
@@ -77,6 +110,24 @@ def _(call: Call) -> None:
     expect(name, "start", call.start, (tokens,), INDICES, call.q)
     expect(name, "end", call.end, (tokens,), INDICES, call.q)
     expect_within(name, "end", call.end, len(call.k) + 1, begin=None)
-    if call.width is not None:
-        check_least(name, "width", call.width, 0)
-        expect_within(name, "width", (call.end - call.start).clamp(min=0), call.width + 1)
+    columns = None if call.compact else len(call.k)
+    expect(name, "logits", call.logits, (tokens, columns), FLOAT32, call.q, 1)
+    if call.compact:
+        seen = (call.end - call.start).clamp(min=0)
+        expect_within(name, "width", seen, call.logits.shape[1] + 1)
+
+
+def _fits(call: Call) -> bool:
+    numbers = (call.start, call.end, *(() if call.scale is None else (call.scale,)))
+    near = call.k.is_contiguous() and all(x.is_contiguous() for x in numbers)
+    return near and score_launch.accepts(call.q, call.weights, call.logits)
+
+
+@ragged_mqa_logits_into.implementation("triton", devices=gpu.DEVICES, when=_fits)
+def _(call: Call) -> None:
+    keys = score_launch.Keys(call.k, call.scale, call.k.stride(0), 1)
+    seen = score_launch.Seen(call.start, call.end, len(call.k), compact=call.compact)
+    score_launch.score(call.q, call.weights, keys, seen, call.logits, chunked=True)
+
+
+ragged_mqa_logits_into.tolerance(TOLERANCES, REASON)

@@ -111,7 +111,9 @@ def _(call: Call) -> None:
 
 
 def _lines(call: Call) -> bool:
-    return launch.accepts(Rows(call.logits, call.count, call.start, call.topk))
+    table, row = call.page_table, call.row
+    near = table is None or (table.stride(1) == 1 and row.is_contiguous())
+    return near and launch.accepts(Rows(call.logits, call.count, call.start, call.topk))
 
 
 @select_topk.implementation("topk", devices=("cpu",))
@@ -120,9 +122,10 @@ def _(call: Call) -> Tensor:
     return _cells(position, call.page_table, call.row, call.page_size)
 
 
-@select_topk.implementation("triton", devices=gpu.DEVICES, when=_lines)
+@select_topk.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)
 def _(call: Call) -> Tensor:
-    rows = Rows(
-        call.logits, call.count.int(), None if call.start is None else call.start.int(), call.topk
-    )
-    return _cells(launch.select(rows), call.page_table, call.row, call.page_size)
+    pages = None
+    if call.page_table is not None:
+        pages = launch.Pages(call.page_table, None, call.page_size, call.row)
+    starts = None if call.start is None else call.start.int()
+    return launch.select(Rows(call.logits, call.count.int(), starts, call.topk), pages)

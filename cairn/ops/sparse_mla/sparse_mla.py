@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.attention import paging
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, INDICES, INT32, check_dtype, expect, refuse
 from cairn.ops.registry import op
-from cairn.ops.sparse_mla import records
+from cairn.ops.sparse_mla import attend_launch, records
 
 
 @op
@@ -72,20 +73,46 @@ def sparse_mla(
     return o, lse
 
 
+def check_records(op: str, q: Tensor, cache: Tensor, value_dim: int) -> tuple[int, int, int]:
+    """Raise BadArgument unless q is [T, H, r + dr] and the cache holds such records. Returns
+    (T, H, S)."""
+    expect(op, "q", q, 3, FLOATS)
+    tokens, heads, width = q.shape
+    if not heads:
+        refuse(op, "q", f"has shape {list(q.shape)}: no head")
+    if not 1 <= value_dim <= width:
+        refuse(op, "value_dim", f"is {value_dim}, not 1 to the {width} numbers of q's heads")
+    size = records.check_cache(op, cache, value_dim, width - value_dim, q, q.dtype)
+    return tokens, heads, size
+
+
 @sparse_mla.check
 def _(call: Call) -> None:
     name = "sparse_mla"
-    expect(name, "q", call.q, 3, FLOATS)
-    tokens, heads, width = call.q.shape
-    if not heads:
-        refuse(name, "q", f"has shape {list(call.q.shape)}: no head")
-    if not 1 <= call.value_dim <= width:
-        refuse(name, "value_dim", f"is {call.value_dim}, not 1 to the {width} numbers of q's heads")
-    records.check_cache(
-        name, call.cache, call.value_dim, width - call.value_dim, call.q, call.q.dtype
-    )
+    tokens, heads, _ = check_records(name, call.q, call.cache, call.value_dim)
     expect(name, "cells", call.cells, (tokens, None), INT32, call.q)
     expect(name, "length", call.length, (tokens,), INDICES, call.q)
     if call.sink is not None:
         expect(name, "sink", call.sink, (heads,), FLOAT32, call.q)
     check_dtype(name, call.dtype)
+
+
+def _fits(call: Call) -> bool:
+    near = call.cells.is_contiguous() and call.length.is_contiguous()
+    return near and attend_launch.accepts(call.q, call.cache, call.value_dim)
+
+
+@sparse_mla.implementation("triton", devices=gpu.DEVICES, when=_fits)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    candidates = attend_launch.Candidates(call.length, call.cells.shape[1], call.cells)
+    o, lse, _ = attend_launch.attend(
+        *(call.q, call.cache, candidates, call.scale, call.value_dim, call.sink),
+        call.dtype or torch.float32,
+    )
+    return o, lse
+
+
+sparse_mla.tolerance(
+    {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1.6e-2, 1e-2)},
+    "a sum over hundreds of products in another order, of which a softmax is taken",
+)

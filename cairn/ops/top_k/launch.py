@@ -15,12 +15,13 @@ from cairn.ops.top_k.selection import Rows
 
 
 class Pages(NamedTuple):
-    """A page table [Bq, n] int32, the first rows of its requests [Bq + 1] int32, and positions of
-    a page."""
+    """A page table [Bq, n] int32; the first rows of its requests [Bq + 1] int32, or of each row the
+    request [B] int64; and positions of a page."""
 
     table: Tensor
-    bounds: Tensor
+    bounds: Tensor | None
     size: int
+    owners: Tensor | None = None
 
 
 def accepts(rows: Rows) -> bool:
@@ -42,7 +43,7 @@ def select(rows: Rows, pages: Pages | None = None, offset: Tensor | None = None)
     if width > sizes.room:
         found = select_k.list_rows(score, sizes, lengths=lengths, starts=starts, topk=topk, pdl=pdl)
     floors, lists, counts = found or (None, None, None)
-    table, bounds, size = (None, None, 1) if pages is None else pages
+    table, bounds, size, owners = (None, None, 1, None) if pages is None else pages
     requests = 0 if table is None else table.shape[0]
     pdl = pdl and lists is not None
     choose_kernel[(batch,)](
@@ -54,6 +55,7 @@ def select(rows: Rows, pages: Pages | None = None, offset: Tensor | None = None)
         counts=counts,
         table=table,
         bounds=bounds,
+        owners=owners,
         offset=offset,
         out=out,
         stride=score.stride(0),
@@ -61,6 +63,7 @@ def select(rows: Rows, pages: Pages | None = None, offset: Tensor | None = None)
         chunks=sizes.chunks,
         topk=topk,
         table_stride=0 if table is None else table.stride(0),
+        columns=0 if table is None else table.shape[1],
         requests=requests,
         page_size=size,
         ROOM=sizes.room,

@@ -12,6 +12,8 @@ from cairn.errors import BadArgument
 from cairn.ops import index_k_gather, paged_mqa_logits, ragged_mqa_logits
 from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.sparse_mla import index_cache
+from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits_into
+from cairn.ops.sparse_mla.ragged_mqa_logits import ragged_mqa_logits_into
 from cairn.ops.testing import Make, Paged
 
 SIZE, DIM = 16, 32
@@ -29,6 +31,12 @@ def step(heads: int, device: str, counts: tuple[int, ...]) -> tuple[Paged, Tenso
     row, slot, _ = paged.queries(counts)
     q, weights = make.randn(len(row), heads, DIM), make.randn(len(row), heads)
     return paged, q, weights, row, (slot + 1).to(torch.int32)
+
+
+def visible(logits: Tensor, context: Tensor) -> Tensor:
+    """Scores of keys that tokens see; others, which nobody writes, as 0."""
+    column = torch.arange(logits.shape[1], device=logits.device)
+    return logits.where(column < context.unsqueeze(1), 0.0)
 
 
 def keys_of(paged: Paged, row: int, count: int) -> Tensor:
@@ -77,16 +85,30 @@ def test_quantized_keys(preshuffled: bool, device: str) -> None:
         assert float(off) < 1e-2
 
 
-def test_tokens_without_keys_read_nothing(device: str) -> None:
+def test_tokens_without_keys_read_and_write_nothing(device: str) -> None:
     paged, q, weights, row, context = step(4, device, (3, 0, 0, 0))
     context[:] = torch.tensor([0, -1, -(1 << 31)])
     cache = torch.full_like(paged.k_cache[:, 0], math.nan)
     wild = torch.full_like(paged.page_table, 1 << 30)
-    logits = paged_mqa_logits(q, weights, cache, wild, row, context)
-    assert not logits.isnan().any()
+    logits = torch.ones(3, 8, device=device)
+    paged_mqa_logits_into(q, weights, cache, wild, row, context, logits)
     start = torch.tensor([5, 7, 100], dtype=torch.int32, device=device)
     end = torch.tensor([5, 0, -1], dtype=torch.int32, device=device)
-    assert not ragged_mqa_logits(q, weights, cache[0], None, start, end).isnan().any()
+    ragged_mqa_logits_into(q, weights, cache[0], None, start, end, logits, compact=True)
+    assert bool((logits == 1).all())
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_only_scores_that_are_asked_for_are_written(chunked: bool, device: str) -> None:
+    """Tokens with no more keys than they may select need none, and no fill comes before."""
+    paged, q, weights, row, context = step(4, device, (30, 9, 0, 3))
+    given = (q, weights, paged.k_cache[:, 0], paged.page_table, row, context)
+    whole = visible(paged_mqa_logits(*given), context)
+    logits = torch.full_like(whole, 7.0)
+    paged_mqa_logits_into(*given, logits, least=50, chunked=chunked)
+    column = torch.arange(logits.shape[1], device=device)
+    scored = (column < context.unsqueeze(1)) & (context > 50).unsqueeze(1)
+    torch.testing.assert_close(logits, whole.where(scored, 7.0), rtol=1e-5, atol=1e-5)
 
 
 def test_zero_queries_scales_and_weights(device: str) -> None:
@@ -104,14 +126,14 @@ def test_zero_queries_scales_and_weights(device: str) -> None:
 def test_nan_of_one_query_or_key_stays_there(device: str) -> None:
     paged, q, weights, row, context = step(4, device, (9, 0, 0, 2))
     given = (weights, paged.k_cache[:, 0], paged.page_table, row, context)
-    before = paged_mqa_logits(q, *given)
+    before = visible(paged_mqa_logits(q, *given), context)
     q[4, 1] = math.nan
-    after = paged_mqa_logits(q, *given)
+    after = visible(paged_mqa_logits(q, *given), context)
     others = torch.arange(len(row), device=device) != 4
     assert torch.equal(after[others], before[others])
     page, offset = int(paged.page_table[0, 1]), 5
     paged.k_cache[page, 0, offset] = math.nan
-    after = paged_mqa_logits(q, *given)[:4]
+    after = visible(paged_mqa_logits(q, *given), context)[:4]
     assert bool(after[:, SIZE + offset].isnan().all())
     kept = torch.arange(after.shape[1], device=device) != SIZE + offset
     assert torch.equal(after[:, kept], before[:4, kept])
@@ -134,11 +156,14 @@ def test_blocks_of_queries_do_not_show() -> None:
     given = (q, weights, paged.k_cache[:, 0], paged.page_table, row, context)
     ragged = (q, weights, paged.k_cache[paged.page_table[0].long(), 0].flatten(0, 1)[:75], None)
     ends = (torch.zeros_like(context), context)
-    wanted = paged_mqa_logits(*given), ragged_mqa_logits(*ragged, *ends)
+    wanted = [
+        visible(found, context)
+        for found in (paged_mqa_logits(*given), ragged_mqa_logits(*ragged, *ends))
+    ]
     for size in (1, 100_000):
         with ATTENTION_TUNING.replaced(paging_block_bytes=size):
-            assert torch.equal(paged_mqa_logits(*given), wanted[0])
-            assert torch.equal(ragged_mqa_logits(*ragged, *ends), wanted[1])
+            assert torch.equal(visible(paged_mqa_logits(*given), context), wanted[0])
+            assert torch.equal(visible(ragged_mqa_logits(*ragged, *ends), context), wanted[1])
 
 
 def test_what_does_not_fit_is_named() -> None:

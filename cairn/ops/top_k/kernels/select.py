@@ -25,13 +25,23 @@ def request_of(bounds, row, requests, BP: tl.constexpr):
 
 @triton.jit
 def cell_of(
-    place, inside, row, table, bounds, offset, table_stride, requests, page_size, BP: tl.constexpr
-):
-    """What stands for the positions place [N] of a row: see the ops."""
+    place, inside, row, table, bounds, owners, offset, table_stride, columns, requests, page_size,
+    BP: tl.constexpr,
+):  # fmt: skip
+    """What stands for the positions place [N] of a row: see the ops.
+
+    Args:
+        bounds: of the rows of scores of each row of the table, in order; or
+        owners: the table's row of each row of scores.
+    """
     cell = place
     if table is not None:
-        request = request_of(bounds, row, requests, BP)
-        owned = inside & (request >= 0)
+        if owners is None:
+            request = request_of(bounds, row, requests, BP)
+            owned = inside & (request >= 0)
+        else:
+            request = tl.load(owners + row)
+            owned = inside & (place // page_size < columns)
         at = table + tl.maximum(request, 0).to(tl.int64) * table_stride + place // page_size
         page = tl.load(at, mask=owned, other=0)
         cell = tl.where(owned, page * page_size + place % page_size, -1)
@@ -42,28 +52,27 @@ def cell_of(
 
 @triton.jit(early=())
 def choose_kernel(
-    score, lengths, starts, floors, lists, counts, table, bounds, offset, out,
-    stride, width, chunks, topk, table_stride, requests, page_size,
+    score, lengths, starts, floors, lists, counts, table, bounds, owners, offset, out,
+    stride, width, chunks, topk, table_stride, columns, requests, page_size,
     ROOM: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, KP: tl.constexpr,
     BP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The topk best of a row, as what stands for their positions.
-
-    Of what its lists hold, or of all where it has none: because it is short, or because its bound
-    was too high for topk scores. ROOM candidates at once, and with the best of those the next.
+    """The topk best of a row, as what stands for their positions: of what its lists hold, or of all
+    where it has none, because it is short, or because its bound was too high for topk scores. ROOM
+    candidates at once, and with the best of those the next.
 
     Args:
         floors, lists, counts: of `bound_kernel` and `list_kernel`, or None.
+        table: [rows, columns]; bounds or owners: as in `cell_of`.
     """
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + row)
     column = tl.arange(0, KP)
     into = out + row * topk
-    if length <= topk:
+    if tl.load(lengths + row) <= topk:
         cell = cell_of(
-            column, column < length, row, table, bounds, offset,
-            table_stride, requests, page_size, BP,
+            column, column < tl.load(lengths + row), row, table, bounds, owners, offset,
+            table_stride, columns, requests, page_size, BP,
         )  # fmt: skip
         tl.store(into + column, cell, mask=column < topk)
     else:
@@ -85,11 +94,11 @@ def choose_kernel(
                 place, order = load_listed(
                     lists, above, level, begins, at, at < topk, CHUNK, CHUNKS, True
                 )
-                cell = cell_of(
-                    first + place, at < topk, row, table, bounds, offset,
-                    table_stride, requests, page_size, BP,
+                place = cell_of(
+                    first + place, at < topk, row, table, bounds, owners, offset,
+                    table_stride, columns, requests, page_size, BP,
                 )  # fmt: skip
-                tl.store(into + order, cell, mask=at < topk)
+                tl.store(into + order, place, mask=at < topk)
                 kept = -1
         seen = 0
         while kept >= 0:
@@ -117,7 +126,8 @@ def choose_kernel(
                 tl.debug_barrier()
             else:
                 cell = cell_of(
-                    place, taken, row, table, bounds, offset, table_stride, requests, page_size, BP
-                )
+                    place, taken, row, table, bounds, owners, offset,
+                    table_stride, columns, requests, page_size, BP,
+                )  # fmt: skip
                 tl.store(into + order, cell, mask=taken)
                 tl.store(into + column, -1, mask=(column >= found) & (column < topk))

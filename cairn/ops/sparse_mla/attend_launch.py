@@ -1,0 +1,167 @@
+"""How latent attention over records of the cache is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.pdl import pdl_option
+from cairn.ops.sparse_mla import records
+from cairn.ops.sparse_mla.kernels.attend import accumulate_kernel, merge_kernel
+from cairn.ops.sparse_mla.tuning import TUNING
+
+MOST_LATENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The records that tokens read.
+
+    Attributes:
+        end: [T], behind the last candidate of each token.
+        most: candidates that a token can have.
+        cells: [T, W] int32: candidates are entries of these; None: slots of a row.
+        table, row: page table, and each token's row; with `cells` None.
+        begin: [T], the first candidate of each; None: 0.
+    """
+
+    end: Tensor
+    most: int
+    cells: Tensor | None = None
+    table: Tensor | None = None
+    row: Tensor | None = None
+    begin: Tensor | None = None
+
+
+def accepts(q: Tensor, cache: Tensor, latent: int) -> bool:
+    """Queries and records that the kernel reads."""
+    rope, quantized = q.shape[2] - latent, records.is_quantized(cache)
+    if latent > MOST_LATENT or rope < 1 or q.stride(2) != 1:
+        return False
+    if not quantized:
+        return True
+    even = rope % 2 == 0 and all(n % 4 == 0 for n in (*cache.stride()[:2], cache.storage_offset()))
+    return even and (gpu.INTERPRETED or gpu.knows_e4m3(q.device))
+
+
+def _tiles(latent: int, quantized: bool) -> tuple[int, int]:
+    """How many tiles a latent is held as, a power of two, and how wide each is."""
+    if not quantized and latent % (4 * records.TILE):
+        return 1, max(16, gpu.next_power_of_2(latent))
+    return gpu.next_power_of_2(-(-latent // records.TILE)), records.TILE
+
+
+def _views(cache: Tensor, quantized: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A cache as its numbers, its scales and its rotary keys."""
+    if not quantized:
+        return cache, None, None
+    return cache, cache.view(torch.float32), cache.view(torch.bfloat16)
+
+
+def _splits(tokens: int, columns: int, blocks: int, few: bool) -> int:
+    """Splits of the candidates: programs that fill the device, if there are not enough."""
+    programs = TUNING.few_programs if few else TUNING.programs
+    return max(1, min(programs // max(1, tokens * columns), blocks))
+
+
+def attend(
+    q: Tensor,
+    cache: Tensor,
+    candidates: Candidates,
+    scale: float,
+    latent: int,
+    sink: Tensor | None,
+    dtype: torch.dtype,
+    with_peaks: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """o [T, H, latent] of a dtype, lse [T, H] float32, and with_peaks the largest logits, to base
+    2, [T, H] float32; see `accumulate_kernel`."""
+    (tokens, heads, width), device = q.shape, q.device
+    quantized, single = records.is_quantized(cache), q.dtype == torch.float32
+    o = gpu.empty((tokens, heads, latent), dtype, device)
+    lse = gpu.empty((tokens, heads), torch.float32, device)
+    peaks = gpu.empty((tokens, heads), torch.float32, device) if with_peaks else None
+    if not tokens:
+        return o, lse, peaks
+    pages, size = cache.shape[:2]
+    lines = 16 if single else min(TUNING.heads, max(16, gpu.next_power_of_2(heads)))
+    few = lines < TUNING.heads
+    keys = TUNING.few_keys if single or (few and quantized) else TUNING.keys
+    columns = -(-heads // lines)
+    blocks = -(-max(1, candidates.most) // keys)
+    splits = 1 if with_peaks else _splits(tokens, columns, blocks, few)
+    part_o, part_lse = o, lse
+    if splits > 1:
+        part_o = gpu.empty((tokens, heads, splits, latent), torch.float32, device)
+        part_lse = gpu.empty((tokens, heads, splits), torch.float32, device)
+    tiles, wide = _tiles(latent, quantized)
+    numbers, scales, ropes = _views(cache, quantized)
+    paged = candidates.cells is None
+    source = candidates.table if candidates.cells is None else candidates.cells
+    assert source is not None
+    flat = not paged and cache.stride(0) == size * cache.stride(1)
+    accumulate_kernel[(tokens * columns, splits)](
+        q,
+        cache=numbers,
+        scales=scales,
+        ropes=ropes,
+        cells=candidates.cells,
+        table=candidates.table,
+        rows=candidates.row,
+        begins=candidates.begin,
+        ends=candidates.end,
+        sink=sink if splits == 1 else None,
+        o=part_o,
+        lse=part_lse,
+        peaks=peaks,
+        most=candidates.most,
+        capacity=pages if paged else pages * size,
+        scale=scale,
+        q_token=q.stride(0),
+        q_head=q.stride(1),
+        page_stride=cache.stride(0),
+        slot_stride=cache.stride(1),
+        source_stride=source.stride(0),
+        HEADS=heads,
+        LINES=lines,
+        LATENT=latent,
+        ROPE=width - latent,
+        WIDTH=wide,
+        RP=max(16, gpu.next_power_of_2(width - latent)),
+        TILES=tiles,
+        SIZE=0 if flat else size,
+        KEYS=keys,
+        PAGED=paged,
+        PRECISION="ieee" if single else "tf32",
+        num_warps=4 if few else 8,
+        num_stages=TUNING.stages,
+    )
+    if splits > 1:
+        _merge(part_o, part_lse, sink, o, lse)
+    return o, lse, peaks
+
+
+def _merge(part_o: Tensor, part_lse: Tensor, sink: Tensor | None, o: Tensor, lse: Tensor) -> None:
+    """Write o and lse of states [T, H, splits, .]."""
+    tokens, heads, splits, latent = part_o.shape
+    padded, pdl = gpu.next_power_of_2(splits), gpu.supports_pdl(o.device)
+    columns = max(16, min(gpu.next_power_of_2(latent), TUNING.merged // padded))
+    merge_kernel[(tokens * heads, -(-latent // columns))](
+        part_o,
+        part_lse,
+        sink,
+        o,
+        lse,
+        splits,
+        HEADS=heads,
+        LATENT=latent,
+        COLUMNS=columns,
+        SPLITS=padded,
+        PDL=pdl,
+        num_warps=2,
+        **pdl_option(pdl),
+        **gpu.ONE_SUM,
+    )

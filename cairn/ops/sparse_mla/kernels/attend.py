@@ -1,0 +1,249 @@
+"""Latent attention over records of the cache: one kernel, whatever says which records.
+
+A record [latent | rotary key] is the key of every head, and its latent the value. A program has
+some heads of one token and one of the splits of its candidates. How many candidates there are is
+read from device memory and bounds the loop: what lies behind them costs nothing.
+
+Latents are held as tiles: float8 ones have a scale for each tile of 128 numbers.
+"""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous, launch_next
+
+
+@triton.jit
+def lines_of(
+    candidate, inside, source, capacity, page_stride, slot_stride,
+    SIZE: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Where the records of candidates [KEYS] begin, in numbers from the first record, and which of
+    them are there.
+
+    Args:
+        source: the token's list of cells, or with PAGED its row of the page table.
+        capacity: cells of the cache, or with PAGED its pages.
+        SIZE: slots of a page; 0: the cache is one page.
+    """
+    if PAGED:
+        page = tl.load(source + candidate // SIZE, mask=inside, other=-1)
+        inside = inside & (page >= 0) & (page < capacity)
+        page = tl.where(inside, page, 0).to(tl.int64)
+        line = page * page_stride + candidate % SIZE * slot_stride
+    else:
+        cell = tl.load(source + candidate, mask=inside, other=-1)
+        inside = inside & (cell >= 0) & (cell < capacity)
+        cell = tl.where(inside, cell, 0).to(tl.int64)
+        if SIZE:
+            line = cell // SIZE * page_stride + cell % SIZE * slot_stride
+        else:
+            line = cell * slot_stride
+    return line, inside
+
+
+@triton.jit
+def load_part(at, line, inside, first: tl.constexpr, limit: tl.constexpr, WIDTH: tl.constexpr):
+    """[KEYS, WIDTH] numbers first .. of the lines that begin at `at + line`; 0 from `limit` on and
+    where not inside."""
+    column = first + tl.arange(0, WIDTH)
+    shown = inside[:, None]
+    if first + WIDTH > limit:
+        shown = shown & (column < limit)[None, :]
+    return tl.load(at + line[:, None] + column[None, :], mask=shown, other=0.0)
+
+
+@triton.jit
+def load_latent(
+    cache, scales, line, inside, tile: tl.constexpr,
+    LATENT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[KEYS, WIDTH] numbers of a tile of latents, as DTYPE.
+
+    Args:
+        scales: the cache as float32, of one in float8; None: it has none.
+    """
+    value = load_part(cache, line, inside, tile * WIDTH, LATENT, WIDTH)
+    if scales is not None:
+        at = scales + line // 4 + LATENT // 4 + tile * (WIDTH // 128)
+        scale = tl.load(at, mask=inside & (tile * WIDTH < LATENT), other=0.0)
+        value = value.to(tl.float8e4nv, bitcast=True)
+        # A power of two: the product is exact in any dtype.
+        value = value.to(DTYPE) * scale.to(DTYPE)[:, None]
+    return value
+
+
+@triton.jit
+def attend(
+    q0, q1, q2, q3, q_rope, cache, scales, ropes, source, begin, end, factor,
+    capacity, page_stride, slot_stride,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, PAGED: tl.constexpr,
+    TILES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Candidates begin .. end - 1 of a token, for some of its heads: maximum of the logits (base 2)
+    and sum of the weights [LINES], and sums of weighted latents, a tile each [LINES, WIDTH].
+
+    Args:
+        q0 .. q3, q_rope: the query's tiles; those behind TILES are not looked at.
+        ropes: the cache as what rotary keys are kept in.
+        factor: of the dot products, times log2(e).
+    """
+    lines: tl.constexpr = q0.shape[0]
+    width: tl.constexpr = q0.shape[1]
+    dtype: tl.constexpr = q0.dtype
+    best = tl.full([lines], float("-inf"), tl.float32)
+    total = tl.zeros([lines], tl.float32)
+    acc0 = tl.zeros([lines, width], tl.float32)
+    acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
+    for start in range(begin, end, KEYS):
+        candidate = start + tl.arange(0, KEYS)
+        line, inside = lines_of(
+            candidate, candidate < end, source, capacity, page_stride, slot_stride, SIZE, PAGED
+        )
+        if scales is None:
+            rope = load_part(cache + LATENT, line, inside, 0, ROPE, q_rope.shape[1])
+        else:
+            behind: tl.constexpr = (LATENT + LATENT // 32) // 2
+            rope = load_part(ropes + behind, line // 2, inside, 0, ROPE, q_rope.shape[1])
+            rope = rope.to(dtype)
+        v0 = load_latent(cache, scales, line, inside, 0, LATENT, width, dtype)
+        logits = tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)
+        logits = tl.dot(q0, tl.trans(v0), logits, input_precision=PRECISION)
+        if TILES > 1:
+            v1 = load_latent(cache, scales, line, inside, 1, LATENT, width, dtype)
+            logits = tl.dot(q1, tl.trans(v1), logits, input_precision=PRECISION)
+        if TILES > 2:
+            v2 = load_latent(cache, scales, line, inside, 2, LATENT, width, dtype)
+            logits = tl.dot(q2, tl.trans(v2), logits, input_precision=PRECISION)
+            v3 = load_latent(cache, scales, line, inside, 3, LATENT, width, dtype)
+            logits = tl.dot(q3, tl.trans(v3), logits, input_precision=PRECISION)
+        logits = tl.where(inside[None, :], logits * factor, float("-inf"))
+        higher = tl.maximum(best, tl.max(logits, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(logits - base[:, None])
+        decay = tl.exp2(best - base)
+        total = total * decay + tl.sum(weight, 1)
+        best = higher
+        share = weight.to(dtype)
+        acc0 = tl.dot(share, v0, acc0 * decay[:, None], input_precision=PRECISION)
+        if TILES > 1:
+            acc1 = tl.dot(share, v1, acc1 * decay[:, None], input_precision=PRECISION)
+        if TILES > 2:
+            acc2 = tl.dot(share, v2, acc2 * decay[:, None], input_precision=PRECISION)
+            acc3 = tl.dot(share, v3, acc3 * decay[:, None], input_precision=PRECISION)
+    return best, total, acc0, acc1, acc2, acc3
+
+
+@triton.jit
+def store_tile(at, value, alive, tile: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr):
+    """Write value [LINES, WIDTH], a tile of the lines that begin at `at` [LINES]."""
+    column = tile * WIDTH + tl.arange(0, WIDTH)
+    shown = alive[:, None] & (column < LATENT)[None, :]
+    tl.store(at[:, None] + column[None, :], value.to(at.dtype.element_ty), mask=shown)
+
+
+@triton.jit(do_not_specialize=["most", "capacity"])
+def accumulate_kernel(
+    q, cache, scales, ropes, cells, table, rows, begins, ends, sink, o, lse, peaks,
+    most, capacity, scale, q_token, q_head, page_stride, slot_stride, source_stride,
+    HEADS: tl.constexpr, LINES: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    WIDTH: tl.constexpr, RP: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
+    KEYS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A token's heads over one of the splits of its candidates begins .. ends - 1: of its list of
+    cells, or with PAGED of its row of the page table.
+
+    o: [T, HEADS, splits, LATENT]; lse: [T, HEADS, splits] float32, natural logarithm; peaks: the
+    same for the largest logits, base 2, or None.
+
+    Args:
+        begins: [T], or None: from the first on; ends: [T].
+        sink: [HEADS] float32 where there is one split, or None.
+        most: candidates that there can be.
+        capacity, SIZE: as in `lines_of`; source_stride: from row to row of cells, or of the table.
+    """
+    columns: tl.constexpr = (HEADS + LINES - 1) // LINES
+    token = (tl.program_id(0) // columns).to(tl.int64)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    head = tl.program_id(0) % columns * LINES + tl.arange(0, LINES)
+    alive = head < HEADS
+    begin = 0
+    if begins is not None:
+        begin = tl.maximum(tl.load(begins + token).to(tl.int32), 0)
+    end = tl.minimum(tl.load(ends + token).to(tl.int32), most)
+    each = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), KEYS), splits) * KEYS
+    begin += split * each
+    end = tl.minimum(begin + each, end)
+    if PAGED:
+        source = table + tl.load(rows + token) * source_stride
+    else:
+        source = cells + token * source_stride
+    own = q + token * q_token
+    line = head.to(tl.int64) * q_head
+    q0 = load_part(own, line, alive, 0, LATENT, WIDTH)
+    q1 = q0
+    q2 = q0
+    q3 = q0
+    if TILES > 1:
+        q1 = load_part(own, line, alive, WIDTH, LATENT, WIDTH)
+    if TILES > 2:
+        q2 = load_part(own, line, alive, 2 * WIDTH, LATENT, WIDTH)
+        q3 = load_part(own, line, alive, 3 * WIDTH, LATENT, WIDTH)
+    q_rope = load_part(own + LATENT, line, alive, 0, ROPE, RP)
+    best, total, acc0, acc1, acc2, acc3 = attend(
+        q0, q1, q2, q3, q_rope, cache, scales, ropes, source, begin, end,
+        scale * 1.4426950408889634, capacity, page_stride, slot_stride,
+        LATENT, ROPE, SIZE, PAGED, TILES, KEYS, PRECISION,
+    )  # fmt: skip
+    # NaN is seen too.
+    seen = total != 0
+    safe = tl.where(seen, total, 1.0)
+    logs = tl.where(seen, (best + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
+    share = 1.0 / safe
+    if sink is not None:
+        extra = tl.load(sink + head, mask=alive, other=0.0)
+        share = tl.where(seen, share / (1.0 + tl.exp(extra - logs)), share)
+    place = (token * HEADS + head) * splits + split
+    tl.store(lse + place, logs, mask=alive)
+    if peaks is not None:
+        tl.store(peaks + place, best, mask=alive)
+    to = o + place * LATENT
+    store_tile(to, acc0 * share[:, None], alive, 0, LATENT, WIDTH)
+    if TILES > 1:
+        store_tile(to, acc1 * share[:, None], alive, 1, LATENT, WIDTH)
+    if TILES > 2:
+        store_tile(to, acc2 * share[:, None], alive, 2, LATENT, WIDTH)
+        store_tile(to, acc3 * share[:, None], alive, 3, LATENT, WIDTH)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(
+    part_o, part_lse, sink, o, lse, splits,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The splits of COLUMNS numbers of one (token, head) become one state; a sink joins the sum of
+    weights, not lse. SPLITS: padded to a power of two. PDL: as in `await_previous`."""
+    launch_next(PDL)
+    await_previous(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SPLITS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    logs = tl.load(part_lse + place * splits + s, mask=s < splits, other=float("-inf"))
+    shown = (logs != float("-inf"))[:, None] & (column < LATENT)[None, :]
+    at = part_o + ((place * splits + s) * LATENT)[:, None] + column[None, :]
+    part = tl.load(at, mask=shown, other=0.0)
+    best = tl.max(logs, 0)
+    base = tl.where(best == float("-inf"), 0.0, best)
+    weight = tl.exp(logs - base)
+    total = tl.sum(weight, 0)
+    safe = tl.where(total != 0, total, 1.0)
+    joined = tl.where(total != 0, base + tl.log(safe), float("-inf"))
+    if sink is not None:
+        safe += tl.exp(tl.load(sink + place % HEADS) - base)
+    merged = tl.sum(part * weight[:, None], 0) / safe
+    tl.store(o + place * LATENT + column, merged.to(o.dtype.element_ty), mask=column < LATENT)
+    tl.store(lse + place, joined, mask=tl.program_id(1) == 0)

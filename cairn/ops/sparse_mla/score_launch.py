@@ -1,0 +1,139 @@
+"""How the scores of the lightning indexer are launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.quantization.codes import E4M3
+from cairn.ops.sparse_mla import index_cache
+from cairn.ops.sparse_mla.kernels.scores import scores_kernel
+from cairn.ops.sparse_mla.tuning import TUNING
+
+MOST_HEADS, MOST_DIM = 128, 256
+"""Of queries that fit one program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys that a kernel reads.
+
+    Attributes:
+        numbers: the first of them.
+        scales: their scales; None: they are 1.
+        stride, scale_stride: numbers from page to page, or from key to key.
+        pages: how many pages there are.
+        size: slots of a page; 0: keys lie side by side.
+        preshuffled: the layout.
+    """
+
+    numbers: Tensor
+    scales: Tensor | None
+    stride: int
+    scale_stride: int
+    pages: int = 0
+    size: int = 0
+    preshuffled: bool = False
+
+    @classmethod
+    def of_cache(cls, cache: Tensor, dim: int, preshuffled: bool) -> Keys:
+        """In pages."""
+        size = index_cache.page_size(cache, dim)
+        if not index_cache.is_quantized(cache):
+            return cls(cache, None, cache.stride(0), 0, len(cache), size)
+        scales = cache.view(torch.float32)[:, size * dim // 4 :]
+        numbers = cache.view(E4M3)
+        strides = (numbers.stride(0), scales.stride(0))
+        return cls(numbers, scales, *strides, len(cache), size, preshuffled)
+
+
+def words_fit(cache: Tensor, dim: int) -> bool:
+    """Whether the scales of a quantized cache lie where float32 numbers may."""
+    size = index_cache.page_size(cache, dim)
+    places = (cache.stride(0), cache.storage_offset(), size * dim, cache.shape[1])
+    return all(place % 4 == 0 for place in places)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which keys tokens see.
+
+    Attributes:
+        begin, end: [T] positions; no begin: 0.
+        limit: where the keys end that there are.
+        table, row: page table, and each token's row.
+        least: tokens that see no more keys get no scores.
+        compact: a token's scores begin in column 0.
+    """
+
+    begin: Tensor | None
+    end: Tensor
+    limit: int
+    table: Tensor | None = None
+    row: Tensor | None = None
+    least: int = 0
+    compact: bool = False
+
+
+def score(
+    q: Tensor, weights: Tensor, keys: Keys, seen: Seen, logits: Tensor, chunked: bool
+) -> None:
+    """Write logits [T, width]; see `scores_kernel`.
+
+    Args:
+        chunked: neighbouring tokens are of one row, dozens side by side.
+    """
+    (tokens, heads, dim), width = q.shape, logits.shape[1]
+    if not tokens or not width or not keys.numbers.numel():
+        return
+    padded = max(16, gpu.next_power_of_2(heads))
+    side = max(1, TUNING.chunk_columns // padded) if chunked else 1
+    size = TUNING.chunk_keys if side > 1 else TUNING.score_keys
+    groups = -(-tokens // side)
+    splits = max(1, min(-(-width // size), TUNING.score_programs // groups))
+    single = q.dtype == torch.float32
+    scores_kernel[(groups, splits)](
+        q,
+        weights=weights,
+        keys=keys.numbers,
+        scales=keys.scales,
+        table=seen.table,
+        rows=seen.row,
+        begins=seen.begin,
+        ends=seen.end,
+        out=logits,
+        tokens=tokens,
+        limit=seen.limit,
+        width=width,
+        pages=keys.pages,
+        least=seen.least,
+        q_token=q.stride(0),
+        page_stride=keys.stride,
+        scale_stride=keys.scale_stride,
+        table_stride=0 if seen.table is None else seen.table.stride(0),
+        out_stride=logits.stride(0),
+        HEADS=heads,
+        HP=padded,
+        DIM=dim,
+        DP=max(16, gpu.next_power_of_2(dim)),
+        SIZE=keys.size,
+        TOKENS=side,
+        KEYS=size,
+        PRESHUFFLED=keys.preshuffled,
+        COMPACT=seen.compact,
+        PRECISION="ieee" if single else "tf32",
+        num_warps=TUNING.score_warps,
+        num_stages=TUNING.chunk_stages if side > 1 else TUNING.score_stages,
+    )
+
+
+def accepts(q: Tensor, weights: Tensor, logits: Tensor) -> bool:
+    """Queries, weights and scores that the kernel reads and writes."""
+    dim = q.shape[2]
+    near = q.stride(2) == 1 and q.stride(1) == dim and logits.stride(1) == 1
+    floats = q.dtype != E4M3 or gpu.INTERPRETED or gpu.knows_e4m3(q.device)
+    small = q.shape[1] <= MOST_HEADS and dim <= MOST_DIM
+    return near and floats and small and weights.is_contiguous()
