@@ -111,6 +111,17 @@ class AttentionBackend(ABC):
             plan: from `plan`, of this step.
         """
 
+    def settle(self, layer: int, plan: Any, counts: Tensor) -> None:  # noqa: B027 - pages need none
+        """Called behind a step with guesses, once the model has chosen what follows: by then the
+        cache must hold nothing of a wrong guess that a later step would read before it writes.
+
+        Args:
+            layer: its number.
+            plan: from `plan`, of this step.
+            counts: [D] int64, of each row with guesses, in the step's order, how many of its tokens
+                count: at least its first, which is no guess.
+        """
+
     def fronts(self) -> tuple[Front, ...]:
         """The first slots of rows that `run` computes in another way, the nearest first."""
         return ()

@@ -62,6 +62,7 @@ class StepRows:
         row, first, count: [R], each row's number, first slot and number of slots.
         slot: [T], all slots.
         decoding: rows in front that decode.
+        drafts: [R], how many of each row's last tokens are guesses; None: none are.
     """
 
     row: Ints
@@ -69,6 +70,7 @@ class StepRows:
     count: Ints
     slot: Ints
     decoding: int
+    drafts: Ints | None = None
 
     @functools.cached_property
     def stretches(self) -> list[int]:

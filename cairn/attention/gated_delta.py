@@ -3,15 +3,20 @@
 A row's state and the last inputs of its convolution lie in the row's place among the states and are
 read and written there. A row that begins is treated as one of zeros, whatever lies in its place:
 others have used it.
+
+A state cannot be cut back. So a row with guesses is run from its state and leaves it as it is; when
+it is known which guesses were right, the tokens that count are run once more, from their inputs,
+which have been kept, and the state advances over them alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,17 +90,33 @@ class Advance(NamedTuple):
     few: bool
 
 
+class Part(NamedTuple):
+    """Rows of a step whose states advance with it.
+
+    Attributes:
+        token: [n] int64, their tokens' indices in the step; None: all of it in order.
+        whole: the rows, among these tokens.
+        advances: the rows cut into pieces; of those of one row, each goes on from the one before.
+    """
+
+    token: Tensor | None
+    whole: Runs
+    advances: Sequence[Advance]
+
+
 @dataclass(slots=True, kw_only=True)
 class GatedDeltaPlan(StepPlan):
     """What the delta rule derives from a step.
 
     Attributes:
-        whole: the rows.
-        advances: the rows cut into pieces; of those of one row, each goes on from the one before.
+        settled: rows without guesses; None: there are none.
+        guessed: rows with guesses; None: there are none.
+        inputs: by layer, those of the rows with guesses.
     """
 
-    whole: Runs
-    advances: Sequence[Advance]
+    settled: Part | None
+    guessed: Runs | None
+    inputs: dict[int, GatedDeltaInputs] = field(default_factory=dict)
 
 
 class GatedDeltaBackend(AttentionBackend):
@@ -113,23 +134,26 @@ class GatedDeltaBackend(AttentionBackend):
         return LayerSchema(rows=(state, RowField(CONV, inputs, form.dtype)))
 
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> GatedDeltaPlan:
-        """Cut the rows at multiples of GRID."""
+        """Cut the rows at multiples of GRID, but for those with guesses."""
         assert rows is not None, "graphs do not hold this backend"
-        device, row = batch.row.device, rows.row.tolist()
         begin = (rows.count.cumsum() - rows.count).tolist()
         whole = [
             Piece(0, *numbers)
-            for numbers in zip(row, begin, rows.first.tolist(), rows.count.tolist(), strict=True)
+            for numbers in zip(
+                rows.row.tolist(), begin, rows.first.tolist(), rows.count.tolist(), strict=True
+            )
         ]
-        pieces = [piece for of_row in whole for piece in cut(of_row)]
-        advances = []
-        for kind in sorted({_kind(piece) for piece in pieces}):
-            chosen = [piece for piece in pieces if _kind(piece) == kind]
-            together = len(chosen) == len(pieces)
-            advances.append(Advance(_runs(chosen, device, together), few=kind[1]))
-        whole_runs = _runs(whole, device, together=True)
+        device, settled, guessed = batch.row.device, whole, None
+        if rows.drafts is not None:
+            settled = [whole[i] for i in np.flatnonzero(rows.drafts == 0)]
+            drafted = [whole[i] for i in np.flatnonzero(rows.drafts)]
+            guessed = _runs(drafted, device, together=False)
         return GatedDeltaPlan(
-            batch=batch, cuts=cuts, rows=rows, whole=whole_runs, advances=advances
+            batch=batch,
+            cuts=cuts,
+            rows=rows,
+            settled=_part(settled, device, guessed is None) if settled else None,
+            guessed=guessed,
         )
 
     def run(self, layer: int, inputs: GatedDeltaInputs, plan: GatedDeltaPlan) -> Tensor:
@@ -137,24 +161,72 @@ class GatedDeltaBackend(AttentionBackend):
 
         `inputs.qkv` is overwritten.
         """
-        spec, fields, whole = self.layers[layer], self.pools.rows[layer], plan.whole
-        qkv = inputs.qkv
-        ops.causal_conv1d_fwd(
-            *(qkv.t(), inputs.conv_weight, None, fields[CONV], whole.starts, whole.state),
-            *(whole.begun, True, NOBODY),
-        )
+        settled, guessed = plan.settled, plan.guessed
+        if guessed is None:
+            assert settled is not None
+            return self._run(layer, inputs, settled)
+        spec, qkv = self.layers[layer], inputs.qkv
         out = qkv.new_empty(len(qkv), spec.value_heads, spec.value_dim)
-        for runs, few in plan.advances:
+        if settled is not None and settled.token is not None:
+            out[settled.token] = self._run(layer, _at(inputs, settled.token), settled)
+        assert guessed.token is not None
+        chosen = _at(inputs, guessed.token)
+        plan.inputs[layer] = replace(chosen, qkv=chosen.qkv.clone())
+        fields, own = self.pools.rows[layer], torch.arange(len(guessed.state), dtype=torch.int32)
+        before = fields[CONV][guessed.state.long()]
+        self._convolve(chosen, before, guessed._replace(state=own.to(qkv.device)))
+        joined = guessed._replace(token=None)
+        out[guessed.token] = self._advance(spec, chosen, fields[STATE], joined, True, False)
+        return out
+
+    def settle(self, layer: int, plan: GatedDeltaPlan, counts: Tensor) -> None:
+        """Run the tokens that count once more."""
+        guessed = plan.guessed
+        if guessed is None:
+            return
+        # Each row is two sequences: what counts, and behind it what has no state to change.
+        begin, nobody = guessed.starts[:-1], torch.full_like(guessed.state, NOBODY)
+        ends = torch.stack((begin, begin + counts), dim=1).flatten()
+        runs = Runs(
+            None,
+            torch.cat((ends, guessed.starts[-1:])).int(),
+            torch.stack((guessed.state, nobody), dim=1).flatten(),
+            guessed.begun.repeat_interleave(2),
+        )
+        inputs, fields = plan.inputs.pop(layer), self.pools.rows[layer]
+        self._convolve(inputs, fields[CONV], runs)
+        self._advance(self.layers[layer], inputs, fields[STATE], runs, True)
+
+    def _run(self, layer: int, inputs: GatedDeltaInputs, part: Part) -> Tensor:
+        """Outputs [n, hv, dv] of a part's tokens; its states go on."""
+        spec, fields, qkv = self.layers[layer], self.pools.rows[layer], inputs.qkv
+        self._convolve(inputs, fields[CONV], part.whole)
+        out = qkv.new_empty(len(qkv), spec.value_heads, spec.value_dim)
+        for runs, few in part.advances:
             o = self._advance(spec, inputs, fields[STATE], runs, few)
             if runs.token is None:
                 return o
             out[runs.token] = o
         return out
 
+    def _convolve(self, inputs: GatedDeltaInputs, states: Tensor, runs: Runs) -> None:
+        """Overwrite the inputs by their convolution; the states of their rows go on."""
+        ops.causal_conv1d_fwd(
+            *(inputs.qkv.t(), inputs.conv_weight, None, states, runs.starts, runs.state),
+            *(runs.begun, True, NOBODY),
+        )
+
     def _advance(
-        self, spec: GatedDeltaSpec, inputs: GatedDeltaInputs, state: Tensor, runs: Runs, few: bool
+        self,
+        spec: GatedDeltaSpec,
+        inputs: GatedDeltaInputs,
+        state: Tensor,
+        runs: Runs,
+        few: bool,
+        update: bool = True,
     ) -> Tensor:
-        """Outputs [n, hv, dv] of the runs' tokens; the states of their rows go on."""
+        """Outputs [n, hv, dv] of the runs' tokens; states go on if `update`, which
+        only `few` can do without."""
         keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
         q, k, v = runs.of(inputs.qkv).split((keys, keys, values), dim=-1)
         q, k = (x.unflatten(-1, (spec.key_heads, spec.key_dim))[None] for x in (q, k))
@@ -165,6 +237,7 @@ class GatedDeltaBackend(AttentionBackend):
                 *(inputs.a_log, a, inputs.dt_bias, *SOFTPLUS, q, k, v, b, state, runs.state),
                 use_qk_l2norm_in_kernel=True,
                 cu_seqlens=runs.starts,
+                disable_state_update=not update,
                 has_initial_state=runs.begun,
             )
             return o[0]
@@ -192,22 +265,41 @@ def cut(row: Piece) -> list[Piece]:
     ]
 
 
+def _part(rows: Sequence[Piece], device: torch.device, together: bool) -> Part:
+    """Whole rows whose states advance; together: they are all of the step."""
+    token = None if together else _indices(rows, device)
+    starts = accumulate((row.length for row in rows), initial=0)
+    own = [row._replace(begin=begin) for row, begin in zip(rows, starts, strict=False)]
+    pieces, advances = [piece for row in own for piece in cut(row)], []
+    for kind in sorted({_kind(piece) for piece in pieces}):
+        chosen = [piece for piece in pieces if _kind(piece) == kind]
+        advances.append(Advance(_runs(chosen, device, len(chosen) == len(pieces)), few=kind[1]))
+    return Part(token, _runs(own, device, together=True), advances)
+
+
+def _at(inputs: GatedDeltaInputs, token: Tensor) -> GatedDeltaInputs:
+    """Those of some tokens, by their indices."""
+    return replace(inputs, qkv=inputs.qkv[token], a=inputs.a[token], b=inputs.b[token])
+
+
+def _indices(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+    """[n] int64, of the pieces' tokens."""
+    found = [piece.begin + i for piece in pieces for i in range(piece.length)]
+    return torch.tensor(found, dtype=torch.int64, device=device)
+
+
 def _kind(piece: Piece) -> tuple[int, bool]:
     """Pieces that are alike in this run together, in this order."""
     return piece.number, piece.length <= FEW
 
 
 def _runs(pieces: Sequence[Piece], device: torch.device, together: bool) -> Runs:
-    """Pieces as tensors; together: they are all of the step."""
+    """Pieces as tensors; together: they are all there is."""
 
     def sent(numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
-    token = None
-    if not together:
-        token = sent(
-            [piece.begin + i for piece in pieces for i in range(piece.length)], torch.int64
-        )
+    token = None if together else _indices(pieces, device)
     starts = sent([0, *accumulate(piece.length for piece in pieces)], torch.int32)
     state = sent([piece.row for piece in pieces], torch.int32)
     return Runs(token, starts, state, sent([piece.first > 0 for piece in pieces], torch.bool))

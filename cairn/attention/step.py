@@ -52,6 +52,11 @@ class Step:
     batch: Batch
     layers: Sequence[BoundLayer]
 
+    def settle(self, counts: Tensor) -> None:
+        """Keep of each row's guesses those that were right, see `AttentionBackend.settle`."""
+        for layer in self.layers:
+            layer.backend.settle(layer.index, layer.plan, counts)
+
     def reads(self) -> list[LayerReads]:
         """What the watched queries read, by layer."""
         plans = {id(layer.plan): layer.plan for layer in self.layers}

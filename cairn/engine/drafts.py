@@ -93,12 +93,16 @@ class Guesses:
     waiting: frozenset[Request]
 
     @classmethod
-    def by(cls, drafter: Drafter, requests: Sequence[Request], budget: int) -> Guesses:
+    def by(
+        cls, drafter: Drafter, requests: Sequence[Request], budget: int, border: int | None
+    ) -> Guesses:
         """What the drafter guesses.
 
         Args:
             requests: that decode.
             budget: tokens that the step may run.
+            border: multiples of it, counted in a row's tokens, are run up to without guesses: what
+                is kept there must be kept exactly there. None: there are none.
         """
         room = (budget - len(requests)) // max(1, len(requests))
         found: dict[Request, list[int]] = {}
@@ -107,6 +111,8 @@ class Guesses:
             # The last token that it may have follows the last one that runs.
             left = request.num_prompt + request.max_output - request.planned - 2
             most = min(room, left)
+            if border is not None:
+                most = min(most, border - 2 - request.planned % border)
             if most < 1 or not draftable(request.params):
                 continue
             ahead = request.choosing

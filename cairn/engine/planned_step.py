@@ -118,6 +118,12 @@ class PlannedStep:
             self.kept.append(StateCopy(request.row, snapshot))
 
 
+def decoded_border(cache: PageCache) -> int | None:
+    """Behind every so many tokens a row that decodes leaves a snapshot of its state; None: it has
+    no state."""
+    return None if cache.states is None else DECODED_PAGES * cache.slots.tokens_per_page
+
+
 def _row_open(request: Request) -> RowOpen:
     params = request.params
     return RowOpen(

@@ -16,7 +16,7 @@ from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
 from cairn.engine.budget import Load, StepTimes
 from cairn.engine.drafts import Drafter, DraftTotals, Guesses, draftable
-from cairn.engine.planned_step import Limits, PlannedStep
+from cairn.engine.planned_step import Limits, PlannedStep, decoded_border
 from cairn.engine.promises import Promises
 from cairn.engine.queue import WaitingQueue
 from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State
@@ -37,8 +37,6 @@ class Scheduler:
         slots: slot arithmetic.
         times: how long steps take; asked only when the limits hold `step_seconds`.
         drafter: guesses the next tokens of rows that decode; None: each runs one token a step.
-
-    Raises ValueError for a drafter where layers keep states of sequences: those cannot be cut back.
     """
 
     def __init__(
@@ -49,8 +47,6 @@ class Scheduler:
         times: StepTimes,
         drafter: Drafter | None = None,
     ) -> None:
-        if drafter is not None and cache.states is not None:
-            raise ValueError("guesses need layers whose cache can be cut back, not states")
         self.limits = limits
         self.drafter = drafter
         self.drafts = DraftTotals()
@@ -133,7 +129,8 @@ class Scheduler:
         guesses = None
         if self.drafter is not None:
             budget = draft.budget // self._closing_slots
-            guesses = Guesses.by(self.drafter, phases.decoding.requests, budget)
+            requests, border = phases.decoding.requests, decoded_border(self.cache)
+            guesses = Guesses.by(self.drafter, requests, budget, border)
             if guesses:
                 phases = self._without(phases, guesses)
         if phases.decoding.requests:

@@ -25,11 +25,13 @@ class Drafts(NamedTuple):
         guess: [n], the guess in the place of each choice, or NO_GUESS.
         run: [n], number of the row (in the order of choices) that makes each choice.
         begin: [R], index of each row's first choice.
+        drafting: numbers of the rows with guesses.
     """
 
     guess: Ints
     run: Ints
     begin: Ints
+    drafting: Ints
 
     @classmethod
     def of(cls, plan: StepPlan) -> Drafts | None:
@@ -45,7 +47,8 @@ class Drafts(NamedTuple):
         counts = np.array(sizes, dtype=np.int64)
         begin = counts.cumsum() - counts
         run = np.arange(len(sizes)).repeat(counts)
-        return cls(np.array(guess, dtype=np.int64), run, begin)
+        drafting = len(plan.decode.row) + np.flatnonzero([work.drafts for work in works])
+        return cls(np.array(guess, dtype=np.int64), run, begin, drafting)
 
     def accept(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Compare the choices [n] int64 with the guesses, on their device.

@@ -150,7 +150,11 @@ class Rows:
             completed_pages=pages[0][completed],
             locations=tuple(page * size + in_page for page in pages),
         )
-        rows = StepRows(work_row, first_slot, num_slots, slot, len(plan.decode.row))
+        drafts = None
+        if any(work.drafts for work in plan.work):
+            drafts = np.zeros(len(work_row), dtype=np.int64)
+            drafts[len(plan.decode.row) :] = [work.drafts for work in plan.work]
+        rows = StepRows(work_row, first_slot, num_slots, slot, len(plan.decode.row), drafts)
         # A token that decodes is its row's first slot.
         last = start + slots.slot_of(end_token - 1) - first_slot if plan.work else start
         return Layout(arrays, rows, last, grants)

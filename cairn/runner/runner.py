@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from cairn import ops
-from cairn.attention.base import LayerReads
 from cairn.attention.page_reads import PageReads
 from cairn.attention.registry import Backends
 from cairn.attention.step import Step
@@ -161,7 +160,7 @@ class _Run(NamedTuple):
         row: [n] on the device, these.
         draws: how they draw, likewise; None: they choose the most likely tokens.
         watched: indices in these of those that want to know what their queries read.
-        reads: what these read.
+        step: what the model ran; None where that was a graph.
         prompts: what is reported of prompts.
         seconds: that it has taken the host.
     """
@@ -170,7 +169,7 @@ class _Run(NamedTuple):
     row: Tensor | None
     draws: Sequence[Tensor] | None
     watched: list[int]
-    reads: list[LayerReads]
+    step: Step | None
     prompts: tuple[_Prompt, ...]
     seconds: float
 
@@ -237,6 +236,7 @@ class Runner:
         self.reads.add(layout.slot)
         run = self._run(plan, layout, picks)
         if plan.kept:
+            # Of rows without guesses: those with some have not advanced yet.
             self._copy_states(plan.kept, restore=False)
         choose = functools.partial(self._choose, run, picks, Drafts.of(plan))
         return LaunchedStep(plan, choose)
@@ -268,7 +268,7 @@ class Runner:
         """The model's part of a step of any kind."""
         began, last = time.perf_counter(), self._choosing(plan, layout)
         watched = self.sampler.watched(picks)
-        hidden, reads = self._hidden(layout, last[watched])
+        hidden, step = self._hidden(layout, last[watched])
         logits = row = draws = None
         if len(last):
             drawn = self.sampler.draws(picks)
@@ -280,7 +280,7 @@ class Runner:
             for i, work in enumerate(plan.work, len(plan.decode.row))
             if len(work.prompt_targets)
         )
-        return _Run(logits, row, draws, watched, reads, prompts, time.perf_counter() - began)
+        return _Run(logits, row, draws, watched, step, prompts, time.perf_counter() - began)
 
     def _choosing(self, plan: StepPlan, layout: Layout) -> Ints:
         """Index in the batch of the slot behind which each choice is made."""
@@ -316,7 +316,11 @@ class Runner:
                 last, counts = drafts.accept(choice.tokens)
                 self.rows.remember(run.row[last], choice.tokens[last])
                 parts = (counts,)
-        read = selections(run.reads, len(run.watched)) if run.watched else []
+                if run.step is not None:
+                    (drafting,) = send((drafts.drafting,), counts.device)
+                    run.step.settle(counts[drafting])
+        reads = run.step.reads() if run.watched and run.step is not None else []
+        read = selections(reads, len(run.watched)) if run.watched else []
         return _Chosen(
             Arriving(choice.tokens, *parts),
             choice.report,
@@ -326,16 +330,21 @@ class Runner:
             drafts,
         )
 
-    def _hidden(self, layout: Layout, watched: Ints) -> tuple[Tensor, list[LayerReads]]:
+    def _hidden(self, layout: Layout, watched: Ints) -> tuple[Tensor, Step | None]:
         """The model's pass over a step, by its graph where there is one; hidden states [T, hidden],
-        and what the queries at `watched` read."""
-        if self.prefill_graphs is not None and not len(watched):
+        and the step without a graph.
+
+        Args:
+            watched: indices of queries whose reads are wanted.
+        """
+        unsettled = layout.rows.drafts is not None and self.pools.schema.has_rows
+        if self.prefill_graphs is not None and not (len(watched) or unsettled):
             hidden = self.prefill_graphs.run(layout)
             if hidden is not None:
-                return hidden, []
+                return hidden, None
         step = self.step_of(layout, watched if len(watched) else None)
         with unchecked() if self._on_cpu else contextlib.nullcontext():
-            return self.model(step), step.reads()
+            return self.model(step), step
 
     def step_of(self, layout: Layout, watched: Ints | None = None) -> Step:
         """What the model runs for a step outside of graphs; `watched`: see `Rows.batch`."""

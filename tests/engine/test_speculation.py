@@ -12,8 +12,9 @@ from cairn.engine.drafts import NgramDrafter
 from cairn.engine.planned_step import Limits
 from cairn.types import CompletionOutput, SamplingParams
 from tests.engine.fakes import FakeDrafter, all_pages_back
-from tests.engine.harness import ROUNDING, occupy, poison
+from tests.engine.harness import ROUNDING, occupy, poison, text
 from tests.engine.test_families import FAMILIES, build, prompts_of
+from tests.support import shows
 
 PLAIN = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 DRAWN = replace(PLAIN, temperature=1.0, seed=11)
@@ -75,8 +76,9 @@ def serve(built, prompts, params, rng=None) -> list[CompletionOutput]:
     return [continuation.stream.output for continuation in live]
 
 
+@shows("hils qwen3_moe qwen3_next qwen3_5 deepseek_v32 glm_moe_dsa", "speculation")
 @pytest.mark.parametrize("kind", RIGHT)
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "recurrent" not in name])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_any_schedule_with_guesses_gives_what_plain_decoding_gives(family: str, kind: str) -> None:
     """Cold and warm, greedy and drawn, with aborts and retractions, whatever ends an output."""
     rng = random.Random(f"{family} {kind}")
@@ -104,6 +106,37 @@ def test_any_schedule_with_guesses_gives_what_plain_decoding_gives(family: str, 
     low, high = {"right": (0.8, 1), "random": (0.2, 0.8), "wrong": (0, 0)}[kind]
     assert low <= totals.accepted / totals.drafted <= high
     assert built.core.cache.prefix_hits or built.config.page_size == 64
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "recurrent" in name])
+def test_a_wrong_guess_leaves_nothing_in_a_state(family: str) -> None:
+    plain, guessing = build(family), build(family)
+    prompt = text(4, 70, plain.spec.vocab_size)
+    (wanted,) = serve(plain, [prompt], [replace(PLAIN, max_tokens=40)])
+    drafter = guessing.core.scheduler.drafter = FakeDrafter(1, 0.0)
+    drafter.knows(prompt, wanted.token_ids)
+    (found,) = serve(guessing, [prompt], [replace(PLAIN, max_tokens=40)])
+    assert found.token_ids == wanted.token_ids
+    assert guessing.core.scheduler.drafts.drafted > 20
+    row = guessing.core.scheduler._free_rows[-1]
+    states = (built.runner.pools.states() for built in (guessing, plain))
+    for own, other in zip(*states, strict=True):
+        assert (own[row] - other[row]).abs().max() <= 1e-5 * other[row].abs().max()
+
+
+def test_a_state_is_kept_exactly_at_the_border_that_guesses_pass() -> None:
+    """The next turn of a conversation goes on behind 256 tokens, as without guesses."""
+    built, cold = build("recurrent"), build("recurrent", enable_prefix_caching=False)
+    prompt = text(5, 200, built.spec.vocab_size)
+    (first,) = serve(cold, [prompt], [replace(PLAIN, max_tokens=80)])
+    drafter = built.core.scheduler.drafter = FakeDrafter(2, 1.0, most=7)
+    drafter.knows(prompt, first.token_ids)
+    serve(built, [prompt], [replace(PLAIN, max_tokens=80)])
+    following = prompt + first.token_ids + text(6, 20, built.spec.vocab_size)
+    before = built.core.scheduler.cached_prompt_tokens
+    (found,) = serve(built, [following], [replace(PLAIN, logprobs=2)])
+    assert built.core.scheduler.cached_prompt_tokens == before + 256
+    assert_told_alike(found, serve(cold, [following], [replace(PLAIN, logprobs=2)])[0])
 
 
 def naive(tokens: list[int], most: int, shortest: int, longest: int) -> list[int]:
