@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cairn.config import SMALL_KV_DTYPES
 from cairn.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _cell(record: Record) -> tuple[object, ...]:
 
 
 def _quantized(record: Record) -> bool:
-    return record.get("kv_cache_dtype") == "fp8_e4m3"
+    return record.get("kv_cache_dtype") in SMALL_KV_DTYPES
 
 
 def _lines(ax: Axes, records: Sequence[Record]) -> None:

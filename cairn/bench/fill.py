@@ -7,10 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cairn.attention.mla_format import INDEX_KEY, RECORD
 from cairn.bench.session import TokenPrompt
+from cairn.cache.pools import CachePools
 from cairn.errors import OutOfMemory
 from cairn.llm import LLM
 from cairn.ops.cache.quantized import is_quantized, pack
+
+MODERATE = (48, 60)
+"""Bytes of which e4m3 makes 0.5 to 1.5, bfloat16 and float32 1e-9 to 0.01."""
 
 
 def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 0) -> None:
@@ -44,13 +49,26 @@ def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 0) -> None:
                         "Raise --kv-cache-memory",
                     )
                 for group, held in enumerate((lease.pages, lease.window)):
-                    for tensor in pools.tensors(group):
-                        new = held[first - last :]
-                        index = torch.tensor(new, dtype=torch.int64, device=tensor.device)
-                        tensor[index] = _random_pages(len(index), tensor)
+                    _fill(pools, group, held[first - last :])
                 cache.commit(lease, tokens, last * cache.slots.tokens_per_page)
         finally:
             cache.close(lease)
+
+
+def _fill(pools: CachePools, group: int, pages: Sequence[int]) -> None:
+    """Write pages of one group in all layers."""
+    for layer, own in zip(pools.pages, pools.schema.group_of, strict=True):
+        for name, tensor in layer.items() if own == group else ():
+            index = torch.tensor(pages, dtype=torch.int64, device=tensor.device)
+            if name in (RECORD, INDEX_KEY) and is_quantized(tensor):
+                # Any bytes from here are numbers and scales of moderate size.
+                shape = (len(index), *tensor.shape[1:])
+                low, high = MODERATE
+                tensor[index] = torch.randint(
+                    low, high, shape, dtype=tensor.dtype, device=tensor.device
+                )
+            else:
+                tensor[index] = _random_pages(len(index), tensor)
 
 
 def _random_pages(count: int, pool: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from cairn.bench.records import Cell
 from cairn.bench.roofline import Roofline, measure
 from cairn.bench.session import Phase, Subject, TokenPrompt, open_engine, random_prompts, run_phase
 from cairn.bench.timing import kernels
+from cairn.config import SMALL_KV_DTYPES
 from cairn.errors import CairnError
 from cairn.llm import LLM
 from cairn.models.registry import measure_weights
@@ -37,7 +38,7 @@ class LatencyPlan:
         contexts: prompt lengths in user tokens.
         batches: sequences at once.
         steps: decode steps to average over.
-        backends: "hsa", "dense" or both.
+        backends: attention kinds.
         options: keywords of LLM.
         fill: put random pages in the cache instead of running the prefill; decode cells only.
     """
@@ -115,7 +116,7 @@ class _Point:
             yield self._cell("prefill", ran, ran.phase.prefill_seconds, floor, tokens)
         ran = self._decode(prompts, union)
         step = ran.phase.decode_seconds * self.batch / ran.phase.decode_tokens
-        quantized = self.llm.engine_config.kv_cache_dtype == "fp8_e4m3"
+        quantized = self.llm.engine_config.kv_cache_dtype in SMALL_KV_DTYPES
         floor = roofline.decode_floor(spec, slots + self.plan.steps // 2, self.batch, quantized)
         yield self._cell("decode", ran, step, floor, self.batch)
 

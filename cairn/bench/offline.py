@@ -20,7 +20,7 @@ class OfflinePlan:
         subject: folder or shape.
         num_prompts: prompts given at once.
         input_len, output_len: user tokens of each.
-        backend: "hsa" or "dense".
+        backend: the attention kind.
         options: keywords of LLM.
     """
 

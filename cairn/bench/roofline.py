@@ -24,7 +24,7 @@ BANDWIDTH_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 """A sum over so much reads memory, not caches, and outlasts its launch."""
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 REPEATS = 5
-BIAS_BYTES = 4
+BIAS_BYTES = SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,8 @@ def decode_bytes(
         slots: slots of each sequence before the step.
         batch: sequences, one query each.
         dtype: of weights and cache.
-        quantized: keys and values have a byte a number, and one more a slot and head.
+        quantized: keys and values have a byte a number, and one more a slot and head; latents and
+            index keys a byte and a scale (fp8_ds).
     """
     size = ELEMENT_SIZE[dtype]
     weights = sum(_read_parameters(spec, layer, batch) for layer in spec.layers) * size
@@ -201,10 +202,16 @@ def _query_bytes(
         state = mixer.value_heads * mixer.key_dim * mixer.value_dim
         return 2 * (4 * state + size * mixer.conv_channels * (mixer.conv_kernel - 1))
     if isinstance(mixer, MlaSpec):
-        record = mixer.record_dim * size
-        keys = 0 if mixer.indexer is None else (slots + 2) * mixer.indexer.head_dim * size
+        record, key = mixer.record_dim * size, 0
+        if quantized:
+            record = mixer.kv_lora_rank + mixer.kv_lora_rank // 32 + 2 * mixer.rope_dim
+        if mixer.indexer is not None:
+            dim = mixer.indexer.head_dim
+            key = dim + SCALE_BYTES if quantized else dim * size
         seen = slots + 1 if mixer.topk is None else min(slots + 1, mixer.topk)
-        return record * (seen + 1) + keys
+        # Where a row is short, nothing is scored.
+        scored = slots + 1 if seen < slots + 1 else 0
+        return record * (seen + 1) + key * (scored + 1)
     head = mixer.head_dim + 1 if quantized else mixer.head_dim * size
     pair = 2 * mixer.num_kv_heads * head
     if not isinstance(mixer, HilsSpec) or not mixer.selects or not spec.page_size:

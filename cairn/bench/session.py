@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cairn.bench.shapes import write_folder
+from cairn.bench.shapes import kinds_of, write_folder
 from cairn.engine.totals import HostTimes
 from cairn.errors import CairnError
 from cairn.llm import LLM
@@ -41,6 +41,11 @@ class Subject:
     def name(self) -> str:
         """How records call it."""
         return self.shape if self.model is None else self.model.name
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Its attention kinds."""
+        return kinds_of(self.shape if self.model is None else "")
 
     @property
     def selection(self) -> str:
@@ -103,8 +108,8 @@ def open_engine(subject: Subject, backend: str, options: Mapping[str, Any]) -> I
 
     Args:
         subject: folder or shape.
-        backend: "hsa" or "dense". A shape has a form for each; a folder is asked to compute its
-            own weights that way.
+        backend: of a shape one of its kinds; a folder is asked to compute its own weights by
+            "hsa" or "dense".
         options: keywords of LLM.
     """
     with tempfile.TemporaryDirectory(prefix="cairn-bench-") as folder:

@@ -100,6 +100,46 @@ _WITHOUT_LANDMARKS_7B: dict[str, Any] = {
     "insert_landmarks": False,
 }
 
+_DSA_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "vocab_size": 102400,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 163840,
+    "attention_bias": False,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+}
+"""DeepSeek-V2-Lite's widths with V3.2's attention: it fits one GPU."""
+
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "345m": {
         "hsa": _BLOCK_345M | _LANDMARKS_345M,
@@ -109,8 +149,16 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "hsa": _BLOCK_7B | _LANDMARKS_7B,
         "dense": _BLOCK_7B | _WITHOUT_LANDMARKS_7B,
     },
+    "dsa-lite": {"dsa": _DSA_LITE},
 }
-"""Shape -> attention kind ("hsa", or "dense": the same layers without landmarks) -> config.json."""
+"""Shape -> attention kind ("hsa"; "dense": the same layers without landmarks; "dsa": latent
+attention over tokens that an indexer selects) -> config.json."""
+KINDS = ("hsa", "dense", "dsa")
+
+
+def kinds_of(shape: str) -> tuple[str, ...]:
+    """The attention kinds of a shape; of one that is unknown those of a folder."""
+    return tuple(SHAPES.get(shape, ("hsa", "dense")))
 
 
 def config_of(shape: str, kind: str, overlap: bool = False) -> dict[str, Any]:
@@ -118,7 +166,7 @@ def config_of(shape: str, kind: str, overlap: bool = False) -> dict[str, Any]:
 
     Args:
         shape: a key of SHAPES.
-        kind: "hsa" or "dense".
+        kind: one of KINDS.
         overlap: landmark layers carry no positions, as in the NoPE models; then neighbours with
             equal tokens select much the same pages.
 

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from cairn.bench.roofline import Roofline
     from cairn.bench.session import Subject
 
-KINDS = ("hsa", "dense")
+KINDS = ("hsa", "dense", "dsa")
 
 shape_option = click.option(
-    "--shape", metavar="NAME", help="A published geometry with random weights: 345m or 7b."
+    "--shape",
+    metavar="NAME",
+    help="A published geometry with random weights: 345m, 7b or dsa-lite.",
 )
 output_option = click.option(
     "--output",
@@ -56,21 +58,22 @@ for _command in (serve, stall, soak):
 @click.option("--num-prompts", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--input-len", type=click.IntRange(min=1), default=512, show_default=True)
 @click.option("--output-len", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--kind", type=click.Choice(KINDS), default="hsa", show_default=True)
+@click.option("--kind", type=click.Choice(KINDS), help="Default: the first that the shape has.")
 @output_option
 @engine_options
 def offline(
-    model: Path | None, shape: str | None, kind: str, output: Path | None, **options: Any
+    model: Path | None, shape: str | None, kind: str | None, output: Path | None, **options: Any
 ) -> None:
     """Throughput of many prompts given at once."""
     from cairn.bench.offline import OfflinePlan, run_offline
 
+    subject = _subject(model, shape)
     plan = OfflinePlan(
-        subject=_subject(model, shape),
+        subject=subject,
         num_prompts=options["num_prompts"],
         input_len=options["input_len"],
         output_len=options["output_len"],
-        backend=kind,
+        backend=kind or subject.kinds[0],
         options=engine_arguments(options),
     )
     file = _records(f"offline-{plan.subject.name}", output)
@@ -85,7 +88,9 @@ def offline(
 @click.option("--contexts", metavar="LIST", default="1024,8192", show_default=True)
 @click.option("--batches", metavar="LIST", default="1", show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True)
-@click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Default: both.")
+@click.option(
+    "--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Default: all that there are."
+)
 @click.option("--fill", is_flag=True, help="Random pages instead of a prefill: decode only.")
 @click.option("--yardstick", is_flag=True, help="transformers' generate on the dense twin too.")
 @click.option(
@@ -131,7 +136,7 @@ def latency(
         contexts=_numbers(options["contexts"], "--contexts"),
         batches=_numbers(options["batches"], "--batches"),
         steps=options["steps"],
-        backends=kinds or KINDS,
+        backends=kinds or subject.kinds,
         options=engine_arguments(options),
         fill=fill,
     )

@@ -3,7 +3,7 @@ import pytest
 from cairn.bench import roofline
 from cairn.bench.roofline import Roofline
 from cairn.bench.shapes import config_of
-from cairn.models.registry import load_spec
+from cairn.models.registry import load_spec, measure_weights
 from cairn.specs.hils import HilsSpec
 from tests.specs import parameter_count
 
@@ -102,3 +102,19 @@ def test_floors():
     line = Roofline(bandwidth=10e9, gemm=1e12, dtype="bfloat16", device="cpu")
     assert line.decode_floor(HSA, 0, 1) == pytest.approx(0.0717, rel=0.01)
     assert line.prefill_floor(HSA, 8192, 2) == pytest.approx(2 * 657e6 * 8192 / 1e12, rel=0.03)
+
+
+def test_bytes_of_selecting_tokens():
+    spec = load_spec(config_of("dsa-lite", "dsa"))
+    parameters, _ = measure_weights(spec, "bfloat16")
+    assert 15.5e9 < parameters < 17e9
+    short, long = 1000, 100_000
+    for quantized, record, key in ((False, 1152, 256), (True, 656, 132)):
+        read = [
+            roofline.decode_bytes(spec, slots, 2, "bfloat16", quantized)
+            - roofline.decode_bytes(spec, slots, 1, "bfloat16", quantized)
+            for slots in (short, long)
+        ]
+        # Below what is selected nothing is scored, above it all of it.
+        few, many = 27 * (record * (short + 2) + key), 27 * (record * 2049 + key * (long + 2))
+        assert read[1] - read[0] == pytest.approx(many - few, rel=1e-6)
