@@ -4,9 +4,10 @@ A step's seconds are a sum of costs, none of them negative:
 
     decode     a base, the rows that decode, the tokens that these look back at
     prefill    the rows that prefill, their tokens, the tokens that these look back at
+    drafts     once if there are any, the guessed tokens, the tokens that these look back at
 
-The first three are learned from steps that only decode, the others from what a step with prefill
-takes beyond them: that difference is also how long rows that decode wait for prefill. An
+The first three are learned from steps that only decode, the others from what a step with prefill or
+guesses takes beyond them: that difference is also how long rows that decode wait for prefill. An
 observation counts by its relative error, so that a faster machine needs no other constants.
 """
 
@@ -39,11 +40,13 @@ class Load:
     """What a step runs, in user tokens.
 
     Attributes:
-        rows: rows that decode one token each.
+        rows: rows that decode one token each, and guesses behind it.
         rows_context: tokens that those rows look back at, in all.
         chunks: rows that prefill.
         tokens: tokens that those rows prefill.
         context: tokens that each of these looks back at, in all.
+        drafts: guessed tokens.
+        drafts_context: tokens that each of these looks back at, in all.
     """
 
     rows: int = 0
@@ -51,12 +54,16 @@ class Load:
     chunks: int = 0
     tokens: int = 0
     context: int = 0
+    drafts: int = 0
+    drafts_context: int = 0
 
     def add(self, work: RowWork) -> None:
         """Count one more row's work."""
-        if work.tokens is None:
+        if work.tokens is None or work.drafts:
             self.rows += 1
             self.rows_context += work.first
+            self.drafts += work.drafts
+            self.drafts_context += work.drafts * work.first
         else:
             count = work.num_tokens
             self.chunks += 1
@@ -74,6 +81,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._decode = _Costs(3)
         self._prefill = _Costs(3)
+        self._drafts = _Costs(3)
         self._longest = 0
         self._unlearned: deque[tuple[Load, float]] = deque(maxlen=UNLEARNED)
 
@@ -81,6 +89,8 @@ class StepTimes:
         """Learn that a step of this load took `seconds`."""
         if load.chunks:
             self._longest = max(self._longest, load.tokens)
+            self._learn(load, seconds)
+        elif load.drafts:
             self._learn(load, seconds)
         else:
             # Learned when somebody asks: most steps only decode, and then nobody does.
@@ -90,16 +100,18 @@ class StepTimes:
         if seconds < SHORTEST:
             return
         decode = self.decode_seconds(load)
-        prefill = self.prefill_seconds(load)
-        unit = max(decode + prefill, seconds / OUTLIER)
+        prefill, drafts = self.prefill_seconds(load), self.draft_seconds(load)
+        unit, beyond = max(decode + prefill + drafts, seconds / OUTLIER), max(0.0, seconds - decode)
         if load.chunks:
-            self._prefill.learn(_prefill(load), max(0.0, seconds - decode) - prefill, unit)
-        if not load.chunks or seconds < decode:
-            # Also when a step with prefill is over sooner than its decoding rows alone should be.
+            self._prefill.learn(_prefill(load), max(0.0, beyond - drafts) - prefill, unit)
+        elif load.drafts:
+            self._drafts.learn(_drafts(load), beyond - drafts, unit)
+        if not (load.chunks or load.drafts) or seconds < decode:
+            # Also when a step with more is over sooner than its decoding rows alone should be.
             self._decode.learn(_decode(load), seconds - decode, unit)
 
     def decode_seconds(self, load: Load) -> float:
-        """What the step is expected to take without its prefill; 0 when nothing is known."""
+        """What the step is expected to take with one token a row; 0 when nothing is known."""
         while self._unlearned:
             self._learn(*self._unlearned.popleft())
         return self._decode.of(_decode(load))
@@ -107,6 +119,14 @@ class StepTimes:
     def prefill_seconds(self, load: Load) -> float:
         """What its prefill is expected to add; 0 without any, or when nothing is known."""
         return self._prefill.of(_prefill(load))
+
+    def draft_seconds(self, load: Load, begin: bool = True) -> float:
+        """What its guesses are expected to add; 0 without any, or when nothing is known.
+
+        Args:
+            begin: with what it takes to run any at all.
+        """
+        return self._drafts.of(_drafts(load, begin))
 
     def prefill_part(self, load: Load, seconds: float) -> float:
         """The part of a step's measured `seconds` that its prefill took.
@@ -118,7 +138,7 @@ class StepTimes:
             return 0.0
         if not load.rows:
             return seconds
-        decode = self.decode_seconds(load)
+        decode = self.decode_seconds(load) + self.draft_seconds(load)
         if decode <= 0.0:
             return seconds * load.tokens / (load.tokens + load.rows)
         return max(0.0, seconds - decode)
@@ -209,3 +229,7 @@ def _decode(load: Load) -> tuple[float, float, float]:
 
 def _prefill(load: Load) -> tuple[float, float, float]:
     return load.chunks, load.tokens, load.context
+
+
+def _drafts(load: Load, begin: bool = True) -> tuple[float, float, float]:
+    return float(begin and load.drafts > 0), load.drafts, load.drafts_context

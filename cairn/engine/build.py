@@ -33,6 +33,7 @@ from cairn.engine.memory import (
     plan_memory,
     room_for_pages,
 )
+from cairn.engine.pace import Pace
 from cairn.engine.planned_step import Limits
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.errors import BadConfig
@@ -140,6 +141,7 @@ def build(
     on_phase("pages")
     tokenizer = load_tokenizer(model)
     on_phase("tokenizer")
+    drafter = drafter_of(config)
     core = EngineCore(
         core_shape(config, memory.max_model_len, tokenizer),
         limits_of(config),
@@ -148,8 +150,10 @@ def build(
         InProcessExecutor(runner),
         tokenizer,
         overlap=on_gpu and not config.disable_overlap_schedule,
-        drafter=drafter_of(config),
+        drafter=drafter,
     )
+    if drafter is not None:
+        core.scheduler.pace = Pace(core.times, drafter.drafts)
     return Built(core, runner, spec, config, memory, slots, table)
 
 

@@ -435,7 +435,7 @@ class EngineCore:
         stats.steps += 1
         stats.generated_tokens += len(result.tokens)
         stats.prefill_tokens += load.tokens
-        stats.decode_tokens += load.rows
+        stats.decode_tokens += load.rows + load.drafts
         stats.model_seconds += result.model_seconds
         stats.host_seconds += host
         prefill_part = self.times.prefill_part(load, seconds)

@@ -8,12 +8,18 @@ from typing import Protocol
 
 import numpy as np
 
-from cairn.engine.request import Request
+from cairn.engine.budget import Load
+from cairn.engine.pace import Pace
+from cairn.engine.request import Lockstep, Request
 from cairn.types import SamplingParams
 
 
 class Drafter(Protocol):
     """Guesses what comes next. A wrong guess costs time, never a token."""
+
+    @property
+    def drafts(self) -> int:
+        """Guesses at a time, at most."""
 
     def guess(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         """Up to `most` tokens that may follow these (prompt and output so far)."""
@@ -36,8 +42,8 @@ class NgramDrafter:
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         """Guesses; none without a match. One that reaches the end is repeated from its start."""
         known = np.asarray(tokens, dtype=np.int32)
-        count, end = min(most, self.drafts), len(known)
-        if count < 1 or end <= self.shortest:
+        end = len(known)
+        if end <= self.shortest:
             return []
         # Where earlier occurrences end; those of more tokens are among those of fewer.
         ends = np.flatnonzero(known[:-1] == known[-1])
@@ -52,7 +58,7 @@ class NgramDrafter:
                 last = int(ends[-1])
         if last is None:
             return []
-        return list(np.resize(known[last + 1 : last + 1 + count], count).tolist())
+        return list(np.resize(known[last + 1 : last + 1 + most], most).tolist())
 
 
 @dataclass(slots=True)
@@ -94,34 +100,42 @@ class Guesses:
 
     @classmethod
     def by(
-        cls, drafter: Drafter, requests: Sequence[Request], budget: int, border: int | None
+        cls,
+        drafter: Drafter,
+        rows: Lockstep,
+        budget: int,
+        border: int | None = None,
+        pace: Pace | None = None,
     ) -> Guesses:
         """What the drafter guesses.
 
         Args:
-            requests: that decode.
+            rows: that decode.
             budget: tokens that the step may run.
             border: multiples of it, counted in a row's tokens, are run up to without guesses: what
                 is kept there must be kept exactly there. None: there are none.
+            pace: says where guesses pay; None: all run.
         """
-        room = (budget - len(requests)) // max(1, len(requests))
-        found: dict[Request, list[int]] = {}
-        waiting = []
-        for request in requests:
+        load = Load(rows=len(rows.requests), rows_context=rows.context)
+        room = (budget - load.rows) // max(1, load.rows)
+        found = {}
+        asked = [request for request in rows.requests if draftable(request.params)]
+        for request in asked if pace is None else pace.candidates(asked, load):
             # The last token that it may have follows the last one that runs.
             left = request.num_prompt + request.max_output - request.planned - 2
-            most = min(room, left)
+            most = min(room, left, drafter.drafts)
             if border is not None:
                 most = min(most, border - 2 - request.planned % border)
-            if most < 1 or not draftable(request.params):
+            if most < 1:
                 continue
             ahead = request.choosing
-            guesses = list(drafter.guess(request.tokens, most + ahead))
-            if ahead and len(guesses) > ahead:
-                waiting.append(request)
-            elif guesses and not ahead:
-                found[request] = guesses[:most]
-        return cls(found, frozenset(waiting))
+            guesses = list(drafter.guess(request.tokens, most + ahead))[ahead:]
+            if guesses:
+                found[request] = guesses
+        if found and pace is not None and not pace.pays(found, load):
+            found = {}
+        waiting = frozenset(request for request in found if request.choosing)
+        return cls({r: g for r, g in found.items() if r not in waiting}, waiting)
 
     def __contains__(self, request: object) -> bool:
         return request in self.of or request in self.waiting

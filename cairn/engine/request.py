@@ -104,6 +104,7 @@ class Request:
             opened.
         drafting: a step in flight runs guesses of it: which tokens it has, and how far it is, is
             known when that step retires.
+        right, tried: guesses of it that were right, and that were compared, lately.
         doomed: to be released when the steps in flight have retired.
         failed: a step of it has failed: later ones, in flight already, go on from what it lost.
         held_by: a running request that is computing `held_until` tokens this one shares.
@@ -129,6 +130,8 @@ class Request:
     opened: bool = False
     decoding: bool = False
     drafting: bool = False
+    right: float = 0.0
+    tried: float = 0.0
     doomed: bool = False
     failed: bool = False
     held_by: Request | None = None

@@ -16,6 +16,7 @@ from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
 from cairn.engine.budget import Load, StepTimes
 from cairn.engine.drafts import Drafter, DraftTotals, Guesses, draftable
+from cairn.engine.pace import Pace, learn
 from cairn.engine.planned_step import Limits, PlannedStep, decoded_border
 from cairn.engine.promises import Promises
 from cairn.engine.queue import WaitingQueue
@@ -50,6 +51,7 @@ class Scheduler:
         self.limits = limits
         self.drafter = drafter
         self.drafts = DraftTotals()
+        self.pace: Pace | None = None
         self.times = times
         self.cache = cache
         self.slots = slots
@@ -129,8 +131,8 @@ class Scheduler:
         guesses = None
         if self.drafter is not None:
             budget = draft.budget // self._closing_slots
-            requests, border = phases.decoding.requests, decoded_border(self.cache)
-            guesses = Guesses.by(self.drafter, requests, budget, border)
+            border = decoded_border(self.cache)
+            guesses = Guesses.by(self.drafter, phases.decoding, budget, border, self.pace)
             if guesses:
                 phases = self._without(phases, guesses)
         if phases.decoding.requests:
@@ -169,9 +171,11 @@ class Scheduler:
             for request, work in zip(requests[decoding:], plan.work, strict=True):
                 computed = work.first + work.num_tokens
                 if work.drafts and counts is not None:
-                    self.drafts.add(work.drafts, counts[len(sampled)] - 1)
+                    accepted = counts[len(sampled)] - 1
+                    self.drafts.add(work.drafts, accepted)
+                    learn(request, work.drafts, accepted)
                     # The guesses that were right have run; what the others wrote is overwritten.
-                    computed += counts[len(sampled)] - 1 - work.drafts
+                    computed += accepted - work.drafts
                     self._counts.planned[request.row] = computed
                     request.drafting, self._known_phases = False, None
                 self._counts.computed[request.row] = computed

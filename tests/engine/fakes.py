@@ -70,7 +70,7 @@ class FakeDrafter:
 
     def __init__(self, seed: int, right: float, most: int = 4) -> None:
         self.rng = random.Random(seed)
-        self.right, self.most = right, most
+        self.right, self.drafts = right, most
         self.texts: list[tuple[list[int], list[int]]] = []
 
     def knows(self, prompt: list[int], output: list[int]) -> None:
@@ -82,7 +82,7 @@ class FakeDrafter:
         for prompt, output in self.texts:
             done = len(tokens) - len(prompt)
             if done >= 0 and tokens == prompt + output[:done]:
-                count = self.rng.randint(0, min(most, self.most))
+                count = self.rng.randint(0, min(most, self.drafts))
                 truth = (output[done:] + [0] * count)[:count]
                 return [t if self.rng.random() < self.right else t ^ 1 for t in truth]
         return []

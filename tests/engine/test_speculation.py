@@ -139,6 +139,27 @@ def test_a_state_is_kept_exactly_at_the_border_that_guesses_pass() -> None:
     assert_told_alike(found, serve(cold, [following], [replace(PLAIN, logprobs=2)])[0])
 
 
+@shows("hils qwen3_moe deepseek_v32 glm_moe_dsa", "speculation")
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["right", "random"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "recurrent" not in name])
+def test_steps_of_guesses_on_a_gpu_give_what_plain_decoding_gives(family: str, kind: str) -> None:
+    """In graphs where the family has them, planned while others run."""
+    rng = random.Random(5)
+    plain = build(family, device="cuda")
+    prompts = prompts_of(rng, 16, plain.spec.vocab_size)
+    params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=40) for n in range(len(prompts))]
+    wanted = serve(plain, prompts, params)
+    built = build(family, device="cuda")
+    assert built.core.overlap
+    drafter = built.core.scheduler.drafter = FakeDrafter(3, RIGHT[kind], most=7)
+    for prompt, output in zip(prompts, wanted, strict=True):
+        drafter.knows(prompt, output.token_ids)
+    found = serve(built, prompts, params)
+    assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
+    assert built.core.scheduler.drafts.accepted > 20
+
+
 def naive(tokens: list[int], most: int, shortest: int, longest: int) -> list[int]:
     for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for end in range(len(tokens) - 1, length - 1, -1):
@@ -156,7 +177,7 @@ def test_ngram_guesses_are_those_of_a_search_one_by_one() -> None:
         shortest = rng.randint(1, 3)
         longest = shortest + rng.randrange(4)
         most = rng.randint(1, 6)
-        wanted = naive(tokens, min(most, 4), shortest, longest)
+        wanted = naive(tokens, most, shortest, longest)
         assert NgramDrafter(4, shortest, longest).guess(tokens, most) == wanted
         found += bool(wanted)
     assert found > 200

@@ -1,0 +1,73 @@
+"""Whether guesses pay: what they are expected to bring, against what steps with them take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cairn.engine.budget import Load, StepTimes
+from cairn.engine.request import Request
+
+FORGET = 0.9
+"""What is known of a row's guesses counts this much less with each time that it runs some."""
+DRIFT = 0.98
+"""And with each step in which it runs none: a row that has stopped tries again at times."""
+RETRY = 256
+"""Steps in a row that are refused by their cost alone; then one is run to measure it again."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Chooses the rows that run guesses. With R rows and a step of T seconds, guesses that bring E
+    tokens more and make the step D seconds longer pay if (R + E) / (T + D) > R / T.
+
+    Attributes:
+        times: how long steps take.
+        drafts: guesses of a row at a time.
+        refused: steps since one with guesses was allowed.
+    """
+
+    times: StepTimes
+    drafts: int
+    refused: int = 0
+
+    def candidates(self, requests: Sequence[Request], load: Load) -> list[Request]:
+        """Those of these whose own guesses would pay in a step of this load."""
+        step = self.times.decode_seconds(load)
+        found = []
+        for request in requests:
+            own = Load(drafts=self.drafts, drafts_context=self.drafts * request.planned)
+            longer = self.times.draft_seconds(own, begin=False)
+            if expected(request, self.drafts) * step >= load.rows * longer:
+                found.append(request)
+            else:
+                request.right *= DRIFT
+                request.tried *= DRIFT
+        return found
+
+    def pays(self, found: Mapping[Request, Sequence[int]], load: Load) -> bool:
+        """Whether these guesses pay together; if not, none of them should run."""
+        count = sum(map(len, found.values()))
+        context = sum(len(guesses) * request.planned for request, guesses in found.items())
+        longer = self.times.draft_seconds(Load(drafts=count, drafts_context=context))
+        gain = sum(expected(request, len(guesses)) for request, guesses in found.items())
+        self.refused += 1
+        if gain * self.times.decode_seconds(load) >= load.rows * longer or self.refused > RETRY:
+            self.refused = 0
+            return True
+        for request in found:
+            request.right *= DRIFT
+            request.tried *= DRIFT
+        return False
+
+
+def expected(request: Request, count: int) -> float:
+    """How many of so many guesses of a row will be right, as far as its last ones tell."""
+    right = (request.right + 1.0) / (request.tried + 2.0)
+    return right * (1.0 - right**count) / (1.0 - right)
+
+
+def learn(request: Request, drafted: int, accepted: int) -> None:
+    """So many of a row's guesses were right. Those behind the first wrong one tell nothing."""
+    request.right = FORGET * request.right + accepted
+    request.tried = FORGET * request.tried + min(drafted, accepted + 1)
