@@ -21,7 +21,7 @@ from cairn.cache.window import WindowPages
 from cairn.config import EngineConfig, EngineOptions, Machine, resolve
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
-from cairn.engine.drafts import Drafter, NgramDrafter
+from cairn.engine.drafts import NgramDrafter
 from cairn.engine.host_memory import bound_kernel_caches, keep_freed_memory
 from cairn.engine.memory import (
     Lines,
@@ -141,7 +141,6 @@ def build(
     on_phase("pages")
     tokenizer = load_tokenizer(model)
     on_phase("tokenizer")
-    drafter = drafter_of(config)
     core = EngineCore(
         core_shape(config, memory.max_model_len, tokenizer),
         limits_of(config),
@@ -150,17 +149,17 @@ def build(
         InProcessExecutor(runner),
         tokenizer,
         overlap=on_gpu and not config.disable_overlap_schedule,
-        drafter=drafter,
     )
-    if drafter is not None:
-        core.scheduler.pace = Pace(core.times, drafter.drafts)
+    guess(core, config)
     return Built(core, runner, spec, config, memory, slots, table)
 
 
-def drafter_of(config: EngineConfig) -> Drafter | None:
-    """Who guesses next tokens; None: nobody."""
+def guess(core: EngineCore, config: EngineConfig) -> None:
+    """Let next tokens be guessed as the options say, where it pays."""
     asked = config.speculation
-    return None if asked is None else NgramDrafter(asked.drafts, *asked.match)
+    if asked is not None:
+        core.scheduler.drafter = NgramDrafter(asked.drafts, *asked.match)
+        core.scheduler.pace = Pace(core.times, asked.drafts)
 
 
 def limits_of(config: EngineConfig) -> Limits:
