@@ -30,6 +30,12 @@ from cairn.ops.flash_attn import (
     get_scheduler_metadata,
     is_fa3_supported,
 )
+from cairn.ops.flash_mla import (
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    flash_mla_with_kvcache_sm90,
+    get_mla_metadata,
+)
 from cairn.ops.grammar.apply_token_bitmask_inplace_cuda import apply_token_bitmask_inplace_cuda
 from cairn.ops.kvcacheio import (
     ring_read,
@@ -212,6 +218,9 @@ __all__ = [
     "fixup_zero_kv_rows",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "flash_mla_with_kvcache_sm90",
     "fp8_quantize",
     "fused_add_rmsnorm",
     "fused_experts",
@@ -229,6 +238,7 @@ __all__ = [
     "gelu_tanh_and_mul",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
+    "get_mla_metadata",
     "get_scheduler_metadata",
     "grouped_topk",
     "grouped_topk_softmax",

@@ -21,6 +21,7 @@ MODULES = {
     "attention": {"merge_state", "merge_state_v2", "cutlass_mla_decode"},
     "elementwise": NORMS | GATES | ROTARY | JOINS,
     "flash_attn": {"flash_attn_with_kvcache", "flash_attn_varlen_func"},
+    "flash_mla": {"get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd"},
     "kvcacheio": TRANSFERS,
     "mamba": {"causal_conv1d_fwd", "causal_conv1d_update", "chunk_gated_delta_rule"},
     "memory": {"set_kv_buffer_kernel", "weak_ref_tensor"},

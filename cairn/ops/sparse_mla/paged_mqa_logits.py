@@ -130,7 +130,7 @@ def _gather(
 
 @paged_mqa_logits_into.check
 def _(call: Call) -> None:
-    name = "paged_mqa_logits"
+    name = "paged_mqa_logits_into"
     tokens, _, dim = check_queries(name, call.q, call.weights)
     size = index_cache.check_cache(name, call.cache, dim, call.preshuffled, call.q)
     check_rows(name, tokens, call.row, call.page_table, call.q)

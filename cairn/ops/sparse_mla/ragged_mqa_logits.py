@@ -102,7 +102,7 @@ def ragged_mqa_logits(
 
 @ragged_mqa_logits_into.check
 def _(call: Call) -> None:
-    name = "ragged_mqa_logits"
+    name = "ragged_mqa_logits_into"
     tokens, _, dim = check_queries(name, call.q, call.weights)
     expect(name, "k", call.k, (None, dim), (*FLOATS, E4M3), call.q)
     if call.scale is not None:
