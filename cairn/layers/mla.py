@@ -50,8 +50,7 @@ class Indexer(nn.Module):
         self.wq_b = Linear(q_lora_rank, queries, dtype=dtype, scheme=scheme)
         self.wk = Linear(hidden, [Rows("wk", spec.head_dim)], dtype=dtype, scheme=scheme)
         self.k_norm = LayerNorm(spec.head_dim, spec.eps, dtype=dtype)
-        # In float32: what products of shorter dtypes round away decides which tokens are selected.
-        matrix = torch.empty(spec.num_heads, hidden, dtype=torch.float32)
+        matrix = torch.empty(spec.num_heads, hidden, dtype=dtype)
         self.head_weights = nn.Parameter(matrix, requires_grad=False)
 
     def weights(self, source: Source) -> list[Weight]:
@@ -69,7 +68,8 @@ class Indexer(nn.Module):
         q = self.wq_b(q_latent).unflatten(-1, (self.heads, -1))
         k = self.k_norm(self.wk(x))
         self.rotary.rotate(angles.index, q, k.unsqueeze(1), angles.of(self.rotary))
-        weights = ops.linear(x.float(), self.head_weights)
+        # Summed and kept in float32: what a shorter dtype rounds away decides what is selected.
+        weights = ops.linear(x, self.head_weights, dtype=torch.float32)
         return IndexInputs(q, k, weights * self.scale)
 
 
@@ -133,15 +133,21 @@ class MlaAttention(nn.Module):
         """[T, hidden] -> the delta [T, hidden]."""
         x = h.value()
         q_latent, latent, k_pe = self.down(x).split(self.widths, dim=-1)
-        q_latent, latent, k_pe = self.q_norm(q_latent), self.kv_norm(latent), k_pe.contiguous()
+        q_latent, latent = self.q_norm(q_latent), self.kv_norm(latent)
         w_uk, w_uv = self._up_by_head()
         q_nope, q_pe = self._queries(q_latent)
-        q = torch.cat((torch.einsum("thn,hnr->thr", q_nope, w_uk), q_pe), dim=-1)
-        rotated = q[..., self.spec.kv_lora_rank :]
+        rank, heads = self.spec.kv_lora_rank, self.spec.num_heads
+        # Products are written where they are read: nothing is joined afterwards.
+        q = x.new_empty(len(x), heads, self.spec.record_dim)
+        torch.bmm(q_nope.transpose(0, 1), w_uk, out=q[..., :rank].transpose(0, 1))
+        rotated = q[..., rank:]
+        rotated.copy_(q_pe)
         self.rotary.rotate(angles.index, rotated, k_pe.unsqueeze(1), angles.of(self.rotary))
         index = None if self.indexer is None else self.indexer(x, q_latent, angles)
         o = layer.run(MlaInputs(q, latent, k_pe, index))
-        return Product(self.out, torch.einsum("thr,hvr->thv", o, w_uv).flatten(1))
+        values = x.new_empty(len(x), heads, self.spec.value_dim)
+        torch.bmm(o.transpose(0, 1), w_uv.transpose(1, 2), out=values.transpose(0, 1))
+        return Product(self.out, values.flatten(1))
 
     def _queries(self, q_latent: Tensor) -> tuple[Tensor, Tensor]:
         """[T, q_lora_rank] -> queries [T, H, dn] and [T, H, dr], the latter before rotation."""

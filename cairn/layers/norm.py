@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from cairn import ops
 from cairn.layers.weight import Source, Weight
@@ -76,8 +75,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> the same shape and dtype."""
-        width, weight, bias = self.weight.shape, self.weight.float(), self.bias.float()
-        return functional.layer_norm(x.float(), width, weight, bias, self.eps).to(x.dtype)
+        return ops.layernorm(x, self.weight, self.bias, self.eps)
 
 
 def _plus_one(weight: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ def test_indexer(interleaved):
     near(index.weights, x @ own.head_weights.T * 2**-0.5 * 7**-0.5)
 
 
-def test_head_weights_are_float32_beside_bfloat16():
+def test_head_weights_of_bfloat16_are_summed_in_float32():
     spec = spec_of(False, True, True)
     rotaries = Rotary(spec.rotary), Rotary(spec.indexer.rotary)
     module = MlaAttention(spec, HIDDEN, *rotaries, torch.bfloat16)
@@ -127,6 +127,6 @@ def test_head_weights_are_float32_beside_bfloat16():
     x = torch.randn(TOKENS, HIDDEN).bfloat16()
     angles = Angles(torch.arange(TOKENS), torch.bfloat16)
     weights = module.indexer(x, torch.randn(TOKENS, 10).bfloat16(), angles).weights
-    expected = x.float() @ module.indexer.head_weights.T * 14**-0.5
+    expected = x.float() @ module.indexer.head_weights.float().T * 14**-0.5
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)

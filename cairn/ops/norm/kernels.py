@@ -52,6 +52,25 @@ def rmsnorm_kernel(
 
 
 @triton.jit(early=())
+def layernorm_kernel(
+    x, weight, bias, out, x_stride, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """out[row] = (x[row] - mean) * rsqrt(variance + eps) * weight + bias, or without bias. PDL: as
+    in `await_previous`."""
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    apart = tl.where(inside, value - tl.sum(value, 0) / width, 0.0)
+    scale, factor = scaled(apart, weight + column, inside, width, eps, 0, False)
+    result = apart * scale * factor
+    if bias is not None:
+        result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(early=())
 def fused_add_rmsnorm_kernel(
     x, residual, weight, x_stride, residual_stride, width, eps,
     BLOCK: tl.constexpr, SHIFTED: tl.constexpr, PDL: tl.constexpr,

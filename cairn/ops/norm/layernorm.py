@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.norm.launch import check_rows, check_weight
+from cairn.ops.norm.kernels import layernorm_kernel
+from cairn.ops.norm.launch import check_rows, check_weight, in_rows
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 
 
@@ -32,3 +35,20 @@ def _(call: Call) -> None:
     check_rows("layernorm", call.input, call.weight)
     if call.bias is not None:
         check_weight("layernorm", "bias", call.bias, call.input)
+
+
+@layernorm.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
+def _(call: Call) -> Tensor:
+    width = call.input.shape[-1]
+    x = call.input.reshape(-1, width)
+    out = gpu.empty(call.input.shape, call.input.dtype, call.input.device)
+    block = gpu.next_power_of_2(width)
+    warps = gpu.warps_for(block)
+    pdl = uses_pdl(x.device, len(x), warps)
+    if len(x):
+        layernorm_kernel[(len(x),)](
+            *(x, call.weight, call.bias, out, x.stride(0), width, call.eps, block, pdl),
+            num_warps=warps,
+            **pdl_option(pdl),
+        )
+    return out

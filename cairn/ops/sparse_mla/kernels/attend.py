@@ -219,7 +219,7 @@ def accumulate_kernel(
         store_tile(to, acc3 * share[:, None], alive, 3, LATENT, WIDTH)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(early=(), do_not_specialize=["splits"])
 def merge_kernel(
     part_o, part_lse, sink, o, lse, splits,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
