@@ -19,6 +19,10 @@ def normed(input: Tensor, norm: Tensor | None, eps: float) -> Tensor:
     return input.float() if norm is None else rmsnorm.reference(input.float(), norm.float(), eps)
 
 
+FEW_NUMBERS = 1 << 21
+"""Of a matrix that a CPU converts to float32 for a result in it: a router's, not a head's."""
+
+
 @op
 def linear(
     input: Tensor,
@@ -128,7 +132,12 @@ def _(call: Call) -> Tensor:
         # Rounded on the way, logits would be equal that are not.
         wide = torch.mm(x.reshape(-1, x.shape[-1]), call.weight.t(), out_dtype=call.dtype)
         return wide.view(*x.shape[:-1], call.weight.shape[0])
-    product = torch.nn.functional.linear(x, call.weight, call.bias)
+    weight, bias = call.weight, call.bias
+    if call.dtype == torch.float32 and weight.numel() <= FEW_NUMBERS and not x.is_cuda:
+        # The library's products round to the dtype of what they multiply.
+        x, weight = x.float(), weight.float()
+        bias = None if bias is None else bias.float()
+    product = torch.nn.functional.linear(x, weight, bias)
     return product if call.dtype is None else product.to(call.dtype)
 
 
