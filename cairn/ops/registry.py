@@ -46,6 +46,7 @@ from cairn.ops.forced import FORCED, REGISTERED_LATER, VARIABLE, parse, unknown
 from cairn.ops.implementation import REFERENCE, Implementation
 from cairn.ops.launch_cache import plans, recording
 from cairn.ops.unchecked import calls
+from cairn.ops.waiting import run_and_wait, waiting
 
 if TYPE_CHECKING:
     from cairn.ops.benching import Draw, Point
@@ -64,9 +65,8 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 class Op(Generic[P, R]):
     """A public function with a definition, implementations, cases and a registered form.
 
-    `out` rule: where the definition has a parameter `out`, an implementation may write it and
-    return it, or ignore it; in the second case the result is copied to `out` here. The registered
-    forms are `cairn::NAME` (no `out`) and `cairn::NAME_out` (mutates `out`, returns nothing).
+    Where the definition has a parameter `out`, an implementation may write and return it, or ignore
+    it; then the result is copied to it here. `cairn::NAME_out` mutates it and returns nothing.
     """
 
     def __init__(
@@ -123,6 +123,8 @@ class Op(Generic[P, R]):
         key = args[position] if len(args) > position else kwargs.get(self._key_name)
         if plans.is_traced(key):
             return cast(R, self._traced(args, kwargs))
+        if waiting.enabled:
+            return cast(R, run_and_wait(self.name, key, self._eager, args, kwargs))
         if self._plans is not None and cast(Tensor, key).is_cuda:
             return cast(R, self._plans.run(self._eager, args, kwargs))
         return cast(R, self._eager(args, kwargs))

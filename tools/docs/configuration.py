@@ -45,6 +45,8 @@ ENVIRONMENT = {
     "CAIRN_OPS": "Which implementation of an op runs: `reference` runs the PyTorch definition of "
     "every op, `NAME=IMPLEMENTATION` forces one; several are separated by commas. `cairn ops` "
     "lists the names.",
+    "CAIRN_SYNC_OPS": "For debugging: `1` makes the host wait behind every op, so that an error of "
+    "the GPU names the op that caused it, and lets ops check indices on the GPU.",
     "CAIRN_COMMIT": "Commit that records of `cairn bench` and `cairn eval` name where the source "
     "is not a git checkout.",
     "CAIRN_FAULT": "For tests: failures that the engine injects (`raise@STEP`, "
