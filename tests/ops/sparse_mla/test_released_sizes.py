@@ -218,3 +218,42 @@ def test_float8_selections_are_near_exact_ones() -> None:
         found = select_topk(logits, end, TOPK)
         shared = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(best, found, strict=True)]
         assert sum(shared) / (tokens * TOPK) >= 0.95
+
+
+@pytest.mark.parametrize("context", [4096, 65536])
+@pytest.mark.parametrize("form", ["bfloat16", "linear", "preshuffled"])
+def test_a_needle_far_behind_is_found(form: str, context: int) -> None:
+    """One key in thousands that a query asks for is selected wherever it is, and decides what
+    attention gives; all that is selected is what the definitions select."""
+    heads, columns = 32, context // SIZE
+    table = table_of(1, columns)
+    keys = drawn(columns, SIZE, DIM, seed=1)
+    cache = drawn(columns, SIZE, LATENT + ROPE, seed=2, dtype=BF16) * 0.1
+    needles = [5, TOPK + 7, context // 2, context - 70]
+    q = drawn(len(needles), heads, DIM, seed=3, dtype=BF16)
+    weights = drawn(len(needles), heads, seed=4).abs()
+    query = drawn(len(needles), 16, LATENT + ROPE, seed=5, dtype=BF16)
+    for t, slot in enumerate(needles):
+        page = int(table[0, slot // SIZE])
+        keys[page, slot % SIZE] = q[t].float().mean(0) * 8
+        cache[page, slot % SIZE] = query[t].float().mean(0).to(BF16) * 8
+    small = cache
+    if form != "bfloat16":
+        small = records.quantize(*cache.flatten(0, 1).split((LATENT, ROPE), -1))
+        small = small.view(columns, SIZE, -1)
+    shuffled = form == "preshuffled"
+    stored = keys.to(BF16)
+    if form != "bfloat16":
+        stored = index_cache.pack(keys, shuffled, scale_ue8m0=True)
+        q, weights = index_q_quantize(q, weights)
+    row = torch.zeros(len(needles), device="cuda", dtype=torch.int64)
+    seen = torch.full((len(needles),), context, device="cuda", dtype=torch.int32)
+    logits = paged_mqa_logits(q, weights, stored, table, row, seen, preshuffled=shuffled)
+    cells = select_topk(logits, seen, TOPK, None, table, row, SIZE)
+    position = sorted_selection(Rows(logits, seen, None, TOPK)).long()
+    assert torch.equal(cells.long(), table[0].long()[position // SIZE] * SIZE + position % SIZE)
+    for t, slot in enumerate(needles):
+        assert bool((position[t] == slot).any())
+    o, _ = sparse_mla(query, small, cells, seen, 1.0, LATENT)
+    wanted, _ = sparse_mla.reference(query, small, cells, seen, 1.0, LATENT)
+    assert apart(o, wanted) < 5e-6
