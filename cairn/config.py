@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ from cairn.names import checked_keywords
 from cairn.specs.choice import Choice, Notes
 from cairn.specs.model import ModelSpec
 from cairn.specs.options import MixerOptions, resolve_mixers
-from cairn.specs.speculation import Speculation, SpeculativeOptions, resolve_speculation
+from cairn.specs.speculation import NEXTN, Speculation, SpeculativeOptions, resolve_speculation
 
 GIB = 1 << 30
 GPU_CHUNK = 132 * 128
@@ -162,6 +162,8 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
     chunk = _resolve_chunk(options, device, dtype, notes)
     memory, share = _resolve_memory(options, machine, device, notes)
     speculation = resolve_speculation(options, model, notes)
+    if speculation is not None and speculation.algorithm == NEXTN:
+        model = replace(model, draft=model.draft_layer)
     return EngineConfig(
         model=model,
         dtype=dtype,

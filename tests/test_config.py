@@ -19,6 +19,7 @@ from cairn.config import (
     resolve,
 )
 from cairn.errors import BadConfig, BadRequest
+from cairn.models.registry import load_spec
 from cairn.specs.layer_list import format_layers, parse_layers
 from cairn.specs.model import count_backends
 from cairn.specs.speculation import most_drafts
@@ -328,6 +329,11 @@ def test_a_page_is_no_candidate_before_its_landmark_is_written_for_good():
             },
             "min_match_window_size is 20, but the longest match is 12",
         ),
+        ({"speculative_algorithm": "NEXTN"}, "this model has no draft layer of its own"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_num_steps": 2},
+            "speculative_num_steps is 2, but NGRAM has no such option",
+        ),
         ({"speculative_config": "{"}, "no JSON"),
         ({"speculative_config": "[]"}, "must be a JSON object"),
         ({"speculative_config": {"num_speculative_tokens": 3}}, "names no method"),
@@ -346,3 +352,29 @@ def test_a_page_is_no_candidate_before_its_landmark_is_written_for_good():
 def test_speculation_that_cannot_be(options, words):
     with pytest.raises(BadConfig, match=words):
         settle(**options)
+
+
+def test_a_models_own_draft_layer():
+    model = load_spec({"model_type": "qwen3_5_text"})
+    assert settle(model).model.draft is None
+    for options in (
+        {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3},
+        {"speculative_config": {"method": "qwen3_5_mtp", "num_speculative_tokens": 3}},
+        {
+            "speculative_algorithm": "NEXTN",
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4,
+        },
+    ):
+        config = settle(model, **options)
+        assert (config.speculation.algorithm, config.speculation.drafts) == ("NEXTN", 3)
+        assert config.model.draft is model.draft_layer is not None
+        assert len(config.model.mixers) == config.model.num_layers + 1
+    for options, words in (
+        ({"speculative_eagle_topk": 2}, "eagle_topk is 2, but 1 guesses .* only 1 is possible"),
+        ({"speculative_num_draft_tokens": 4}, "draft_tokens is 4.* only 2 is possible"),
+        ({"speculative_ngram_max_match_window_size": 4}, "NEXTN has no such option"),
+    ):
+        with pytest.raises(BadConfig, match=words):
+            settle(model, speculative_algorithm="NEXTN", **options)

@@ -62,6 +62,11 @@ class Backends:
         # The CPU's tiles are of one row each: there is nothing to save.
         return Cuts(found.chunked) if on_cpu else found
 
+    def bind(self, layer: int, batch: Batch, cuts: Cuts = WHOLE) -> BoundLayer:
+        """Plan one layer's part of a step of which the host knows no rows."""
+        backend = self._instances[self.names[layer]]
+        return BoundLayer(layer, backend, backend.plan(batch, cuts, None))
+
     def step(self, batch: Batch, cuts: Cuts = WHOLE, rows: StepRows | None = None) -> Step:
         """Plan a step.
 

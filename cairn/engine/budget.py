@@ -59,7 +59,7 @@ class Load:
 
     def add(self, work: RowWork) -> None:
         """Count one more row's work."""
-        if work.tokens is None or work.drafts:
+        if work.decodes:
             self.rows += 1
             self.rows_context += work.first
             self.drafts += work.drafts

@@ -21,7 +21,7 @@ from cairn.cache.window import WindowPages
 from cairn.config import EngineConfig, EngineOptions, Machine, resolve
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
-from cairn.engine.drafts import NgramDrafter
+from cairn.engine.drafts import HeadDrafter, NgramDrafter
 from cairn.engine.host_memory import bound_kernel_caches, keep_freed_memory
 from cairn.engine.memory import (
     Lines,
@@ -45,6 +45,7 @@ from cairn.runner.prefill_graphs import worthwhile
 from cairn.runner.runner import Runner, RunnerShape
 from cairn.specs.choice import Choice
 from cairn.specs.model import ModelSpec
+from cairn.specs.speculation import NGRAM
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +159,9 @@ def guess(core: EngineCore, config: EngineConfig) -> None:
     """Let next tokens be guessed as the options say, where it pays."""
     asked = config.speculation
     if asked is not None:
-        core.scheduler.drafter = NgramDrafter(asked.drafts, *asked.match)
+        looking_up = asked.algorithm == NGRAM
+        ngram, head = NgramDrafter(asked.drafts, *asked.match), HeadDrafter(asked.drafts)
+        core.scheduler.drafter = ngram if looking_up else head
         core.scheduler.pace = Pace(core.times, asked.drafts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -21,8 +21,12 @@ class Drafter(Protocol):
     def drafts(self) -> int:
         """Guesses at a time, at most."""
 
-    def guess(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Up to `most` tokens that may follow these (prompt and output so far)."""
+    @property
+    def ahead(self) -> int:
+        """Guesses that each step makes for the one behind it; 0: it guesses from tokens alone."""
+
+    def guess(self, request: Request, most: int) -> Sequence[int]:
+        """Up to `most` tokens that may follow those that the request has so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,15 @@ class NgramDrafter:
     drafts: int
     shortest: int
     longest: int
+    ahead: ClassVar[int] = 0
 
-    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Guesses; none without a match. One that reaches the end is repeated from its start."""
+    def guess(self, request: Request, most: int) -> list[int]:
+        """See `find`."""
+        return self.find(request.tokens, most)
+
+    def find(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Guesses of what follows tokens; none without a match. What reaches their end is repeated
+        from its start."""
         known = np.asarray(tokens, dtype=np.int32)
         end = len(known)
         if end <= self.shortest:
@@ -59,6 +69,26 @@ class NgramDrafter:
         if last is None:
             return []
         return list(np.resize(known[last + 1 : last + 1 + most], most).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDrafter:
+    """The model's own draft layer, which guesses behind each step.
+
+    Attributes:
+        drafts: guesses at a time.
+    """
+
+    drafts: int
+
+    @property
+    def ahead(self) -> int:
+        """All of them."""
+        return self.drafts
+
+    def guess(self, request: Request, most: int) -> Sequence[int]:
+        """What the last step of the request said."""
+        return request.guesses[:most]
 
 
 @dataclass(slots=True)
@@ -90,7 +120,7 @@ class Guesses:
     """What rows that decode may run beside their last tokens.
 
     Attributes:
-        of: request -> its guesses, at least one.
+        of: request -> its guesses; none where this step is the one to make them.
         waiting: requests that will have guesses when the step in flight has chosen their last
             tokens, so that no step should be planned for them before.
     """
@@ -126,14 +156,19 @@ class Guesses:
             most = min(room, left, drafter.drafts)
             if border is not None:
                 most = min(most, border - 2 - request.planned % border)
-            if most < 1:
+            if most < 1 and not (drafter.ahead and left > 0):
                 continue
-            ahead = request.choosing
-            guesses = list(drafter.guess(request.tokens, most + ahead))[ahead:]
-            if guesses:
+            choosing = request.choosing
+            guesses = list(drafter.guess(request, max(0, most) + choosing))[choosing:]
+            if guesses or drafter.ahead:
                 found[request] = guesses
         if found and pace is not None and not pace.pays(found, load):
             found = {}
+        if drafter.ahead:
+            for request in rows.requests:
+                if request not in found:
+                    # It moves on without its guesses.
+                    request.guesses = ()
         waiting = frozenset(request for request in found if request.choosing)
         return cls({r: g for r, g in found.items() if r not in waiting}, waiting)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
-from cairn.engine.budget import Load
+from cairn.engine.budget import Load, StepTimes
 from cairn.engine.request import Request
 from cairn.runner.step import (
     NO_ROWS,
@@ -22,6 +22,9 @@ from cairn.runner.step import (
 
 DECODED_PAGES = 4
 """A row that decodes leaves a snapshot of its state behind every so many pages."""
+WHOLE_PAGES = 4
+"""From this many pages on a chunk cut to fit a step ends with a page: attention runs faster on
+whole pages, and what is left out no longer matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,23 @@ class PlannedStep:
             tuple(self.restored),
             tuple(self.kept),
         )
+
+    def room(self, first: int, limits: Limits, times: StepTimes, slots: SlotMap) -> int:
+        """Slots that the step has left for a row's prefill after its first `first` tokens.
+
+        Beside rows that decode it is what the step's seconds allow: at least a page for the first
+        row in order, so that it moves on however short they are; no other gets less than a page.
+        """
+        if limits.step_seconds is None or self.load.rows == 0:
+            return max(0, self.budget)
+        size = slots.page_size
+        room = times.room(self.load, first, limits.step_seconds)
+        if room < size:
+            room = 0 if self.load.chunks else size
+        room = max(0, min(room, self.budget))
+        if room >= WHOLE_PAGES * size:
+            room -= (int(slots.slots_for(first)) + room) % size
+        return room
 
     def announce(self, request: Request, cache: PageCache) -> None:
         """Tell the runner of a row, its state and pages that it does not know yet."""

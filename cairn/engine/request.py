@@ -104,6 +104,7 @@ class Request:
             opened.
         drafting: a step in flight runs guesses of it: which tokens it has, and how far it is, is
             known when that step retires.
+        guesses: what a draft layer guesses behind its tokens.
         right, tried: guesses of it that were right, and that were compared, lately.
         doomed: to be released when the steps in flight have retired.
         failed: a step of it has failed: later ones, in flight already, go on from what it lost.
@@ -130,6 +131,7 @@ class Request:
     opened: bool = False
     decoding: bool = False
     drafting: bool = False
+    guesses: Sequence[int] = ()
     right: float = 0.0
     tried: float = 0.0
     doomed: bool = False

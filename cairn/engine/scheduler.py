@@ -24,10 +24,6 @@ from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State
 from cairn.engine.sharing import Computing
 from cairn.runner.step import RowWork, StepPlan
 
-WHOLE_PAGES = 4
-"""From this many pages on a chunk cut to fit a step ends with a page: attention runs faster on
-whole pages, and what is left out no longer matters."""
-
 
 class Scheduler:
     """Owns the requests and, through their leases, the pages.
@@ -152,13 +148,19 @@ class Scheduler:
         self._step_id += 1
         return plan
 
-    def retire(self, plan: StepPlan, counts: Sequence[int] | None = None) -> list[Request]:
+    def retire(
+        self,
+        plan: StepPlan,
+        counts: Sequence[int] | None = None,
+        guesses: Sequence[Sequence[int]] | None = None,
+    ) -> list[Request]:
         """Count what a step has run. Returns the requests of its tokens, in their order, not to be
         changed; those that were finished while it ran are released here and take no token.
 
         Args:
             plan: the step's.
             counts: tokens that each of these got; None: one each.
+            guesses: what a draft layer guesses behind these; None: it does not.
         """
         requests = self._in_flight.pop(plan.step_id).requests
         decode = plan.decode
@@ -177,12 +179,14 @@ class Scheduler:
                     # The guesses that were right have run; what the others wrote is overwritten.
                     computed += accepted - work.drafts
                     self._counts.planned[request.row] = computed
+                if request.drafting:
                     request.drafting, self._known_phases = False, None
                 self._counts.computed[request.row] = computed
                 # Right guesses are among the request's tokens when it has taken them.
                 self._commit(request, min(computed, len(request.tokens)))
                 if work.sample:
                     self._computing.remove(request)
+                    request.guesses = guesses[len(sampled)] if guesses else ()
                     sampled.append(request)
         if self._doomed:
             for request in requests:
@@ -264,8 +268,10 @@ class Scheduler:
             self._counts.capacity[request.row]
         )
         guesses = guesses[: max(0, fitting - first - 1)]
-        if not self._make_room(request, first + 1 + len(guesses), draft):
+        end = first + 1 + len(guesses)
+        if not self._make_room(request, end, draft):
             return
+        ahead = self._look_ahead(request, end)
         draft.announce(request, self.cache)
         draft.work.append(
             RowWork(
@@ -275,12 +281,23 @@ class Scheduler:
                 sample=True,
                 output_index=request.num_output,
                 drafts=len(guesses),
+                ahead=ahead,
             )
         )
-        end = first + 1 + len(guesses)
         draft.count(request, end, self.slots)
+        if not guesses:
+            draft.keep_state(request, end, self.cache)
         self._counts.planned[request.row] = end
-        request.drafting = bool(guesses)
+        request.drafting = True
+
+    def _look_ahead(self, request: Request, end: int) -> int:
+        """Guesses that a draft layer should make behind a request's first `end` tokens: as many as
+        its pages, which grow for them if there are some left, and its longest output hold."""
+        if self.drafter is None or not self.drafter.ahead or not draftable(request.params):
+            return 0
+        most = min(self.drafter.ahead, request.most_computed - end)
+        self._grow(request, int(self.slots.pages_for(end + max(0, most))))
+        return max(0, min(most, int(self._counts.capacity[request.row]) - end))
 
     def _extend(self, requests: Sequence[Request], draft: PlannedStep) -> list[Request]:
         """Make room for one token more in each; returns those that stay without."""
@@ -304,22 +321,8 @@ class Scheduler:
             self._append(request, draft, count)
 
     def _room(self, first: int, draft: PlannedStep) -> int:
-        """Slots that the draft has for a row's prefill after its first `first` tokens.
-
-        Beside rows that decode it is what the step's seconds allow: at least a page for the first
-        row in order, so that it moves on however short they are; no other gets less than a page.
-        """
-        seconds = self.limits.step_seconds
-        if seconds is None or draft.load.rows == 0:
-            return max(0, draft.budget)
-        size = self.slots.page_size
-        room = self.times.room(draft.load, first, seconds)
-        if room < size:
-            room = 0 if draft.load.chunks else size
-        room = max(0, min(room, draft.budget))
-        if room >= WHOLE_PAGES * size:
-            room -= (int(self.slots.slots_for(first)) + room) % size
-        return room
+        """See `PlannedStep.room`."""
+        return draft.room(first, self.limits, self.times, self.slots)
 
     def _chunk(self, request: Request, budget: int) -> int:
         """User tokens that fill at most `budget` slots, at least one; no more than up to the next
@@ -369,12 +372,13 @@ class Scheduler:
 
     def _append(self, request: Request, draft: PlannedStep, count: int) -> None:
         """Put `count` tokens of a request that prefills into the draft."""
-        draft.announce(request, self.cache)
         begin, end = request.planned, request.planned + count
+        samples = count == request.pending
+        ahead = self._look_ahead(request, end) if samples else 0
+        draft.announce(request, self.cache)
         targets: array[int] | tuple[()] = ()
         if request.params.prompt_logprobs is not None and begin < request.num_prompt:
             targets = request.tokens[begin + 1 : min(end + 1, request.num_prompt)]
-        samples = count == request.pending
         if samples and request.grammar is not None:
             number = len(draft.decode.row) + sum(work.choices for work in draft.work)
             draft.constrained = {**draft.constrained, number: request}
@@ -385,6 +389,7 @@ class Scheduler:
             sample=samples,
             output_index=request.num_output,
             prompt_targets=targets,
+            ahead=ahead,
         )
         draft.work.append(work)
         draft.count(request, end, self.slots)
@@ -455,7 +460,7 @@ class Scheduler:
             self.cached_prompt_tokens += computed
             if self._shares(request):
                 self.looked_up_prompt_tokens += request.num_prompt
-        bisect.insort(self.running, request, key=_order)
+        bisect.insort(self.running, request, key=lambda other: other.order)
         if self.cache.prefix_caching:
             self._computing.add(request)
         self._known_phases = None
@@ -492,7 +497,3 @@ class Scheduler:
             self._closed.append(request.row)
         request.row, request.counts = -1, None
         request.decoding = request.drafting = False
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order

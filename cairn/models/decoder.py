@@ -12,60 +12,14 @@ from torch import Tensor, nn
 from cairn.attention.step import BoundLayer, Step
 from cairn.layers.embedding import Embedding
 from cairn.layers.linear import Head, TiedHead
-from cairn.layers.norm import RMSNorm
-from cairn.layers.registry import Context, Ffn, Mixer, build_ffn, build_mixer
+from cairn.layers.registry import Context
 from cairn.layers.residual import Residual
 from cairn.layers.rotary import Angles
 from cairn.layers.schemes.registry import scheme_of
 from cairn.layers.weight import Source, Weight
-from cairn.specs.model import LayerSpec, ModelSpec, NormSpec
-
-NORMS = ("mixer_norm", "ffn_norm", "mixer_out_norm", "ffn_out_norm")
-
-
-class Block(nn.Module):
-    """One layer: x += mixer(norm(x)); x += ffn(norm(x)), with norms on the outputs beside those on
-    the inputs, or in their place.
-
-    Args:
-        spec: of the layer.
-        context: what its modules are built with.
-    """
-
-    mixer_norm: RMSNorm | None
-    ffn_norm: RMSNorm | None
-    mixer_out_norm: RMSNorm | None
-    ffn_out_norm: RMSNorm | None
-
-    def __init__(self, spec: LayerSpec, context: Context) -> None:
-        super().__init__()
-        self.names = spec.names
-        for field in NORMS:
-            named = getattr(spec.names, field) is not None
-            norm = build_norm(spec.norm, context.hidden, context.dtype) if named else None
-            self.register_module(field, norm)
-        self.mixer = build_mixer(spec.mixer, context)
-        self.ffn = build_ffn(spec.ffn, context)
-
-    def weights(self, source: Source) -> list[Weight]:
-        """Norms, feed-forward part, mixer."""
-        mixer, ffn = cast(Mixer, self.mixer), cast(Ffn, self.ffn)
-        norms = [(getattr(self, field), getattr(self.names, field)) for field in NORMS]
-        return [
-            *(w for norm, name in norms if norm is not None for w in norm.weights(source, name)),
-            *ffn.weights(source.within(self.names.ffn)),
-            *mixer.weights(source.within(self.names.mixer)),
-        ]
-
-    def forward(
-        self, residual: Residual, layer: BoundLayer, angles: Angles, behind: Block | None
-    ) -> None:
-        """Run the block on the residual stream; `behind` is the block that reads it next."""
-        mixed = self.mixer(residual.read(self.mixer_norm), layer, angles)
-        residual.add(mixed, next_norm=self.ffn_norm, own_norm=self.mixer_out_norm)
-        next_norm = None if behind is None else behind.mixer_norm
-        fed = self.ffn(residual.read(self.ffn_norm))
-        residual.add(fed, next_norm=next_norm, own_norm=self.ffn_out_norm)
+from cairn.models.block import Block, build_norm
+from cairn.models.draft import DraftLayer
+from cairn.specs.model import ModelSpec
 
 
 class Decoder(nn.Module):
@@ -91,6 +45,9 @@ class Decoder(nn.Module):
             if spec.tied
             else Head(spec.vocab_size, spec.hidden_size, dtype=dtype)
         )
+        self.draft: DraftLayer | None = None
+        if spec.draft is not None:
+            self.draft = DraftLayer(spec.draft, spec.norm, context)
 
     def weights(self, stored: frozenset[str] | None = None) -> list[Weight]:
         """Every tensor that a checkpoint of this model holds.
@@ -106,6 +63,8 @@ class Decoder(nn.Module):
         for i, block in enumerate(self.layers):
             found += cast(Block, block).weights(layers.within(str(i)))
         assert len(self.layers) == spec.num_layers
+        if self.draft is not None and spec.draft is not None:
+            found += self.draft.weights(Source(spec.draft.prefix, stored))
         return found
 
     @property
@@ -116,8 +75,10 @@ class Decoder(nn.Module):
     @contextlib.contextmanager
     def abridged(self, backends: Sequence[str]) -> Iterator[None]:
         """Within, a step runs one block of each kind, and the last one: all kernels that the whole
-        model runs, for what they compute is of no use. backends: that of each block's mixer."""
-        kinds = list(enumerate(zip(self.spec.layers, backends, strict=True)))
+        model runs, for what they compute is of no use. backends: that of each block's mixer, and of
+        a draft layer's."""
+        own = backends[: len(self.layers)]
+        kinds = list(enumerate(zip(self.spec.layers, own, strict=True)))
         first = {kind: i for i, kind in reversed(kinds)}
         every, self._running = self._running, sorted({*first.values(), len(self.layers) - 1})
         try:
@@ -138,6 +99,36 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """What forward gave [n, hidden] -> float32 logits [n, V] of the user's vocabulary alone."""
         return self.head.logits(hidden, self.norm)
+
+    def draft_states(self, hidden: Tensor) -> Tensor:
+        """What forward gave [T, hidden] -> what the draft layer reads of it [T, hidden]."""
+        spec = self.spec.draft
+        assert spec is not None
+        return cast(Tensor, self.norm(hidden)) if spec.normed else hidden
+
+    def guess(self, ids: Tensor, states: Tensor, positions: Tensor, layer: BoundLayer) -> Tensor:
+        """Run the draft layer: -> [T, hidden] before its norm.
+
+        Args:
+            ids: [T] int64, tokens.
+            states: [T, hidden], `draft_states` of the tokens in front of these, or `next_states`.
+            positions: [T] int64, rotary positions.
+            layer: the draft layer's backend with its plan.
+        """
+        assert self.draft is not None
+        found: Tensor = self.draft(self.embedding(ids), states, positions, layer)
+        return found
+
+    def guess_logits(self, guessed: Tensor) -> Tensor:
+        """What `guess` gave [n, hidden] -> float32 logits [n, V] of the tokens behind."""
+        assert self.draft is not None
+        return self.head.logits(guessed, self.draft.norm)
+
+    def next_states(self, guessed: Tensor) -> Tensor:
+        """What `guess` gave [n, hidden] -> what the draft layer reads of it next [n, hidden]."""
+        assert self.draft is not None
+        found: Tensor = self.draft.norm(guessed)
+        return found
 
     def _table_weights(self, source: Source) -> list[Weight]:
         spec, table = self.spec, self.embedding.weight
@@ -160,8 +151,3 @@ class Decoder(nn.Module):
             return [Weight("lm_head.weight", shape, None, required=False)]
         shape = spec.head_rows, spec.hidden_size
         return [Weight("lm_head.weight", shape, self.head.weight, rows, rows, shard=0)]
-
-
-def build_norm(spec: NormSpec, width: int, dtype: torch.dtype) -> RMSNorm:
-    """A norm of the residual stream."""
-    return RMSNorm(width, spec.eps, dtype=dtype, unit_offset=spec.unit_offset)

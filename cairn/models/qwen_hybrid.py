@@ -1,13 +1,13 @@
 """Qwen3-Next and Qwen3.5: gated delta nets between layers of gated full attention; text alone.
 
 A folder that also holds a vision encoder keeps the fields of the text model in `text_config`.
-Tensors of the vision encoder and of the draft head are not read.
+Tensors of the vision encoder are not read, those of the draft layer where it is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cairn.models import fields as reading
@@ -17,7 +17,7 @@ from cairn.models.qwen3_moe import experts_of, refuse_windows, sparse_layers
 from cairn.specs.ffn import DenseFfn, FfnSpec
 from cairn.specs.gated_delta import GatedDeltaSpec
 from cairn.specs.gqa import GqaSpec
-from cairn.specs.model import BlockNames, LayerSpec, ModelSpec, NormSpec
+from cairn.specs.model import BlockNames, DraftSpec, LayerSpec, ModelSpec, NormSpec
 from cairn.specs.rotary import RotarySpec
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -29,7 +29,7 @@ OUTER = frozenset(
 )
 """Fields that a nested config has beside `text_config`; they win over those within."""
 WITHOUT_EFFECT = (
-    "attn_output_gate output_gate_type mamba_ssm_dtype mtp_num_hidden_layers "
+    "attn_output_gate output_gate_type mamba_ssm_dtype "
     "mtp_use_dedicated_embeddings router_aux_loss_coef output_router_logits sliding_window "
     "max_window_layers image_token_id video_token_id vision_start_token_id vision_end_token_id "
     "layer_types full_attention_interval"
@@ -113,6 +113,7 @@ def spec_from_config(
         landmarks=False,
         max_model_len=max_positions,
         layers=layers,
+        draft_layer=_draft(f, replace(attention, draft_width=hidden), ffns[-1], norm),
         prefix="model.language_model." if nested else "model.",
         ignored=(DRAFT_HEAD, VISION) if nested else (DRAFT_HEAD,),
         resolved=f.resolved(),
@@ -217,6 +218,14 @@ def _feed_forward(f: ConfigFields, family: _Family, count: int) -> list[FfnSpec]
             f.record(name, None, "derived: every layer of this family has experts")
     assert sparse is not None
     return [sparse] * count
+
+
+def _draft(f: ConfigFields, attention: GqaSpec, ffn: FfnSpec, norm: NormSpec) -> DraftSpec | None:
+    """The draft layer: full attention, and the feed-forward part of the last layer. Older files
+    have its tensors without the field."""
+    if f.integer("mtp_num_hidden_layers", 1, low=0) != 1:
+        return None
+    return DraftSpec(LayerSpec(attention, ffn, norm), "mtp.", normed=True)
 
 
 def _check_gate(f: ConfigFields) -> None:

@@ -116,6 +116,10 @@ class Rows:
         """Slots of the longest sequence."""
         return self._tables.shape[1] * self.slots.page_size
 
+    def page_of(self, row: int, logical: int, group: int) -> int:
+        """The physical page of a logical one of a row, as the host knows it."""
+        return int(self._host_tables[row + group * self._num_rows, logical])
+
     def lay_out(self, plan: StepPlan) -> Layout:
         """Apply the plan's grants to the host's tables, and lay out its work."""
         grants = self.grant(plan)

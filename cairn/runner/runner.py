@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from cairn.attention.step import Step
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.ops.advice import unchecked
+from cairn.runner.draft_head import DraftHead, DraftModel, Ends
 from cairn.runner.drafts import Drafts
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
 from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported, block_rows
@@ -97,6 +98,23 @@ class _Prompt(NamedTuple):
         return PromptReport(self.work.row, self.work.first + 1, parts)
 
 
+class Guessed(NamedTuple):
+    """What a draft layer guesses behind a step.
+
+    Attributes:
+        arriving: [n, most] of the rows that choose, on its way to the host.
+        ahead: [n], how many of each were wanted.
+    """
+
+    arriving: Arriving
+    ahead: Ints
+
+    def rows(self) -> list[list[int]]:
+        """Wait for them; by row."""
+        (found,) = self.arriving.arrays()
+        return [line[:n] for line, n in zip(found.tolist(), self.ahead.tolist(), strict=True)]
+
+
 class _Chosen(NamedTuple):
     """What a step chose.
 
@@ -107,6 +125,8 @@ class _Chosen(NamedTuple):
         selection: what the queries of some works read.
         prompts: what is reported of prompts.
         seconds: that it has taken the host in the model.
+        drafts: the guesses that it ran.
+        guesses: those that follow.
     """
 
     arriving: Arriving | Trip
@@ -115,6 +135,7 @@ class _Chosen(NamedTuple):
     prompts: tuple[_Prompt, ...] = ()
     seconds: float = 0.0
     drafts: Drafts | None = None
+    guesses: Guessed | None = None
 
 
 class LaunchedStep:
@@ -149,7 +170,10 @@ class LaunchedStep:
             tokens = chosen.drafts.kept(tokens, counts)
             logprobs = chosen.drafts.renumbered(logprobs, counts)
             selection = chosen.drafts.renumbered(selection, counts)
-        return StepResult(self._plan.step_id, tokens, logprobs, selection, prompts, seconds, counts)
+        guesses = None if chosen.guesses is None else chosen.guesses.rows()
+        return StepResult(
+            self._plan.step_id, tokens, logprobs, selection, prompts, seconds, counts, guesses
+        )
 
 
 class _Run(NamedTuple):
@@ -158,18 +182,22 @@ class _Run(NamedTuple):
     Attributes:
         logits: [n, V] float32 of the rows that choose; None: none does.
         row: [n] on the device, these.
+        behind: [n] on the device, indices in the step behind which they choose.
         draws: how they draw, likewise; None: they choose the most likely tokens.
         watched: indices in these of those that want to know what their queries read.
         step: what the model ran; None where that was a graph.
+        states: what a draft layer reads; None: there is none.
         prompts: what is reported of prompts.
         seconds: that it has taken the host.
     """
 
     logits: Tensor | None
     row: Tensor | None
+    behind: Tensor | None
     draws: Sequence[Tensor] | None
     watched: list[int]
     step: Step | None
+    states: Tensor | None
     prompts: tuple[_Prompt, ...]
     seconds: float
 
@@ -196,6 +224,9 @@ class Runner:
         self._on_cpu = device.type == "cpu"
         self._mixers = mixers
         self.forget_reads()
+        self.draft_head: DraftHead | None = None
+        if getattr(model, "draft", None) is not None:
+            self.draft_head = DraftHead(cast(DraftModel, model), self.backends, pools, self.rows)
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         if pools.spare_pages is not None and self.backends.in_graphs:
@@ -226,7 +257,8 @@ class Runner:
         if plan.restored:
             self._copy_states(plan.restored, restore=True)
         picks = Picks.of(plan)
-        replayed = None if plan.work else self._replayed(plan, picks)
+        alone = plan.work or self.draft_head is not None
+        replayed = None if alone else self._replayed(plan, picks)
         if replayed is not None:
             if plan.kept:
                 self._copy_states(plan.kept, restore=False)
@@ -238,7 +270,7 @@ class Runner:
         if plan.kept:
             # Of rows without guesses: those with some have not advanced yet.
             self._copy_states(plan.kept, restore=False)
-        choose = functools.partial(self._choose, run, picks, Drafts.of(plan))
+        choose = functools.partial(self._choose, run, picks, plan)
         return LaunchedStep(plan, choose)
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -269,18 +301,22 @@ class Runner:
         began, last = time.perf_counter(), self._choosing(plan, layout)
         watched = self.sampler.watched(picks)
         hidden, step = self._hidden(layout, last[watched])
-        logits = row = draws = None
+        logits = row = behind = draws = states = None
+        if self.draft_head is not None:
+            step = self.step_of(layout) if step is None else step
+            states = self.draft_head.follow(plan.opened, layout, step, hidden)
         if len(last):
             drawn = self.sampler.draws(picks)
-            index, row, *sent = send((last, picks.row, *(drawn or ())), hidden.device)
+            behind, row, *sent = send((last, picks.row, *(drawn or ())), hidden.device)
             draws = None if drawn is None else sent
-            logits = self.model.logits(ops.take_rows(hidden, index))
+            logits = self.model.logits(ops.take_rows(hidden, behind))
         prompts = tuple(
             self._prompt(hidden, work, int(layout.start[i]))
             for i, work in enumerate(plan.work, len(plan.decode.row))
             if len(work.prompt_targets)
         )
-        return _Run(logits, row, draws, watched, step, prompts, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return _Run(logits, row, behind, draws, watched, step, states, prompts, seconds)
 
     def _choosing(self, plan: StepPlan, layout: Layout) -> Ints:
         """Index in the batch of the slot behind which each choice is made."""
@@ -303,22 +339,22 @@ class Runner:
         self.pools.copy_states(*((snapshots, rows) if restore else (rows, snapshots)))
 
     @torch.inference_mode()
-    def _choose(self, run: _Run, picks: Picks, drafts: Drafts | None, masks: Masks) -> _Chosen:
+    def _choose(self, run: _Run, picks: Picks, plan: StepPlan, masks: Masks) -> _Chosen:
         """What the rows of a step choose, from what the model has made of it."""
-        began = time.perf_counter()
+        began, drafts, guesses = time.perf_counter(), Drafts.of(plan), None
         choice = Choice(torch.empty(0, dtype=torch.int64, device=self.sampler.device))
         parts: tuple[Tensor, ...] = ()
         if run.logits is not None and run.row is not None:
             choice = self.sampler.sample(run.logits, picks, run.draws, masks)
-            if drafts is None:
-                self.rows.remember(run.row, choice.tokens)
-            else:
-                last, counts = drafts.accept(choice.tokens)
-                self.rows.remember(run.row[last], choice.tokens[last])
-                parts = (counts,)
+            row, tokens, last = run.row, choice.tokens, None
+            if drafts is not None:
+                last, counts = drafts.accept(tokens)
+                row, tokens, parts = row[last], tokens[last], (counts,)
                 if run.step is not None:
                     (drafting,) = send((drafts.drafting,), counts.device)
                     run.step.settle(counts[drafting])
+            self.rows.remember(row, tokens)
+            guesses = self._guess(run, plan, row, tokens, last)
         reads = run.step.reads() if run.watched and run.step is not None else []
         read = selections(reads, len(run.watched)) if run.watched else []
         return _Chosen(
@@ -328,7 +364,22 @@ class Runner:
             run.prompts,
             run.seconds + time.perf_counter() - began,
             drafts,
+            guesses,
         )
+
+    def _guess(
+        self, run: _Run, plan: StepPlan, row: Tensor, tokens: Tensor, last: Tensor | None
+    ) -> Guessed | None:
+        """What the draft layer guesses behind the tokens [n] of the rows [n]; last: indices of
+        these among all choices of the step, None: they are all."""
+        if self.draft_head is None or run.behind is None:
+            return None
+        assert run.step is not None and run.states is not None
+        works = [work.ahead for work in plan.work if work.sample]
+        ahead = np.array([0] * len(plan.decode.row) + works, dtype=np.int64)
+        at = run.behind if last is None else run.behind[last]
+        found = self.draft_head.guess(run.step, run.states, Ends(row, at, tokens, ahead))
+        return Guessed(Arriving(found), ahead)
 
     def _hidden(self, layout: Layout, watched: Ints) -> tuple[Tensor, Step | None]:
         """The model's pass over a step, by its graph where there is one; hidden states [T, hidden],

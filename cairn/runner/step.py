@@ -83,6 +83,8 @@ class RowWork(NamedTuple):
         drafts: so many of `tokens`, the last ones, are guesses. The row chooses a token behind each
             of them and before the first, and keeps those up to the first that differs from the
             guess in its place: 1 to drafts + 1 tokens.
+        ahead: guesses that a draft layer should make behind what the row chooses; the row's pages
+            hold so many tokens behind those that run.
     """
 
     row: int
@@ -92,6 +94,14 @@ class RowWork(NamedTuple):
     output_index: int = 0
     prompt_targets: Sequence[int] = ()
     drafts: int = 0
+    ahead: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """All that runs is the row's last token, and guesses."""
+        if self.tokens is None:
+            return True
+        return self.output_index > 0 and len(self.tokens) == 1 + self.drafts
 
     @property
     def choices(self) -> int:
@@ -189,6 +199,8 @@ class StepResult(NamedTuple):
         selection: index in `tokens` -> what its query read in each layer that selects, likewise.
         prompt_logprobs: for the works that asked for it.
         model_seconds: time that the host gave to the model: running it, or waiting for it.
+        guesses: of each row that decodes and each work with `sample`, what a draft layer guesses
+            behind its tokens: as many as it should, see `RowWork.ahead`. None: it does not guess.
     """
 
     step_id: int
@@ -198,6 +210,7 @@ class StepResult(NamedTuple):
     prompt_logprobs: tuple[PromptReport, ...] = ()
     model_seconds: float = 0.0
     counts: Sequence[int] | None = None
+    guesses: Sequence[Sequence[int]] | None = None
 
 
 class Launched(Protocol):

@@ -27,6 +27,8 @@ class GqaSpec:
         bias: q, k and v projections have a bias.
         out_bias: the output projection has a bias.
         output_gate: each query head has a gate beside it; outputs are multiplied by its sigmoid.
+        draft_width: of a draft layer, the width of the hidden states that it reads: slot 0 of its
+            cache is no key, and the state of the last token of each page is kept. Else 0.
         backend: name of the attention backend that computes it.
     """
 
@@ -43,6 +45,7 @@ class GqaSpec:
     bias: bool = False
     out_bias: bool = False
     output_gate: bool = False
+    draft_width: int = 0
     backend: str = ""
 
     def __post_init__(self) -> None:

@@ -69,6 +69,41 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftNames:
+    """Names of a draft layer's parts in a checkpoint, behind its prefix.
+
+    Attributes:
+        join: the map of [embedded token | hidden state].
+        token_norm, state_norm: norms of these two.
+        norm: of what goes to the head.
+        layer: in front of the names of its block.
+    """
+
+    join: str = "fc"
+    token_norm: str = "pre_fc_norm_embedding"
+    state_norm: str = "pre_fc_norm_hidden"
+    norm: str = "norm"
+    layer: str = "layers.0"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """A draft layer: it guesses the token behind the next one.
+
+    Attributes:
+        layer: its block.
+        prefix: of the names of its tensors in a checkpoint.
+        normed: it reads hidden states behind the model's final norm; else those in front of it.
+        names: of its parts.
+    """
+
+    layer: LayerSpec
+    prefix: str
+    normed: bool
+    names: DraftNames = DraftNames()
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizationSpec:
     """How matrices of a checkpoint are quantised.
 
@@ -113,6 +148,8 @@ class ModelSpec:
             of the embedding matrix.
         max_model_len: trained context in user tokens.
         layers: one entry per layer.
+        draft_layer: a layer that guesses, which checkpoints hold beside the others; None: none.
+        draft: the same where it is used; None: it is not.
         dtype: "float32", "bfloat16" or "float16", as the checkpoint says.
         quantization: of the matrices; None: they have the dtype.
         embedding_scale: embedded tokens are multiplied by it, rounded to the dtype of activations.
@@ -135,6 +172,8 @@ class ModelSpec:
     max_model_len: int
     layers: tuple[LayerSpec, ...]
     dtype: str
+    draft_layer: DraftSpec | None = None
+    draft: DraftSpec | None = None
     end_embedding: str | None = None
     quantization: QuantizationSpec | None = None
     embedding_scale: float = 1.0
@@ -161,8 +200,9 @@ class ModelSpec:
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
-        """The mixer of each layer."""
-        return tuple(layer.mixer for layer in self.layers)
+        """The mixer of each layer, and of the draft layer."""
+        drafting = () if self.draft is None else (self.draft.layer.mixer,)
+        return (*(layer.mixer for layer in self.layers), *drafting)
 
     @property
     def selecting_layers(self) -> tuple[int, ...]:

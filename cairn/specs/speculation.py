@@ -12,17 +12,19 @@ from cairn.specs.choice import Notes
 from cairn.specs.hils import HilsSpec
 from cairn.specs.model import ModelSpec
 
-NGRAM = "NGRAM"
-ALGORITHMS = (NGRAM,)
+NGRAM, NEXTN = "NGRAM", "NEXTN"
+ALGORITHMS = (NGRAM, NEXTN)
 DRAFT_MODELS = ("EAGLE", "EAGLE3", "MEDUSA", "STANDALONE", "DRAFT_MODEL", "MLP_SPECULATOR")
 """What other engines have and this one does not: each needs weights beside the model's."""
-NGRAM_DRAFTS, NGRAM_MATCH = 8, (2, 12)
-VLLM_NAMES = {
-    "num_speculative_tokens": "speculative_num_draft_tokens",
-    "prompt_lookup_min": "speculative_ngram_min_match_window_size",
-    "prompt_lookup_max": "speculative_ngram_max_match_window_size",
-}
-VLLM_METHODS = {"ngram": NGRAM}
+DEFAULTS, NGRAM_MATCH = {NGRAM: 8, NEXTN: 1}, (2, 12)
+COUNTS = {NGRAM: "speculative_num_draft_tokens", NEXTN: "speculative_num_steps"}
+"""What says how many guesses a row runs at a time."""
+NGRAM_WINDOWS = (
+    "speculative_ngram_min_match_window_size",
+    "speculative_ngram_max_match_window_size",
+)
+VLLM_WINDOWS = dict(zip(("prompt_lookup_min", "prompt_lookup_max"), NGRAM_WINDOWS, strict=True))
+VLLM_COUNT = "num_speculative_tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +33,27 @@ class SpeculativeOptions:
 
     Attributes:
         speculative_algorithm: "NGRAM" guesses what followed the newest earlier occurrence of the
-            last tokens; None: no guesses.
-        speculative_num_draft_tokens: guesses that a row runs at a time.
+            last tokens; "NEXTN" asks the model's own draft layer; None: no guesses.
+        speculative_num_draft_tokens: of NGRAM, guesses that a row runs at a time; of NEXTN one more
+            than its steps, if given.
+        speculative_num_steps: of NEXTN, guesses that a row runs at a time.
+        speculative_eagle_topk: of NEXTN, guesses side by side: 1, a chain.
         speculative_ngram_min_match_window_size, speculative_ngram_max_match_window_size: shortest
             and longest run of last tokens that is looked for.
         speculative_config: the same in vLLM's form, a JSON object or its text.
     """
 
     speculative_algorithm: str | None = field(
-        default=None, metadata={"metavar": "NAME", "help": "Guess next tokens: NGRAM."}
+        default=None, metadata={"metavar": "NAME", "help": "Guess next tokens: NGRAM or NEXTN."}
     )
     speculative_num_draft_tokens: int | None = field(
-        default=None, metadata={"type": int, "help": "Guesses of a row at a time.  [default: 8]"}
+        default=None, metadata={"type": int, "help": "Guesses of NGRAM at a time.  [default: 8]"}
+    )
+    speculative_num_steps: int | None = field(
+        default=None, metadata={"type": int, "help": "Guesses of NEXTN at a time.  [default: 1]"}
+    )
+    speculative_eagle_topk: int | None = field(
+        default=None, metadata={"type": int, "help": "1: guesses of NEXTN are a chain."}
     )
     speculative_ngram_min_match_window_size: int | None = field(
         default=None, metadata={"type": int, "help": "Shortest match of NGRAM.  [default: 2]"}
@@ -90,28 +101,54 @@ def resolve_speculation(
         for name, value in given.items():
             raise BadConfig(
                 f"{name} is {value!r}, but no speculative_algorithm is given",
-                "Give --speculative-algorithm NGRAM too",
+                "Give --speculative-algorithm too",
             )
         return None
-    _check_algorithm(algorithm)
+    _check_algorithm(algorithm, model)
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadConfig(f"{name} must be a positive integer, not {value!r}")
-    drafts = given.get("speculative_num_draft_tokens")
+    drafts = given.pop(COUNTS[algorithm], None)
     if drafts is None:
-        drafts = min(NGRAM_DRAFTS, most_drafts(model))
-        notes.chose("speculative_num_draft_tokens", drafts, f"the default of {algorithm}")
-    _check_bound(drafts, model)
-    low, high = NGRAM_MATCH
-    low = given.get("speculative_ngram_min_match_window_size", low)
-    high = given.get("speculative_ngram_max_match_window_size", max(low, high))
+        drafts = min(DEFAULTS[algorithm], most_drafts(model))
+        notes.chose(COUNTS[algorithm], drafts, f"the default of {algorithm}")
+    _check_bound(COUNTS[algorithm], drafts, model)
+    if algorithm == NEXTN:
+        _check_chain(given, drafts)
+        return Speculation(algorithm, drafts)
+    return Speculation(algorithm, drafts, _match(given))
+
+
+def _match(given: Mapping[str, int]) -> tuple[int, int]:
+    """Shortest and longest match of NGRAM."""
+    for name in ("speculative_num_steps", "speculative_eagle_topk"):
+        if name in given:
+            raise BadConfig(
+                f"{name} is {given[name]}, but NGRAM has no such option",
+                "Use --speculative-num-draft-tokens",
+            )
+    low = given.get(NGRAM_WINDOWS[0], NGRAM_MATCH[0])
+    high = given.get(NGRAM_WINDOWS[1], max(low, NGRAM_MATCH[1]))
     if low > high:
         raise BadConfig(
-            f"speculative_ngram_min_match_window_size is {low}, but the longest match is {high} "
-            "(speculative_ngram_max_match_window_size)",
+            f"{NGRAM_WINDOWS[0]} is {low}, but the longest match is {high} ({NGRAM_WINDOWS[1]})",
             "Give a shortest match that is no longer than the longest",
         )
-    return Speculation(algorithm, drafts, (low, high))
+    return low, high
+
+
+def _check_chain(given: Mapping[str, int], drafts: int) -> None:
+    """What else may be said of NEXTN."""
+    possible = {"speculative_num_draft_tokens": drafts + 1, "speculative_eagle_topk": 1}
+    for name, value in given.items():
+        if name not in possible:
+            raise BadConfig(f"{name} is {value}, but NEXTN has no such option", "Leave it out")
+        if value != possible[name]:
+            raise BadConfig(
+                f"{name} is {value}, but {drafts} guesses of NEXTN are a chain: only "
+                f"{possible[name]} is possible",
+                "Use --speculative-num-steps for the number of guesses",
+            )
 
 
 def most_drafts(model: ModelSpec) -> int:
@@ -136,7 +173,7 @@ def _reach(drafts: int, tokens: int) -> int:
     return drafts - -drafts // tokens if tokens else 2 * drafts
 
 
-def _check_bound(drafts: int, model: ModelSpec) -> None:
+def _check_bound(name: str, drafts: int, model: ModelSpec) -> None:
     most = most_drafts(model)
     if drafts <= most:
         return
@@ -146,8 +183,8 @@ def _check_bound(drafts: int, model: ModelSpec) -> None:
         size = model.page_size
         why = f"k + ceil(k / {size - 1}) must stay below its window of {window} slots"
     raise BadConfig(
-        f"speculative_num_draft_tokens is {drafts}, but this model takes at most {most}: {why}",
-        f"Use --speculative-num-draft-tokens {most} or less" if most else "Leave the guesses out",
+        f"{name} is {drafts}, but this model takes at most {most}: {why}",
+        f"Use {most} or less" if most else "Leave the guesses out",
     )
 
 
@@ -176,7 +213,7 @@ def _translated(config: object) -> dict[str, Any]:
             raise BadConfig(f"speculative_config is no JSON: {error}") from None
     if not isinstance(config, Mapping):
         raise BadConfig(f"speculative_config must be a JSON object, not {config!r}")
-    known = ("method", *VLLM_NAMES)
+    known = ("method", VLLM_COUNT, *VLLM_WINDOWS)
     for name, value in config.items():
         if name not in known and value is not None:
             raise BadConfig(
@@ -186,12 +223,21 @@ def _translated(config: object) -> dict[str, Any]:
     method = config.get("method")
     if method is None:
         raise BadConfig("speculative_config names no method", 'Write "method": "ngram"')
-    found = {"speculative_algorithm": VLLM_METHODS.get(str(method), str(method).upper())}
-    found |= {own: config[name] for name, own in VLLM_NAMES.items() if config.get(name) is not None}
-    return found
+    method = str(method).upper()
+    # One name for each family that has such a layer: deepseek_mtp, qwen3_next_mtp and so on.
+    algorithm = NEXTN if method.endswith("MTP") else method
+    count = COUNTS.get(algorithm, COUNTS[NGRAM])
+    names = {"method": "speculative_algorithm", VLLM_COUNT: count, **VLLM_WINDOWS}
+    said = {**config, "method": algorithm}
+    return {own: said[name] for name, own in names.items() if said.get(name) is not None}
 
 
-def _check_algorithm(algorithm: object) -> None:
+def _check_algorithm(algorithm: object, model: ModelSpec) -> None:
+    if algorithm == NEXTN and model.draft_layer is None:
+        raise BadConfig(
+            "speculative_algorithm is NEXTN, but this model has no draft layer of its own",
+            "Use NGRAM",
+        )
     if algorithm in ALGORITHMS:
         return
     hint = f"Use {' or '.join(ALGORITHMS)}"

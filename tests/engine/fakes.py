@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
@@ -14,6 +13,7 @@ from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
 from cairn.engine.drafts import Drafter
 from cairn.engine.planned_step import Limits
+from cairn.engine.request import Request
 from cairn.runner.fake_executor import FakeExecutor
 
 VOCAB = 10
@@ -68,6 +68,8 @@ class FakeDrafter:
         most: guesses at a time.
     """
 
+    ahead = 0
+
     def __init__(self, seed: int, right: float, most: int = 4) -> None:
         self.rng = random.Random(seed)
         self.right, self.drafts = right, most
@@ -77,8 +79,8 @@ class FakeDrafter:
         """What follows a prompt; of others it knows nothing."""
         self.texts.append((prompt, output))
 
-    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        tokens = list(tokens)
+    def guess(self, request: Request, most: int) -> list[int]:
+        tokens = list(request.tokens)
         for prompt, output in self.texts:
             done = len(tokens) - len(prompt)
             if done >= 0 and tokens == prompt + output[:done]:

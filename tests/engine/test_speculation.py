@@ -178,6 +178,6 @@ def test_ngram_guesses_are_those_of_a_search_one_by_one() -> None:
         longest = shortest + rng.randrange(4)
         most = rng.randint(1, 6)
         wanted = naive(tokens, most, shortest, longest)
-        assert NgramDrafter(4, shortest, longest).guess(tokens, most) == wanted
+        assert NgramDrafter(4, shortest, longest).find(tokens, most) == wanted
         found += bool(wanted)
     assert found > 200

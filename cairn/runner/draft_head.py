@@ -1,0 +1,161 @@
+"""A model's own draft layer at work: it keeps its cache beside the model's, and guesses.
+
+Slot s of its cache belongs to the pair of token s and of the hidden state in front of it, one later
+than the pair's state. So what a page holds follows from the prefix that the page ends, and pages
+are shared as they are. A row goes on from the state behind its last token; where it goes on from
+shared pages, that is the one that the last of them keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cairn import ops
+from cairn.attention.base import DRAFT_STATE
+from cairn.attention.batch import Batch, PagePlace
+from cairn.attention.cuts import decode_cuts
+from cairn.attention.registry import Backends
+from cairn.attention.step import BoundLayer, Step
+from cairn.cache.pools import CachePools
+from cairn.runner.rows import Layout, Rows
+from cairn.runner.staging import send
+from cairn.runner.step import Ints, RowOpen
+
+
+class DraftModel(Protocol):
+    """What the draft head needs of a model, see `cairn.models.decoder.Decoder`."""
+
+    def draft_states(self, hidden: Tensor) -> Tensor:
+        """[T, hidden] -> what the draft layer reads of them."""
+
+    def guess(self, ids: Tensor, states: Tensor, positions: Tensor, layer: BoundLayer) -> Tensor:
+        """[T] tokens and [T, hidden] -> [T, hidden]."""
+
+    def guess_logits(self, guessed: Tensor) -> Tensor:
+        """[n, hidden] -> [n, V] float32."""
+
+    def next_states(self, guessed: Tensor) -> Tensor:
+        """[n, hidden] -> what the draft layer reads of them next."""
+
+
+class Ends(NamedTuple):
+    """Where the rows of a step end that choose tokens.
+
+    Attributes:
+        row: [n] int64 on the device, the rows.
+        at: [n] int64 on the device, index in the step of the last token of each that counts.
+        token: [n] int64 on the device, the tokens chosen behind these.
+        ahead: [n], how many guesses are wanted behind each of these.
+    """
+
+    row: Tensor
+    at: Tensor
+    token: Tensor
+    ahead: Ints
+
+
+class DraftHead:
+    """The draft layer of a model, which is the last of its cache's.
+
+    Args:
+        model: has the layer.
+        backends: of all layers.
+        pools: the cache.
+        rows: page tables.
+    """
+
+    def __init__(
+        self, model: DraftModel, backends: Backends, pools: CachePools, rows: Rows
+    ) -> None:
+        self._model, self._backends, self._rows = model, backends, rows
+        self._layer = len(backends.names) - 1
+        group = pools.schema.group_of[self._layer]
+        assert group is not None
+        self._group = group
+        self._kept = pools.pages[self._layer][DRAFT_STATE]
+        shape = len(rows.last_token), self._kept.shape[1]
+        self._last = torch.zeros(shape, dtype=self._kept.dtype, device=rows.device)
+
+    def follow(
+        self, opened: Sequence[RowOpen], layout: Layout, step: Step, hidden: Tensor
+    ) -> Tensor:
+        """Bring the layer's cache to where the model is.
+
+        Args:
+            opened: rows that begin, or go on from pages, with this step.
+            layout, step: what has run.
+            hidden: [T, hidden], what the model has made of it.
+        Returns:
+            [T, hidden], what the layer reads of that.
+        """
+        self._resume({entry.row for entry in opened}, layout)
+        batch, states = step.batch, self._model.draft_states(hidden)
+        row, start, last = send((layout.rows.row, layout.start, layout.last), states.device)
+        before = states.roll(1, 0)
+        before[start] = self._last[row]
+        self._model.guess(batch.input_ids, before, batch.positions, step.layers[self._layer])
+        self._kept[batch.completed_pages] = states[batch.completed]
+        self._last[row] = states[last]
+        return states
+
+    def guess(self, step: Step, states: Tensor, ends: Ends) -> Tensor:
+        """Guess what follows the tokens that were chosen.
+
+        Args:
+            step: what has run.
+            states: from `follow`.
+            ends: of its rows.
+        Returns:
+            [n, largest of `ends.ahead`] int64; numbers behind those wanted mean nothing.
+        """
+        most = int(ends.ahead.max(initial=0))
+        found = ends.token.new_zeros(len(ends.ahead), most)
+        self._last[ends.row] = state = states[ends.at]
+        row, token, slot = ends.row, ends.token, step.batch.slot[ends.at]
+        alive: Ints = np.arange(len(ends.ahead))
+        for number in range(most):
+            still = np.flatnonzero(ends.ahead[alive] > number)
+            alive = alive[still]
+            some, place = send((still, alive), token.device)
+            row, token, slot, state = row[some], token[some], slot[some] + 1, state[some]
+            guessed = self._step(row, token, slot, state)
+            token = ops.argmax_tokens(self._model.guess_logits(guessed))
+            state = self._model.next_states(guessed)
+            found[place, number] = token
+        return found
+
+    def _step(self, row: Tensor, token: Tensor, slot: Tensor, state: Tensor) -> Tensor:
+        """Run a token of some rows [n], each in its slot and behind its state: [n, hidden]."""
+        rows, size = self._rows, self._rows.slots.page_size
+        table = rows.page_tables[self._group]
+        location = table[row, slot // size].long() * size + slot % size
+        none = slot.new_empty(0)
+        batch = Batch(
+            input_ids=token.clamp(min=0),
+            positions=slot,
+            row=row,
+            slot=slot,
+            places=tuple(PagePlace(own, location) for own in rows.page_tables),
+            completed=none,
+            completed_pages=none,
+            max_slot=rows.capacity - 1,
+        )
+        layer = self._backends.bind(self._layer, batch, decode_cuts(len(row)))
+        return self._model.guess(batch.input_ids, state, slot, layer)
+
+    def _resume(self, opened: set[int], layout: Layout) -> None:
+        """Set the state of rows that begin: none, or what the page in front of them keeps."""
+        size, rows = self._rows.slots.page_size, layout.rows
+        for number, first in zip(rows.row.tolist(), rows.first.tolist(), strict=True):
+            if number not in opened:
+                continue
+            if first == 0:
+                self._last[number] = 0
+            else:
+                page = self._rows.page_of(number, first // size - 1, self._group)
+                self._last[number] = self._kept[page]

@@ -1,0 +1,192 @@
+"""Models that guess by their own draft layer: its cache, its guesses, and what they change: nothing
+but the speed. Weights are drawn, so its guesses are mostly wrong; right ones are put in their
+place."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cairn.cache.invariants import check
+from cairn.engine.build import Built
+from cairn.engine.planned_step import Limits
+from cairn.engine.request import Request
+from tests.engine.fakes import FakeDrafter, all_pages_back
+from tests.engine.harness import Lease, occupy, poison, text
+from tests.engine.test_families import build, prompts_of
+from tests.engine.test_speculation import DRAWN, PLAIN
+from tests.support import shows
+
+STEPS = 3
+RECURRENT = ["recurrent", "recurrent with experts"]
+
+
+def drafting(family: str, **options) -> Built:
+    asked = {"speculative_algorithm": "NEXTN", "speculative_num_steps": STEPS}
+    return plain(family, **asked, **options)
+
+
+def plain(family: str, **options) -> Built:
+    return build(family, load_format="random", **options)
+
+
+class Mixed(FakeDrafter):
+    """The draft layer's guesses, or right ones in their place."""
+
+    ahead = STEPS
+
+    def guess(self, request: Request, most: int) -> list[int]:
+        own = list(request.guesses[:most])
+        return super().guess(request, len(own)) or own if self.rng.random() < 0.6 else own
+
+
+class Seen:
+    """What was guessed behind each text."""
+
+    def __init__(self) -> None:
+        self.behind: dict[tuple[int, ...], list[int]] = {}
+        self.count = 0
+
+    def look(self, built: Built) -> None:
+        for request in built.core.scheduler.running:
+            if request.guesses and not request.drafting:
+                self.count += 1
+                found = list(request.guesses)
+                wanted = self.behind.setdefault(tuple(request.tokens), found)
+                short = min(len(found), len(wanted))
+                assert found[:short] == wanted[:short]
+                if len(found) > short:
+                    self.behind[tuple(request.tokens)] = found
+
+
+def serve(built: Built, prompts, params, seen: Seen, rng=None, hostage: Lease | None = None):
+    core, size = built.core, built.config.page_size
+    waiting, live, doomed = list(zip(prompts, params, strict=True)), [], {}
+    while waiting or core.has_work:
+        if waiting and (rng is None or rng.random() < 0.3 or not core.has_work):
+            live.append(core.add(f"r{core._arrivals}", *waiting.pop(0)))
+            if rng is not None and rng.random() < 0.15:
+                doomed[len(live) - 1] = rng.randint(1, 5)
+        if rng is not None:
+            core.scheduler.limits = Limits(4, rng.choice([3, 65, size, 2 * size, 1000]))
+        core.step()
+        seen.look(built)
+        for number in doomed:
+            doomed[number] -= 1
+            if doomed[number] == 0:
+                core.abort(live[number].request.id)
+        poison(built)
+        running = [r.lease for r in core.scheduler.running if r.lease is not None]
+        check(core.cache, [*running, *([hostage] if hostage else [])])
+    return [continuation.stream.output for continuation in live]
+
+
+@shows("qwen3_next qwen3_5", "speculation")
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bool) -> None:
+    """Prefix cache, chunks, batches, aborts and retractions: a guess depends on the text alone."""
+    rng = random.Random(f"{family} {overlap}")
+    cold = drafting(family, enable_prefix_caching=False)
+    prompts = prompts_of(rng, 48, cold.spec.vocab_size)
+    params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=20) for n in range(len(prompts))]
+    # Turns of a conversation, which go on from shared pages.
+    prompts += [
+        prompt[:130] + text(n, 70, cold.spec.vocab_size) for n, prompt in enumerate(prompts)
+    ]
+    params *= 2
+    wanted, seen = [], Seen()
+    for prompt, param in zip(prompts, params, strict=True):
+        wanted += serve(plain(family), [prompt], [param], Seen())
+        assert serve(cold, [prompt], [param], seen)[0].token_ids == wanted[-1].token_ids
+    built = drafting(family)
+    built.core.overlap, built.core.scheduler.pace = overlap, None
+    built.core.scheduler.drafter = drafter = Mixed(4, 0.9, most=STEPS)
+    for prompt, output in zip(prompts, wanted, strict=True):
+        drafter.knows(prompt, output.token_ids)
+    longest = max(map(len, prompts)) + 20
+    hostage = occupy(built.core.cache, keep=3 * int(built.slots.pages_for(longest)))
+    before = seen.count
+    for _ in range(2):
+        for found, output in zip(
+            serve(built, prompts, params, seen, rng, hostage), wanted, strict=True
+        ):
+            if found.finish_reason == "abort":
+                assert found.token_ids == output.token_ids[: len(found.token_ids)]
+            else:
+                assert found.token_ids == output.token_ids
+    built.core.cache.close(hostage)
+    assert all_pages_back(built.core)
+    totals = built.core.scheduler.drafts
+    assert totals.accepted > 50 and totals.accepted < totals.drafted
+    assert built.core.scheduler.cached_prompt_tokens > 0 and seen.count > before + 100
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    prompts = [text(n, length, 140) for n, length in enumerate((3, 70, 130))]
+    params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=30) for n in range(3)]
+    wanted = serve(plain("recurrent", device="cuda"), prompts, params, Seen())
+    built = drafting("recurrent", device="cuda")
+    built.core.scheduler.pace = None
+    built.core.scheduler.drafter = drafter = Mixed(4, 0.9, most=STEPS)
+    for prompt, output in zip(prompts, wanted, strict=True):
+        drafter.knows(prompt, output.token_ids)
+    found = serve(built, prompts, params, Seen())
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+    assert built.core.scheduler.drafts.accepted > 20
+
+
+def draft_logits(built: Built, tokens: list[int], hidden: Tensor) -> Tensor:
+    """The formula: logits of the token behind the last, from all tokens and the model's hidden
+    states in front of each, [N - 1, hidden], before its final norm."""
+    model, spec = built.runner.model, built.spec.draft.layer.mixer
+    draft, mixer = model.draft, model.draft.block.mixer
+    embedded = model.embedding(torch.tensor(tokens[1:]))
+    states = model.norm(hidden)
+    x = torch.cat((draft.token_norm(embedded), draft.state_norm(states)), -1) @ draft.join.weight.T
+    projected = draft.block.mixer_norm(x) @ mixer.qkv.weight.T
+    heads, kv, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    q, k, v = projected.split((2 * heads * dim, kv * dim, kv * dim), -1)
+    q, gate = q.unflatten(-1, (heads, 2, dim)).unbind(-2)
+    q, k = mixer.q_norm(q), mixer.k_norm(k.unflatten(-1, (kv, dim)))
+    q, k = (rotated(part, spec.rotary.head_dim, spec.rotary.theta) for part in (q, k))
+    q, k, v = (part.transpose(0, 1) for part in (q, k, v.unflatten(-1, (kv, dim))))
+    o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    x = x + (o.transpose(0, 1) * gate.sigmoid()).flatten(1) @ mixer.out.weight.T
+    h = draft.block.ffn_norm(x)
+    ffn = draft.block.ffn
+    a, b = (h @ ffn.gate_up.weight.T).chunk(2, -1)
+    x = x + (functional.silu(a) * b) @ ffn.down.weight.T
+    return draft.norm(x[-1]) @ model.head._embedding[0].weight[: built.spec.vocab_size].T
+
+
+def rotated(x: Tensor, width: int, theta: float) -> Tensor:
+    """Halves of the first `width` dimensions of x [N, h, d], turned by the positions 0, 1, ..."""
+    angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, width, 2) / width)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    a, b, rest = x.split((width // 2, width // 2, x.shape[-1] - width), -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), -1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 65])
+def test_a_guess_follows_the_formula(length: int) -> None:
+    built = drafting("recurrent")
+    model, hidden = built.runner.model, []
+    model.register_forward_hook(lambda module, given, x: hidden.append(x.clone()))
+    logits = []
+    guess_logits = model.guess_logits
+    model.guess_logits = lambda x: logits.append(guess_logits(x)) or logits[-1]
+    prompt = text(3, length, built.spec.vocab_size)
+    live = built.core.add("r", prompt, PLAIN)
+    while not live.stream.output.token_ids:
+        built.core.step()
+    tokens = [*prompt, *live.stream.output.token_ids]
+    wanted = draft_logits(built, tokens, torch.cat(hidden)[: len(tokens) - 1])
+    assert (logits[0][0] - wanted).abs().max() < 2e-4 * wanted.abs().max()
+    assert live.request.guesses[0] == int(wanted.argmax())
