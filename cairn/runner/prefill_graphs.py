@@ -102,12 +102,14 @@ class PrefillGraphs:
             return None
         if len(layout.arrays.completed) > self._closing(self.buckets[at]):
             return None
-        if self._longest is not None and int(layout.slot.max()) >= self._longest:
-            return None
         if is_traced(self._buffers.memory):
             # Nobody sees the ops of a graph.
             return None
         kind = Kind(self.buckets[at], self._cutter.of_bucket(layout.rows, self.buckets[at]))
+        # Guesses are as few as tokens that decode, and attended like these.
+        few = layout.rows.drafts is not None and not kind.cuts.chunked
+        if self._longest is not None and not few and int(layout.slot.max()) >= self._longest:
+            return None
         self.prepare(kind)
         if kind in self._too_large:
             return None
