@@ -20,7 +20,7 @@ from cairn.attention.batch import Batch, PagePlace, StepRows
 from cairn.attention.cuts import Cuts, Front, Part, attend_in_parts
 from cairn.attention.inputs import GqaInputs
 from cairn.cache.pools import CachePools
-from cairn.cache.schema import LayerSchema, PageField, PageFormat
+from cairn.cache.schema import LayerSchema, PageFormat
 
 DRAFT_STATE = "state"
 """Field of a draft layer: the model's hidden state of a page's last token."""
@@ -140,11 +140,8 @@ class GqaBackend(AttentionBackend):
 
     @classmethod
     def needs(cls, spec: Any, form: PageFormat) -> LayerSchema:
-        """Keys and values, and of a draft layer hidden states."""
-        kept: tuple[PageField, ...] = form.keys_and_values(spec.num_kv_heads, spec.head_dim)
-        if spec.draft_width:
-            kept += (PageField(DRAFT_STATE, (spec.draft_width,), form.dtype, summary=True),)
-        return LayerSchema(kept)
+        """Keys and values."""
+        return LayerSchema(form.keys_and_values(spec.num_kv_heads, spec.head_dim))
 
     def place(self, layer: int, plan: StepPlan) -> PagePlace:
         """Page table and locations of a layer."""

@@ -7,7 +7,7 @@ an indexer a key for that. A *cell*, page * S + slot % S, is where a token is in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from cairn import ops
 from cairn.attention.base import AttentionBackend, StepPlan
 from cairn.attention.batch import Batch, PagePlace, StepRows
 from cairn.attention.cuts import Cuts
+from cairn.attention.first_slot import cleared, draft_fields, without_first
 from cairn.attention.inputs import IndexInputs, MlaInputs
 from cairn.attention.mla_format import (
     INDEX_KEY,
@@ -82,7 +83,7 @@ class MlaBackend(AttentionBackend):
         Raises:
             BadConfig: for pages whose format does not hold them.
         """
-        fields = [record_field(spec, form)]
+        fields = [record_field(spec, form), *draft_fields(spec.draft_width, form)]
         if spec.indexer is not None:
             fields.append(index_field(spec.indexer.head_dim, form))
         return LayerSchema(tuple(fields))
@@ -102,21 +103,26 @@ class MlaBackend(AttentionBackend):
         """Attend in latents: -> [T, H, r] in q's dtype."""
         spec, records, q = self.layers[layer], self.pools.pages[layer][RECORD], inputs.q
         place, context, rank = plan.place, plan.context, spec.kv_lora_rank
+        if spec.draft_width:
+            inputs = _without_first(inputs, plan.batch.slot)
         ops.mla_kv_store(inputs.latent, inputs.k_pe, records, place.location)
         if inputs.index is not None:
             self._store(layer, inputs.index.k, place.location)
         if spec.topk is None or plan.width <= spec.topk:
-            o, _ = ops.paged_mla(
+            o, lse = ops.paged_mla(
                 *(q, records, place.page_table, plan.batch.row, context, spec.scale, rank),
                 dtype=q.dtype,
                 width=plan.width,
             )
-            return o
+            return without_first(o, lse, context > 0) if spec.draft_width else o
         if inputs.index is not None:
             plan.cells = self._selected(layer, inputs.index, spec.topk, plan)
         assert plan.cells is not None, "a layer that shares a selection comes behind an indexer"
-        o, _ = ops.sparse_mla(q, records, plan.cells, context, spec.scale, rank, dtype=q.dtype)
-        return o
+        o, lse = ops.sparse_mla(q, records, plan.cells, context, spec.scale, rank, dtype=q.dtype)
+        if not spec.draft_width:
+            return o
+        first = place.page_table[plan.batch.row, :1] * self._page_size
+        return without_first(o, lse, (plan.cells == first).any(dim=1))
 
     def _store(self, layer: int, k: Tensor, location: Tensor) -> None:
         """Write the indexer's keys [T, D] of the step."""
@@ -144,6 +150,15 @@ class MlaBackend(AttentionBackend):
     @property
     def _page_size(self) -> int:
         return self.pools.schema.page_size
+
+
+def _without_first(inputs: MlaInputs, slot: Tensor) -> MlaInputs:
+    """Of a draft layer, those of a step's slots."""
+    latent, k_pe = (cleared(lines, slot) for lines in (inputs.latent, inputs.k_pe))
+    index = inputs.index
+    if index is not None:
+        index = replace(index, k=cleared(index.k, slot))
+    return replace(inputs, latent=latent, k_pe=k_pe, index=index)
 
 
 def _blocks(tokens: int, width: int) -> list[slice]:

@@ -16,7 +16,7 @@ from cairn.models.quantization import fp8_blocks
 from cairn.models.rope import latent_rope
 from cairn.specs.ffn import DenseFfn, FfnSpec, MoeFfn, RouterSpec
 from cairn.specs.mla import IndexerSpec, MlaSpec
-from cairn.specs.model import LayerSpec, ModelSpec, NormSpec
+from cairn.specs.model import DraftNames, DraftSpec, LayerSpec, ModelSpec, NormSpec
 
 LATENT_EPS = 1e-6
 """Of the norms of latents and of index keys, whatever rms_norm_eps says."""
@@ -130,6 +130,7 @@ def spec_from_config(
             LayerSpec(full if kind == FULL else shared, ffn, norm)
             for kind, ffn in zip(kinds, ffns, strict=True)
         ),
+        draft_layer=_draft(full, ffns[-1], norm, num_layers, hidden) if drafts == 1 else None,
         quantization=quantization,
         ignored=_ignored(num_layers, drafts),
         resolved=f.resolved(),
@@ -294,6 +295,13 @@ def _experts(f: ConfigFields, own: _Family) -> MoeFfn:
         shared=shared * width,
         shared_name="shared_experts",
     )
+
+
+def _draft(attention: MlaSpec, ffn: FfnSpec, norm: NormSpec, number: int, hidden: int) -> DraftSpec:
+    """The draft layer, stored as one more layer of the model; it has an indexer of its own."""
+    names = DraftNames("eh_proj", "enorm", "hnorm", "shared_head.norm", layer="")
+    layer = LayerSpec(replace(attention, draft_width=hidden), ffn, norm)
+    return DraftSpec(layer, f"model.layers.{number}.", normed=False, names=names)
 
 
 def _ignored(num_layers: int, drafts: int) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ class MlaSpec:
         topk: tokens that a query reads, at most; None: all.
         indexer: selects them; None, where there is a topk: they are those that the nearest layer
             below with an indexer has selected.
+        draft_width: see `GqaSpec`.
         backend: name of the attention backend.
     """
 
@@ -55,6 +56,7 @@ class MlaSpec:
     bias: bool = False
     topk: int | None = None
     indexer: IndexerSpec | None = None
+    draft_width: int = 0
     backend: str = MLA
 
     @property

@@ -24,6 +24,7 @@ from tests.support import shows
 
 STEPS = 3
 RECURRENT = ["recurrent", "recurrent with experts"]
+LATENT = ["latent, shared selections"]
 
 
 def drafting(family: str, **options) -> Built:
@@ -86,9 +87,9 @@ def serve(built: Built, prompts, params, seen: Seen, rng=None, hostage: Lease | 
     return [continuation.stream.output for continuation in live]
 
 
-@shows("qwen3_next qwen3_5", "speculation")
+@shows("qwen3_next qwen3_5 glm_moe_dsa", "speculation")
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", [*RECURRENT, *LATENT])
 def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bool) -> None:
     """Prefix cache, chunks, batches, aborts and retractions: a guess depends on the text alone."""
     rng = random.Random(f"{family} {overlap}")
