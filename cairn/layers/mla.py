@@ -23,22 +23,21 @@ from cairn.specs.mla import IndexerSpec, MlaSpec
 
 
 class Indexer(nn.Module):
-    """Queries, key and head weights that score every earlier token (report, equation 1).
+    """Key and head weights that score every earlier token (report, equation 1); its queries come
+    with those of the heads.
 
     Args:
         spec: heads, and how many tokens are selected.
         hidden: width of the residual stream.
-        q_lora_rank: width of the latent of queries.
         rotary: of the first dimensions.
         dtype: of activations.
-        scheme: how matrices are kept, but for that of the head weights.
+        scheme: how the matrix of keys is kept.
     """
 
     def __init__(
         self,
         spec: IndexerSpec,
         hidden: int,
-        q_lora_rank: int,
         rotary: Rotary,
         dtype: torch.dtype,
         scheme: Scheme = PLAIN,
@@ -46,31 +45,27 @@ class Indexer(nn.Module):
         super().__init__()
         self.heads, self.rotary = spec.num_heads, rotary
         self.scale = (spec.num_heads * spec.head_dim) ** -0.5
-        queries = [Rows("wq_b", spec.num_heads * spec.head_dim)]
-        self.wq_b = Linear(q_lora_rank, queries, dtype=dtype, scheme=scheme)
         self.wk = Linear(hidden, [Rows("wk", spec.head_dim)], dtype=dtype, scheme=scheme)
         self.k_norm = LayerNorm(spec.head_dim, spec.eps, dtype=dtype)
         matrix = torch.empty(spec.num_heads, hidden, dtype=dtype)
         self.head_weights = nn.Parameter(matrix, requires_grad=False)
 
     def weights(self, source: Source) -> list[Weight]:
-        """wq_b, wk, k_norm, weights_proj."""
+        """wk, k_norm, weights_proj."""
         name, shape = source.name("weights_proj.weight"), tuple(self.head_weights.shape)
         return [
-            *self.wq_b.weights(source),
             *self.wk.weights(source),
             *self.k_norm.weights(source, "k_norm"),
             Weight(name, shape, self.head_weights),
         ]
 
-    def forward(self, x: Tensor, q_latent: Tensor, angles: Angles) -> IndexInputs:
-        """x [T, hidden] after the layer's norm, q_latent [T, q_lora_rank] -> what scores tokens."""
-        q = self.wq_b(q_latent).unflatten(-1, (self.heads, -1))
-        k = self.k_norm(self.wk(x))
-        self.rotary.rotate(angles.index, q, k.unsqueeze(1), angles.of(self.rotary))
-        # Summed and kept in float32: what a shorter dtype rounds away decides what is selected.
-        weights = ops.linear(x, self.head_weights, dtype=torch.float32)
-        return IndexInputs(q, k, weights * self.scale)
+    def of_heads(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> weights of heads [T, Hi] float32, without their factor.
+
+        They are summed and kept in float32: what a shorter dtype rounds away decides what is
+        selected.
+        """
+        return ops.linear(x, self.head_weights, dtype=torch.float32)
 
 
 class MlaAttention(nn.Module):
@@ -100,12 +95,14 @@ class MlaAttention(nn.Module):
         super().__init__()
         self.spec, self.rotary = spec, rotary
         q_rank, rank, heads = spec.q_lora_rank, spec.kv_lora_rank, spec.num_heads
-        self.widths = [q_rank, rank, spec.rope_dim]
         down = [Rows("q_a_proj", q_rank), Rows("kv_a_proj_with_mqa", spec.record_dim)]
         self.down = Linear(hidden, down, spec.bias, dtype=dtype, scheme=scheme)
         self.q_norm = RMSNorm(q_rank, spec.latent_eps, dtype=dtype)
         self.kv_norm = RMSNorm(rank, spec.latent_eps, dtype=dtype)
         up = [Rows("q_b_proj", heads * (spec.nope_dim + spec.rope_dim))]
+        if spec.indexer is not None:
+            # They read the same latent: one product.
+            up.append(Rows("indexer.wq_b", spec.indexer.num_heads * spec.indexer.head_dim))
         self.q_up = Linear(q_rank, up, dtype=dtype, scheme=scheme)
         # Its halves are applied apart, head by head: no scheme multiplies so.
         up = [Rows("kv_b_proj", heads * (spec.nope_dim + spec.value_dim))]
@@ -114,7 +111,7 @@ class MlaAttention(nn.Module):
         self.out = Linear(heads * spec.value_dim, out, spec.bias, dtype=dtype, scheme=scheme)
         self.indexer: Indexer | None = None
         if spec.indexer is not None and index_rotary is not None:
-            self.indexer = Indexer(spec.indexer, hidden, q_rank, index_rotary, dtype, scheme)
+            self.indexer = Indexer(spec.indexer, hidden, index_rotary, dtype, scheme)
 
     def weights(self, source: Source) -> list[Weight]:
         """Projections, norms of latents, and indexer.*."""
@@ -131,29 +128,37 @@ class MlaAttention(nn.Module):
 
     def forward(self, h: Hidden, layer: BoundLayer, angles: Angles) -> Delta:
         """[T, hidden] -> the delta [T, hidden]."""
-        x = h.value()
-        q_latent, latent, k_pe = self.down(x).split(self.widths, dim=-1)
-        q_latent, latent = self.q_norm(q_latent), self.kv_norm(latent)
+        x, spec, own = h.value(), self.spec, self.indexer
         w_uk, w_uv = self._up_by_head()
-        q_nope, q_pe = self._queries(q_latent)
-        rank, heads = self.spec.kv_lora_rank, self.spec.num_heads
-        # Products are written where they are read: nothing is joined afterwards.
-        q = x.new_empty(len(x), heads, self.spec.record_dim)
-        torch.bmm(q_nope.transpose(0, 1), w_uk, out=q[..., :rank].transpose(0, 1))
-        rotated = q[..., rank:]
-        rotated.copy_(q_pe)
-        self.rotary.rotate(angles.index, rotated, k_pe.unsqueeze(1), angles.of(self.rotary))
-        index = None if self.indexer is None else self.indexer(x, q_latent, angles)
+        turning = angles.of(self.rotary), None if own is None else angles.of(own.rotary)
+        layouts = self._layouts()
+        q_latent, latent, k_pe, k = ops.latent_norm_rope(
+            *(self.down(x), None if own is None else own.wk(x)),
+            *(self.q_norm.weight, self.kv_norm.weight),
+            *((None, None) if own is None else (own.k_norm.weight, own.k_norm.bias)),
+            *(*turning, spec.latent_eps, 0.0 if own is None else own.k_norm.eps, *layouts),
+        )
+        projected = self.q_up(q_latent)
+        # Products and rotations are written where they are read: nothing is joined afterwards.
+        q = x.new_empty(len(x), spec.num_heads, spec.record_dim)
+        nope = projected[:, : spec.num_heads * (spec.nope_dim + spec.rope_dim)]
+        nope = nope.unflatten(1, (spec.num_heads, -1))[..., : spec.nope_dim]
+        latent_part = q[..., : spec.kv_lora_rank]
+        torch.bmm(nope.transpose(0, 1), w_uk, out=latent_part.transpose(0, 1))
+        weights, factor = (None, 1.0) if own is None else (own.of_heads(x), own.scale)
+        index_q, weights = ops.latent_query_rope(
+            *(projected, q, weights, *turning, spec.nope_dim, factor, *layouts)
+        )
+        index = None if own is None else IndexInputs(index_q, k, weights)
         o = layer.run(MlaInputs(q, latent, k_pe, index))
-        values = x.new_empty(len(x), heads, self.spec.value_dim)
+        values = x.new_empty(len(x), spec.num_heads, spec.value_dim)
         torch.bmm(o.transpose(0, 1), w_uv.transpose(1, 2), out=values.transpose(0, 1))
         return Product(self.out, values.flatten(1))
 
-    def _queries(self, q_latent: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, q_lora_rank] -> queries [T, H, dn] and [T, H, dr], the latter before rotation."""
-        heads = self.q_up(q_latent).unflatten(-1, (self.spec.num_heads, -1))
-        q_nope, q_pe = heads.split((self.spec.nope_dim, self.spec.rope_dim), dim=-1)
-        return q_nope, q_pe
+    def _layouts(self) -> tuple[bool, bool]:
+        """Whether neighbours are pairs that turn, of the heads and of the indexer."""
+        own = self.indexer
+        return self.rotary.spec.interleaved, own is not None and own.rotary.spec.interleaved
 
     def _up_by_head(self) -> tuple[Tensor, Tensor]:
         """W_uk [H, dn, r] and W_uv [H, dv, r], views."""

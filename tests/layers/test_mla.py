@@ -81,7 +81,7 @@ def expanded(module: MlaAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch
     q_latent = normed(down[:, :10], module.q_norm.weight)
     latent = normed(down[:, 10:18], module.kv_norm.weight)
     k_pe = rotated(down[:, 18:], spec.rotary.interleaved)
-    q = (q_latent @ module.q_up.weight.T).view(len(x), heads, 10)
+    q = (q_latent @ module.q_up.weight[: heads * 10].T).view(len(x), heads, 10)
     q = torch.cat((q[..., :6], rotated(q[..., 6:], spec.rotary.interleaved)), dim=-1)
     kv = (latent @ module.kv_up.weight.T).view(len(x), heads, 11)
     k = torch.cat((kv[..., :6], k_pe.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
@@ -109,7 +109,7 @@ def test_indexer(interleaved):
     x, layer = torch.randn(TOKENS, HIDDEN), AllTokens(module.spec)
     module(Hidden(x), layer, Angles(torch.arange(TOKENS), torch.float32))
     index, own = layer.inputs.index, module.indexer
-    q = (expanded(module, x)[1] @ own.wq_b.weight.T).view(TOKENS, 2, 7)
+    q = (expanded(module, x)[1] @ module.q_up.weight[-2 * 7 :].T).view(TOKENS, 2, 7)
     k = x @ own.wk.weight.T
     k = functional.layer_norm(k, (7,), own.k_norm.weight, own.k_norm.bias, 1e-6)
     near = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
@@ -125,8 +125,7 @@ def test_head_weights_of_bfloat16_are_summed_in_float32():
     for parameter in module.parameters():
         parameter.copy_(torch.randn(parameter.shape))
     x = torch.randn(TOKENS, HIDDEN).bfloat16()
-    angles = Angles(torch.arange(TOKENS), torch.bfloat16)
-    weights = module.indexer(x, torch.randn(TOKENS, 10).bfloat16(), angles).weights
-    expected = x.float() @ module.indexer.head_weights.float().T * 14**-0.5
+    weights = module.indexer.of_heads(x)
+    expected = x.float() @ module.indexer.head_weights.float().T
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)

@@ -3,6 +3,8 @@
 from cairn.ops.sparse_mla.index_k_gather import index_k_gather
 from cairn.ops.sparse_mla.index_k_store import index_k_store
 from cairn.ops.sparse_mla.index_q_quantize import index_q_quantize
+from cairn.ops.sparse_mla.latent_norm_rope import latent_norm_rope
+from cairn.ops.sparse_mla.latent_query_rope import latent_query_rope
 from cairn.ops.sparse_mla.mla_kv_store import mla_kv_store
 from cairn.ops.sparse_mla.paged_mla import paged_mla
 from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits
@@ -14,6 +16,8 @@ __all__ = [
     "index_k_gather",
     "index_k_store",
     "index_q_quantize",
+    "latent_norm_rope",
+    "latent_query_rope",
     "mla_kv_store",
     "paged_mla",
     "paged_mqa_logits",

@@ -8,6 +8,8 @@ from cairn.ops.sparse_mla import index_cache, records
 from cairn.ops.sparse_mla.index_k_gather import index_k_gather
 from cairn.ops.sparse_mla.index_k_store import index_k_store
 from cairn.ops.sparse_mla.index_q_quantize import index_q_quantize
+from cairn.ops.sparse_mla.latent_norm_rope import latent_norm_rope
+from cairn.ops.sparse_mla.latent_query_rope import latent_query_rope
 from cairn.ops.sparse_mla.mla_kv_store import mla_kv_store
 from cairn.ops.sparse_mla.paged_mla import paged_mla
 from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits_into
@@ -66,6 +68,38 @@ def _(make: Make) -> Cases:
         yield make.args(q, weights)
         yield make.args(q[:0], weights[:0])
         yield make.args(q[..., :16].contiguous(), weights, hadamard=True)
+
+
+@latent_norm_rope.cases
+def _(make: Make) -> Cases:
+    for dtype, first, interleaved in ((torch.float32, 24, True), (torch.bfloat16, 96, False)):
+        tokens, latent, rope, dim = 5, 32, 8, 20
+        projected = make.randn(tokens, first + latent + rope, dtype=dtype)
+        key = make.randn(tokens, 2 * dim, dtype=dtype)[:, :dim]
+        weights = [make.randn(size, dtype=dtype) for size in (first, latent, dim, dim)]
+        angles, others = make.randn(tokens, rope), make.randn(tokens, rope)
+        given = (*weights, angles, others, 1e-6, 1e-5, interleaved)
+        yield make.args(projected, key, *given, not interleaved)
+        yield make.args(projected, key, *given, interleaved)
+        yield make.args(projected, None, *weights[:2], None, None, angles, None)
+        none = (*weights, angles[:0], others[:0])
+        yield make.args(projected[:0], key[:0], *none)
+
+
+@latent_query_rope.cases
+def _(make: Make) -> Cases:
+    for dtype, heads, interleaved in ((torch.float32, 3, True), (torch.bfloat16, 4, False)):
+        tokens, nope, latent, rope, own, dim = 5, 6, 12, 8, 2, 20
+        projected = make.randn(tokens, heads * (nope + rope) + own * dim, dtype=dtype)
+        q, weights = make.randn(tokens, heads, latent + rope, dtype=dtype), make.randn(tokens, own)
+        angles, others = make.randn(tokens, rope), make.randn(tokens, rope)
+        given = (q, weights, angles, others, nope, 0.3, interleaved)
+        yield make.args(projected, *given, not interleaved)
+        yield make.args(projected, *given, interleaved)
+        alone = projected[:, : heads * (nope + rope)]
+        yield make.args(alone, q, None, angles, None, nope)
+        none = (q[:0], weights[:0], angles[:0], others[:0], nope)
+        yield make.args(projected[:0], *none)
 
 
 @mla_kv_store.cases
