@@ -132,11 +132,19 @@ class MlaAttention(nn.Module):
         w_uk, w_uv = self._up_by_head()
         turning = angles.of(self.rotary), None if own is None else angles.of(own.rotary)
         layouts = self._layouts()
+        key, k_norm = (None, None) if own is None else (own.wk(x), own.k_norm)
         q_latent, latent, k_pe, k = ops.latent_norm_rope(
-            *(self.down(x), None if own is None else own.wk(x)),
-            *(self.q_norm.weight, self.kv_norm.weight),
-            *((None, None) if own is None else (own.k_norm.weight, own.k_norm.bias)),
-            *(*turning, spec.latent_eps, 0.0 if own is None else own.k_norm.eps, *layouts),
+            self.down(x),
+            key,
+            self.q_norm.weight,
+            self.kv_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            None if k_norm is None else k_norm.bias,
+            *turning,
+            eps=spec.latent_eps,
+            key_eps=spec.latent_eps if k_norm is None else k_norm.eps,
+            interleaved=layouts[0],
+            index_interleaved=layouts[1],
         )
         projected = self.q_up(q_latent)
         # Products and rotations are written where they are read: nothing is joined afterwards.

@@ -41,7 +41,7 @@ FREE = {
     "index_q_quantize": "q:2",
     "landmark_attention": "page_table:0 page_table:1",
     "latent_norm_rope": "",
-    "latent_query_rope": "projected:1 q:2 weights:1",
+    "latent_query_rope": "projected:1 q:1 q:2 weights:1",
     "linear": "input:0 input:rank",
     "linear_add": "",
     "mean_summary": "k_cache:0 k_cache:1 k_cache:2 k_cache:3 pages:0",

@@ -54,18 +54,22 @@ def latent_norm_rope(
     """
     widths = (len(q_weight), len(kv_weight), cos_sin.shape[1])
     q_latent, latent, pe = projected.split(widths, dim=1)
-    pe = pe.contiguous().clone()
-    rotate(pe, *cos_sin.chunk(2, dim=-1), widths[2], not interleaved)
-    first, second = (
-        rmsnorm.reference(q_latent, q_weight, eps),
-        rmsnorm.reference(latent, kv_weight, eps),
-    )
     own = projected.new_empty(len(projected), 0)
     if key is not None:
         assert k_weight is not None and index_cos_sin is not None
-        own = layernorm.reference(key, k_weight, k_bias, key_eps)
-        rotate(own, *index_cos_sin.chunk(2, dim=-1), key.shape[1], not index_interleaved)
-    return first, second, pe, own
+        normed = layernorm.reference(key, k_weight, k_bias, key_eps)
+        own = turned(normed, index_cos_sin, index_interleaved)
+    first = rmsnorm.reference(q_latent, q_weight, eps)
+    second = rmsnorm.reference(latent, kv_weight, eps)
+    return first, second, turned(pe, cos_sin, interleaved), own
+
+
+def turned(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """Heads [T, ..., D] with their first numbers rotated, in memory of their own."""
+    own = x.contiguous().clone()
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    rotate(own, cos, sin, x.shape[-1], not interleaved)
+    return own
 
 
 @latent_norm_rope.check
