@@ -49,7 +49,7 @@ class Stats:
         pages_read: pages that they read (selected and window), averaged over KV heads.
         pages_held: pages that dense attention would have read in their place.
         preemptions: requests whose pages were taken back for a while.
-        draft_runs, drafted_tokens, accepted_tokens, undrafted_requests: of speculative decoding,
+        draft_runs, drafted_tokens, accepted_tokens: of speculative decoding,
             see `cairn.engine.drafts.DraftTotals`.
         steady: what steps that only decode cost the host.
     """
@@ -71,7 +71,6 @@ class Stats:
     draft_runs: int
     drafted_tokens: int
     accepted_tokens: int
-    undrafted_requests: int
     steady: HostTimes
 
 
@@ -233,7 +232,6 @@ class LLM:
             draft_runs=drafts.runs,
             drafted_tokens=drafts.drafted,
             accepted_tokens=drafts.accepted,
-            undrafted_requests=drafts.undrafted,
         )
 
     def shutdown(self) -> None:

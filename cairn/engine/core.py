@@ -33,7 +33,7 @@ from cairn.engine.admission import CoreShape
 from cairn.engine.budget import Load, StepTimes
 from cairn.engine.continuation import Continuation, SideBySide
 from cairn.engine.drafts import Drafter
-from cairn.engine.grammar import GrammarLoader, GrammarState
+from cairn.engine.grammar import GrammarLoader, GrammarState, Words
 from cairn.engine.output import OutputStream
 from cairn.engine.planned_step import Limits
 from cairn.engine.request import Moments, Request
@@ -244,11 +244,12 @@ class EngineCore:
         if flight is None or not self._choosing:
             return
         began, self._choosing = self.clock(), False
-        masks = {
-            i: request.grammar.mask()
-            for i, request in self.scheduler.constrained(flight.plan).items()
-            if request.grammar is not None and self._of(request) is not None
-        }
+        masks: dict[int, Words] = {}
+        guesses = {work.row: work.guesses for work in flight.plan.work if work.drafts}
+        for i, request in self.scheduler.constrained(flight.plan).items():
+            if request.grammar is not None and self._of(request) is not None:
+                along = request.grammar.masks_along(guesses.get(request.row, ()))
+                masks |= dict(enumerate(along, i))
         try:
             flight.launched.choose(masks)
         except BaseException as error:

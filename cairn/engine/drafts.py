@@ -11,7 +11,6 @@ import numpy as np
 from cairn.engine.budget import Load
 from cairn.engine.pace import Pace
 from cairn.engine.request import Lockstep, Request
-from cairn.types import SamplingParams
 
 
 class Drafter(Protocol):
@@ -99,14 +98,11 @@ class DraftTotals:
         runs: times that a row ran guesses.
         drafted: guesses that ran.
         accepted: those of them that were right.
-        undrafted: requests that run without guesses, since a choice of theirs depends on more than
-            the tokens before it.
     """
 
     runs: int = 0
     drafted: int = 0
     accepted: int = 0
-    undrafted: int = 0
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count one row's guesses of a step."""
@@ -149,7 +145,7 @@ class Guesses:
         load = Load(rows=len(rows.requests), rows_context=rows.context)
         room = (budget - load.rows) // max(1, load.rows)
         found = {}
-        asked = [request for request in rows.requests if draftable(request.params)]
+        asked = rows.requests
         for request in asked if pace is None else pace.candidates(asked, load):
             # The last token that it may have follows the last one that runs.
             left = request.num_prompt + request.max_output - request.planned - 2
@@ -177,9 +173,3 @@ class Guesses:
 
     def __bool__(self) -> bool:
         return bool(self.of or self.waiting)
-
-
-def draftable(params: SamplingParams) -> bool:
-    """Whether each choice follows from the tokens before it in the cache: penalties count tokens as
-    they are chosen, and the mask of a grammar is known for the next token alone."""
-    return not params.penalized and params.grammar is None

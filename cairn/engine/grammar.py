@@ -8,6 +8,7 @@ engine sees it.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -116,6 +117,18 @@ class GrammarState:
         An array is never written again once it was returned.
         """
         return self._mask
+
+    def masks_along(self, guesses: Iterable[int]) -> list[Words]:
+        """`mask`, and what it would be behind each of these tokens, up to one that is not allowed
+        or that ends the output."""
+        state, found = copy.copy(self), [self._mask]
+        state._matcher = self._matcher.deep_copy()
+        for token in guesses:
+            state.accept(token)
+            if state.error is not None or state.done:
+                break
+            found.append(state._mask)
+        return found
 
     def accept(self, token: int) -> None:
         """Go on by one token. A token that the mask does not allow is an error of the state."""

@@ -370,7 +370,6 @@ class EngineLoop:
             draft_runs=scheduler.drafts.runs,
             drafted_tokens=scheduler.drafts.drafted,
             accepted_tokens=scheduler.drafts.accepted,
-            undrafted_requests=scheduler.drafts.undrafted,
             selecting_queries=runner.reads.queries,
             pages_selected=runner.reads.selected_by_head,
         )

@@ -257,7 +257,6 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
         preemptions: requests whose pages were taken back for a while.
         draft_runs, drafted_tokens, accepted_tokens: times that a row ran guesses, these, and those
             of them that were right.
-        undrafted_requests: requests whose parameters allow no guesses.
         steps: forward passes.
         model_seconds, host_seconds: inside the model and beside it.
         decode_stall_seconds: how long rows that decode waited for prefill of others in their step.
@@ -282,7 +281,6 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     draft_runs: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    undrafted_requests: int = 0
     steps: int = 0
     model_seconds: float = 0.0
     host_seconds: float = 0.0

@@ -113,6 +113,12 @@ class PlannedStep:
         if snapshot is not None:
             self.restored.append(StateCopy(request.row, snapshot))
 
+    def constrain(self, request: Request) -> None:
+        """The work that is added next chooses under its request's grammar, if there is one."""
+        if request.grammar is not None:
+            number = len(self.decode.row) + sum(work.choices for work in self.work)
+            self.constrained = {**self.constrained, number: request}
+
     def count(self, request: Request, end: int, slots: SlotMap) -> None:
         """Account for the work added last, which runs a request's tokens up to `end`."""
         work = self.work[-1]

@@ -15,7 +15,7 @@ from collections.abc import Container, Mapping, Sequence
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
 from cairn.engine.budget import Load, StepTimes
-from cairn.engine.drafts import Drafter, DraftTotals, Guesses, draftable
+from cairn.engine.drafts import Drafter, DraftTotals, Guesses
 from cairn.engine.pace import Pace, learn
 from cairn.engine.planned_step import Limits, PlannedStep, decoded_border
 from cairn.engine.promises import Promises
@@ -74,8 +74,6 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. It must fit the pool alone: the caller checked."""
         self.waiting.push(request)
-        if self.drafter is not None and not draftable(request.params):
-            self.drafts.undrafted += 1
 
     @property
     def has_work(self) -> bool:
@@ -273,6 +271,7 @@ class Scheduler:
             return
         ahead = self._look_ahead(request, end)
         draft.announce(request, self.cache)
+        draft.constrain(request)
         draft.work.append(
             RowWork(
                 row=request.row,
@@ -293,7 +292,7 @@ class Scheduler:
     def _look_ahead(self, request: Request, end: int) -> int:
         """Guesses that a draft layer should make behind a request's first `end` tokens: as many as
         its pages, which grow for them if there are some left, and its longest output hold."""
-        if self.drafter is None or not self.drafter.ahead or not draftable(request.params):
+        if self.drafter is None or not self.drafter.ahead:
             return 0
         most = min(self.drafter.ahead, request.most_computed - end)
         self._grow(request, int(self.slots.pages_for(end + max(0, most))))
@@ -379,9 +378,8 @@ class Scheduler:
         targets: array[int] | tuple[()] = ()
         if request.params.prompt_logprobs is not None and begin < request.num_prompt:
             targets = request.tokens[begin + 1 : min(end + 1, request.num_prompt)]
-        if samples and request.grammar is not None:
-            number = len(draft.decode.row) + sum(work.choices for work in draft.work)
-            draft.constrained = {**draft.constrained, number: request}
+        if samples:
+            draft.constrain(request)
         work = RowWork(
             row=request.row,
             first=begin,

@@ -59,10 +59,6 @@ COUNTERS = {
     "spec_decode_num_drafts": ("draft_runs", "Times that a row ran guesses of next tokens."),
     "spec_decode_num_draft_tokens": ("drafted_tokens", "Guesses that ran."),
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Guesses that were right."),
-    "spec_decode_num_undrafted_requests": (
-        "undrafted_requests",
-        "Requests that run without guesses: they have penalties or a grammar.",
-    ),
     "engine_steps": ("steps", "Forward passes."),
     "model_seconds": ("model_seconds", "Seconds inside the model and the sampler."),
     "host_seconds": ("host_seconds", "Seconds of the steps beside the model."),

@@ -42,26 +42,37 @@ class Drafts(NamedTuple):
         sizes = [1] * len(plan.decode.row) + [work.choices for work in works]
         guess = [NO_GUESS] * len(plan.decode.row)
         for work in works:
-            guesses = work.tokens[-work.drafts :] if work.drafts and work.tokens else ()
-            guess += [*guesses, NO_GUESS]
+            guess += [*work.guesses, NO_GUESS]
         counts = np.array(sizes, dtype=np.int64)
         begin = counts.cumsum() - counts
         run = np.arange(len(sizes)).repeat(counts)
         drafting = len(plan.decode.row) + np.flatnonzero([work.drafts for work in works])
         return cls(np.array(guess, dtype=np.int64), run, begin, drafting)
 
-    def accept(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def before(self, choices: Sequence[int]) -> tuple[Ints, Ints]:
+        """Which of some choices [N] have which guesses in front of them [N]: what they build on."""
+        begin = self.begin[self.run[list(choices)]].tolist()
+        pairs = [
+            (number, guess)
+            for number, (first, choice) in enumerate(zip(begin, choices, strict=True))
+            for guess in self.guess[first:choice].tolist()
+        ]
+        found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        return found[:, 0], found[:, 1]
+
+    def accept(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compare the choices [n] int64 with the guesses, on their device.
 
         Returns:
-            Indices of each row's last choice that counts [R], and how many of its choices do [R].
+            Indices of each row's last choice that counts [R], how many of its choices do [R], and
+            whether each choice does [n].
         """
         guess, run, begin = send((self.guess, self.run, self.begin), chosen.device)
         index = torch.arange(len(chosen), dtype=torch.int64, device=chosen.device)
         # A choice counts if all guesses before it were right, so the first wrong one is the last.
         wrong = torch.where(chosen == guess, len(chosen), index)
         last = torch.full_like(begin, len(chosen)).scatter_reduce(0, run, wrong, "amin")
-        return last, last - begin + 1
+        return last, last - begin + 1, index <= last[run]
 
     def kept(self, chosen: Sequence[int], counts: Sequence[int]) -> list[int]:
         """The choices that count, in order."""

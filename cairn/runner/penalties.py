@@ -60,22 +60,49 @@ class Penalties:
         """Indices of the rows that are penalised."""
         return [i for i, row in enumerate(rows) if row in self._place] if self._place else []
 
-    def apply(self, logits: Tensor, rows: Sequence[int], at: Sequence[int]) -> None:
-        """Penalise lines `at` of logits [n, V] float32, of `rows` [n], in place."""
+    def apply(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        at: Sequence[int],
+        more: tuple[Ints, Ints] | None = None,
+    ) -> None:
+        """Penalise lines `at` of logits [n, V] float32, of `rows` [n], in place.
+
+        Args:
+            more: indices in `at`, and for each a token that its row has generated beside those that
+                were counted.
+        """
         places = self._places(rows, at)
         index, place, *numbers = send(
             (np.array(at), places, *self._numbers[:, places]), self._device
         )
         part = logits if len(at) == len(logits) else logits[index]
-        ops.apply_penalties(part, self._in_prompt[place], self._generated[place], *numbers)
+        generated = self._generated[place]
+        if more is not None and len(more[0]):
+            line, token = send(more, self._device)
+            ones = torch.ones_like(line, dtype=torch.int32)
+            generated.index_put_((line, token), ones, accumulate=True)
+        ops.apply_penalties(part, self._in_prompt[place], generated, *numbers)
         if part is not logits:
             logits.index_copy_(0, index, part)
 
-    def count(self, tokens: Tensor, rows: Sequence[int], at: Sequence[int]) -> None:
-        """Those `at` of the tokens [n] int64, of `rows` [n], have been generated; -1 is none."""
+    def count(
+        self,
+        tokens: Tensor,
+        rows: Sequence[int],
+        at: Sequence[int],
+        kept: Tensor | None = None,
+    ) -> None:
+        """Those `at` of the tokens [n] int64, of `rows` [n], have been generated; -1 is none.
+
+        Args:
+            kept: [n] bool, whether they have; None: all.
+        """
         index, first = send((np.array(at), self._places(rows, at) * self._vocab_size), self._device)
         counted = first + tokens[index].clamp(min=0)
-        ones = torch.ones_like(counted, dtype=torch.int32)
+        ones = torch.ones_like(counted) if kept is None else kept[index]
+        ones = ones.to(torch.int32)
         self._generated.view(-1).index_add_(0, counted, ones)
 
     def _places(self, rows: Sequence[int], at: Sequence[int]) -> Ints:

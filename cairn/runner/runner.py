@@ -345,10 +345,11 @@ class Runner:
         choice = Choice(torch.empty(0, dtype=torch.int64, device=self.sampler.device))
         parts: tuple[Tensor, ...] = ()
         if run.logits is not None and run.row is not None:
-            choice = self.sampler.sample(run.logits, picks, run.draws, masks)
+            choice = self.sampler.sample(run.logits, picks, run.draws, masks, drafts)
             row, tokens, last = run.row, choice.tokens, None
             if drafts is not None:
-                last, counts = drafts.accept(tokens)
+                last, counts, kept = drafts.accept(tokens)
+                self.sampler.count(tokens, picks, kept)
                 row, tokens, parts = row[last], tokens[last], (counts,)
                 if run.step is not None:
                     (drafting,) = send((drafts.drafting,), counts.device)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn import ops
+from cairn.runner.drafts import Drafts
 from cairn.runner.logprobs import Reported
 from cairn.runner.penalties import Penalties
 from cairn.runner.staging import send, send_stacked
@@ -242,14 +243,17 @@ class Sampler:
         picks: Picks,
         draws: Sequence[Tensor] | None,
         masks: Masks = NO_MASKS,
+        drafts: Drafts | None = None,
     ) -> Choice:
-        """Choose one token for each row that picks one.
+        """Choose one token for each row that picks one; with guesses, several, of which those that
+        count are to be told by `count`.
 
         Args:
             logits: [n, V] float32, one line for each of them; changed in place.
             picks: the rows.
             draws: `draws` of them, on the device.
             masks: what some of them may choose.
+            drafts: the guesses among them.
         """
         asked = self._ask(picks.row)
         rows, penalised = asked.rows, asked.penalised
@@ -265,16 +269,23 @@ class Sampler:
             places, values = zip(*bias, strict=True)
             ops.apply_logit_bias(logits, self._tensor(places), self._tensor(values, torch.float32))
         if penalised:
-            self._penalties.apply(logits, rows, penalised)
+            before = None if drafts is None else drafts.before(penalised)
+            self._penalties.apply(logits, rows, penalised, before)
         if masks:
             self._mask(logits, masks)
         tokens = ops.argmax_tokens(logits) if draws is None else ops.draw_tokens(logits, *draws)
-        if penalised:
+        if penalised and drafts is None:
             self._penalties.count(tokens, rows, penalised)
         if raw is None:
             return Choice(tokens)
         reported = Reported.of(raw, self._lines(tokens, reporting), counts)
         return Choice(tokens, Report(reporting, reported))
+
+    def count(self, tokens: Tensor, picks: Picks, kept: Tensor) -> None:
+        """Which of the tokens [n] that were chosen count [n] bool."""
+        asked = self._ask(picks.row)
+        if asked.penalised:
+            self._penalties.count(tokens, asked.rows, asked.penalised, kept)
 
     def _ask(self, row: Ints) -> _Asked:
         asked = self._asked

@@ -97,6 +97,11 @@ class RowWork(NamedTuple):
     ahead: int = 0
 
     @property
+    def guesses(self) -> Sequence[int]:
+        """The guesses."""
+        return self.tokens[-self.drafts :] if self.tokens is not None and self.drafts else ()
+
+    @property
     def decodes(self) -> bool:
         """All that runs is the row's last token, and guesses."""
         if self.tokens is None:

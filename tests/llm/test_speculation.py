@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 
 from cairn import LLM, SamplingParams
+from cairn.types import Grammar
+from tests.engine.fakes import FakeDrafter
 from tests.llm.conftest import assert_idle
 
 VERSE = "def add(a, b):\n    return a + b\n\n\n"
@@ -12,13 +16,16 @@ VERSE = "def add(a, b):\n    return a + b\n\n\n"
 
 @pytest.fixture(scope="module")
 def guessing(text_folder) -> LLM:
-    return LLM(
+    found = LLM(
         text_folder,
         dtype="float32",
         device="cpu",
         kv_cache_memory="32MiB",
         speculative_config={"method": "ngram", "num_speculative_tokens": 5},
     )
+    # Whether guesses pay is measured: here they run all the same.
+    found.engine.core.scheduler.pace = None
+    return found
 
 
 def test_answers_are_those_without_guesses(llm, guessing) -> None:
@@ -43,11 +50,33 @@ def test_answers_are_those_without_guesses(llm, guessing) -> None:
     assert_idle(guessing)
 
 
-def test_penalties_and_grammars_run_without_guesses(llm, guessing) -> None:
+@pytest.mark.parametrize(
+    "adjusted",
+    [
+        {"frequency_penalty": 0.5, "repetition_penalty": 1.1},
+        {"presence_penalty": 1.5, "temperature": 0.8, "seed": 3},
+        {"grammar": Grammar("regex", r"(    return [a-c] [+*-] [a-c]\n){3,6}")},
+        {
+            "grammar": Grammar(
+                "json_schema", '{"type": "array", "minItems": 9, "items": {"enum": [1, 22]}}'
+            )
+        },
+    ],
+    ids=lambda adjusted: next(iter(adjusted)),
+)
+def test_what_depends_on_the_tokens_before_depends_on_guesses(llm, guessing, adjusted) -> None:
+    """Penalties count the guesses in front of a choice, and grammars follow them."""
     before = guessing.stats()
-    params = SamplingParams(temperature=0, max_tokens=20, frequency_penalty=0.5)
-    (found,), (wanted,) = (one.generate(VERSE * 3, params) for one in (guessing, llm))
-    assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
-    after = guessing.stats()
-    assert after.drafted_tokens == before.drafted_tokens
-    assert after.undrafted_requests == before.undrafted_requests + 1
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 60, **adjusted})
+    prompts = [VERSE * 3, "[1, 2, 3, 1, 2, 3, 1, 2, 3, "]
+    plain = llm.generate(prompts, params)
+    drafter = FakeDrafter(1, 0.7, most=5)
+    for one in plain:
+        drafter.knows(list(one.prompt_token_ids), one.outputs[0].token_ids)
+    with patch.object(guessing.engine.core.scheduler, "drafter", drafter):
+        found = guessing.generate(prompts, params)
+    for one, wanted in zip(found, plain, strict=True):
+        assert one.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert one.outputs[0].finish_reason == wanted.outputs[0].finish_reason
+    assert guessing.stats().accepted_tokens > before.accepted_tokens + 5
+    assert guessing.stats().drafted_tokens > guessing.stats().accepted_tokens

@@ -60,7 +60,10 @@ def test_random_rows_against_a_comparison_one_by_one():
         chosen = [[rng.choice([0, 1, 0, 1, -1]) for _ in range(len(g) + 1)] for g in guesses]
         wanted = [accepted(g, c) for g, c in zip(guesses, chosen, strict=True)]
         flat = [token for row in chosen for token in row]
-        last, counts = drafts.accept(torch.tensor(flat))
+        last, counts, counted = drafts.accept(torch.tensor(flat))
+        assert [t for t, c in zip(flat, counted.tolist(), strict=True) if c] == [
+            token for row in wanted for token in row
+        ]
         assert counts.tolist() == [len(row) for row in wanted]
         assert [flat[i] for i in last.tolist()] == [row[-1] for row in wanted]
         kept = drafts.kept(flat, counts.tolist())
@@ -80,7 +83,7 @@ def test_guesses_of_one_row_do_not_reach_into_the_next():
         RowWork(1, 0, [9, 4, 5], sample=True, drafts=2),
         RowWork(2, 0, [4, 5], sample=True, drafts=1),
     ]
-    last, counts = drafts_of(works).accept(torch.tensor([4, 5, 6, 0, 5, 6, 5, 7]))
+    last, counts, _ = drafts_of(works).accept(torch.tensor([4, 5, 6, 0, 5, 6, 5, 7]))
     assert (last.tolist(), counts.tolist()) == ([2, 3, 7], [3, 1, 2])
 
 
@@ -88,3 +91,9 @@ def test_a_work_may_hold_nothing_but_guesses():
     drafts = drafts_of([RowWork(0, 4, [7, 8], sample=True, drafts=1)], decoding=1)
     assert drafts.guess.tolist() == [-2, 8, -2]
     assert drafts.run.tolist() == [0, 1, 1] and drafts.begin.tolist() == [0, 1]
+
+
+def test_what_choices_take_for_granted():
+    works = [RowWork(0, 0, [9, 4, 5], True, drafts=2), RowWork(1, 0, [9], True)]
+    at, guess = drafts_of(works, decoding=1).before([0, 1, 3, 4])
+    assert list(zip(at.tolist(), guess.tolist(), strict=True)) == [(2, 4), (2, 5)]
