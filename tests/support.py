@@ -34,7 +34,7 @@ FEATURES = {
     "chunked prefill": "a prompt gives the same logits in chunks of any size as in one step",
     "prefix cache": "a prompt gives the same logits with a cached prefix as without",
     "sliding window": "layers with a window give back the pages behind it",
-    "quantised KV": "keys and values in 8 bits (`--kv-cache-dtype fp8_e4m3`)",
+    "quantised KV": "pages in 8 bits (`--kv-cache-dtype fp8_e4m3` or `fp8_ds`)",
     "quantised weights": "weights in 8 bits with scales, as the checkpoint stores them",
     "overlap": "the next step is planned while one runs, with the same tokens",
     "CUDA graph": "steps run as CUDA graphs, with the same tokens as without",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,66 @@ from torch import Tensor
 from cairn import ops
 from cairn.attention.mla import MlaBackend
 from cairn.engine.build import Built
+from tests.engine.harness import engine, text
 
 GOLDENS = Path(__file__).parent.parent / "data" / "goldens" / "dsa"
 CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
 
 Place = tuple[int, int, int]
 """Layer, row of the page table, slot."""
+
+TOPK, PAGE = 32, 16
+BLOCK: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "index_n_heads": 16,
+    "index_head_dim": 64,
+    "index_topk": TOPK,
+    "intermediate_size": 192,
+    "first_k_dense_replace": 3,
+    "rope_scaling": None,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+FAMILIES = {
+    "every layer selects": {"model_type": "deepseek_v32"},
+    "layers share": {
+        "model_type": "glm_moe_dsa",
+        "indexer_types": ["full", "shared", "full"],
+    },
+}
+FORMATS = ("auto", "fp8_ds")
+
+
+def made(folder: Path, family: str, **options: Any) -> Built:
+    """An engine with random weights, without experts."""
+    (folder / "config.json").write_text(json.dumps(BLOCK | FAMILIES[family]), encoding="utf-8")
+    given = {
+        "load_format": "random",
+        "device": "cuda",
+        "page_size": PAGE,
+        "max_num_seqs": 12,
+        "max_model_len": 1024,
+        "kv_cache_memory": "32MiB",
+    }
+    return engine(str(folder), **given | options)
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    """Below, at and above what is selected, over a page border and far behind it."""
+    lengths = (3, TOPK - 1, TOPK, TOPK + 1, 5 * PAGE, 300, 613)
+    return [text(seed + i, length, 250) for i, length in enumerate(lengths)]
 
 
 class Seen:
