@@ -10,6 +10,7 @@ import pytest
 from cairn.cache.invariants import check
 from cairn.engine.drafts import NgramDrafter
 from cairn.engine.planned_step import Limits
+from cairn.engine.request import Request
 from cairn.types import CompletionOutput, SamplingParams
 from tests.engine.fakes import FakeDrafter, all_pages_back
 from tests.engine.harness import ROUNDING, occupy, poison, text
@@ -181,3 +182,43 @@ def test_ngram_guesses_are_those_of_a_search_one_by_one() -> None:
         assert NgramDrafter(4, shortest, longest).find(tokens, most) == wanted
         found += bool(wanted)
     assert found > 200
+
+
+class Wrong:
+    """The right guesses, but for the one in some place.
+
+    Args:
+        text: prompt and output.
+        place: of the wrong one; that of the first is 0.
+        drafts: at a time.
+    """
+
+    ahead = 0
+
+    def __init__(self, text: list[int], place: int, drafts: int) -> None:
+        self.text, self.place, self.drafts = text, place, drafts
+
+    def guess(self, request: Request, most: int) -> list[int]:
+        begin = len(request.tokens)
+        truth = self.text[begin : begin + most]
+        return [token ^ (i == self.place) for i, token in enumerate(truth)]
+
+
+@pytest.mark.parametrize("drafts", [1, 4, 15])
+@pytest.mark.parametrize("family", ["landmarks and windows", "recurrent"])
+def test_a_guess_may_be_wrong_in_any_place_behind_any_prompt(family: str, drafts: int) -> None:
+    """Also where the prompt is as long as a step of guesses."""
+    params, plain, guessing = replace(PLAIN, max_tokens=20), build(family), build(family)
+    for length in (1, drafts, drafts + 1, 16):
+        prompt = text(length, length, plain.spec.vocab_size)
+        (wanted,) = serve(plain, [prompt], [params])
+        for place in range(drafts + 1):
+            whole = prompt + wanted.token_ids
+            guessing.core.scheduler.drafter = Wrong(whole, place, drafts)
+            before = replace(guessing.core.scheduler.drafts)
+            (found,) = serve(guessing, [prompt], [params])
+            assert found.token_ids == wanted.token_ids
+            after = guessing.core.scheduler.drafts
+            runs = after.runs - before.runs
+            if runs * (drafts + 1) < params.max_tokens:
+                assert after.accepted - before.accepted == runs * min(place, drafts)

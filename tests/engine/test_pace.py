@@ -1,0 +1,70 @@
+"""Rows guess where it pays, by measured times and by what became of their last guesses."""
+
+from __future__ import annotations
+
+import pytest
+
+from cairn.engine.budget import Load, StepTimes
+from cairn.engine.pace import RETRY, Pace, expected, learn
+from cairn.engine.request import Request
+from cairn.types import SamplingParams
+
+DRAFTS = 8
+
+
+def request() -> Request:
+    return Request("r", 1, SamplingParams(), 0, (), 99, (0, 0), prompt=[1])
+
+
+def pace(rows: int, longer: float) -> tuple[Pace, Load]:
+    """Of steps of so many rows that take 1 s, and so many seconds longer where all guess."""
+    times, load = StepTimes(), Load(rows=rows)
+    for _ in range(40):
+        times.observe(load, 1.0)
+        times.observe(Load(rows=rows, drafts=rows * DRAFTS), 1.0 + longer)
+    return Pace(times, DRAFTS), load
+
+
+@pytest.mark.parametrize(
+    ("rows", "longer", "right", "pays"),
+    [(1, 0.4, 0, False), (1, 0.4, 8, True), (1, 20.0, 8, False), (64, 0.4, 8, True)],
+)
+def test_guesses_run_where_they_bring_more_than_they_take(rows, longer, right, pays):
+    found, load = pace(rows, longer)
+    some = [request() for _ in range(rows)]
+    for one in some:
+        for _ in range(20):
+            learn(one, DRAFTS, right)
+    chosen = found.candidates(some, load)
+    guesses = {one: [0] * DRAFTS for one in chosen}
+    assert bool(chosen and found.pays(guesses, load)) == pays
+
+
+def test_a_few_of_many_rows_are_not_worth_a_longer_step():
+    found, load = pace(64, 0.5)
+    good = request()
+    learn(good, DRAFTS, DRAFTS)
+    assert not found.pays({good: [0] * DRAFTS}, load)
+
+
+def test_what_has_stopped_is_tried_again():
+    found, load = pace(1, 0.4)
+    one = request()
+    for _ in range(20):
+        learn(one, DRAFTS, 0)
+    assert expected(one, DRAFTS) < 0.2
+    steps = next(n for n in range(1000) if found.candidates([one], load))
+    assert 20 < steps < 200
+    dear, load = pace(1, 50.0)
+    tries = [dear.pays({one: [0] * DRAFTS}, load) for _ in range(2 * RETRY + 2)]
+    assert sum(tries) == 2
+
+
+def test_steps_with_guesses_are_learned_apart():
+    times = StepTimes()
+    for _ in range(30):
+        times.observe(Load(rows=2), 1.0)
+        times.observe(Load(rows=2, drafts=16), 1.5)
+    assert times.decode_seconds(Load(rows=2)) == pytest.approx(1.0, rel=0.05)
+    assert times.draft_seconds(Load(drafts=16)) == pytest.approx(0.5, rel=0.1)
+    assert times.prefill_seconds(Load(chunks=1, tokens=16)) == 0
