@@ -32,8 +32,11 @@ class Pace:
     refused: int = 0
 
     def candidates(self, requests: Sequence[Request], load: Load) -> list[Request]:
-        """Those of these whose own guesses would pay in a step of this load."""
+        """Those of these whose own guesses would pay in a step of this load; none before it is
+        known how long such a step takes without."""
         step = self.times.decode_seconds(load)
+        if step <= 0.0:
+            return []
         found = []
         for request in requests:
             own = Load(drafts=self.drafts, drafts_context=self.drafts * request.planned)
