@@ -152,7 +152,7 @@ def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> An
     by = watch.by
     if kernel.early is not None and options.get("PDL"):
         # Only devices that support PDL know the option.
-        options["launch_pdl"] = True
+        options.setdefault("launch_pdl", True)
     if watch.order is not None and not warmup:
         given = dict(zip(kernel.arg_names, _in_order(kernel, args, options), strict=False))
         watch.order(kernel, {**given, "launch_pdl": options.get("launch_pdl", False)})

@@ -11,7 +11,7 @@ from cairn.ops import gpu
 from cairn.ops.activation.kernels import activation_kernel
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 
 BLOCK, WARPS = 1024, 4
 """Numbers and warps of a program of a gated activation."""
@@ -103,9 +103,18 @@ def launch(
     blocks = -(-width // block)
     if x.numel():
         activation_kernel[(rows * blocks,)](
-            *(x, result, expert_ids, x.stride(0), width, width, expert_step, blocks),
-            *(block, kind, gates == 2, pdl),
+            x=x,
+            out=result,
+            expert_ids=expert_ids,
+            x_stride=x.stride(0),
+            out_stride=width,
+            width=width,
+            step=expert_step,
+            BLOCKS=blocks,
+            BLOCK=block,
+            KIND=kind,
+            GATED=gates == 2,
+            PDL=pdl,
             num_warps=warps,
-            **pdl_option(pdl),
         )
     return result

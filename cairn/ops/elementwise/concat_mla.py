@@ -10,7 +10,7 @@ from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.elementwise.fp8 import KINDS
 from cairn.ops.elementwise.kernels import concat_kernel
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 
 FEW_TOKENS = 64
@@ -58,11 +58,22 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     pdl = uses_pdl(out.device, tokens, parts * warps)
     if out.numel():
         concat_kernel[(tokens * parts,)](
-            *(first, second, out, numbers, *first.stride()[:2]),
-            *(second.stride(0), 0 if shared else second.stride(1), *out.stride()[:2]),
-            *(first.shape[2], second.shape[2], parts, block, pdl),
+            first=first,
+            second=second,
+            out=out,
+            numbers=numbers,
+            first_stride=first.stride(0),
+            first_head_stride=first.stride(1),
+            second_stride=second.stride(0),
+            second_head_stride=0 if shared else second.stride(1),
+            out_stride=out.stride(0),
+            out_head_stride=out.stride(1),
+            FIRST=first.shape[2],
+            SECOND=second.shape[2],
+            PARTS=parts,
+            BLOCK=block,
+            PDL=pdl,
             num_warps=warps,
-            **pdl_option(pdl),
         )
 
 

@@ -64,4 +64,10 @@ def _(call: Call) -> None:
     if numbers:
         spare = [0] * (-len(numbers) % STEP)
         values = tuple((number & 0xFFFFFFFF) * 16 + _ALIKE for number in numbers + spare)
-        put_integers_kernel[(1,)](values, call.output, len(numbers), len(values), num_warps=1)
+        put_integers_kernel[(1,)](
+            values=values,
+            out=call.output,
+            count=len(numbers),
+            COUNT=len(values),
+            num_warps=1,
+        )

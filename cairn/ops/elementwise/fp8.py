@@ -10,7 +10,7 @@ from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, on_host, refuse
 from cairn.ops.elementwise.kernels import downcast_kernel, fp8_kernel
 from cairn.ops.memory.rows import store_rows
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -76,10 +76,18 @@ def _(call: Call) -> Tensor:
         block, warps = (PDL_BLOCK, PDL_WARPS) if pdl else (BLOCK, WARPS)
         blocks = -(-width // block)
         fp8_kernel[(rows.shape[0] * blocks,)](
-            *(rows, result.view(torch.uint8), float(call.scale_inv), rows.stride(0), width, width),
-            *(blocks, block, call.fp8_dtype == E4M3, gpu.knows_e4m3(call.x.device), pdl),
+            x=rows,
+            out=result.view(torch.uint8),
+            scale_inv=float(call.scale_inv),
+            x_stride=rows.stride(0),
+            out_stride=width,
+            width=width,
+            blocks=blocks,
+            BLOCK=block,
+            E4M3=call.fp8_dtype == E4M3,
+            HARDWARE=gpu.knows_e4m3(call.x.device),
+            PDL=pdl,
             num_warps=warps,
-            **pdl_option(pdl),
         )
     return result
 
@@ -147,25 +155,23 @@ def _(call: Call) -> None:
     pdl = uses_pdl(call.k.device, tokens, blocks * warps)
     if tokens and width:
         downcast_kernel[(tokens * blocks,)](
-            *(
-                call.k,
-                call.v,
-                k_bytes,
-                v_bytes,
-                call.k_scale,
-                call.v_scale,
-                call.loc,
-                call.mult,
-                call.offset,
-            ),
-            *(
-                call.k.stride(0),
-                call.v.stride(0),
-                call.k_out.stride(0),
-                call.v_out.stride(0),
-                width,
-            ),
-            *(blocks, block, gpu.knows_e4m3(call.k.device), pdl),
+            k=call.k,
+            v=call.v,
+            k_out=k_bytes,
+            v_out=v_bytes,
+            k_scale=call.k_scale,
+            v_scale=call.v_scale,
+            location=call.loc,
+            mult=call.mult,
+            offset=call.offset,
+            k_stride=call.k.stride(0),
+            v_stride=call.v.stride(0),
+            k_out_stride=call.k_out.stride(0),
+            v_out_stride=call.v_out.stride(0),
+            width=width,
+            BLOCKS=blocks,
+            BLOCK=block,
+            HARDWARE=gpu.knows_e4m3(call.k.device),
+            PDL=pdl,
             num_warps=warps,
-            **pdl_option(pdl),
         )

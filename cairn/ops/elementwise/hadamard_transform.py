@@ -70,14 +70,30 @@ def _(call: Call) -> Tensor:
         return out
     if size <= NARROW:
         hadamard_rows_kernel[(min(PROGRAMS, -(-rows // ROWS)),)](
-            *(source, out, rows, source.stride(0), width, width, call.scale, ROWS, size),
+            x=source,
+            out=out,
+            rows=rows,
+            x_stride=source.stride(0),
+            out_stride=width,
+            width=width,
+            scale=call.scale,
+            ROWS=ROWS,
+            N=size,
             num_warps=WARPS,
         )
         return out
     # As nearly a square as can be: the fewest products, and matrices of signs that take least room.
     tall = 1 << size.bit_length() // 2
     hadamard_kernel[(min(PROGRAMS, rows),)](
-        *(source, out, rows, source.stride(0), width, width, call.scale, tall, size // tall),
+        x=source,
+        out=out,
+        rows=rows,
+        x_stride=source.stride(0),
+        out_stride=width,
+        width=width,
+        scale=call.scale,
+        A=tall,
+        B=size // tall,
         num_warps=WARPS if size <= 4096 else 2 * WARPS,
         num_stages=max(1, min(STAGES, ON_THE_WAY // (size * call.x.element_size()))),
     )

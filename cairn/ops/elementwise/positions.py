@@ -40,7 +40,13 @@ def _(call: Call) -> Tensor:
     out = gpu.empty(call.seq_lens.shape, call.seq_lens.dtype, call.seq_lens.device)
     count = call.seq_lens.numel()
     if count:
-        clamp_kernel[(-(-count // BLOCK),)](call.seq_lens, out, count, BLOCK, num_warps=4)
+        clamp_kernel[(-(-count // BLOCK),)](
+            lengths=call.seq_lens,
+            out=out,
+            count=count,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
     return out
 
 
@@ -84,7 +90,11 @@ def _(call: Call) -> None:
     count = call.input_ids.numel()
     if count and call.future_map.numel():
         resolve_kernel[(-(-count // BLOCK),)](
-            call.input_ids, call.future_map, count, BLOCK, num_warps=4
+            ids=call.input_ids,
+            future=call.future_map,
+            count=count,
+            BLOCK=BLOCK,
+            num_warps=4,
         )
 
 
@@ -135,14 +145,15 @@ def _(call: Call) -> None:
     requests, heads = call.kv_lens.numel(), call.out.shape[1]
     if call.out.numel() and requests and call.max_seq_len:
         zero_rows_kernel[(call.max_seq_len, requests)](
-            *(
-                call.out,
-                call.lse,
-                call.kv_lens,
-                call.cum_seq_lens,
-                call.out.stride(0),
-                call.lse.stride(0),
-            ),
-            *(heads * call.out.shape[2], heads, 1024, gpu.next_power_of_2(heads)),
+            out=call.out,
+            lse=call.lse,
+            kv_lens=call.kv_lens,
+            first=call.cum_seq_lens,
+            out_stride=call.out.stride(0),
+            lse_stride=call.lse.stride(0),
+            width=heads * call.out.shape[2],
+            heads=heads,
+            BLOCK=1024,
+            HEADS=gpu.next_power_of_2(heads),
             num_warps=4,
         )

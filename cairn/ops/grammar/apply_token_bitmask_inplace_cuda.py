@@ -12,7 +12,7 @@ from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.grammar.kernels import bitmask_kernel
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 
 NAME = "apply_token_bitmask_inplace_cuda"
@@ -107,17 +107,15 @@ def _(call: Call) -> None:
         block, warps = (PDL_BLOCK, PDL_WARPS) if pdl else (BLOCK, WARPS)
         blocks = -(-longest // block)
         bitmask_kernel[(rows * blocks,)](
-            *(
-                call.logits,
-                call.bitmask,
-                call.indices,
-                *strides,
-                width,
-                blocks,
-                block,
-                ALIGNED,
-                pdl,
-            ),
+            logits=call.logits,
+            bitmask=call.bitmask,
+            indices=call.indices,
+            stride=strides[0],
+            mask_stride=strides[1],
+            width=width,
+            BLOCKS=blocks,
+            BLOCK=block,
+            ALIGN=ALIGNED,
+            PDL=pdl,
             num_warps=warps,
-            **pdl_option(pdl),
         )

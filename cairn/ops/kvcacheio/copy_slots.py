@@ -96,6 +96,13 @@ def _reached(buffer: Tensor | None, indices: Tensor) -> bool:
     return buffer.device == indices.device or (not buffer.is_cuda and buffer.is_pinned())
 
 
+def _steps(side: str, layout: Layout, item: int, run: int) -> dict[str, int]:
+    """A side's arguments of `copy_kernel`, in words."""
+    steps = zip(("page", "slot", "layer", "run"), layout.steps(item, run), strict=True)
+    own = {f"{side}_{name}": step // WORD for name, step in steps}
+    return {f"{side}_size": layout.page_size, **own}
+
+
 @copy_slots.implementation("triton", devices=gpu.DEVICES, when=_words, replayed=True)
 def _(call: Call) -> None:
     own, other = Layout(*call.src_layout), Layout(*call.dst_layout)
@@ -107,20 +114,21 @@ def _(call: Call) -> None:
     block = min(WIDEST, gpu.next_power_of_2(words))
     rows = max(1, TILE // block)
     copy_kernel[(-(-lines // rows), call.layers, 1 if call.src_v is None else 2)](
-        *(
-            call.src_k,
-            call.dst_k,
-            call.src_v,
-            call.dst_v,
-            call.src_indices,
-            call.dst_indices,
-            lines,
-            runs,
-            words,
-            call.layer_id,
-        ),
-        *(own.page_size, *(step // WORD for step in own.steps(call.item_size, run))),
-        *(other.page_size, *(step // WORD for step in other.steps(call.item_size, run))),
-        *(call.src_k.dtype == TABLE, call.dst_k.dtype == TABLE, rows, block),
+        src_k=call.src_k,
+        dst_k=call.dst_k,
+        src_v=call.src_v,
+        dst_v=call.dst_v,
+        src_indices=call.src_indices,
+        dst_indices=call.dst_indices,
+        lines=lines,
+        runs=runs,
+        words=words,
+        first_layer=call.layer_id,
+        **_steps("src", own, call.item_size, run),
+        **_steps("dst", other, call.item_size, run),
+        SRC_TABLE=call.src_k.dtype == TABLE,
+        DST_TABLE=call.dst_k.dtype == TABLE,
+        T=rows,
+        WP=block,
         num_warps=4,
     )

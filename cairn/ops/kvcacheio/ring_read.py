@@ -54,12 +54,16 @@ def _(call: Call) -> None:
     words = call.target.numel()
     block = min(BLOCK, gpu.next_power_of_2(max(1, words)))
     ring_read_kernel[(1,)](
-        *(call.target, call.ring, call.count, len(call.ring), words, call.target.shape[1]),
-        *(
-            call.target.stride(0),
-            *call.ring.stride()[:2],
-            block,
-            gpu.supports_pdl(call.target.device),
-        ),
+        target=call.target,
+        ring=call.ring,
+        count=call.count,
+        entries=len(call.ring),
+        words=words,
+        width=call.target.shape[1],
+        target_line=call.target.stride(0),
+        ring_entry=call.ring.stride(0),
+        ring_line=call.ring.stride(1),
+        BLOCK=block,
+        PDL=gpu.supports_pdl(call.target.device),
         num_warps=gpu.warps_for(block),
     )

@@ -9,7 +9,6 @@ from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect, refuse
 from cairn.ops.kvcacheio.kernels import ring_write_kernel
 from cairn.ops.kvcacheio.ring_read import check_ring
-from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
 
 
@@ -61,19 +60,16 @@ def _(call: Call) -> None:
 def _(call: Call) -> None:
     numbers = len(call.values)
     block = gpu.next_power_of_2(max(1, numbers))
-    pdl = gpu.supports_pdl(call.values.device)
     ring_write_kernel[(1,)](
-        *(
-            call.values,
-            call.ring,
-            call.count,
-            call.kept,
-            call.place,
-            *call.ring.shape,
-            numbers,
-            block,
-            pdl,
-        ),
+        values=call.values,
+        ring=call.ring,
+        count=call.count,
+        kept=call.kept,
+        place=call.place,
+        entries=call.ring.shape[0],
+        width=call.ring.shape[1],
+        numbers=numbers,
+        BLOCK=block,
+        PDL=gpu.supports_pdl(call.values.device),
         num_warps=gpu.warps_for(block),
-        **pdl_option(pdl),
     )

@@ -9,7 +9,6 @@ from cairn.ops import gpu
 from cairn.ops.linear.kernels import rows_kernel, tile_kernel
 from cairn.ops.linear.tuning import TUNING
 from cairn.ops.norm.launch import LONGEST
-from cairn.ops.pdl import pdl_option
 
 TILE_TOKENS = 16
 """At most this many make one tile; more are left to the library's matrix products."""
@@ -117,11 +116,26 @@ def multiply(
     rows = 8 if numbers >= TUNING.skinny_many_rows else 2
     warps = max(1, min(16, rows * row_bytes // (32 * TUNING.skinny_thread_bytes)))
     rows_kernel[(-(-numbers // rows),)](
-        *(input, of_norm, weight, weight if bias is None else bias, out, tokens, numbers),
-        *(input.stride(0), out.stride(0), eps, width, padded, rows, gpu.next_power_of_2(tokens)),
-        *(norm is not None, gated, bias is not None, add, pdl),
+        x=input,
+        norm=of_norm,
+        weight=weight,
+        bias=weight if bias is None else bias,
+        out=out,
+        tokens=tokens,
+        numbers=numbers,
+        x_stride=input.stride(0),
+        out_stride=out.stride(0),
+        eps=eps,
+        WIDTH=width,
+        WP=padded,
+        ROWS=rows,
+        TOKENS=gpu.next_power_of_2(tokens),
+        NORM=norm is not None,
+        GATED=gated,
+        BIAS=bias is not None,
+        ADD=add,
+        PDL=pdl,
         num_warps=warps,
-        **pdl_option(pdl),
     )
     return out
 
@@ -162,10 +176,27 @@ def _tile(
     of_norm, eps = (weight, 0.0) if norm is None else norm
     gated, add = kinds
     tile_kernel[(-(-numbers // rows), width // span)](
-        *(input, of_norm, weight, weight if bias is None else bias, out, tokens, numbers),
-        *(input.stride(0), out.stride(-2), eps, width, span, padded, min(warps, padded // 16)),
-        *(rows, _tile_tokens(tokens), rows == TUNING.skinny_tall_rows, norm is not None, gated),
-        *(bias is not None, add, pdl),
+        x=input,
+        norm=of_norm,
+        weight=weight,
+        bias=weight if bias is None else bias,
+        out=out,
+        tokens=tokens,
+        numbers=numbers,
+        x_stride=input.stride(0),
+        out_stride=out.stride(-2),
+        eps=eps,
+        WIDTH=width,
+        SPAN=span,
+        WP=padded,
+        PARTS=min(warps, padded // 16),
+        ROWS=rows,
+        TOKENS=_tile_tokens(tokens),
+        TALL=rows == TUNING.skinny_tall_rows,
+        NORM=norm is not None,
+        GATED=gated,
+        BIAS=bias is not None,
+        ADD=add,
+        PDL=pdl,
         num_warps=warps,
-        **pdl_option(pdl),
     )

@@ -15,7 +15,6 @@ from cairn.ops.linear import skinny_gemm, wgmma_launch
 from cairn.ops.linear.kernels import panel_kernel, sum_norm_kernel
 from cairn.ops.linear.tuning import TUNING
 from cairn.ops.norm.launch import LONGEST
-from cairn.ops.pdl import pdl_option
 
 FEWEST, MOST = skinny_gemm.TILE_TOKENS + 1, 128
 """Tokens of these products."""
@@ -131,12 +130,25 @@ def _launch(input: Tensor, weight: Tensor, out: Tensor, rows: int, span: int, ga
     pdl = gpu.supports_pdl(input.device)
     lines = gpu.next_power_of_2(-(-span * weight.element_size() // 128))
     panel_kernel[(numbers // rows, width // span)](
-        *(input, weight, out, input.shape[0], numbers // 2 if gated else numbers),
-        *(input.stride(0), out.stride(-2), width, span, lines, tokens, rows, part),
-        *(gated, out.dim() == 3, "ieee" if input.dtype == torch.float32 else "tf32", pdl),
+        x=input,
+        weight=weight,
+        out=out,
+        tokens=input.shape[0],
+        numbers=numbers // 2 if gated else numbers,
+        x_stride=input.stride(0),
+        out_stride=out.stride(-2),
+        WIDTH=width,
+        SPAN=span,
+        LINES=lines,
+        TOKENS=tokens,
+        ROWS=rows,
+        PART=part,
+        GATED=gated,
+        SPLIT=out.dim() == 3,
+        PRECISION="ieee" if input.dtype == torch.float32 else "tf32",
+        PDL=pdl,
         num_warps=tokens // 16,
         num_stages=min(TUNING.panel_stages, span // part + 1),
-        **pdl_option(pdl),
     )
 
 
@@ -159,8 +171,18 @@ def _add(parts: Tensor, residual: Tensor, normed: tuple[Tensor, Tensor, float] |
     block = gpu.next_power_of_2(width)
     pdl = gpu.supports_pdl(residual.device)
     sum_norm_kernel[(tokens,)](
-        *(parts, residual, norm, out, tokens, residual.stride(0), out.stride(0), width, eps),
-        *(splits, block, normed is not None, pdl),
+        parts=parts,
+        residual=residual,
+        norm=norm,
+        out=out,
+        tokens=tokens,
+        residual_stride=residual.stride(0),
+        out_stride=out.stride(0),
+        width=width,
+        eps=eps,
+        PARTS=splits,
+        BLOCK=block,
+        NORM=normed is not None,
+        PDL=pdl,
         num_warps=min(16, 2 * gpu.warps_for(block)),
-        **pdl_option(pdl),
     )

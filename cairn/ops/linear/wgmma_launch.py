@@ -11,7 +11,6 @@ from cairn.ops import gpu
 from cairn.ops.linear.tuning import TUNING
 from cairn.ops.linear.wgmma import linear_groups_kernel
 from cairn.ops.norm.launch import LONGEST
-from cairn.ops.pdl import pdl_option
 
 _ALIGNED = 16
 """Bytes that a table's address and its lines' are multiples of."""
@@ -109,12 +108,22 @@ def _launch(input: Tensor, weight: Tensor, out: Tensor, splits: int, gated: bool
         TUNING.wgmma_stages, (gpu.program_memory(input.device) - TUNING.wgmma_spare) // held
     )
     linear_groups_kernel[(_programs(weight), splits)](
-        *(_table(input, tokens), _table(weight, TUNING.wgmma_rows), out),
-        *(input.shape[0], out.shape[-1], out.stride(-2), -(-weight.shape[1] // TUNING.wgmma_part)),
-        *(TUNING.wgmma_rows, tokens, TUNING.wgmma_part, stages, gated, out.dim() == 3, pdl),
+        x=_table(input, tokens),
+        weight=_table(weight, TUNING.wgmma_rows),
+        out=out,
+        tokens=input.shape[0],
+        numbers=out.shape[-1],
+        out_stride=out.stride(-2),
+        parts=-(-weight.shape[1] // TUNING.wgmma_part),
+        ROWS=TUNING.wgmma_rows,
+        TOKENS=tokens,
+        PART=TUNING.wgmma_part,
+        STAGES=stages,
+        GATED=gated,
+        SPLIT=out.dim() == 3,
+        PDL=pdl,
         num_warps=4,
         maxnreg=TUNING.wgmma_registers,
-        **pdl_option(pdl),
     )
 
 

@@ -73,15 +73,18 @@ def _(call: Call) -> None:
     block = min(BLOCK, gpu.next_power_of_2(max(widths)))
     blocks = -(-max(widths) // block)
     store_rows_kernel[(tokens * blocks,)](
-        *(_copied(call.k_cache), _copied(call.v_cache), call.loc, _copied(call.k), _copied(call.v)),
-        *(
-            call.k_cache.stride(0),
-            call.v_cache.stride(0),
-            call.k.stride(0),
-            call.v.stride(0),
-            *widths,
-            blocks,
-            block,
-        ),
+        k_cache=_copied(call.k_cache),
+        v_cache=_copied(call.v_cache),
+        loc=call.loc,
+        k=_copied(call.k),
+        v=_copied(call.v),
+        k_cache_stride=call.k_cache.stride(0),
+        v_cache_stride=call.v_cache.stride(0),
+        k_stride=call.k.stride(0),
+        v_stride=call.v.stride(0),
+        k_width=widths[0],
+        v_width=widths[1],
+        BLOCKS=blocks,
+        BLOCK=block,
         num_warps=gpu.warps_for(block),
     )

@@ -8,7 +8,7 @@ from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect
 from cairn.ops.memory.kernels import take_rows_kernel
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 
 BLOCK = 1024
@@ -49,8 +49,14 @@ def _(call: Call) -> Tensor:
         blocks, warps = -(-width // block), gpu.warps_for(block)
         pdl = uses_pdl(call.table.device, rows, blocks * warps)
         take_rows_kernel[(rows * blocks,)](
-            *(call.table, call.index, out, call.table.stride(0), width, blocks, block, pdl),
+            table=call.table,
+            index=call.index,
+            out=out,
+            stride=call.table.stride(0),
+            width=width,
+            BLOCKS=blocks,
+            BLOCK=block,
+            PDL=pdl,
             num_warps=warps,
-            **pdl_option(pdl),
         )
     return out

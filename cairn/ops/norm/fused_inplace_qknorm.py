@@ -10,7 +10,7 @@ from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.norm.kernels import qknorm_kernel
 from cairn.ops.norm.launch import check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 
 NAME = "fused_inplace_qknorm"
@@ -83,8 +83,21 @@ def _(call: Call) -> None:
     pdl = uses_pdl(q.device, tokens, programs * WARPS)
     if tokens and programs:
         qknorm_kernel[(tokens * programs,)](
-            *(q, k, call.q_weight, call.k_weight, *q.stride()[:2], *k.stride()[:2]),
-            *(q_heads, k_heads, dim, call.eps, programs, at_once, block, pdl),
+            q=q,
+            k=k,
+            q_weight=call.q_weight,
+            k_weight=call.k_weight,
+            q_stride=q.stride(0),
+            q_head_stride=q.stride(1),
+            k_stride=k.stride(0),
+            k_head_stride=k.stride(1),
+            q_heads=q_heads,
+            k_heads=k_heads,
+            width=dim,
+            eps=call.eps,
+            PROGRAMS=programs,
+            HEADS=at_once,
+            DIM=block,
+            PDL=pdl,
             num_warps=WARPS,
-            **pdl_option(pdl),
         )

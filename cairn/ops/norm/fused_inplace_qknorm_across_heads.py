@@ -10,7 +10,7 @@ from cairn.ops.checks import FLOATS, expect
 from cairn.ops.norm.kernels import qknorm_rows_kernel
 from cairn.ops.norm.launch import LONGEST, check_weight
 from cairn.ops.norm.rmsnorm import rmsnorm
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 
 NAME = "fused_inplace_qknorm_across_heads"
@@ -60,19 +60,17 @@ def _(call: Call) -> None:
     pdl = uses_pdl(call.q.device, tokens, 2 * warps)
     if tokens:
         qknorm_rows_kernel[(2 * tokens,)](
-            *(
-                call.q,
-                call.k,
-                call.q_weight,
-                call.k_weight,
-                call.q.stride(0),
-                call.k.stride(0),
-                q_width,
-                k_width,
-                call.eps,
-                *blocks,
-            ),
-            pdl,
+            q=call.q,
+            k=call.k,
+            q_weight=call.q_weight,
+            k_weight=call.k_weight,
+            q_stride=call.q.stride(0),
+            k_stride=call.k.stride(0),
+            q_width=q_width,
+            k_width=k_width,
+            eps=call.eps,
+            Q_BLOCK=blocks[0],
+            K_BLOCK=blocks[1],
+            PDL=pdl,
             num_warps=warps,
-            **pdl_option(pdl),
         )

@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel, rmsnorm_kernel
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 
 LONGEST = 1 << 15
 """Numbers of the longest row that one program takes."""
@@ -81,10 +81,18 @@ def norm_rows(
     pdl = uses_pdl(input.device, rows, warps)
     if rows:
         rmsnorm_kernel[(rows,)](
-            *(x, weight, into, x.stride(0), into.stride(0), width, eps, block, shifted, rounded),
-            pdl,
+            x=x,
+            weight=weight,
+            out=into,
+            x_stride=x.stride(0),
+            out_stride=into.stride(0),
+            width=width,
+            eps=eps,
+            BLOCK=block,
+            SHIFTED=shifted,
+            ROUNDED=rounded,
+            PDL=pdl,
             num_warps=warps,
-            **pdl_option(pdl),
         )
     return result
 
@@ -99,7 +107,15 @@ def norm_sums(input: Tensor, residual: Tensor, weight: Tensor, eps: float, shift
     pdl = uses_pdl(input.device, rows, warps)
     if rows:
         fused_add_rmsnorm_kernel[(rows,)](
-            *(x, other, weight, x.stride(0), other.stride(0), width, eps, block, shifted, pdl),
+            x=x,
+            residual=other,
+            weight=weight,
+            x_stride=x.stride(0),
+            residual_stride=other.stride(0),
+            width=width,
+            eps=eps,
+            BLOCK=block,
+            SHIFTED=shifted,
+            PDL=pdl,
             num_warps=warps,
-            **pdl_option(pdl),
         )

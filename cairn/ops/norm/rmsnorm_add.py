@@ -9,7 +9,6 @@ from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.norm.kernels import rmsnorm_add_kernel
 from cairn.ops.norm.launch import both_in_rows, check_sum, rows_of
-from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
 
 PDL_ROWS = 16
@@ -56,7 +55,14 @@ def _(call: Call) -> None:
     pdl = rows <= PDL_ROWS and gpu.supports_pdl(call.input.device)
     if rows:
         rmsnorm_add_kernel[(rows,)](
-            *(x, other, call.weight, x.stride(0), other.stride(0), width, call.eps, block, pdl),
+            x=x,
+            residual=other,
+            weight=call.weight,
+            x_stride=x.stride(0),
+            residual_stride=other.stride(0),
+            width=width,
+            eps=call.eps,
+            BLOCK=block,
+            PDL=pdl,
             num_warps=gpu.warps_for(block),
-            **pdl_option(pdl),
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.quantization.codes import E4M3_MAX
 from cairn.ops.quantization.kernels import amax_kernel, groups_kernel
 
@@ -95,15 +95,36 @@ def quantize(
     eighths = rule.rounding == "e4m3" and (rule.low, rule.high) == (-E4M3_MAX, E4M3_MAX)
     pdl = uses_pdl(input.device, 1, programs * warps)
     groups_kernel[(programs,)](
-        *(input, output_q.view(torch.uint8), output_s, masked_m),
-        *(total, tiles, per_row, rows if experts else None, group),
-        *(input.stride(0) if experts else 0, input.stride(-2)),
-        *(output_s.stride(0) if experts else 0, *output_s.stride()[-2:]),
-        *(rule.eps, rule.low, rule.high, lines, tile, block, rule.rounding, rule.inverse),
-        *(not (hardware and eighths), rule.gated, rule.power, packed, hardware, pdl),
+        x=input,
+        q=output_q.view(torch.uint8),
+        scale=output_s,
+        masked_m=masked_m,
+        total=total,
+        tiles=tiles,
+        per_row=per_row,
+        rows=rows if experts else None,
+        width=group,
+        x_expert=input.stride(0) if experts else 0,
+        x_row=input.stride(-2),
+        s_expert=output_s.stride(0) if experts else 0,
+        s_row=output_s.stride(-2),
+        s_group=output_s.stride(-1),
+        eps=rule.eps,
+        low=rule.low,
+        high=rule.high,
+        T=lines,
+        TILE=tile,
+        WP=block,
+        ROUNDING=rule.rounding,
+        INVERSE=rule.inverse,
+        CLAMPED=not (hardware and eighths),
+        GATED=rule.gated,
+        POWER=rule.power,
+        PACKED=packed,
+        HARDWARE=hardware,
+        PDL=pdl,
         num_warps=warps,
         **ROUNDED,
-        **pdl_option(pdl),
     )
 
 
@@ -118,6 +139,11 @@ def amax_parts(x: Tensor) -> Tensor:
     parts = gpu.empty((programs,), torch.int32, x.device)
     pdl = uses_pdl(x.device, 1, programs * AMAX_WARPS)
     amax_kernel[(programs,)](
-        *(x, parts, count, AMAX_BLOCK, pdl), num_warps=AMAX_WARPS, **pdl_option(pdl)
+        x=x,
+        parts=parts,
+        count=count,
+        BLOCK=AMAX_BLOCK,
+        PDL=pdl,
+        num_warps=AMAX_WARPS,
     )
     return parts

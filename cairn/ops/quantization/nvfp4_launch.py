@@ -48,9 +48,18 @@ def quantize(
     own, warps, programs = programs_of(wide)
     if scales.numel():
         nvfp4_rows_kernel[(tall, programs, *groups)](
-            *(x, codes.view(torch.int32), scales.view(torch.uint8), global_scale, mask),
-            *(rows, blocks, wide // TILE_COLUMNS),
-            *(x.stride(0) if groups else 0, x.stride(-2), own, gated),
+            x=x,
+            codes=codes.view(torch.int32),
+            scales=scales.view(torch.uint8),
+            global_scale=global_scale,
+            mask=mask,
+            rows=rows,
+            blocks=blocks,
+            tiles=wide // TILE_COLUMNS,
+            x_group=x.stride(0) if groups else 0,
+            x_row=x.stride(-2),
+            T=own,
+            GATED=gated,
             num_warps=warps,
         )
     return codes, scales

@@ -99,10 +99,20 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     scales = gpu.empty((tall, wide), E4M3, x.device)
     own, warps, programs = programs_of(wide, EXPERTS_A_WARP)
     nvfp4_experts_kernel[(tall, programs)](
-        *(x, codes.view(torch.int32), scales.view(torch.uint8), call.input_global_scale),
-        *(call.expert_offsets, call.blockscale_offsets, call.expert_map),
-        *(rows, blocks, wide // nvfp4.TILE_COLUMNS, experts, x.stride(0)),
-        *(own, gpu.next_power_of_2(experts)),
+        x=x,
+        codes=codes.view(torch.int32),
+        scales=scales.view(torch.uint8),
+        global_scale=call.input_global_scale,
+        offsets=call.expert_offsets,
+        starts=call.blockscale_offsets,
+        order=call.expert_map,
+        rows=rows,
+        blocks=blocks,
+        tiles=wide // nvfp4.TILE_COLUMNS,
+        experts=experts,
+        x_row=x.stride(0),
+        T=own,
+        EP=gpu.next_power_of_2(experts),
         num_warps=warps,
     )
     return codes, scales

@@ -94,5 +94,11 @@ def _(call: Call) -> Tensor:
         x = launch.amax_parts(x).view(torch.float32)
     count = x.numel()
     block = min(launch.AMAX_BLOCK, gpu.next_power_of_2(max(1, count)))
-    global_scale_kernel[(1,)](x, scale, count, block, num_warps=8)
+    global_scale_kernel[(1,)](
+        x=x,
+        scale=scale,
+        count=count,
+        BLOCK=block,
+        num_warps=8,
+    )
     return scale

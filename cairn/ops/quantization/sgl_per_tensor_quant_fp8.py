@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.quantization import launch
 from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, inverse, scale_for
 from cairn.ops.quantization.kernels import tensor_kernel
@@ -78,16 +78,16 @@ def _(call: Call) -> None:
     programs = max(-(-count // block), 1)
     pdl = uses_pdl(call.input.device, 1, programs * warps)
     tensor_kernel[(programs,)](
-        *(
-            call.input,
-            call.output_q.view(torch.uint8),
-            call.output_s,
-            parts,
-            count,
-            number_of_parts,
-            E4M3_MAX,
-        ),
-        *(gpu.next_power_of_2(number_of_parts), block, gpu.knows_e4m3(call.input.device), pdl),
+        x=call.input,
+        q=call.output_q.view(torch.uint8),
+        scale=call.output_s,
+        parts=parts,
+        count=count,
+        number_of_parts=number_of_parts,
+        high=E4M3_MAX,
+        PARTS=gpu.next_power_of_2(number_of_parts),
+        BLOCK=block,
+        HARDWARE=gpu.knows_e4m3(call.input.device),
+        PDL=pdl,
         num_warps=warps,
-        **pdl_option(pdl),
     )

@@ -45,6 +45,11 @@ def _(call: Call) -> None:
     count = len(call.bias)
     if count:
         bias_kernel[(-(-count // BLOCK),)](
-            *(call.logits, call.index, call.bias, call.logits.stride(0), count, BLOCK),
+            logits=call.logits,
+            index=call.index,
+            bias=call.bias,
+            stride=call.logits.stride(0),
+            count=count,
+            BLOCK=BLOCK,
             num_warps=BLOCK // 32,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, INT32, expect
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_parameter
 from cairn.ops.sampling.kernels.adjust import penalties_kernel
@@ -83,15 +83,13 @@ def _(call: Call) -> None:
         block = PDL_BLOCK if pdl else BLOCK
         blocks = -(-longest // block)
         penalties_kernel[(blocks, rows)](
-            *(
-                call.logits,
-                call.prompt_mask,
-                call.output_counts,
-                call.presence,
-                call.frequency,
-                call.repetition,
-            ),
-            *(*strides, width, block, align, pdl),
+            **call.asdict(),
+            stride=strides[0],
+            mask_stride=strides[1],
+            count_stride=strides[2],
+            width=width,
+            BLOCK=block,
+            ALIGN=align,
+            PDL=pdl,
             num_warps=WARPS,
-            **pdl_option(pdl),
         )

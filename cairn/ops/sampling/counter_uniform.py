@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import INT64, expect
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.kernels.uniform import uniform_kernel
 
@@ -65,8 +65,12 @@ def _(call: Call) -> Tensor:
         programs = -(-out.numel() // UNIFORM_BLOCK)
         pdl = uses_pdl(call.seed.device, 1, programs * UNIFORM_WARPS)
         uniform_kernel[(programs,)](
-            *(call.seed, call.index, out, out.numel(), UNIFORM_BLOCK, pdl),
+            seed=call.seed,
+            index=call.index,
+            out=out,
+            count=out.numel(),
+            BLOCK=UNIFORM_BLOCK,
+            PDL=pdl,
             num_warps=UNIFORM_WARPS,
-            **pdl_option(pdl),
         )
     return out

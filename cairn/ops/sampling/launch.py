@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.pdl import pdl_option
 from cairn.ops.sampling.kernels import draw as draw_kernels
 from cairn.ops.sampling.kernels import filters as kernels
 from cairn.ops.sampling.kernels.collect import collect_kernel
@@ -34,19 +33,19 @@ class Filters:
     joint: bool = False
     """Whether top-p looks at what all tokens have, not at what the top k have among themselves."""
 
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the kernels' order."""
-        return self.top_k, self.top_p, self.min_p
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The kernels' arguments."""
+        return {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
 
     @property
     def none(self) -> bool:
         """Whether all is kept."""
-        return all(tensor is None for tensor in self.tensors())
+        return all(tensor is None for tensor in self.tensors().values())
 
     def part(self, at: slice) -> Filters:
         """The same for some of the rows."""
-        top_k, top_p, min_p = (None if t is None else t[at] for t in self.tensors())
-        return Filters(top_k, top_p, min_p, self.joint)
+        own = {name: None if t is None else t[at] for name, t in self.tensors().items()}
+        return Filters(**own, joint=self.joint)
 
     def share(self, softmax: bool) -> int:
         """SHARE of `kernels.limit`: probabilities are taken as they are, not by their sum."""
@@ -85,9 +84,10 @@ class Source:
         return self.values.shape[0] <= TUNING.pdl_rows and gpu.supports_pdl(self.values.device)
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Stride, width and chunks, in the kernels' order."""
-        return self.values.stride(0), self.values.shape[1], self.chunks
+    def rows(self) -> dict[str, Any]:
+        """Arguments of all kernels that read the rows."""
+        stride, width = self.values.stride(0), self.values.shape[1]
+        return {"x": self.values, "stride": stride, "width": width, "PDL": self.pdl}
 
     @property
     def most_rows(self) -> int:
@@ -95,8 +95,12 @@ class Source:
         return min(MOST_ROWS, max(1, TUNING.workspace_bytes // (4 * self.chunk * TUNING.chunks)))
 
     def list_options(self) -> dict[str, Any]:
-        """What kernels that list rows are compiled for."""
+        """Arguments of kernels that list rows, and options of their launch."""
         return {
+            **self.rows,
+            "chunks": self.chunks,
+            "num_warps": TUNING.list_warps,
+            "maxnreg": TUNING.list_registers,
             "CHUNKS": TUNING.chunks,
             "CHUNK": self.chunk,
             "LINE": TUNING.line,
@@ -120,7 +124,7 @@ class Source:
 
 
 class Survey(NamedTuple):
-    """What `survey_kernel` writes: masses for draws and filters, tops with a top k, and with any
+    """Outputs of `survey_kernel`: masses for draws and filters, tops with a top k, and with any
     filter arrivals, counters that it sets to 0."""
 
     peaks: Tensor
@@ -128,6 +132,14 @@ class Survey(NamedTuple):
     masses: Tensor | None
     tops: Tensor | None
     arrivals: Tensor | None
+
+
+class Lists(NamedTuple):
+    """Workspace of kernels that list rows, see `collect_kernel`."""
+
+    counts: Tensor
+    weights: Tensor
+    sums: Tensor
 
 
 def takes(call: Call) -> bool:
@@ -155,9 +167,13 @@ def argmax(logits: Tensor) -> Tensor:
         source = Source(logits)
         found = _survey(source)
         draw_kernels.argmax_kernel[(logits.shape[0],)](
-            *(found.peaks, found.firsts, out, source.chunks, TUNING.chunks, source.pdl),
+            peaks=found.peaks,
+            firsts=found.firsts,
+            out=out,
+            chunks=source.chunks,
+            CHUNKS=TUNING.chunks,
+            PDL=source.pdl,
             num_warps=1,
-            **pdl_option(source.pdl),
         )
     return out
 
@@ -202,54 +218,33 @@ def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
 
 def _filter(source: Source, filters: Filters, out: Tensor) -> None:
     rows, width = source.values.shape
-    found = _survey(source, filters)
-    thresholds, lasts = (source.empty(dtype=torch.int32) for _ in range(2))
-    totals = source.empty(dtype=torch.float64)
-    counts, weights, sums = _lists(source)
-    top_k, top_p, min_p = filters.tensors()
-    limits_kernel[(min(source.chunks, -(-TUNING.programs // rows)), rows)](
-        source.values,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        peaks=found.peaks,
-        masses=found.masses,
-        tops=found.tops,
-        arrivals=found.arrivals,
-        counts=counts,
-        weights=weights,
-        sums=sums,
-        thresholds=thresholds,
-        lasts=lasts,
-        totals=totals,
-        stride=source.values.stride(0),
-        width=width,
-        chunks=source.chunks,
+    survey = _survey(source, filters)._asdict()
+    del survey["firsts"]
+    limits = {
+        "thresholds": source.empty(dtype=torch.int32),
+        "lasts": source.empty(dtype=torch.int32),
+        "totals": source.empty(dtype=torch.float64),
+    }
+    limits_kernel[(_list_programs(source), rows)](
+        **filters.tensors(),
+        **survey,
+        **_lists(source)._asdict(),
+        **limits,
         **source.list_options(),
         SHARE=filters.share(softmax=False),
-        PDL=source.pdl,
-        num_warps=TUNING.list_warps,
-        maxnreg=TUNING.list_registers,
-        **pdl_option(source.pdl),
     )
     keep_kernel[(-(-width // TUNING.keep_block), rows)](
-        source.values,
-        out,
-        thresholds=thresholds,
-        lasts=lasts,
-        totals=totals,
-        stride=source.values.stride(0),
-        width=width,
-        BLOCK=TUNING.keep_block,
-        PDL=source.pdl,
-        num_warps=TUNING.keep_warps,
-        **pdl_option(source.pdl),
+        **source.rows, **limits, out=out, BLOCK=TUNING.keep_block, num_warps=TUNING.keep_warps
     )
 
 
-def _lists(source: Source) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the lists of rows: counts, weights and sums of `collect_kernel`."""
-    return (
+def _list_programs(source: Source) -> int:
+    """Programs of a row that list it."""
+    return min(source.chunks, -(-TUNING.programs // len(source.values)))
+
+
+def _lists(source: Source) -> Lists:
+    return Lists(
         source.empty(TUNING.chunks + TUNING.most_lines, dtype=torch.int32),
         source.empty(TUNING.chunks, source.chunk),
         source.empty(2, TUNING.chunks, dtype=torch.float64),
@@ -263,20 +258,26 @@ def _warps(source: Source) -> int:
 def _survey(source: Source, filters: Filters | None = None) -> Survey:
     """filters: of a draw; None: there is none."""
     masses, filtered = filters is not None, filters is not None and not filters.none
-    given = (None, None, None) if filters is None else filters.tensors()
-    top_k, _, _ = given
+    given = Filters() if filters is None else filters
     found = Survey(
         source.empty(source.chunks),
         source.empty(source.chunks, dtype=torch.int32),
         source.empty(source.chunks, dtype=torch.float64) if masses else None,
-        source.empty(source.chunks, source.chunk // TUNING.line) if top_k is not None else None,
+        source.empty(source.chunks, source.chunk // TUNING.line)
+        if given.top_k is not None
+        else None,
         source.empty(dtype=torch.int32) if filtered else None,
     )
     kernels.survey_kernel[(source.chunks, len(source.values))](
-        *(source.values, source.temperature, *given, *found, *source.sizes),
-        *(source.chunk, TUNING.line, source.softmax, source.pdl),
+        **source.rows,
+        temperature=source.temperature,
+        **given.tensors(),
+        **found._asdict(),
+        chunks=source.chunks,
+        CHUNK=source.chunk,
+        LINE=TUNING.line,
+        SOFTMAX=source.softmax,
         num_warps=_warps(source) if masses else min(8, 2 * _warps(source)),
-        **pdl_option(source.pdl),
     )
     return found
 
@@ -292,60 +293,53 @@ def _draw(
     if not len(out):
         return
     found = _survey(source, filters)
-    numbers = (None, None, index) if seed is None else (seed, index, None)
-    if filters.none:
-        draw_kernels.draw_kernel[(len(out),)](
-            *(source.values, source.temperature, *numbers, rows),
-            *(found.peaks, found.firsts, found.masses, out, *source.sizes),
-            *(TUNING.chunks, source.chunk, TUNING.run, source.softmax, source.pdl),
-            num_warps=TUNING.draw_warps,
-            **pdl_option(source.pdl),
-        )
-    else:
+    numbers = {"seed": seed, "index": index, "uniform": None}
+    if seed is None:
+        numbers = {"seed": None, "index": None, "uniform": index}
+    if not filters.none:
         _draw_filtered(source, filters, numbers, found, out)
+        return
+    draw_kernels.draw_kernel[(len(out),)](
+        **source.rows,
+        temperature=source.temperature,
+        **numbers,
+        rows=rows,
+        peaks=found.peaks,
+        firsts=found.firsts,
+        masses=found.masses,
+        out=out,
+        chunks=source.chunks,
+        CHUNKS=TUNING.chunks,
+        CHUNK=source.chunk,
+        RUN=TUNING.run,
+        SOFTMAX=source.softmax,
+        num_warps=TUNING.draw_warps,
+    )
 
 
 def _draw_filtered(
     source: Source,
     filters: Filters,
-    numbers: tuple[Tensor | None, ...],
+    numbers: dict[str, Tensor | None],
     found: Survey,
     out: Tensor,
 ) -> None:
-    rows = len(out)
-    counts, weights, sums = _lists(source)
     few: tuple[Tensor | None, ...] = (None, None)
     if filters.top_k is not None:
         few = (source.empty(TUNING.few, dtype=torch.int64), source.empty(TUNING.few))
-    top_k, top_p, min_p = filters.tensors()
-    seed, index, uniform = numbers
-    collect_kernel[(min(source.chunks, -(-TUNING.programs // rows)), rows)](
-        source.values,
+    collect_kernel[(_list_programs(source), len(out))](
         temperature=source.temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        index=index,
-        uniform=uniform,
+        **filters.tensors(),
+        **numbers,
         **found._asdict(),
-        counts=counts,
-        weights=weights,
-        sums=sums,
+        **_lists(source)._asdict(),
         few_keys=few[0],
         few_weights=few[1],
         out=out,
-        stride=source.values.stride(0),
-        width=source.values.shape[1],
-        chunks=source.chunks,
         **source.list_options(),
         RUN=TUNING.run,
         FEW=TUNING.few,
         SLICE=TUNING.rivals,
         SOFTMAX=source.softmax,
         SHARE=filters.share(source.softmax),
-        PDL=source.pdl,
-        num_warps=TUNING.list_warps,
-        maxnreg=TUNING.list_registers,
-        **pdl_option(source.pdl),
     )

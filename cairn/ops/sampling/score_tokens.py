@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
 from cairn.ops.grid_barrier import APART, counters
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_rows
 from cairn.ops.sampling.kernels.scores import score_kernel
@@ -71,18 +71,21 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         found = gpu.empty((3, rows, chunks), torch.float32, call.logits.device)
         pdl = uses_pdl(call.logits.device, rows, chunks * WARPS)
         score_kernel[(rows * chunks,)](
-            *(
-                call.logits,
-                call.tokens,
-                found,
-                counters(rows, call.logits.device),
-                largest,
-                log_sum,
-                rank,
-            ),
-            *(call.logits.stride(0), width, chunks, rows * chunks, CHUNK),
-            *(gpu.next_power_of_2(chunks), APART, pdl),
+            logits=call.logits,
+            tokens=call.tokens,
+            found=found,
+            arrivals=counters(rows, call.logits.device),
+            largest=largest,
+            log_sum=log_sum,
+            rank=rank,
+            stride=call.logits.stride(0),
+            width=width,
+            chunks=chunks,
+            programs=rows * chunks,
+            CHUNK=CHUNK,
+            CHUNKS=gpu.next_power_of_2(chunks),
+            APART=APART,
+            PDL=pdl,
             num_warps=WARPS,
-            **pdl_option(pdl),
         )
     return largest, log_sum, rank

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.pdl import pdl_option
 from cairn.ops.select_k.kernels import bound_kernel, list_kernel, mask_kernel, threshold_kernel
 from cairn.ops.select_k.tuning import TUNING
 
@@ -87,7 +86,7 @@ def list_rows(
         TUNING.samples[1], max(TUNING.samples[0], gpu.next_power_of_2(width // TUNING.part))
     )
     bound_kernel[(batch,)](
-        score,
+        score=score,
         lengths=lengths,
         starts=starts,
         top_k=top_k,
@@ -103,7 +102,7 @@ def list_rows(
         num_warps=warps_of(sample),
     )
     list_kernel[(batch, sizes.chunks)](
-        score,
+        score=score,
         lengths=lengths,
         starts=starts,
         **found._asdict(),
@@ -116,7 +115,6 @@ def list_rows(
         PDL=pdl,
         num_warps=warps_of(sizes.chunk),
         maxnreg=TUNING.registers,
-        **pdl_option(pdl),
     )
     return found
 
@@ -141,7 +139,7 @@ def _mask(logits: Tensor, top_k: Tensor, out: Tensor) -> None:
     thresholds = gpu.empty((rows,), torch.float32, logits.device)
     listed = pdl and found is not None
     threshold_kernel[(rows,)](
-        logits,
+        score=logits,
         top_k=top_k,
         floors=floors,
         lists=lists,
@@ -156,10 +154,9 @@ def _mask(logits: Tensor, top_k: Tensor, out: Tensor) -> None:
         PDL=listed,
         num_warps=warps_of(sizes.room),
         **registers_of(rows, logits.device),
-        **pdl_option(listed),
     )
     mask_kernel[(-(-width // TUNING.mask_block), rows)](
-        logits,
+        x=logits,
         top_k=top_k,
         thresholds=thresholds,
         out=out,
@@ -168,5 +165,4 @@ def _mask(logits: Tensor, top_k: Tensor, out: Tensor) -> None:
         BLOCK=TUNING.mask_block,
         PDL=pdl,
         num_warps=TUNING.mask_warps,
-        **pdl_option(pdl),
     )
