@@ -104,6 +104,41 @@ class Part(NamedTuple):
     advances: Sequence[Advance]
 
 
+class Guessed(NamedTuple):
+    """Rows of a step with guesses, whose states stay as they are.
+
+    Attributes:
+        token: [n] int64, their tokens' indices in the step.
+        rows: the rows, among these tokens.
+        row: [R] int64, their numbers.
+        apart: the rows, with states of their own numbered from 0.
+    """
+
+    token: Tensor
+    rows: Runs
+    row: Tensor
+    apart: Runs
+
+    @classmethod
+    def of(cls, rows: Sequence[Piece], device: torch.device) -> Guessed:
+        """Of these rows."""
+        runs = _runs(rows, device, together=True)
+        own = torch.arange(len(rows), dtype=torch.int32, device=device)
+        return cls(_indices(rows, device), runs, runs.state.long(), runs._replace(state=own))
+
+    def counted(self, counts: Tensor) -> Runs:
+        """The rows' tokens that count, `counts` [R] int64 of each. Each row is two sequences: these
+        tokens, and behind them those without a state to change."""
+        begin, state = self.rows.starts[:-1], self.rows.state
+        ends = torch.stack((begin, begin + counts), dim=1).flatten()
+        return Runs(
+            None,
+            torch.cat((ends, self.rows.starts[-1:])).int(),
+            torch.stack((state, torch.full_like(state, NOBODY)), dim=1).flatten(),
+            self.rows.begun.repeat_interleave(2),
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class GatedDeltaPlan(StepPlan):
     """What the delta rule derives from a step.
@@ -112,11 +147,13 @@ class GatedDeltaPlan(StepPlan):
         settled: rows without guesses; None: there are none.
         guessed: rows with guesses; None: there are none.
         inputs: by layer, those of the rows with guesses.
+        counted: of these rows, the tokens that count; None: not known yet.
     """
 
     settled: Part | None
-    guessed: Runs | None
+    guessed: Guessed | None
     inputs: dict[int, GatedDeltaInputs] = field(default_factory=dict)
+    counted: Runs | None = None
 
 
 class GatedDeltaBackend(AttentionBackend):
@@ -146,8 +183,7 @@ class GatedDeltaBackend(AttentionBackend):
         device, settled, guessed = batch.row.device, whole, None
         if rows.drafts is not None:
             settled = [whole[i] for i in np.flatnonzero(rows.drafts == 0)]
-            drafted = [whole[i] for i in np.flatnonzero(rows.drafts)]
-            guessed = _runs(drafted, device, together=False)
+            guessed = Guessed.of([whole[i] for i in np.flatnonzero(rows.drafts)], device)
         return GatedDeltaPlan(
             batch=batch,
             cuts=cuts,
@@ -169,33 +205,21 @@ class GatedDeltaBackend(AttentionBackend):
         out = qkv.new_empty(len(qkv), spec.value_heads, spec.value_dim)
         if settled is not None and settled.token is not None:
             out[settled.token] = self._run(layer, _at(inputs, settled.token), settled)
-        assert guessed.token is not None
-        chosen = _at(inputs, guessed.token)
+        chosen, fields = _at(inputs, guessed.token), self.pools.rows[layer]
         plan.inputs[layer] = replace(chosen, qkv=chosen.qkv.clone())
-        fields, own = self.pools.rows[layer], torch.arange(len(guessed.state), dtype=torch.int32)
-        before = fields[CONV][guessed.state.long()]
-        self._convolve(chosen, before, guessed._replace(state=own.to(qkv.device)))
-        joined = guessed._replace(token=None)
-        out[guessed.token] = self._advance(spec, chosen, fields[STATE], joined, True, False)
+        self._convolve(chosen, fields[CONV][guessed.row], guessed.apart)
+        out[guessed.token] = self._advance(spec, chosen, fields[STATE], guessed.rows, True, False)
         return out
 
     def settle(self, layer: int, plan: GatedDeltaPlan, counts: Tensor) -> None:
         """Run the tokens that count once more."""
-        guessed = plan.guessed
-        if guessed is None:
+        if plan.guessed is None:
             return
-        # Each row is two sequences: what counts, and behind it what has no state to change.
-        begin, nobody = guessed.starts[:-1], torch.full_like(guessed.state, NOBODY)
-        ends = torch.stack((begin, begin + counts), dim=1).flatten()
-        runs = Runs(
-            None,
-            torch.cat((ends, guessed.starts[-1:])).int(),
-            torch.stack((guessed.state, nobody), dim=1).flatten(),
-            guessed.begun.repeat_interleave(2),
-        )
+        if plan.counted is None:
+            plan.counted = plan.guessed.counted(counts)
         inputs, fields = plan.inputs.pop(layer), self.pools.rows[layer]
-        self._convolve(inputs, fields[CONV], runs)
-        self._advance(self.layers[layer], inputs, fields[STATE], runs, True)
+        self._convolve(inputs, fields[CONV], plan.counted)
+        self._advance(self.layers[layer], inputs, fields[STATE], plan.counted, True)
 
     def _run(self, layer: int, inputs: GatedDeltaInputs, part: Part) -> Tensor:
         """Outputs [n, hv, dv] of a part's tokens; its states go on."""
