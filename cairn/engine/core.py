@@ -190,8 +190,9 @@ class EngineCore:
         """Run one step; returns the continuations that got a token or ended, not to be changed.
 
         With overlap it launches one step and takes the one before in: the first call gives nothing
-        yet. An exception of the executor ends the requests of its step with the reason "error",
-        gives their pages back and is raised again.
+        yet. Where the next step depends on what the one before chose, because rows run guesses, it
+        is launched as soon as that is known. An exception of the executor ends the requests of its
+        step with the reason "error", gives their pages back and is raised again.
         """
         changed = self._join_compiled()
         flight = self._flight
@@ -205,6 +206,8 @@ class EngineCore:
             self._flight = None
         try:
             landed = self._land(flight) if flight is not None else []
+            if self.overlap and self._flight is None and self.scheduler.drafter is not None:
+                self._flight = self._launch(may_wait=False)
         finally:
             self._choose()
         return [*changed, *landed] if changed else landed

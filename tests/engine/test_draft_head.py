@@ -36,16 +36,6 @@ def plain(family: str, **options) -> Built:
     return build(family, load_format="random", **options)
 
 
-class Mixed(FakeDrafter):
-    """The draft layer's guesses, or right ones in their place."""
-
-    ahead = STEPS
-
-    def guess(self, request: Request, most: int) -> list[int]:
-        own = list(request.guesses[:most])
-        return super().guess(request, len(own)) or own if self.rng.random() < 0.6 else own
-
-
 class Seen:
     """What was guessed behind each text."""
 
@@ -53,19 +43,37 @@ class Seen:
         self.behind: dict[tuple[int, ...], list[int]] = {}
         self.count = 0
 
-    def look(self, built: Built) -> None:
-        for request in built.core.scheduler.running:
-            if request.guesses and not request.drafting:
-                self.count += 1
-                found = list(request.guesses)
-                wanted = self.behind.setdefault(tuple(request.tokens), found)
-                short = min(len(found), len(wanted))
-                assert found[:short] == wanted[:short]
-                if len(found) > short:
-                    self.behind[tuple(request.tokens)] = found
+    def look(self, request: Request) -> None:
+        text, found = tuple(request.tokens), list(request.guesses)
+        known = self.behind.get(text, [])
+        short = min(len(found), len(known))
+        assert found[:short] == known[:short]
+        self.behind[text] = max(found, known, key=len)
+        self.count += bool(short)
 
 
-def serve(built: Built, prompts, params, seen: Seen, rng=None, hostage: Lease | None = None):
+class Mixed(FakeDrafter):
+    """The draft layer's guesses, or right ones in their place.
+
+    Args:
+        seen: is told what the layer guesses.
+        right: share of the times that right ones are, mostly.
+    """
+
+    ahead = STEPS
+
+    def __init__(self, seen: Seen, right: float = 0.0) -> None:
+        super().__init__(4, 0.9, most=STEPS)
+        self.seen, self.often = seen, right
+
+    def guess(self, request: Request, most: int) -> list[int]:
+        own = list(request.guesses[:most])
+        if not request.choosing:
+            self.seen.look(request)
+        return super().guess(request, len(own)) or own if self.rng.random() < self.often else own
+
+
+def serve(built: Built, prompts, params, rng=None, hostage: Lease | None = None):
     core, size = built.core, built.config.page_size
     waiting, live, doomed = list(zip(prompts, params, strict=True)), [], {}
     while waiting or core.has_work:
@@ -76,7 +84,6 @@ def serve(built: Built, prompts, params, seen: Seen, rng=None, hostage: Lease | 
         if rng is not None:
             core.scheduler.limits = Limits(4, rng.choice([3, 65, size, 2 * size, 1000]))
         core.step()
-        seen.look(built)
         for number in doomed:
             doomed[number] -= 1
             if doomed[number] == 0:
@@ -102,21 +109,20 @@ def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bo
     ]
     params *= 2
     wanted, seen = [], Seen()
+    cold.core.scheduler.drafter, cold.core.scheduler.pace = Mixed(seen), None
     for prompt, param in zip(prompts, params, strict=True):
-        wanted += serve(plain(family), [prompt], [param], Seen())
-        assert serve(cold, [prompt], [param], seen)[0].token_ids == wanted[-1].token_ids
+        wanted += serve(plain(family), [prompt], [param])
+        assert serve(cold, [prompt], [param])[0].token_ids == wanted[-1].token_ids
     built = drafting(family)
     built.core.overlap, built.core.scheduler.pace = overlap, None
-    built.core.scheduler.drafter = drafter = Mixed(4, 0.9, most=STEPS)
+    built.core.scheduler.drafter = drafter = Mixed(seen, 0.6)
     for prompt, output in zip(prompts, wanted, strict=True):
         drafter.knows(prompt, output.token_ids)
     longest = max(map(len, prompts)) + 20
     hostage = occupy(built.core.cache, keep=3 * int(built.slots.pages_for(longest)))
     before = seen.count
     for _ in range(2):
-        for found, output in zip(
-            serve(built, prompts, params, seen, rng, hostage), wanted, strict=True
-        ):
+        for found, output in zip(serve(built, prompts, params, rng, hostage), wanted, strict=True):
             if found.finish_reason == "abort":
                 assert found.token_ids == output.token_ids[: len(found.token_ids)]
             else:
@@ -132,13 +138,13 @@ def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bo
 def test_on_a_gpu() -> None:
     prompts = [text(n, length, 140) for n, length in enumerate((3, 70, 130))]
     params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=30) for n in range(3)]
-    wanted = serve(plain("recurrent", device="cuda"), prompts, params, Seen())
+    wanted = serve(plain("recurrent", device="cuda"), prompts, params)
     built = drafting("recurrent", device="cuda")
     built.core.scheduler.pace = None
-    built.core.scheduler.drafter = drafter = Mixed(4, 0.9, most=STEPS)
+    built.core.scheduler.drafter = drafter = Mixed(Seen(), 0.6)
     for prompt, output in zip(prompts, wanted, strict=True):
         drafter.knows(prompt, output.token_ids)
-    found = serve(built, prompts, params, Seen())
+    found = serve(built, prompts, params)
     assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
     assert built.core.scheduler.drafts.accepted > 20
 
