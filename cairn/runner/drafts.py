@@ -60,19 +60,23 @@ class Drafts(NamedTuple):
         found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return found[:, 0], found[:, 1]
 
-    def accept(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def accept(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Compare the choices [n] int64 with the guesses, on their device.
 
         Returns:
-            Indices of each row's last choice that counts [R], how many of its choices do [R], and
-            whether each choice does [n].
+            Indices of each row's last choice that counts [R], and how many of its choices do [R].
         """
         guess, run, begin = send((self.guess, self.run, self.begin), chosen.device)
         index = torch.arange(len(chosen), dtype=torch.int64, device=chosen.device)
         # A choice counts if all guesses before it were right, so the first wrong one is the last.
         wrong = torch.where(chosen == guess, len(chosen), index)
         last = torch.full_like(begin, len(chosen)).scatter_reduce(0, run, wrong, "amin")
-        return last, last - begin + 1, index <= last[run]
+        return last, last - begin + 1
+
+    def counted(self, last: Tensor) -> Tensor:
+        """Whether each choice counts [n] bool, from the rows' last ones that do [R]."""
+        (run,) = send((self.run,), last.device)
+        return torch.arange(len(run), dtype=torch.int64, device=last.device) <= last[run]
 
     def kept(self, chosen: Sequence[int], counts: Sequence[int]) -> list[int]:
         """The choices that count, in order."""

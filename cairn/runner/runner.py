@@ -348,10 +348,11 @@ class Runner:
             choice = self.sampler.sample(run.logits, picks, run.draws, masks, drafts)
             row, tokens, last = run.row, choice.tokens, None
             if drafts is not None:
-                last, counts, kept = drafts.accept(tokens)
-                self.sampler.count(tokens, picks, kept)
+                last, counts = drafts.accept(tokens)
+                if not self.sampler.plain(picks):
+                    self.sampler.count(tokens, picks, drafts.counted(last))
                 row, tokens, parts = row[last], tokens[last], (counts,)
-                if run.step is not None:
+                if run.step is not None and self.pools.schema.has_rows:
                     (drafting,) = send((drafts.drafting,), counts.device)
                     run.step.settle(counts[drafting])
             self.rows.remember(row, tokens)
