@@ -156,6 +156,7 @@ class StepTimes:
         bound = max(0, GROWTH * self._longest - load.tokens)
         begun = Load(load.rows, load.rows_context, load.chunks + 1, load.tokens, load.context)
         spare = limit - self.decode_seconds(begun) - self.prefill_seconds(begun)
+        spare -= self.draft_seconds(load)
         if spare <= 0.0:
             return 0
         _, token, context = self._prefill.costs

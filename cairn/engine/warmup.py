@@ -51,6 +51,7 @@ def warm_up(built: Built) -> None:
     several = [
         _several(built, count) for count in sorted({min(bucket, rows) for bucket in buckets})
     ]
+    several += _with_guesses(built, most)
     if on_gpu:
         prefills = [plan for steps in (*singles, *several) for plan in steps.without_decode()]
         compile_ahead(functools.partial(built.runner.rehearse, prefills))
@@ -117,6 +118,28 @@ def _several(built: Built, count: int) -> _Steps:
     rows = range(count)
     prefill = [RowWork(row=row, first=0, tokens=[0], sample=True) for row in rows]
     return _steps(list(map(_opened, rows)), [_granted(built, row, (row,)) for row in rows], prefill)
+
+
+def _with_guesses(built: Built, most: int) -> list[_Steps]:
+    """Steps of one row and of all that guess, as they are behind a prompt of one token; none where
+    nobody guesses, or such rows would have more than `most` tokens."""
+    asked = built.config.speculation
+    if asked is None or 2 + 2 * asked.drafts > most:
+        return []
+    drafts, ahead = asked.drafts, asked.drafts if built.spec.draft is not None else 0
+    pages = int(built.slots.pages_for(2 + 2 * drafts))
+    found = []
+    for count in sorted({1, min(built.config.max_num_seqs, built.memory.num_pages // pages)}):
+        rows = range(count)
+        grants = [
+            _granted(built, row, tuple(range(row * pages, (row + 1) * pages))) for row in rows
+        ]
+        prefill = [RowWork(row, 0, [0], sample=True, ahead=ahead) for row in rows]
+        guesses = [
+            RowWork(row, 1, [0] * (1 + drafts), True, 1, drafts=drafts, ahead=ahead) for row in rows
+        ]
+        found.append(_steps(list(map(_opened, rows)), grants, prefill, guesses))
+    return found
 
 
 def _steps(
