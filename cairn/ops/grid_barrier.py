@@ -21,7 +21,7 @@ serialized."""
 KEPT = 1 << 20
 """Numbers of a memory that graphs share out, each its own part for good."""
 MOST_KEPT = 8
-"""Such memories of a device. When they are used up, captured launches clear counters themselves."""
+"""Such memories of a device."""
 _FIRST = 1 << 12
 """Numbers that a stream's launches are given at first."""
 
@@ -75,7 +75,9 @@ class _Store:
     other and beside streams.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_kept: int = MOST_KEPT) -> None:
+        """most_kept: memories for graphs; without one, captured launches clear counters."""
+        self._most_kept = most_kept
         self._lock = threading.Lock()
         self._of_streams: dict[int, Tensor] = {}
         self._of_graphs: dict[int, tuple[int, Tensor]] = {}
@@ -89,7 +91,7 @@ class _Store:
             size = max(_FIRST // APART, gpu.next_power_of_2(groups))
             found = torch.zeros((size, APART), dtype=torch.int32, device=device)
             self._of_streams[stream] = found
-        if self._left < KEPT // APART // 2 and len(self._kept) < MOST_KEPT:
+        if self._left < KEPT // APART // 2 and len(self._kept) < self._most_kept:
             self._keep_more(device)
         return found[:groups]
 

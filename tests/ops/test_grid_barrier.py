@@ -87,8 +87,7 @@ def test_a_graph_has_counters_of_its_own_and_can_be_replayed():
 @pytest.mark.parametrize("missing", ["room", "the graph's number"])
 def test_graphs_that_get_none_clear_their_own(missing, monkeypatch):
     if missing == "room":
-        monkeypatch.setattr(grid_barrier, "MOST_KEPT", 0)
-        store = grid_barrier._Store()
+        store = grid_barrier._Store(most_kept=0)
         monkeypatch.setattr(grid_barrier, "_store", lambda index: store)
     else:
         monkeypatch.setattr(gpu, "capture_of", lambda device: 0)

@@ -11,9 +11,6 @@ from cairn.ops import gpu
 from cairn.ops.select_k.kernels import bound_kernel, list_kernel, mask_kernel, threshold_kernel
 from cairn.ops.select_k.tuning import TUNING
 
-MOST_ROWS = gpu.MOST_PROGRAMS
-"""Rows of one launch."""
-
 
 class Lists(NamedTuple):
     """What may be among the best of each row: see `bound_kernel` and `list_kernel`."""
@@ -123,8 +120,8 @@ def mask_smaller(logits: Tensor, top_k: Tensor) -> Tensor:
     """The top_k [B] largest of logits [B, V] and their equals, the others -inf; NaN is above all
     and becomes -inf. Rows with top_k < 1 or >= V are kept."""
     out = gpu.empty(logits.shape, logits.dtype, logits.device)
-    for begin in range(0, len(logits), MOST_ROWS):
-        at = slice(begin, begin + MOST_ROWS)
+    for begin in range(0, len(logits), TUNING.mask_rows):
+        at = slice(begin, begin + TUNING.mask_rows)
         _mask(logits[at], top_k[at], out[at])
     return out
 

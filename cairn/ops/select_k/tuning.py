@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cairn.ops import gpu
 from cairn.ops.tuning import Tuning
 
 
@@ -30,6 +31,8 @@ class SelectKTuning(Tuning):
     registers: int = 64
     """Of a thread that lists, and of one that chooses where rows share multiprocessors: more
     programs lie beside each other. Equal scores, which most rows do not have, would take more."""
+    mask_rows: int = gpu.MOST_PROGRAMS
+    """Rows of one launch, at most."""
     mask_block: int = 2048
     mask_warps: int = 4
     """Numbers and warps of a program of `mask_kernel`."""

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.ops.select_k import launch
 from cairn.ops.select_k.launch import mask_smaller
+from cairn.ops.select_k.tuning import TUNING
+from tests.ops.tables import Tuned
 
 pytestmark = pytest.mark.usefixtures("launches")
 WIDTH = 9_001
@@ -67,7 +68,7 @@ def test_half_precision(dtype: torch.dtype, device: str) -> None:
     assert_masked(torch.randn(2, WIDTH).to(dtype), torch.tensor([7, 2_000]), device)
 
 
-def test_more_rows_than_a_launch_has(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_a_launch_has(device: str, tuned: Tuned) -> None:
     torch.manual_seed(5)
-    monkeypatch.setattr(launch, "MOST_ROWS", 2)
+    tuned(TUNING, mask_rows=2)
     assert_masked(torch.randn(5, 300), torch.tensor([1, 2, 3, 0, 300]), device)
