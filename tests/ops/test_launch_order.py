@@ -107,7 +107,7 @@ def test_a_launch_behind_one_that_writes_what_it_reads_early_is_refused(early: N
         normed = rmsnorm.using("triton")(x, ones)
         product(normed, weight)
         weight = rmsnorm.using("triton")(weight, ones)
-        with pytest.raises(AssertionError, match="before rmsnorm_kernel, which writes"):
+        with pytest.raises(AssertionError, match="reads 'weight' before rmsnorm_kernel"):
             product(x, weight)
 
 

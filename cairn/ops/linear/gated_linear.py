@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,8 +14,8 @@ from cairn.ops.call import Call
 from cairn.ops.checks import expect, refuse
 from cairn.ops.linear import skinny_gemm, skinny_gemm_cpu, skinny_gemm_panel, wgmma_launch
 from cairn.ops.linear.checks import check_product
-from cairn.ops.linear.linear import normed
-from cairn.ops.norm.rmsnorm import rmsnorm
+from cairn.ops.linear.linear import normed, normed_by_op
+from cairn.ops.linear.skinny_gemm import Around
 from cairn.ops.registry import op
 
 
@@ -44,34 +47,28 @@ def _(call: Call) -> None:
         refuse("gated_linear", "weight", f"has {call.weight.shape[0]} rows, no two equal halves")
 
 
-@gated_linear.implementation(
-    "gluon",
-    devices=gpu.DEVICES,
-    dtypes=(torch.bfloat16, torch.float16),
-    when=lambda call: wgmma_launch.accepts(call.input, call.weight, gated=True),
-    missing="" if gpu.gl else "needs Triton 3.6",
-    replayed=True,
-)
-def _(call: Call) -> Tensor:
-    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
-    out = gpu.empty(
-        (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
-    )
-    return wgmma_launch.multiply(x, call.weight, out, gated=True)
+def _blank(call: Call) -> Tensor:
+    """Memory for the result."""
+    shape = (call.input.shape[0], call.weight.shape[0] // 2)
+    return gpu.empty(shape, call.input.dtype, call.input.device)
 
 
-@gated_linear.implementation(
-    "triton_panel",
-    devices=gpu.DEVICES,
-    when=lambda call: skinny_gemm_panel.accepts(call.input, call.weight, gated=True),
-    replayed=True,
-)
-def _(call: Call) -> Tensor:
-    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
-    out = gpu.empty(
-        (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
+def _large_tiles(name: str, launch: ModuleType, **options: Any) -> None:
+    @gated_linear.implementation(
+        name,
+        devices=gpu.DEVICES,
+        when=lambda call: launch.accepts(call.input, call.weight, gated=True),
+        replayed=True,
+        **options,
     )
-    return skinny_gemm_panel.multiply(x, call.weight, out, gated=True)
+    def _(call: Call) -> Tensor:
+        out = _blank(call)
+        result: Tensor = launch.multiply(normed_by_op(call), call.weight, out, gated=True)
+        return result
+
+
+_large_tiles("gluon", wgmma_launch, **wgmma_launch.OPTIONS)
+_large_tiles("triton_panel", skinny_gemm_panel)
 
 
 @gated_linear.implementation(
@@ -81,11 +78,8 @@ def _(call: Call) -> Tensor:
     replayed=True,
 )
 def _(call: Call) -> Tensor:
-    out = gpu.empty(
-        (call.input.shape[0], call.weight.shape[0] // 2), call.input.dtype, call.input.device
-    )
-    given = None if call.norm is None else (call.norm, call.eps)
-    return skinny_gemm.multiply(call.input, call.weight, out, norm=given, gated=True)
+    around = Around(norm=call.norm, eps=call.eps, gated=True)
+    return skinny_gemm.multiply(call.input, call.weight, _blank(call), around)
 
 
 @gated_linear.implementation(
@@ -94,14 +88,8 @@ def _(call: Call) -> Tensor:
     when=lambda call: skinny_gemm_cpu.accepts(call.input, call.weight),
 )
 def _(call: Call) -> Tensor:
-    out = call.input.new_empty(call.input.shape[0], call.weight.shape[0] // 2)
-    return skinny_gemm_cpu.multiply(
-        call.input,
-        call.weight,
-        out,
-        norm=None if call.norm is None else (call.norm, call.eps),
-        gated=True,
-    )
+    around = Around(norm=call.norm, eps=call.eps, gated=True)
+    return skinny_gemm_cpu.multiply(call.input, call.weight, _blank(call), around)
 
 
 @gated_linear.implementation("halves", devices=cpu.DEVICES)
@@ -111,7 +99,7 @@ def _(call: Call) -> Tensor:
     The C library maps what is larger than 32 MiB anew for every tensor, page by page: one product
     of 2,048 tokens with 2 x 4,096 numbers takes half as long again for it.
     """
-    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    x = normed_by_op(call)
     gate, up = (torch.nn.functional.linear(x, half) for half in call.weight.chunk(2))
     out = gate if in_lanes(gate) else torch.empty_like(gate)
     gate_rows(gate, up, 0, out)
@@ -121,8 +109,7 @@ def _(call: Call) -> Tensor:
 @gated_linear.implementation("composed")
 def _(call: Call) -> Tensor:
     """Norm, product and gate, each rounded."""
-    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
-    return silu_and_mul(torch.nn.functional.linear(x, call.weight))
+    return silu_and_mul(torch.nn.functional.linear(normed_by_op(call), call.weight))
 
 
 gated_linear.tolerance(

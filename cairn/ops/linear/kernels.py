@@ -1,9 +1,10 @@
 """Kernels of the products of few tokens with a weight: as fast as the weight is read.
 
-A program of `rows_kernel` and `tile_kernel` holds the rows of the weight that it multiplies, whole,
-before it waits for the kernel in front: while that one ends, the weight is on its way. With NORM
-the tokens are normed on the way (rmsnorm with the weight `norm`): what all numbers of a token are
-divided by comes after the product. `panel_kernel` is for more tokens. Sums are float32.
+A program of `rows_kernel` and `tile_kernel` loads the rows of the weight that it multiplies before
+it waits for the kernel in front, so that the weight is read while that one ends. If `norm` is not
+None the tokens go through rmsnorm with that weight first: their numbers are multiplied by it before
+the product, and the sums divided by the root mean square after it. `bias` may be None too.
+`panel_kernel` is for more tokens. Sums are float32.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ def silu(x):
 def rows_kernel(
     x, norm, weight, bias, out, tokens, numbers, x_stride, out_stride, eps,
     WIDTH: tl.constexpr, WP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, numbers] = x W^T, for ROWS rows of W [numbers, WIDTH], token by token.
 
@@ -46,17 +46,17 @@ def rows_kernel(
     if GATED:
         second = tl.load(at + numbers.to(tl.int64) * WIDTH, mask=inside, other=0.0)
     factor = tl.full([WP], 1.0, tl.float32)
-    if NORM:
+    if norm is not None:
         factor = tl.load(norm + k, mask=k < WIDTH, other=0.0).to(tl.float32)
     offset = tl.zeros([ROWS], tl.float32)
-    if BIAS:
+    if bias is not None:
         offset = tl.load(bias + n, mask=n < numbers, other=0.0).to(tl.float32)
     await_previous(PDL)
     for t in tl.static_range(TOKENS):
         alive = t < tokens
         value = tl.load(x + t * x_stride + k, mask=(k < WIDTH) & alive, other=0.0).to(tl.float32)
         scale = 1.0
-        if NORM:
+        if norm is not None:
             scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
             value = value * factor
         result = tl.sum(rows.to(tl.float32) * value[None, :], 1) * scale + offset
@@ -119,8 +119,8 @@ def tile_product(value, rows, TALL: tl.constexpr):
 def tile_kernel(
     x, norm, weight, bias, out, tokens, numbers, x_stride, out_stride, eps,
     WIDTH: tl.constexpr, SPAN: tl.constexpr, WP: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, TALL: tl.constexpr, NORM: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, TALL: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for TOKENS tokens at once.
 
@@ -149,9 +149,9 @@ def tile_kernel(
     if GATED:
         at += numbers.to(tl.int64) * WIDTH
         second = load_padded(at, along(inside, TALL), PADDED)
-    if NORM:
+    if norm is not None:
         factor = load_padded(norm + k, inside, PADDED).to(tl.float32)
-    if BIAS:
+    if bias is not None:
         offset = tl.load(bias + row).to(tl.float32)
     t = tl.arange(0, TOKENS)
     token = tl.minimum(t, tokens - 1)
@@ -170,13 +170,13 @@ def tile_kernel(
         if ADD:
             before = held(before, False)
     scale = tl.full([TOKENS], 1.0, tl.float32)
-    if NORM:
+    if norm is not None:
         wide = value.to(tl.float32)
         squares = tl.sum(tl.sum(wide * wide, 1 if TALL else 2), 0)
         scale = tl.rsqrt(squares / WIDTH + eps)
         value = (wide * along(factor, WIDE)).to(value.dtype)
     result = tile_product(value, rows, TALL) * beside(scale, WIDE)
-    if BIAS:
+    if bias is not None:
         result += beside(offset, TALL)
     if GATED:
         result = silu(result) * (tile_product(value, second, TALL) * beside(scale, WIDE))
@@ -247,10 +247,10 @@ def panel_kernel(
 @triton.jit(early=("norm",), do_not_specialize=["tokens"])
 def sum_norm_kernel(
     parts, residual, norm, out, tokens, residual_stride, out_stride, width, eps,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: residual += the sum of its parts [PARTS, tokens, width], in their order; with NORM
-    out = the norm of that before it was rounded.
+    """One token: residual += the sum of its parts [PARTS, tokens, width], in their order; with a
+    norm out = the norm of that before it was rounded.
 
     Args:
         PDL: as in `await_previous`.
@@ -259,7 +259,7 @@ def sum_norm_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    if NORM:
+    if norm is not None:
         # Before the wait: it is a weight.
         factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     await_previous(PDL)
@@ -271,7 +271,7 @@ def sum_norm_kernel(
         total += tl.load(at + tokens.to(tl.int64) * part * width, mask=inside, other=0.0)
     total += before
     tl.store(residual_at, total.to(residual.dtype.element_ty), mask=inside)
-    if NORM:
+    if norm is not None:
         scale = tl.rsqrt(tl.sum(total * total, 0) / width + eps)
         tl.store(
             out + token * out_stride + column,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,7 @@ from cairn.ops.call import Call
 from cairn.ops.checks import check_dtype
 from cairn.ops.linear import skinny_gemm, skinny_gemm_cpu, skinny_gemm_panel, wgmma_launch
 from cairn.ops.linear.checks import check_product
+from cairn.ops.linear.skinny_gemm import Around
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.registry import op
 
@@ -57,36 +61,32 @@ def _(call: Call) -> None:
     check_dtype("linear", call.dtype)
 
 
-def _blank(input: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Memory for the product of tokens [T, K] with a weight [N, K]: [T, N]."""
-    shape = (input.shape[0], weight.shape[0])
-    return gpu.empty(shape, dtype or input.dtype, input.device)
+def normed_by_op(call: Call) -> Tensor:
+    """The input of a product after its norm, if it has one, rounded."""
+    return call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
 
 
-@linear.implementation(
-    "gluon",
-    devices=gpu.DEVICES,
-    dtypes=(torch.bfloat16, torch.float16),
-    when=lambda call: call.bias is None and wgmma_launch.accepts(call.input, call.weight),
-    missing="" if gpu.gl else "needs Triton 3.6",
-    replayed=True,
-)
-def _(call: Call) -> Tensor:
-    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
-    out = _blank(call.input, call.weight, call.dtype)
-    return wgmma_launch.multiply(x, call.weight, out)
+def _blank(call: Call) -> Tensor:
+    """Memory for the result [..., N]."""
+    shape = (*call.input.shape[:-1], call.weight.shape[0])
+    return gpu.empty(shape, call.dtype or call.input.dtype, call.input.device)
 
 
-@linear.implementation(
-    "triton_panel",
-    devices=gpu.DEVICES,
-    when=lambda call: call.bias is None and skinny_gemm_panel.accepts(call.input, call.weight),
-    replayed=True,
-)
-def _(call: Call) -> Tensor:
-    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
-    out = _blank(call.input, call.weight, call.dtype)
-    return skinny_gemm_panel.multiply(x, call.weight, out)
+def _large_tiles(name: str, launch: ModuleType, **options: Any) -> None:
+    @linear.implementation(
+        name,
+        devices=gpu.DEVICES,
+        when=lambda call: call.bias is None and launch.accepts(call.input, call.weight),
+        replayed=True,
+        **options,
+    )
+    def _(call: Call) -> Tensor:
+        result: Tensor = launch.multiply(normed_by_op(call), call.weight, _blank(call))
+        return result
+
+
+_large_tiles("gluon", wgmma_launch, **wgmma_launch.OPTIONS)
+_large_tiles("triton_panel", skinny_gemm_panel)
 
 
 @linear.implementation(
@@ -96,14 +96,8 @@ def _(call: Call) -> Tensor:
     replayed=True,
 )
 def _(call: Call) -> Tensor:
-    out = _blank(call.input, call.weight, call.dtype)
-    return skinny_gemm.multiply(
-        call.input,
-        call.weight,
-        out,
-        call.bias,
-        None if call.norm is None else (call.norm, call.eps),
-    )
+    around = Around(call.bias, call.norm, call.eps)
+    return skinny_gemm.multiply(call.input, call.weight, _blank(call), around)
 
 
 @linear.implementation(
@@ -112,22 +106,14 @@ def _(call: Call) -> Tensor:
     when=lambda call: skinny_gemm_cpu.accepts(call.input, call.weight),
 )
 def _(call: Call) -> Tensor:
-    out = call.input.new_empty(
-        (*call.input.shape[:-1], call.weight.shape[0]), dtype=call.dtype or call.input.dtype
-    )
-    return skinny_gemm_cpu.multiply(
-        call.input,
-        call.weight,
-        out,
-        call.bias,
-        None if call.norm is None else (call.norm, call.eps),
-    )
+    around = Around(call.bias, call.norm, call.eps)
+    return skinny_gemm_cpu.multiply(call.input, call.weight, _blank(call), around)
 
 
 @linear.implementation("composed")
 def _(call: Call) -> Tensor:
     """The norm, rounded; then the library's product, rounded where the result is not float32."""
-    x = call.input if call.norm is None else rmsnorm(call.input, call.norm, call.eps)
+    x = normed_by_op(call)
     if call.dtype == torch.float32 and x.dtype != call.dtype and call.bias is None and x.is_cuda:
         # Rounded on the way, logits would be equal that are not.
         wide = torch.mm(x.reshape(-1, x.shape[-1]), call.weight.t(), out_dtype=call.dtype)

@@ -10,6 +10,7 @@ from cairn.ops.call import Call
 from cairn.ops.checks import expect
 from cairn.ops.linear import skinny_gemm, skinny_gemm_cpu, skinny_gemm_panel, wgmma_launch
 from cairn.ops.linear.checks import check_product
+from cairn.ops.linear.skinny_gemm import Around
 from cairn.ops.registry import op
 
 
@@ -47,20 +48,19 @@ def _(call: Call) -> None:
     replayed=True,
 )
 def _(call: Call) -> None:
-    skinny_gemm.multiply(call.input, call.weight, call.residual, call.bias, add=True)
+    skinny_gemm.multiply(call.input, call.weight, call.residual, Around(call.bias, add=True))
 
 
 @linear_add.implementation(
     "gluon",
     devices=gpu.DEVICES,
-    dtypes=(torch.bfloat16, torch.float16),
     when=lambda call: (
         call.bias is None
         and call.residual.stride(1) == 1
         and wgmma_launch.accepts_added(call.input, call.weight)
     ),
-    missing="" if gpu.gl else "needs Triton 3.6",
     replayed=True,
+    **wgmma_launch.OPTIONS,
 )
 def _(call: Call) -> None:
     skinny_gemm_panel.add(wgmma_launch.multiply_parts(call.input, call.weight), call.residual)
@@ -74,7 +74,7 @@ def _(call: Call) -> None:
     ),
 )
 def _(call: Call) -> None:
-    skinny_gemm_cpu.multiply(call.input, call.weight, call.residual, call.bias, add=True)
+    skinny_gemm_cpu.multiply(call.input, call.weight, call.residual, Around(call.bias, add=True))
 
 
 @linear_add.implementation("torch")

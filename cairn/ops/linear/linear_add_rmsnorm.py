@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,60 +60,27 @@ def _(call: Call) -> None:
     check_weight("linear_add_rmsnorm", "norm", call.norm, call.residual)
 
 
-@linear_add_rmsnorm.implementation(
-    "gluon",
-    devices=gpu.DEVICES,
-    dtypes=(torch.bfloat16, torch.float16),
-    when=lambda call: (
-        call.bias is None
-        and call.residual.stride(1) == 1
-        and wgmma_launch.accepts_split(call.input, call.weight)
-    ),
-    missing="" if gpu.gl else "needs Triton 3.6",
-    replayed=True,
-)
-def _(call: Call) -> Tensor:
-    """The norm sums what the product is split into."""
-    return skinny_gemm_panel.add_and_norm(
-        wgmma_launch.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
+def _split(name: str, launch: ModuleType, **options: Any) -> None:
+    @linear_add_rmsnorm.implementation(
+        name,
+        devices=gpu.DEVICES,
+        when=lambda call: (
+            call.bias is None
+            and call.residual.stride(1) == 1
+            and launch.accepts_split(call.input, call.weight)
+        ),
+        replayed=True,
+        **options,
     )
+    def _(call: Call) -> Tensor:
+        """The kernel of the norm sums what the product is split into."""
+        parts = launch.multiply_parts(call.input, call.weight)
+        return skinny_gemm_panel.add_and_norm(parts, call.residual, call.norm, call.eps)
 
 
-@linear_add_rmsnorm.implementation(
-    "triton_panel",
-    devices=gpu.DEVICES,
-    when=lambda call: (
-        call.bias is None
-        and call.residual.stride(1) == 1
-        and skinny_gemm_panel.accepts_split(call.input, call.weight)
-    ),
-    replayed=True,
-)
-def _(call: Call) -> Tensor:
-    """The norm sums what the product is split into."""
-    return skinny_gemm_panel.add_and_norm(
-        skinny_gemm_panel.multiply_parts(call.input, call.weight),
-        call.residual,
-        call.norm,
-        call.eps,
-    )
-
-
-@linear_add_rmsnorm.implementation(
-    "triton_few",
-    devices=gpu.DEVICES,
-    when=lambda call: (
-        call.bias is None
-        and call.residual.stride(1) == 1
-        and skinny_gemm.accepts_split(call.input, call.weight)
-    ),
-    replayed=True,
-)
-def _(call: Call) -> Tensor:
-    """The same, of fewer tokens."""
-    return skinny_gemm_panel.add_and_norm(
-        skinny_gemm.multiply_parts(call.input, call.weight), call.residual, call.norm, call.eps
-    )
+_split("gluon", wgmma_launch, **wgmma_launch.OPTIONS)
+_split("triton_panel", skinny_gemm_panel)
+_split("triton_few", skinny_gemm)
 
 
 @linear_add_rmsnorm.implementation("composed")

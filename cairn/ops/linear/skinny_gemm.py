@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,23 @@ from cairn.ops.norm.launch import LONGEST
 
 TILE_TOKENS = 16
 """At most this many make one tile; more are left to the library's matrix products."""
+
+
+class Around(NamedTuple):
+    """What is computed around a product.
+
+    Attributes:
+        bias: [N], added.
+        norm, eps: weight [K] of the rmsnorm that the input goes through first, and its eps.
+        gated: the result is silu of the first half of the numbers, times the second.
+        add: the result is added to what is in the output.
+    """
+
+    bias: Tensor | None = None
+    norm: Tensor | None = None
+    eps: float = 0.0
+    gated: bool = False
+    add: bool = False
 
 
 def accepts(input: Tensor, weight: Tensor, gated: bool = False, add: bool = False) -> bool:
@@ -85,57 +104,24 @@ def _tile_tokens(tokens: int) -> int:
     return 8 if tokens <= 8 else 16
 
 
-def multiply(
-    input: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    bias: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
-    *,
-    gated: bool = False,
-    add: bool = False,
-) -> Tensor:
-    """Write out [T, N], see `rows_kernel`; all that `accepts` asks for holds.
-
-    Args:
-        norm: weight and eps of the norm that the input goes through first.
-        gated: silu of the first half of the numbers, times the second.
-        add: to what is in out.
-    """
+def multiply(input: Tensor, weight: Tensor, out: Tensor, around: Around) -> Tensor:
+    """Write out [T, N], see `rows_kernel`; all that `accepts` asks for holds."""
     tokens, width = input.shape
+    numbers = out.shape[1]
     if tokens > TUNING.skinny_rows_tokens:
-        numbers = out.shape[1]
-        rows = _tile_rows(numbers, width, _tile_tokens(tokens), gated)
-        _tile(input, weight, out, bias, norm, (rows, width), (gated, add))
+        rows = _tile_rows(numbers, width, _tile_tokens(tokens), around.gated)
+        _tile(input, weight, out, around, rows, width)
         return out
     padded = gpu.next_power_of_2(width)
-    numbers = weight.shape[0] // 2 if gated else weight.shape[0]
-    pdl = gpu.supports_pdl(input.device)
-    of_norm, eps = (weight, 0.0) if norm is None else norm
-    row_bytes = padded * weight.element_size() * (2 if gated else 1)
+    row_bytes = padded * weight.element_size() * (1 + around.gated)
     rows = 8 if numbers >= TUNING.skinny_many_rows else 2
-    warps = max(1, min(16, rows * row_bytes // (32 * TUNING.skinny_thread_bytes)))
+    warps = rows * row_bytes // (32 * TUNING.skinny_thread_bytes)
     rows_kernel[(-(-numbers // rows),)](
-        x=input,
-        norm=of_norm,
-        weight=weight,
-        bias=weight if bias is None else bias,
-        out=out,
-        tokens=tokens,
-        numbers=numbers,
-        x_stride=input.stride(0),
-        out_stride=out.stride(0),
-        eps=eps,
-        WIDTH=width,
+        **_operands(input, weight, out, around),
         WP=padded,
         ROWS=rows,
         TOKENS=gpu.next_power_of_2(tokens),
-        NORM=norm is not None,
-        GATED=gated,
-        BIAS=bias is not None,
-        ADD=add,
-        PDL=pdl,
-        num_warps=warps,
+        num_warps=max(1, min(16, warps)),
     )
     return out
 
@@ -145,58 +131,41 @@ def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
     holds."""
     shape = (weight.shape[1] // TUNING.skinny_span, input.shape[0], weight.shape[0])
     parts = gpu.empty(shape, torch.float32, input.device)
-    _tile(
-        input,
-        weight,
-        parts,
-        None,
-        None,
-        (TUNING.skinny_split_rows, TUNING.skinny_span),
-        (False, False),
-    )
+    _tile(input, weight, parts, Around(), TUNING.skinny_split_rows, TUNING.skinny_span)
     return parts
 
 
-def _tile(
-    input: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    norm: tuple[Tensor, float] | None,
-    size: tuple[int, int],
-    kinds: tuple[bool, bool],
-) -> None:
-    """`tile_kernel` with programs of a size (rows, columns); kinds: gated and add."""
-    tokens, width = input.shape
-    numbers = out.shape[-1]
-    rows, span = size
+def _tile(input: Tensor, weight: Tensor, out: Tensor, around: Around, rows: int, span: int) -> None:
+    """`tile_kernel`, each program with so many rows of the weight and columns of a span."""
     padded = gpu.next_power_of_2(span)
     warps = min(16, max(4, padded // 256))
-    pdl = gpu.supports_pdl(input.device)
-    of_norm, eps = (weight, 0.0) if norm is None else norm
-    gated, add = kinds
-    tile_kernel[(-(-numbers // rows), width // span)](
-        x=input,
-        norm=of_norm,
-        weight=weight,
-        bias=weight if bias is None else bias,
-        out=out,
-        tokens=tokens,
-        numbers=numbers,
-        x_stride=input.stride(0),
-        out_stride=out.stride(-2),
-        eps=eps,
-        WIDTH=width,
+    tile_kernel[(-(-out.shape[-1] // rows), weight.shape[1] // span)](
+        **_operands(input, weight, out, around),
         SPAN=span,
         WP=padded,
         PARTS=min(warps, padded // 16),
         ROWS=rows,
-        TOKENS=_tile_tokens(tokens),
+        TOKENS=_tile_tokens(input.shape[0]),
         TALL=rows == TUNING.skinny_tall_rows,
-        NORM=norm is not None,
-        GATED=gated,
-        BIAS=bias is not None,
-        ADD=add,
-        PDL=pdl,
         num_warps=warps,
     )
+
+
+def _operands(input: Tensor, weight: Tensor, out: Tensor, around: Around) -> dict[str, Any]:
+    """Arguments of both kernels."""
+    return {
+        "x": input,
+        "norm": around.norm,
+        "weight": weight,
+        "bias": around.bias,
+        "out": out,
+        "tokens": input.shape[0],
+        "numbers": out.shape[-1],
+        "x_stride": input.stride(0),
+        "out_stride": out.stride(-2),
+        "eps": around.eps,
+        "WIDTH": weight.shape[1],
+        "GATED": around.gated,
+        "ADD": around.add,
+        "PDL": gpu.supports_pdl(input.device),
+    }

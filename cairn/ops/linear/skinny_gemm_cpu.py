@@ -9,6 +9,7 @@ from torch import Tensor
 from cairn.ops import cpu
 from cairn.ops.cpu import avx512
 from cairn.ops.linear import loops
+from cairn.ops.linear.skinny_gemm import Around
 from cairn.ops.linear.tuning import TUNING
 
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 2}
@@ -25,37 +26,18 @@ def accepts(input: Tensor, weight: Tensor) -> bool:
     )
 
 
-def multiply(
-    input: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    bias: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
-    add: bool = False,
-    gated: bool = False,
-) -> Tensor:
-    """rmsnorm(input) @ weight.T + bias, in float32, rounded once.
-
-    Args:
-        input: [..., K]; weight: [N, K]; as `accepts` says.
-        out: [..., N], contiguous, written; gated: [..., N / 2], silu of the first half times the
-            second.
-        bias: [N] of input's dtype.
-        norm: weight [K] and eps of the norm.
-        add: to what is in `out`.
-    Returns:
-        out.
-    """
-    weights, eps = (None, 0.0) if norm is None else norm
+def multiply(input: Tensor, weight: Tensor, out: Tensor, around: Around) -> Tensor:
+    """Write out [..., N], contiguous, and return it; input [..., K] and weight [N, K] are as
+    `accepts` says. Products are in float32, rounded once."""
     loops.multiply(
         cpu.numbers(input.reshape(-1, input.shape[-1]).contiguous()),
         cpu.numbers(weight),
-        cpu.numbers_or_none(bias, input.dtype, 1),
-        cpu.numbers_or_none(weights, input.dtype, 1),
-        np.float32(eps),
+        cpu.numbers_or_none(around.bias, input.dtype, 1),
+        cpu.numbers_or_none(around.norm, input.dtype, 1),
+        np.float32(around.eps),
         cpu.numbers(out.view(-1, out.shape[-1])),
-        add,
-        gated,
+        around.add,
+        around.gated,
         input.dtype == torch.bfloat16 and avx512.PAIRS,
         max(torch.get_num_threads(), weight.nbytes // TUNING.cpu_part_bytes),
     )

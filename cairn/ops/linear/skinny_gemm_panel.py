@@ -154,22 +154,19 @@ def _launch(input: Tensor, weight: Tensor, out: Tensor, rows: int, span: int, ga
 
 def add(parts: Tensor, residual: Tensor) -> None:
     """residual [T, N] += the sum of parts [splits, T, N] in their order."""
-    _add(parts, residual, None)
+    _add(parts, residual, None, residual, 0.0)
 
 
 def add_and_norm(parts: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """The same; what its norm makes of it before it is rounded, [T, N]."""
+    """The same; rmsnorm of the sum before it is rounded, [T, N]."""
     out = gpu.empty(residual.shape, residual.dtype, residual.device)
-    _add(parts, residual, (norm, out, eps))
+    _add(parts, residual, norm, out, eps)
     return out
 
 
-def _add(parts: Tensor, residual: Tensor, normed: tuple[Tensor, Tensor, float] | None) -> None:
-    """`sum_norm_kernel`; normed: weight of the norm, where its result goes, and eps."""
+def _add(parts: Tensor, residual: Tensor, norm: Tensor | None, out: Tensor, eps: float) -> None:
     splits, tokens, width = parts.shape
-    norm, out, eps = (residual, residual, 0.0) if normed is None else normed
     block = gpu.next_power_of_2(width)
-    pdl = gpu.supports_pdl(residual.device)
     sum_norm_kernel[(tokens,)](
         parts=parts,
         residual=residual,
@@ -182,7 +179,6 @@ def _add(parts: Tensor, residual: Tensor, normed: tuple[Tensor, Tensor, float] |
         eps=eps,
         PARTS=splits,
         BLOCK=block,
-        NORM=normed is not None,
-        PDL=pdl,
+        PDL=gpu.supports_pdl(residual.device),
         num_warps=min(16, 2 * gpu.warps_for(block)),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,11 @@ from cairn.ops.linear.tuning import TUNING
 from cairn.ops.linear.wgmma import linear_groups_kernel
 from cairn.ops.norm.launch import LONGEST
 
+OPTIONS: dict[str, Any] = {
+    "dtypes": (torch.bfloat16, torch.float16),
+    "missing": "" if gpu.gl else "needs Triton 3.6",
+}
+"""Of implementations by these products."""
 _ALIGNED = 16
 """Bytes that a table's address and its lines' are multiples of."""
 
