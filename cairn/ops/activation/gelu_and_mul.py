@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
 from cairn.ops.activation import launch
-from cairn.ops.call import Call
 from cairn.ops.registry import op
 
 
@@ -41,11 +39,4 @@ def _gelu(x: Tensor) -> Tensor:
     return 0.5 * x * torch.erfc(x * -(0.5**0.5))
 
 
-@gelu_and_mul.check
-def _(call: Call) -> None:
-    launch.check("gelu_and_mul", call.input, call.out, call.expert_ids, call.expert_step)
-
-
-@gelu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
-def _(call: Call) -> Tensor:
-    return launch.launch("gelu", call.input, call.out, call.expert_ids, call.expert_step)
+launch.register(gelu_and_mul, "gelu")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
 from cairn.ops.activation import launch
-from cairn.ops.call import Call
 from cairn.ops.registry import op
 
 
@@ -25,13 +23,4 @@ def gelu_quick(input: Tensor, out: Tensor | None = None) -> Tensor:
     return (x * torch.sigmoid(1.702 * x)).to(input.dtype)
 
 
-@gelu_quick.check
-def _(call: Call) -> None:
-    launch.check("gelu_quick", call.input, call.out, gates=1)
-
-
-@gelu_quick.implementation(
-    "triton", devices=gpu.DEVICES, when=lambda call: call.input.stride(-1) == 1, replayed=True
-)
-def _(call: Call) -> Tensor:
-    return launch.launch("gelu_quick", call.input, call.out, gates=1)
+launch.register(gelu_quick, "gelu_quick", gates=1)

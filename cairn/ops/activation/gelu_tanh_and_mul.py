@@ -7,9 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
 from cairn.ops.activation import launch
-from cairn.ops.call import Call
 from cairn.ops.registry import op
 
 
@@ -44,11 +42,4 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return x * torch.sigmoid(2 * (2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))
 
 
-@gelu_tanh_and_mul.check
-def _(call: Call) -> None:
-    launch.check("gelu_tanh_and_mul", call.input, call.out, call.expert_ids, call.expert_step)
-
-
-@gelu_tanh_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
-def _(call: Call) -> Tensor:
-    return launch.launch("gelu_tanh", call.input, call.out, call.expert_ids, call.expert_step)
+launch.register(gelu_tanh_and_mul, "gelu_tanh")

@@ -12,6 +12,7 @@ from cairn.ops.activation.kernels import activation_kernel
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, refuse
 from cairn.ops.pdl import uses_pdl
+from cairn.ops.registry import Op
 
 BLOCK, WARPS = 1024, 4
 """Numbers and warps of a program of a gated activation."""
@@ -76,14 +77,30 @@ def check(
             refuse(op, "expert_ids", f"has {given}, but there are {rows} rows")
 
 
+def register(op: Op[..., Tensor], kind: str, gates: int = 2) -> None:
+    """Register the check and the kernel of an activation; kind: as of `activated`."""
+
+    @op.check
+    def _(call: Call) -> None:
+        check(op.name, call.input, call.out, *_experts(call), gates=gates)
+
+    @op.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
+    def _(call: Call) -> Tensor:
+        return launch(kind, call.input, call.out, *_experts(call), gates=gates)
+
+
+def _experts(call: Call) -> tuple[Tensor | None, int]:
+    return getattr(call, "expert_ids", None), getattr(call, "expert_step", 1)
+
+
 def launch(
     kind: str,
     input: Tensor,
     out: Tensor | None,
-    expert_ids: Tensor | None = None,
-    expert_step: int = 1,
+    expert_ids: Tensor | None,
+    step: int,
     *,
-    gates: int = 2,
+    gates: int,
 ) -> Tensor:
     """`activation_kernel` over input [..., gates * d] with its numbers side by side."""
     width = input.shape[-1] // gates
@@ -109,7 +126,7 @@ def launch(
             x_stride=x.stride(0),
             out_stride=width,
             width=width,
-            step=expert_step,
+            step=step,
             BLOCKS=blocks,
             BLOCK=block,
             KIND=kind,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import cpu, gpu
+from cairn.ops import cpu
 from cairn.ops.activation import launch, loops
 from cairn.ops.call import Call
 from cairn.ops.cpu import avx512
@@ -33,11 +33,6 @@ def silu_and_mul(
         BadArgument: for another shape, dtype or device.
     """
     return launch.gated(torch.nn.functional.silu, input, out, expert_ids, expert_step)
-
-
-@silu_and_mul.check
-def _(call: Call) -> None:
-    launch.check("silu_and_mul", call.input, call.out, call.expert_ids, call.expert_step)
 
 
 def in_lanes(out: Tensor) -> bool:
@@ -72,6 +67,4 @@ def _(call: Call) -> Tensor:
     return launch.of_experts(result, call.out, call.expert_ids, call.expert_step)
 
 
-@silu_and_mul.implementation("triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True)
-def _(call: Call) -> Tensor:
-    return launch.launch("silu", call.input, call.out, call.expert_ids, call.expert_step)
+launch.register(silu_and_mul, "silu")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
-from cairn.ops.call import Call
-from cairn.ops.norm.launch import both_in_rows, check_sum, norm_sums
+from cairn.ops.norm.launch import register_sums
 from cairn.ops.registry import op
 
 
@@ -37,11 +35,4 @@ def fused_add_rmsnorm(
     input.copy_(total * scale * weight.float())
 
 
-@fused_add_rmsnorm.check
-def _(call: Call) -> None:
-    check_sum("fused_add_rmsnorm", call.input, call.residual, call.weight)
-
-
-@fused_add_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=both_in_rows, replayed=True)
-def _(call: Call) -> None:
-    norm_sums(call.input, call.residual, call.weight, call.eps, shifted=False)
+register_sums(fused_add_rmsnorm)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
-from cairn.ops.call import Call
-from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
+from cairn.ops.norm.launch import register_rows
 from cairn.ops.registry import op
 
 
@@ -35,11 +33,4 @@ def gemma_rmsnorm(
     return (x * scale * (1 + weight.float())).to(input.dtype)
 
 
-@gemma_rmsnorm.check
-def _(call: Call) -> None:
-    check_rows("gemma_rmsnorm", call.input, call.weight, call.out)
-
-
-@gemma_rmsnorm.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
-def _(call: Call) -> Tensor:
-    return norm_rows(call.input, call.weight, call.eps, call.out, shifted=True)
+register_rows(gemma_rmsnorm, shifted=True)

@@ -10,6 +10,7 @@ from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel, rmsnorm_kernel
 from cairn.ops.pdl import uses_pdl
+from cairn.ops.registry import Op
 
 LONGEST = 1 << 15
 """Numbers of the longest row that one program takes."""
@@ -59,16 +60,30 @@ def both_in_rows(call: Call) -> bool:
     return rows_of(call.input) is not None and rows_of(call.residual) is not None
 
 
-def norm_rows(
-    input: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Tensor | None,
-    *,
-    shifted: bool = False,
-    rounded: bool = False,
-) -> Tensor:
+def register_rows(op: Op[..., Tensor], *, shifted: bool = False, rounded: bool = False) -> None:
+    """Register the check and the kernel of a norm of rows (input, weight, eps, out).
+
+    shifted: the weight is stored less 1. rounded: before the product with the weight, too.
+    """
+    op.check(lambda call: check_rows(op.name, call.input, call.weight, call.out))
+
+    @op.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
+    def _(call: Call) -> Tensor:
+        return _norm_rows(call, shifted, rounded)
+
+
+def register_sums(op: Op[..., None], *, shifted: bool = False) -> None:
+    """The same of a norm of a sum, in place (input, residual, weight, eps)."""
+    op.check(lambda call: check_sum(op.name, call.input, call.residual, call.weight))
+
+    @op.implementation("triton", devices=gpu.DEVICES, when=both_in_rows, replayed=True)
+    def _(call: Call) -> None:
+        _norm_sums(call, shifted)
+
+
+def _norm_rows(call: Call, shifted: bool, rounded: bool) -> Tensor:
     """`rmsnorm_kernel` over input [..., H], into `out` where it lies in rows."""
+    input, out = call.input, call.out
     width = input.shape[-1]
     x = input.reshape(-1, width)
     into = None if out is None else rows_of(out)
@@ -82,38 +97,39 @@ def norm_rows(
     if rows:
         rmsnorm_kernel[(rows,)](
             x=x,
-            weight=weight,
+            weight=call.weight,
             out=into,
             x_stride=x.stride(0),
             out_stride=into.stride(0),
             width=width,
-            eps=eps,
+            eps=call.eps,
             BLOCK=block,
             SHIFTED=shifted,
             ROUNDED=rounded,
             PDL=pdl,
             num_warps=warps,
         )
-    return result
+    typed: Tensor = result
+    return typed
 
 
-def norm_sums(input: Tensor, residual: Tensor, weight: Tensor, eps: float, shifted: bool) -> None:
+def _norm_sums(call: Call, shifted: bool) -> None:
     """`fused_add_rmsnorm_kernel` over what `rows_of` takes."""
-    x, other = rows_of(input), rows_of(residual)
+    x, other = rows_of(call.input), rows_of(call.residual)
     assert x is not None and other is not None
     rows, width = x.shape
     block = gpu.next_power_of_2(width)
     warps = gpu.warps_for(block)
-    pdl = uses_pdl(input.device, rows, warps)
+    pdl = uses_pdl(x.device, rows, warps)
     if rows:
         fused_add_rmsnorm_kernel[(rows,)](
             x=x,
             residual=other,
-            weight=weight,
+            weight=call.weight,
             x_stride=x.stride(0),
             residual_stride=other.stride(0),
             width=width,
-            eps=eps,
+            eps=call.eps,
             BLOCK=block,
             SHIFTED=shifted,
             PDL=pdl,

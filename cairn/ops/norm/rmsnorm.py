@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.ops import cpu, gpu
+from cairn.ops import cpu
 from cairn.ops.call import Call
 from cairn.ops.norm import loops
-from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
+from cairn.ops.norm.launch import register_rows
 from cairn.ops.registry import op
 
 
@@ -37,11 +37,6 @@ def rmsnorm(
     return (x * scale * weight.float()).to(input.dtype)
 
 
-@rmsnorm.check
-def _(call: Call) -> None:
-    check_rows("rmsnorm", call.input, call.weight, call.out)
-
-
 def _same_dtype(call: Call) -> bool:
     return call.input.dtype == call.weight.dtype
 
@@ -64,6 +59,4 @@ def _(call: Call) -> Tensor:
     return torch.nn.functional.rms_norm(call.input, call.weight.shape, call.weight, call.eps)
 
 
-@rmsnorm.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
-def _(call: Call) -> Tensor:
-    return norm_rows(call.input, call.weight, call.eps, call.out)
+register_rows(rmsnorm)

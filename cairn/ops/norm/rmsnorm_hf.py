@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops import gpu
-from cairn.ops.call import Call
-from cairn.ops.norm.launch import check_rows, in_rows, norm_rows
+from cairn.ops.norm.launch import register_rows
 from cairn.ops.registry import op
 
 
@@ -38,11 +36,4 @@ def rmsnorm_hf(
     return ((x * scale).to(input.dtype).float() * weight.float()).to(input.dtype)
 
 
-@rmsnorm_hf.check
-def _(call: Call) -> None:
-    check_rows("rmsnorm_hf", call.input, call.weight, call.out)
-
-
-@rmsnorm_hf.implementation("triton", devices=gpu.DEVICES, when=in_rows, replayed=True)
-def _(call: Call) -> Tensor:
-    return norm_rows(call.input, call.weight, call.eps, call.out, rounded=True)
+register_rows(rmsnorm_hf, rounded=True)
