@@ -64,6 +64,7 @@ format: $(STAMP) ## let ruff format and mend what it can
 
 docs: $(STAMP) ## generate the pages of docs/ that are made from options, records, tests and docstrings
 	$(BIN)/python -m tools.docs
+	$(BIN)/cairn ops --docs docs/ops $(addprefix --measured=,$(sort $(wildcard benchmarks/results/*-ops.json)))
 
 docs-check: $(STAMP) ## generated pages are current, and every command and snippet of the documentation works
 	$(BIN)/python -m tools.docs --check

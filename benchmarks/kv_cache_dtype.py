@@ -1,6 +1,6 @@
 """What pages in 8 bits cost: logits of the golden models, and facts found in long documents.
 
-    python benchmarks/kv_cache_dtype.py [--device cuda] [--dtypes bfloat16] [--cases tiny-hils]
+    python benchmarks/kv_cache_dtype.py [--device cuda] [--dtypes bfloat16] [--cases tiny-hils-2m]
         [--contexts 4096,32768] [--output FILE]
 
 Run it in the repository's root: the golden models lie under tests/data.
@@ -24,7 +24,7 @@ from cairn.config import default_model_path
 from cairn.demo.document import build_document, make_facts
 
 DATA = Path("tests/data")
-TRAINED = {name: DATA / "models" / name for name in ("tiny-hils", "tiny-hils-2m")}
+TRAINED = {name: DATA / "models" / name for name in ("tiny-hils-2m",)}
 SEEDS = (1, 2, 3)
 FACTS_OF_A_KIND = 4
 
