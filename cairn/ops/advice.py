@@ -1,6 +1,6 @@
-"""What callers may ask about how ops do their work: what is fused, and what is cut into tiles.
+"""Questions of callers about implementations: what is fused, and what is computed in tiles.
 
-Results of ops do not depend on the answers, their speed does.
+The answers affect the speed of ops, not their results.
 """
 
 from cairn.ops.attention.launch import LANDMARK_LINES, SPLIT_TOKENS, dense_in_tiles, in_tiles

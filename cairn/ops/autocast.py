@@ -1,8 +1,6 @@
-"""torch.autocast stays outside of ops.
+"""Ops run with torch.autocast disabled.
 
-What it casts on the way through a definition, or through one of PyTorch's functions that an
-implementation calls, is no longer the op's formula: a definition in float32 would multiply in
-bfloat16.
+Autocast would change the formula of an op: a definition in float32 would multiply in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ R = TypeVar("R")
 
 
 def as_it_is(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that works in the dtypes of its arguments, whatever autocast says."""
+    """A function that runs with autocast disabled."""
     if not torch._C._is_any_autocast_enabled():
         return function
 

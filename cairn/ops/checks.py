@@ -1,4 +1,4 @@
-"""What an op refuses before anything is launched: one error that names the argument."""
+"""Checks of arguments before anything is launched: one error, which names the argument."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "torch.dtype": (torch.dtype, "a dtype"),
     "None": (type(None), "None"),
 }
-"""Annotations of ops' parameters: what they stand for, in code and in words."""
+"""Annotation of a parameter -> the types it allows, and their name in messages."""
 _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors that no argument's kind explains."""
+"""Errors that are not about the type of an argument."""
 
 
 def expect(
@@ -65,7 +65,7 @@ def expect(
     """
     if not isinstance(tensor, Tensor):
         refuse(op, name, f"is {type(tensor).__name__} {reprlib.repr(tensor)}, not a tensor")
-    # The looks that are mostly enough come first: they take a third of the time.
+    # The checks that usually pass come first: they take a third of the time.
     if isinstance(shape, int):
         if tensor.dim() != shape:
             _refuse_shape(op, name, tensor, (None,) * shape)
@@ -82,7 +82,7 @@ def expect(
 
 def on_host(numbers: Tensor) -> bool:
     """Whether there are numbers to look at, without waiting for a device that nobody waits for."""
-    # A trace may not know yet how many there are.
+    # While tracing the number of elements may be unknown.
     near = numbers.device.type == "cpu" or waits(numbers.device)
     return near and not is_traced(numbers) and numbers.numel() > 0
 
@@ -127,9 +127,8 @@ def check_pages(
 def naming(
     function: Callable[..., R], definition: Callable[..., Any] | None = None
 ) -> Callable[..., R]:
-    """A function, or a look at the arguments of a definition, which stumbles over none that is not
-    even of its kind: that one is refused by name. Arguments of the right kinds cost nothing more.
-    """
+    """A function whose errors become BadArgument, naming the argument, if an argument is of the
+    wrong type. Types are compared only after an error, so correct calls cost nothing more."""
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> R:
@@ -145,7 +144,7 @@ def naming(
 def explain(
     error: Exception, definition: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    """Raise BadArgument in place of an error, if an argument is not even of its kind."""
+    """Raise BadArgument in place of an error if an argument is of the wrong type."""
     if isinstance(error, (BadArgument, *_OF_THE_DEVICE)):
         return
     parameters = inspect.signature(definition).parameters

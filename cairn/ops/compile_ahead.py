@@ -1,9 +1,9 @@
-"""Kernels are compiled before somebody waits for them, beside each other.
+"""Kernels are compiled in parallel before their first launch.
 
 Triton compiles a kernel when it is first launched, in the thread that launches it: what runs a
 hundred kernels for the first time waits for one after the other, and then for a C compiler that
-makes what launches each. Here the work is gone through once without launching anything, and what it
-would have launched is compiled meanwhile, on all cores.
+builds each launcher. Here the work is run once without launching anything, and the kernels that it
+would have launched are compiled meanwhile, on all cores.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class _Workers(ThreadPoolExecutor):
 
 
 class _Compiler:
-    """Sees to it that nothing is launched."""
+    """Observer under which nothing is launched."""
 
     launches = False
 
     def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
-        """Memory that no kernel will write holds indices that are in range."""
+        """Zero uninitialised memory, so that indices in it are in range."""
         if blank:
             tensor.zero_()
 
     def spoiled(self) -> None:
-        """What is no launch happens as ever."""
+        """Nothing to do: other work runs as always."""
 
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
-        """Take what is compiled by now: it is found faster from then on."""
+        """Take the result if it is compiled by now: later look-ups are faster."""
         if hasattr(compiled, "future") and compiled.future.done():
             compiled.result(ignore_errors=True)
 
@@ -67,8 +67,8 @@ def compile_ahead(work: Callable[[], object], workers: int | None = None) -> Non
     The work is run, but no kernel of this thread's is launched: memory from `gpu.empty` is all 0
     instead. What it computes means nothing, and it must not write where that matters.
 
-    Nothing is done where there is one core, another Triton than that which can, or somebody looks
-    on (`gpu.watch`). What does not compile raises its error when it is launched.
+    Nothing is done with one core, with a Triton that cannot, or if an observer is set already
+    (`gpu.watch`). A kernel that does not compile raises its error when it is launched.
 
     Args:
         work: called once, with no arguments.
@@ -76,14 +76,14 @@ def compile_ahead(work: Callable[[], object], workers: int | None = None) -> Non
     """
     workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if workers is None else workers
     mode = gpu.compiling_beside()
-    if mode is None or workers < 2 or gpu.watch.by is not None:
+    if mode is None or workers < 2 or gpu.watch.observer is not None:
         return
     began = time.perf_counter()
     with _Workers(workers) as executor, mode(executor, ignore_errors=True) as running:
-        gpu.watch.by = _Compiler()
+        gpu.watch.observer = _Compiler()
         try:
             work()
         finally:
-            gpu.watch.by = None
+            gpu.watch.observer = None
         count = len(running.raw_futures)
     log.info("%d kernels are ready after %.1f s", count, time.perf_counter() - began)

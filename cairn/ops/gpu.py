@@ -1,7 +1,7 @@
-"""Triton, where it is installed. Kernel files import `triton` and `tl` from here, those in its
-lower language `gluon`, `gl` and what that knows of Hopper.
+"""Triton, if it is installed. Kernel files import `triton` and `tl` from here, those in Gluon
+`gluon`, `gl` and its Hopper module `hopper`.
 
-Without Triton the definitions serve alone: kernels are then plain functions that nobody calls, and
+Without Triton only the definitions run: kernels are plain functions that are never called, and
 `DEVICES`, which every Triton implementation registers for, is empty. With TRITON_INTERPRET=1 the
 kernels run on CPU tensors, in float32; the generic op test does that where there is no GPU.
 """
@@ -40,53 +40,54 @@ INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 WRITES_PTX = AVAILABLE and not INTERPRETED and torch.version.hip is None
 """Whether kernels can hold instructions of NVIDIA's assembler."""
 BLOCKS_BYTES = 164 << 10
-"""Memory of a program with the most blocks on their way: two pairs of keys and of values of 128."""
+"""Shared memory of a program with the most TMA copies in flight: two pairs of key and value tiles
+of 128 slots."""
 H100_RATE = 3.35e12
-"""Bytes a second that its memory delivers."""
+"""Bandwidth of its memory, bytes a second."""
 MOST_PROGRAMS = (1 << 16) - 1
-"""Of a launch along its second and along its third axis."""
+"""Largest size of a grid along its second and its third axis."""
 STREAM = object()
-"""Stands for the stream in what `again` gives."""
+"""Placeholder for the stream in the arguments that `relaunch` returns."""
 ONE_SUM = {"enable_fp_fusion": False}
-"""Launches kernels in which many threads hold one sum of products. Fused into the first addition a
-product goes in unrounded, in each thread another one: their sums would differ in the last bit, and
-which of them is stored would be nobody's choice."""
+"""Launch option of kernels in which several threads compute the same sum of products. With FMA each
+thread would fuse another product into its first addition, unrounded: the copies of the sum would
+differ in the last bit, and which of them is stored is undefined."""
 
 
-class Watcher(Protocol):
-    """Who is told what a call does with the device.
+class Observer(Protocol):
+    """Is told what a call does on the device.
 
     Attributes:
-        launches: whether kernels are launched; else they are compiled, if they are not yet.
+        launches: whether kernels are launched; False: they are only compiled.
     """
 
     launches: bool
 
     def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
-        """Memory was taken, and how more of its kind is; blank: it is not written."""
+        """Memory was allocated, and `take` allocates the same again; blank: it is uninitialised."""
         ...
 
     def spoiled(self) -> None:
-        """Something else is done."""
+        """The call does something on the device that is neither an allocation nor a launch."""
         ...
 
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
-        """A kernel was launched, or would have been; `compiled` is what Triton ran."""
+        """A kernel was launched, or only compiled; `compiled` is what JITFunction.run returned."""
         ...
 
 
 class _Watch(threading.local):
-    by: Watcher | None = None
+    observer: Observer | None = None
     order: Callable[[Any, dict[str, Any]], None] | None = None
 
 
 watch = _Watch()
-"""Who watches this thread: `by` records or compiles launches; `order` is called before each launch
-with the kernel and its arguments by name (`launch_order.checked`)."""
+"""Hooks of this thread: `observer` records launches or compiles ahead; `order` is called before
+each launch with the kernel and its arguments by name (`launch_order.checked`)."""
 
 
 class _Triton:
-    """Stands for the module in kernel files."""
+    """The module `triton` for kernel files."""
 
     @staticmethod
     def jit(
@@ -119,7 +120,7 @@ def constant(value: Any) -> Any:
 
 
 class _Gluon:
-    """Stands for the module in kernel files."""
+    """The module `gluon` for kernel files."""
 
     @staticmethod
     def jit(
@@ -135,7 +136,7 @@ class _Gluon:
 
     @staticmethod
     def also(function: Any) -> Any:
-        """What a function of Triton kernels is to those in Gluon."""
+        """A jitted Triton function for kernels in Gluon."""
         return function if _gluon is None else _gluon.jit(function.fn)
 
 
@@ -149,17 +150,17 @@ def _watched(kernel: Any, early: tuple[str, ...] | None) -> Any:
 
 
 def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-    by = watch.by
+    observer = watch.observer
     if kernel.early is not None and options.get("PDL"):
         # Only devices that support PDL know the option.
         options.setdefault("launch_pdl", True)
     if watch.order is not None and not warmup:
         given = dict(zip(kernel.arg_names, _in_order(kernel, args, options), strict=False))
         watch.order(kernel, {**given, "launch_pdl": options.get("launch_pdl", False)})
-    dry = warmup or (by is not None and not by.launches)
+    dry = warmup or (observer is not None and not observer.launches)
     compiled = type(kernel).run(kernel, *args, grid=grid, warmup=dry, **options)
-    if by is not None and not warmup:
-        by.launched(kernel, compiled, grid, _in_order(kernel, args, options))
+    if observer is not None and not warmup:
+        observer.launched(kernel, compiled, grid, _in_order(kernel, args, options))
     return compiled
 
 
@@ -172,17 +173,17 @@ def _in_order(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> tupl
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for kernels, not written."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    if watch.by is not None:
-        watch.by.took(tensor, taking(tensor.shape, tensor.stride(), dtype, device), True)
+    if watch.observer is not None:
+        watch.observer.took(tensor, taking(tensor.shape, tensor.stride(), dtype, device), True)
     return tensor
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for kernels, all 0."""
     tensor = torch.zeros(shape, dtype=dtype, device=device)
-    if watch.by is not None:
+    if watch.observer is not None:
         take = functools.partial(torch.zeros, tensor.shape, dtype=dtype, device=device)
-        watch.by.took(tensor, take, False)
+        watch.observer.took(tensor, take, False)
     return tensor
 
 
@@ -198,60 +199,60 @@ def taking(
     return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
-def again(
+def relaunch(
     compiled: Any, grid: Sequence[int], args: Sequence[Any]
 ) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-    """The function that launched a compiled kernel, and its arguments: any may be replaced by one
-    that Triton would specialise the kernel on in the same way, tensors by addresses.
+    """The launcher of a compiled kernel and its arguments. Any argument may be replaced by one for
+    which Triton would choose the same specialisation, and tensors by addresses.
 
-    They are those of JITFunction.run in Triton 3.6, less its hooks; None for another Triton.
+    It does what JITFunction.run does in Triton 3.6, without its hooks; None for another version.
     """
     if not _module.__version__.startswith("3.6.") or not hasattr(compiled, "packed_metadata"):
         return None
-    # Loads the kernel, and with it the function.
+    # Access to `run` loads the kernel and sets `function`.
     run = compiled.run
     where = (*(*grid, 1, 1)[:3], STREAM, compiled.function)
     rest = (compiled.packed_metadata, None, None, None, *args)
     if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
         return run, (*where, *rest)
-    # What that calls where a kernel needs no memory of Triton's.
+    # A kernel without scratch memory can call the C launcher directly.
     options = (run.launch_cooperative_grid, run.launch_pdl, None, None)
     return run.launch, (*where, *options, *rest)
 
 
 def compiling_beside() -> Any:
-    """Triton's mode in which an executor's threads compile kernels; None if it has none. In it a
-    kernel that is to be compiled, not launched (`warmup`), is a handle with a `future`."""
+    """Triton's AsyncCompileMode, in which the threads of an executor compile kernels and `warmup`
+    returns a handle with a `future`; None if this Triton has none."""
     return getattr(_module, "AsyncCompileMode", None)
 
 
 def loaded(compiled: Any) -> Any:
-    """A compiled kernel, on the current device and with what launches it; Triton would see to both
-    when it is first launched."""
+    """A compiled kernel after loading it onto the current device and building its launcher, which
+    Triton does at the first launch otherwise."""
     _ = compiled.run
     return compiled
 
 
 def hooked() -> bool:
-    """Whether somebody is to be told of every launch, as profilers are."""
+    """Whether launch hooks are set, as profilers do."""
     runtime = _module.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def is_current(index: int) -> bool:
-    """Whether kernels are launched on the device of this number; -1: the host, which always is."""
+    """Whether the device of this index is the current one; -1: the host, always."""
     return index < 0 or torch._C._cuda_getDevice() == index
 
 
 def stream_of(index: int) -> Any:
-    """The current stream of the device of this number, as Triton names it."""
+    """The current stream of the device of this index, as Triton passes it."""
     return _module.runtime.driver.active.get_current_stream(index)
 
 
 def capture_of(device: torch.device) -> int:
-    """A number for the graph that the current stream of a device is captured into, another one for
-    every graph; 0 if the driver does not tell."""
+    """Id of the CUDA graph that the current stream of a device is captured into; 0 if the driver
+    does not tell."""
     ask = _capture_info()
     if ask is None:
         return 0
@@ -262,8 +263,8 @@ def capture_of(device: torch.device) -> int:
 
 
 def supports_tma(device: torch.device) -> bool:
-    """Whether programs on a device have an engine that copies blocks (TMA), and the memory for
-    blocks on their way; interpreted ones do."""
+    """Whether a device has TMA, and enough shared memory for the copies in flight; the interpreter
+    does."""
     if device.type != "cuda":
         return INTERPRETED
     able = torch.version.hip is None and _capability(device.index) >= (9, 0)
@@ -271,19 +272,19 @@ def supports_tma(device: torch.device) -> bool:
 
 
 def blocks(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
-    """A kernel's argument for a table that begins where `base` does, copied in blocks."""
+    """A TMA tensor descriptor of memory that begins at `base`, as a kernel's argument."""
     tools = importlib.import_module("triton.tools.tensor_descriptor")
     return tools.TensorDescriptor(base, list(shape), list(strides), list(block))
 
 
 def is_table(argument: Any) -> bool:
-    """Whether a kernel's argument is what `blocks` or `tiles` gives."""
+    """Whether a kernel's argument is a tensor descriptor, of `blocks` or `tiles`."""
     return type(argument).__name__ == "TensorDescriptor"
 
 
 def tiles(table: Any, block: Sequence[int]) -> Any:
-    """A table that `blocks` describes, for kernels in Gluon: in blocks that lie in shared memory as
-    the tensor cores read them."""
+    """The tensor descriptor of `blocks` for kernels in Gluon: blocks are in the swizzled layout in
+    which wgmma reads shared memory."""
     tools = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
     layout = gl.NVMMASharedLayout(128, 8 * table.base.element_size(), len(block))
     return tools.TensorDescriptor(table.base, table.shape, table.strides, list(block), layout)
@@ -295,23 +296,23 @@ def next_power_of_2(number: int) -> int:
 
 
 def within_32_bits(*strided: Tensor, dim: int = -2) -> bool:
-    """Whether 32 bits hold how far the last line of a dim, with its numbers, lies from the first,
-    in each tensor: kernels reckon so with heads, and in 64 bits with tokens."""
+    """Whether offsets along a dim and the last one fit in 32 bits, in each tensor: kernels compute
+    offsets of heads in 32 bits and those of tokens in 64."""
     return all((x.shape[dim] - 1) * x.stride(dim) + x.shape[-1] <= 1 << 31 for x in strided)
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program that handles this many elements at once: 4 to 16 of them a thread."""
+    """Warps of a program with a block of so many elements: 4 to 16 elements a thread."""
     return min(16, max(1, next_power_of_2(elements) // 256))
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a device can launch a kernel before the one in front is done."""
+    """Whether a device has programmatic dependent launch (pdl.py)."""
     return device.type == "cuda" and _capability(device.index) >= (9, 0)
 
 
 def supports_wgmma(device: torch.device) -> bool:
-    """Whether kernels in Gluon run on a device, and four of its warps multiply together (wgmma)."""
+    """Whether a device has wgmma, and Triton a Gluon that these kernels are written for."""
     return (
         gl is not None
         and device.type == "cuda"
@@ -321,25 +322,25 @@ def supports_wgmma(device: torch.device) -> bool:
 
 
 def knows_e4m3(device: torch.device) -> bool:
-    """Whether a device converts numbers to float8 e4m3 by itself."""
+    """Whether a device has instructions that convert to float8 e4m3."""
     return (
         device.type == "cuda" and torch.version.hip is None and _capability(device.index) >= (8, 9)
     )
 
 
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device, each of which has place for a program; interpreted: 1."""
+    """Multiprocessors of a device; 1 for the interpreter."""
     return _processors(device.index) if device.type == "cuda" else 1
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes a second that a device's memory delivers, by its clock and width; an H100's where that
-    is not known."""
+    """Bandwidth of a device's memory in bytes a second, from its clock and bus width; an H100's if
+    that is not known."""
     return _memory_rate(device.index) if device.type == "cuda" else H100_RATE
 
 
 def program_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can have; interpreted ones know no bound."""
+    """Most bytes of shared memory of a program; no limit for the interpreter."""
     return _shared_memory(device.index) if device.type == "cuda" else 1 << 62
 
 
@@ -355,7 +356,7 @@ def _capture_info() -> Any:
 def _memory_rate(index: int) -> float:
     properties = torch.cuda.get_device_properties(index)
     kilohertz = getattr(properties, "memory_clock_rate", 0)
-    # Twice in a cycle.
+    # DDR: two transfers a clock.
     return 2e3 * kilohertz * getattr(properties, "memory_bus_width", 0) / 8 or H100_RATE
 
 

@@ -1,4 +1,4 @@
-"""Counters on which the programs of one launch wait for each other, or find out who is the last.
+"""Counters by which the programs of one launch wait for each other, or find the last one.
 
 A counter is 0 before and after every launch: the last program that needs it resets it. So no
 separate launch has to clear counters first.
@@ -19,11 +19,11 @@ APART = 8
 """Stride between groups of counters, in int32: atomics on one sector of the L2 cache are
 serialized."""
 KEPT = 1 << 20
-"""Numbers of a memory that graphs share out, each its own part for good."""
+"""Counters of a block of memory that captured graphs take their own, permanent parts of."""
 MOST_KEPT = 8
-"""Such memories of a device."""
+"""Such blocks of a device."""
 _FIRST = 1 << 12
-"""Numbers that a stream's launches are given at first."""
+"""Counters that the launches of a stream share at first."""
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def await_arrivals(counter, wanted):
 def counters(groups: int, device: torch.device) -> Tensor:
     """[groups, APART] int32, all 0, for the one launch that comes next. It leaves them 0."""
     tensor = _taken(groups, device)
-    if gpu.watch.by is not None:
-        gpu.watch.by.took(tensor, functools.partial(_taken, groups, device), False)
+    if gpu.watch.observer is not None:
+        gpu.watch.observer.took(tensor, functools.partial(_taken, groups, device), False)
     return tensor
 
 
@@ -70,13 +70,12 @@ def _taken(groups: int, device: torch.device) -> Tensor:
 class _Store:
     """The counters of a device.
 
-    Launches of a stream come one after the other, and those that a stream is captured with too, as
-    often as their graph is replayed: they can have the same counters. Graphs may run beside each
-    other and beside streams.
+    Launches of a stream run one after the other, and so do those of a captured graph: they share
+    counters. Graphs may run concurrently with each other and with streams, so each has its own.
     """
 
     def __init__(self, most_kept: int = MOST_KEPT) -> None:
-        """most_kept: memories for graphs; without one, captured launches clear counters."""
+        """most_kept: blocks for graphs; when they are used up, captured launches clear counters."""
         self._most_kept = most_kept
         self._lock = threading.Lock()
         self._of_streams: dict[int, Tensor] = {}
@@ -99,7 +98,7 @@ class _Store:
         """For a launch that a stream is captured with."""
         graph = gpu.capture_of(device)
         last = self._of_graphs.get(stream)
-        # Of graphs that cannot be told apart, each launch has its own.
+        # Graphs without an id: each launch has counters of its own.
         if graph and last is not None and last[0] == graph and len(last[1]) >= groups:
             return last[1][:groups]
         with self._lock:
@@ -113,7 +112,7 @@ class _Store:
 
     def _keep_more(self, device: torch.device) -> None:
         fresh = torch.zeros((KEPT // APART, APART), dtype=torch.int32, device=device)
-        # Whoever replays a graph does not wait for the stream that cleared them.
+        # A replay of a graph does not wait for the stream that clears them here.
         torch.cuda.current_stream(device).synchronize()
         with self._lock:
             self._kept.append(fresh)

@@ -136,7 +136,7 @@ class Op(Generic[P, R]):
             if self._check is not None and not calls.unchecked:
                 self._check(call)
             chosen = self._select(call)
-            if gpu.watch.by is not None and not chosen.replayed:
+            if gpu.watch.observer is not None and not chosen.replayed:
                 recording.spoil()
             run = chosen.run
             if _is_any_autocast_enabled():
@@ -167,7 +167,7 @@ class Op(Generic[P, R]):
         return call
 
     def _respell(self, kwargs: dict[str, Any]) -> None:
-        """Give keywords that are spelled in another way the names of the definition."""
+        """Replace other spellings of keywords by the names of the definition."""
         for other in self.spellings.keys() & kwargs.keys():
             name = self.spellings[other]
             if name in kwargs:
@@ -185,7 +185,7 @@ class Op(Generic[P, R]):
         return call
 
     def choice(self, *args: P.args, **kwargs: P.kwargs) -> str:
-        """Name of what a call with these arguments would run. Raises what a call's look does."""
+        """Name of the implementation that a call would run. Raises as a call's check does."""
         self._respell(kwargs)
         return self._select(self._checked(args, kwargs)).name
 
@@ -385,7 +385,7 @@ class Op(Generic[P, R]):
         return register if function is None else register(function)
 
     def check(self, function: Callable[[Call], None]) -> Callable[[Call], None]:
-        """Decorator: what looks at a bound call first; raises BadArgument."""
+        """Decorator: the check of a bound call, which raises BadArgument."""
         expect_call_only(self.name, "check", function)
         self._check = function
         return function

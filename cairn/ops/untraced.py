@@ -1,4 +1,4 @@
-"""Calls about memory behind an address, which is nothing that torch.compile could see."""
+"""Calls of functions on raw addresses, which torch.compile cannot trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def untraced(function: Callable[..., T], *args: object) -> T:
-    """What it gives for these arguments. Under torch.compile, the graph breaks here."""
+    """function(*args). Under torch.compile the graph breaks here."""
     if not torch.compiler.is_compiling():
         return function(*args)
     # It imports torch's tracer, which takes as long as the rest of cairn.ops: not before a trace.

@@ -54,14 +54,14 @@ def test_no_work_is_done_alone_or_under_anothers_eyes(monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "compiling_beside", lambda: None)
         compile_ahead(work, workers=2)
-    monkeypatch.setattr(gpu.watch, "by", object())
+    monkeypatch.setattr(gpu.watch, "observer", object())
     compile_ahead(work, workers=2)
 
 
 def test_an_error_of_the_work_is_raised_and_leaves_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError):
         compile_ahead(lambda: 1 // 0, workers=2)
-    assert gpu.watch.by is None
+    assert gpu.watch.observer is None
     made: list[int] = []
     compile_ahead(lambda: made.append(1), workers=2)
     assert made == [1]

@@ -74,4 +74,4 @@ def test_who_hooks_launches_is_told_of_all(as_on_gpu: None) -> None:
 def test_an_error_ends_a_recording(as_on_gpu: None) -> None:
     with pytest.raises(ZeroDivisionError):
         Calls(lambda x: 1 // 0)(numbers(3))
-    assert gpu.watch.by is None
+    assert gpu.watch.observer is None

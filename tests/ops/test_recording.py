@@ -169,7 +169,7 @@ def test_launches_are_told_in_either_language(
 
     kernel = getattr(gpu, language).jit(scaled_sum)
     monkeypatch.setattr(type(kernel), "run", launch)
-    monkeypatch.setattr(gpu.watch, "by", Told())
+    monkeypatch.setattr(gpu.watch, "observer", Told())
     assert kernel.run(1, 2, grid=(3,), warmup=False, num_warps=4) == "compiled"
     assert kernel.run(1, 2, grid=(3,), warmup=True) == "compiled"
     assert told == [(kernel, "compiled", (3,), (1, 2))]

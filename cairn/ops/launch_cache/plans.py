@@ -18,8 +18,8 @@ from cairn.ops import gpu
 from cairn.ops.launch_cache.recording import PLAIN_TENSORS, Plan, Recording, call_of
 
 MOST_PLANS = 64
-"""Signatures that an op remembers. Every layer of a step has the same; the next step may be of any
-number of tokens."""
+"""Signatures that an op remembers. All layers of a step have the same signature; steps differ in
+their number of tokens."""
 _is_compiling = torch.compiler.is_compiling
 _active_modes = torch._C._len_torch_dispatch_stack
 
@@ -29,16 +29,15 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
-        # Shapes with which no plan came of a call: nobody looks at the rest of the arguments then.
-        self._hopeless: set[tuple[Any, ...]] = set()
-        # What has come once, and whether the last plan was of use: where each call is of another
-        # number of tokens, plans would be made for nothing.
+        # Shapes of calls that could not be recorded: their other arguments are not inspected again.
+        self._unrecordable: set[tuple[Any, ...]] = set()
+        # Signatures seen once, and whether the last plan was ever replayed: if every call has
+        # another number of tokens, recording is a waste.
         self._seen: set[tuple[Any, ...]] = set()
         self._useful = True
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function, of which calls whose first argument, as given, is a tensor on CUDA are
-        replayed."""
+        """A function whose calls are replayed if their first argument is a tensor on CUDA."""
 
         def plainly(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return function(*args, **kwargs)
@@ -53,9 +52,9 @@ class Plans:
         return call
 
     def forget(self) -> None:
-        """What ops choose has changed, or there are too many."""
+        """Drop all plans: the choice of implementations has changed, or there are too many."""
         self._plans.clear()
-        self._hopeless.clear()
+        self._unrecordable.clear()
         self._seen.clear()
 
     def run(
@@ -64,38 +63,40 @@ class Plans:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What plainly(args, kwargs) gives; the tensors lie on one CUDA device."""
-        if self._hopeless and _shapes(args) in self._hopeless:
+        """The result of plainly(args, kwargs), replayed if possible; tensors are on one CUDA
+        device."""
+        if self._unrecordable and _shapes(args) in self._unrecordable:
             return plainly(args, kwargs)
-        if gpu.watch.by is not None or gpu.watch.order is not None or gpu.hooked():
+        if gpu.watch.observer is not None or gpu.watch.order is not None or gpu.hooked():
             return plainly(args, kwargs)
         call = call_of(args, kwargs)
         if call is None or not gpu.is_current(call.device):
             return plainly(args, kwargs)
         try:
             plan = self._plans.get(call.signature)
-        except TypeError:  # a list in a tuple: the call says what it thinks of that
+        except TypeError:  # unhashable, as a list in a tuple: the call itself raises what is due
             return plainly(args, kwargs)
         if plan is not None:
             self._useful = True
             return plan.run(call, gpu.stream_of(call.device))
         if call.signature in self._plans or not self._worth_it(call.signature):
             return plainly(args, kwargs)
-        gpu.watch.by = recording = Recording(call)
+        gpu.watch.observer = recording = Recording(call)
         try:
             result = plainly(args, kwargs)
         finally:
-            gpu.watch.by = None
+            gpu.watch.observer = None
         if len(self._plans) >= MOST_PLANS:
             self.forget()
         self._useful = False
         plan = self._plans[call.signature] = recording.plan(result)
         if plan is None and (shapes := _shapes(args)):
-            self._hopeless.add(shapes)
+            self._unrecordable.add(shapes)
         return result
 
     def _worth_it(self, signature: tuple[Any, ...]) -> bool:
-        """Whether to make a plan for what has none: the last one was of use, or it comes again."""
+        """Whether to record a new signature: the last plan was replayed, or this one comes
+        again."""
         if self._useful or signature in self._seen:
             return True
         if len(self._seen) >= MOST_PLANS:
@@ -105,7 +106,7 @@ class Plans:
 
 
 def _shapes(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Of the first two arguments, if they are tensors: those of products tell how they are done."""
+    """Shapes of the first two arguments, if they are tensors."""
     try:
         return args[0].shape, args[1].shape
     except (AttributeError, IndexError):
@@ -113,6 +114,6 @@ def _shapes(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def is_traced(first: Any) -> bool:
-    """Whether somebody else looks on, or a call's first argument is no plain tensor: such calls go
-    through the dispatcher."""
+    """Whether a call goes through the dispatcher: under torch.compile or a dispatch mode, or if its
+    first argument is no plain tensor."""
     return type(first) not in PLAIN_TENSORS or _is_compiling() or _active_modes() > 0

@@ -6,7 +6,7 @@ implementation, arithmetic on shapes, Triton's inspection of every argument) tak
 than the device computes. So a call of an implementation with `replayed=True` (registry.py) is
 recorded: which memory it took from `gpu` and `grid_barrier`, which kernels it launched, and which
 tensor each pointer belongs to. Later calls with the same signature launch the compiled kernels
-again (`gpu.again`) with new addresses. plans.py decides which calls are recorded.
+again (`gpu.relaunch`) with new addresses. plans.py decides which calls are recorded.
 
 Why results are the same: the signature holds everything that such an implementation looks at. That
 is every tensor's shape, strides, dtype, device and alignment to 16 bytes, which tensors start at
@@ -36,13 +36,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cairn.ops import gpu
 
 SHARED_BYTES = 1 << 20
-"""Pieces of memory that no result needs lie side by side up to so many bytes: to take one takes the
-host nearly as long as a launch."""
+"""Temporary memory of a call is one allocation up to so many bytes: an allocation takes the host
+nearly as long as a launch."""
 _LOW_BITS = 15
 _APART = 512
-"""Bytes of whose multiples pieces begin, as those that torch takes do."""
+"""Alignment of its pieces in bytes, that of torch's allocator."""
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-"""Kinds of tensors that nobody overrides."""
+"""Types of tensors without __torch_function__."""
 
 
 class Call(NamedTuple):
@@ -95,11 +95,11 @@ def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
 
 @dataclass(slots=True)
 class _Piece:
-    """Memory that a call takes.
+    """An allocation of a call.
 
     Attributes:
-        take: takes it.
-        blank: whether it is not written.
+        take: allocates it.
+        blank: whether it is uninitialised.
         shape, dtype: of the tensor, which is contiguous.
         start: where it begins.
         slot: its address's, -1: no kernel needs it.
@@ -121,7 +121,7 @@ class _Piece:
 
 
 class _Place:
-    """An address, as Triton asks a tensor for it."""
+    """An address with the method by which Triton asks a tensor for its own."""
 
     __slots__ = ("_address",)
 
@@ -134,7 +134,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Table:
-    """What describes a table to the copy engine, without where it begins.
+    """A tensor descriptor (TMA) without its base address.
 
     Attributes:
         slot: its own; start: its address's.
@@ -147,7 +147,7 @@ class _Table:
     rest: dict[str, Any]
 
     def at(self, address: int) -> Any:
-        """The same of a table elsewhere. What its class looks at is as it was."""
+        """The descriptor of the same shape at another address."""
         table: Any = object.__new__(self.kind)
         table.__dict__.update(self.rest, base=_Place(address))
         return table
@@ -194,7 +194,7 @@ class Recording:
         self._spoiled = False
 
     def spoiled(self) -> None:
-        """The call does what a plan cannot repeat."""
+        """The call does something that a plan cannot repeat."""
         self._spoiled = True
 
     def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
@@ -212,7 +212,7 @@ class Recording:
             return
         found = None
         if not callable(grid) and len(args) == len(kernel.arg_names):
-            found = gpu.again(compiled, grid, args)
+            found = gpu.relaunch(compiled, grid, args)
         if found is None:
             self._spoiled = True
             return
@@ -225,7 +225,7 @@ class Recording:
         """The plan of the call that gave this result; None if there is none."""
         parts = result if isinstance(result, tuple) else () if result is None else (result,)
         sources = [source for source in map(self._source, parts) if source is not None]
-        # What launches nothing may have done anything else.
+        # A call that launched nothing may have done other work.
         if self._spoiled or len(sources) < len(parts) or not self._steps:
             return None
         shared = self._share({-1 - source for source in sources})
@@ -233,7 +233,8 @@ class Recording:
         return Plan(self._slots, self._pieces, self._steps, shared, sources, single)
 
     def _share(self, kept: set[int]) -> _Shared | None:
-        """Memory for small pieces, but those `kept` as results; others are freed when they can."""
+        """One allocation for the small pieces that are not `kept` as results; others are freed
+        after the last step that needs them."""
         parts: dict[int, tuple[int, int]] = {}
         size = 0
         for number, piece in enumerate(self._pieces):
@@ -338,7 +339,7 @@ class _Shared(NamedTuple):
 
 
 class Plan:
-    """What a call does, but for the addresses of its arguments; made by `Recording.plan`."""
+    """The launches of a call, for any addresses of its arguments; made by `Recording.plan`."""
 
     def __init__(
         self,
@@ -352,11 +353,11 @@ class Plan:
         self._slots, self._pieces, self._sources, self._single = slots, pieces, sources, single
         self._steps = [(s.pieces, s.views, s.tables, s.run, s.pick, s.free) for s in steps]
         self._shared = shared
-        # Results that no kernel writes are those of no tokens.
+        # Only results without elements are written by no kernel.
         self._rest = [-1 - s for s in sources if s < 0 and pieces[-1 - s].slot < 0]
 
     def run(self, call: Call, stream: Any) -> Any:
-        """Make the launches again, on a stream as Triton names it; what the call returns."""
+        """Repeat the launches on a stream, as Triton passes it; the result of the call."""
         slots = self._slots.copy()
         slots[: len(call.addresses) + 1] = (*call.addresses, stream)
         memory: dict[int, Tensor] = {}
@@ -384,6 +385,6 @@ class Plan:
 
 
 def spoil() -> None:
-    """What this thread does next is no launch: a recording of it cannot be repeated."""
-    if gpu.watch.by is not None:
-        gpu.watch.by.spoiled()
+    """This thread is about to do something other than launch: its recording cannot be replayed."""
+    if gpu.watch.observer is not None:
+        gpu.watch.observer.spoiled()
