@@ -17,7 +17,7 @@ def copy(lines, place, arrived, tile):
 
 @gluon.jit
 def clear(tile, first):
-    """Zeros from line `first` on: a weight of 0 times what is there may be NaN."""
+    """Zero the lines from `first` on: they are multiplied by 0, and may hold NaN."""
     LINES: gl.constexpr = tile.shape[0]
     PARTS: gl.constexpr = tile.shape[1] // 64
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -29,24 +29,23 @@ def clear(tile, first):
 
 @gluon.jit
 def unknown_zero(count):
-    """0, from a loop's counter, but not known to the compiler.
+    """0, computed from a loop's counter so that the compiler does not know it.
 
-    Where a tile lies that is numbered with it, is reckoned in every round, once for all threads. It
-    would else be reckoned before the loop, for all tiles, and each thread would keep it, in memory
-    if need be, from where products have to wait for it.
+    Added to the index of a tile, it keeps the tile's address inside the loop. Hoisted out of it,
+    the addresses of all tiles would be kept in registers, or spilled, and the products would wait.
     """
     return count >> 30
 
 
 @gluon.jit
 def multiply(a, b, acc):
-    """acc + a b, on its way."""
+    """acc + a b, asynchronously."""
     return hopper.warpgroup_mma(a, b, acc, is_async=True)
 
 
 @gluon.jit
 def base_of(best):
-    """What a row's exponents are taken over, where it may have seen nothing."""
+    """The maximum that exponents of a row are relative to; 0 if it is -inf."""
     return gl.where(best == float("-inf"), 0.0, best)
 
 
@@ -68,14 +67,14 @@ def scaled(acc, scale):
 
 @gluon.jit
 def tell(signal):
-    """All threads of the group are here: who waits for the signal may go on."""
+    """Arrive at a barrier once all threads of the warp group are here."""
     gl.thread_barrier()
     hopper.mbarrier.arrive(signal)
 
 
 @gluon.jit
 def summed(acc, free):
-    """acc, when its products are done; the tile that they read is free."""
+    """acc after its products are done; `free` is told that their tile may be overwritten."""
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     tell(free)
     return acc

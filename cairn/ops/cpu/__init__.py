@@ -45,10 +45,9 @@ _AS_NUMBERS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 
 def _shares_threads() -> bool:
-    """Whether Numba can run loops on the threads that torch's own wait with.
+    """Whether Numba can run loops on torch's own OpenMP threads.
 
-    Both use the process's OpenMP. Other threads would have to wait for torch's, which go on
-    turning for milliseconds after each of its calls.
+    A second pool would compete with torch's threads, which spin for milliseconds after each call.
     """
     if not AVAILABLE:
         return False
@@ -187,7 +186,7 @@ _LEAST = np.float32(-87.0)
 def _exp(x: Any) -> Any:
     """e ** x for a float32 x <= 88, to 2 units in the last place; 0 for less than -87.
 
-    Such loops take several numbers at once, what the C library's function does not.
+    Loops with it are vectorised, which a call of the C library's function would prevent.
     2 ** n times a polynomial in the rest, the one of Cephes' expf.
     """
     least = x if x > _LEAST else _LEAST

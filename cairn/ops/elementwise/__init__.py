@@ -1,4 +1,4 @@
-"""Small steps between the large ones: joins, casts, positions, the Hadamard transform.
+"""Concatenation, float8 casts, positions, the Hadamard transform.
 
 What sgl-kernel has in its module `elementwise` is in `cairn.ops.elementwise` too.
 """

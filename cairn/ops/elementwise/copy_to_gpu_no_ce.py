@@ -12,12 +12,12 @@ from cairn.ops.elementwise.kernels import put_integers_kernel
 from cairn.ops.registry import op
 
 MOST = 128
-"""Integers that a launch brings along."""
+"""Most integers in the arguments of a launch."""
 STEP = 32
-"""A kernel is compiled for so many more of them."""
+"""Their number is rounded up to a multiple of this, for fewer compiled kernels."""
 _ALIKE = (1 << 40) + 1
-"""Plus 16 times a 32-bit number: 64 bits, not 1 and no multiple of 16. Triton compiles a kernel
-anew for every pattern of those in a tuple."""
+"""Added to 16 times a 32-bit number it gives a 64-bit integer that is neither 1 nor a multiple of
+16: Triton specialises a kernel on these properties, for every integer of a tuple."""
 
 
 @op(mutates=("output",))

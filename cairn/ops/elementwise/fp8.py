@@ -66,7 +66,7 @@ def _(call: Call) -> Tensor:
     if result is None or not result.is_contiguous():
         result = gpu.empty(call.x.shape, call.fp8_dtype, call.x.device)
     if call.x.numel():
-        # What lies in one piece is one row.
+        # Contiguous memory is one row.
         rows = (
             call.x.view(1, -1) if call.x.is_contiguous() else call.x.reshape(-1, call.x.shape[-1])
         )

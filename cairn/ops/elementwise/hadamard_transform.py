@@ -12,11 +12,11 @@ from cairn.ops.elementwise.kernels import hadamard_kernel, hadamard_rows_kernel
 from cairn.ops.registry import op
 
 LEAST, NARROW, LONGEST = 16, 128, 1 << 14
-"""Sizes of a matrix product, and of what one program transforms."""
+"""Smallest size of a matrix product; longest rows of one product; longest rows of a program."""
 ROWS, WARPS, PROGRAMS = 64, 4, 132 * 8
-"""Rows, warps and number of programs that go from rows to rows with one matrix of signs."""
+"""Rows and warps of a program, and programs; each loops over rows with one matrix of signs."""
 STAGES, ON_THE_WAY = 3, 64 << 10
-"""Rows that a program of long ones has in shared memory at most, and their bytes."""
+"""Pipeline stages of a program of long rows at most, and their bytes of shared memory."""
 MEMORY = 192 << 10
 """Bytes of shared memory that the longest row takes."""
 
@@ -82,7 +82,7 @@ def _(call: Call) -> Tensor:
             num_warps=WARPS,
         )
         return out
-    # As nearly a square as can be: the fewest products, and matrices of signs that take least room.
+    # Nearly square: the fewest products and the smallest matrices of signs.
     tall = 1 << size.bit_length() // 2
     hadamard_kernel[(min(PROGRAMS, rows),)](
         x=source,

@@ -1,4 +1,4 @@
-"""Kernels that join, cast and mend rows."""
+"""Kernels of concatenation, float8 casts, positions and the Hadamard transform."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def concat_kernel(
     head = number // (FIRST + SECOND)
     column = number % (FIRST + SECOND)
     inside = number < numbers
-    pdl = column < FIRST
+    in_first = column < FIRST
     one = first + token * first_stride + head * first_head_stride + column
     other = second + token * second_stride + head * second_head_stride + (column - FIRST)
-    value = tl.load(one, mask=inside & pdl, other=0.0)
-    value = tl.where(pdl, value, tl.load(other, mask=inside & (column >= FIRST), other=0.0))
+    value = tl.load(one, mask=inside & in_first, other=0.0)
+    value = tl.where(in_first, value, tl.load(other, mask=inside & (column >= FIRST), other=0.0))
     tl.store(out + token * out_stride + head * out_head_stride + column, value, mask=inside)
 
 
@@ -34,7 +34,7 @@ def concat_kernel(
 def e4m3(x):
     """float32 as the byte of float8 e4m3, cut off at 448, to nearest with ties to even; NaN stays.
 
-    By hand: not every device that runs these kernels knows e4m3.
+    In software: not every device that runs these kernels has the conversion.
     """
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
@@ -112,7 +112,7 @@ def downcast_kernel(
         key *= tl.div_rn(1.0, tl.load(k_scale))
     if v_scale is not None:
         value *= tl.div_rn(1.0, tl.load(v_scale))
-    # Only what is written waits for the location.
+    # The location is loaded last: only the stores depend on it.
     written = inside & (at >= 0)
     tl.store(k_out + row * k_out_stride + column, fp8_code(key, True, HARDWARE), mask=written)
     tl.store(v_out + row * v_out_stride + column, fp8_code(value, True, HARDWARE), mask=written)

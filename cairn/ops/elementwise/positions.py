@@ -1,4 +1,4 @@
-"""What a scheduler does to the integers of a step, and to the rows that attended to nothing."""
+"""Positions and token ids of a step, and attention outputs of requests without keys."""
 
 from __future__ import annotations
 

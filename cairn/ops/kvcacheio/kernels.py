@@ -38,7 +38,7 @@ def copy_kernel(
     token, run = line // runs, line % runs
     source = tl.load(src_indices + token, mask=alive, other=0)
     target = tl.load(dst_indices + token, mask=alive, other=0)
-    # What is negative is padding.
+    # A negative slot is padding.
     alive = alive & (source >= 0) & (target >= 0)
     src = buffer_of(src_k, layer, SRC_TABLE)
     dst = buffer_of(dst_k, layer, DST_TABLE)
@@ -61,18 +61,18 @@ def ring_read_kernel(
     target, ring, count, entries, words, width, target_line, ring_entry, ring_line,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program takes the entry and counts it. PDL: as in `launch_next`."""
+    """One program copies the next entry and advances the count. PDL: as in `launch_next`."""
     launch_next(PDL)
     taken = tl.load(count)
     source = ring + (taken % entries) * ring_entry
     for begin in range(0, words, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         line, column = at // width, at % width
-        # The host has written since this address was last read.
+        # Volatile: the host has written since this address was last read.
         read = source + line * ring_line + column
         word = tl.load(read, mask=at < words, cache_modifier=".cv")
         tl.store(target + line * target_line + column, word, mask=at < words)
-    # Every thread has its own look at the count.
+    # Every thread has loaded the count before it is changed.
     tl.debug_barrier()
     tl.store(count, taken + 1)
 
@@ -82,7 +82,7 @@ def ring_write_kernel(
     values, ring, count, kept, place, entries, width, numbers,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program answers the entry that was taken last; kept and place may be None. PDL: as in
+    """One program writes the entry of the last read; kept and place may be None. PDL: as in
     `await_previous`."""
     await_previous(PDL)
     at = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""What the host says next, for steps that are queued before it is said."""
+"""Input of the next step from a ring buffer, for steps that are queued before it is known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cairn.ops.kvcacheio.kernels import ring_read_kernel
 from cairn.ops.registry import op
 
 BLOCK = 4096
-"""Words that are on their way at once."""
+"""Words that a program loads at a time."""
 
 
 @op(mutates=("target", "count"))

@@ -1,4 +1,4 @@
-"""What the host is told of a step, where it looks once the step is over."""
+"""Output of a step into a ring buffer, which the host reads once the step is over."""
 
 from __future__ import annotations
 

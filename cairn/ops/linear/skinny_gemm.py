@@ -1,4 +1,4 @@
-"""How the product of few tokens with a weight is launched on a GPU."""
+"""Launches of products of at most 16 tokens with a weight on a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How the products of some tokens with the weights of a layer are launched on a GPU.
+"""Launches of products of 17 to 128 tokens with the weights of a layer on a GPU.
 
-The library's products take more time between the kernels around them than at their weights. These
-begin to read theirs while the kernel in front still runs, and leave the sum of what was split to
-the norm behind them.
+For small weights cuBLAS spends more time at the start and end of a kernel than on the product.
+These kernels prefetch their weight while the kernel in front still runs, and leave the sum over
+split-K parts to the kernel of the next norm.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
 
 
 def _is_quick(input: Tensor) -> bool:
-    """Whether its device gains by this."""
+    """Whether these kernels gain over cuBLAS on its device."""
     return input.dtype != torch.float32 and gpu.supports_pdl(input.device)
 
 

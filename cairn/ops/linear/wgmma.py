@@ -1,9 +1,9 @@
 """Products of some tokens with a large weight for Hopper: its rows are the lines of the products.
 
-What takes the time is reading the weight. One warp has parts of it copied ahead, as many as a
-program's memory holds, and begins while the kernel in front still runs; four others multiply what
-has arrived. The tensor cores multiply 64 lines at least: there are as many rows of the weight, but
-few tokens. Sums are float32.
+The time is that of reading the weight. One warp prefetches tiles of it with TMA, as many as shared
+memory holds, and begins while the kernel in front still runs; four others multiply the tiles that
+have arrived. wgmma needs 64 rows in its first operand: the weight has them, the few tokens do not.
+Sums are float32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How products of some tokens with a large weight are launched in groups of warps."""
+"""Launches of products of some tokens with a large weight, by wgmma."""
 
 from __future__ import annotations
 

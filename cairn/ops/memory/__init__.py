@@ -1,4 +1,4 @@
-"""Caches that models other than this engine's use, rows of tables, memory that is looked at.
+"""Rows scattered into caches and gathered from tables, and weak references to memory.
 
 What sgl-kernel has of these in its module `memory` is in `cairn.ops.memory` too.
 """

@@ -1,4 +1,4 @@
-"""Kernels of the cache store, and of rows that are taken from a table."""
+"""Kernels that scatter rows into caches and gather rows of a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def store_rows_kernel(
     token has BLOCKS programs."""
     token, part = row_and_part(BLOCKS)
     column = part * BLOCK + tl.arange(0, BLOCK)
-    # Only what is written waits for the place.
+    # The location is loaded last: only the stores depend on it.
     key = tl.load(k + token * k_stride + column, mask=column < k_width)
     value = tl.load(v + token * v_stride + column, mask=column < v_width)
     at = tl.load(loc + token).to(tl.int64)

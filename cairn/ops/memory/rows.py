@@ -1,4 +1,4 @@
-"""Rows that go where locations say: what definitions share."""
+"""Scatter of rows by locations, as definitions do it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def store_rows(buffer: Tensor, location: Tensor, rows: Tensor) -> None:
     if not len(location):
         return
     kept, at = location >= 0, location.long()
-    # A row that goes nowhere repeats the first that goes somewhere; if none does, what is there.
+    # A row without a location repeats the first that has one; if none has, the buffer's first row.
     some, first = kept.any(), kept.int().argmax().view(1)
     place = torch.where(some, at.index_select(0, first), 0)
     row = torch.where(some, rows.index_select(0, first), buffer[:1])

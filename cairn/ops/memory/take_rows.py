@@ -1,4 +1,4 @@
-"""Rows of a table, by their numbers."""
+"""Rows of a table by index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def take_rows(table: Tensor, index: Tensor) -> Tensor:
 
     Args:
         table: [N, W], rows of any stride.
-        index: [T] int32 or int64 in [0, N). On a GPU nobody looks whether they are.
+        index: [T] int32 or int64 in [0, N). Not checked on a GPU.
     Returns:
         [T, W].
     Raises:

@@ -18,7 +18,7 @@ def encode(scale: Tensor) -> Tensor:
     nearest power and drops the sign.
     """
     bits = (scale + 0.0).contiguous().view(torch.int32)  # -0 is 0
-    # NaN as infinity: more would be too much for the sum.
+    # NaN as infinity: the sum must not overflow.
     exponent = (bits.clamp(max=_INFINITY) + 0x7FFFFF) >> 23
     return exponent.masked_fill(bits < 0, NAN).to(torch.uint8)
 

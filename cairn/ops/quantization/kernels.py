@@ -10,7 +10,7 @@ from cairn.ops.pdl import await_previous
 def e4m3_code(number):
     """float32 within -448 .. 448 as the bytes of e4m3, in int32: to the nearest, ties to even.
 
-    By hand, for not every device that runs these kernels knows e4m3.
+    In software: not every device that runs these kernels has the conversion.
     """
     bits = number.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
@@ -35,7 +35,7 @@ def code_of(
         HARDWARE: the device knows e4m3.
     """
     if ROUNDING == "nearest":
-        # So large that the last bit of the sum is worth 1: its last byte is that of the integer.
+        # 1.5 * 2^23: the last bit of the sum is worth 1, so its last byte is the rounded integer.
         return ((number + 12582912.0).to(tl.int32, bitcast=True) & 0xFF).to(tl.uint8)
     if CLAMPED:
         number = tl.where(number < low, low, number)
@@ -117,7 +117,7 @@ def gated(gate, up):
 def power_of_two(scale):
     """The exponent, with a bias of 127, of the least power of two that is not below a scale, and
     that power; 255 and NaN for what is not finite."""
-    # NaN as infinity: more would be too much for the sum.
+    # NaN as infinity: the sum must not overflow.
     exponent = (tl.minimum(scale.to(tl.int32, bitcast=True), 0x7F800000) + 0x7FFFFF) >> 23
     bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
     power = bits.to(tl.float32, bitcast=True)
@@ -269,8 +269,8 @@ def nvfp4_rows_kernel(
     """
     row = tl.program_id(0)
     if mask is not None:
-        # Rows of the first and of the last half, an even number, by turns: those in use are the
-        # first, and while they are read the others are written.
+        # Rows of the first and the last half alternate: rows in use are the first ones, so reading
+        # them overlaps with writing the zeros of the others.
         row = row // 2 + row % 2 * (tl.num_programs(0) // 2)
     row, group = row.to(tl.int64), tl.program_id(2).to(tl.int64)
     block = tl.program_id(1) * T + tl.arange(0, T)

@@ -1,4 +1,4 @@
-"""How the kernels of groups, and of the largest magnitude, are launched."""
+"""Launches of the kernels of groups and of the largest magnitude."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cairn.ops.quantization.codes import E4M3_MAX
 from cairn.ops.quantization.kernels import amax_kernel, groups_kernel
 
 TILES = (1024, 4096)
-"""Numbers of a program, unless a group has more: where there are few, and from MANY on."""
+"""Numbers of a program, unless a group has more: of fewer than MANY numbers in all, and of more."""
 MANY = 1 << 21
 NUMBERS_A_WARP = 512
 WIDEST = 1 << 15
 """Most numbers of a group."""
 MOST_GROUPS = 1 << 30
 ROUNDED = {"enable_fp_fusion": False}
-"""Launches kernels that round products before they add something to them."""
+"""Launch option of kernels that need products rounded before they are added: no FMA."""
 AMAX_BLOCK, AMAX_WARPS = 4096, 8
 """Numbers that a program looks at at once for the largest magnitude, and its warps."""
 MOST_PARTS = 512
@@ -92,7 +92,7 @@ def quantize(
     programs = tiles * -(-total * tile // lines)
     warps = max(1, min(16, lines * block // NUMBERS_A_WARP))
     hardware = gpu.knows_e4m3(input.device)
-    eighths = rule.rounding == "e4m3" and (rule.low, rule.high) == (-E4M3_MAX, E4M3_MAX)
+    e4m3 = rule.rounding == "e4m3" and (rule.low, rule.high) == (-E4M3_MAX, E4M3_MAX)
     pdl = uses_pdl(input.device, 1, programs * warps)
     groups_kernel[(programs,)](
         x=input,
@@ -117,7 +117,7 @@ def quantize(
         WP=block,
         ROUNDING=rule.rounding,
         INVERSE=rule.inverse,
-        CLAMPED=not (hardware and eighths),
+        CLAMPED=not (hardware and e4m3),
         GATED=rule.gated,
         POWER=rule.power,
         PACKED=packed,

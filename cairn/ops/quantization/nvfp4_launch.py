@@ -1,4 +1,4 @@
-"""How the kernel of rows in NVFP4 is launched."""
+"""Launch of the kernel of rows in NVFP4."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cairn.ops.quantization.nvfp4 import BLOCK, TILE_COLUMNS, padded
 MOST_BLOCKS = 256
 """Blocks of a program."""
 BLOCKS_A_WARP, EXPERTS_A_WARP = 32, 128
-"""Blocks of a warp, and of one that looks for the row's expert before."""
+"""Blocks of a warp, and of one that first searches the row's expert."""
 
 
 def in_rows(x: Tensor, groups: int, *others: Tensor) -> bool:

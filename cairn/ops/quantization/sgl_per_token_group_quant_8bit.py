@@ -131,10 +131,10 @@ def _groups(call: Call) -> bool:
 )
 def _(call: Call) -> None:
     low, high = _range(call.output_q, call.fp8_min, call.fp8_max)
-    eighths = call.output_q.dtype == E4M3
-    rounding = "e4m3" if eighths else "truncate"
+    e4m3 = call.output_q.dtype == E4M3
+    rounding = "e4m3" if e4m3 else "truncate"
     rule = launch.Rule(
-        low, high, rounding, call.eps, eighths, call.scale_ue8m0, call.fuse_silu_and_mul
+        low, high, rounding, call.eps, e4m3, call.scale_ue8m0, call.fuse_silu_and_mul
     )
     launch.quantize(call.input, call.output_q, call.output_s, call.group_size, rule, call.masked_m)
 

@@ -2,8 +2,8 @@
 
 `largest` searches for the k-th largest of numbers in registers, by counting what reaches trial
 values; `bound_kernel` and `list_kernel` leave few candidates of a long row for it. Results are
-exact: an unlike sample or long lists cost time alone. They are the same on every run: nothing is
-atomic. Of equal numbers those with the lower index are preferred.
+exact: an unrepresentative sample or long lists only cost time. They are the same on every run:
+there are no atomics. Of equal numbers those with the lower index are preferred.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def bound_kernel(
     if top_k is not None:
         topk = tl.load(top_k + row).to(tl.int32)
     if number > ROOM:
-        # One of each of as many parts of the row, anywhere in it: scores that repeat do not always
-        # meet it at the same place.
+        # One of each of as many parts of the row, at a pseudo-random place: periodic scores would
+        # bias a regular grid.
         i = tl.arange(0, SAMPLE)
         within = (i.to(tl.uint32) * 0x9E3779B1) >> 16
         place = (i.to(tl.int64) * number + ((within.to(tl.int64) * number) >> 16)) // SAMPLE

@@ -1,4 +1,4 @@
-"""How exact selections are launched: by the sizes of the rows, never by what is in them."""
+"""Launches of exact selections. They depend on the sizes of rows, not on their values."""
 
 from __future__ import annotations
 
