@@ -18,9 +18,9 @@ from cairn.specs.speculation import NEXTN, Speculation, SpeculativeOptions, reso
 
 GIB = 1 << 30
 GPU_CHUNK = 132 * 128
-"""Slots, in whole tiles: 16,384 tokens with their landmarks, none left for a step of its own."""
+"""Slots of a step on a GPU: 16,384 tokens with their landmarks, in tiles of 128."""
 CPU_CHUNKS = {"float32": 17 * 64, "float16": 17 * 64, "bfloat16": 33 * 64}
-"""So of 1,024 and 2,048 tokens: where products are fast, reading weights for every step counts."""
+"""Default chunks on a CPU in slots: 1,024 tokens and, where matrix products are fast, 2,048."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SMALL_KV_DTYPES = ("fp8_e4m3", "fp8_ds")
 KV_CACHE_DTYPES = ("auto", "bf16", *SMALL_KV_DTYPES)
@@ -210,7 +210,7 @@ def _resolve_dtype(
 
 
 def _resolve_kv_dtype(options: EngineOptions, dtype: str) -> str:
-    """The dtype's name, or one of SMALL_KV_DTYPES."""
+    """Dtype of the cache: the engine's dtype, or one of SMALL_KV_DTYPES."""
     if options.kv_cache_dtype == "bf16" and dtype != "bfloat16":
         raise BadConfig(
             f"kv_cache_dtype is bf16, but dtype is {dtype}",
@@ -222,7 +222,7 @@ def _resolve_kv_dtype(options: EngineOptions, dtype: str) -> str:
 def _resolve_memory(
     options: EngineOptions, machine: Machine, device: str, notes: Notes
 ) -> tuple[int | None, float | None]:
-    """Bytes of the pages, or the share of a GPU's memory that all things together may take."""
+    """Bytes of the page pool, or the share of a GPU's memory for weights, activations and pages."""
     memory, share = _bytes(options.kv_cache_memory), options.gpu_memory_utilization
     if not device.startswith("cuda"):
         if share is not None:
@@ -260,8 +260,8 @@ def _resolve_chunk(options: EngineOptions, device: str, dtype: str, notes: Notes
     if options.chunked_prefill_size is not None:
         return options.chunked_prefill_size
     chunk = GPU_CHUNK if device.startswith("cuda") else CPU_CHUNKS[dtype]
-    # Without a target nothing is timed to decide anything: steps follow from the requests alone,
-    # so that a run can be repeated step by step, and nobody's latency is guessed.
+    # Without a target, step sizes do not depend on measured times, so a run is reproducible step by
+    # step.
     reason = f"the default on {device} in {dtype}; "
     fixed = options.itl_target_ms is None
     reason += "no itl_target_ms asks for smaller chunks" if fixed else "cut to fit itl_target_ms"
@@ -294,7 +294,7 @@ def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def _check_target(target: object, chunk: int | None) -> None:
-    """Refuse a target that is no duration, or one beside a fixed chunk."""
+    """Refuse an itl_target_ms that is not positive, or one together with a fixed chunk size."""
     if target is None:
         return
     duration = isinstance(target, int | float) and 0 < target < math.inf
@@ -309,7 +309,7 @@ def _check_target(target: object, chunk: int | None) -> None:
 
 
 def _check_share(share: object, memory: object) -> None:
-    """Refuse a share that is none, or one beside a fixed size of the pages."""
+    """Refuse a share outside (0, 1], or one together with a fixed size of the page pool."""
     if share is None:
         return
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:

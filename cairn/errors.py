@@ -1,4 +1,4 @@
-"""One tree of errors. A class knows its HTTP status, an instance may say what to do."""
+"""Exceptions. Each class has an HTTP status; an instance may carry a hint what to do."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens` or the model's context was reached."""
     ABORT = "abort"
-    """The caller took the request back."""
+    """The caller aborted the request."""
     ERROR = "error"
     """The engine failed while it served the request."""
 
@@ -256,7 +256,7 @@ and which Python's collector does not walk again and again, as it would lists.""
 
 
 class Alternatives(NamedTuple):
-    """What is reported at one position, most likely first.
+    """Log-probabilities reported at one position, most likely first.
 
     Attributes:
         chosen: log-probability of the token that was taken.
@@ -298,7 +298,7 @@ class LogprobColumns:
         if k < LISTED_BELOW:
             ids, values, ranks = ids.tolist(), values.tolist(), tuple(ranks)
         else:
-            # What is kept of one position must not keep what there is of all.
+            # Copy, so that keeping one position does not keep the arrays of all positions alive.
             keep = type(ids).copy
         lines = zip(ids, values, chosen, among, self.ranks[begin:end].tolist(), strict=True)
         for line, numbers, value, inside, rank in lines:
@@ -327,7 +327,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
         self._end = 1
 
     def put(self, first: int, columns: LogprobColumns) -> None:
-        """Those of tokens first, first + 1, ...: behind what there is, or anew from token 1 on."""
+        """Append entries for tokens first, first + 1, ...; first = 1 starts anew."""
         if first == 1:
             self._parts, self._begins = [], []
         elif first != self._end:
@@ -366,7 +366,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
-    # It changes, and so has no hash, as a list has none; mypy wants one of every object.
+    # Mutable, so unhashable like a list; mypy expects a hash of every object.
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:

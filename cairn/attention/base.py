@@ -1,4 +1,4 @@
-"""What every attention backend is given and must do.
+"""The interface of attention backends.
 
 A backend is bound to the cache pools once. `needs` says what a layer keeps, `plan` runs once a step
 and holds all that the backend derives from it, `run` runs once a layer: it writes what the step
@@ -45,7 +45,7 @@ class LayerReads:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a backend derives from a step; a backend that derives more has a subclass.
+    """Metadata that a backend computes once a step; backends with more subclass it.
 
     Attributes:
         batch: the step.
@@ -82,8 +82,8 @@ class AttentionBackend(ABC):
     in_graphs: ClassVar[bool] = True
     """Whether its work can be captured in a CUDA graph."""
     longest_in_graphs: ClassVar[int | None] = None
-    """Slots of the longest row that a graph may prefill: with longer ones `run` is faster where the
-    host says which rows there are. None: any number."""
+    """Longest row in slots that a CUDA graph may prefill: for longer ones `run` is faster if the
+    host knows the rows. None: no limit."""
 
     def __init__(self, pools: CachePools, layers: Mapping[int, Any]) -> None:
         self.pools = pools
@@ -115,7 +115,7 @@ class AttentionBackend(ABC):
         """
 
     def settle(self, layer: int, plan: Any, counts: Tensor) -> None:  # noqa: B027 - pages need none
-        """Called behind a step with guesses, once the model has chosen what follows: by then the
+        """Called after a step with guesses, when it is known which were right. On return the
         cache must hold nothing of a wrong guess that a later step would read before it writes.
 
         Args:
@@ -126,7 +126,7 @@ class AttentionBackend(ABC):
         """
 
     def fronts(self) -> tuple[Front, ...]:
-        """The first slots of rows that `run` computes in another way, the nearest first."""
+        """Limits of the first slots of rows that `run` computes with other kernels, ascending."""
         return ()
 
     def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -1,4 +1,4 @@
-"""A step as tensors, and what the host knows of it. Nothing here depends on a backend."""
+"""The tensors of a step, and its rows as known on the host. Independent of backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the slots of a step are cut into parts that attention takes apart.
+"""How the slots of a step are divided into parts, each of which is one call of an attention op.
 
 Rows that decode are attended one by one, chunks in tiles. Slots near the starts of rows, where
 landmark layers select every page, are parts of their own (*fronts*). On a GPU kernels are compiled
@@ -20,7 +20,7 @@ from cairn.attention.batch import Batch, StepRows
 from cairn.ops import advice
 
 CHUNK = 16
-"""Mean number of slots a row from which on a step's slots count as chunks."""
+"""A step whose rows have at least this many slots on average is run in tiles."""
 ALONE = (16, 64, 256)
 """How many of a step's first slots may be attended one by one, beside multiples of the last."""
 LEAST_EARLY = 256
@@ -112,7 +112,7 @@ class Cutter:
 
     def all_of_bucket(self, bucket: int, num_rows: int) -> list[Cuts]:
         """Everything that `of_bucket` may give where so many rows run at once."""
-        # Few slots are chunks only where they are of few rows.
+        # A step of few slots is run in tiles only if they belong to few rows.
         most = num_rows if bucket > UNCHUNKED else min(num_rows, bucket // CHUNK)
         parts = sorted({alone(decoding, bucket) for decoding in range(most)})
         return [

@@ -1,4 +1,4 @@
-"""Full causal attention over the paged cache: the yardstick."""
+"""Full causal attention over the paged cache."""
 
 from __future__ import annotations
 

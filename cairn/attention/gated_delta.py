@@ -1,4 +1,4 @@
-"""Gated delta nets: a convolution and a recurrent state in the place of a cache.
+"""Gated delta nets: a convolution and a recurrent state instead of keys and values.
 
 A row's state and the last inputs of its convolution lie in the row's place among the states and are
 read and written there. A row that begins is treated as one of zeros, whatever lies in its place:
@@ -34,7 +34,7 @@ GRID = 64
 """Chunks of the delta rule begin at multiples of it in their row, so that a prompt that is cut
 there gives the same numbers to the last bit."""
 FEW = 16
-"""So many tokens of a row run one by one: a chunk costs as much."""
+"""Up to this many tokens of a row run one after the other, which costs no more than a chunk."""
 NOBODY = -1
 SOFTPLUS = (1.0, 20.0)
 """Steepness of softplus, and the input from which on it is the identity."""
@@ -74,12 +74,12 @@ class Runs(NamedTuple):
     begun: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """The tokens' part of x [T, ...], contiguous: a CPU may round strided numbers otherwise."""
+        """The piece's tokens of x [T, ...], contiguous: strides may change a CPU's rounding."""
         return x.contiguous() if self.token is None else x[self.token]
 
 
 class Advance(NamedTuple):
-    """One call of the delta rule.
+    """Arguments of one call of the delta rule.
 
     Attributes:
         runs: what it runs.
@@ -265,7 +265,7 @@ class GatedDeltaBackend(AttentionBackend):
                 has_initial_state=runs.begun,
             )
             return o[0]
-        # The strength in float32: this op rounds it to the dtype of b, the other one does not.
+        # beta in float32: this op rounds its result to the dtype of b, the chunked one does not.
         g, beta = ops.fused_gdn_gating(inputs.a_log, a, b.float(), inputs.dt_bias, *SOFTPLUS)
         o, _, _ = ops.chunk_gated_delta_rule(
             *(q, k, v, g, beta, None, state, runs.state, runs.starts),

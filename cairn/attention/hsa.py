@@ -69,20 +69,21 @@ class HsaBackend(GqaBackend):
         spec, batch, q, lmk_q = self.layers[layer], plan.batch, inputs.q, inputs.lmk_q
         k_cache, v_cache = self.write(layer, inputs, plan)
         place, fields = self.place(layer, plan), self.pools.pages[layer]
-        # Where each landmark's own z pools its page, a few of them do it on the way: no launch.
+        # If the landmark's own query pools its page, landmark_attention does it for steps of few
+        # slots: no launch of its own.
         own = inputs.summary_query is None and spec.summary == "prior" and not spec.group_query
         tiled = advice.in_tiles(q, spec.num_kv_heads, plan.cuts.chunked, advice.LANDMARK_LINES)
         few = q.is_cuda and own and not tiled and q.shape[0] <= spec.local_window
         if batch.completed.numel() and not few:
             self._summarise(layer, inputs, batch)
         candidates = max(0, (batch.max_slot - spec.local_window + 1) // k_cache.shape[2])
-        # A kernel is compiled for a topk: a GPU knows one.
+        # On a GPU kernels are compiled for each topk, so there is only one.
         topk = spec.topk if q.is_cuda else max(1, min(spec.topk, candidates))
         key_pool = fields.get(SUMMARY_KEY)
 
         def attend(part: Part) -> Tensor:
-            # The width of the table tells the op how short the rows are: that there is nothing to
-            # choose, or little to pass over.
+            # The op sees from the width of the table how short the rows are: with few pages it need
+            # not score them.
             page_table = place.page_table[:, : part.pages]
             o, indices, scores, lse = ops.landmark_attention(
                 part.of(q),

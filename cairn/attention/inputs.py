@@ -1,4 +1,4 @@
-"""What a mixer gives its attention backend: one type a kind of mixer."""
+"""Inputs of attention backends: one type for each kind of mixer."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class PageReads:
 
     def __init__(self, mixers: Sequence[MixerSpec], slots: SlotMap) -> None:
         self._slots = slots
-        # What layers select by -> how many do, and their KV heads.
+        # Selection settings -> number of layers with them, and their KV heads.
         self._rules: dict[tuple[int, int, str], tuple[int, int]] = {}
         self._kv_heads = 1
         for mixer in mixers:

@@ -59,7 +59,7 @@ class Backends:
     def cuts(self, rows: StepRows, on_cpu: bool) -> Cuts:
         """How a step that runs operation by operation is cut."""
         found = self.cutter.of_step(rows)
-        # The CPU's tiles are of one row each: there is nothing to save.
+        # On the CPU a tile never spans several rows, so splitting the step saves nothing.
         return Cuts(found.chunked) if on_cpu else found
 
     def bind(self, layer: int, batch: Batch, cuts: Cuts = WHOLE) -> BoundLayer:

@@ -32,7 +32,7 @@ class BoundLayer:
         return self.plan.batch.completed
 
     def run(self, inputs: Any) -> Tensor:
-        """Attend: typed inputs of the layer's kind of mixer -> what its backend returns."""
+        """Run the layer's backend on the inputs of its kind of mixer."""
         return self.backend.run(self.index, inputs, self.plan)
 
     def kv_target(self) -> tuple[Tensor, Tensor, Tensor] | None:

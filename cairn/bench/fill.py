@@ -33,7 +33,7 @@ def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 0) -> None:
         OutOfMemory: the pool does not hold all prompts.
     """
     cache, pools = llm.engine.core.cache, llm.engine.runner.pools
-    # As steps would: window layers with pages of their own hold those of one step.
+    # As in a real run, the page pool of window layers holds the pages of one step only.
     block = max(1, llm.engine_config.chunked_prefill_size // cache.slots.page_size)
     for prompt in prompts:
         ids = prompt["prompt_token_ids"]
@@ -61,7 +61,7 @@ def _fill(pools: CachePools, group: int, pages: Sequence[int]) -> None:
         for name, tensor in layer.items() if own == group else ():
             index = torch.tensor(pages, dtype=torch.int64, device=tensor.device)
             if name in (RECORD, INDEX_KEY) and is_quantized(tensor):
-                # Any bytes from here are numbers and scales of moderate size.
+                # Random bytes in this range decode to values and scales of moderate size.
                 shape = (len(index), *tensor.shape[1:])
                 low, high = MODERATE
                 tensor[index] = torch.randint(

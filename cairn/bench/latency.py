@@ -158,7 +158,7 @@ class _Point:
             phase = run_phase(self.llm, prompts, steps + 1)
             self._expect_together(phase)
             return _Ran(phase)
-        # Graphs of these numbers of rows are captured now.
+        # Run once before measuring, so that CUDA graphs for this batch size are captured.
         run_phase(self.llm, prompts, steps + 1)
         phase, peak = _with_peak(lambda: run_phase(self.llm, prompts, steps + 1))
         self._expect_together(phase)
@@ -170,7 +170,7 @@ class _Point:
         """Raise CairnError unless all rows decoded side by side, with their prompts in the cache:
         a step of fewer rows is not what the cell says."""
         again = phase.prefill_tokens - self.batch * self.llm.engine_config.page_size
-        begun = self.batch  # steps, if every row begins in one of its own
+        begun = self.batch  # at most one prefill step for each row
         if phase.preemptions or again > 0 or phase.steps > self.plan.steps + begun:
             raise CairnError(
                 f"the {self.batch} rows of {self.context} and {self.plan.steps} tokens did not run "

@@ -152,7 +152,7 @@ def _waits(call: Call) -> bool:
     mode = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this mode is a prototype
+            warnings.simplefilter("ignore")  # the mode warns that it is a prototype
             torch.cuda.set_sync_debug_mode("error")
         call()
     except RuntimeError as error:

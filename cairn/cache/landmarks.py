@@ -76,7 +76,7 @@ class SlotMap:
     def is_landmark(self, slot: W) -> W: ...
     def is_landmark(self, slot: Any) -> Any:
         """True where `slot` holds a landmark (booleans of the same shape)."""
-        # Without landmarks the comparison is with a remainder that never occurs.
+        # Without landmarks: compare with -1, which no remainder equals.
         return slot % self.page_size == (self.page_size - 1 if self.landmarks else -1)
 
     def position_of(self, slot: W) -> W:
@@ -96,7 +96,8 @@ class SlotMap:
         the pages that they fill."""
         end = self.slots_for(n_tokens) + slots
         last = self.tokens_in(end)
-        # A landmark that has no room waits, and the token before it with it.
+        # If the landmark does not fit into the step, the token before it is left for the next step
+        # too.
         return last - (self.slots_for(last) > end) - n_tokens
 
     def pages_for(self, n_tokens: W) -> W:

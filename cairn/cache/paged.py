@@ -344,7 +344,8 @@ class PageCache:
             return
         gone = lease.window[:count]
         del lease.window[:count]
-        # Where a prefix ends that could not be resumed, the next request can.
+        # Keep window pages where a cached prefix could not be resumed, so that the next request
+        # can.
         begin = min(max(0, lease.missed - self.window.reach - first), count)
         end = min(max(begin, lease.missed - first), count)
         self.window.release(gone[:begin], wanted=False)

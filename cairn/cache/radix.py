@@ -262,7 +262,8 @@ class RadixTree:
         (child,) = node.children.values()
         if not child.locked and child.last_use != node.last_use:
             return
-        # The upper lists are reused: adding one page must not copy the whole prefix.
+        # The lists of the upper node are extended in place: merging one page must not copy the
+        # whole prefix.
         node.keys += child.keys
         node.pages += child.pages
         child.keys, child.pages = node.keys, node.pages

@@ -48,12 +48,12 @@ class PageField:
 
 @dataclass(frozen=True, slots=True)
 class RowField:
-    """A tensor of which every running sequence holds a part: its state in a recurrent layer.
+    """A tensor with one entry for each running sequence, such as the state of a recurrent layer.
 
     Attributes:
         name: unique in its layer.
-        shape: of one sequence's part.
-        dtype: of its numbers.
+        shape: of one sequence's entry.
+        dtype: of the tensor.
     """
 
     name: str
@@ -164,10 +164,10 @@ class CacheSchema:
         self.row_bytes = sum(layer.row_bytes for layer in layers)
         paged = [i for i, layer in enumerate(layers) if layer.pages]
         whole = [i for i in paged if layers[i].window is None]
-        # Where all layers look at windows their pages stay: something must hold the prefix.
+        # If every layer has a window, their pages are kept: the prefix cache needs pages to hold.
         windowed = [i for i in paged if i not in whole] if whole else []
         first = whole or paged
-        # One without layers too: prefixes are known by their pages.
+        # A group even without layers: the prefix tree identifies prefixes by pages.
         groups = [PageGroup(tuple(first), self._bytes(first))]
         if windowed:
             widest = max(layers[i].window or 1 for i in windowed)

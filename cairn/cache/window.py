@@ -39,7 +39,7 @@ class WindowPages:
         self.users = [0] * num_pages
         self.beside: dict[int, int] = {}
         self.evicted = 0
-        # The page of the tree that a page lies beside; -1 for none.
+        # By window page: the page of the prefix tree with the same tokens; -1: none.
         self._tree_page = [-1] * num_pages
         self._wanted = bytearray(num_pages)
         self._passed: OrderedDict[int, None] = OrderedDict()

@@ -314,6 +314,6 @@ def _keep(file: RecordFile, cell: Cell, roofline: Roofline | None = None) -> Non
 
 
 def _say_where(file: RecordFile, err: bool = False) -> None:
-    # What is refused before anything is measured wrote no file.
+    # A run that was refused before its first measurement wrote no file.
     if file.count:
         click.echo(f"{file.count} records appended to {file.path}", err=err)

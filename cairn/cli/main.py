@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         click.echo("interrupted", err=True)
         code = INTERRUPTED
     except BrokenPipeError:
-        # The reader went away (`| head`): nothing is wrong, and nothing more can be written.
+        # stdout was closed by its reader (`| head`): not an error, but nothing more can be written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = FAILED
     except OSError as error:

@@ -151,7 +151,7 @@ def serve(context: click.Context, /, model: Path | None, **options: Any) -> None
     asked = context.parent.params.get("log_level") if context.parent is not None else None
     log.configure(asked, also=("uvicorn", "asyncio"))
     if asked is None and log.ENVIRONMENT_VARIABLE not in os.environ:
-        # Every request is a line, unless somebody asked for another level.
+        # Log one line for each request, unless the user chose a level.
         logging.getLogger("cairn.access").setLevel(logging.INFO)
 
     from cairn.server.launch import serve as run

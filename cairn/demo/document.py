@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cairn.errors import BadRequest
 
-# Folders that are no prose of the language: test data, generated files, what users installed.
+# Folders to leave out: test data, generated files, installed packages.
 SKIPPED = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
 )

@@ -112,7 +112,7 @@ def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise BadRequest(f"{name} must be a list, not {short(calls)}")
     checked = [_tool_call(f"{name}[{i}]", call) for i, call in enumerate(calls)]
-    # Programs that keep histories leave the type out, or write null for an id.
+    # Clients that store histories leave `type` out or write null as an id.
     given = [{k: v for k, v in call.items() if v is not None} for call in checked]
     return [{"type": "function", **call} for call in given]
 
@@ -135,7 +135,7 @@ def _arguments(given: Any) -> dict[str, Any] | str:
         return json.dumps(given, ensure_ascii=False, default=str)
     try:
         parsed = json.loads(given)
-        # Half a surrogate pair, escaped in the text, could not be encoded.
+        # An unpaired surrogate (a JSON escape such as \ud800) cannot be encoded as UTF-8.
         json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return given

@@ -73,8 +73,8 @@ def _rendered(given: TemplateInput) -> str:
             f"the model's chat template is broken: {error}", "Correct it in the model's folder"
         ) from error
     except Exception as error:
-        # A template refuses by raising, or trips over what it did not expect: both are about
-        # the messages.
+        # A template that raises refuses the messages, or fails on a field that it did not expect:
+        # both are errors of the request.
         reason = str(error) or type(error).__name__
         raise BadRequest(
             f"the model's chat template refuses the messages: {reason[:ERROR_LENGTH]}"

@@ -52,7 +52,7 @@ class Child:
             raise
         self._turn_due = False
         self._loop.add_reader(self._inbox.FD, self._on_bell)
-        # What came before the reader was there rings no bell.
+        # Messages that arrived before the reader was added do not trigger it.
         self._loop.call_soon(self._on_bell)
 
     @property

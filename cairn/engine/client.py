@@ -211,8 +211,8 @@ class EngineClient:
             on_phase: called with the name and the seconds of every phase that ends.
 
         Raises:
-            BadModel, BadConfig, OutOfMemory: why it cannot serve, as the engine says.
-            EngineDead: it ended in any other way.
+            BadModel, BadConfig, OutOfMemory: raised by the engine process at start.
+            EngineDead: it ended for another reason.
         """
         self._on_phase = on_phase
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -343,7 +343,7 @@ class EngineClient:
             return
         self._stopping = True
         if self.dead is None and self._shape is not None:
-            # One that has just ended needs no telling.
+            # The engine need not be told about a request that has just ended.
             with contextlib.suppress(EngineDead):
                 self._child.send(Stop())
         else:

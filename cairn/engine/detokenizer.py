@@ -395,7 +395,7 @@ class WindowDetokenizer:
 
     def _advance(self, text: str) -> str:
         piece = text[len(self._before) :]
-        # What was read before is never looked at again; the new ids are the next piece's context.
+        # Earlier ids are not decoded again; the new ones are the context of the next piece.
         del self._ids[: self._read]
         self._read = len(self._ids)
         self._before = self._decode(self._ids)

@@ -133,7 +133,7 @@ def _prepare_bounds(path: str, part: dict[str, Any]) -> None:
 def _bound_holds(part: dict[str, Any], key: str, bound: float, whole: bool) -> bool:
     """Whether llguidance holds a bound exactly; `whole`: the schema allows integers only."""
     exclusive = key.startswith("exclusive") or part.get(f"exclusiveM{key[1:]}") is True
-    # One is added to an exclusive minimum, and taken from an exclusive maximum.
+    # Integers: exclusiveMinimum x becomes minimum x + 1, exclusiveMaximum x becomes maximum x - 1.
     away = exclusive and (bound > 0) == (key in _LOWER)
     if abs(bound) <= EXACT - away:
         return True

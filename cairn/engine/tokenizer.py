@@ -67,7 +67,8 @@ class Tokenizer:
         self.special_ids = frozenset(self.special_texts)
         rules = Rules.read(describe_decoder(self._backend))
         self._spelling = Spelling(self._backend, rules) if rules is not None else None
-        # Cleaning up byte-pair texts would eat spaces that the model wrote.
+        # clean_up_tokenization_spaces would delete spaces that the model generated in byte-level
+        # BPE texts.
         byte_pair = type(self._backend.model).__name__ == "BPE"
         self._clean_up = bool(self._hf.clean_up_tokenization_spaces) and not byte_pair
         self._bytes: dict[int, bytes] = {}

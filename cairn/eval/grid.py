@@ -139,7 +139,7 @@ def run_ruler(plan: RulerPlan, keep: Callable[[Record], object]) -> Iterator[Rec
     with plan.source.open() as subject:
         for length in plan.lengths:
             subject.check(length)
-        # A length that is too short for a task is refused before anything is asked.
+        # Make one prompt of every task at the shortest length, so that it fails before any request.
         for task in plan.tasks:
             next(ruler.cases(task, min(plan.lengths), 1, plan.seed, subject.count))
         for length in plan.lengths:

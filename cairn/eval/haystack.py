@@ -87,8 +87,8 @@ def fitted(task: str, length: int, sample: int, make: Make, count: Counter) -> C
             high, margin = chars, length // (2 * SLACK)
         if 0 <= left <= length // SLACK:
             break
-        # As many characters a token as so far, unless that has misled before. Texts grow by whole
-        # sentences: after one too many the aim is a little lower.
+        # Estimate from the characters per token so far, or bisect if that failed before. Texts grow
+        # by whole sentences: after one too many, aim a little lower.
         chars = max(0, chars + round((left - margin) * len(document) / max(1, body)))
         if chars < low or (high and chars >= high):
             chars = (low + (high or 2 * low)) // 2

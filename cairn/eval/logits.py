@@ -59,7 +59,7 @@ def read_tail(
     try:
         done = 0
         while done < len(ids):
-            # As the scheduler cuts chunks: a landmark that closes one may be a slot more.
+            # Cut chunks as the scheduler does; a landmark at the end may add one slot.
             end = int(slots.tokens_in(slots.slots_for(done) + engine.config.chunked_prefill_size))
             end = min(max(end, done + 1), len(ids))
             grant = _grown(core.cache, lease, int(slots.pages_for(end)))

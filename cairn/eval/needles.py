@@ -229,7 +229,8 @@ def cases(grid: Grid, form: Format, task: str, length: int, count: Counter) -> I
         BadRequest: the length is too short for the task.
     """
     for sample in range(grid.samples):
-        # A lone needle has a document for every depth; many share one.
+        # The task single has one document for each depth; multi asks for all depths in one
+        # document.
         for depths in [(d,) for d in grid.depths] if task == "single" else [grid.depths]:
             where = depths if task == "single" else ""
             name = f"{grid.seed}/{task}/{length}/{sample}/{where}"

@@ -44,7 +44,7 @@ VARIANTS = {
     "base": Variant(),
     "warm": Variant(warm=True),
     "cold": Variant({"enable_prefix_caching": False}),
-    # A prime: chunks end anywhere in a page.
+    # A prime number, so that chunks end at every position within a page.
     "odd-chunks": Variant({"chunked_prefill_size": 509}),
     "no-graphs": Variant({"disable_cuda_graph": True}),
     "fp8": Variant({"kv_cache_dtype": "fp8_e4m3"}),

@@ -151,13 +151,13 @@ def load_reference(path: Path) -> tuple[list[int], Tensor]:
 
 
 def against_server(plan: ParityPlan, address: ServerAddress) -> Record:
-    """The engine against a server that echoes prompts with log-probabilities (/v1/completions).
+    """Compare with a server whose /v1/completions supports echo with logprobs.
 
-    A server tells the few most likely tokens of a position. KL is over those and the rest as one:
-    never more than over the whole vocabulary. Tokens are matched by their text.
+    A server returns the few most likely tokens of a position. KL is over these and one bucket for
+    the rest, a lower bound of the KL over the vocabulary. Tokens are matched by their text.
 
     Raises:
-        CairnError: a model, an option or a text that does not do; a server that does not tell.
+        CairnError: unusable model, options or text; the server returns no log-probabilities.
     """
     with _engine(plan.model, plan.options) as llm:
         prompts = _prompts(plan, llm)
@@ -228,7 +228,7 @@ def _beside(
     kls, errors, same = [], [], []
     own = logits.double().log_softmax(-1)
     for row, token, (value, top) in zip(own, ids, positions[-len(ids) :], strict=True):
-        # Of two ids with one text the likelier speaks for both.
+        # If two ids decode to the same text, use the likelier one.
         known = {name: float(row[names[name]].max()) for name in top if name in names}
         theirs = torch.tensor([top[name] for name in known], dtype=torch.float64)
         ours = torch.tensor(list(known.values()), dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""`cairn eval ppl`: what the model loses on the last tokens of a text as its context grows.
+"""`cairn eval ppl`: loss on the last tokens of a text, by length of the context.
 
-All lengths predict the same tokens, so their differences are the context's alone.
+The same tokens are predicted at every length, so differences come from the context alone.
 """
 
 from __future__ import annotations

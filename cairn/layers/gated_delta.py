@@ -43,7 +43,7 @@ class GatedDeltaNet(nn.Module):
         self.out = Linear(values, [Rows("out_proj", hidden)], dtype=dtype, scheme=scheme)
         self.norm = RMSNorm(spec.value_dim, spec.eps, dtype=dtype)
         self.conv = _parameter(spec.conv_channels, spec.conv_kernel, dtype=dtype)
-        # In float32 as checkpoints of this kind are trained: the decay is an exponential of both.
+        # Kept in float32, as in training: the decay is an exponential of both.
         self.a_log = _parameter(spec.value_heads, dtype=torch.float32)
         self.dt_bias = _parameter(spec.value_heads, dtype=torch.float32)
 

@@ -49,7 +49,7 @@ class GqaAttention(nn.Module):
         self.out = Linear(self.q_width, out, spec.out_bias, dtype=dtype, scheme=scheme)
         self.q_norm = self._norm_of(spec, spec.qk_norm, self.q_width, dtype)
         self.k_norm = self._norm_of(spec, spec.qk_norm, self.kv_width, dtype)
-        # First and last + 1 head of q and k (and of what a subclass norms alike), side by side.
+        # [begin, end) of the heads of q, of k and of what a subclass adds, in the fused projection.
         q, kv = spec.num_heads, spec.num_kv_heads
         self.spans = [(0, q), (q, q + kv)]
         self.v_first = self.q_width + self.kv_width

@@ -89,7 +89,7 @@ class HilsAttention(GqaAttention):
         return added
 
     def _norms(self) -> list[RMSNorm | None]:
-        # The base class asks before the landmark query has been added.
+        # The base class's constructor calls this before lmk_q_norm exists.
         norms = [self.q_norm, self.k_norm, getattr(self, "lmk_q_norm", None) or self.q_norm]
         return norms[: len(self.spans)]
 
@@ -99,6 +99,6 @@ class HilsAttention(GqaAttention):
             return None
         constant = self.q_c.repeat(len(completed), 1, 1)  # a copy even of one: it is rotated
         if cos_sin is not None and self.rotary is not None:
-            # At the position of the page's last slot, whose row `completed` is.
+            # Rotated to the position of the page's last slot, which `completed` indexes.
             self.rotary.rotate(completed, constant, None, cos_sin)
         return constant

@@ -71,8 +71,8 @@ class Indexer(nn.Module):
 class MlaAttention(nn.Module):
     """Self-attention of one layer.
 
-    Keys and values of heads are never made: what makes keys of latents, W_uk, is applied to
-    queries, and what makes values, W_uv, to what attention gives of latents.
+    Absorbed form: keys and values of heads are never computed. W_uk (latent to key) is applied to
+    the queries, W_uv (latent to value) to the output of attention over latents.
 
     Args:
         spec: sizes, rotary, and the indexer if it has one.
@@ -101,7 +101,7 @@ class MlaAttention(nn.Module):
         self.kv_norm = RMSNorm(rank, spec.latent_eps, dtype=dtype)
         up = [Rows("q_b_proj", heads * (spec.nope_dim + spec.rope_dim))]
         if spec.indexer is not None:
-            # They read the same latent: one product.
+            # Both read the same latent, so they are one matrix product.
             up.append(Rows("indexer.wq_b", spec.indexer.num_heads * spec.indexer.head_dim))
         self.q_up = Linear(q_rank, up, dtype=dtype, scheme=scheme)
         # Its halves are applied apart, head by head: no scheme multiplies so.

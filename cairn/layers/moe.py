@@ -66,7 +66,7 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = self.router(x, self.spec.active)
         up, down = self.gate_up, self.down
         if up.scheme.converts:
-            # Matrices of experts that nobody chose are not converted.
+            # Matrices of experts that no token chose are not dequantised.
             hit, chosen = chosen.long().unique(return_inverse=True)
             matrices = up.matrices(hit, x.dtype), down.matrices(hit, x.dtype)
         else:

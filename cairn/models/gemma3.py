@@ -148,7 +148,8 @@ def _rotary(f: ConfigFields, kind: str, head_dim: int) -> RotarySpec:
         own = {"rope_theta": f.number(field, theta)}
         if kind == FULL:
             own["rope_scaling"] = f.config.get("rope_scaling")
-    # A scaling that reads the trained length has one of its own in these files.
+    # The trained length (1) is not used: scalings that need it have
+    # original_max_position_embeddings here.
     rotary, _ = attention_rope(ConfigFields(own), head_dim, theta, 1)
     f.record(f"rotary of {kind}", rotary.theta, "derived: rope_parameters, or rope_theta")
     return rotary

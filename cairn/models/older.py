@@ -99,7 +99,7 @@ def _refuse_other_models(config: Mapping[str, Any]) -> None:
     )
     for name, accepted in checks:
         value = config.get(name, accepted[0])
-        # 0 == False and 1 == True in Python; here they are different answers.
+        # 0 == False and 1 == True in Python; in config.json they differ.
         if not any(value == good and type(value) is type(good) for good in accepted):
             raise refuse(name, value, another, f"Only {name}: {accepted[0]!r} is supported")
 
@@ -112,7 +112,7 @@ def _check_full_heads(config: Mapping[str, Any], older: bool) -> None:
     heads = config.get("num_attention_heads", 32)
     kv_heads = config.get("num_key_value_heads", 32)
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1:
-        return  # the reader of num_attention_heads refuses it with its own words
+        return  # num_attention_heads is refused where it is read
     kv_heads = heads if kv_heads is None else kv_heads
     given = config.get("hsa_heads", heads // 4 if older else heads)
     if given != heads:
@@ -148,8 +148,8 @@ def _merge_windows(out: Translated) -> None:
     names = ("use_sliding_window_attention", "sliding_window_attention_size")
     if not any(name in config for name in names):
         return
-    # The pair is read as a whole: the plain keys are leftovers of a base class unless they turn on
-    # another window, and then nobody can tell which one was trained.
+    # Both keys are read together: the unprefixed ones are defaults of a base class, unless they
+    # switch on a different window; then it is unknown which one was trained.
     switch, size = config.pop(names[0], False), config.pop(names[1], None)
     if switch is True and size is None:
         raise refuse(names[0], switch, f"{names[1]} is absent", f"Write {names[1]}")

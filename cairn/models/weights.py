@@ -71,7 +71,7 @@ def load_weights(model: Any, folder: Path, ignored: Sequence[str] = ()) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, device: str) -> Iterator[Any]:
-    """A safetensors file. Raises BadModel where it turns out to be corrupt."""
+    """Open a safetensors file. Raises BadModel if it is corrupt."""
     try:
         with safe_open(path, framework="pt", device=device) as file:
             yield file

@@ -1,1 +1,1 @@
-"""What the engine tells about itself: log lines and progress bars. No torch here."""
+"""Logging, metrics, traces and progress bars. Imports no torch."""

@@ -24,7 +24,7 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever sys.stderr is now: a live progress bar puts the lines above itself."""
+    """Writes to the current sys.stderr, which a progress bar may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -78,7 +78,7 @@ PhaseView = Callable[[], Mapping[str, float]]
 
 
 class RequestTiming(Protocol):
-    """Where a request's time went, in seconds: the engine's own measure."""
+    """Phases of a request in seconds, measured by the engine."""
 
     @property
     def queue(self) -> float:
@@ -192,9 +192,9 @@ class Metrics:
 
 
 class Track:
-    """One HTTP request seen from outside: first token, pace, end. Also a context manager.
+    """Metrics of one HTTP request: TTFT, time per token, outcome. Also a context manager.
 
-    Leaving the context counts a request that nobody ended as aborted.
+    A request that was not ended by the end of the context counts as aborted.
     """
 
     def __init__(self, metrics: Metrics, endpoint: str) -> None:
@@ -247,12 +247,12 @@ class Track:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A cancelled handler (the client is gone) is no Exception; a failed one is.
+        # CancelledError (the client disconnected) is no Exception subclass; a failure is.
         self.end("error" if isinstance(error, Exception) else "abort")
 
 
 class _EngineCollector(Collector):
-    """The engine's totals as metrics, made when somebody asks."""
+    """Collector: the engine's totals as metrics, built at every scrape."""
 
     def __init__(self, model_name: str, engine: EngineView, phases: PhaseView) -> None:
         self._labels = (model_name,)

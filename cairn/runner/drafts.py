@@ -68,7 +68,8 @@ class Drafts(NamedTuple):
         """
         guess, run, begin = send((self.guess, self.run, self.begin), chosen.device)
         index = torch.arange(len(chosen), dtype=torch.int64, device=chosen.device)
-        # A choice counts if all guesses before it were right, so the first wrong one is the last.
+        # A token counts if all guesses before it were right; the token that replaces the first
+        # wrong guess is the last that counts.
         wrong = torch.where(chosen == guess, len(chosen), index)
         last = torch.full_like(begin, len(chosen)).scatter_reduce(0, run, wrong, "amin")
         return last, last - begin + 1

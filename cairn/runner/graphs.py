@@ -156,7 +156,7 @@ class DecodeGraphs:
         self.place = place
         self.buckets = buckets_up_to(2 * max_rows)
         device = place.rows.device
-        # Padding draws its largest logit: temperature 0.
+        # Padding rows have temperature 0: they take their largest logit.
         padding = [len(place.rows.last_token) - 1, 0, place.rows.tables.numel() - 1, 0]
         self._lines = Lines(
             [*padding, *(0 for _ in Draws._fields)], _whole(self.buckets[-1]), device
@@ -171,8 +171,8 @@ class DecodeGraphs:
 
         Returns:
             The logits [n, V] float32 of the rows' tokens; or with another ending the tokens [n]
-            int64 that they choose, or what `lines_of` says of these. `last_token` then holds the
-            tokens as well.
+            int64 that they choose, or the log-probabilities of `lines_of`. `last_token` then holds
+            the tokens as well.
         """
         slots, rows = self.place.rows.slots, len(decode.row)
         closed = decode.count_full(slots.tokens_per_page)

@@ -96,7 +96,7 @@ def measure(
         runner = Runner(model, mixers, pools, shape, device)
         plans = _largest(shape, steps)
         compile_ahead(functools.partial(runner.rehearse, plans))
-        # What graphs keep is measured by itself.
+        # The memory of CUDA graphs is measured separately.
         runner.graphs = runner.prefill_graphs = None
         _reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -192,7 +192,7 @@ def _plan(
     pages = tuple(i % PAGES for i in range(shape.slots.pages_for(longest)))
     rows = [*decode.row.tolist(), *(work.row for work in works)]
     opened = (RowOpen(row, "profile", params, seed=0, history=(0,), num_prompt=1) for row in rows)
-    # For windowed layers too: models without any take no notice.
+    # Also for window layers; ignored by models without them.
     grants = (PageGrant(row, 0, pages, pages) for row in rows)
     return StepPlan(-1, (), tuple(opened), tuple(grants), tuple(works), decode)
 

@@ -106,7 +106,7 @@ class PrefillGraphs:
             # Nobody sees the ops of a graph.
             return None
         kind = Kind(self.buckets[at], self._cutter.of_bucket(layout.rows, self.buckets[at]))
-        # Guesses are as few as tokens that decode, and attended like these.
+        # Rows with guesses have few tokens, like rows that decode, and use the same kernels.
         few = layout.rows.drafts is not None and not kind.cuts.chunked
         if self._longest is not None and not few and int(layout.slot.max()) >= self._longest:
             return None
@@ -139,7 +139,7 @@ class PrefillGraphs:
         if kind in self._captured or kind in self._too_large:
             return
         began = time.perf_counter()
-        # What is captured on the way rehearses with padding alone.
+        # Graphs captured here run once on padding before capture.
         self._buffers.write(None, kind.slots)
         try:
             self._captured[kind] = capture(functools.partial(self._run, kind), self._pool)

@@ -102,7 +102,7 @@ class Rows:
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
     def remember(self, rows: Tensor, tokens: Tensor) -> None:
-        """Keep the tokens [n] sampled for `rows` [n]: a work without tokens runs its row's."""
+        """Store the tokens [n] sampled for `rows` [n], which work without tokens runs next."""
         self.last_token[rows] = tokens
 
     @property

@@ -268,7 +268,8 @@ class Runner:
         self.reads.add(layout.slot)
         run = self._run(plan, layout, picks)
         if plan.kept:
-            # Of rows without guesses: those with some have not advanced yet.
+            # Only rows without guesses; the states of the others advance when their guesses are
+            # verified.
             self._copy_states(plan.kept, restore=False)
         choose = functools.partial(self._choose, run, picks, plan)
         return LaunchedStep(plan, choose)

@@ -1,4 +1,4 @@
-"""From logits to tokens. Each row draws by its own seed and its own count of tokens, so a request
+"""Sampling. Each row draws with its own seed and number of tokens so far, so a request
 gets the same tokens in a batch, alone, and after a retraction."""
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Sampler:
         if reporting:
             raw = self._lines(logits, reporting)
             if raw is logits and (bias or penalised or masks):
-                # What is reported is what the model says, before anything is adjusted.
+                # Reported log-probabilities are the model's, before penalties, bias and filters.
                 raw = logits.clone()
         if bias:
             places, values = zip(*bias, strict=True)

@@ -108,7 +108,7 @@ def _arguments(value: Any, text: str) -> tuple[dict[str, Any], str] | None:
     """The arguments and their text; None where null or an empty text stands for them."""
     if isinstance(value, str):
         text = value
-        # Half a surrogate pair can be escaped inside a text, but not sent as one.
+        # A JSON escape can hold an unpaired surrogate, which cannot be sent as UTF-8.
         text.encode()
         value = _DECODER.decode(text) if text.strip(SPACE) else None
     if value is None:

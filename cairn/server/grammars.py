@@ -112,7 +112,7 @@ class GrammarChecker:
             if ended.signal != signal.SIGALRM:
                 reason = "it takes too much memory or is nested too deeply"
                 return str(refused(grammar, reason))
-            # Not remembered: on an idle machine it may pass.
+            # Do not cache a timeout: the check may pass on an idle machine.
             reason = f"compiling it takes more than {self._seconds:g} seconds"
             raise refused(grammar, reason) from None
 

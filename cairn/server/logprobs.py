@@ -83,7 +83,7 @@ class LegacyLogprobs:
         top: dict[str, float] = {}
         for other, value in (*best(position, self._count), (token, value_of(position, token))):
             name = self._name(other)
-            # Two ids may have one text; the likelier one speaks for it.
+            # Two ids may decode to the same text; report the likelier one.
             top[name] = max(value, top.get(name, LOWEST))
         return top
 

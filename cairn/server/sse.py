@@ -97,7 +97,7 @@ class EventStream(Response):
         try:
             await unless_gone(receive, self._run(scope, receive, send))
         except ClientDisconnect:
-            # A stream that had not begun has no status yet: it gets that of clients that left.
+            # If no byte was sent yet, let the middleware log the status of a client disconnect.
             if not self._started:
                 raise
 

@@ -59,7 +59,7 @@ class WorkerPool:
 
     def prepare(self) -> None:
         """Have a worker ready for the next message, soon."""
-        with contextlib.suppress(RuntimeError):  # closed meanwhile
+        with contextlib.suppress(RuntimeError):  # closed by another thread
             self._threads.submit(self._replace)
 
     async def ready(self) -> None:
@@ -83,7 +83,7 @@ class WorkerPool:
             workers = tuple(self._workers)
         for worker in workers:
             worker.kill()
-        # The pipes of the others belong to the threads that wait for an answer.
+        # Threads that wait for an answer own the pipes of the other workers.
         while self._idle:
             self._drop(self._idle.pop())
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -212,7 +212,7 @@ def _changed(mixer: HilsSpec, options: HilsOptions, backend: str) -> HilsSpec:
     )
     if options.hsa_selection_strategy == "auto":
         return mixer
-    # The older strategies score a page by its landmark's own key, whatever the model pools.
+    # The older strategies score a page by its landmark's key instead of the model's pooled summary.
     return replace(
         mixer,
         strategy=options.hsa_selection_strategy,

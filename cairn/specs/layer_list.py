@@ -25,7 +25,8 @@ def parse_layers(
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
                 raise BadConfig(f"{option} has the empty range {part!r}", "Write first-last")
-            # One number too many is enough to be refused below, however far the range goes.
+            # One layer beyond the last is enough for the error below; the range is not expanded
+            # further.
             found.update((first, *range(first, min(last, num_layers) + 1)))
     else:
         numbers = tuple(layers) if isinstance(layers, Iterable) else (layers,)

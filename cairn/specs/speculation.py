@@ -1,4 +1,4 @@
-"""Options of speculative decoding: how next tokens are guessed, and how many at a time."""
+"""Options of speculative decoding: which drafter, and how many tokens it drafts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAFT_MODELS = ("EAGLE", "EAGLE3", "MEDUSA", "STANDALONE", "DRAFT_MODEL", "MLP_S
 """What other engines have and this one does not: each needs weights beside the model's."""
 DEFAULTS, NGRAM_MATCH = {NGRAM: 8, NEXTN: 1}, (2, 12)
 COUNTS = {NGRAM: "speculative_num_draft_tokens", NEXTN: "speculative_num_steps"}
-"""What says how many guesses a row runs at a time."""
+"""Option with the number of drafted tokens, by algorithm."""
 NGRAM_WINDOWS = (
     "speculative_ngram_min_match_window_size",
     "speculative_ngram_max_match_window_size",
@@ -157,7 +157,7 @@ def _match(given: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _check_chain(given: Mapping[str, int], drafts: int) -> None:
-    """What else may be said of NEXTN."""
+    """Refuse options that NEXTN does not use."""
     possible = {"speculative_num_draft_tokens": drafts + 1, "speculative_eagle_topk": 1}
     for name, value in given.items():
         if name not in possible:
@@ -208,7 +208,7 @@ def _check_bound(name: str, drafts: int, model: ModelSpec) -> None:
 
 
 def _given(options: SpeculativeOptions) -> dict[str, Any]:
-    """What the user said, vLLM's form translated."""
+    """The user's options, with vLLM's JSON translated."""
     given = {f.name: getattr(options, f.name) for f in speculative_options()}
     given = {name: value for name, value in given.items() if value is not None}
     config = given.pop("speculative_config", None)

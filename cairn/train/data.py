@@ -227,7 +227,7 @@ class Batches:
             places = sorted(int(starts[rng.randrange(len(starts))]) for _ in range(len(own) + 1))
             order = rng.sample(own, len(own))
             last = len(filler) if at_end else places[-1]
-            # Of lines in one place the questions come last.
+            # At equal positions, questions sort after statements.
             placed += [
                 (p, 0, rng.random(), line) for p, line in zip(places[:-1], order, strict=True)
             ]

@@ -35,7 +35,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> the same shape and dtype."""
-        # The definition: kernels have no gradients.
+        # The PyTorch definition, because the kernels have no backward pass.
         return rmsnorm.reference(x, self.weight, self.eps)
 
 

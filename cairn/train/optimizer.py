@@ -77,7 +77,7 @@ class Optimizer:
         return [gradient for group in (*self._muon, self._adam) for gradient in _gradients(group)]
 
     def prepare(self, step: int, factor: float) -> None:
-        """Set what `apply` reads: the step (0-based) and the share of the rates in force."""
+        """Write the step (0-based) and the learning-rate factor to what `apply` reads."""
         low, high, steps = MOMENTUM
         momentum = low + (high - low) * min(1.0, step / steps)
         corrections = [1 - beta ** (step + 1) for beta in BETAS]
@@ -85,7 +85,7 @@ class Optimizer:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """One step along the gradients."""
+        """One optimizer step."""
         factor, momentum, first_mass, second_mass = self._numbers.unbind()
         for weights, buffer in zip(self._muon, self._momenta, strict=True):
             gradient = torch.stack(_gradients(weights))

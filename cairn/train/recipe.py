@@ -202,7 +202,7 @@ def embedded() -> Recipe:
         config=embedded_config(),
         steps=11000,
         stages=(
-            # Every page is selected at first: each of them then learns how it is found.
+            # At first every page is selected, so that each page gets gradients.
             Stage(0.08, 1024, 32, (16,), 0.9),
             Stage(0.12, 2048, 16, (8, 16), 0.7),
             Stage(0.34, 4096, 8, (8, 16), 0.5),

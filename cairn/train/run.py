@@ -151,7 +151,8 @@ class _Sitting:
                 since, now = now, self._finish_line(total, now, slots)
                 progress.seconds += now - since
                 slots = 0
-                # Only here: a state has no unfinished line.
+                # Save between log lines only: a checkpoint does not hold the sums of an unfinished
+                # line.
                 is_over = limit is not None and now - began > limit
                 if last or is_over or progress.step % recipe.checkpoint_steps == 0:
                     save_state(self.run.output, self.training, progress, self.fingerprint)

@@ -104,14 +104,14 @@ class TrainStep:
         kept = [tensor.detach().clone() for tensor in state]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        # Compiles and loads everything, on a stream that capturing may use.
+        # Compile and load all kernels before capture, on a side stream as CUDA graphs require.
         with torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream().wait_stream(stream)
         with torch.no_grad():
             torch._foreach_copy_([tensor.detach() for tensor in state], kept)
         graph = torch.cuda.CUDAGraph()
-        # One pool for all: what a replay leaves in it nobody reads after the next.
+        # All graphs share one memory pool: outputs of a replay are read before the next one.
         with torch.cuda.graph(graph, pool=self._pool):
             run()
         self._pool = graph.pool()

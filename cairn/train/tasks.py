@@ -73,7 +73,7 @@ class Facts:
     """Draws facts whose keys do not collide.
 
     Args:
-        rng: decides everything.
+        rng: source of all draws.
     """
 
     def __init__(self, rng: random.Random) -> None:

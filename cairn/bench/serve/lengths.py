@@ -50,7 +50,7 @@ class Lengths:
         return max(1, round(len(text) * self.tokens_per_char))
 
     async def measure(self, text: str) -> int:
-        """Tokens of a text, counted if `exact`."""
+        """Number of tokens of a text; an estimate unless `exact`."""
         return await self.count(text) if self.exact else self.estimate(text)
 
     async def text(self, rng: random.Random, tokens: int) -> tuple[str, int]:

@@ -64,7 +64,7 @@ def _stat(pid: int) -> list[str] | None:
         text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The name before them may hold spaces and brackets.
+    # The process name in front of the fields may contain spaces and parentheses.
     return text[text.rindex(")") + 2 :].split()
 
 

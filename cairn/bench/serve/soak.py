@@ -81,7 +81,7 @@ async def run_soak(plan: SoakPlan) -> SoakResult:
     async with Server(plan.address) as server:
         lengths = replace(await open_lengths(server, plan.tokenizer), exact=False)
         soak = _Soak(plan, server, await open_mix(lengths, plan.long_len, plan.seed))
-        # What the server opens once and keeps is open before the first look at it.
+        # Warm up, so that descriptors that the server opens once are open before the first sample.
         await drive(Pace(count=WARMUP_REQUESTS, max_concurrency=plan.max_concurrency), soak.work)
         soak.tally = Tally()
         rest_before = await _at_rest(plan, server, 0.0)

@@ -220,7 +220,8 @@ async def _both(
         calm = time.perf_counter()
         await asyncio.sleep(plan.seconds_before)
         beside = await _prefill(server, late)
-        # Each stream's gap in which the prefill ended is whole only with its next piece of text.
+        # The prefill ends inside a gap of every stream; the gap's length is known when its next
+        # text arrives.
         await _until(outcomes, lambda x: x.stamps[-1] > beside.first)
     finally:
         load.cancel()

@@ -138,7 +138,7 @@ class PlainScheme(Scheme):
         return ops.linear(x, linear.weight, linear.bias, norm.weight, norm.eps)
 
     def gated(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """Both products and the gate fused."""
+        """The gate and up products and the activation in one call."""
         given = () if norm is None else (norm.weight, norm.eps)
         return ops.gated_linear(x, linear.weight, *given)
 

@@ -56,7 +56,8 @@ class Fp8BlockScheme(Scheme):
         weight = torch.empty(shape, dtype=torch.float8_e4m3fn)
         linear.weight = nn.Parameter(weight, requires_grad=False)
         rows = sum(self._blocks(part.size, linear)[0] for part in linear.parts)
-        # Zeros: a scale that no tensor fills is found by the loader, and never arbitrary.
+        # Zeros instead of uninitialised memory: a scale that the loader missed is then never
+        # arbitrary.
         scale = torch.zeros(*lead, rows, self._blocks(0, linear)[1], dtype=torch.float32)
         linear.scale = nn.Parameter(scale, requires_grad=False)
 

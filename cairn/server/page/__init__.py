@@ -28,7 +28,8 @@ HEADERS = {
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Asked for again every time, answered by 304: an upgraded server shows its own page at once.
+    # The browser revalidates every time (304 if unchanged), so an upgraded server shows its new
+    # page.
     "Cache-Control": "no-cache",
 }
 

@@ -361,7 +361,7 @@ class ChatDelta(Struct, frozen=True):
 
 
 class ChatChunkChoice(Struct, frozen=True):
-    """What a chunk adds to one continuation."""
+    """Delta of one choice in a chunk of a stream."""
 
     index: int
     delta: ChatDelta

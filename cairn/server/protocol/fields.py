@@ -131,7 +131,7 @@ def _unreadable(body: bytes, error: Exception) -> BadRequest:
     try:
         body.decode()
     except UnicodeDecodeError as wrong:
-        # The decoder of JSON counts from the beginning of a string.
+        # msgspec counts bytes from the start of the string, not of the body.
         return BadRequest(
             f"the body is no UTF-8: {wrong.reason} (0x{body[wrong.start]:02x} at byte "
             f"{wrong.start})",

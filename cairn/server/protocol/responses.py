@@ -14,7 +14,7 @@ KEPT = "this server keeps nothing: send the whole conversation as input"
 
 
 class InputText(History, tag_field="type", tag="input_text"):
-    """A piece of what was given."""
+    """Text part of an input message."""
 
     text: str
 
@@ -86,7 +86,7 @@ class TextOptions(Fields):
 
 
 class ReasoningOptions(Fields):
-    """How the model thinks; see ChatRequest.reasoning_effort."""
+    """Reasoning effort; see ChatRequest.reasoning_effort."""
 
     effort: str | None = None
     summary: Annotated[str | None, no_effect("thoughts are part of the text")] = None
