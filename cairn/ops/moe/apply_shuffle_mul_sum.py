@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
+from cairn.ops.moe import rows_launch
 from cairn.ops.registry import op
 
 NAME = "apply_shuffle_mul_sum"
@@ -51,3 +53,21 @@ def _(call: Call) -> None:
         )
         if call.factors.numel() != count:
             refuse(NAME, "factors", f"has shape {list(call.factors.shape)}, not {count} numbers")
+
+
+def _topk(call: Call) -> int:
+    return int(call.permutation.shape[0] // max(1, call.output.shape[0]))
+
+
+@apply_shuffle_mul_sum.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: (
+        call.input.stride(1) == 1
+        and rows_launch.adds(call.output, _topk(call), call.permutation, call.factors)
+    ),
+    replayed=True,
+)
+def _(call: Call) -> None:
+    given = {"rows": call.permutation, "weights": call.factors}
+    rows_launch.sum_rows(call.input, call.output, _topk(call), **given)

@@ -16,6 +16,8 @@ from cairn.ops.moe.prepare_moe_input import prepare_moe_input
 from cairn.ops.moe.shuffle_rows import shuffle_rows
 from cairn.ops.moe.topk_sigmoid import topk_sigmoid
 from cairn.ops.moe.topk_softmax import topk_softmax
+from cairn.ops.quantization import blocks
+from cairn.ops.quantization.codes import E4M3
 from cairn.ops.testing import Arguments, Cases, Make
 
 
@@ -41,6 +43,33 @@ def _(make: Make) -> Cases:
     yield make.args(x[:2], w1, w2, make.rand(2, 2), make.full((2, 2), -1, torch.int32), "gelu")
     none = make.randint(0, 6, 0, 2)
     yield make.args(x[:0], w1, w2, make.rand(0, 2), none)
+    for tokens, width, inner, dtype in (
+        (9, 128, 32, torch.float32),
+        (2, 160, 192, torch.float32),
+        (40, 256, 160, torch.bfloat16),
+        (200, 384, 128, torch.bfloat16),
+    ):
+        w1, first = codes_in_blocks(make, 2, 2, inner, width)
+        w2, second = codes_in_blocks(make, 2, 1, width, inner)
+        x, ids = make.randn(tokens, width, dtype=dtype), make.randint(0, 2, tokens, 2)
+        given = {"w1_scale": first, "w2_scale": second}
+        yield make.args(x, w1, w2, make.rand(tokens, 2), ids, **given)
+    if make.device != "cpu":
+        # As many rows of an expert as large tiles have.
+        x, ids = make.randn(500, 256, dtype=torch.bfloat16), make.randint(0, 3, 500, 2)
+        w1 = make.randn(3, 2 * 136, 256, dtype=torch.bfloat16, scale=0.06)
+        w2 = make.randn(3, 256, 136, dtype=torch.bfloat16, scale=0.08)
+        yield make.args(x, w1, w2, make.rand(500, 2), ids)
+
+
+def codes_in_blocks(
+    make: Make, experts: int, parts: int, rows: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """Matrices [experts, parts * rows, width] in e4m3, and the scales of their blocks: of a product
+    with normal numbers the variance is about 1."""
+    codes = make.randn(experts, parts * rows, width, scale=60.0).to(E4M3)
+    shape = (experts, parts * blocks.count(rows), blocks.count(width))
+    return codes, (0.5 + make.rand(*shape)) / 60.0 * width**-0.5
 
 
 @grouped_topk.cases

@@ -7,11 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.activation.gelu_and_mul import gelu_and_mul
 from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
 from cairn.ops.activation.silu_and_mul import silu_and_mul
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
+from cairn.ops.moe import experts_launch, rows_launch
+from cairn.ops.quantization import blocks
+from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import Op, op
 
 NAME = "fused_experts"
@@ -32,20 +36,29 @@ def fused_experts(
     activation: str = "silu",
     apply_router_weight_on_input: bool = False,
     routed_scaling_factor: float = 1.0,
+    w1_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
 ) -> Tensor:
     """Sum over j of topk_weights[t, j] * w2[e] act(w1[e] x_t), e = topk_ids[t, j], in float32,
     rounded once. Experts that no token has are not looked at.
 
+    With scales w1 and w2 are e4m3 in blocks of 128 x 128 (DeepSeek-V3 report, section 3.3), and
+    what they are multiplied with, x and the results of act, is rounded to e4m3 with a scale for
+    every 128 numbers: max(|x|, 1e-10) / 448.
+
     Args:
         hidden_states: [T, K] float32, bfloat16 or float16, x.
-        w1: [E, 2N, K] of its dtype: rows of the gate, then of what it gates.
-        w2: [E, K, N] of its dtype.
+        w1: [E, 2N, K] of its dtype, or e4m3: rows of the gate, then of what it gates.
+        w2: [E, K, N] of w1's dtype.
         topk_weights: [T, k] float32.
         topk_ids: [T, k] int32 or int64; -1: an expert of another device, which adds nothing.
         activation: "silu", "gelu" (by erf) or "gelu_tanh": act of a gate and what it gates is
             activation(gate) * gated.
         apply_router_weight_on_input: the weight multiplies x_t, not the result.
         routed_scaling_factor: of the sum.
+        w1_scale: [E, 2 ceil(N / 128), ceil(K / 128)] float32, the blocks of the gate's rows first;
+            None: w1 is not quantised.
+        w2_scale: [E, ceil(K / 128), ceil(N / 128)] float32, where w1_scale is given.
     Returns:
         [T, K] of hidden_states' dtype.
     Raises:
@@ -54,7 +67,12 @@ def fused_experts(
     act = ACTIVATIONS[activation].reference
 
     def expert(x: Tensor, number: int) -> Tensor:
-        return act(x @ w1[number].float().T) @ w2[number].float().T
+        if w1_scale is None or w2_scale is None:
+            return act(x @ w1[number].float().T) @ w2[number].float().T
+        halves = zip(w1[number].chunk(2), w1_scale[number].chunk(2), strict=True)
+        up = torch.cat([blocks.dequantized(*half) for half in halves])
+        gated = act(blocks.rounded(x) @ up.T)
+        return blocks.rounded(gated) @ blocks.dequantized(w2[number], w2_scale[number]).T
 
     total = _summed(
         *(hidden_states.float(), topk_weights, topk_ids, expert, apply_router_weight_on_input)
@@ -92,7 +110,33 @@ def _summed(
     return total
 
 
-@fused_experts.implementation("torch")
+@fused_experts.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: (
+        not call.apply_router_weight_on_input
+        and call.hidden_states.stride(1) == 1
+        and all(
+            x is None or x.is_contiguous()
+            for x in (call.w1, call.w2, call.topk_weights, call.topk_ids)
+        )
+        and rows_launch.fits(call.topk_ids.shape[1])
+    ),
+    replayed=True,
+)
+def _(call: Call) -> Tensor:
+    return experts_launch.run_experts(
+        call.hidden_states,
+        experts_launch.Scaled(call.w1, call.w1_scale),
+        experts_launch.Scaled(call.w2, call.w2_scale),
+        call.topk_weights,
+        call.topk_ids,
+        call.activation,
+        call.routed_scaling_factor,
+    )
+
+
+@fused_experts.implementation("torch", when=lambda call: call.w1_scale is None)
 def _(call: Call) -> Tensor:
     """Products in the dtype of the weights, which are not converted."""
     act = ACTIVATIONS[call.activation]
@@ -123,14 +167,20 @@ def _(call: Call) -> Tensor:
 def _(call: Call) -> None:
     expect(NAME, "hidden_states", call.hidden_states, 2, FLOATS)
     tokens, width = call.hidden_states.shape
-    expect(
-        NAME, "w1", call.w1, (None, None, width), (call.hidden_states.dtype,), call.hidden_states
-    )
+    own = call.hidden_states.dtype if call.w1_scale is None else E4M3
+    expect(NAME, "w1", call.w1, (None, None, width), (own,), call.hidden_states)
     experts, doubled, _ = call.w1.shape
     if doubled % 2:
         refuse(NAME, "w1", f"has shape {list(call.w1.shape)}, not [E, 2N, K]")
-    shape = (experts, width, doubled // 2)
-    expect(NAME, "w2", call.w2, shape, (call.hidden_states.dtype,), call.hidden_states)
+    inner = doubled // 2
+    expect(NAME, "w2", call.w2, (experts, width, inner), (call.w1.dtype,), call.hidden_states)
+    if call.w1_scale is not None or call.w2_scale is not None:
+        across, down = blocks.count(width), blocks.count(inner)
+        for name, scale, shape in (
+            ("w1_scale", call.w1_scale, (experts, 2 * down, across)),
+            ("w2_scale", call.w2_scale, (experts, across, down)),
+        ):
+            expect(NAME, name, scale, shape, (torch.float32,), call.hidden_states)
     expect(NAME, "topk_ids", call.topk_ids, (tokens, None), INDICES, call.hidden_states)
     expect_within(NAME, "topk_ids", call.topk_ids, experts, -1)
     dtypes = (torch.float32,)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.moe import routing
+from cairn.ops.moe import routing, routing_launch
 from cairn.ops.moe.moe_fused_gate import BEST
 from cairn.ops.registry import op
 
@@ -143,3 +144,58 @@ def _(call: Call) -> None:
     routing.expect_choice(
         name, ("gating", call.gating), call.num_expert_group, call.topk_group, call.topk
     )
+
+
+@grouped_topk.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: routing_launch.accepts(call.scores, call.bias, topk=call.topk),
+    replayed=True,
+)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    rule = routing_launch.Rule(
+        "sigmoid",
+        groups=call.num_expert_group,
+        kept=call.topk_group,
+        best=BEST,
+        renormalize=call.renormalize,
+        floor=FLOOR,
+        factor=call.scaling_factor,
+    )
+    return routing_launch.chosen(call.scores, call.bias, call.topk, rule)
+
+
+@biased_grouped_topk.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: routing_launch.accepts(call.gating, call.correction_bias, topk=call.topk),
+    replayed=True,
+)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    factor = call.routed_scaling_factor
+    rule = routing_launch.Rule(
+        "sigmoid",
+        groups=call.num_expert_group,
+        kept=call.topk_group,
+        best=BEST,
+        renormalize=call.renormalize,
+        factor=1.0 if factor is None else factor,
+    )
+    return routing_launch.chosen(call.gating, call.correction_bias, call.topk, rule)
+
+
+@grouped_topk_softmax.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: routing_launch.accepts(call.gating, topk=call.topk),
+    replayed=True,
+)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    rule = routing_launch.Rule(
+        "softmax",
+        groups=call.num_expert_group,
+        kept=call.topk_group,
+        best=1,
+        renormalize=call.renormalize,
+    )
+    return routing_launch.chosen(call.gating, None, call.topk, rule)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.moe import routing
+from cairn.ops.moe import routing, routing_launch
 from cairn.ops.registry import op
 
 NAME = "kimi_k2_moe_fused_gate"
@@ -50,3 +51,19 @@ def kimi_k2_moe_fused_gate(
 def _(call: Call) -> None:
     routing.expect_choice(NAME, ("input_tensor", call.input_tensor), 1, 1, call.topk)
     routing.expect_bias(NAME, "bias", call.bias, call.input_tensor)
+
+
+@kimi_k2_moe_fused_gate.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: routing_launch.accepts(call.input_tensor, call.bias, topk=call.topk),
+    replayed=True,
+)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    scaled = call.renormalize and call.apply_routed_scaling_factor_on_output
+    rule = routing_launch.Rule(
+        "sigmoid",
+        renormalize=call.renormalize,
+        factor=call.routed_scaling_factor if scaled else 1.0,
+    )
+    return routing_launch.chosen(call.input_tensor, call.bias, call.topk, rule)

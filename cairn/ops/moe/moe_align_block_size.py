@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, INT32, check_least, expect, expect_within, refuse
+from cairn.ops.moe import align_launch
 from cairn.ops.registry import op
 
 NAME = "moe_align_block_size"
@@ -84,3 +86,22 @@ def _(call: Call) -> None:
             "experts_ids",
             f"has {call.experts_ids.shape[0]} of {most // call.block_size} blocks",
         )
+
+
+@moe_align_block_size.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: align_launch.accepts(
+        *(call.topk_ids, call.num_experts, call.sorted_token_ids, call.experts_ids),
+        *(call.num_tokens_post_pad, call.cumsum_buffer),
+    ),
+    replayed=True,
+)
+def _(call: Call) -> None:
+    into = align_launch.Sorted(
+        call.sorted_token_ids, call.cumsum_buffer, call.num_tokens_post_pad, call.experts_ids
+    )
+    filled = call.pad_sorted_token_ids
+    align_launch.sort(
+        call.topk_ids, call.num_experts, into, first=1, block=call.block_size, filled=filled
+    )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import refuse
-from cairn.ops.moe import routing
+from cairn.ops.moe import routing, routing_launch
 from cairn.ops.registry import op
 
 NAME = "moe_fused_gate"
@@ -82,3 +83,24 @@ def _(call: Call) -> None:
         refuse(NAME, "routed_scaling_factor", f"is {call.routed_scaling_factor}, but it is used")
     if call.scoring_func not in ("sigmoid", "sqrtsoftplus"):
         refuse(NAME, "scoring_func", f"is {call.scoring_func!r}, not 'sigmoid' or 'sqrtsoftplus'")
+
+
+@moe_fused_gate.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: routing_launch.accepts(call.input_tensor, call.bias, topk=call.topk),
+    replayed=True,
+)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    rule = routing_launch.Rule(
+        call.scoring_func,
+        rounded=True,
+        groups=call.num_expert_group,
+        kept=call.topk_group,
+        best=BEST,
+        shared=call.num_fused_shared_experts,
+        share=call.routed_scaling_factor,
+        renormalize=call.renormalize,
+        factor=call.routed_scaling_factor if call.apply_routed_scaling_factor_on_output else 1.0,
+    )
+    return routing_launch.chosen(call.input_tensor, call.bias, call.topk, rule)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
+from cairn.ops.moe import rows_launch
 from cairn.ops.registry import op
 
 
@@ -54,3 +56,20 @@ def _(call: Call) -> None:
 @moe_sum_reduce.check
 def _(call: Call) -> None:
     _expect("moe_sum_reduce", call.input_tensor, call.output_tensor)
+
+
+def _adds(call: Call) -> bool:
+    rows = call.input_tensor.is_contiguous()
+    return rows and rows_launch.adds(call.output_tensor, call.input_tensor.shape[1])
+
+
+@moe_sum.implementation("triton", devices=gpu.DEVICES, when=_adds, replayed=True)
+def _(call: Call) -> None:
+    x = call.input_tensor
+    rows_launch.sum_rows(x.view(-1, x.shape[2]), call.output_tensor, x.shape[1])
+
+
+@moe_sum_reduce.implementation("triton", devices=gpu.DEVICES, when=_adds, replayed=True)
+def _(call: Call) -> None:
+    x, factor = call.input_tensor, call.routed_scaling_factor
+    rows_launch.sum_rows(x.view(-1, x.shape[2]), call.output_tensor, x.shape[1], factor)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, INT32, check_least, expect
+from cairn.ops.moe import align_launch
+from cairn.ops.moe.align_launch import SCALES
 from cairn.ops.registry import op
 
 NAME = "prepare_moe_input"
-SCALES = 128
-"""Rows that an expert's block scales begin at a multiple of."""
 WRITTEN = (
     *("expert_offsets", "problem_sizes1", "problem_sizes2", "input_permutation"),
     *("output_permutation", "blockscale_offsets"),
@@ -85,3 +86,25 @@ def _(call: Call) -> None:
     expect(NAME, "output_permutation", call.output_permutation, places, INT32, call.topk_ids)
     if call.blockscale_offsets is not None:
         expect(NAME, "blockscale_offsets", call.blockscale_offsets, ends, INT32, call.topk_ids)
+
+
+@prepare_moe_input.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: align_launch.accepts(
+        *(call.topk_ids, call.num_experts, call.expert_offsets, call.problem_sizes1),
+        *(call.problem_sizes2, call.input_permutation, call.output_permutation),
+        call.blockscale_offsets,
+    ),
+    replayed=True,
+)
+def _(call: Call) -> None:
+    into = align_launch.Sorted(
+        call.input_permutation,
+        call.expert_offsets,
+        inverse=call.output_permutation,
+        sizes=(call.problem_sizes1, call.problem_sizes2, call.n, call.k),
+        scale_begins=call.blockscale_offsets,
+    )
+    share = max(1, call.topk_ids.shape[1])
+    align_launch.sort(call.topk_ids, call.num_experts, into, share=share)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import INDICES, expect, expect_within, refuse
+from cairn.ops.moe import rows_launch
 from cairn.ops.registry import op
 
 NAME = "shuffle_rows"
@@ -45,3 +47,17 @@ def _(call: Call) -> None:
     wanted = [call.dst2src_map.shape[0], *call.input_tensor.shape[1:]]
     if list(call.output_tensor_shape) != wanted:
         refuse(NAME, "output_tensor_shape", f"is {list(call.output_tensor_shape)}, not {wanted}")
+
+
+@shuffle_rows.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: (
+        call.input_tensor.dim() == 2
+        and call.input_tensor.stride(1) == 1
+        and call.dst2src_map.is_contiguous()
+    ),
+    replayed=True,
+)
+def _(call: Call) -> Tensor:
+    return rows_launch.gather_rows(call.input_tensor, call.dst2src_map)

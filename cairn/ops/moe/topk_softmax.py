@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32
-from cairn.ops.moe import routing
+from cairn.ops.moe import routing, routing_launch
 from cairn.ops.registry import op
 
 NAME = "topk_softmax"
@@ -56,3 +57,18 @@ def _(call: Call) -> None:
         routing.expect_bias(
             NAME, "correction_bias", call.correction_bias, call.gating_output, FLOAT32
         )
+
+
+@topk_softmax.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: routing_launch.takes_outputs(
+        call.gating_output, call.correction_bias, call.topk_weights, call.topk_ids
+    ),
+    replayed=True,
+)
+def _(call: Call) -> None:
+    rule = routing_launch.Rule("softmax", call.moe_softcapping, renormalize=call.renormalize)
+    routing_launch.route(
+        call.gating_output, call.correction_bias, call.topk_weights, call.topk_ids, rule
+    )

@@ -1,0 +1,150 @@
+"""How the places of tokens are sorted by expert on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.moe.kernels.align import begins_kernel, count_kernel, place_kernel, sort_kernel
+from cairn.ops.moe.tuning import TUNING
+
+MOST_BUCKETS = 4095
+SCALES = 128
+"""Rows that an expert's block scales begin at a multiple of."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sorted:
+    """What sorting writes, all int32 and contiguous; see `sort_kernel`.
+
+    Attributes:
+        order: [rows].
+        begins: [buckets + 1].
+        used: [1].
+        owners: [blocks].
+        inverse: [places].
+        sizes: [buckets, 3] twice, with the widths n and k that they hold.
+        scale_begins: [buckets + 1].
+    """
+
+    order: Tensor
+    begins: Tensor
+    used: Tensor | None = None
+    owners: Tensor | None = None
+    inverse: Tensor | None = None
+    sizes: tuple[Tensor, Tensor, int, int] | None = None
+    scale_begins: Tensor | None = None
+
+
+def accepts(ids: Tensor, buckets: int, *written: Tensor | None) -> bool:
+    """Contiguous tensors, and no more buckets than a program counts."""
+    dense = all(x is None or x.is_contiguous() for x in (ids, *written))
+    return dense and buckets <= MOST_BUCKETS
+
+
+def sort(
+    ids: Tensor,
+    buckets: int,
+    into: Sorted,
+    *,
+    first: int = 0,
+    block: int = 1,
+    share: int = 1,
+    filled: bool = False,
+) -> None:
+    """Sort the places of ids [T, k] by bucket.
+
+    Args:
+        ids: int32 or int64.
+        buckets: how many.
+        into: what is written.
+        first: bucket of id 0.
+        block: rows that a bucket has a multiple of.
+        share: places are divided by it where they are stored.
+        filled: rows of no place hold the number of places.
+    """
+    places, padded = ids.numel(), gpu.next_power_of_2(buckets + 1)
+    sizes1, sizes2, n, k = into.sizes or (None, None, 0, 0)
+    of_places: dict[str, Any] = {
+        "ids": ids,
+        "places": places,
+        "buckets": buckets,
+        "BP": padded,
+        "FIRST": first,
+        "PDL": gpu.supports_pdl(ids.device),
+    }
+    of_begins: dict[str, Any] = {
+        "begins": into.begins,
+        "used": into.used,
+        "sizes1": sizes1,
+        "sizes2": sizes2,
+        "scale_begins": into.scale_begins,
+        "block": block,
+        "n": n,
+        "k": k,
+        "SCALES": SCALES,
+    }
+    of_rows: dict[str, Any] = {
+        "order": into.order,
+        "owners": into.owners,
+        "inverse": into.inverse,
+        "share": share,
+    }
+    if places > TUNING.sort_places:
+        _sort_chunks(of_places, of_begins, of_rows, filled)
+        return
+    chunk = max(16, gpu.next_power_of_2(places))
+    sort_kernel[(1,)](
+        **of_places,
+        **of_begins,
+        **of_rows,
+        room=into.order.shape[0],
+        C=chunk,
+        STEP=min(chunk, TUNING.sort_step),
+        FILLED=filled,
+        num_warps=max(4, min(16, chunk // 64)),
+    )
+
+
+def _sort_chunks(
+    of_places: dict[str, Any], of_begins: dict[str, Any], of_rows: dict[str, Any], filled: bool
+) -> None:
+    """`sort_kernel`'s work by several programs: count, add up, place."""
+    ids, padded, pdl = of_places["ids"], of_places["BP"], of_places["PDL"]
+    chunk = TUNING.sort_chunk
+    chunks = -(-of_places["places"] // chunk)
+    counts = gpu.empty((chunks, padded), torch.int32, ids.device)
+    order = of_rows["order"]
+    count_kernel[(chunks,)](
+        **of_places,
+        counts=counts,
+        order=order,
+        room=order.shape[0],
+        C=chunk,
+        FILLED=filled,
+        num_warps=4,
+    )
+    begins_kernel[(1,)](
+        **of_begins,
+        counts=counts,
+        chunks=chunks,
+        buckets=of_places["buckets"],
+        T=max(1, TUNING.sort_counts // padded),
+        BP=padded,
+        PDL=pdl,
+        num_warps=16,
+    )
+    place_kernel[(chunks,)](
+        **of_places,
+        **of_rows,
+        counts=counts,
+        begins=of_begins["begins"],
+        block=of_begins["block"],
+        C=chunk,
+        STEP=TUNING.sort_step,
+        num_warps=8,
+    )

@@ -1,0 +1,214 @@
+"""How grouped products, and the experts that consist of two of them, are launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.moe import align_launch, rows_launch
+from cairn.ops.moe.kernels.experts import GROUP, experts_kernel
+from cairn.ops.moe.tuning import TUNING, Tile
+from cairn.ops.quantization import launch as quantization
+from cairn.ops.quantization.blocks import EPS
+from cairn.ops.quantization.codes import E4M3, E4M3_MAX
+
+RULE = quantization.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", EPS, inverse=True)
+_ALIGNED = 16
+"""Bytes that a table's address and its lines' are multiples of."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaled:
+    """Numbers, or codes with their scales.
+
+    Attributes:
+        x: [R, K], or matrices [E, N, K].
+        scale: [R, K / 128], or [E, blocks of rows, blocks of columns], float32, any strides; None:
+            x holds numbers.
+    """
+
+    x: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Of the last two axes of the scales."""
+        return (0, 0) if self.scale is None else (self.scale.stride(-2), self.scale.stride(-1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows by expert, in tiles; see `experts_kernel`.
+
+    Attributes:
+        count: rows, and tiles: both at most.
+        owners: [tiles] the expert of each tile; None: there is one.
+        order, used, begins, ends, places, share: see there.
+        gathered, scattered, single: see there.
+    """
+
+    count: int
+    tiles: int
+    owners: Tensor | None = None
+    order: Tensor | None = None
+    used: Tensor | None = None
+    begins: Tensor | None = None
+    ends: Tensor | None = None
+    places: int = 0
+    share: int = 1
+    gathered: bool = False
+    scattered: bool = False
+    single: bool = False
+
+
+def multiply(a: Scaled, w: Scaled, out: Scaled, rows: Rows, tile: Tile, kind: str = "") -> None:
+    """`experts_kernel`: rows of a with the matrices of their experts.
+
+    Args:
+        a: [any, K] with a row's numbers side by side; without scales, beside a w that has some,
+            they are quantised on the way.
+        w: [E, N, K] contiguous, or [E, 2N, K] of a kind.
+        out: [any, N].
+        rows: which row has which expert.
+        tile: of a program.
+        kind: of the activation; "": none.
+    """
+    _, lines, width = w.x.shape
+    numbers = out.x.shape[1]
+    columns = -(-numbers // tile.columns)
+    if not rows.tiles:
+        return
+    table = tile.table and _is_table(w.x)
+    matrices = _table(w.x, tile) if table else w.x
+    pdl = gpu.supports_pdl(a.x.device)
+    experts_kernel[(rows.tiles * columns,)](
+        a=a.x,
+        a_scale=a.scale,
+        w=matrices,
+        w_scale=w.scale,
+        out=_bytes(out),
+        out_scale=out.scale,
+        order=rows.order,
+        owners=rows.owners,
+        used=rows.used,
+        begins=rows.begins,
+        ends=rows.ends,
+        places=rows.places,
+        share=rows.share,
+        numbers=numbers,
+        width=width,
+        rows=lines,
+        a_stride=a.x.stride(0),
+        a_scale_stride=a.strides[0],
+        a_scale_step=a.strides[1],
+        w_stride=w.x.stride(1),
+        w_scale_expert=0 if w.scale is None else w.scale.stride(0),
+        w_scale_row=w.strides[0],
+        out_stride=out.x.stride(0),
+        out_scale_stride=out.strides[0],
+        out_scale_step=out.strides[1],
+        count=rows.count,
+        tiles=rows.tiles,
+        columns=columns,
+        BM=tile.rows,
+        BN=tile.columns,
+        BK=tile.part,
+        TILES=tile.together,
+        KIND=kind,
+        SCALED=w.scale is not None,
+        GATHERED=rows.gathered,
+        SCATTERED=rows.scattered,
+        SINGLE=rows.single,
+        TABLE=table,
+        EVEN=width % tile.part == 0,
+        PRECISION="ieee" if w.x.dtype == torch.float32 else "tf32",
+        HARDWARE=gpu.knows_e4m3(a.x.device),
+        PDL=pdl,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _bytes(out: Scaled) -> Tensor:
+    return out.x if out.scale is None else out.x.view(torch.uint8)
+
+
+def _is_table(w: Tensor) -> bool:
+    size = w.element_size()
+    return (
+        gpu.supports_tma(w.device)
+        and w.is_contiguous()
+        and w.data_ptr() % _ALIGNED == 0
+        and w.shape[2] * size % _ALIGNED == 0
+        and w.shape[0] * w.shape[1] < 1 << 31
+    )
+
+
+def _table(w: Tensor, tile: Tile) -> object:
+    shape = (w.shape[0] * w.shape[1], w.shape[2])
+    return gpu.blocks(w, shape, (w.shape[2], 1), (tile.columns, tile.part))
+
+
+def tiles_for(w: Scaled, mean: float) -> tuple[Tile, Tile]:
+    """Tiles of an expert's two products, with so many rows of an expert on the average."""
+    table = TUNING.tiles["8" if w.scale is not None else str(8 * w.x.element_size())]
+    return next((pair[1:] for pair in table if mean <= pair[0]), table[-1][1:])
+
+
+def quantized(x: Tensor) -> Scaled:
+    """Rows [R, K] as codes with a scale for every 128 numbers; K is a multiple of 128."""
+    rows, width = x.shape
+    codes = gpu.empty((rows, width), E4M3, x.device)
+    # Scales of neighbouring rows lie side by side: a tile reads them together.
+    scale = gpu.empty((width // GROUP, rows), torch.float32, x.device).t()
+    quantization.quantize(x, codes, scale, GROUP, RULE)
+    return Scaled(codes, scale)
+
+
+def grouped(ids: Tensor, experts: int, tile: Tile) -> Rows:
+    """Places of ids [T, k] by expert, in tiles of rows; few ones have a tile each."""
+    places, share = ids.numel(), ids.shape[1]
+    if places <= TUNING.single_places:
+        return Rows(places, places, ids, places=places, share=share, single=True)
+    tiles = min(places, (places + experts * (tile.rows - 1)) // tile.rows)
+    device = ids.device
+    order = gpu.empty((tiles * tile.rows,), torch.int32, device)
+    begins = gpu.empty((experts + 1,), torch.int32, device)
+    used = gpu.empty((1,), torch.int32, device)
+    owners = gpu.empty((tiles,), torch.int32, device)
+    into = align_launch.Sorted(order, begins, used, owners)
+    align_launch.sort(ids, experts, into, block=tile.rows, filled=True)
+    count = tiles * tile.rows
+    return Rows(count, tiles, owners, order, used, places=places, share=share)
+
+
+def run_experts(
+    x: Tensor,
+    w1: Scaled,
+    w2: Scaled,
+    weights: Tensor,
+    ids: Tensor,
+    kind: str = "silu",
+    factor: float = 1.0,
+) -> Tensor:
+    """What `fused_experts` says, of x [T, K], weights and ids [T, k]."""
+    tokens, width = x.shape
+    experts, doubled, _ = w1.x.shape
+    places, inner = ids.numel(), doubled // 2
+    first, second = tiles_for(w1, places / experts)
+    rows = grouped(ids, experts, first)
+    here = first.rows <= TUNING.most_quantized_here or width % GROUP > 0
+    a = Scaled(x) if w1.scale is None or here else quantized(x)
+    between = Scaled(gpu.empty((rows.count, inner), x.dtype, x.device))
+    if w1.scale is not None and first.columns == GROUP:
+        codes = gpu.empty((rows.count, inner), E4M3, x.device)
+        scale = gpu.empty((-(-inner // GROUP), rows.count), torch.float32, x.device).t()
+        between = Scaled(codes, scale)
+    multiply(a, w1, between, replace(rows, gathered=True), first, kind)
+    y = gpu.empty((places, width), x.dtype, x.device)
+    multiply(between, w2, Scaled(y), replace(rows, scattered=True), second)
+    out = gpu.empty((tokens, width), x.dtype, x.device)
+    return rows_launch.sum_rows(y, out, ids.shape[1], factor, weights=weights, ids=ids)

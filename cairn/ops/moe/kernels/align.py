@@ -1,0 +1,168 @@
+"""Kernels that sort the places of tokens by expert, stably: in their order within an expert.
+
+A place p is one choice of a token, p = t * k + j. Its bucket is ids[p] + FIRST; places of other
+buckets than 0 .. buckets - 1 get no row. A bucket's rows begin at a multiple of `block`.
+"""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous
+
+
+@triton.jit
+def buckets_of(ids, place, places, buckets, FIRST: tl.constexpr):
+    """Buckets of places; `buckets` where there is none."""
+    bucket = tl.load(ids + place, mask=place < places, other=-1 - FIRST).to(tl.int32) + FIRST
+    return tl.where((bucket >= 0) & (bucket < buckets), bucket, buckets)
+
+
+@triton.jit
+def ranks_within(
+    ids, place, bucket, first, places, buckets, FIRST: tl.constexpr, STEP: tl.constexpr
+):
+    """How many earlier places of a chunk, which begins at `first`, have the same bucket."""
+    size: tl.constexpr = bucket.shape[0]
+    rank = tl.zeros((size,), tl.int32)
+    for begin in range(0, size, STEP):
+        other = first + begin + tl.arange(0, STEP)
+        same = buckets_of(ids, other, places, buckets, FIRST)[None, :] == bucket[:, None]
+        rank += tl.sum((same & (other[None, :] < place[:, None])).to(tl.int32), 1)
+    return rank
+
+
+@triton.jit
+def store_begins(
+    count, begins, used, sizes1, sizes2, scale_begins, buckets, block, n, k, SCALES: tl.constexpr
+):
+    """Store what follows from the number of places of each bucket; see `sort_kernel`."""
+    bucket = tl.arange(0, count.shape[0])
+    inside = bucket < buckets
+    count = tl.where(inside, count, 0)
+    padded = (count + block - 1) // block * block
+    end = tl.cumsum(padded, 0)
+    tl.store(begins + bucket, end - padded, mask=inside)
+    tl.store(begins + bucket + 1, end, mask=bucket == buckets - 1)
+    if used is not None:
+        tl.store(used, tl.sum(padded, 0))
+    if sizes1 is not None:
+        tl.store(sizes1 + bucket * 3, count, mask=inside)
+        tl.store(sizes1 + bucket * 3 + 1, 2 * n + bucket * 0, mask=inside)
+        tl.store(sizes1 + bucket * 3 + 2, k + bucket * 0, mask=inside)
+        tl.store(sizes2 + bucket * 3, count, mask=inside)
+        tl.store(sizes2 + bucket * 3 + 1, k + bucket * 0, mask=inside)
+        tl.store(sizes2 + bucket * 3 + 2, n + bucket * 0, mask=inside)
+    if scale_begins is not None:
+        whole = (count + SCALES - 1) // SCALES * SCALES
+        end = tl.cumsum(whole, 0)
+        tl.store(scale_begins + bucket, end - whole, mask=inside)
+        tl.store(scale_begins + bucket + 1, end, mask=bucket == buckets - 1)
+
+
+@triton.jit
+def store_rows(
+    place, bucket, row, order, owners, inverse, buckets, block, share, FIRST: tl.constexpr
+):
+    """Store the rows of places; see `sort_kernel`."""
+    known = bucket < buckets
+    tl.store(order + row, place // share, mask=known)
+    if owners is not None:
+        tl.store(owners + row // block, bucket - FIRST, mask=known & (row % block == 0))
+    if inverse is not None:
+        tl.store(inverse + place, row, mask=known)
+
+
+@triton.jit
+def fill(out, count, value, program, programs, BLOCK: tl.constexpr):
+    """out[:count] = value, by all programs."""
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(0, count, programs * BLOCK):
+        tl.store(out + at, value + at * 0, mask=at < count)
+        at += programs * BLOCK
+
+
+@triton.jit(early=(), do_not_specialize=["places", "room"])
+def sort_kernel(
+    ids, order, begins, used, owners, inverse, sizes1, sizes2, scale_begins,
+    places, room, buckets, block, share, n, k,
+    C: tl.constexpr, BP: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
+    FILLED: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program sorts all places, at most C.
+
+    Args:
+        ids: [places] int32 or int64.
+        order: [room], written: place // share at the row of each place; FILLED: `places` in all
+            other rows.
+        begins: [buckets + 1], written: the first row of each bucket, and the end.
+        used: [1] or None, written: rows in use.
+        owners: or None, written: bucket - FIRST of every block of rows in use.
+        inverse: [places] or None, written: the row of each place.
+        sizes1, sizes2: [buckets, 3] or None, written: (places, 2n, k) and (places, k, n).
+        scale_begins: as begins with blocks of SCALES rows, or None.
+        PDL: as in `await_previous`.
+    """
+    await_previous(PDL)
+    place = tl.arange(0, C)
+    bucket = buckets_of(ids, place, places, buckets, FIRST)
+    count = tl.histogram(bucket, BP)
+    store_begins(count, begins, used, sizes1, sizes2, scale_begins, buckets, block, n, k, SCALES)
+    if FILLED:
+        fill(order, room, places, 0, 1, C)
+    tl.debug_barrier()
+    rank = ranks_within(ids, place, bucket, 0, places, buckets, FIRST, STEP)
+    row = tl.load(begins + bucket, mask=bucket < buckets, other=0) + rank
+    store_rows(place, bucket, row, order, owners, inverse, buckets, block, share, FIRST)
+
+
+@triton.jit(early=(), do_not_specialize=["places", "room"])
+def count_kernel(
+    ids, counts, order, places, room, buckets,
+    C: tl.constexpr, BP: tl.constexpr, FIRST: tl.constexpr, FILLED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """counts[chunk] [BP] = places of each bucket in chunks of C places. The rest as in
+    `sort_kernel`."""
+    await_previous(PDL)
+    chunk = tl.program_id(0)
+    bucket = buckets_of(ids, chunk * C + tl.arange(0, C), places, buckets, FIRST)
+    at = chunk.to(tl.int64) * BP + tl.arange(0, BP)
+    tl.store(counts + at, tl.histogram(bucket, BP))
+    if FILLED:
+        fill(order, room, places, chunk, tl.num_programs(0), C)
+
+
+@triton.jit(early=(), do_not_specialize=["chunks"])
+def begins_kernel(
+    counts, begins, used, sizes1, sizes2, scale_begins, chunks, buckets, block, n, k,
+    T: tl.constexpr, BP: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """counts [chunks, BP] become those of all chunks before, T chunks at a time; then as in
+    `sort_kernel`."""
+    await_previous(PDL)
+    before = tl.zeros((BP,), tl.int32)
+    for first in range(0, chunks, T):
+        chunk = first + tl.arange(0, T)
+        at = counts + chunk.to(tl.int64)[:, None] * BP + tl.arange(0, BP)[None, :]
+        count = tl.load(at, mask=(chunk < chunks)[:, None], other=0)
+        sums = tl.cumsum(count, 0)
+        tl.store(at, before[None, :] + sums - count, mask=(chunk < chunks)[:, None])
+        before += tl.sum(count, 0)
+    store_begins(before, begins, used, sizes1, sizes2, scale_begins, buckets, block, n, k, SCALES)
+
+
+@triton.jit(early=(), do_not_specialize=["places"])
+def place_kernel(
+    ids, counts, begins, order, owners, inverse, places, buckets, block, share,
+    C: tl.constexpr, BP: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of a chunk of C places. Arguments as in `sort_kernel`."""
+    await_previous(PDL)
+    chunk = tl.program_id(0)
+    place = chunk * C + tl.arange(0, C)
+    bucket = buckets_of(ids, place, places, buckets, FIRST)
+    rank = ranks_within(ids, place, bucket, chunk * C, places, buckets, FIRST, STEP)
+    known = bucket < buckets
+    row = tl.load(begins + bucket, mask=known, other=0) + rank
+    row += tl.load(counts + chunk.to(tl.int64) * BP + bucket, mask=known, other=0)
+    store_rows(place, bucket, row, order, owners, inverse, buckets, block, share, FIRST)

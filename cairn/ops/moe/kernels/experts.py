@@ -1,0 +1,230 @@
+"""Kernel of grouped matrix products: tiles of rows, each with the matrix of its expert.
+
+In fp8 an expert's matrix has a scale for each block of 128 x 128, rows have one for every 128
+numbers. The tensor cores add up the products of one block; sums over blocks are float32.
+"""
+
+from __future__ import annotations
+
+from cairn.ops.activation.kernels import activated
+from cairn.ops.gpu import tl, triton
+from cairn.ops.pdl import await_previous
+from cairn.ops.quantization.kernels import code_of, inverse_of, largest_bits
+
+GROUP = 128
+"""Numbers, and rows of a matrix, that share a scale."""
+BLOCK = tl.constexpr(GROUP) if tl is not None else GROUP
+LEAST = tl.constexpr(1e-10) if tl is not None else 1e-10
+
+
+@triton.jit
+def quantized(number, HARDWARE: tl.constexpr):
+    """float32 rows [M, 128] as e4m3 codes (uint8), and their scales [M]."""
+    largest = largest_bits(number, 1).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(tl.where(largest < LEAST, LEAST, largest), 448.0)
+    code = code_of(
+        number * inverse_of(scale)[:, None], -448.0, 448.0, "e4m3", not HARDWARE, HARDWARE
+    )
+    return code, scale
+
+
+@triton.jit
+def tile_of(program, tiles, columns, TILES: tl.constexpr):
+    """Number of a program's tile of rows and of its tile of columns: TILES tiles of rows go through
+    all columns together, so that rows and matrices are read again while a cache has them."""
+    span = TILES * columns
+    first = program // span * TILES
+    count = tl.minimum(tiles - first, TILES)
+    return first + program % span % count, program % span // count
+
+
+@triton.jit
+def matrix_tile(
+    w, row, column, rows, width, w_stride, BN: tl.constexpr, BK: tl.constexpr,
+    TABLE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Columns `column` .. + BK of matrix rows `row` .. + BN: [BK, BN]. Beyond `rows` it holds
+    anything."""
+    if TABLE:
+        tile = w.load([row, column]).T
+    else:
+        number = row + tl.arange(0, BN)
+        at = column + tl.arange(0, BK)
+        inside = (number < rows)[None, :]
+        if not EVEN:
+            inside = inside & (at < width)[:, None]
+        address = w + number.to(tl.int64)[None, :] * w_stride + at[:, None]
+        tile = tl.load(address, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def rows_tile(a, row, inside, column, width, a_stride, BK: tl.constexpr, EVEN: tl.constexpr):
+    """Columns `column` .. + BK of some rows: [BM, BK], 0 in rows that are not inside."""
+    at = column + tl.arange(0, BK)
+    mask = inside[:, None]
+    if not EVEN:
+        mask = mask & (at < width)[None, :]
+    return tl.load(a + row[:, None] * a_stride + at[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(
+    out, out_scale, row, inside, column, value, numbers, out_stride, scale_stride, scale_step,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Store float32 values [BM, BN] from column `column` on: rounded, or with out_scale as e4m3
+    with a scale for each row, where BN is 128."""
+    at = column + tl.arange(0, value.shape[1])
+    mask = inside[:, None] & (at < numbers)[None, :]
+    to = out + row[:, None] * out_stride + at[None, :]
+    if out_scale is None:
+        tl.store(to, value.to(out.dtype.element_ty), mask=mask)
+    else:
+        code, scale = quantized(tl.where(mask, value, 0.0), HARDWARE)
+        tl.store(to, code, mask=mask)
+        at = out_scale + row * scale_stride + (column // BLOCK).to(tl.int64) * scale_step
+        tl.store(at, scale, mask=inside)
+
+
+@triton.jit
+def sum_products(
+    a, w, a_scale, w_scale, row, inside, first, second, rows, width, a_stride, w_stride,
+    scale_step, second_scale,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PAIR: tl.constexpr,
+    SCALED: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Products [BM, BN] of rows of a with BN rows of a matrix from row `first` on, and with PAIR
+    from row `second` on.
+
+    Args:
+        a: at its address.
+        a_scale, w_scale: SCALED: at those of the rows [BM] and of the block of row `first`; the
+            scales of the next block of columns are scale_step behind those of a row, and 1 behind
+            that of the matrix. a_scale None: rows are quantised here.
+        second_scale: how far the scales of row `second` are from those of `first`.
+    """
+    left = tl.zeros((BM, BN), tl.float32)
+    right = tl.zeros((BM, BN), tl.float32)
+    for column in range(0, width, BK):
+        x = rows_tile(a, row, inside, column, width, a_stride, BK, EVEN)
+        gate = matrix_tile(w, first, column, rows, width, w_stride, BN, BK, TABLE, EVEN)
+        if SCALED:
+            block = column // BLOCK
+            if a_scale is None:
+                code, scale = quantized(x.to(tl.float32), HARDWARE)
+                x = code.to(gate.dtype, bitcast=True)
+            else:
+                scale = tl.load(a_scale + block * scale_step, mask=inside, other=0.0)
+            own = (scale * tl.load(w_scale + block))[:, None]
+            left += tl.dot(x, gate) * own
+            if PAIR:
+                up = matrix_tile(w, second, column, rows, width, w_stride, BN, BK, TABLE, EVEN)
+                own = (scale * tl.load(w_scale + second_scale + block))[:, None]
+                right += tl.dot(x, up) * own
+        else:
+            left = tl.dot(x, gate, left, input_precision=PRECISION)
+            if PAIR:
+                up = matrix_tile(w, second, column, rows, width, w_stride, BN, BK, TABLE, EVEN)
+                right = tl.dot(x, up, right, input_precision=PRECISION)
+    return left, right
+
+
+@triton.jit
+def rows_of(
+    tile, order, begins, ends, places, share, count,
+    BM: tl.constexpr, GATHERED: tl.constexpr, SCATTERED: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """Rows [BM] of a and of out that a tile reads and writes, int64, and which of them there are;
+    see `experts_kernel`."""
+    line = tl.arange(0, BM)
+    if SINGLE:
+        row = tile + line
+        inside = line < 1
+    elif begins is not None:
+        row = tl.load(begins + tile) + line
+        inside = row < tl.load(ends + tile)
+    else:
+        row = tile * BM + line
+        inside = row < count
+    place = row
+    if order is not None:
+        place = tl.load(order + row, mask=inside, other=places)
+        inside = inside & (place < places)
+    source, target = row.to(tl.int64), row.to(tl.int64)
+    if GATHERED:
+        source = (place // share).to(tl.int64)
+    if SCATTERED:
+        target = place.to(tl.int64)
+    return source, target, inside
+
+
+@triton.jit(early=(), do_not_specialize=["places", "count", "tiles"])
+def experts_kernel(
+    a, a_scale, w, w_scale, out, out_scale, order, owners, used, begins, ends,
+    places, share, numbers, width, rows, a_stride, a_scale_stride, a_scale_step, w_stride,
+    w_scale_expert, w_scale_row, out_stride, out_scale_stride, out_scale_step, count, tiles,
+    columns,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
+    KIND: tl.constexpr, SCALED: tl.constexpr, GATHERED: tl.constexpr, SCATTERED: tl.constexpr,
+    SINGLE: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    HARDWARE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [R, numbers] = rows of a, each with the matrix of its expert.
+
+    Tile t of rows has the expert owners[t], and is not computed if that is negative; owners None:
+    the only one. Its rows are t * BM .. + BM, less than `count`; with `begins` begins[t] .. + BM,
+    less than ends[t]; SINGLE: row t alone.
+
+    Args:
+        a: [rows, width], or codes with a_scale [rows, blocks of columns].
+        w: matrices [E, rows, width] below each other, as a table of blocks [BN, BK] (TABLE) or as
+            they are. KIND "": rows are `numbers`. Else rows are 2 * numbers, and what is stored is
+            act(x first half) * x second half, act being that of KIND.
+        w_scale: SCALED: of blocks 128 x 128 of the matrices, those of each half from its own first
+            row on.
+        out, out_scale: numbers, or codes and scales of 128 numbers (BN is 128).
+        order: places in the order of rows; those beyond `places` are none. GATHERED: the row of a
+            is place // share, SCATTERED: the row of out is the place; else both are the tile's.
+        used: [1], rows in use, from which follows the number of tiles; None: `tiles`.
+        columns: tiles of columns.
+        PDL: as in `await_previous`.
+    """
+    await_previous(PDL)
+    if used is not None:
+        tiles = tl.load(used) // BM
+    program = tl.program_id(0)
+    if program >= tiles * columns:
+        return
+    tile, column = tile_of(program, tiles, columns, TILES)
+    expert = tl.full((), 0, tl.int64)
+    if owners is not None:
+        expert = tl.load(owners + tile).to(tl.int64)
+        if expert < 0:
+            return
+    source, target, inside = rows_of(
+        tile, order, begins, ends, places, share, count, BM, GATHERED, SCATTERED, SINGLE
+    )
+    number = column * BN
+    first = number
+    if TABLE:
+        first += (expert * rows).to(tl.int32)
+    else:
+        w += expert * rows * w_stride
+    if SCALED:
+        w_scale += expert * w_scale_expert + number // BLOCK * w_scale_row
+        if a_scale is not None:
+            a_scale += source * a_scale_stride
+    half = (numbers + BLOCK - 1) // BLOCK * w_scale_row
+    left, right = sum_products(
+        a, w, a_scale, w_scale, source, inside, first, first + numbers, rows, width, a_stride,
+        w_stride, a_scale_step, half,
+        BM, BN, BK, KIND != "", SCALED, TABLE, EVEN, PRECISION, HARDWARE,
+    )  # fmt: skip
+    if KIND != "":
+        left = activated(left, KIND) * right
+    store_tile(
+        out, out_scale, target, inside, number, left, numbers, out_stride, out_scale_stride,
+        out_scale_step, HARDWARE,
+    )  # fmt: skip

@@ -1,0 +1,107 @@
+"""How the kernel of the routers is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.moe.kernels.routing import routing_kernel
+from cairn.ops.pdl import uses_pdl
+
+MOST_EXPERTS = 4096
+MOST_CHOSEN = 64
+EXPERTS_A_WARP = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a token's experts are chosen and weighted; see `routing_kernel`.
+
+    Attributes:
+        score: "softmax", "sigmoid" or "sqrtsoftplus".
+        cap: of the router's output, 0: none.
+        rounded: scores have the dtype of the router's output.
+        groups, kept, best: groups, how many are kept, and how many experts each is ranked by.
+        shared, share: shared experts, and what the sum of weights is divided by for theirs.
+        renormalize, floor, factor: weights are divided by their sum + floor, times factor.
+    """
+
+    score: str
+    cap: float = 0.0
+    rounded: bool = False
+    groups: int = 1
+    kept: int = 1
+    best: int = 2
+    shared: int = 0
+    share: float = 1.0
+    renormalize: bool = False
+    floor: float = 0.0
+    factor: float = 1.0
+
+
+def accepts(gating: Tensor, *vectors: Tensor | None, topk: int) -> bool:
+    """Rows [T, E] of experts side by side, and biases."""
+    near = gating.stride(1) == 1 and gating.shape[1] <= MOST_EXPERTS and topk <= MOST_CHOSEN
+    return near and all(x is None or x.is_contiguous() for x in vectors)
+
+
+def takes_outputs(gating: Tensor, bias: Tensor | None, weights: Tensor, ids: Tensor) -> bool:
+    """The same, and outputs [T, k] with a row's numbers side by side."""
+    near = weights.stride(1) == 1 and ids.stride(1) == 1
+    return near and accepts(gating, bias, topk=ids.shape[1])
+
+
+def route(
+    gating: Tensor, bias: Tensor | None, weights: Tensor, ids: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """Write weights [T, k] float32 and ids [T, k] int32 of what gating [T, E] chooses; k counts the
+    shared experts."""
+    tokens, experts = gating.shape
+    slots = ids.shape[1]
+    if not tokens or not slots:
+        return weights, ids
+    size = experts // rule.groups
+    best = min(rule.best, size) if rule.kept < rule.groups else 0
+    padded = gpu.next_power_of_2(rule.groups), gpu.next_power_of_2(size)
+    warps = max(1, min(8, padded[0] * padded[1] // EXPERTS_A_WARP))
+    pdl = uses_pdl(gating.device, tokens, warps)
+    routing_kernel[(tokens,)](
+        gating=gating,
+        bias=bias,
+        weights=weights,
+        ids=ids,
+        gating_stride=gating.stride(0),
+        weights_stride=weights.stride(0),
+        ids_stride=ids.stride(0),
+        experts=experts,
+        size=size,
+        kept=rule.kept,
+        topk=slots - rule.shared,
+        shared=rule.shared,
+        cap=float(rule.cap),
+        share=float(rule.share) or 1.0,
+        floor=float(rule.floor),
+        factor=float(rule.factor),
+        G=padded[0],
+        S=padded[1],
+        KP=gpu.next_power_of_2(slots),
+        SCORE=rule.score,
+        CAPPED=bool(rule.cap),
+        BEST=best,
+        ROUNDED=rule.rounded,
+        RENORMALIZE=rule.renormalize,
+        PDL=pdl,
+        num_warps=warps,
+    )
+    return weights, ids
+
+
+def chosen(gating: Tensor, bias: Tensor | None, slots: int, rule: Rule) -> tuple[Tensor, Tensor]:
+    """`route` into new tensors."""
+    shape = (gating.shape[0], slots)
+    weights = gpu.empty(shape, torch.float32, gating.device)
+    ids = gpu.empty(shape, torch.int32, gating.device)
+    return route(gating, bias, weights, ids, rule)

@@ -1,0 +1,86 @@
+"""How the kernels of rows are launched."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.moe.kernels.rows import gather_rows_kernel, sum_rows_kernel
+from cairn.ops.pdl import uses_pdl
+
+MOST_ADDED = 64
+"""Rows of a token."""
+BLOCK, WARPS = 1024, 4
+SUM_NUMBERS = 4096
+"""Numbers that a program adds up at once, of all rows."""
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows] of x [R, width] with the numbers of a row side by side and rows [N], contiguous."""
+    width = x.shape[1]
+    out = gpu.empty((rows.shape[0], width), x.dtype, x.device)
+    if not out.numel():
+        return out
+    block = min(BLOCK, gpu.next_power_of_2(width))
+    parts = -(-width // block)
+    pdl = uses_pdl(x.device, rows.shape[0], parts * WARPS)
+    gather_rows_kernel[(rows.shape[0] * parts,)](
+        x=x,
+        rows=rows,
+        out=out,
+        x_stride=x.stride(0),
+        width=width,
+        parts=parts,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=WARPS,
+    )
+    return out
+
+
+def fits(topk: int) -> bool:
+    """Whether `sum_rows` adds up so many rows of a token."""
+    return topk <= MOST_ADDED
+
+
+def adds(out: Tensor, topk: int, *vectors: Tensor | None) -> bool:
+    """Whether `sum_rows` writes this, from so many rows a token and contiguous vectors."""
+    dense = all(x is None or x.is_contiguous() for x in vectors)
+    return dense and out.stride(1) == 1 and fits(topk)
+
+
+def sum_rows(
+    x: Tensor,
+    out: Tensor,
+    topk: int,
+    factor: float = 1.0,
+    rows: Tensor | None = None,
+    weights: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """`sum_rows_kernel` over x [R, H] into out [T, H]."""
+    tokens, width = out.shape
+    if not out.numel():
+        return out
+    padded = gpu.next_power_of_2(max(1, topk))
+    block = max(32, min(gpu.next_power_of_2(width), SUM_NUMBERS // padded))
+    parts = -(-width // block)
+    pdl = uses_pdl(x.device, tokens, parts * WARPS)
+    sum_rows_kernel[(tokens * parts,)](
+        x=x,
+        rows=rows,
+        weights=weights,
+        ids=ids,
+        out=out,
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        topk=topk,
+        width=width,
+        parts=parts,
+        factor=float(factor),
+        KP=padded,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=WARPS,
+    )
+    return out

@@ -1,0 +1,74 @@
+"""Tuning constants of this family's launches, measured on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cairn.ops.tuning import Tuning
+
+
+class Tile(NamedTuple):
+    """What a program of a grouped product computes at once.
+
+    Attributes:
+        rows: of tokens.
+        columns: of the result, at most 128 in fp8.
+        part: columns of a matrix in one step; 128 in fp8.
+        warps, stages: of the launch.
+        together: tiles of rows that go through all columns together.
+        table: matrices are copied by the device's engine (TMA).
+    """
+
+    rows: int
+    columns: int
+    part: int
+    warps: int
+    stages: int
+    together: int = 8
+    table: bool = False
+
+
+@dataclass(slots=True)
+class MoeTuning(Tuning):
+    """One field a constant.
+
+    Tiles stand by what is multiplied: "16" numbers of 16 bits, "8" codes of 8, "32" float32; behind
+    it "gated" for the first product of an expert, "plain" for the second. The first entry whose
+    rows are not below the mean of an expert's is taken, else the last.
+    """
+
+    sort_places: int = 1024
+    """At most this many places are sorted by one program."""
+    sort_chunk: int = 256
+    """Places of a program where several sort."""
+    sort_step: int = 32
+    """Places that each is compared with at once."""
+    sort_counts: int = 1 << 14
+    """Counts of chunks that are added up at once."""
+    single_places: int = 16
+    """At most so many places, a tile each, are not sorted."""
+    most_quantized_here: int = 32
+    """Rows of a tile up to which programs quantise what they read, each anew."""
+    tiles: dict[str, tuple[tuple[int, Tile, Tile], ...]] = field(
+        default_factory=lambda: {
+            "16": (
+                (1, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
+                (16, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
+                (64, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
+                (128, Tile(128, 128, 64, 8, 4, 8, True), Tile(128, 256, 64, 8, 4, 8, True)),
+            ),
+            "8": (
+                (1, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
+                (16, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
+                (64, Tile(64, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4)),
+                (128, Tile(128, 128, 128, 8, 4, 8, True), Tile(128, 128, 128, 8, 4, 8, True)),
+            ),
+            "32": ((16, Tile(16, 32, 32, 4, 3), Tile(16, 32, 32, 4, 3)),),
+        }
+    )
+    """Mean rows of an expert up to which tiles serve, and the tiles of both products, which have
+    the same rows."""
+
+
+TUNING = MoeTuning()
