@@ -1,4 +1,4 @@
-"""Which prompts and parameters can be served at all: the API asks at arrival, the engine again.
+"""Checks prompts and parameters against the model; called in the API process and in the engine.
 
 No torch here: the API process imports it.
 """

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from cairn.runner.step import RowWork
 
 FORGET = 0.95
-"""What is known counts this much less with every observation: about 20 steps are remembered."""
+"""Decay of older observations with each new one: about 20 steps count."""
 DAMPING = 1e-3
 """Trust in a cost as it is, against one observation's news of it."""
 OUTLIER = 2.0
@@ -30,7 +30,7 @@ UNLEARNED = 16
 """Steps that only decode whose times are kept until they are asked for: those before them were much
 the same, and whoever asks waits for all of them to be learned."""
 SHORTEST = 1e-9
-"""No step takes less seconds: a clock that says so has stood still."""
+"""Lower bound of measured step times, in seconds."""
 GROWTH = 2
 """A step prefills at most this many times the tokens that some step has prefilled before."""
 
@@ -168,7 +168,7 @@ class StepTimes:
 
 
 class _Costs:
-    """Costs >= 0 of a few features, fitted by least squares that forget."""
+    """Non-negative costs of a few features, by recursive least squares with forgetting."""
 
     def __init__(self, count: int) -> None:
         self.costs = [0.0] * count

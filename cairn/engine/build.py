@@ -1,4 +1,4 @@
-"""From a model folder and options to a running engine, in process."""
+"""Builds an engine in this process from a model folder and options."""
 
 from __future__ import annotations
 
@@ -172,13 +172,13 @@ def limits_of(config: EngineConfig) -> Limits:
 
 
 def begin_on_cpu(memory: MemoryPlan) -> None:
-    """What comes before the weights are read. Raises OutOfMemory, see `check_host`."""
+    """Checks before weights are loaded. Raises OutOfMemory, see `check_host`."""
     check_host(memory, free_host_memory())
     bound_kernel_caches()
 
 
 def settle_on_cpu(dtype: torch.dtype) -> None:
-    """Make this process ready for steps: its memory, and what it would compile in their midst."""
+    """Set up allocators and compile kernels before the first step."""
     keep_freed_memory()
     compile_loops(dtype)
 

@@ -1,4 +1,4 @@
-"""The engine process seen from its parent: started, spoken to through two sockets, and reaped.
+"""The engine process as a child: start, two sockets for messages, end.
 
 No torch here.
 """

@@ -60,7 +60,7 @@ FAILURES = frozenset({FinishReason.ERROR.value, FinishReason.ABORT.value})
 """Reasons of an output that did not come to its end."""
 
 LAST_WORDS_SECONDS = 2.0
-"""How long a process that said it ends may take to do so."""
+"""Seconds that a process may take to exit after its last message."""
 
 
 class Submission:
@@ -355,7 +355,7 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if self.dead is not None:
-            # Everyone has been told: what was still on its way has no reader.
+            # All submissions have ended: later messages have no reader.
             return
         match message:
             case Outputs():
@@ -471,7 +471,7 @@ class EngineClient:
 
 
 def error_of(fatal: Fatal) -> CairnError:
-    """The engine's last word as the exception that it was there."""
+    """The engine's final message as an exception of the class raised in the engine."""
     kind = getattr(errors, fatal.kind, EngineDead)
     if isinstance(kind, type) and issubclass(kind, CairnError):
         return kind(fatal.reason)

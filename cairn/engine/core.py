@@ -107,7 +107,7 @@ class EngineCore:
         self._compiling: list[tuple[Continuation, Future[GrammarState]]] = []
         self._arrivals = 0
         self._flight: _Flight | None = None
-        # Whether it has yet to be told under which masks it chooses.
+        # Whether its grammar masks are still to be set.
         self._choosing = False
         self._together: SideBySide | None = None
         self._landed = 0.0
@@ -241,8 +241,8 @@ class EngineCore:
         return _Flight(plan, launched, began, planned, self.clock())
 
     def _choose(self) -> None:
-        """Let the step launched last choose its constrained tokens, if it has not: all tokens
-        before them have been taken in."""
+        """Set the grammar masks of the step launched last, if it has any: all tokens before it are
+        known now."""
         flight = self._flight
         if flight is None or not self._choosing:
             return
@@ -392,7 +392,7 @@ class EngineCore:
         return found if found is not None and found.request is request else None
 
     def _end(self, continuation: Continuation, now: float) -> None:
-        """The output has ended; its request goes."""
+        """Finish the request of an output that has ended."""
         continuation.moments.ended = now
         del self._live[continuation.request.id]
         self.scheduler.finish(continuation.request)

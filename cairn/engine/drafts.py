@@ -14,7 +14,7 @@ from cairn.engine.request import Lockstep, Request
 
 
 class Drafter(Protocol):
-    """Guesses what comes next. A wrong guess costs time, never a token."""
+    """Drafts next tokens. A wrong draft costs time but never changes the output."""
 
     @property
     def drafts(self) -> int:
@@ -92,7 +92,7 @@ class HeadDrafter:
 
 @dataclass(slots=True)
 class DraftTotals:
-    """What became of guesses since the engine started.
+    """Counters of speculative decoding since the engine started.
 
     Attributes:
         runs: times that a row ran guesses.

@@ -1,4 +1,4 @@
-"""Failures on demand, for tests of what happens then.
+"""Fault injection for tests.
 
 An engine injects those that CAIRN_FAULT names if CAIRN_ALLOW_FAULTS is 1; with CAIRN_FAULT alone it
 refuses to start, so that no variable left in an environment makes a serving engine fail.

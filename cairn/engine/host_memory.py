@@ -1,4 +1,4 @@
-"""How the C library and oneDNN keep memory between steps."""
+"""Settings of malloc and oneDNN that keep memory between steps."""
 
 from __future__ import annotations
 

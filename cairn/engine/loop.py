@@ -1,4 +1,4 @@
-"""The engine process at work: messages in, steps, messages out."""
+"""The engine process's main loop: handle messages, run a step, send results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STATS_SECONDS = 0.2
 """Totals are put together at most this often while steps run."""
 
 LEDGER_SECONDS = 1.0
-"""How long nothing may run before every page is accounted for."""
+"""Idle seconds after which the page bookkeeping is checked."""
 
 
 class Vitals(Protocol):
@@ -114,7 +114,7 @@ class EngineLoop:
             self._step()
 
     def _intake(self) -> bool:
-        """Handle every message that has come; without work, wait for one. False: stop."""
+        """Handle all pending messages; wait for one if there is no work. False: stop."""
         while True:
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK)

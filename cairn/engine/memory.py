@@ -1,4 +1,4 @@
-"""How a device's memory is shared out: what weights and steps take, and pages in the rest."""
+"""The memory plan: weights and steps first, pages in the rest."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ class _Pools:
         return cls(page_bytes, page_bytes.reach + chunk + 2)
 
     def need(self, pages: int) -> int:
-        """Bytes with which a sequence of so many pages runs."""
+        """Bytes that one sequence of so many pages needs."""
         return self._bytes(pages, min(pages, self.step))
 
     def divide(self, room: int, least: int, useful: int) -> tuple[int, int]:

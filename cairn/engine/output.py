@@ -132,7 +132,7 @@ class OutputStream:
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + chosen
 
     def finish(self, reason: FinishReason) -> FinishReason:
-        """End the output: what waited for another token is shown now."""
+        """End the output and flush text that was held back."""
         stopped_by_text = isinstance(self.output.stop_reason, str)
         if self._detokenizer is not None and not stopped_by_text:
             may_stop = reason in (FinishReason.STOP, FinishReason.LENGTH)

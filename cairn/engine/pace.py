@@ -1,4 +1,4 @@
-"""Whether guesses pay: what they are expected to bring, against what steps with them take."""
+"""Decides whether drafting pays: expected accepted tokens against the longer step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cairn.engine.request import Request
 FORGET = 0.9
 """What is known of a row's guesses counts this much less with each time that it runs some."""
 DRIFT = 0.98
-"""And with each step in which it runs none: a row that has stopped tries again at times."""
+"""Decay with each step without drafts, so that a row that stopped drafting tries again."""
 RETRY = 256
 """Steps in a row that are refused by their cost alone; then one is run to measure it again."""
 
@@ -71,6 +71,6 @@ def expected(request: Request, count: int) -> float:
 
 
 def learn(request: Request, drafted: int, accepted: int) -> None:
-    """So many of a row's guesses were right. Those behind the first wrong one tell nothing."""
+    """Record how many of a row's drafts were accepted; after the first wrong one none count."""
     request.right = FORGET * request.right + accepted
     request.tried = FORGET * request.tried + min(drafted, accepted + 1)

@@ -20,7 +20,7 @@ TABLE_ROWS = 30
 
 
 def recorder(*activities: ProfilerActivity) -> torch.profiler.profile:
-    """A profiler that lets go of the GPU when it stops.
+    """A torch profiler that detaches from the GPU when it stops.
 
     CUPTI otherwise stays in the process, and to launch a CUDA graph takes several times as long
     from then on. Before CUDA 12.6 it could not be detached from a process with graphs.

@@ -1,4 +1,4 @@
-"""Pages that running requests will want soon, which are not given to new ones."""
+"""Pages reserved for the growth of running requests, which admission does not hand out."""
 
 from __future__ import annotations
 

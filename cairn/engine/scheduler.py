@@ -1,4 +1,4 @@
-"""Requests and free pages -> StepPlan. No tensor, no model, no text.
+"""The scheduler: from requests and free pages to a StepPlan. No tensors.
 
 Order is (priority, arrival) everywhere. A step first serves the rows that decode, then the rows
 that prefill, then admits; all share the step's budget of slots. When pages run out, the last
@@ -63,7 +63,7 @@ class Scheduler:
         self._closed: list[int] = []
         self._in_flight: dict[int, PlannedStep] = {}
         self._step_id = 0
-        # How many of the requests in flight are doomed.
+        # Requests of the step in flight that have ended and are released when it retires.
         self._doomed = 0
         self._known_phases: Phases | None = None
         self._computing = Computing(slots.tokens_per_page)
@@ -348,8 +348,8 @@ class Scheduler:
             self._retract(victim)
             if victim is request:
                 if self.cache.states is not None:
-                    # Cached pages without a snapshot behind them are computed once more and then
-                    # held twice: it would be in its own way again.
+                    # Cached pages without a snapshot are computed and held twice, so the request
+                    # could be retracted again by its own pages.
                     self.cache.reset()
                 return False
         return True

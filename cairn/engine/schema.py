@@ -1,4 +1,4 @@
-"""JSON schemas in the form that llguidance follows exactly.
+"""Rewrites JSON schemas to a form that llguidance enforces exactly.
 
 llguidance keeps numbers as 64-bit floats, refuses formats that it does not know, and takes a
 `oneOf` only where it sees without following references that its branches exclude each other. Here

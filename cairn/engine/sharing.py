@@ -1,4 +1,4 @@
-"""Prompts that running requests compute, and those that wait for what they share with them."""
+"""Holds back requests whose prefix another request is computing, so that it is computed once."""
 
 from __future__ import annotations
 

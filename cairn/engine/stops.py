@@ -1,4 +1,4 @@
-"""Stop strings looked for in an output while it grows."""
+"""Incremental search for stop strings."""
 
 from __future__ import annotations
 

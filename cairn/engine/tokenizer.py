@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 VARIABLES = "chat_template_kwargs"
-"""What requests call a template's further variables."""
+"""Field of a request with further variables of the chat template."""
 BATCH_BYTES = 1 << 20
 """Of texts that are encoded together: what the library makes of them is many times as large."""
 WORDS_KEPT = 1000
@@ -38,7 +38,7 @@ text into words, each is a whole short prompt, and a server would grow by tens o
 
 
 class Tokenizer:
-    """A thin face over a Hugging Face tokenizer. Python files of the folder are never run.
+    """Wrapper of a Hugging Face tokenizer. Python files of the folder are never run.
 
     Several threads may use it at once.
 

@@ -1,4 +1,4 @@
-"""What the engine counts."""
+"""Counters of the engine."""
 
 from __future__ import annotations
 

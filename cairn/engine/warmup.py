@@ -1,4 +1,4 @@
-"""First prefills and decodes, so that no user waits for what happens only once.
+"""Warm-up: runs steps of every kind before the first request, so that kernels are compiled.
 
 On a GPU kernels are compiled when they first run, once for every way of cutting the work that the
 number of tokens asks for, and graphs are captured; never for a length. So steps of few and of many
@@ -55,7 +55,7 @@ def warm_up(built: Built) -> None:
     if on_gpu:
         prefills = [plan for steps in (*singles, *several) for plan in steps.without_decode()]
         compile_ahead(functools.partial(built.runner.rehearse, prefills))
-    # First without graphs of prefills: what fits none, or is looked at, runs so later.
+    # First without prefill graphs: steps that fit no graph, or report page selection, run eagerly.
     graphs, built.runner.prefill_graphs = built.runner.prefill_graphs, None
     for steps in singles:
         _run(built, steps)
@@ -171,7 +171,7 @@ def _run(built: Built, steps: _Steps) -> None:
 
 def _granted(built: Built, row: int, pages: tuple[int, ...]) -> PageGrant:
     """The row's first pages: the same numbers in all pools. One that has fewer gives some twice:
-    what stands in them is looked at by nobody."""
+    their contents are never read."""
     fewer = built.memory.window_pages
     return PageGrant(row, 0, pages, tuple(page % fewer for page in pages) if fewer else ())
 

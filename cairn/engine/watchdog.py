@@ -11,8 +11,8 @@ TICK_SECONDS = 0.25
 """How often `Watchdog.tick` is to be called."""
 
 LOADING_SECONDS = 120.0
-"""Silence that is forgiven while the model loads: reading a large library can block every thread
-of a process for long."""
+"""Seconds without a heartbeat that are allowed while the model loads: loading a large library can
+block every thread of a process."""
 
 
 class Watchdog:

@@ -1,1 +1,1 @@
-"""From a StepPlan to a StepResult: tensors, no policy."""
+"""Runs a StepPlan on the device and returns a StepResult. No scheduling policy here."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from cairn import ops
 
 WARM_UPS = 2
-"""Runs before the capture: kernels are compiled and workspaces taken outside of it."""
+"""Warm-up runs before a capture, which compile kernels and allocate workspaces."""
 
 
 class Captured:
@@ -63,5 +63,5 @@ def capture(run: Callable[[bool], Tensor], pool: Any) -> Captured:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         output = run(False)
-    # A tensor would keep its memory from the pool's other graphs.
+    # A live tensor would keep its memory from other graphs of the pool.
     return Captured(graph, ops.weak_ref_tensor(output))

@@ -1,4 +1,4 @@
-"""A model's own draft layer at work: it keeps its cache beside the model's, and guesses.
+"""Runs a model's draft layer: keeps its cache in step with the model's and drafts tokens.
 
 Slot s of its cache belongs to the pair of token s and of the hidden state in front of it, one later
 than the pair's state. So what a page holds follows from the prefix that the page ends, and pages
@@ -84,7 +84,7 @@ class DraftHead:
     def follow(
         self, opened: Sequence[RowOpen], layout: Layout, step: Step, hidden: Tensor
     ) -> Tensor:
-        """Bring the layer's cache to where the model is.
+        """Run the draft layer over the tokens that the model has run.
 
         Args:
             opened: rows that begin, or go on from pages, with this step.

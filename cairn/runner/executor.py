@@ -1,4 +1,4 @@
-"""Who runs a plan."""
+"""The interface between scheduler and runner."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class _FakeRow:
 
 
 class FakeExecutor:
-    """Takes plans as a Runner would, without a model: for tests of scheduling and for load tests.
+    """Checks and answers plans like a Runner, for tests of scheduling and load tests.
 
     Every plan is checked: a row runs only while open, exactly after the tokens that ran before
     (or that its shared pages already hold), and only in pages granted to it.

@@ -75,7 +75,7 @@ class Sampling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a graph's steps happen.
+    """Buffers, page tables and backends that graphs run on.
 
     Attributes:
         backends: of the model's layers.
@@ -89,7 +89,7 @@ class Place:
 
     @property
     def spare_locations(self) -> tuple[int, ...]:
-        """By page group, a slot of the page of nobody."""
+        """By page group, a slot of the spare page, to which padding is written."""
         size = self.rows.slots.page_size
         return tuple(page * size for page in self.spare_pages)
 
@@ -180,7 +180,7 @@ class DecodeGraphs:
         if at == len(self.buckets) or closed > self._closing(self.buckets[at]):
             return None
         bucket = self.buckets[at]
-        # First the graph: what is captured on the way rehearses, and fetches no step's numbers.
+        # Get the graph first: a capture runs on padding and must not read this step's buffers.
         graph = self._graph(bucket, sampling.ending)
         trip = self._send(decode, grants, sampling, bucket)
         output = graph.replay(rows)
@@ -198,7 +198,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Queue what each graph there can be would hold, without a step's numbers."""
+        """Run every graph's kernels once on padding."""
         for bucket in self.buckets:
             for ending in Ending:
                 self._run(bucket, ending, True)

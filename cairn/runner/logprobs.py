@@ -1,4 +1,4 @@
-"""What is reported of tokens: how likely they were, and which others were likelier."""
+"""Log-probabilities of tokens and of the most likely alternatives."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _cut(arriving: Arriving, rows: Sequence[int], count: int) -> LogprobColumns:
 
 
 def lines_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """What can be reported of tokens, in one tensor, without a word from the host.
+    """Log-probabilities of tokens in one tensor, without host synchronisation, for CUDA graphs.
 
     Args:
         logits: [n, V] float32.

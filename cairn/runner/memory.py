@@ -1,4 +1,4 @@
-"""What steps take on a GPU beside weights and pages: they are run, and measured.
+"""Measures the memory of steps on a GPU beside weights and pages, by running the largest ones.
 
 Keys and values go to a few pages that all rows share and that are dropped afterwards, so what the
 steps compute means nothing. What they take in memory depends on their slots and on the width of the
@@ -91,7 +91,7 @@ def measure(
         sizes = PoolSizes((PAGES,) * len(schema.groups), shape.num_rows)
         pools = CachePools(schema, sizes, device, steps.graphs)
         for tensor in (*pools.tensors(), *pools.states()):
-            # Whatever is read there must be a number, or a token id would not be one.
+            # Zeroed: NaN in the temporary pages would give invalid token ids.
             tensor.zero_()
         runner = Runner(model, mixers, pools, shape, device)
         plans = _largest(shape, steps)

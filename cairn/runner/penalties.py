@@ -1,4 +1,4 @@
-"""What penalties remember of rows: which tokens their prompts hold and what they have generated."""
+"""State of penalties by row: tokens of the prompt and counts of generated tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cairn.runner.step import Ints, RowOpen
 REPETITION_RANGE = (1e-30, 1e30)
 """Repetition penalties beyond it choose the same tokens, but logits overflow."""
 LEAST = 8
-"""Places at first; there are twice as many when they no longer do."""
+"""Rows of the tables at first; doubled when they are full."""
 
 
 class Penalties:

@@ -49,8 +49,8 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 
 
 def worthwhile(weights: int, layers: int) -> int:
-    """Slots up to which steps of a model of so many weights are graphs; in larger ones the device
-    would do the padding for nothing.
+    """Largest step in slots that runs as a graph, by number of weights: larger steps keep the
+    device busy anyway, and padding would only cost time.
 
     Args:
         weights: parameters.
@@ -103,7 +103,7 @@ class PrefillGraphs:
         if len(layout.arrays.completed) > self._closing(self.buckets[at]):
             return None
         if is_traced(self._buffers.memory):
-            # Nobody sees the ops of a graph.
+            # Hooks and dispatch modes would not see the ops of a graph.
             return None
         kind = Kind(self.buckets[at], self._cutter.of_bucket(layout.rows, self.buckets[at]))
         # Rows with guesses have few tokens, like rows that decode, and use the same kernels.

@@ -69,7 +69,7 @@ class StepModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunnerShape:
-    """Sizes that stay for the runner's life.
+    """Sizes that are fixed when the runner is built.
 
     Attributes:
         num_rows: requests that run at once.
@@ -87,7 +87,7 @@ class RunnerShape:
 
 
 class _Prompt(NamedTuple):
-    """What is reported of a work's prompt tokens, in blocks."""
+    """Prompt log-probabilities of one prefill, computed in blocks."""
 
     work: RowWork
     blocks: tuple[Reported, ...]
@@ -139,7 +139,7 @@ class _Chosen(NamedTuple):
 
 
 class LaunchedStep:
-    """A step on its way.
+    """A launched step whose results have not been read.
 
     Args:
         plan: what it runs.

@@ -96,7 +96,7 @@ class _Table:
 
 
 class _Lookup(NamedTuple):
-    """What the table says of some rows; steps have the same ones again and again.
+    """The sampling arrays of some rows, cached because consecutive steps have the same rows.
 
     Attributes:
         row: [n], the rows; a step with the same array has the same rows.
@@ -182,7 +182,7 @@ class Sampler:
         self._asked: _Asked | None = None
 
     def open(self, opened: RowOpen) -> None:
-        """A request takes a row: whatever an earlier one left there is forgotten."""
+        """Reset a row for a new request."""
         self._rows[opened.row] = opened
         self._known = self._asked = None
         self._table.fill(opened, self.vocab_size)
