@@ -5,7 +5,7 @@ from __future__ import annotations
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
 from cairn.ops.pdl import await_previous
-from cairn.ops.quantization.kernels import e4m3_code
+from cairn.ops.quantization.kernels import fp8_by_integers
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def quantized(x):
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     finite = bits < 0x7F800000
     exponent = tl.where(finite, exponent, 255)
-    byte = e4m3_code(number * inverse[:, None])
+    byte = fp8_by_integers(number * inverse[:, None], True)
     return tl.where(finite[:, None], byte, 0).to(tl.uint8), exponent.to(tl.uint8)
 
 

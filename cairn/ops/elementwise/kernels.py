@@ -5,6 +5,7 @@ from __future__ import annotations
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
 from cairn.ops.pdl import await_previous
+from cairn.ops.quantization.kernels import fp8_by_integers
 
 
 @triton.jit(early=())
@@ -31,38 +32,6 @@ def concat_kernel(
 
 
 @triton.jit
-def e4m3(x):
-    """float32 as the byte of float8 e4m3, cut off at 448, to nearest with ties to even; NaN stays.
-
-    In software: not every device that runs these kernels has the conversion.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    bits = bits & 0x7FFFFFFF
-    cut = tl.minimum(bits, 0x43E00000)
-    # To the nearest of 3 bits behind the first; the exponent's bias is 7, not 127.
-    normal = ((cut + 0x7FFFF + ((cut >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2 ** -6 steps are 2 ** -9: those of a float32 from 2 ** 14 on, whose last bits count.
-    small = (cut.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
-    byte = tl.where(cut < 0x3C800000, small, normal)
-    return (sign | tl.where(bits > 0x7F800000, 0x7F, byte)).to(tl.uint8)
-
-
-@triton.jit
-def e5m2(x):
-    """float32 as the byte of float8 e5m2, cut off at 57344; else as `e4m3`."""
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    bits = bits & 0x7FFFFFFF
-    cut = tl.minimum(bits, 0x47600000)
-    normal = ((cut + 0xFFFFF + ((cut >> 21) & 1)) >> 21) - (112 << 2)
-    # Below 2 ** -14 steps are 2 ** -16: those of a float32 from 2 ** 7 on.
-    small = (cut.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) & 0x7
-    byte = tl.where(cut < 0x38800000, small, normal)
-    return (sign | tl.where(bits > 0x7F800000, 0x7F, byte)).to(tl.uint8)
-
-
-@triton.jit
 def fp8_code(number, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
     """The byte of a float32 as float8 e4m3 or e5m2. HARDWARE: the device knows both formats."""
     if HARDWARE:
@@ -72,7 +41,7 @@ def fp8_code(number, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
         kind: tl.constexpr = tl.float8e4nv if E4M3 else tl.float8e5
         code = number.to(kind).to(tl.uint8, bitcast=True)
     else:
-        code = e4m3(number) if E4M3 else e5m2(number)
+        code = fp8_by_integers(number, E4M3).to(tl.uint8)
     return code
 
 

@@ -7,19 +7,25 @@ from cairn.ops.pdl import await_previous
 
 
 @triton.jit
-def e4m3_code(number):
-    """float32 within -448 .. 448 as the bytes of e4m3, in int32: to the nearest, ties to even.
-
-    In software: not every device that runs these kernels has the conversion.
-    """
-    bits = number.to(tl.int32, bitcast=True)
+def fp8_by_integers(x, E4M3: tl.constexpr):
+    """float32 as the byte of float8 e4m3 or e5m2, in int32: clamped to the largest number, to the
+    nearest, ties to even; NaN stays. For devices without the conversion."""
+    DROPPED: tl.constexpr = 20 if E4M3 else 21
+    LARGEST: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000
+    LEAST_NORMAL: tl.constexpr = 0x3C800000 if E4M3 else 0x38800000
+    # The difference of the exponents' biases.
+    BIAS: tl.constexpr = (120 << 3) if E4M3 else (112 << 2)
+    # Added to it, a number below the least normal one is rounded to the step of subnormal ones.
+    ANCHOR: tl.constexpr = 16384.0 if E4M3 else 128.0
+    bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
-    # To the nearest of 3 bits behind the first, ties to even; the exponent's bias is 7, not 127.
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2 ** -6 steps are 2 ** -9: those of a float32 from 2 ** 14 on, whose last bits count.
-    small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
-    return sign | tl.where(bits < 0x3C800000, small, normal)
+    cut = tl.minimum(bits, LARGEST)
+    half: tl.constexpr = (1 << (DROPPED - 1)) - 1
+    normal = ((cut + half + ((cut >> DROPPED) & 1)) >> DROPPED) - BIAS
+    small = (cut.to(tl.float32, bitcast=True) + ANCHOR).to(tl.int32, bitcast=True) & 0xF
+    byte = tl.where(cut < LEAST_NORMAL, small, normal)
+    return sign | tl.where(bits > 0x7F800000, 0x7F, byte)
 
 
 @triton.jit
@@ -43,7 +49,7 @@ def code_of(
     if ROUNDING == "e4m3":
         if HARDWARE:
             return number.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        return tl.where(number == number, e4m3_code(number), 0x7F).to(tl.uint8)
+        return fp8_by_integers(number, True).to(tl.uint8)
     return (tl.where(number == number, number, 0.0).to(tl.int32) & 0xFF).to(tl.uint8)
 
 
