@@ -1,1 +1,1 @@
-"""Measurements: the machine, a model on it, its roofline, and the engine against it."""
+"""Benchmarks: machine, roofline, latency, throughput, ops and servers."""

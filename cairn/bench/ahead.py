@@ -1,4 +1,4 @@
-"""Compiles what ops are timed with, on all cores: other processes run every size once.
+"""Compiles kernels before timing: worker processes on all cores run every size once.
 
 What they compile lies in the caches of Triton and torch.compile on disk, where the process that
 measures finds it. Their results, failures included, are dropped: it meets the same ones.
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 SPARED_CORES = 2
 FEWEST_OPS = 4
-"""For fewer, starting processes takes longer than compiling here."""
+"""With fewer ops, starting processes takes longer than compiling in this one."""
 MOST_SIZES = 64
 """Of one op."""
 PATIENCE = 75.0
-"""Seconds after which the rest is compiled when its turn to be measured comes."""
+"""Seconds after which remaining kernels are left to be compiled when they are measured."""
 
 
 def compile_ahead(ops: Sequence[Op[..., Any]], draw: Draw) -> None:

@@ -1,4 +1,4 @@
-"""Long contexts without their prefill: random pages entered in the prefix cache."""
+"""Fills the prefix cache with random pages, to measure decode at long contexts without prefill."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ from cairn.models.registry import measure_weights
 from cairn.specs.model import ModelSpec
 
 WARM_UP_TOKENS = 300
-"""Longer than the windows of small models and a few pages: every kernel has run once after it."""
+"""Tokens of the warm-up prompt: longer than windows and a few pages, so that every kernel runs."""
 COUNTED_STEPS = 4
 """Decode steps whose kernels are counted."""
 PREFILLS, PREFILL_SECONDS = 5, 1.0
-"""A prefill is the median of so many, or of as many as began within that time."""
+"""Prefills of which the median counts, and seconds after which no further one is started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class _Point:
     def _prefill(self, prompts: Sequence[TokenPrompt]) -> _Ran:
         union, launches, peak = None, None, None
         if self.on_gpu:
-            # Kernels of these shapes are compiled now, not in what is measured.
+            # Run once before measuring, to compile kernels of these shapes.
             if self.backend == "hsa":
                 with SelectionWatch() as watch:
                     run_phase(self.llm, self.prompts(1, salt=1), 1)
@@ -146,7 +146,7 @@ class _Point:
         """Kernels of a step, mean over the last ones of a prompt whose other pages are filled."""
         count, steps = 0, 1
         for salt in (2, 3):
-            # Twice: what is compiled in the first run is not counted.
+            # Run twice and count the second: the first may compile kernels.
             last = self.prompts(1, salt)
             fill_pages(self.llm, last, left=2 * self.llm.engine_config.chunked_prefill_size)
             count, steps = self._kernels(last, 1)
@@ -215,7 +215,7 @@ def _with_peak(work: Callable[[], Phase]) -> tuple[Phase, int]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    # To look for garbage in millions of prompt tokens is no step's work.
+    # Keep the garbage collector from walking millions of prompt tokens during a step.
     gc.collect()
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""What this machine is: processor, memory, devices and versions, for reports and records."""
+"""Describes this machine: processor, memory, devices, versions."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 SECONDS = {"full": 0.05, "tiny": 0.005}
 """Budget of one measurement, by sizes."""
 HOSTED = 1e-3
-"""Seconds of a call from which on it does not matter what the host takes for it."""
+"""Calls of at least this many seconds are not timed on the host."""
 TURNS = 3
-"""Times that an op and the best alternative are measured in turns: clocks and heat drift by more
-than such two often differ."""
+"""How often an op and its best alternative are measured in turns, because GPU clocks drift by more
+than they often differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def run_ops(plan: OpsPlan) -> Iterator[tuple[OpTiming | OpFailure, Roofline]]:
     roofline, copy = measure(plan.dtype, plan.device), measure_copy(plan.device) / 1e9
     failed = 0
     for op in chosen:
-        # From the beginning for each: its numbers are the same whatever is timed with it.
+        # Reseed for each op, so that its arguments do not depend on which ops are timed.
         for row in _rows(op, Draw(*made_as), plan, roofline, copy):
             failed += isinstance(row, OpFailure)
             yield row, roofline
@@ -245,7 +245,7 @@ def _timing(
     def timed(function: Callable[..., Any], arguments: Arguments) -> Timing:
         return measure_calls(rotated(function, arguments, point.bytes), plan.device, budget)
 
-    # Whatever is measured first at a size takes up to a tenth longer: not what stands in the row.
+    # The first measurement at a size is up to 10% slower and is dropped.
     own = [timed(op.using(chosen), given)]
     implementations = {
         name: op.using(name)

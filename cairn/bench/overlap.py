@@ -1,4 +1,4 @@
-"""How many pages neighbouring queries share: seen from the calls of the landmark op."""
+"""Counts how many different pages neighbouring queries select, by observing landmark_attention."""
 
 from __future__ import annotations
 

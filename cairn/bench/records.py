@@ -109,7 +109,7 @@ def shared_fields(run: RunInfo, roofline: Roofline | None = None) -> dict[str, o
 
 
 class RecordFile:
-    """Takes the records of a run one by one: what was measured is kept whatever comes after.
+    """Appends the records of a run one by one, so that a later failure loses none.
 
     Args:
         name: of the measurement, for the file's default name.
@@ -147,7 +147,7 @@ def append(found: list[dict[str, object]], path: Path) -> None:
 
 
 def check_appendable(path: Path) -> None:
-    """Raise BadConfig when `append` could not append to this file: before an hour's run."""
+    """Raise BadConfig before a run if `append` could not write to this file."""
     try:
         found = known(path)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What the machine allows: measured memory bandwidth and GEMM rate, and the work of a step.
+"""The roofline: measured memory bandwidth and GEMM rate, bytes and operations of a step.
 
 The work follows the cost model of hierarchical sparse attention: weights are streamed once a step,
 every query reads its window, its selected pages and the summaries of all candidate pages.
@@ -21,7 +21,7 @@ from cairn.specs.mla import MlaSpec
 from cairn.specs.model import ELEMENT_SIZE, LayerSpec, MixerSpec, ModelSpec
 
 BANDWIDTH_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
-"""A sum over so much reads memory, not caches, and outlasts its launch."""
+"""Bytes of the bandwidth test: larger than caches, and longer than a kernel launch."""
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 REPEATS = 5
 BIAS_BYTES = SCALE_BYTES = 4

@@ -39,7 +39,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """How records call it."""
+        """Its name in records."""
         return self.shape if self.model is None else self.model.name
 
     @property

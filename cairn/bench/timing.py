@@ -26,14 +26,14 @@ Call = Callable[[], Any]
 
 CPU_CACHE = 64 << 20
 COPIES = {"cuda": 32, "cpu": 8}
-"""Copies of arguments at most; what is so small lies in a cache between two layers too."""
+"""Most copies of the arguments; arguments smaller than that stay in cache in a real step too."""
 FEWEST = 2
-"""Copies at least: the next layer does not read what this one left in the cache last."""
+"""Fewest copies: in a real step the next layer does not read what this one left in the cache."""
 MEMORY = {"cuda": 8 << 30, "cpu": 1 << 30}
 """Bytes that all copies of a call's arguments may take."""
 LASTING, GRAPH_CALLS = 0.01, 64
-"""A graph holds calls for so many seconds, and not more than so many: beside that its launch, and a
-device that has just been idle, do not count."""
+"""Seconds of work that a graph holds, and most calls: long enough that its launch and a GPU that was
+idle do not matter."""
 REPEATS = (3, 20)
 """Fewest and most measurements that the median is taken of."""
 SLOW = 0.25

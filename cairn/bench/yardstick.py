@@ -1,4 +1,4 @@
-"""The yardstick: transformers' own generate on the dense twin of a shape, random weights."""
+"""Times transformers' generate on the dense version of a shape, for comparison."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def _serve(
     if faults:
         log.warning("faults are injected: %s", faults)
         built.core.executor = FaultyExecutor(built.core.executor, faults)
-    # What is loaded stays: the collector need not walk it again and again.
+    # Exclude loaded objects from garbage collection.
     gc.collect()
     gc.freeze()
     loop = EngineLoop(built, inbox, send, pulse)

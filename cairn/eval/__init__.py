@@ -1,1 +1,1 @@
-"""Does a model still find, follow and predict at length, and do two engines agree on its logits?"""
+"""Evaluations: needles, RULER, loss over context length, and parity of logits."""

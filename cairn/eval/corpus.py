@@ -1,4 +1,4 @@
-"""Stretches of a corpus in tokens."""
+"""Cuts evaluation samples out of a corpus."""
 
 from __future__ import annotations
 

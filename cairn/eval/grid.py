@@ -1,4 +1,4 @@
-"""`cairn eval needle` and `cairn eval ruler`: documents made, questions asked, cells counted."""
+"""`cairn eval needle` and `cairn eval ruler`: make documents, ask questions, count answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Needles: facts hidden at chosen depths, asked for one by one, right or wrong as a whole.
+"""Needles: facts hidden at chosen depths, each scored as right or wrong by exact match.
 
 Three tasks in two formats:
 

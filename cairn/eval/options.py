@@ -1,4 +1,4 @@
-"""What evaluations can be asked for by name. Loads nothing: the command line imports it."""
+"""Names of tasks, formats and variants. Imports nothing heavy, because the command line uses it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RULER_TASKS = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way to compute the same answers.
+    """An engine configuration that must give the same answers.
 
     Attributes:
         changes: keywords of LLM in place of those given.

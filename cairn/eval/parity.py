@@ -1,4 +1,4 @@
-"""`cairn eval parity`: this engine's distributions beside those of another source.
+"""`cairn eval parity`: compares the engine's logits with those of another source.
 
 The other source is the same model under other options of the engine, a file of logits, or a server
 that reports log-probabilities of a prompt.
@@ -181,8 +181,8 @@ def against_server(plan: ParityPlan, address: ServerAddress) -> Record:
 
 
 Position = tuple[float, dict[str, float]]
-"""What a server says of one: log-probability of the token that stands there, and of the likeliest
-by their texts."""
+"""Log-probabilities that a server returns for one position: of the actual token, and of the most
+likely ones by text."""
 
 
 async def _ask(address: ServerAddress, prompts: Sequence[Sequence[int]]) -> list[list[Position]]:

@@ -67,7 +67,7 @@ class Loss:
 
     @property
     def bits_per_byte(self) -> float:
-        """The tokenizer does not matter to it."""
+        """Bits per byte, which do not depend on the tokenizer."""
         return self.nats / math.log(2) / self.bytes
 
 

@@ -97,7 +97,7 @@ class _Recipe:
     count: Counter
 
     def make(self, chars: int) -> Made:
-        """With so many characters of filler, or what stands for it."""
+        """Build it with this many characters of filler."""
         rng = random.Random(self.seed)
         if self.task in RETRIEVAL:
             document, text, lead, answers = _retrieval(RETRIEVAL[self.task], chars, rng)

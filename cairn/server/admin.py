@@ -69,7 +69,7 @@ def _state(request: Request) -> ServerState:
 
 
 def _refuse_browsers(request: Request) -> None:
-    """Any page in a browser of this machine can post to this port; none of them has a reason."""
+    """Requests with an Origin header are refused: no web page may use the admin routes."""
     if "origin" in request.headers:
         raise HTTPException(403, "admin routes do not answer pages in a browser")
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from cairn.server import page
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Answer without a key: whether the server lives, and whether it serves."""
+"""Routes without a key: /health and /ready."""
 PAGE_PATHS = frozenset(route.path for route in page.routes)
 """The page and its files. A browser cannot send a bearer key with an address: there it is asked for
 user and password, and the password is the key."""

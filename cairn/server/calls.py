@@ -60,7 +60,7 @@ def begun_call(text: str) -> Call | None:
         return None
     arguments = text[begun.end() :]
     with contextlib.suppress(ValueError, RecursionError):
-        # They may be whole, and only what closes the call is missing.
+        # The arguments may be complete, with only the closing brace of the call missing.
         arguments = arguments[: _DECODER.raw_decode(arguments)[1]]
     return Call(json.loads(begun[1]), arguments)
 

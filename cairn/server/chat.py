@@ -101,7 +101,7 @@ async def prepared(request: Request, asked: ChatRequest) -> tuple[Work, ChatShap
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request's tools come to.
+    """How a request's tools are offered to the model and parsed.
 
     Attributes:
         shown: the tools as the chat template reads them.
@@ -145,7 +145,7 @@ def tool_use(state: ServerState, asked: ChatRequest, tokenizer: Tokenizer) -> To
             held = strict_grammar(msgspec.to_builtins(tools), parser) if strict else None
             return ToolUse(shown, parser, held, several)
         callable_ = [tool for tool in shown if named in (None, tool["function"]["name"])]
-        # A model that cannot end its output would call for ever.
+        # Without an end-of-sequence id the model would emit calls until max_tokens.
         more = several and named is None and bool(state.client.info.eos_ids)
         grammar = tool_grammar(callable_, "required", parser, several=more)
     return ToolUse(shown, parser, grammar, several, forced=True)
@@ -300,7 +300,7 @@ class _Reader:
                     more = FunctionFragment(arguments=piece.fragment)
                     calls.append(CallFragment(piece.index, more))
                     if not (self._several or self._cut):
-                        # A call is told when it is whole.
+                        # A call is sent when it is complete.
                         self.finish_reason = "tool_calls"
                         return "".join(text), calls
         if delta.finish_reason is not None:

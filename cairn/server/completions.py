@@ -112,7 +112,7 @@ class CompletionShape:
         return self.chunk([joined(each) for each in parts], usage)
 
     async def _score_prompt(self, at: int, parts: Sequence[Positions]) -> CompletionLogprobs:
-        """Piece by piece, so that a long prompt does not keep other requests waiting."""
+        """In pieces, so that a long prompt does not block the event loop."""
         assert self._logprobs is not None
         scores = LegacyLogprobs(self._tokenizer, (), 0, self._logprobs)
         ids, positions = self._prompts[at].ids, chain((None,), *parts)

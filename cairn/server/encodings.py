@@ -1,4 +1,4 @@
-"""Bodies that come compressed, within the bound of what they are when they are not."""
+"""Decompression of request bodies, bounded by the limit on the uncompressed size."""
 
 from __future__ import annotations
 

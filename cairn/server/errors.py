@@ -48,7 +48,7 @@ OTHER_APIS = {
 """Paths of APIs that are not served, and what there is in their place."""
 LONGEST_TEXT = 2000
 CLIENT_GONE = 499
-"""Stands in logs and metrics for the status of an answer that nobody was there to take."""
+"""Status in logs and metrics of a request whose client disconnected."""
 INTERNAL = "the server failed on this request; its log says more"
 
 
@@ -68,7 +68,7 @@ def error_body(
 
 
 def shortened(text: str) -> str:
-    """A text that may quote what a client sent, without its megabytes."""
+    """An error text, shortened, because it may quote a large field of the request."""
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."
 
 

@@ -27,7 +27,7 @@ from cairn.types import SamplingParams
 
 
 class Part(Protocol):
-    """What a step adds to one choice, as the answer writes it."""
+    """New content of one choice."""
 
     @property
     def index(self) -> int:
@@ -38,7 +38,7 @@ C = TypeVar("C", bound=Part)
 
 
 class RequestFailed(CairnError):
-    """The engine gave one request up.
+    """The engine aborted one request.
 
     Args:
         message: why.
@@ -69,7 +69,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What every chunk of an answer repeats.
+    """Fields that every chunk of an answer repeats.
 
     Attributes:
         id: of the answer.
@@ -101,7 +101,7 @@ class Shape(Protocol[C]):
         """What a step's new tokens add, ready to be sent."""
 
     def over(self, choice: int) -> bool:
-        """Nothing that follows would be sent."""
+        """The rest of the output is not needed."""
 
     def chunk(self, parts: list[C], usage: Usage | msgspec.UnsetType | None) -> msgspec.Struct:
         """One event of a stream."""

@@ -1,4 +1,4 @@
-"""A process that compiles what clients send, so that nothing they send can hurt the server.
+"""Worker process that compiles grammars of clients; a crash or hang cannot affect the server.
 
 Started by `GrammarChecker`: `python -m cairn.server.grammar_worker SECONDS BYTES`. Its first
 message is a vocabulary, the others are grammars. It answers each with a verdict: empty when the

@@ -1,4 +1,4 @@
-"""Clients' grammars are tried in a process beside the server before the engine sees them."""
+"""Compiles clients' grammars in a worker process before the engine gets them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first steps of every handler that takes a body: read it, and work that takes long."""
+"""Reading a request body, and running long work outside of the event loop."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ KEEP_ALIVE_SECONDS = 75
 OPEN_FILES = 65536
 """Every connection is one; the usual soft limit of 1,024 is soon reached."""
 LAST_WORDS_SECONDS = 0.5
-"""For open streams to tell their clients that the engine has ended."""
+"""Seconds for open streams to send an error after the engine has ended."""
 STOP_SECONDS = 2.0
 POLL_SECONDS = 0.05
 
@@ -74,7 +74,7 @@ def serve(model: Path, engine: EngineOptions, options: ServerOptions, say: Say) 
         BadModel, BadConfig, OutOfMemory: the server cannot start.
         EngineDead: the engine ended while it served.
     """
-    # What the files alone tell is told before anything large is loaded.
+    # Errors in config files are reported before anything large is loaded.
     load_spec(model)
     if engine.load_format != "random":
         read_headers(model)
@@ -175,7 +175,7 @@ class _Life:
         if self._state.tokenizer is not None:
             self._state.grammars.open(self._state.tokenizer, self._client.info.vocab_size)
         self._report.loaded(self._client.info, self._state.sampling_defaults)
-        # What is loaded stays: the collector need not walk it again and again.
+        # Exclude loaded objects from garbage collection.
         gc.collect()
         gc.freeze()
         self._state.loaded = True

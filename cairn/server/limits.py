@@ -1,4 +1,4 @@
-"""Bounds on what a client may send, held while it arrives and before anything parses it."""
+"""Limits on request size, enforced while a request arrives and before it is parsed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from cairn.server.protocol.chat import ChatLogprobs, TokenAlternative, TokenLogp
 from cairn.server.protocol.completions import CompletionLogprobs
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot write; as OpenAI does."""
+"""Replaces minus infinity, which JSON cannot represent, as in OpenAI's API."""
 
 
 def value_of(position: Position, token: int) -> float:

@@ -179,7 +179,7 @@ class MessageShape:
         reason: StopReason | None = None,
         sequence: str | None = None,
     ) -> MessageResponse:
-        """A message as far as it is there."""
+        """The message so far."""
         return MessageResponse(
             id=self.head.id.replace("chatcmpl", "msg"),
             model=self.head.model,

@@ -1,4 +1,4 @@
-"""What happens to every request before its handler: name, host, key, bounds, a line in the log."""
+"""Middleware of all routes: request id, Host header, API key, limits, access log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cairn.server.state import ServerState
 access = logging.getLogger("cairn.access")
 
 OPERATIONS = frozenset({"/health", "/ready", "/metrics"})
-"""Answered in every state of the server; asked so often that they leave no span and no line."""
+"""Routes that are answered in every state, without a trace span or a log line."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 NO_TRACER = Tracer()
 ANY_HOST = HostCheck()
@@ -146,7 +146,7 @@ class _Observed:
 
 
 class _Guarded:
-    """Refuses what must not reach a handler, and counts what does."""
+    """Refuses requests that must not reach a handler, and counts the others."""
 
     def __init__(self, app: ASGIApp, state: ServerState, hosts: HostCheck) -> None:
         self._app = app
@@ -159,7 +159,7 @@ class _Guarded:
             self._hosts.check(path, headers)
             auth.check_key(path, headers, state.options.api_keys)
             limits.check_headers(headers, state.options)
-            # The page is there before the model: it says that it waits.
+            # The chat page is served while the model loads, and says so.
             if path in OPERATIONS or path in auth.PAGE_PATHS:
                 await self._app(scope, receive, send)
                 return

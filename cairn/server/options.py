@@ -1,4 +1,4 @@
-"""What the operator decides about the server; the engine's options are in `cairn.config`."""
+"""Options of the server; those of the engine are in `cairn.config`."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class ServerOptions:
 
     def _check_texts(self) -> None:
         for key in self.api_keys:
-            # Anything else cannot stand in a header line.
+            # Other characters cannot be sent in a header.
             if not isinstance(key, str) or not re.fullmatch(r"[!-~]+", key):
                 raise BadConfig("an API key is empty or has a character that no header can carry")
         for host in self.allowed_hosts:

@@ -1,4 +1,4 @@
-"""What a server says while it starts and stops, for people who look at a terminal."""
+"""Messages on the terminal while the server starts and stops."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Report:
         self._say(f"{count} requests were cut off (--shutdown-timeout gives more time)")
 
     def _say(self, line: str) -> None:
-        # Nobody reading any more (`| head`) is no reason to stop serving.
+        # A closed stdout (`| head`) must not stop the server.
         with contextlib.suppress(OSError):
             self._shown(line)
 

@@ -1,4 +1,4 @@
-"""Answers that end when the client goes away: whole ones and streams of server-sent events."""
+"""Responses and server-sent event streams that are cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PING_SECONDS = 10.0
-"""Silence after which a comment keeps proxies from giving the connection up."""
+"""Seconds without data after which a comment is sent, so that proxies keep the connection."""
 NEWS_SECONDS = 1.0
-"""Silence after which a comment says what there is to tell meanwhile."""
+"""Seconds without data after which a comment reports the progress of the prefill."""
 PING = b": still working\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    # Asks nginx not to collect the events.
+    # Turn off response buffering in nginx.
     "x-accel-buffering": "no",
 }
 

@@ -1,4 +1,4 @@
-"""A process that renders chat templates, so that one without an end cannot stop the server.
+"""Worker process that renders chat templates, so that an endless one cannot block the server.
 
 Started by `TemplateRenderer`: `python -m cairn.server.template_worker SECONDS BYTES`. Its first
 message is empty; each other one is a TemplateInput. The answer is a letter and a text: what was

@@ -1,4 +1,4 @@
-"""Tool calls, found in what a model writes.
+"""Parsers of tool calls in model output.
 
 A call is told when it is whole: a known form, a name, and arguments that are a JSON object (see
 `read_calls`). What looks like a call and is none stays text, to the last character. White space
@@ -265,7 +265,7 @@ class _Llama3(_Reader):
         yield from self._give_up()
 
     def _give_up(self) -> Iterator[str]:
-        """All that is left is text."""
+        """The rest of the output is text."""
         self._plain = True
         held, self._held = self._held, ""
         yield self._text(held)

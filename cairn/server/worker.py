@@ -1,4 +1,4 @@
-"""The inside of a worker process, which does for the server what must not be able to hurt it.
+"""Main loop of a worker process, which isolates untrusted work from the server.
 
 It reads messages from the standard input and answers each on the standard output. One that takes
 more than its time ends the process, whatever code it is in; its memory is bounded.
@@ -45,7 +45,7 @@ def serve(begin: Callable[[bytes], Work], seconds: float, memory: int) -> None:
     # The alarm's default action ends the process, whatever native code it is in.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, START_SECONDS)
-    # What a library prints must not get among the answers.
+    # stdout carries the answers: redirect what libraries print.
     answers: BinaryIO = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     # What passes here must pass in the engine, whose stacks are deeper.

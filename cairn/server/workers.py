@@ -18,7 +18,7 @@ from cairn.errors import CairnError
 from cairn.server.worker import HEADER, READY, START_SECONDS, framed
 
 GRACE_SECONDS = 1.0
-"""A worker ends itself when its time is up; after this much more it is ended from outside."""
+"""Seconds after its time limit at which a worker that has not ended itself is killed."""
 
 
 class Ended(Exception):
@@ -181,7 +181,7 @@ class _Worker:
         """End the process and let go of it."""
         self.kill()
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # what was not sent is lost
+            with contextlib.suppress(OSError):  # unsent data is dropped
                 pipe.close()
 
     def exchange(self, message: bytes, seconds: float) -> bytes:

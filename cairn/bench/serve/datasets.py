@@ -1,4 +1,4 @@
-"""What is asked: random texts, random texts behind shared prefixes, recorded conversations."""
+"""Datasets: random texts, random texts with shared prefixes, ShareGPT conversations."""
 
 from __future__ import annotations
 

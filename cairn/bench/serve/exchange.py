@@ -1,4 +1,4 @@
-"""What the load generator asks for, and what came back when. Times are of `time.perf_counter`."""
+"""Requests of the load generator and their outcomes. Times are of `time.perf_counter`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Request:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request; filled while it runs.
+    """Outcome of a request; filled while it runs.
 
     It does not hold the prompt: a soak of long prompts would keep them all.
 

@@ -1,4 +1,4 @@
-"""When things happen: arrivals of requests, work at intervals, clients that leave early.
+"""Timing of the load: arrivals, periodic work, clients that disconnect early.
 
 All measurements of a server run on these.
 """

@@ -1,4 +1,4 @@
-"""What a load came to: rates, latencies and errors, as a record and as a table."""
+"""Report of a load: rates, latencies and errors, as a record and as a table."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a load came to. Rates and latencies are of the requests that completed.
+    """Report of a load. Rates and latencies are of the requests that completed.
 
     Attributes:
         seconds: from the first request sent to the last byte.

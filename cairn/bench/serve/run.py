@@ -1,4 +1,4 @@
-"""`cairn bench serve`: requests at a pace against a server, and what they met."""
+"""`cairn bench serve`: sends requests to a server and reports latencies."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def run_serve(plan: ServePlan) -> ServeResult:
             lengths = replace(lengths, exact=False)
         dataset = await open_dataset(plan.dataset, lengths, count)
         ready = [] if count is None else await _prepare(dataset, count)
-        # What a server does for its first request only is no part of the measurement.
+        # One request before measuring: the first one may initialise the server.
         await server.send(replace(plan.request(await dataset.item(0)), prompt="Hi", output_len=2))
 
         outcomes: list[Outcome] = []

@@ -100,7 +100,7 @@ async def run_soak(plan: SoakPlan) -> SoakResult:
 
 
 class _Soak:
-    """The load and the look-out over it."""
+    """The load, and sampling of the server meanwhile."""
 
     def __init__(self, plan: SoakPlan, server: Server, mix: Mix) -> None:
         self.plan, self.server, self.mix = plan, server, mix
@@ -129,7 +129,7 @@ class _Soak:
         self._leavers.learn(outcome, leave)
         self.tally.add(outcome)
         if outcome.error is not None:
-            # A server that refuses at once would otherwise be asked in a tight loop.
+            # Wait after a refusal, else requests would be sent in a tight loop.
             await asyncio.sleep(PAUSE_SECONDS)
 
     @property

@@ -1,4 +1,4 @@
-"""What a soak came to: requests by kind, and the trend of each of the server's processes."""
+"""Report of a soak: requests by kind, and the trend of each server process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cairn bench stall`: what a long prompt costs the streams that run, and they it."""
+"""`cairn bench stall`: how a long prompt and running streams slow each other down."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MEDIA_TYPES = {
     "svg": "image/svg+xml",
 }
 
-# Nothing from elsewhere, nothing inline: what a model writes can never become code.
+# No external and no inline scripts: output of the model cannot run as code.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -77,7 +77,7 @@ def _route(path: str, asset: Asset) -> Route:
     return Route(path, serve, methods=["GET"])
 
 
-# One route a file: there is no path to climb out of.
+# One route for each file, so that no path traversal is possible.
 routes: list[Route] = [
     _route("/", ASSETS["index.html"]),
     *(_route(f"/page/{name}", asset) for name, asset in ASSETS.items() if name != "index.html"),

@@ -22,7 +22,7 @@ from cairn.server.protocol.fields import (
 )
 
 TYPING_ERROR = 0.85
-"""Likeness of names from which an unknown field of a message is a known one, mistyped."""
+"""Similarity from which an unknown field of a message counts as a misspelt one."""
 NO_PICTURES = "this server reads text only"
 CACHED_ANYWAY = "equal prompts share pages anyway"
 NO_FUNCTIONS = "it was replaced by tools and tool_choice"
@@ -36,7 +36,7 @@ class TextPart(History, tag_field="type", tag="text"):
 
 
 class ImagePart(History, tag_field="type", tag="image_url"):
-    """A picture."""
+    """Image part of a message; refused."""
 
     image_url: Annotated[Refusable, refused(NO_PICTURES)]
 
@@ -57,7 +57,7 @@ Content = str | list[TextPart | ImagePart | AudioPart | FilePart]
 
 
 class SystemMessage(History, tag_field="role", tag="system"):
-    """What the assistant is told first."""
+    """System message."""
 
     content: Content
     name: str | None = None
@@ -71,7 +71,7 @@ class DeveloperMessage(History, tag_field="role", tag="developer"):
 
 
 class UserMessage(History, tag_field="role", tag="user"):
-    """What the user says."""
+    """User message."""
 
     content: Content
     name: str | None = None
@@ -258,7 +258,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 class TokenAlternative(Struct, frozen=True):
-    """A token that could have stood at a position.
+    """An alternative token at a position.
 
     Attributes:
         token: its text; a broken character shows as U+FFFD.

@@ -171,7 +171,7 @@ class ChoiceExtras(Struct, frozen=True):
 
 
 class ErrorDetail(Struct, frozen=True):
-    """What went wrong, in OpenAI's shape."""
+    """Error object in OpenAI's form."""
 
     message: str
     type: str

@@ -22,7 +22,7 @@ LONGEST_NAME = 64
 T = TypeVar("T")
 
 Refusable = Any
-"""Type of a refused field: whatever comes is refused alike."""
+"""Type of a field that is refused whatever its value."""
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
@@ -59,7 +59,7 @@ class Fields(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=Tru
     def __post_init__(self) -> None:
         for name, (reason, but) in _refusals(type(self)).items():
             value = getattr(self, name)
-            asks = isinstance(value, bool) or value != but  # true is no 1
+            asks = isinstance(value, bool) or value != but  # bool is a subclass of int in Python
             if value is not None and asks:
                 raise BadField(name, f"{name} is not served: {reason}", "Leave it out")
 
@@ -160,7 +160,7 @@ def _explained(error: msgspec.ValidationError, kind: type) -> BadRequest:
     if unknown is None:
         return BadField(path or None, f"{path}: {text}" if path else text)
     name = unknown[1]
-    # Looking for the nearest name of megabytes takes seconds.
+    # Finding the nearest known name of a very long key would take seconds.
     close = nearest(name, _known_fields(kind)) if not path and len(name) <= LONGEST_NAME else None
     return BadField(
         _joined(path, name),

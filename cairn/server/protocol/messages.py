@@ -48,14 +48,14 @@ class ToolResultBlock(History, tag_field="type", tag="tool_result"):
 
 
 class ThinkingBlock(History, tag_field="type", tag="thinking"):
-    """What the assistant thought, given back."""
+    """Thinking of the assistant, sent back."""
 
     thinking: Annotated[str, no_effect("templates read the answer")]
     signature: Annotated[str | None, no_effect("templates read the answer")] = None
 
 
 class HiddenThinkingBlock(History, tag_field="type", tag="redacted_thinking"):
-    """The same, enciphered."""
+    """Encrypted thinking of the assistant, sent back."""
 
     data: Annotated[str, no_effect("templates read the answer")]
 

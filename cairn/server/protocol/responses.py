@@ -55,7 +55,7 @@ class CallOutput(History, tag_field="type", tag="function_call_output"):
 
 
 class Reasoning(History, tag_field="type", tag="reasoning"):
-    """What the assistant thought, given back."""
+    """Reasoning of the assistant, sent back."""
 
 
 Item = InputMessage | InputCall | CallOutput | Reasoning
