@@ -26,6 +26,13 @@ def test_every_environment_variable_is_described() -> None:
     assert read == set(configuration.ENVIRONMENT)
 
 
+def test_every_option_has_a_help_text() -> None:
+    for path, command in configuration._commands(configuration.cairn, "cairn"):
+        for option in command.params:
+            if option.param_type_name == "option":
+                assert getattr(option, "help", None), f"{path} {option.name}"
+
+
 def test_marks_are_read_as_they_are_written(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "test_some.py").write_text(
         '@shows("qwen3 hils", "overlap", "TP")\n@pytest.mark.gpu\ndef test_a(): ...\n'

@@ -19,7 +19,7 @@ import torch._dynamo.config
 import torch._inductor.config
 
 from cairn.bench import registered as _registered  # noqa: F401  (ops are found once imported)
-from cairn.ops.benching import COMPILED, Draw, Point
+from cairn.ops.benching import COMPILED, Draw, Point, points_of
 from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import runnable
 
@@ -67,9 +67,8 @@ def _run_sizes(name: str, device: str, dtype: torch.dtype, sizes: str) -> None:
     """Call the op and what is compiled beside it once at every size."""
     _set_up_compilers()
     op = next(op for op in all_ops() if op.name == name)
-    assert op.bench_source is not None
     with torch.inference_mode():
-        for point in op.bench_source(Draw(device, dtype, sizes)):
+        for point in points_of(op, Draw(device, dtype, sizes)):
             _run(op, point, device)
             torch.cuda.empty_cache()
     torch.compiler.reset()

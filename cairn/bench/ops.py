@@ -19,7 +19,7 @@ from cairn.bench.roofline import Roofline, measure, measure_copy
 from cairn.bench.timing import Timing, host_seconds, kernels, measure_calls, rotated
 from cairn.errors import BadConfig, CairnError
 from cairn.names import suggestion
-from cairn.ops.benching import Draw, Point
+from cairn.ops.benching import Draw, Point, points_of
 from cairn.ops.implementation import REFERENCE
 from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, runnable
@@ -185,8 +185,7 @@ def _rows(
     op: Op[..., Any], draw: Draw, plan: OpsPlan, roofline: Roofline, copy: float
 ) -> Iterator[OpTiming | OpFailure]:
     """The op at its sizes; what fails at one is a row too."""
-    assert op.bench_source is not None
-    points = iter(op.bench_source(draw))
+    points = points_of(op, draw)
     size: str | None = None
     counted: set[str] = set()
     while True:

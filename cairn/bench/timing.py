@@ -32,7 +32,7 @@ FEWEST = 2
 MEMORY = {"cuda": 8 << 30, "cpu": 1 << 30}
 """Bytes that all copies of a call's arguments may take."""
 LASTING, GRAPH_CALLS = 0.01, 64
-"""Seconds of work that a graph holds, and most calls: long enough that its launch and a GPU that was
+"""Seconds of work that a graph holds, and most calls: so long that its launch and a GPU that was
 idle do not matter."""
 REPEATS = (3, 20)
 """Fewest and most measurements that the median is taken of."""

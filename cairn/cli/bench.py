@@ -39,7 +39,8 @@ shape_option = click.option(
 output_option = click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File of records; the default is benchmarks/results/<date>-<machine>-<name>.json.",
+    help="File that records are appended to.  [default: "
+    "benchmarks/results/<date>-<machine>-<name>.json]",
 )
 
 
@@ -55,16 +56,32 @@ for _command in (serve, stall, soak):
 @bench.command()
 @model_argument
 @shape_option
-@click.option("--num-prompts", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--input-len", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--output-len", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--kind", type=click.Choice(KINDS), help="Default: the first that the shape has.")
+@click.option(
+    "--num-prompts", type=click.IntRange(min=1), default=16, show_default=True, help="Prompts."
+)
+@click.option(
+    "--input-len",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Tokens of each prompt.",
+)
+@click.option(
+    "--output-len",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Tokens of each output.",
+)
+@click.option(
+    "--kind", type=click.Choice(KINDS), help="Attention of the shape.  [default: its first]"
+)
 @output_option
 @engine_options
 def offline(
     model: Path | None, shape: str | None, kind: str | None, output: Path | None, **options: Any
 ) -> None:
-    """Throughput of many prompts given at once."""
+    """Measure the throughput of many prompts that are given at the same time."""
     from cairn.bench.offline import OfflinePlan, run_offline
 
     subject = _subject(model, shape)
@@ -85,24 +102,48 @@ def offline(
 @bench.command()
 @model_argument
 @shape_option
-@click.option("--contexts", metavar="LIST", default="1024,8192", show_default=True)
-@click.option("--batches", metavar="LIST", default="1", show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option(
-    "--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Default: all that there are."
+    "--contexts",
+    metavar="LIST",
+    default="1024,8192",
+    show_default=True,
+    help="Tokens of each prompt.",
 )
-@click.option("--fill", is_flag=True, help="Random pages instead of a prefill: decode only.")
-@click.option("--yardstick", is_flag=True, help="transformers' generate on the dense twin too.")
+@click.option(
+    "--batches", metavar="LIST", default="1", show_default=True, help="Sequences that run together."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Decode steps to time.",
+)
+@click.option(
+    "--kind",
+    "kinds",
+    type=click.Choice(KINDS),
+    multiple=True,
+    help=("Attention of the shape; repeatable.  [default: all that it has]"),
+)
+@click.option(
+    "--fill",
+    is_flag=True,
+    help=("Fill the cache with random numbers instead of a prefill; measures decode steps only."),
+)
+@click.option(
+    "--yardstick", is_flag=True, help="Also time transformers' generate on the dense shape."
+)
 @click.option(
     "--overlap",
     is_flag=True,
-    help="Of a shape: neighbouring queries select much the same pages, as trained ones do.",
+    help="Make neighbouring queries of a shape select similar pages, as in a trained model.",
 )
 @click.option(
     "--chart",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.png",
-    help="Draw what the file of records then holds (needs the extra `bench`).",
+    help="Draw a chart of the file of records. Needs `pip install 'cairn-llm[bench]'`.",
 )
 @output_option
 @engine_options
@@ -117,10 +158,10 @@ def latency(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Prefill seconds and decode milliseconds per step, per context length and batch.
+    """Measure prefills and decode steps by context length and batch size.
 
-    The memory bandwidth and the GEMM rate of this machine are measured in the same run; each
-    cell is shown with the share of that floor it reaches.
+    Memory bandwidth and GEMM rate of the machine are measured in the same run; each result is
+    shown with its share of what they allow (the roofline).
     """
     from cairn.bench.chart import latency_chart, require_matplotlib
     from cairn.bench.latency import LatencyPlan, run_latency
@@ -161,22 +202,27 @@ def latency(
 @bench.command()
 @click.argument("names", nargs=-1, metavar="[OP|FAMILY]...")
 @click.option(
-    "--dtype", type=click.Choice(DTYPES[1:]), help="[default: bfloat16; float32 on a CPU]"
+    "--dtype",
+    type=click.Choice(DTYPES[1:]),
+    help=("Dtype of the arguments.  [default: bfloat16; float32 on a CPU]"),
 )
-@click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: a GPU if there is]")
+@click.option(
+    "--device", metavar="NAME", help="cpu, cuda or cuda:N.  [default: a GPU if there is one]"
+)
 @click.option(
     "--sizes",
     type=click.Choice(["tiny", "full"]),
-    help="full: layers of the published shapes.  [default: full; tiny on a CPU]",
+    help="full: sizes of layers of the published shapes; tiny: small ones.  "
+    "[default: full; tiny on a CPU]",
 )
 @json_option
 @output_option
 def ops(names: tuple[str, ...], as_json: bool, output: Path | None, **options: Any) -> None:
-    """Time ops, or all of them, at small and large sizes, alternatives beside them.
+    """Measure ops, or all of them, at small and large sizes, beside alternatives.
 
-    Bandwidth and GEMM rate are measured in the same run; each op is shown with the share of that
-    roofline it reaches, with those of what a large copy and one of as many bytes reach, and with
-    its gain on the fastest alternative from outside.
+    Bandwidth and GEMM rate are measured in the same run. Each op is shown with its share of the
+    roofline, of the rate of a large copy and of a copy of as many bytes, and with the speedup
+    over the fastest alternative that is not part of cairn.
     """
     from cairn.bench.ops import OpsPlan, run_ops, this_device
 

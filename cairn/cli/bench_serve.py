@@ -24,35 +24,45 @@ POSITIVE = click.IntRange(min=1)
 SECONDS = click.FloatRange(min=0, min_open=True)
 
 SERVER = (
-    click.option("--base-url", default="http://127.0.0.1:8000", show_default=True),
-    click.option("--model", help="Name to ask for.  [default: the first that the server lists]"),
     click.option(
-        "--api-key", envvar="CAIRN_API_KEY", help="Bearer token.  [default: $CAIRN_API_KEY]"
+        "--base-url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server."
+    ),
+    click.option(
+        "--model", help=("Model name in requests.  [default: the first that the server lists]")
+    ),
+    click.option(
+        "--api-key",
+        envvar="CAIRN_API_KEY",
+        help=("API key, sent as a bearer token.  [default: CAIRN_API_KEY]"),
     ),
     click.option(
         "--tokenizer",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Folder that counts tokens.  [default: the server's /tokenize, or its usage]",
+        help="Folder of a tokenizer to count tokens with.  [default: the server's "
+        "/tokenize, or its usage]",
     ),
     click.option(
         "--timeout",
         type=SECONDS,
         default=600.0,
         show_default=True,
-        help="Seconds without a byte that make a request fail.",
+        help="Seconds without a byte after which a request fails.",
     ),
-    click.option("--seed", type=int, default=0, show_default=True, help="Of prompts and arrivals."),
+    click.option(
+        "--seed", type=int, default=0, show_default=True, help="Seed of prompts and arrivals."
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table."),
     click.option(
         "--output",
         type=click.Path(dir_okay=False, path_type=Path),
-        help="File of records; the default is benchmarks/results/<date>-<machine>-<name>.json.",
+        help="File that records are appended to.  [default: "
+        "benchmarks/results/<date>-<machine>-<name>.json]",
     ),
     click.option(
         "--chart",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE.png",
-        help="Draw a chart too (needs the extra `bench`).",
+        help="Draw a chart too. Needs `pip install 'cairn-llm[bench]'`.",
     ),
 )
 
@@ -70,15 +80,34 @@ def server_options(command: F) -> F:
     type=click.Choice(["completions", "chat"]),
     default="completions",
     show_default=True,
+    help="API that requests use.",
 )
-@click.option("--dataset-name", type=click.Choice(DATASETS), default="random", show_default=True)
+@click.option(
+    "--dataset-name",
+    type=click.Choice(DATASETS),
+    default="random",
+    show_default=True,
+    help="Kind of prompts.",
+)
 @click.option(
     "--dataset-path",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File of conversations for sharegpt: a JSON list, or one object per line.",
+    help="File of ShareGPT conversations: a JSON list, or one object per line.",
 )
-@click.option("--random-input-len", type=POSITIVE, default=1024, show_default=True)
-@click.option("--random-output-len", type=POSITIVE, default=128, show_default=True)
+@click.option(
+    "--random-input-len",
+    type=POSITIVE,
+    default=1024,
+    show_default=True,
+    help="Tokens of each prompt.",
+)
+@click.option(
+    "--random-output-len",
+    type=POSITIVE,
+    default=128,
+    show_default=True,
+    help="Tokens of each output.",
+)
 @click.option(
     "--random-range-ratio",
     type=float,
@@ -86,12 +115,26 @@ def server_options(command: F) -> F:
     show_default=True,
     help="Lengths are uniform between (1 - ratio) and (1 + ratio) times these.",
 )
-@click.option("--shared-prefix-len", type=POSITIVE, default=1024, show_default=True)
-@click.option("--shared-prefix-groups", type=POSITIVE, default=4, show_default=True)
 @click.option(
-    "--num-prompts", type=POSITIVE, help="Requests.  [default: 100, or what --duration allows]"
+    "--shared-prefix-len",
+    type=POSITIVE,
+    default=1024,
+    show_default=True,
+    help="Tokens of a shared prefix.",
 )
-@click.option("--duration", type=SECONDS, help="Send no request after so many seconds.")
+@click.option(
+    "--shared-prefix-groups",
+    type=POSITIVE,
+    default=4,
+    show_default=True,
+    help="Different shared prefixes.",
+)
+@click.option(
+    "--num-prompts",
+    type=POSITIVE,
+    help=("Requests to send.  [default: 100, or what --duration allows]"),
+)
+@click.option("--duration", type=SECONDS, help="Send requests for this many seconds.")
 @click.option(
     "--request-rate",
     type=float,
@@ -104,23 +147,31 @@ def server_options(command: F) -> F:
     type=float,
     default=1.0,
     show_default=True,
-    help="Of the arrivals: 1 is Poisson, less comes in bursts, more is even.",
+    help="Shape of the gamma distribution of arrivals: 1 is Poisson, below 1 bursty, above 1 even.",
 )
-@click.option("--max-concurrency", type=POSITIVE, help="Requests in flight.  [default: no limit]")
-@click.option("--ignore-eos", is_flag=True, help="Outputs run to their full length.")
-@click.option("--temperature", type=float, default=0.0, show_default=True)
+@click.option(
+    "--max-concurrency", type=POSITIVE, help="Most requests in flight.  [default: no limit]"
+)
+@click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Sampling temperature; 0: greedy.",
+)
 @click.option(
     "--abort-fraction",
     type=float,
     default=0.0,
     show_default=True,
-    help="Share of the clients that leave at a random moment.",
+    help="Share of the clients that disconnect at a random moment.",
 )
 @server_options
 def serve(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
-    """Send requests to an OpenAI-compatible server: throughput and latencies.
+    """Measure throughput and latencies of an OpenAI-compatible server.
 
-    Latencies are seen by the client: TTFT (time to first token), TPOT (time per output token
+    Latencies are measured by the client: TTFT (time to first token), TPOT (time per output token
     after the first), ITL (between two pieces of the stream) and E2E (the whole request).
     """
     from cairn.bench.chart import require_matplotlib
@@ -148,36 +199,46 @@ def serve(as_json: bool, output: Path | None, chart: Path | None, **options: Any
 
 
 @click.command()
-@click.option("--streams", type=POSITIVE, default=8, show_default=True, help="That decode.")
+@click.option("--streams", type=POSITIVE, default=8, show_default=True, help="Streams that decode.")
 @click.option(
-    "--stream-input-len", type=POSITIVE, default=64, show_default=True, help="Of each stream."
+    "--stream-input-len",
+    type=POSITIVE,
+    default=64,
+    show_default=True,
+    help="Prompt tokens of a stream.",
 )
 @click.option(
     "--stream-output-len",
     type=POSITIVE,
     default=8192,
     show_default=True,
-    help="Must outlast the measurement.",
+    help="Output tokens of a stream; they must last longer than the measurement.",
 )
 @click.option(
-    "--long-input-len", type=POSITIVE, default=65536, show_default=True, help="The long prompt."
+    "--long-input-len",
+    type=POSITIVE,
+    default=65536,
+    show_default=True,
+    help="Tokens of the long prompt.",
 )
 @click.option(
     "--seconds-before",
     type=SECONDS,
     default=10.0,
     show_default=True,
-    help="How long the streams are watched alone.",
+    help="Seconds for which the streams are measured before the long prompt.",
 )
 @click.option(
-    "--itl-target-ms", type=SECONDS, help="What the server was started with, to compare with."
+    "--itl-target-ms",
+    type=SECONDS,
+    help="The server's --itl-target-ms, to compare the result with.",
 )
 @server_options
 def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
-    """What a long prompt costs the streams that run, and what they cost it.
+    """Measure how a long prompt slows down running streams, and they the prompt.
 
-    A long prompt runs alone; then streams decode and another one of its length arrives; then one
-    runs alone again. The faster of the lone ones counts.
+    A long prompt is prefilled alone; then another one arrives while streams decode; then one is
+    prefilled alone again. The faster of the two lone prefills is the baseline.
     """
     from cairn.bench.chart import require_matplotlib
     from cairn.bench.serve.chart import stall_chart
@@ -206,9 +267,21 @@ def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any
 
 
 @click.command()
-@click.option("--duration", type=SECONDS, default=3600.0, show_default=True, help="Seconds.")
-@click.option("--pid", type=POSITIVE, help="Of the server, to watch it and its children.")
-@click.option("--max-concurrency", type=POSITIVE, default=8, show_default=True)
+@click.option(
+    "--duration", type=SECONDS, default=3600.0, show_default=True, help="Seconds of load."
+)
+@click.option(
+    "--pid",
+    type=POSITIVE,
+    help=("Process id of the server, to measure the memory of it and its children."),
+)
+@click.option(
+    "--max-concurrency",
+    type=POSITIVE,
+    default=8,
+    show_default=True,
+    help="Most requests in flight.",
+)
 @click.option(
     "--request-rate",
     type=float,
@@ -217,26 +290,41 @@ def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any
     help="Requests per second; inf keeps --max-concurrency in flight.",
 )
 @click.option(
-    "--long-input-len", type=POSITIVE, default=8192, show_default=True, help="Longest prompts."
+    "--long-input-len",
+    type=POSITIVE,
+    default=8192,
+    show_default=True,
+    help="Tokens of the longest prompts.",
 )
-@click.option("--abort-fraction", type=float, default=0.1, show_default=True)
-@click.option("--interval", type=SECONDS, default=10.0, show_default=True, help="Of samples.")
+@click.option(
+    "--abort-fraction",
+    type=float,
+    default=0.1,
+    show_default=True,
+    help="Share of the clients that disconnect at a random moment.",
+)
+@click.option(
+    "--interval", type=SECONDS, default=10.0, show_default=True, help="Seconds between samples."
+)
 @click.option(
     "--settle",
     type=SECONDS,
     default=8.0,
     show_default=True,
-    help="Seconds of idleness before the looks at rest; servers close idle connections after 5.",
+    help="Idle seconds before memory and descriptors at rest are read; servers "
+    "close idle connections after 5.",
 )
 @click.option(
-    "--warmup", type=float, help="Seconds that the slopes leave out.  [default: duration / 6]"
+    "--warmup",
+    type=float,
+    help=("Seconds at the start that memory slopes leave out.  [default: duration / 6]"),
 )
 @server_options
 def soak(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
-    """A mixed load for a long time: memory slopes, descriptors and leaked pages of the server.
+    """Load a server for a long time and measure its memory growth, descriptors and leaked pages.
 
-    Short chats, long prompts, shared prefixes, several continuations and stop strings, streamed
-    and not, some of them left in the middle.
+    The load mixes short chats, long prompts, shared prefixes, n > 1 and stop strings, streamed
+    and not; some clients disconnect early.
     """
     from cairn.bench.chart import require_matplotlib
     from cairn.bench.serve.chart import soak_chart

@@ -18,16 +18,22 @@ from cairn.cli.options import engine_arguments, engine_options, model_argument, 
     type=click.IntRange(min=4096),
     default=128_000,
     show_default=True,
-    help="Length of the document.",
+    help="Length of the document in tokens.",
 )
 @click.option(
     "--questions",
     type=click.IntRange(min=1, max=16),
     default=3,
     show_default=True,
-    help="Facts of each of the three kinds.",
+    help="Questions of each of the three kinds.",
 )
-@click.option("--needle-seed", type=int, default=0, show_default=True, help="Of facts and places.")
+@click.option(
+    "--needle-seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the facts and their places.",
+)
 @engine_options
 def demo(model: Path | None, tokens: int, questions: int, needle_seed: int, **options: Any) -> None:
     """Hide facts in a long document, ask MODEL for them, show what it cost.

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from cairn.cli.eval_options import (
+    POSITIVE,
+    chart_option,
+    connection_options,
+    result_options,
+    server_options,
+    text_option,
+)
 from cairn.cli.options import (
     engine_arguments,
     engine_options,
-    json_option,
     model_argument,
     model_or_default,
     parse_ids,
@@ -27,113 +34,48 @@ if TYPE_CHECKING:
     from cairn.eval.haystack import Filler
     from cairn.eval.subject import Source
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-POSITIVE = click.IntRange(min=1)
-
-CONNECTION = (
-    click.option(
-        "--served-model", metavar="NAME", help="Of the server's.  [default: the first it lists]"
-    ),
-    click.option(
-        "--api-key", envvar="CAIRN_API_KEY", help="Bearer token.  [default: $CAIRN_API_KEY]"
-    ),
-    click.option(
-        "--timeout",
-        type=click.FloatRange(min=0, min_open=True),
-        default=600.0,
-        show_default=True,
-        help="Seconds without a byte that make a request fail.",
-    ),
-)
-
-SERVER = (
-    click.option("--base-url", help="Ask this OpenAI-compatible server instead of MODEL."),
-    *CONNECTION,
-    click.option(
-        "--tokenizer",
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Folder that counts the server's tokens.  [default: its /tokenize, or its usage]",
-    ),
-    click.option(
-        "--max-concurrency",
-        type=POSITIVE,
-        default=4,
-        show_default=True,
-        help="Documents in flight on a server.",
-    ),
-    click.option("--chat", is_flag=True, help="Ask as a user's message, by the chat template."),
-)
-
-RESULT = (
-    json_option,
-    click.option(
-        "--output",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="File of records; the default is benchmarks/results/<date>-<machine>-<name>.json.",
-    ),
-)
-
-chart_option = click.option(
-    "--chart",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.png",
-    help="Draw it too (needs the extra `bench`).",
-)
-
-
-text_option = click.option(
-    "--text",
-    "texts",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    help="File or folder of text; repeatable.  [default: the standard library's sources]",
-)
-
-
-def _decorator(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
-    def decorate(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-connection_options = _decorator(CONNECTION)
-server_options = _decorator(SERVER)
-result_options = _decorator(RESULT)
-
 
 @click.group("eval")
 def evaluate() -> None:
-    """Measure what a model gets right at length, and append the records to a file."""
+    """Evaluate a model on long contexts and append the records to a file."""
 
 
 @evaluate.command()
 @model_argument
 @click.option(
-    "--task", "tasks", type=click.Choice(TASKS), multiple=True, help="Repeatable.  [default: all]"
+    "--task",
+    "tasks",
+    type=click.Choice(TASKS),
+    multiple=True,
+    help="Task to run; repeatable.  [default: all]",
 )
 @click.option(
     "--lengths",
     metavar="LIST",
     default="1024,4096,16384",
     show_default=True,
-    help="Tokens of a prompt with its answer.",
+    help="Lengths in tokens, prompt and answer together.",
 )
 @click.option(
     "--depths",
     metavar="LIST",
     default="0,0.25,0.5,0.75,1",
     show_default=True,
-    help="Where needles stand, as shares of the document.",
+    help="Positions of the needles, 0 (start) to 1 (end of the document).",
 )
 @click.option(
-    "--samples", type=POSITIVE, default=3, show_default=True, help="Needles of each cell."
+    "--samples",
+    type=POSITIVE,
+    default=3,
+    show_default=True,
+    help="Questions for each combination of task, length and depth.",
 )
 @click.option(
-    "--keys", type=POSITIVE, default=16, show_default=True, help="In a document of `multi`."
+    "--keys",
+    type=POSITIVE,
+    default=16,
+    show_default=True,
+    help="Needles in a document of the task multi.",
 )
 @click.option(
     "--format",
@@ -141,24 +83,27 @@ def evaluate() -> None:
     type=click.Choice(FORMATS),
     default="auto",
     show_default=True,
-    help="How needles are written; auto goes by the model's card.",
+    help="How needles are written; auto: as the model's README.md says, else english.",
 )
 @click.option(
     "--text",
     "texts",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="File or folder that documents are made of; repeatable.  [default: the standard "
-    "library's sources for lines, made-up prose for english]",
+    help="File or folder that documents are made of; repeatable.  [default: the sources of "
+    "Python's standard library for lines, generated prose for english]",
 )
 @click.option(
     "--variant",
     "variants",
     type=click.Choice(list(VARIANTS)),
     multiple=True,
-    help="Run the grid this way; repeatable, compared with the first.  [default: base]",
+    help="Engine setting to run the grid with; repeatable, answers are compared "
+    "with the first's.  [default: base]",
 )
-@click.option("--needle-seed", type=int, default=0, show_default=True, help="Of the documents.")
+@click.option(
+    "--needle-seed", type=int, default=0, show_default=True, help="Seed of the documents."
+)
 @chart_option
 @server_options
 @result_options
@@ -166,13 +111,14 @@ def evaluate() -> None:
 def needle(
     model: Path | None, as_json: bool, output: Path | None, chart: Path | None, **options: Any
 ) -> None:
-    """Hide facts at a grid of depths and lengths, ask for them, count exact answers.
+    """Hide facts (needles) in documents by length and depth, ask for them, count exact answers.
 
-    single: one fact in a document. multi: many keys in one, one asked for at every depth.
-    tracking: a chain of three links.
+    Tasks: single (one fact in a document), multi (many facts, one of them asked for), tracking (a
+    chain of three variables).
 
-    Variants: warm (a second question on the same document), cold (no prefix cache), odd-chunks
-    (of 509 slots), no-graphs, fp8 (pages), dense, window.
+    Variants: warm (a second question about a cached document), cold (no prefix cache), odd-chunks
+    (prefill chunks of 509 slots), no-graphs (no CUDA graphs), fp8 (8-bit pages), dense and window
+    (other attention backends).
     """
     from cairn.bench.chart import require_matplotlib
     from cairn.eval.chart import heat_map
@@ -212,28 +158,28 @@ def needle(
     "tasks",
     type=click.Choice(RULER_TASKS),
     multiple=True,
-    help="Repeatable.  [default: all]",
+    help="Task to run; repeatable.  [default: all]",
 )
 @click.option(
     "--lengths",
     metavar="LIST",
     default="4096",
     show_default=True,
-    help="Tokens of a prompt with its answer.",
+    help="Lengths in tokens, prompt and answer together.",
 )
 @click.option(
     "--samples",
     type=POSITIVE,
     default=20,
     show_default=True,
-    help="Prompts of a task at each length; the paper has 500.",
+    help="Prompts for each task and length; the paper uses 500.",
 )
-@click.option("--ruler-seed", type=int, default=0, show_default=True, help="Of the prompts.")
+@click.option("--ruler-seed", type=int, default=0, show_default=True, help="Seed of the prompts.")
 @server_options
 @result_options
 @engine_options
 def ruler(model: Path | None, as_json: bool, output: Path | None, **options: Any) -> None:
-    """RULER's tasks that need no data from outside, on texts made up here.
+    """Run the tasks of RULER that need no external data, on generated texts.
 
     Retrieval of needles (niah_*), variable tracking (vt), common words (cwe) and frequent words
     (fwe), scored as the paper does (arXiv 2404.06654): the share of the right answers found.
@@ -267,13 +213,17 @@ def ruler(model: Path | None, as_json: bool, output: Path | None, **options: Any
     metavar="LIST",
     default="4096,16384",
     show_default=True,
-    help="Tokens of context and predicted tokens together.",
+    help="Lengths in tokens, context and predicted tokens together.",
 )
 @click.option(
-    "--last", type=POSITIVE, default=2048, show_default=True, help="Tokens that are predicted."
+    "--last",
+    type=POSITIVE,
+    default=2048,
+    show_default=True,
+    help="Last tokens of each length, whose loss is measured.",
 )
 @click.option(
-    "--samples", type=POSITIVE, default=4, show_default=True, help="Stretches of the text."
+    "--samples", type=POSITIVE, default=4, show_default=True, help="Parts of the text to measure."
 )
 @chart_option
 @result_options
@@ -281,7 +231,7 @@ def ruler(model: Path | None, as_json: bool, output: Path | None, **options: Any
 def ppl(
     model: Path | None, as_json: bool, output: Path | None, chart: Path | None, **options: Any
 ) -> None:
-    """Bits per byte and perplexity of a text's last tokens as their context grows.
+    """Measure bits per byte and perplexity of the same tokens with more and more context.
 
     Every length predicts the same tokens; the shortest is what the others are compared with.
     """
@@ -319,34 +269,41 @@ def ppl(
     "others",
     metavar="NAME=VALUE",
     multiple=True,
-    help="Against this engine with a keyword of LLM changed, such as dtype=float32; repeatable.",
+    help="Compare with the engine after changing an option, such as dtype=float32; repeatable.",
 )
 @click.option(
     "--reference",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Against a file of logits: safetensors with input_ids [n] and logits [k, V] of its end.",
+    help="Compare with a safetensors file of input_ids [n] and the last positions' logits [k, V].",
 )
 @click.option(
-    "--base-url", help="Against an OpenAI-compatible server that echoes log-probabilities."
+    "--base-url",
+    help=("Compare with an OpenAI-compatible server that returns log-probabilities of the prompt."),
 )
 @click.option(
     "--save",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Against nothing: write this engine's logits as a file for --reference.",
+    help="Compare with nothing; write the engine's logits to a file for --reference.",
 )
 @text_option
-@click.option("--length", type=POSITIVE, default=2048, show_default=True, help="Of a prompt.")
 @click.option(
-    "--last", type=POSITIVE, default=256, show_default=True, help="Positions that are compared."
+    "--length", type=POSITIVE, default=2048, show_default=True, help="Tokens of each prompt."
+)
+@click.option(
+    "--last",
+    type=POSITIVE,
+    default=256,
+    show_default=True,
+    help="Last positions of each prompt to compare.",
 )
 @click.option("--samples", type=POSITIVE, default=2, show_default=True, help="Prompts.")
 @connection_options
 @result_options
 @engine_options
 def parity(model: Path | None, as_json: bool, output: Path | None, **options: Any) -> None:
-    """Logits of this engine against another source: KL, top-1 agreement, largest difference."""
+    """Compare logits with another source: KL divergence, top-1 agreement, largest difference."""
     from cairn.eval import parity as comparison
     from cairn.eval.report import parity_table
 

@@ -33,14 +33,18 @@ Prompt = str | dict[str, list[int]]
 
 @click.command()
 @model_argument
-@click.option("--prompt", help="The text to go on from.")
+@click.option("--prompt", help="Prompt text.")
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file with the text.",
+    help="File with the prompt text.",
 )
-@click.option("--prompt-token-ids", metavar="IDS", help="Token ids instead of text: 72,105.")
-@click.option("--chat", is_flag=True, help="Send the prompt as a user's message.")
+@click.option("--prompt-token-ids", metavar="IDS", help="Prompt as token ids, such as 72,105.")
+@click.option(
+    "--chat",
+    is_flag=True,
+    help=("Apply the chat template to the prompt, as a message of the user."),
+)
 @json_option
 @sampling_options
 @sampling_defaults_option

@@ -18,12 +18,16 @@ REMEDY = "Give a file that `cairn bench ops` has written"
 
 @click.command()
 @json_option
-@click.option("--docs", type=click.Path(path_type=Path), help="Write a page a family to a folder.")
+@click.option(
+    "--docs",
+    type=click.Path(path_type=Path),
+    help="Write one page for each family of ops to this folder.",
+)
 @click.option(
     "--measured",
     type=click.Path(path_type=Path, exists=True),
     multiple=True,
-    help="Records of `cairn bench ops` for the pages. Of an op's size the last file counts.",
+    help="Records of `cairn bench ops` to show in the pages; repeatable, later files override.",
 )
 def ops(as_json: bool, docs: Path | None, measured: tuple[Path, ...]) -> None:
     """List every op, its implementations, and which one each device would run.

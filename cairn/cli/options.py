@@ -18,35 +18,88 @@ from cairn.types import Grammar, SamplingParams
 F = TypeVar("F", bound=Callable[..., Any])
 
 SAMPLING = (
-    click.option("--n", type=int, help="Number of continuations.  [default: 1]"),
-    click.option("--temperature", type=float, help="0 is greedy.  [default: 1.0]"),
-    click.option("--top-p", type=float, help="Smallest set of this mass.  [default: 1.0]"),
-    click.option("--top-k", type=int, help="The k most likely; 0 keeps all.  [default: 0]"),
-    click.option("--min-p", type=float, help="Least share of the top's mass.  [default: 0]"),
-    click.option("--sampling-seed", "seed", type=int, help="Seed of this request's draws."),
-    click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest output."),
-    click.option("--min-tokens", type=int, help="No stop before this many.  [default: 0]"),
-    click.option("--stop", multiple=True, metavar="TEXT", help="Ends the output; repeatable."),
-    click.option("--stop-token-ids", metavar="IDS", help="Ids that end the output: 10,46."),
-    click.option("--ignore-eos", is_flag=True, default=None, help="Do not end at end-of-text."),
-    click.option("--logprobs", type=int, help="Alternatives per token (needs --json); -1: all."),
-    click.option("--prompt-logprobs", type=int, help="The same for the prompt (needs --json)."),
-    click.option("--presence-penalty", type=float, help="In [-2, 2].  [default: 0]"),
-    click.option("--frequency-penalty", type=float, help="In [-2, 2].  [default: 0]"),
-    click.option("--repetition-penalty", type=float, help="Above 0.  [default: 1]"),
+    click.option("--n", type=int, help="Outputs to generate for the prompt.  [default: 1]"),
     click.option(
-        "--logit-bias", multiple=True, metavar="ID=VALUE", help="Added to a logit; repeatable."
+        "--temperature",
+        type=float,
+        help="Sampling temperature; 0: greedy decoding.  [default: 1.0]",
+    ),
+    click.option(
+        "--top-p",
+        type=float,
+        help="Sample from the most likely tokens whose probabilities sum to this.  [default: 1.0]",
+    ),
+    click.option(
+        "--top-k",
+        type=int,
+        help=("Sample from the k most likely tokens; 0: from all.  [default: 0]"),
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        help=("Drop tokens less likely than this times the most likely one.  [default: 0]"),
+    ),
+    click.option("--sampling-seed", "seed", type=int, help="Seed of this request's sampling."),
+    click.option(
+        "--max-tokens", type=int, default=128, show_default=True, help="Longest output in tokens."
+    ),
+    click.option(
+        "--min-tokens",
+        type=int,
+        help=("Tokens before which the output does not stop.  [default: 0]"),
+    ),
+    click.option(
+        "--stop", multiple=True, metavar="TEXT", help="Text that ends the output; repeatable."
+    ),
+    click.option(
+        "--stop-token-ids", metavar="IDS", help="Token ids that end the output, such as 10,46."
+    ),
+    click.option(
+        "--ignore-eos", is_flag=True, default=None, help="Do not stop at the end-of-sequence token."
+    ),
+    click.option(
+        "--logprobs",
+        type=int,
+        help="Most likely tokens to report at each position, with their "
+        "log-probabilities; -1: the whole vocabulary. Needs --json.",
+    ),
+    click.option(
+        "--prompt-logprobs", type=int, help="The same for the prompt's tokens. Needs --json."
+    ),
+    click.option(
+        "--presence-penalty",
+        type=float,
+        help="Subtracted from the logits of tokens already generated, from -2 to 2.  [default: 0]",
+    ),
+    click.option(
+        "--frequency-penalty",
+        type=float,
+        help="Subtracted from a token's logit for each time it was generated, from -2 "
+        "to 2.  [default: 0]",
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=float,
+        help="Divides positive logits of tokens in prompt and output, multiplies "
+        "negative ones; above 0.  [default: 1]",
+    ),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="ID=VALUE",
+        help="VALUE is added to the logit of token ID; repeatable.",
     ),
     click.option(
         "--grammar",
         metavar="KIND=TEXT",
-        help="What the output must look like: json_schema, regex or ebnf; @FILE reads the text.",
+        help="Constrain the output: json_schema=SCHEMA, regex=PATTERN or "
+        "ebnf=GRAMMAR; @FILE instead of the text reads a file.",
     ),
     click.option(
         "--selection",
         is_flag=True,
         default=None,
-        help="The pages that each token read (needs --json and an HSA model).",
+        help="Report the pages that each token read. Needs --json and a landmark model.",
     ),
 )
 
@@ -62,49 +115,90 @@ def _declared(entry: Field[Any]) -> Callable[[F], F]:
 
 
 ENGINE = (
-    click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and cache."),
+    click.option(
+        "--dtype",
+        type=click.Choice(DTYPES),
+        help="Dtype of weights, activations and cache; auto: the checkpoint's where "
+        "the device is fast in it.  [default: auto]",
+    ),
     click.option(
         "--kv-cache-dtype",
         type=click.Choice(KV_CACHE_DTYPES),
-        help="Of what pages hold: fp8_e4m3 (keys and values) or fp8_ds (latent attention) takes "
-        "half the memory.",
+        help="Dtype of the cache: fp8_e4m3 (keys and values) or fp8_ds (latent attention) takes "
+        "about half the memory.  [default: auto, as --dtype]",
     ),
-    click.option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N."),
-    click.option("--max-model-len", type=int, help="Longest sequence in tokens."),
-    click.option("--kv-cache-memory", metavar="SIZE", help="Page pool: bytes, or such as 4GiB."),
+    click.option(
+        "--device",
+        metavar="NAME",
+        help=("auto, cpu, cuda or cuda:N; auto: a GPU if there is one.  [default: auto]"),
+    ),
+    click.option(
+        "--max-model-len",
+        type=int,
+        help="Longest sequence in tokens, prompt and output together.  [default: the "
+        "model's, or what the page pool holds]",
+    ),
+    click.option(
+        "--kv-cache-memory",
+        metavar="SIZE",
+        help="Size of the page pool, in bytes or such as 4GiB.  [default: 40% of the "
+        "free memory on a CPU; on a GPU see --gpu-memory-utilization]",
+    ),
     click.option(
         "--gpu-memory-utilization",
         type=float,
         metavar="SHARE",
-        help="Of a GPU's memory, for weights, steps and pages together.  [default: 0.9]",
+        help="Share of a GPU's memory for weights, activations and pages together.  [default: 0.9]",
     ),
     click.option(
         "--disable-cuda-graph",
         is_flag=True,
         default=None,
-        help="Launch all steps on a GPU operation by operation.",
+        help="Run no step on a GPU as a CUDA graph.",
     ),
     click.option(
         "--disable-overlap-schedule",
         is_flag=True,
         default=None,
-        help="Plan a step on a GPU only when the one before has ended.",
+        help="Plan a step when the previous one has ended, instead of while it runs on the GPU.",
     ),
-    click.option("--page-size", type=int, help="Slots per page; the chunk size of an HSA model."),
-    click.option("--max-num-seqs", type=int, help="Requests that run at once."),
-    click.option("--chunked-prefill-size", type=int, help="Slots that one step may run."),
+    click.option(
+        "--page-size",
+        type=int,
+        help="Slots per page. A landmark model takes its chunk size only.  [default: "
+        "the chunk size, else 64]",
+    ),
+    click.option(
+        "--max-num-seqs", type=int, help="Sequences that run at the same time.  [default: 64]"
+    ),
+    click.option(
+        "--chunked-prefill-size",
+        type=int,
+        help=("Most slots that one step runs.  [default: by device and dtype]"),
+    ),
     click.option(
         "--itl-target-ms",
         type=float,
-        help="Keep running streams at this pace while others prefill; instead of a fixed chunk.",
+        help="Milliseconds between two tokens of a running stream that prefills "
+        "beside it may cause; sizes prefill chunks by time instead of "
+        "--chunked-prefill-size.",
     ),
-    click.option("--seed", "engine_seed", type=int, help="Of requests that bring none."),
-    click.option("--no-prefix-caching", is_flag=True, help="Do not keep pages for reuse."),
+    click.option(
+        "--seed",
+        "engine_seed",
+        type=int,
+        help=("Base seed of the sampling of requests without a seed.  [default: 0]"),
+    ),
+    click.option(
+        "--no-prefix-caching",
+        is_flag=True,
+        help=("Do not keep the pages of finished requests for later ones with the same prefix."),
+    ),
     *map(_declared, (*mixer_options(), *speculative_options())),
     click.option(
         "--load-format",
         type=click.Choice(["auto", "random"]),
-        help="random: draw the weights, for benchmarks.",
+        help="random: random weights instead of the folder's, for benchmarks.  [default: auto]",
     ),
 )
 
@@ -150,7 +244,9 @@ def model_argument(command: F) -> F:
 sampling_defaults_option = click.option(
     "--sampling-defaults",
     metavar="SOURCE",
-    help="Of what is not said: model (its generation_config.json) or openai.  [default: model]",
+    help="Sampling parameters that are not given: those of the model's "
+    "generation_config.json (model), or temperature 1 and no filters "
+    "(openai).  [default: model]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 

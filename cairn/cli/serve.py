@@ -23,17 +23,18 @@ from cairn.version import __version__
 
 SERVER = (
     click.option("--host", help="Address to listen on.  [default: 127.0.0.1]"),
-    click.option("--port", type=int, help="Port of the API; 0: a free one.  [default: 8000]"),
+    click.option("--port", type=int, help="Port of the API; 0: any free port.  [default: 8000]"),
     click.option(
         "--admin-port",
         type=int,
-        help="Port of the admin routes, on loopback; 0: none.  [default: port + 1]",
+        help="Port of the admin routes, on the loopback address; 0: no admin routes.  "
+        "[default: port + 1]",
     ),
     click.option(
         "--allowed-hosts",
         metavar="NAME",
         multiple=True,
-        help="Name in the Host header to answer to, all others are refused; repeatable, * takes "
+        help="Value of the Host header that is answered, others get 403; repeatable, * allows "
         "all.  [default: on loopback without a key, loopback and --host; else all]",
     ),
     click.option(
@@ -41,60 +42,82 @@ SERVER = (
         "api_keys",
         multiple=True,
         envvar="CAIRN_API_KEY",
-        help="Clients must send it as a bearer token; repeatable. Or set CAIRN_API_KEY.",
+        help="Key that clients must send as a bearer token; repeatable. Or set CAIRN_API_KEY.",
     ),
     click.option(
         "--allowed-origins",
         multiple=True,
         metavar="ORIGIN",
-        help="Whose pages in a browser may ask, as https://example.com; *: all; repeatable.",
+        help="Origin whose pages may call the API from a browser (CORS), such as "
+        "https://example.com; *: all; repeatable.",
     ),
     click.option(
         "--served-model-name",
         multiple=True,
         metavar="NAME",
-        help="What clients call the model; repeatable.  [default: the folder's name]",
+        help="Name of the model in the API; repeatable.  [default: the folder's name]",
     ),
-    click.option("--max-waiting", type=int, help="Outputs that may wait.  [default: 1024]"),
-    click.option("--max-body-bytes", type=int, help="Of a request.  [default: 16777216]"),
-    click.option("--max-json-depth", type=int, help="Of a request body.  [default: 64]"),
-    click.option("--max-headers", type=int, help="Lines of a request.  [default: 128]"),
-    click.option("--max-prompts", type=int, help="Of one completions request.  [default: 256]"),
-    click.option("--max-stop", type=int, help="Stop strings of a request.  [default: 16]"),
-    click.option("--max-n", type=int, help="Outputs of a prompt.  [default: 64]"),
-    click.option("--max-logprobs", type=int, help="Alternatives per token.  [default: 20]"),
+    click.option(
+        "--max-waiting",
+        type=int,
+        help=("Outputs that may wait for a place; beyond them requests get 429.  [default: 1024]"),
+    ),
+    click.option(
+        "--max-body-bytes", type=int, help="Longest request body in bytes.  [default: 16777216]"
+    ),
+    click.option(
+        "--max-json-depth", type=int, help="Deepest nesting of a request body.  [default: 64]"
+    ),
+    click.option("--max-headers", type=int, help="Most header lines of a request.  [default: 128]"),
+    click.option(
+        "--max-prompts", type=int, help="Most prompts of one completions request.  [default: 256]"
+    ),
+    click.option("--max-stop", type=int, help="Most stop strings of a request.  [default: 16]"),
+    click.option("--max-n", type=int, help="Largest n of a request.  [default: 64]"),
+    click.option(
+        "--max-logprobs",
+        type=int,
+        help=("Largest logprobs and top_logprobs of a request.  [default: 20]"),
+    ),
     click.option(
         "--max-selection-tokens",
         type=int,
-        help="Longest output whose page selection is reported.  [default: 4096]",
+        help="Longest output of a request that asks for its page selection.  [default: 4096]",
     ),
-    click.option("--body-timeout", type=float, help="Seconds to send a body.  [default: 60]"),
+    click.option(
+        "--body-timeout",
+        type=float,
+        help=("Seconds within which a request body must have arrived.  [default: 60]"),
+    ),
     click.option(
         "--shutdown-timeout",
         type=float,
-        help="Seconds that running requests get after SIGTERM.  [default: 30]",
+        help="Seconds that running requests get to finish after SIGTERM.  [default: 30]",
     ),
     click.option(
         "--ready-step-age",
         type=float,
-        help="Seconds of a step after which /ready says no.  [default: 5]",
+        help="Seconds that a step may take before /ready answers 503.  [default: 5]",
     ),
     click.option(
         "--step-limit",
         type=float,
-        help="Seconds of a step after which the engine counts as stuck.  [default: 300]",
+        help="Seconds that a step may take before the server ends as stuck.  [default: 300]",
     ),
     sampling_defaults_option,
     click.option(
         "--tool-parser",
         metavar="NAME",
-        help="auto, hermes or llama3_json.  [default: auto, by the chat template]",
+        help="Format of tool calls: auto, hermes or llama3_json.  [default: auto, by "
+        "the chat template]",
     ),
-    click.option("--log-format", metavar="FORM", help="text or json.  [default: text]"),
+    click.option(
+        "--log-format", metavar="FORM", help="Form of log lines: text or json.  [default: text]"
+    ),
     click.option(
         "--trace",
         metavar="TARGET",
-        help='Spans to "otel" (the process\'s OpenTelemetry provider) or to a file.',
+        help='Where traces go: "otel" (OpenTelemetry) or a file.',
     ),
 )
 

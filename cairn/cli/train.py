@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     required=True,
-    help="Folder of the model. A run that was cut off goes on from its state there.",
+    help="Folder of the model. An interrupted run continues from the checkpoint there.",
 )
 @click.option(
     "--data",
@@ -34,14 +34,18 @@ if TYPE_CHECKING:
     help="Folder of text or code; repeatable.  [default: the sources of Python and of its "
     "installed packages]",
 )
-@click.option("--seed", type=int, help="Of weights, data and facts, instead of the recipe's.")
-@click.option("--device", metavar="NAME", default="auto", show_default=True, help="cpu or cuda.")
+@click.option("--seed", type=int, help="Seed of weights, data and facts.  [default: the recipe's]")
+@click.option(
+    "--device", metavar="NAME", default="auto", show_default=True, help="auto, cpu or cuda."
+)
 @click.option(
     "--max-minutes",
     type=click.FloatRange(min=0, min_open=True),
-    help="Stop after so long; the same command goes on from there (exit code 3).",
+    help="Stop after this many minutes with exit code 3; the same command continues.",
 )
-@click.option("--smoke", is_flag=True, help="The same run in small, within a minute on a CPU.")
+@click.option(
+    "--smoke", is_flag=True, help=("A small version of the recipe that takes a minute on a CPU.")
+)
 def train(
     recipe: str,
     output: Path,
@@ -51,9 +55,9 @@ def train(
     max_minutes: float | None,
     smoke: bool,
 ) -> None:
-    """Train a model on text with hidden facts and questions for them, and write its folder.
+    """Train a landmark model on text with hidden facts and questions about them.
 
-    The folder is then a MODEL for every other command.
+    The output folder can be given as MODEL to every other command.
     """
     from cairn.train import recipe as recipes
 

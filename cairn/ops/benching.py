@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from cairn.ops.registry import Op
 from cairn.ops.testing import Arguments, Make
 
 
@@ -147,6 +148,7 @@ class Point:
         bytes: that must be read and written at least.
         flops: floating-point operations that count.
         alternatives: from outside the op; its other implementations are timed anyway.
+        definition: the op's definition is an alternative, as it is and compiled.
     """
 
     size: str
@@ -154,6 +156,7 @@ class Point:
     bytes: int
     flops: float = 0.0
     alternatives: tuple[Alternative, ...] = ()
+    definition: bool = False
 
 
 Points: TypeAlias = Iterator[Point]
@@ -430,6 +433,14 @@ class Draw(Make):
             slot=slot.repeat(step.batch),
             page_table=order.to(torch.int32).view(step.batch, per_row),
         )
+
+
+def points_of(op: Op[..., Any], draw: Draw) -> Points:
+    """What an op is timed at, the definition among the alternatives where a point asks for it."""
+    assert op.bench_source is not None
+    for point in op.bench_source(draw):
+        own = draw.by_torch(op.reference) if point.definition else ()
+        yield replace(point, alternatives=(*point.alternatives, *own))
 
 
 def moved(*tensors: Tensor | None) -> int:

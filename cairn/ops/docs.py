@@ -30,13 +30,13 @@ and in CUDA graphs. It has a definition in PyTorch, named `reference`, and imple
 tested against it; a call takes the first one that accepts its arguments. `cairn ops` shows the
 choice, and `CAIRN_OPS=NAME=IMPLEMENTATION` forces another.
 
-{MADE} Tables of speed come from
-`--measured FILE`: records of `cairn bench ops`, as `benchmarks/results` holds them. Times are of
-replays of a CUDA graph; beside them stand shares of what memory and tensor cores allow, of what a
-large copy reaches and of what one of as many bytes does, the fastest of other ways to compute it,
-and what the host takes for a call outside of a graph, with the least of these others'. A call of
-shapes and numbers that came before is launched again without a look at them; the first of its kind
-take the host several times as long.
+{MADE}
+Tables of speed are made from records of `cairn bench ops` in `benchmarks/results`, by `--measured
+FILE`. Times are of replays of a CUDA graph. Shares are of the roofline (measured bandwidth or GEMM
+rate), of the bandwidth of a large copy, and of a copy of as many bytes. Then follow the fastest
+alternative outside the op, and the time the host takes for an eager call, with the least of the
+alternatives. Launches of an eager call are recorded once and replayed for the same shapes (the
+launch cache); the first calls take the host several times as long.
 """
 
 
@@ -208,8 +208,8 @@ def _measured(records: list[Mapping[str, Any]]) -> Iterator[str]:
     where = f"{_text(last['devices'][-1])}, {last['dtype']}, {at}"
     yield f"Measured on {where}:"
     yield ""
-    shares = "of the floor | of a copy | of one as large"
-    yield f"| size | implementation | µs | GB/s | {shares} | beside it | host, µs |"
+    shares = "of roofline | of copy bandwidth | of an equal copy"
+    yield f"| size | implementation | µs | GB/s | {shares} | alternative | host, µs |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for record in records:
         other = "-"

@@ -116,13 +116,26 @@ class HilsOptions:
         hsa_lmk_id: landmark token id; -1: the vocabulary size.
     """
 
-    hsa_topk: int | None = _option(None, "Pages selected per query.", type=int)
-    hsa_selection_strategy: str = _option("auto", "How.", choices=STRATEGIES)
-    hsa_layers: str | Sequence[int] | None = _option(
-        None, 'Layers that select pages: "0-3,7".', metavar="LIST"
+    hsa_topk: int | None = _option(
+        None, ("Pages that a query of a landmark layer selects.  [default: the model's]"), type=int
     )
-    hsa_window_size: int | None = _option(None, "Slots of the local window.", type=int)
-    hsa_lmk_id: int = _option(-1, "Landmark token id; -1: the vocabulary size.", type=int)
+    hsa_selection_strategy: str = _option(
+        "auto",
+        ("Rule by which pages are selected; auto: the model's own.  [default: auto]"),
+        choices=STRATEGIES,
+    )
+    hsa_layers: str | Sequence[int] | None = _option(
+        None,
+        "Landmark layers that select pages, such as 0-3,7; the others read their window only.  "
+        "[default: the model's]",
+        metavar="LIST",
+    )
+    hsa_window_size: int | None = _option(
+        None, ("Slots of the window of landmark layers.  [default: the model's]"), type=int
+    )
+    hsa_lmk_id: int = _option(
+        -1, "Token id of landmarks; -1: the vocabulary size.  [default: -1]", type=int
+    )
 
 
 def resolve_hils(model: ModelSpec, options: HilsOptions, backend: str, notes: Notes) -> ModelSpec:

@@ -24,7 +24,14 @@ class MixerOptions(HilsOptions):
     """
 
     attention_backend: str = field(
-        default="auto", metadata={"help": "Of global layers.", "choices": BACKEND_CHOICES}
+        default="auto",
+        metadata={
+            "help": (
+                "What computes the landmark layers: hsa selects pages, window and dense "
+                "are for comparison.  [default: auto]"
+            ),
+            "choices": BACKEND_CHOICES,
+        },
     )
 
     def check(self) -> None:

@@ -44,25 +44,44 @@ class SpeculativeOptions:
     """
 
     speculative_algorithm: str | None = field(
-        default=None, metadata={"metavar": "NAME", "help": "Guess next tokens: NGRAM or NEXTN."}
+        default=None,
+        metadata={
+            "metavar": "NAME",
+            "help": (
+                "Speculative decoding: NGRAM (prompt lookup) or NEXTN (the checkpoint's "
+                "draft layer).  [default: none]"
+            ),
+        },
     )
     speculative_num_draft_tokens: int | None = field(
-        default=None, metadata={"type": int, "help": "Guesses of NGRAM at a time.  [default: 8]"}
+        default=None,
+        metadata={"type": int, "help": "Tokens that NGRAM drafts in a step.  [default: 8]"},
     )
     speculative_num_steps: int | None = field(
-        default=None, metadata={"type": int, "help": "Guesses of NEXTN at a time.  [default: 1]"}
+        default=None,
+        metadata={"type": int, "help": "Tokens that NEXTN drafts in a step.  [default: 1]"},
     )
     speculative_eagle_topk: int | None = field(
-        default=None, metadata={"type": int, "help": "1: guesses of NEXTN are a chain."}
+        default=None,
+        metadata={
+            "type": int,
+            "help": ("Branches of NEXTN's drafts; only 1, a chain, is supported."),
+        },
     )
     speculative_ngram_min_match_window_size: int | None = field(
-        default=None, metadata={"type": int, "help": "Shortest match of NGRAM.  [default: 2]"}
+        default=None,
+        metadata={"type": int, "help": "Fewest tokens that NGRAM must match.  [default: 2]"},
     )
     speculative_ngram_max_match_window_size: int | None = field(
-        default=None, metadata={"type": int, "help": "Longest match of NGRAM.  [default: 12]"}
+        default=None,
+        metadata={"type": int, "help": "Most tokens that NGRAM tries to match.  [default: 12]"},
     )
     speculative_config: str | dict[str, Any] | None = field(
-        default=None, metadata={"metavar": "JSON", "help": "The same in vLLM's form."}
+        default=None,
+        metadata={
+            "metavar": "JSON",
+            "help": ("The options of speculative decoding as vLLM's JSON object."),
+        },
     )
 
 

@@ -37,9 +37,11 @@ def _(draw: Draw) -> Points:
         rows = min(each, MOST_TIMED)
         k = draw.randn(rows, HEADS, NOPE + ROPE)
         parts = draw.randn(rows, HEADS, NOPE), draw.randn(rows, 1, ROPE)
-        others = (Alternative("cat", _cat), *draw.by_torch(concat_mla_k.reference))
+        others = (Alternative("cat", _cat),)
         size = f"{rows} x {HEADS} x ({NOPE} + {ROPE})"
-        yield Point(size, draw.args(k, *parts), moved(k, *parts), alternatives=others)
+        yield Point(
+            size, draw.args(k, *parts), moved(k, *parts), alternatives=others, definition=True
+        )
 
 
 @concat_mla_absorb_q.bench
@@ -71,8 +73,7 @@ def _(draw: Draw) -> Points:
 def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x = draw.randn(rows, width)
-        others = draw.by_torch(fp8_quantize.reference)
-        yield Point(size, draw.args(x, 0.5), moved(x) + x.numel(), alternatives=others)
+        yield Point(size, draw.args(x, 0.5), moved(x) + x.numel(), definition=True)
 
 
 @downcast_fp8.bench
@@ -87,7 +88,7 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {heads} x {dim}",
             draw.args(k, v, *outs, scale, scale, spot),
             moved(k, v, spot) + 2 * k.numel(),
-            alternatives=draw.by_torch(downcast_fp8.reference),
+            definition=True,
         )
 
 
@@ -119,12 +120,9 @@ def _(draw: Draw) -> Points:
 def _(draw: Draw) -> Points:
     for _, count in draw.rows():
         ids, future = draw.randint(-count, count, count), draw.randint(0, 50000, count + 1)
-        others = (
-            Alternative("where", resolve_future_token_ids.reference),
-            *draw.by_torch(resolve_future_token_ids.reference),
-        )
+        others = (Alternative("where", resolve_future_token_ids.reference),)
         least = moved(ids, ids, future)
-        yield Point(str(count), draw.args(ids, future), least, alternatives=others)
+        yield Point(str(count), draw.args(ids, future), least, alternatives=others, definition=True)
 
 
 @fixup_zero_kv_rows.bench
@@ -140,5 +138,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {heads} x {dim}, half of {count}",
             draw.args(out, lse, lens, begin, length),
             written,
-            alternatives=draw.by_torch(fixup_zero_kv_rows.reference),
+            definition=True,
         )

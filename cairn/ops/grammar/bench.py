@@ -17,5 +17,5 @@ def _(draw: Draw) -> Points:
             f"{rows} x {vocabulary}",
             draw.args(logits, words),
             moved(logits, logits, words),
-            alternatives=draw.by_torch(mask_tokens.reference),
+            definition=True,
         )

@@ -25,10 +25,7 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.kv_heads} x {layer.head_dim}",
             draw.args(*caches, loc, k, v),
             moved(k, k, v, v, loc),
-            alternatives=(
-                Alternative("index_put", _index_put),
-                *draw.by_torch(set_kv_buffer_kernel.reference),
-            ),
+            alternatives=(Alternative("index_put", _index_put),),
         )
 
 
@@ -41,5 +38,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.hidden}",
             draw.args(table, index),
             moved(index) + 2 * moved(table[:1]) * rows,
-            alternatives=draw.by_torch(take_rows.reference),
+            definition=True,
         )

@@ -17,19 +17,45 @@ from cairn.ops.norm.layernorm import layernorm
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.norm.rmsnorm_add import rmsnorm_add
 from cairn.ops.norm.rmsnorm_hf import rmsnorm_hf
+from cairn.ops.registry import BenchSource
 
 
-@fused_add_rmsnorm.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, residual = (draw.randn(rows, width) for _ in range(2))
-        weight = draw.randn(width)
-        others = (
-            *draw.by_torch(fused_add_rmsnorm.reference),
-            *flashinfer("norm.fused_add_rmsnorm"),
-        )
-        least = moved(x, x, residual, residual, weight)
-        yield Point(size, draw.args(x, residual, weight), least, alternatives=others)
+def _rows(name: str, *others: Alternative) -> BenchSource:
+    """A norm of rows, beside FlashInfer's of this name if there is one."""
+
+    def points(draw: Draw) -> Points:
+        for size, rows, width in draw.matrices():
+            x, weight = draw.randn(rows, width), draw.randn(width)
+            every = (*others, *flashinfer(f"norm.{name}"))
+            least = moved(x, x, weight)
+            yield Point(size, draw.args(x, weight), least, alternatives=every, definition=True)
+
+    return points
+
+
+def _sums(name: str) -> BenchSource:
+    """The same of a norm of a sum."""
+
+    def points(draw: Draw) -> Points:
+        for size, rows, width in draw.matrices():
+            x, residual = (draw.randn(rows, width) for _ in range(2))
+            weight = draw.randn(width)
+            given, least = draw.args(x, residual, weight), moved(x, x, residual, residual, weight)
+            others = flashinfer(f"norm.{name}")
+            yield Point(size, given, least, alternatives=others, definition=True)
+
+    return points
+
+
+def _by_torch(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+rmsnorm.bench(_rows("rmsnorm", Alternative("rms_norm", _by_torch)))
+gemma_rmsnorm.bench(_rows("gemma_rmsnorm"))
+rmsnorm_hf.bench(_rows("rmsnorm_hf"))
+fused_add_rmsnorm.bench(_sums("fused_add_rmsnorm"))
+gemma_fused_add_rmsnorm.bench(_sums("gemma_fused_add_rmsnorm"))
 
 
 @fused_inplace_qknorm.bench
@@ -41,7 +67,7 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {heads} + {kv_heads} x {dim}",
             draw.args(q, k, draw.randn(dim), draw.randn(dim)),
             moved(q, q, k, k),
-            alternatives=draw.by_torch(fused_inplace_qknorm.reference),
+            definition=True,
         )
 
 
@@ -54,44 +80,8 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {q_width} + {k_width}",
             draw.args(q, k, draw.randn(q_width), draw.randn(k_width)),
             moved(q, q, k, k),
-            alternatives=draw.by_torch(fused_inplace_qknorm_across_heads.reference),
+            definition=True,
         )
-
-
-@gemma_fused_add_rmsnorm.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, residual = (draw.randn(rows, width) for _ in range(2))
-        weight = draw.randn(width)
-        others = (
-            *draw.by_torch(gemma_fused_add_rmsnorm.reference),
-            *flashinfer("norm.gemma_fused_add_rmsnorm"),
-        )
-        least = moved(x, x, residual, residual, weight)
-        yield Point(size, draw.args(x, residual, weight), least, alternatives=others)
-
-
-@gemma_rmsnorm.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, weight = draw.randn(rows, width), draw.randn(width)
-        others = (
-            *draw.by_torch(gemma_rmsnorm.reference),
-            *flashinfer("norm.gemma_rmsnorm"),
-        )
-        yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)
-
-
-@rmsnorm.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, weight = draw.randn(rows, width), draw.randn(width)
-        others = (
-            Alternative("rms_norm", lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)),
-            *draw.by_torch(rmsnorm.reference),
-            *flashinfer("norm.rmsnorm"),
-        )
-        yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)
 
 
 @rmsnorm_add.bench
@@ -102,39 +92,26 @@ def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x, residual = (draw.randn(rows, width) for _ in range(2))
         given = draw.args(x, residual, draw.randn(width))
-        others = (Alternative("rmsnorm, add", apart), *draw.by_torch(rmsnorm_add.reference))
-        yield Point(size, given, moved(x, residual, residual), alternatives=others)
-
-
-@rmsnorm_hf.bench
-def _(draw: Draw) -> Points:
-    for size, rows, width in draw.matrices():
-        x, weight = draw.randn(rows, width), draw.randn(width)
-        others = (*draw.by_torch(rmsnorm_hf.reference),)
-        yield Point(size, draw.args(x, weight), moved(x, x, weight), alternatives=others)
+        others = (Alternative("rmsnorm, add", apart),)
+        yield Point(size, given, moved(x, residual, residual), alternatives=others, definition=True)
 
 
 @fused_rmsnorm_gated.bench
 def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x, weight, gate = draw.randn(rows, width), draw.randn(width), draw.randn(rows, width)
-        others = draw.by_torch(fused_rmsnorm_gated.reference)
-        yield Point(size, draw.args(x, weight, gate), moved(x, x, gate), alternatives=others)
+        yield Point(size, draw.args(x, weight, gate), moved(x, x, gate), definition=True)
 
 
 @l2norm.bench
 def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x = draw.randn(rows, width)
-        others = draw.by_torch(l2norm.reference)
-        yield Point(size, draw.args(x), moved(x, x), alternatives=others)
+        yield Point(size, draw.args(x), moved(x, x), definition=True)
 
 
 @layernorm.bench
 def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x, weight, bias = draw.randn(rows, width), draw.randn(width), draw.randn(width)
-        others = draw.by_torch(layernorm.reference)
-        yield Point(
-            size, draw.args(x, weight, bias), moved(x, x, weight, bias), alternatives=others
-        )
+        yield Point(size, draw.args(x, weight, bias), moved(x, x, weight, bias), definition=True)

@@ -28,7 +28,7 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.hidden}",
             draw.args(x),
             moved(x) + x.numel() + 4 * rows,
-            alternatives=draw.by_torch(per_token_quant_int8.reference),
+            definition=True,
         )
 
 
@@ -43,7 +43,7 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: 8 x {rows} x {layer.hidden}",
             draw.args(x, scale, offsets, starts, 1),
             moved(x) + x.numel() * 9 // 16,
-            alternatives=draw.by_torch(scaled_fp4_experts_quant.reference),
+            definition=True,
         )
 
 
@@ -57,7 +57,7 @@ def _points(draw: Draw, entry: Op[..., tuple[Tensor, Tensor]], factor: int) -> P
             f"{layer.name}: 4 x {rows} x {layer.hidden}",
             draw.args(x, scale, mask.to(torch.int32)),
             moved(x) // 2 + x.numel() // factor * 9 // 16,
-            alternatives=draw.by_torch(entry.reference),
+            definition=True,
         )
 
 
@@ -79,7 +79,7 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.hidden}",
             draw.args(x, suggest_nvfp4_global_scale(x)),
             moved(x) + x.numel() * 9 // 16,
-            alternatives=draw.by_torch(scaled_fp4_quant.reference),
+            definition=True,
         )
 
 
@@ -88,10 +88,7 @@ def _(draw: Draw) -> Points:
     for layer, rows in draw.rows():
         x = draw.randn(rows, layer.hidden)
         yield Point(
-            f"{layer.name}: {rows} x {layer.hidden}",
-            draw.args(x),
-            moved(x),
-            alternatives=draw.by_torch(suggest_nvfp4_global_scale.reference),
+            f"{layer.name}: {rows} x {layer.hidden}", draw.args(x), moved(x), definition=True
         )
 
 
@@ -106,7 +103,7 @@ def _(draw: Draw) -> Points:
                 f"{size}, {'static' if static else 'dynamic'}",
                 draw.args(x, codes, scale.fill_(0.1), static),
                 read + moved(codes),
-                alternatives=draw.by_torch(sgl_per_tensor_quant_fp8.reference),
+                definition=True,
             )
 
 
@@ -121,7 +118,7 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.hidden}, groups of {group}",
             draw.args(x, codes, scale, group),
             moved(x, codes, scale),
-            alternatives=draw.by_torch(sgl_per_token_group_quant_8bit.reference),
+            definition=True,
         )
 
 
@@ -134,5 +131,5 @@ def _(draw: Draw) -> Points:
             f"{layer.name}: {rows} x {layer.hidden}",
             draw.args(x, codes, scale),
             moved(x, codes, scale),
-            alternatives=draw.by_torch(sgl_per_token_quant_fp8.reference),
+            definition=True,
         )

@@ -31,7 +31,7 @@ def _(draw: Draw) -> Points:
             f"{4 * rows} of {rows} x {vocabulary}",
             draw.args(logits, index, bias),
             moved(index, bias, bias, bias),
-            alternatives=draw.by_torch(apply_logit_bias.reference),
+            definition=True,
         )
 
 
@@ -46,7 +46,7 @@ def _(draw: Draw) -> Points:
             f"{rows} x {vocabulary}",
             draw.args(logits, mask, counts, *penalties),
             moved(logits, logits, mask, counts),
-            alternatives=draw.by_torch(apply_penalties.reference),
+            definition=True,
         )
 
 
@@ -54,11 +54,14 @@ def _(draw: Draw) -> Points:
 def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         logits = draw.randn(rows, vocabulary, dtype=torch.float32)
-        others = (
-            Alternative("argmax", lambda logits: logits.argmax(dim=-1)),
-            *draw.by_torch(argmax_tokens.reference),
+        others = (Alternative("argmax", lambda logits: logits.argmax(dim=-1)),)
+        yield Point(
+            f"{rows} x {vocabulary}",
+            draw.args(logits),
+            moved(logits),
+            alternatives=others,
+            definition=True,
         )
-        yield Point(f"{rows} x {vocabulary}", draw.args(logits), moved(logits), alternatives=others)
 
 
 @counter_uniform.bench
@@ -66,10 +69,7 @@ def _(draw: Draw) -> Points:
     for rows, _ in draw.logits():
         seed, index = draw.randint(0, 1 << 62, rows), draw.randint(0, 1 << 40, rows)
         yield Point(
-            str(rows),
-            draw.args(seed, index),
-            moved(seed, index) + 4 * rows,
-            alternatives=draw.by_torch(counter_uniform.reference),
+            str(rows), draw.args(seed, index), moved(seed, index) + 4 * rows, definition=True
         )
 
 
@@ -126,10 +126,7 @@ def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         probs, min_p = draw.probs(rows, vocabulary, 3.0), draw.rand(rows) * 0.1
         yield Point(
-            f"{rows} x {vocabulary}",
-            draw.args(probs, min_p),
-            moved(probs, probs),
-            alternatives=draw.by_torch(min_p_renorm_probs.reference),
+            f"{rows} x {vocabulary}", draw.args(probs, min_p), moved(probs, probs), definition=True
         )
 
 
@@ -144,12 +141,11 @@ def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         logits = draw.randn(rows, vocabulary, dtype=torch.float32)
         tokens = draw.randint(0, vocabulary, rows)
-        others = (
-            Alternative("log_softmax", _by_log_softmax),
-            *draw.by_torch(score_tokens.reference),
-        )
+        others = (Alternative("log_softmax", _by_log_softmax),)
         size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(logits, tokens), moved(logits), alternatives=others)
+        yield Point(
+            size, draw.args(logits, tokens), moved(logits), alternatives=others, definition=True
+        )
 
 
 def _topk(logits: Tensor, top_k: Tensor) -> Tensor:
@@ -163,13 +159,15 @@ def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         logits = draw.randn(rows, vocabulary, dtype=torch.float32)
         top_k = draw.randint(1, 51, rows, dtype=torch.int32)
-        others = (
-            Alternative("topk", _topk),
-            *draw.by_torch(top_k_mask.reference),
-            *flashinfer("sampling.top_k_mask_logits"),
-        )
+        others = (Alternative("topk", _topk), *flashinfer("sampling.top_k_mask_logits"))
         size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(logits, top_k), moved(logits, logits), alternatives=others)
+        yield Point(
+            size,
+            draw.args(logits, top_k),
+            moved(logits, logits),
+            alternatives=others,
+            definition=True,
+        )
 
 
 @top_k_renorm.bench
@@ -177,12 +175,11 @@ def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         probs = draw.probs(rows, vocabulary, 3.0)
         top_k = draw.randint(1, 51, rows, dtype=torch.int32)
-        others = (
-            *draw.by_torch(top_k_renorm.reference),
-            *flashinfer("sampling.top_k_renorm_probs"),
-        )
+        others = flashinfer("sampling.top_k_renorm_probs")
         size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(probs, top_k), moved(probs, probs), alternatives=others)
+        yield Point(
+            size, draw.args(probs, top_k), moved(probs, probs), alternatives=others, definition=True
+        )
 
 
 @draw_from_logits.bench
@@ -204,9 +201,8 @@ def _(draw: Draw) -> Points:
 def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         probs, top_p = draw.probs(rows, vocabulary, 3.0), draw.rand(rows) * 0.2 + 0.8
-        others = (
-            *draw.by_torch(top_p_renorm.reference),
-            *flashinfer("sampling.top_p_renorm_probs"),
-        )
+        others = flashinfer("sampling.top_p_renorm_probs")
         size = f"{rows} x {vocabulary}"
-        yield Point(size, draw.args(probs, top_p), moved(probs, probs), alternatives=others)
+        yield Point(
+            size, draw.args(probs, top_p), moved(probs, probs), alternatives=others, definition=True
+        )
