@@ -1,1 +1,1 @@
-"""The main job in one room: a real document, hidden facts, questions, answers, and their cost."""
+"""The demonstration: hides facts in a long document, asks for them, shows time and memory."""

@@ -77,7 +77,7 @@ def _read(llm: LLM, document: Document, console: Console) -> None:
 
 
 def _ask(llm: LLM, document: Document, hidden: HiddenFact, console: Console) -> bool:
-    """Stream one answer after its question, then the mark; True when every byte is right."""
+    """Stream one answer after its question, then `right` or `wrong`; True if it is exact."""
     from cairn.types import SamplingParams
 
     fact = hidden.fact

@@ -60,7 +60,7 @@ class Mixer(Protocol):
         """[T, hidden] -> the delta [T, hidden]."""
 
     def weights(self, source: Source) -> list[Weight]:
-        """What fills its parameters."""
+        """Declarations of its tensors."""
 
 
 class Ffn(Protocol):
@@ -70,7 +70,7 @@ class Ffn(Protocol):
         """[T, hidden] -> the delta [T, hidden]."""
 
     def weights(self, source: Source) -> list[Weight]:
-        """What fills its parameters."""
+        """Declarations of its tensors."""
 
 
 def _gqa(spec: GqaSpec, c: Context) -> nn.Module:

@@ -11,7 +11,7 @@ from cairn.layers.norm import RMSNorm
 
 
 class Hidden(NamedTuple):
-    """What a mixer or a feed-forward part reads.
+    """Input of a mixer or feed-forward part: the residual stream and the norm to apply.
 
     Attributes:
         x: [T, hidden].
@@ -27,7 +27,8 @@ class Hidden(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A delta that is not multiplied yet, so that product and sum can be fused.
+    """Output of a mixer or feed-forward part before its last matrix product, so that the product
+    and the residual add can be fused.
 
     Attributes:
         linear: the last map of a mixer or a feed-forward part.

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint fill which parameters: declared by the module that owns them."""
+"""Declarations of which tensors of a checkpoint fill which parameters."""
 
 from __future__ import annotations
 

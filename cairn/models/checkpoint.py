@@ -1,4 +1,4 @@
-"""The weight files of a model folder, seen through their headers. No torch.
+"""Reads the headers of safetensors files. No torch.
 
 A safetensors file is 8 bytes of header length, the header (JSON: name -> dtype, shape, offsets),
 and the data. Pickled weights are never opened.

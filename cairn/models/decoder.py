@@ -97,11 +97,11 @@ class Decoder(nn.Module):
         return residual.x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What forward gave [n, hidden] -> float32 logits [n, V] of the user's vocabulary alone."""
+        """Hidden states [n, hidden] -> float32 logits [n, V] over the user vocabulary."""
         return self.head.logits(hidden, self.norm)
 
     def draft_states(self, hidden: Tensor) -> Tensor:
-        """What forward gave [T, hidden] -> what the draft layer reads of it [T, hidden]."""
+        """Hidden states [T, hidden] -> inputs of the draft layer [T, hidden]."""
         spec = self.spec.draft
         assert spec is not None
         return cast(Tensor, self.norm(hidden)) if spec.normed else hidden

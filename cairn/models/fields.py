@@ -26,7 +26,7 @@ BOOKKEEPING = frozenset(
     "chunk_size_feed_forward id2label label2id problem_type finetuning_task prefix "
     "task_specific_params decoder_start_token_id pretraining_tp".split()
 )
-"""Keys of every config that say nothing about the mathematics of inference."""
+"""Keys of config.json without effect on inference."""
 
 
 def refuse(name: str, value: object, why: str, remedy: str) -> BadModel:
@@ -35,7 +35,7 @@ def refuse(name: str, value: object, why: str, remedy: str) -> BadModel:
 
 
 class ConfigFields:
-    """A config.json under resolution.
+    """Reader of a config.json that records which fields were read and where values came from.
 
     Every getter records the value it settled and whether it was written or a default. A value of
     the wrong type, or null where null has no meaning, raises BadModel.

@@ -1,4 +1,4 @@
-"""Folders and files that are something else than a model folder, told from what they hold."""
+"""Recognises folders and files that are not a model folder, to say so in the error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def refuse_other_paths(path: Path) -> None:
-    """Pass a folder that may be a model's.
+    """Raise BadModel unless the folder may be a model's.
 
     Raises:
         BadModel: it is no folder, or a folder of something else; the hint says what to give.
@@ -66,7 +66,7 @@ def refuse_other_paths(path: Path) -> None:
 
 
 def refuse_other_weights(folder: Path) -> None:
-    """Pass a folder whose weights may be safetensors, or that has none.
+    """Raise BadModel for weights in another form than safetensors.
 
     Raises:
         BadModel: the weights are in a file of another kind, or were never fetched.
@@ -86,7 +86,7 @@ def refuse_other_weights(folder: Path) -> None:
 
 
 def refuse_quantized(config: Mapping[str, Any], folder: Path, tensors: Collection[str]) -> None:
-    """Pass weights that are not quantized, whatever tells that they are.
+    """Raise BadModel for quantized weights that no scheme reads, however they are marked.
 
     Args:
         config: the parsed config.json.

@@ -24,7 +24,7 @@ WITHOUT_EFFECT = (
     "layer_types",
     "replace_full_attention_with_hils",
 )
-"""Beside the book-keeping: never read here, or (the last two) read by olmo_hils alone."""
+"""Fields without effect; the last two are read for olmo_hils only."""
 HILS_FIELDS = tuple(
     "hils_sliding_window hils_topk enable_softmax1 enable_prior_query shared_q_c "
     "enable_chunk_pooling enable_lmk_q_proj lmk_q_lora_dim layerwise_lmkq_norm compact_lmk_k "

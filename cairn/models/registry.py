@@ -222,7 +222,7 @@ def _model_type(config: dict[str, Any]) -> str:
 
 
 def _check_overrides(overrides: Mapping[str, Any], spec: ModelSpec) -> None:
-    """An override that nothing reads is a mistake, not a note in the log."""
+    """Raise BadModel for an override of a field that the model does not have."""
     names = {entry.name for entry in spec.resolved}
     for name, value in overrides.items():
         if name in names or name in BOOKKEEPING or name in older.RENAMED:

@@ -191,7 +191,7 @@ def _llama3(part: _Part, max_positions: int) -> Llama3Scaling:
 
 
 def _parameters(f: ConfigFields) -> dict[str, Any]:
-    """What the one of the two spellings that is used holds; both may be written alike."""
+    """The value of the spelling that is present; if both are, they must be equal."""
     found: list[dict[str, Any]] = []
     for name in SPELLINGS:
         value = f.config.get(name)

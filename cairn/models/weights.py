@@ -26,11 +26,11 @@ from cairn.models.checkpoint import CONVERTIBLE, TensorEntry, read_headers
 log = logging.getLogger(__name__)
 
 SHOWN = 5
-"""Tensors named per kind of mistake; the rest is counted."""
+"""Most tensors that an error lists of each kind; others are counted."""
 
 
 class DeclaringModel(Protocol):
-    """A module that says what fills its parameters."""
+    """A module that declares the tensors of its parameters."""
 
     def weights(self, stored: frozenset[str] | None = None) -> list[Weight]:
         """Every tensor of a checkpoint that holds `stored`; None: of one that is written."""

@@ -61,7 +61,7 @@ class Progress:
         running: int | None = None,
         waiting: int | None = None,
     ) -> None:
-        """Show where the work stands; what is None stays as it was.
+        """Update the bars; None leaves a value unchanged.
 
         Args:
             prefilled: prompt tokens done so far, those from the prefix cache included.

@@ -18,7 +18,7 @@ PROCESS_PROVIDER = "otel"
 
 
 class Span:
-    """What is gathered about one request, by OpenTelemetry's names of attributes."""
+    """Attributes of a request's span, by OpenTelemetry's names."""
 
     def __init__(self) -> None:
         self.attributes: dict[str, Attribute] = {}
@@ -80,7 +80,7 @@ class Tracer:
                     span.set_status(StatusCode.ERROR)
 
     def close(self) -> None:
-        """Write what is still held."""
+        """Flush pending spans."""
         if self._provider is not None:
             self._provider.shutdown()
 

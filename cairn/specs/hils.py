@@ -106,7 +106,7 @@ def _option(default: object, flag_help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class HilsOptions:
-    """What a user may change in landmark layers.
+    """Options of landmark layers.
 
     Attributes:
         hsa_topk: pages selected per query.

@@ -17,7 +17,7 @@ BACKEND_CHOICES = ("auto", *sorted(HilsSpec.ALTERNATIVES))
 
 @dataclass(frozen=True, kw_only=True)
 class MixerOptions(HilsOptions):
-    """What a user may change in the layers of a model.
+    """Options that change how the layers of a model attend.
 
     Attributes:
         attention_backend: what computes the layers that several backends can compute, or "auto".

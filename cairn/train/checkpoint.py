@@ -1,4 +1,4 @@
-"""A run's state in its folder, and the model that it gives."""
+"""Saves and restores the state of a training run, and exports its model."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Progress:
 
 
 def fingerprint(recipe: Recipe, corpus: Corpus) -> dict[str, str]:
-    """What two sittings of a run must have in common."""
+    """Fingerprint of recipe and data, which a resumed run must share."""
     return {"recipe": recipe.as_json(), "data": corpus.checksum}
 
 
 def save_state(folder: Path, training: TrainStep, progress: Progress, run: dict[str, str]) -> None:
-    """Write the state; the one before stays whole until this one is."""
+    """Write the state atomically: the previous one stays until the new one is complete."""
     tensors = _state(training)
     told = run | {"progress": json.dumps([progress.step, progress.seconds, progress.history])}
     partial = folder / f"{STATE}.partial"
@@ -55,7 +55,7 @@ def save_state(folder: Path, training: TrainStep, progress: Progress, run: dict[
 
 
 def load_state(folder: Path, training: TrainStep, run: dict[str, str]) -> Progress | None:
-    """Put a saved state in place; None where there is none.
+    """Restore a saved state; None if there is none.
 
     Raises:
         BadConfig: the state is of another recipe or of other data, or cannot be read.

@@ -25,7 +25,7 @@ SUFFIXES = frozenset(
     ".c .cc .cfg .cpp .css .go .h .html .java .js .json .md .py .rs .rst .sh .toml .ts .txt".split()
 )
 PYTHON_SUFFIXES = frozenset((".md", ".py", ".rst", ".txt"))
-"""What is read of installed packages: Python and prose, not their headers and tables."""
+"""File types that are read of installed packages: Python and prose."""
 SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 HELD_OUT = 40
 """One file of so many is never trained on."""
@@ -186,7 +186,7 @@ class Batches:
         most = max(1, length // TOKENS_PER_FACT)
         count = rng.randint(1, most) if is_busy else rng.randint(1, min(3, most))
         draw = Facts(rng)
-        # Facts of a busy sequence that nobody asks for are in the way of the others.
+        # Facts of a busy sequence without a question act as distractors.
         facts = [(draw.draw(), not is_busy or rng.random() < 0.8) for _ in range(count)]
         lines, asked, used = self._lines(facts, length)
         start = rng.randrange(len(text) - length)

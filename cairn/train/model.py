@@ -1,4 +1,4 @@
-"""The model as training sees it: whole sequences, differentiable, parameters in published names."""
+"""The model for training: whole sequences, differentiable, parameters with the published names."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def selecting_mixer(spec: ModelSpec) -> HilsSpec | None:
 
 
 def _check(spec: ModelSpec) -> None:
-    """Refuse what this module does not compute, by its names in config.json."""
+    """Refuse configs that this module does not implement, naming the field."""
     mixers = gqa_mixers(spec)
     hils = selecting_mixer(spec)
     wrong = {

@@ -207,7 +207,7 @@ def embedded() -> Recipe:
             Stage(0.12, 2048, 16, (8, 16), 0.7),
             Stage(0.34, 4096, 8, (8, 16), 0.5),
             Stage(0.12, 16384, 2, (8,), 0.5),
-            # Among many pages early enough to learn from it: what to leave alone.
+            # Many pages early in training, so that the model learns to ignore some.
             Stage(0.08, 65536, 1, (8,), 0.5),
             Stage(0.12, 32768, 1, (8,), 0.5),
             Stage(0.09, 65536, 1, (8,), 0.5),
@@ -283,7 +283,7 @@ def load_recipe(name: str) -> Recipe:
 
 
 def from_json(text: str) -> Recipe:
-    """What `Recipe.as_json` wrote, or a person in its manner.
+    """A recipe from JSON in the form that `Recipe.as_json` writes.
 
     Raises:
         BadConfig: naming what is wrong.

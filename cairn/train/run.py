@@ -41,7 +41,7 @@ METRICS, means since the line before; bits is `text` in bits a token."""
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run is asked for, beside the recipe.
+    """Arguments of a run besides the recipe.
 
     Attributes:
         output: folder of the state and of the model.
@@ -60,7 +60,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a sitting ended.
+    """Result of one call: finished or interrupted.
 
     Attributes:
         finished: the model is in the folder; otherwise there is a state to go on from.

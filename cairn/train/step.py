@@ -19,7 +19,7 @@ tokens that are right, share of attention on pages where text is predicted."""
 
 
 class _Inputs:
-    """A batch at addresses that stay."""
+    """A batch in buffers with fixed addresses, which graphs read."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.ids = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -72,7 +72,7 @@ class TrainStep:
 
     def evaluate(self, batch: Batch, topk: int) -> Tensor:
         """METRICS [4] on a batch, without a step."""
-        # With gradients, though nobody takes them: without, all would be compiled once more.
+        # With gradients, although unused: without them everything would be compiled again.
         return self._forward(self._inputs_of(batch), topk).detach()
 
     def _inputs_of(self, batch: Batch) -> _Inputs:
@@ -99,7 +99,7 @@ class TrainStep:
         self.metrics.copy_(metrics.detach())
 
     def _captured(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A graph of `run`, which changes nothing but what it is replayed for."""
+        """Capture `run` as a CUDA graph, restoring the state that warm-up runs change."""
         state = [*self.model.parameters(), *self.optimizer.state().values()]
         kept = [tensor.detach().clone() for tensor in state]
         stream = torch.cuda.Stream()

@@ -58,7 +58,7 @@ SECOND = tuple("badger cedar falcon harbor island lantern meadow otter pine rive
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What is hidden and asked.
+    """A fact: statements to hide and the question.
 
     Attributes:
         statements: lines to hide, in any order.
@@ -102,7 +102,7 @@ class Facts:
         key = self._key(named=True)
         if self._nouns and rng.random() < 0.15:
             known = rng.choice(list(self._nouns))
-            # A noun that ends another would be one of two right answers.
+            # If one noun is a suffix of the other, the question would have two right answers.
             if not any(a.endswith(noun) or noun.endswith(a) for a in self._nouns[known]):
                 key = known
         self._nouns.setdefault(key, []).append(noun)
@@ -147,7 +147,7 @@ class Facts:
         return f"\n{sentence}\n" if self.rng.random() < 0.5 else f" {sentence} "
 
     def _asked(self, question: str, answer: str) -> tuple[Piece, ...]:
-        """The space between question and answer belongs to either."""
+        """The space between question and answer ends the question or starts the answer."""
         if self.rng.random() < 0.5:
             return (f"\n{question} ", IGNORED), (f"{answer}.\n", ANSWER)
         return (f"\n{question}", IGNORED), (f" {answer}.\n", ANSWER)

@@ -1,4 +1,4 @@
-"""What every scheme of a linear map does."""
+"""The interface of schemes of linear layers."""
 
 from __future__ import annotations
 
