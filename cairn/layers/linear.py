@@ -118,10 +118,6 @@ class ExpertLinear(nn.Module):
             for weight in self.scheme.weights(self, source.within(str(expert)), expert)
         ]
 
-    def matrices(self, hit: Tensor, dtype: torch.dtype) -> Tensor:
-        """The matrices of the experts `hit` [n] int64, in `dtype`: [n, out, in]."""
-        return self.scheme.matrices(self, hit, dtype)
-
 
 class GatedLinear(Linear):
     """y = activation(A x) * B x, where the rows of the map are those of A, then those of B.

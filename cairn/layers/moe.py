@@ -64,14 +64,7 @@ class MixtureOfExperts(nn.Module):
         """[T, hidden] -> the delta [T, hidden]."""
         x = h.value()
         weights, chosen = self.router(x, self.spec.active)
-        up, down = self.gate_up, self.down
-        if up.scheme.converts:
-            # Matrices of experts that no token chose are not dequantised.
-            hit, chosen = chosen.long().unique(return_inverse=True)
-            matrices = up.matrices(hit, x.dtype), down.matrices(hit, x.dtype)
-        else:
-            matrices = up.weight, down.weight
-        delta: Tensor = ops.fused_experts(x, *matrices, weights, chosen)
+        delta = self.gate_up.scheme.experts(self.gate_up, self.down, x, weights, chosen)
         return delta if self.shared is None else delta + self._shared(x)
 
     def _shared(self, x: Tensor) -> Tensor:

@@ -62,10 +62,13 @@ from cairn.ops.landmark.page_weights import page_weights
 from cairn.ops.landmark.prior_summary import prior_summary
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.landmark.store_prior_summary import store_prior_summary
+from cairn.ops.linear.dsv3_gemms import dsv3_fused_a_gemm, dsv3_router_gemm
+from cairn.ops.linear.fp8_blockwise_scaled_mm import fp8_blockwise_scaled_mm
 from cairn.ops.linear.gated_linear import gated_linear
 from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
+from cairn.ops.linear.linear_fp8_blocks import linear_fp8_blocks
 from cairn.ops.mamba import (
     causal_conv1d_fn_cpu,
     causal_conv1d_fwd,
@@ -84,6 +87,7 @@ from cairn.ops.memory.weak_ref_tensor import weak_ref_tensor
 from cairn.ops.moe import (
     apply_shuffle_mul_sum,
     biased_grouped_topk,
+    fp8_blockwise_scaled_grouped_mm,
     fused_experts,
     grouped_topk,
     grouped_topk_softmax,
@@ -213,6 +217,8 @@ __all__ = [
     "dense_attention",
     "downcast_fp8",
     "draw_tokens",
+    "dsv3_fused_a_gemm",
+    "dsv3_router_gemm",
     "fast_topk",
     "fast_topk_transform_fused",
     "fast_topk_transform_ragged_fused",
@@ -223,6 +229,8 @@ __all__ = [
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "flash_mla_with_kvcache_sm90",
+    "fp8_blockwise_scaled_grouped_mm",
+    "fp8_blockwise_scaled_mm",
     "fp8_quantize",
     "fused_add_rmsnorm",
     "fused_experts",
@@ -260,6 +268,7 @@ __all__ = [
     "linear",
     "linear_add",
     "linear_add_rmsnorm",
+    "linear_fp8_blocks",
     "mean_summary",
     "merge_state",
     "merge_state_v2",

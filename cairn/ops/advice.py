@@ -9,6 +9,7 @@ from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.landmark.select_task import candidate_pages, short_pages
 from cairn.ops.launch_cache.plans import is_traced
 from cairn.ops.linear.skinny_gemm_panel import sums_in_norm as norms_behind_sum
+from cairn.ops.moe.experts_launch import multiplies_fp8
 from cairn.ops.unchecked import unchecked
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "dense_in_tiles",
     "in_tiles",
     "is_traced",
+    "multiplies_fp8",
     "norms_behind_sum",
     "shared_weights",
     "short_pages",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,6 @@ class Rows(NamedTuple):
 class Scheme(ABC):
     """One way to keep a matrix [out, in]; one instance serves all maps of a model."""
 
-    converts: ClassVar[bool] = True
-    """Whether matrices are converted before products."""
-
     @property
     @abstractmethod
     def unpacked(self) -> Scheme:
@@ -56,8 +53,18 @@ class Scheme(ABC):
         """What fills these parameters, or one expert's part of them."""
 
     @abstractmethod
-    def matrices(self, linear: ExpertLinear, hit: Tensor, dtype: torch.dtype) -> Tensor:
-        """Matrices of the experts `hit` [n] int64 in `dtype`: [n, out, in]."""
+    def experts(
+        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, weights: Tensor, chosen: Tensor
+    ) -> Tensor:
+        """Sum over the chosen experts of weight * down(silu(gate x) * up x).
+
+        Args:
+            gate_up, down: maps of this scheme.
+            x: [T, in].
+            weights, chosen: [T, k] float32 and int32.
+        Returns:
+            [T, in] of x's dtype.
+        """
 
     @abstractmethod
     def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
@@ -95,8 +102,6 @@ def biased(y: Tensor, bias: nn.Parameter | None) -> Tensor:
 class PlainScheme(Scheme):
     """A matrix in the model's dtype."""
 
-    converts: ClassVar[bool] = False
-
     @property
     def unpacked(self) -> Scheme:
         """Itself."""
@@ -127,9 +132,11 @@ class PlainScheme(Scheme):
             start += size
         return found
 
-    def matrices(self, linear: ExpertLinear, hit: Tensor, dtype: torch.dtype) -> Tensor:
-        """As they are."""
-        return linear.weight[hit]
+    def experts(
+        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, weights: Tensor, chosen: Tensor
+    ) -> Tensor:
+        """Matrices as they are."""
+        return ops.fused_experts(x, gate_up.weight, down.weight, weights, chosen)
 
     def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """One product, the norm in front of it fused where that is faster."""

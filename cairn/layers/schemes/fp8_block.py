@@ -1,7 +1,9 @@
 """Matrices in 8 bits (e4m3) with a scale for each block, as DeepSeek-V3 publishes them.
 
-w[i, j] = fp8[i, j] * scale[i // rows, j // columns]; activations stay in the model's dtype. Scales
-are stored as float32, or as e8m0: a byte e for 2^(e - 127), which some files call uint8.
+w[i, j] = fp8[i, j] * scale[i // rows, j // columns]. On a device with tensor cores for fp8 products
+are computed in it, and activations are rounded to e4m3 with a scale for every 128 numbers of a
+token; elsewhere, and in a float32 model, matrices are dequantised and activations stay as they are.
+Scales are stored as float32, or as e8m0: a byte e for 2^(e - 127), which some files call uint8.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from cairn.layers.schemes.base import (
     reordered,
 )
 from cairn.layers.weight import Source, Weight
+from cairn.ops import advice
 
 if TYPE_CHECKING:
     from cairn.layers.linear import ExpertLinear, Linear
@@ -90,12 +93,36 @@ class Fp8BlockScheme(Scheme):
         return found
 
     def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """The matrix is dequantised to x's dtype and multiplied."""
-        weight = self.dequantised(linear, x.dtype)
-        return biased(ops.linear(normed(x, norm), weight), linear.bias)
+        """In fp8 where the device multiplies so, x rounded by groups of 128 numbers; else the
+        matrix is dequantised to x's dtype."""
+        x = normed(x, norm)
+        if self._is_blocks(linear) and advice.multiplies_fp8(x, self.block):
+            rows = x.reshape(-1, linear.in_features)
+            y = ops.linear_fp8_blocks(rows, linear.weight, linear.scale)
+            y = y.view(*x.shape[:-1], linear.out_features)
+        else:
+            y = ops.linear(x, self.dequantised(linear, x.dtype))
+        return biased(y, linear.bias)
 
-    def matrices(self, linear: ExpertLinear, hit: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantised, those of the experts that are hit."""
+    def experts(
+        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, weights: Tensor, chosen: Tensor
+    ) -> Tensor:
+        """As of `product`; of matrices that are dequantised, those of chosen experts alone."""
+        if advice.multiplies_fp8(x, self.block):
+            w1, w2 = gate_up.weight, down.weight
+            scales = {"w1_scale": gate_up.scale, "w2_scale": down.scale}
+            return ops.fused_experts(x, w1, w2, weights, chosen, "silu", False, 1.0, **scales)
+        hit, chosen = chosen.long().unique(return_inverse=True)
+        first = self._dequantised_experts(gate_up, hit, x.dtype)
+        second = self._dequantised_experts(down, hit, x.dtype)
+        return ops.fused_experts(x, first, second, weights, chosen)
+
+    def _is_blocks(self, linear: Linear) -> bool:
+        """Whether row r of the matrix has the scales of block r // rows, as a single one's has."""
+        whole = all(part.size % self.block[0] == 0 for part in linear.parts[:-1])
+        return whole and all(part.order is None for part in linear.parts)
+
+    def _dequantised_experts(self, linear: ExpertLinear, hit: Tensor, dtype: torch.dtype) -> Tensor:
         scale = self._by_element(linear, linear.scale[hit])
         return (linear.weight[hit].float() * scale).to(dtype)
 

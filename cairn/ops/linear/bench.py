@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.linear.dsv3_gemms import dsv3_fused_a_gemm, dsv3_router_gemm
+from cairn.ops.linear.fp8_blockwise_scaled_mm import fp8_blockwise_scaled_mm
 from cairn.ops.linear.gated_linear import gated_linear
 from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
+from cairn.ops.linear.linear_fp8_blocks import linear_fp8_blocks
+from cairn.ops.quantization import blocks
+from cairn.ops.quantization.codes import E4M3
 
 
 def _by_torch(x: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
@@ -94,3 +101,57 @@ def _(draw: Draw) -> Points:
                 2.0 * rows * weight.numel(),
                 draw.by_torch(_add_rmsnorm_by_torch, "addmm_, rms_norm"),
             )
+
+
+BLOCK_SHAPES = {
+    "full": (("q_b", 24576, 1536), ("out", 7168, 16384), ("down", 2048, 1408)),
+    "tiny": (("q_b", 48, 128),),
+}
+"""Products of DeepSeek-V3's layers, and of one that fits on a card: numbers and width."""
+
+
+def _in_blocks(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """(size in words, tokens, codes of a weight, scales)."""
+    for name, numbers, width in BLOCK_SHAPES[draw.sizes]:
+        weight = draw.randn(numbers, width, dtype=torch.float32).to(E4M3)
+        scale = draw.rand(blocks.count(numbers), blocks.count(width))
+        for rows in (1, 64, 8192) if draw.sizes == "full" else (1, 5):
+            x = draw.randn(rows, width)
+            yield f"{name}: {rows} x {width} x {numbers}", x, weight, scale
+
+
+@linear_fp8_blocks.bench
+def _(draw: Draw) -> Points:
+    for size, x, weight, scale in _in_blocks(draw):
+        flops = 2.0 * x.shape[0] * weight.numel()
+        least = moved(x, weight, scale) + x.shape[0] * len(weight) * x.element_size()
+        yield Point(size, draw.args(x, weight, scale), least, flops)
+
+
+@fp8_blockwise_scaled_mm.bench
+def _(draw: Draw) -> Points:
+    for size, x, weight, scale in _in_blocks(draw):
+        codes, own = blocks.quantized(x)
+        flops = 2.0 * x.shape[0] * weight.numel()
+        least = moved(codes, weight, scale, own) + x.shape[0] * len(weight) * x.element_size()
+        yield Point(size, draw.args(codes, weight.t(), own, scale.t(), x.dtype), least, flops)
+
+
+@dsv3_fused_a_gemm.bench
+def _(draw: Draw) -> Points:
+    width, numbers = (7168, 2112) if draw.sizes == "full" else (64, 24)
+    for rows in (1, 16):
+        x, weight = draw.randn(rows, width), draw.randn(numbers, width)
+        least = moved(x, weight) + rows * numbers * x.element_size()
+        size = f"{rows} x {width} x {numbers}"
+        yield Point(size, draw.args(x, weight.t()), least, 2.0 * rows * weight.numel())
+
+
+@dsv3_router_gemm.bench
+def _(draw: Draw) -> Points:
+    width, experts = (7168, 256) if draw.sizes == "full" else (64, 8)
+    for rows in (1, 16):
+        x, weight = draw.randn(rows, width), draw.randn(experts, width)
+        least, size = moved(x, weight) + rows * experts * 4, f"{rows} x {width} x {experts}"
+        given = draw.args(x, weight, torch.float32)
+        yield Point(size, given, least, 2.0 * rows * weight.numel())

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from cairn.ops.linear.dsv3_gemms import dsv3_fused_a_gemm, dsv3_router_gemm
+from cairn.ops.linear.fp8_blockwise_scaled_mm import fp8_blockwise_scaled_mm
 from cairn.ops.linear.gated_linear import gated_linear
 from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
+from cairn.ops.linear.linear_fp8_blocks import linear_fp8_blocks
 from cairn.ops.linear.tuning import TUNING
+from cairn.ops.quantization import blocks
+from cairn.ops.quantization.codes import E4M3
 from cairn.ops.testing import Cases, Make
 
 
@@ -107,3 +113,57 @@ def _(make: Make) -> Cases:
         shapes = (19, 8400), (19, 1000), (1000,)
         x, residual, norm = (make.randn(*shape, dtype=torch.bfloat16) for shape in shapes)
         yield make.args(x, residual, weight, norm)
+
+
+def _blocks(make: Make, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """A weight [rows, width] in e4m3 and the scales of its blocks."""
+    codes = make.randn(rows, width, scale=60.0).to(E4M3)
+    shape = (blocks.count(rows), blocks.count(width))
+    return codes, (0.5 + make.rand(*shape)) / 60.0 * width**-0.5
+
+
+@linear_fp8_blocks.cases
+def _(make: Make) -> Cases:
+    for rows, width, numbers, dtype in (
+        (1, 128, 48, torch.float32),
+        (3, 160, 140, torch.float32),
+        (40, 256, 136, torch.bfloat16),
+        (200, 384, 272, torch.bfloat16),
+    ):
+        yield make.args(make.randn(rows, width, dtype=dtype), *_blocks(make, numbers, width))
+    wide = make.randn(5, 512, dtype=torch.bfloat16)[:, :256]
+    yield make.args(wide, *_blocks(make, 48, 256))
+    yield make.args(make.randn(0, 128), *_blocks(make, 48, 128))
+
+
+@fp8_blockwise_scaled_mm.cases
+def _(make: Make) -> Cases:
+    for rows, width, numbers, dtype in (
+        (2, 128, 48, torch.float32),
+        (5, 160, 140, torch.float32),
+        (200, 384, 272, torch.bfloat16),
+    ):
+        weight, scale = _blocks(make, numbers, width)
+        x, own = blocks.quantized(make.randn(rows, width))
+        yield make.args(x, weight.t(), own, scale.t(), dtype)
+        # Scales of neighbouring rows side by side.
+        yield make.args(x, weight.t(), own.t().contiguous().t(), scale.t(), dtype)
+    yield make.args(x[:0], weight.t(), own[:0], scale.t(), torch.bfloat16)
+
+
+@dsv3_fused_a_gemm.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (1, 7):
+            weight = make.randn(40, 96, dtype=dtype, scale=0.1)
+            yield make.args(make.randn(rows, 96, dtype=dtype), weight.t())
+    yield make.args(make.randn(0, 64), make.randn(8, 64).t())
+
+
+@dsv3_router_gemm.cases
+def _(make: Make) -> Cases:
+    for dtype, out in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
+        weight = make.randn(24, 96, dtype=dtype, scale=0.1)
+        yield make.args(make.randn(7, 96, dtype=dtype), weight, out)
+    yield make.args(make.randn(1, 96, dtype=dtype), weight)
+    yield make.args(make.randn(0, 64), make.randn(8, 64), torch.float32)

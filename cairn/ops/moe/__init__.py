@@ -4,6 +4,7 @@ What sgl-kernel has in its module `moe` of this is in `cairn.ops.moe` too.
 """
 
 from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
+from cairn.ops.moe.fp8_blockwise_scaled_grouped_mm import fp8_blockwise_scaled_grouped_mm
 from cairn.ops.moe.fused_experts import fused_experts
 from cairn.ops.moe.grouped_topk import biased_grouped_topk, grouped_topk, grouped_topk_softmax
 from cairn.ops.moe.kimi_k2_moe_fused_gate import kimi_k2_moe_fused_gate
@@ -18,6 +19,7 @@ from cairn.ops.moe.topk_softmax import topk_softmax
 __all__ = [
     "apply_shuffle_mul_sum",
     "biased_grouped_topk",
+    "fp8_blockwise_scaled_grouped_mm",
     "fused_experts",
     "grouped_topk",
     "grouped_topk_softmax",

@@ -7,6 +7,7 @@ import torch
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
 from cairn.ops.moe.cases import aligned_inputs, prepared_inputs
+from cairn.ops.moe.fp8_blockwise_scaled_grouped_mm import fp8_blockwise_scaled_grouped_mm
 from cairn.ops.moe.fused_experts import fused_experts
 from cairn.ops.moe.grouped_topk import biased_grouped_topk, grouped_topk, grouped_topk_softmax
 from cairn.ops.moe.kimi_k2_moe_fused_gate import kimi_k2_moe_fused_gate
@@ -17,6 +18,8 @@ from cairn.ops.moe.prepare_moe_input import prepare_moe_input
 from cairn.ops.moe.shuffle_rows import shuffle_rows
 from cairn.ops.moe.topk_sigmoid import topk_sigmoid
 from cairn.ops.moe.topk_softmax import topk_softmax
+from cairn.ops.quantization import blocks
+from cairn.ops.quantization.codes import E4M3
 
 ROUTERS = {"full": ((1, 256, 8), (64, 256, 8), (8192, 256, 8)), "tiny": ((1, 16, 2), (5, 16, 2))}
 """Tokens, experts and chosen ones of each token that routing is timed on."""
@@ -177,3 +180,24 @@ def _(draw: Draw) -> Points:
             draw.args(weights, ids, gating, True),
             moved(weights, ids, gating),
         )
+
+
+@fp8_blockwise_scaled_grouped_mm.bench
+def _(draw: Draw) -> Points:
+    width, inner, experts, topk, batches = LAYERS[draw.sizes]
+    weight = draw.randn(experts, 2 * inner, width, dtype=torch.float32).to(E4M3)
+    scale = draw.rand(experts, blocks.count(2 * inner), blocks.count(width))
+    for tokens in batches:
+        rows = tokens * topk
+        x, own = blocks.quantized(draw.randn(rows, width))
+        counts = draw.rand(experts, rows).argsort(dim=0)[0].bincount(minlength=experts).int()
+        sizes = torch.stack((counts, counts * 0 + 2 * inner, counts * 0 + width), dim=1)
+        offsets = counts.cumsum(0, dtype=torch.int32) - counts
+        out = draw.randn(rows, 2 * inner)
+        hit = int((counts > 0).sum())
+        given = draw.args(
+            *(out, None, None, None, None, None, x, weight.transpose(1, 2), own),
+            *(scale.transpose(1, 2), None, None, None, None, None, sizes, offsets, None),
+        )
+        least = moved(x, own, out) + hit * moved(weight[0], scale[0])
+        yield Point(f"{rows} rows of {experts}", given, least, 4.0 * rows * width * inner)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
+from cairn.ops.moe.fp8_blockwise_scaled_grouped_mm import fp8_blockwise_scaled_grouped_mm
 from cairn.ops.moe.fused_experts import fused_experts
 from cairn.ops.moe.grouped_topk import biased_grouped_topk, grouped_topk, grouped_topk_softmax
 from cairn.ops.moe.kimi_k2_moe_fused_gate import kimi_k2_moe_fused_gate
@@ -202,3 +203,23 @@ def _(make: Make) -> Cases:
     # Many equals.
     yield make.args(*outputs(9, 4), make.randint(0, 3, 9, 16).float(), True)
     yield make.args(*outputs(0, 2), make.randn(0, 8))
+
+
+@fp8_blockwise_scaled_grouped_mm.cases
+def _(make: Make) -> Cases:
+    for counts, width, numbers, dtype in (
+        ((3, 0, 5), 128, 48, torch.float32),
+        ((1, 20), 160, 136, torch.float32),
+        ((150, 0, 90, 130), 256, 144, torch.bfloat16),
+    ):
+        experts, rows = len(counts), sum(counts) + 2
+        weight, scale = codes_in_blocks(make, experts, 1, numbers, width)
+        x, own = blocks.quantized(make.randn(rows, width))
+        sizes = make.tensor([(m, numbers, width) for m in counts], dtype=torch.int32)
+        ends = make.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        out = make.empty(rows, numbers, dtype=dtype)
+        yield make.args(
+            *(out, None, None, None, None, None, x, weight.transpose(1, 2), own),
+            *(scale.transpose(1, 2), None, None, None, None, None, sizes),
+            *(ends - sizes[:, 0], None),
+        )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.moe import align_launch, rows_launch
+from cairn.ops.moe.kernels.align import tiles_kernel
 from cairn.ops.moe.kernels.experts import GROUP, experts_kernel
 from cairn.ops.moe.tuning import TUNING, Tile
 from cairn.ops.quantization import launch as quantization
@@ -16,6 +17,8 @@ from cairn.ops.quantization.blocks import EPS
 from cairn.ops.quantization.codes import E4M3, E4M3_MAX
 
 RULE = quantization.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", EPS, inverse=True)
+MOST_EXPERTS = align_launch.MOST_BUCKETS + 1
+"""Of rows that are sorted already."""
 _ALIGNED = 16
 """Bytes that a table's address and its lines' are multiples of."""
 
@@ -62,6 +65,13 @@ class Rows:
     gathered: bool = False
     scattered: bool = False
     single: bool = False
+
+
+def multiplies_fp8(x: Tensor, block: tuple[int, int]) -> bool:
+    """Whether kernels multiply rows x, in 16 bits, with matrices in e4m3 whose blocks have so many
+    rows and columns, on tensor cores."""
+    fast = gpu.AVAILABLE and gpu.knows_e4m3(x.device) and x.dtype != torch.float32
+    return fast and block == (GROUP, GROUP)
 
 
 def multiply(a: Scaled, w: Scaled, out: Scaled, rows: Rows, tile: Tile, kind: str = "") -> None:
@@ -183,6 +193,49 @@ def grouped(ids: Tensor, experts: int, tile: Tile) -> Rows:
     align_launch.sort(ids, experts, into, block=tile.rows, filled=True)
     count = tiles * tile.rows
     return Rows(count, tiles, owners, order, used, places=places, share=share)
+
+
+def multiply_all(a: Scaled, w: Scaled, out: Tensor) -> Tensor:
+    """Rows of a [M, K] with one matrix [1, N, K] in e4m3, into out [M, N]. Without scales rows are
+    quantised; many of them first."""
+    count, width = a.x.shape
+    tile = tiles_for(w, count)[1]
+    if a.scale is None and tile.rows > TUNING.most_quantized_here and width % GROUP == 0:
+        a = quantized(a.x)
+    multiply(a, w, Scaled(out), Rows(count, -(-count // tile.rows)), tile)
+    return out
+
+
+def multiply_sorted(a: Scaled, w: Scaled, out: Tensor, sizes: Tensor, offsets: Tensor) -> None:
+    """Rows of a [R, K], sorted by expert, with matrices [E, N, K], into out [R, N].
+
+    Args:
+        sizes: [E, 3] int32, rows of each expert first.
+        offsets: [E] int32, its first row.
+    """
+    count, experts = a.x.shape[0], w.x.shape[0]
+    if not count or not experts:
+        return
+    tile, device = tiles_for(w, count / experts)[1], a.x.device
+    tiles = min(count, (count + experts * (tile.rows - 1)) // tile.rows)
+    owners, begins, ends = (gpu.empty((tiles,), torch.int32, device) for _ in range(3))
+    used = gpu.empty((1,), torch.int32, device)
+    tiles_kernel[(1,)](
+        sizes=sizes,
+        offsets=offsets,
+        owners=owners,
+        begins=begins,
+        ends=ends,
+        used=used,
+        experts=experts,
+        size_stride=sizes.stride(0),
+        BM=tile.rows,
+        EP=gpu.next_power_of_2(experts),
+        PDL=gpu.supports_pdl(device),
+        num_warps=4,
+    )
+    rows = Rows(count, tiles, owners, used=used, begins=begins, ends=ends)
+    multiply(a, w, Scaled(out), rows, tile)
 
 
 def run_experts(

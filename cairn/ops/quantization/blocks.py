@@ -33,7 +33,7 @@ def spread(scale: Tensor, axis: int, numbers: int) -> Tensor:
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [R, K] e4m3 of rows [R, K], and scales [R, ceil(K / 128)] float32."""
     rows, width = x.shape
-    groups = torch.nn.functional.pad(x.float(), (0, -width % SIZE)).view(rows, -1, SIZE)
+    groups = torch.nn.functional.pad(x.float(), (0, -width % SIZE)).view(rows, count(width), SIZE)
     scale = scale_for(groups.abs().amax(dim=-1).clamp(min=EPS), E4M3_MAX)
     codes = e4m3(groups * inverse(scale).unsqueeze(-1))
     return codes.flatten(1)[:, :width], scale

@@ -166,3 +166,28 @@ def place_kernel(
     row = tl.load(begins + bucket, mask=known, other=0) + rank
     row += tl.load(counts + chunk.to(tl.int64) * BP + bucket, mask=known, other=0)
     store_rows(place, bucket, row, order, owners, inverse, buckets, block, share, FIRST)
+
+
+@triton.jit(early=())
+def tiles_kernel(
+    sizes, offsets, owners, begins, ends, used, experts, size_stride,
+    BM: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Tiles of at most BM rows for experts with the rows offsets[e] .. + sizes[e, 0].
+
+    owners, begins, ends: of each tile, written: its expert, its first row, and the end of the
+    expert's. used [1]: BM times the number of tiles. PDL: as in `await_previous`.
+    """
+    await_previous(PDL)
+    expert = tl.arange(0, EP)
+    inside = expert < experts
+    count = tl.load(sizes + expert * size_stride, mask=inside, other=0)
+    first = tl.load(offsets + expert, mask=inside, other=0)
+    tiles = (count + BM - 1) // BM
+    tile = tl.cumsum(tiles, 0) - tiles
+    tl.store(used, tl.sum(tiles, 0) * BM)
+    for number in range(tl.max(tiles, 0)):
+        there = number < tiles
+        tl.store(owners + tile + number, expert, mask=there)
+        tl.store(begins + tile + number, first + number * BM, mask=there)
+        tl.store(ends + tile + number, first + count, mask=there)
