@@ -9,7 +9,7 @@ from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.norm.kernels import layernorm_kernel
 from cairn.ops.norm.launch import check_rows, check_weight, in_rows
-from cairn.ops.pdl import pdl_option, uses_pdl
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 
 
@@ -47,8 +47,15 @@ def _(call: Call) -> Tensor:
     pdl = uses_pdl(x.device, len(x), warps)
     if len(x):
         layernorm_kernel[(len(x),)](
-            *(x, call.weight, call.bias, out, x.stride(0), width, call.eps, block, pdl),
+            x=x,
+            weight=call.weight,
+            bias=call.bias,
+            out=out,
+            x_stride=x.stride(0),
+            width=width,
+            eps=call.eps,
+            BLOCK=block,
+            PDL=pdl,
             num_warps=warps,
-            **pdl_option(pdl),
         )
     return out
