@@ -1,4 +1,4 @@
-"""How the sampling kernels are launched: by the sizes of the rows, never by what is in them."""
+"""Launches of the sampling kernels. They depend on the sizes of rows, not on their values."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ class Source:
 
     def part(self, at: slice) -> Source:
         """The same for some of the rows."""
-        heat = self.temperature
-        return Source(self.values[at], self.softmax, None if heat is None else heat[at])
+        temp = self.temperature
+        return Source(self.values[at], self.softmax, None if temp is None else temp[at])
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """[n, *shape] on the device, not written."""

@@ -1,4 +1,4 @@
-"""What log-probabilities are made of."""
+"""Maximum, log-sum-exp and rank, of which log-probabilities are made."""
 
 from __future__ import annotations
 

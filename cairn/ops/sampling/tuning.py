@@ -16,14 +16,14 @@ class SamplingTuning(Tuning):
     least_chunk: int = 512
     """Numbers of the shortest chunk."""
     line: int = 32
-    """Numbers of which the maximum is kept."""
+    """Numbers of a line, of which the survey stores the maximum."""
     width: int = 16
-    """Weights of every list that a program holds while it searches. A list has as many of these as
-    10 bits count."""
+    """Weights of every list that a program loads at a time while it searches; a list has at most
+    1023 times as many, since their number is counted in 10 bits."""
     draw_warps: int = 8
     """Of a program that draws from a row without filters."""
     workspace_bytes: int = 256 << 20
-    """Lists are held for so many rows at a time."""
+    """Memory for lists; more rows are filtered some at a time."""
     most_lines: int = 192
     """Lines in which all that is kept of a row is looked for."""
     few: int = 256
@@ -31,10 +31,10 @@ class SamplingTuning(Tuning):
     """Weights of a row that are compared with all others instead of searched, and so many at
     once."""
     run: int = 16
-    """Numbers that are summed up before a token is looked for among them."""
+    """Numbers of a run: the draw finds the chunk, then the run, then the token."""
     list_warps: int = 8
     list_registers: int = 128
-    """Of programs that list a row, and draw from it: two of a multiprocessor."""
+    """Warps and registers of programs that list rows: two fit on a multiprocessor."""
     sample: int = 64
     """Numbers of each chunk from which it is guessed where the threshold of a share lies. Not by
     how many rows there are: sums of what is listed are rounded as it is listed."""

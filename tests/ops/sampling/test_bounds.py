@@ -49,12 +49,12 @@ def guess_kernel(
 
 
 @triton.jit(do_not_specialize=["low"])
-def bound_kernel(values, heat, low, out, SOFTMAX: tl.constexpr, N: tl.constexpr):
+def bound_kernel(values, temp, low, out, SOFTMAX: tl.constexpr, N: tl.constexpr):
     """out [N] int32: whether each of values [N] is listed for its weight, and whether it must be;
     the largest is 5."""
     value = tl.load(values + tl.arange(0, N))
-    weight = weight_of(value, 5.0, heat, SOFTMAX)
-    listed = height_of(value, 5.0, SOFTMAX) >= bound_of(low, heat, SOFTMAX)
+    weight = weight_of(value, 5.0, temp, SOFTMAX)
+    listed = height_of(value, 5.0, SOFTMAX) >= bound_of(low, temp, SOFTMAX)
     wanted = bits_of(weight) >= low
     tl.store(out + tl.arange(0, N), listed.to(tl.int32) + 2 * wanted.to(tl.int32))
 
@@ -126,20 +126,20 @@ def test_guessed_bounds_do_not_leave_the_range(device: str) -> None:
 
 
 @pytest.mark.parametrize("low", [1e-45, 1e-39, 2.0**-126, 1e-30, 1e-7, 0.3, 1.0])
-@pytest.mark.parametrize("heat", [1e-30, 0.01, 0.7, 1.0, 1e30])
+@pytest.mark.parametrize("temp", [1e-30, 0.01, 0.7, 1.0, 1e30])
 def test_all_that_weigh_enough_are_listed_and_hardly_more(
-    heat: float, low: float, device: str
+    temp: float, low: float, device: str
 ) -> None:
     torch.manual_seed(9)
-    values = 5.0 - torch.rand(4096).pow(3) * heat * 160
-    values[:512] = 5.0 - torch.rand(512) * 1e-5 * heat
+    values = 5.0 - torch.rand(4096).pow(3) * temp * 160
+    values[:512] = 5.0 - torch.rand(512) * 1e-5 * temp
     values[0], values[1] = 5.0, float("-inf")
     bits = int(torch.tensor(low).view(torch.int32))
     out = torch.empty(4096, dtype=torch.int32, device=device)
     for softmax, given in ((True, values), (False, torch.rand(4096).pow(20))):
-        bound_kernel[(1,)](given.to(device), heat, max(bits, 1), out, softmax, 4096)
+        bound_kernel[(1,)](given.to(device), temp, max(bits, 1), out, softmax, 4096)
         assert (out != 2).all()
         if not softmax:
             assert (out != 1).all()
-        elif 2.0**-126 < low < 1.0 and 0.01 <= heat <= 1.0:
+        elif 2.0**-126 < low < 1.0 and 0.01 <= temp <= 1.0:
             assert (out == 1).sum() <= 64

@@ -18,8 +18,9 @@ def penalise(
     count = tl.load(output_counts, mask=inside)
     generated = count > 0
     seen = tl.load(prompt_mask, mask=inside) != 0
-    # Rounded as the quotient is: no quotient of two float32 lies so near the middle of two others,
-    # unless it is subnormal. To divide every number would take longer than to read it.
+    # The product in float64 rounds to the same float32 as the quotient, unless that is subnormal:
+    # no quotient of two float32 is that close to a midpoint. A division each would be
+    # compute-bound.
     inverse = 1.0 / repetition.to(tl.float64)
     quotient = (logit.to(tl.float64) * inverse).to(tl.float32)
     changed = tl.where(logit > 0.0, quotient, logit * repetition)

@@ -28,18 +28,18 @@ def load_tops(tops, row, lines, N: tl.constexpr):
 
 
 @triton.jit
-def keys_of(top, peak, heat, lines, SOFTMAX: tl.constexpr):
+def keys_of(top, peak, temp, lines, SOFTMAX: tl.constexpr):
     """The largest weights of a row's lines as bits, of `load_tops`; 0 beyond the last."""
     inside = tl.arange(0, top.shape[0]) < lines
-    return tl.where(inside, bits_of(tl.maximum(weight_of(top, peak, heat, SOFTMAX), 0.0)), 0)
+    return tl.where(inside, bits_of(tl.maximum(weight_of(top, peak, temp, SOFTMAX), 0.0)), 0)
 
 
 @triton.jit
-def tally_lines(near, one, two, three):
-    """The sums, float32, of what of near [N] reaches each of three numbers, all as bits; and how
-    many reach the second and the third."""
-    first, second, third = near >= one, near >= two, near >= three
-    value = near.to(tl.float32, bitcast=True)
+def tally_lines(line_keys, one, two, three):
+    """The sums, float32, of what of line_keys [N] reaches each of three numbers, all as bits; and
+    how many reach the second and the third."""
+    first, second, third = line_keys >= one, line_keys >= two, line_keys >= three
+    value = line_keys.to(tl.float32, bitcast=True)
     by_one, by_two = tl.where(first, value, 0.0), tl.where(second, value, 0.0)
     # Two counts in one sum.
     found = second.to(tl.int32) + (third.to(tl.int32) << 16)
@@ -50,13 +50,13 @@ def tally_lines(near, one, two, three):
 
 
 @triton.jit
-def floor_by_lines(near, floor, end, share, wanted, CHUNKS: tl.constexpr, MOST: tl.constexpr):
+def floor_by_lines(line_keys, floor, end, share, wanted, CHUNKS: tl.constexpr, MOST: tl.constexpr):
     """A weight, as bits, that all which is kept of a row without a top k reaches, and a number that
     the lines which reach it do not exceed: CHUNKS or less, if that is found, or not much more than
     it takes. More than MOST if it takes more, or the lines' largest weights do not tell.
 
-    near: `keys_of` the row's lines, below end; floor: what surely is reached; wanted: of the row's
-    sum.
+    line_keys: `keys_of` the row's lines, below end; floor: what surely is reached; wanted: of the
+    row's sum.
     """
     low, high = floor, end
     found, beyond = tl.full([], MOST + 1, tl.int32), tl.full([], 0, tl.int32)
@@ -67,9 +67,9 @@ def floor_by_lines(near, floor, end, share, wanted, CHUNKS: tl.constexpr, MOST: 
     enough = (wanted * 1.00001).to(tl.float32)
     missing = share < 1.0
     if not missing:
-        found = tl.sum((near >= floor).to(tl.int32), 0)
+        found = tl.sum((line_keys >= floor).to(tl.int32), 0)
     while missing:
-        m_one, m_two, m_three, n_two, n_three = tally_lines(near, one, two, three)
+        m_one, m_two, m_three, n_two, n_three = tally_lines(line_keys, one, two, three)
         by_one, by_two, by_three = m_one >= enough, m_two >= enough, m_three >= enough
         high = tl.where(by_one, tl.where(by_two, tl.where(by_three, high, three), two), one)
         beyond = tl.where(by_two, tl.where(by_three, beyond, n_three), tl.maximum(beyond, n_two))
@@ -84,21 +84,22 @@ def floor_by_lines(near, floor, end, share, wanted, CHUNKS: tl.constexpr, MOST: 
 
 @triton.jit
 def floor_of(
-    near, peak, heat, total, count, share, least, width, lines,
+    line_keys, peak, temp, total, count, share, least, width, lines,
     CHUNKS: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """A weight, as bits, that all weights which the row's filters keep reach, and few others: of
-    CHUNKS lines at most, if that is possible. near: `keys_of` the row's lines, where count > 0."""
-    floor = weight_of(peak, peak, heat, SOFTMAX) * least
+    CHUNKS lines at most, if that is possible. line_keys: `keys_of` the row's lines, where count >
+    0."""
+    floor = weight_of(peak, peak, temp, SOFTMAX) * least
     if count > 0:
-        # A share of the top k's sum takes all of them.
+        # The share is of the sum of the top k, all of which are needed.
         floor = tl.where(share < 1.0, 0.0, floor)
-        if near is not None:  # noqa: SIM102
+        if line_keys is not None:  # noqa: SIM102
             if count <= lines:
                 # So few that CHUNKS lists hold their lines, if that is possible, but not one more
                 # step than that takes.
                 enough = tl.maximum(count + count // 8, tl.minimum(count + count // 4 + 4, CHUNKS))
-                bound = reached_by(near, count, enough)
+                bound = reached_by(line_keys, count, enough)
                 floor = tl.maximum(floor, bound.to(tl.float32, bitcast=True))
     elif share < 1.0:
         # Weights below (total - wanted) / width sum up to less than total - wanted, so the
@@ -110,7 +111,7 @@ def floor_of(
 
 @triton.jit
 def sample_of(
-    x, peak, heat, width, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SAMPLE: tl.constexpr,
+    x, peak, temp, width, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SAMPLE: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """The first SAMPLE weights of every chunk of a row at x, as parts of its largest, and how many
@@ -118,9 +119,9 @@ def sample_of(
     i = tl.arange(0, CHUNKS * SAMPLE)
     place = i // SAMPLE * CHUNK + i % SAMPLE
     inside = place < width
-    # With a mask, each load would wait for the one before.
+    # Clamped, not masked: masked loads are issued one after the other.
     value = tl.load(x + tl.minimum(place, width - 1)).to(tl.float32)
-    weight = weight_of(value, peak, heat, SOFTMAX)
+    weight = weight_of(value, peak, temp, SOFTMAX)
     if not SOFTMAX:
         weight /= peak
     last = (width - 1) // CHUNK
@@ -130,7 +131,7 @@ def sample_of(
 
 @triton.jit
 def both_added(a, b, c, d):
-    """Two pairs, number by number."""
+    """Elementwise sum of two pairs."""
     return a + c, b + d
 
 
@@ -144,7 +145,7 @@ def sides_of(weight, stands_for, trial, top, spare, SURE: tl.constexpr):
     bound = trial.to(tl.float32, bitcast=True) / top
     below = tl.where(weight[None, :] < bound[:, None], weight[None, :], 0.0)
     total, squares = tl.reduce((below, below * below), 1, both_added)
-    # As if there were one more: who sees nothing cannot be sure of it.
+    # One more of this weight is assumed: a sample without any proves nothing.
     off = SURE * tl.sqrt(squares + bound * bound)
     return (total + off) * stands_for <= spare, (total - off) * stands_for >= spare
 
@@ -170,13 +171,13 @@ def guess_of(weight, stands_for, spare, top, floor, end, SURE: tl.constexpr, TRI
 
 
 @triton.jit
-def bound_of(low, heat, SOFTMAX: tl.constexpr):
+def bound_of(low, temp, SOFTMAX: tl.constexpr):
     """From where on numbers may weigh `low` or more, as bits: all that do are, as `height_of`."""
     weight = low.to(tl.float32, bitcast=True)
     bound = weight
     if SOFTMAX:
-        # More than powers and logarithms are off by; below normal numbers weights are rounded.
-        bound = (tl.log2(weight) - 1e-3) / tl.div_rn(1.4426950408889634, heat)
+        # The margin exceeds the error of exp2 and log2; subnormal weights are rounded.
+        bound = (tl.log2(weight) - 1e-3) / tl.div_rn(1.4426950408889634, temp)
         bound = tl.where(low < (1 << 23), float("-inf"), bound)
     return bound
 

@@ -30,29 +30,29 @@ from cairn.ops.sampling.kernels.lists import (
     weigh_chunks,
     weigh_lists,
 )
-from cairn.ops.sampling.kernels.uniform import part_of
+from cairn.ops.sampling.kernels.uniform import fraction_of
 
 
 @triton.jit
 def draw_from_lines(
-    x, near, counts, weights, few_keys, few_weights, low, peak, heat, count, share, least, top,
-    total, part, width,
+    x, line_keys, counts, weights, few_keys, few_weights, low, peak, temp, count, share, least, top,
+    total, fraction, width,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, FEW: tl.constexpr,
     SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """The token of a row at x of which the lines that reach `low` have all that is kept, if that is
     FEW at most; else -2, whether it is listed instead, and the sum. With FEW = 0 it is listed.
-    near: `keys_of` the row's lines."""
+    line_keys: `keys_of` the row's lines."""
     token = tl.full([], -2, tl.int32)
-    found = keep_hits((near >= low) & (near > 0), counts, CHUNKS)
+    found = keep_hits((line_keys >= low) & (line_keys > 0), counts, CHUNKS)
     several, reached = collect_lines(
-        x, counts, weights, few_keys, found, low, peak, heat, width,
+        x, counts, weights, few_keys, found, low, peak, temp, width,
         CHUNKS, CHUNK, LINE, FEW, SOFTMAX,
     )  # fmt: skip
     if FEW > 0:  # noqa: SIM102
         if several <= FEW:
             token = draw_few(
-                few_keys, few_weights, several, top, count, share, least, total, part,
+                few_keys, few_weights, several, top, count, share, least, total, fraction,
                 SHARE, FEW, SLICE,
             )  # fmt: skip
     return token, (several > FEW) & (found <= CHUNKS), reached
@@ -61,7 +61,7 @@ def draw_from_lines(
 @triton.jit
 def is_last(arrivals):
     """Whether the other programs of a row have all been here: what they stored can be loaded."""
-    # What all threads stored is done before one of them says so.
+    # All threads have stored before one of them arrives.
     tl.debug_barrier()
     last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
     tl.debug_barrier()
@@ -70,7 +70,7 @@ def is_last(arrivals):
 
 @triton.jit
 def collect_between(
-    x, counts, weights, sums, arrivals, alone, many, low, high, floor, end, wanted, peak, heat,
+    x, counts, weights, sums, arrivals, alone, many, low, high, floor, end, wanted, peak, temp,
     width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr,
     WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
@@ -87,23 +87,23 @@ def collect_between(
         step = tl.where(last, 1, tl.num_programs(0))
         if many:
             weigh_chunks(
-                x, counts, weights, sums, low, high, peak, heat, width, chunks, first, step,
+                x, counts, weights, sums, low, high, peak, temp, width, chunks, first, step,
                 CHUNKS, CHUNK, LINES, SOFTMAX,
             )  # fmt: skip
         else:
             collect_chunks(
-                x, counts, weights, low, peak, heat, width, chunks, first, step,
+                x, counts, weights, low, peak, temp, width, chunks, first, step,
                 CHUNK, LINES, ABREAST, SOFTMAX,
             )  # fmt: skip
         guessed = last == 0
-        # What the threads of this program have stored they now load of each other.
+        # Threads load what other threads of the program have stored.
         tl.debug_barrier()
         if guessed:
             last = is_last(arrivals)
         missing = tl.full([], False, tl.int1)
         if last:
             above, reached = weigh_lists(
-                weights, counts, sums, many, low, high, peak, heat, chunks,
+                weights, counts, sums, many, low, high, peak, temp, chunks,
                 CHUNKS, CHUNK, WIDTH, SOFTMAX,
             )  # fmt: skip
             if guessed:
@@ -120,8 +120,8 @@ def collect_between(
 
 @triton.jit
 def collect_row(
-    x, top_of_lines, counts, weights, sums, few_keys, few_weights, arrivals, peak, mass, heat,
-    count, share, least, part, width, chunks,
+    x, line_maxima, counts, weights, sums, few_keys, few_weights, arrivals, peak, mass, temp,
+    count, share, least, fraction, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     SAMPLE: tl.constexpr, SURE: tl.constexpr, TRIALS: tl.constexpr, FEW: tl.constexpr,
     SLICE: tl.constexpr, MOST_LINES: tl.constexpr, ABREAST: tl.constexpr, WIDTH: tl.constexpr,
@@ -131,15 +131,15 @@ def collect_row(
     or else -2, whether this program is the one that finds all its lists done, whether they are of
     lines, their bounds, and what `weigh_lists` does."""
     total = tl.sum(mass, 0)
-    top = weight_of(peak, peak, heat, SOFTMAX)
+    top = weight_of(peak, peak, temp, SOFTMAX)
     lines = chunks * (CHUNK // LINE)
-    near = None
-    if top_of_lines is not None:
-        near = keys_of(top_of_lines, peak, heat, lines, SOFTMAX)
+    line_keys = None
+    if line_maxima is not None:
+        line_keys = keys_of(line_maxima, peak, temp, lines, SOFTMAX)
     floor = floor_of(
-        near, peak, heat, total, count, share, least, width, lines, CHUNKS, SOFTMAX, SHARE
+        line_keys, peak, temp, total, count, share, least, width, lines, CHUNKS, SOFTMAX, SHARE
     )
-    # Nothing weighs less.
+    # Weights of 0 are never kept.
     floor, end = tl.maximum(floor, 1), bits_of(top) + 1
     low, high = floor, end
     wanted = wanted_of(share, total, SHARE)
@@ -147,18 +147,18 @@ def collect_row(
     by_line = count < 0
     done, alone = by_line, by_line
     above, reached = tl.zeros([CHUNKS], tl.float64), tl.full([], 0.0, tl.float64)
-    if near is not None:
+    if line_keys is not None:
         if count > 0:
-            found = tl.sum(((near >= low) & (near > 0)).to(tl.int32), 0)
+            found = tl.sum(((line_keys >= low) & (line_keys > 0)).to(tl.int32), 0)
             by_line = (count <= lines) & (found <= CHUNKS)
         else:
-            low, found = floor_by_lines(near, floor, end, share, wanted, CHUNKS, MOST_LINES)
+            low, found = floor_by_lines(line_keys, floor, end, share, wanted, CHUNKS, MOST_LINES)
             by_line = found <= MOST_LINES
             low = tl.where(by_line, low, floor)
         if by_line & (tl.program_id(0) == 0):
             token, done, reached = draw_from_lines(
-                x, near, counts, weights, few_keys, few_weights, low, peak, heat, count, share,
-                least, top, total, part, width,
+                x, line_keys, counts, weights, few_keys, few_weights, low, peak, temp, count, share,
+                least, top, total, fraction, width,
                 CHUNKS, CHUNK, LINE, FEW, SLICE, SOFTMAX, SHARE,
             )  # fmt: skip
             # More than there is room for: all others have left it to this program.
@@ -168,18 +168,19 @@ def collect_row(
         many = by_line
         if SHARED:  # noqa: SIM102
             if (count == 0) & (share < 1.0) & (alone == 0):
-                sample, stands_for = sample_of(x, peak, heat, width, CHUNKS, CHUNK, SAMPLE, SOFTMAX)
+                sample, stands_for = sample_of(x, peak, temp, width, CHUNKS, CHUNK, SAMPLE, SOFTMAX)
                 spare = ((total - wanted) / top).to(tl.float32)
                 low, high = guess_of(sample, stands_for, spare, top, floor, end, SURE, TRIALS)
                 larger = tl.sum((sample * top >= number_of(low)).to(tl.int32), 0)
-                # Lists of numbers would be longer than it takes to weigh all.
+                # Many candidates: listing weights costs less than listing numbers and weighing
+                # later.
                 many = larger > CHUNKS * SAMPLE // 8
         c = tl.arange(0, CHUNKS)
         if tl.program_id(0) == 0:
             tl.store(counts + c, c * 0, mask=c >= chunks)
         done, low, high, above, reached = collect_between(
             x, counts, weights, sums, arrivals, alone, many, low, high, floor, end, wanted, peak,
-            heat, width, chunks, CHUNKS, CHUNK, LINES, ABREAST, WIDTH, SOFTMAX,
+            temp, width, chunks, CHUNKS, CHUNK, LINES, ABREAST, WIDTH, SOFTMAX,
         )  # fmt: skip
     return token, done, by_line, low, high, above, reached
 
@@ -208,15 +209,15 @@ def collect_kernel(
     await_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
-    heat = temperature_of(temperature, row, SOFTMAX)
+    temp = temperature_of(temperature, row, SOFTMAX)
     # On their way before it is known whether they are needed.
-    top_of_lines = None
+    line_maxima = None
     if top_k is not None:
-        top_of_lines = load_tops(tops, row, chunks * (CHUNK // LINE), CHUNKS * CHUNK // LINE)
+        line_maxima = load_tops(tops, row, chunks * (CHUNK // LINE), CHUNKS * CHUNK // LINE)
     peak, chunk_peak, scale, mass, finite = summary_of(
-        peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX
+        peaks, masses, row, temp, chunks, CHUNKS, SOFTMAX
     )
-    part = part_of(seed, index, uniform, row)
+    fraction = fraction_of(seed, index, uniform, row)
     x += row * stride
     counts += row * (CHUNKS + MOST_LINES)
     weights += row * CHUNKS * CHUNK
@@ -226,25 +227,25 @@ def collect_kernel(
     by_line = done
     low, high = token, token
     above, reached = tl.zeros([CHUNKS], tl.float64), tl.full([], 0.0, tl.float64)
-    if finite & (heat != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
+    if finite & (temp != 0.0) & ((count > 0) | (share < 1.0) | (least > 0.0)):
         if top_k is not None:
             few_keys += row * FEW
             few_weights += row * FEW
         token, done, by_line, low, high, above, reached = collect_row(
-            x, top_of_lines, counts, weights, sums, few_keys, few_weights, arrivals + row, peak,
-            mass, heat, count, share, least, part, width, chunks,
+            x, line_maxima, counts, weights, sums, few_keys, few_weights, arrivals + row, peak,
+            mass, temp, count, share, least, fraction, width, chunks,
             CHUNKS, CHUNK, LINE, LINES, SAMPLE, SURE, TRIALS, FEW, SLICE, MOST_LINES,
             ABREAST, WIDTH, SOFTMAX, SHARE, top_p is not None,
         )  # fmt: skip
     elif tl.program_id(0) == 0:
         token = draw_plain(
-            x, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, heat, part, width,
+            x, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, temp, fraction, width,
             chunks, CHUNKS, CHUNK, RUN, SOFTMAX,
         )  # fmt: skip
     if done:
         token = draw_listed(
             x, counts, weights, by_line, above, reached, low, high, peak, chunk_peak, scale, mass,
-            heat, count, share, least, part, width, CHUNKS, CHUNK, WIDTH, RUN, SOFTMAX, SHARE,
+            temp, count, share, least, fraction, width, CHUNKS, CHUNK, WIDTH, RUN, SOFTMAX, SHARE,
         )  # fmt: skip
     if token != -2:
         tl.store(out + row, token.to(out.dtype.element_ty))

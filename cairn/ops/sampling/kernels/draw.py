@@ -12,7 +12,7 @@ from cairn.ops.sampling.kernels.filters import (
     weight_of,
 )
 from cairn.ops.sampling.kernels.lists import last_taken, limit_of
-from cairn.ops.sampling.kernels.uniform import part_of
+from cairn.ops.sampling.kernels.uniform import fraction_of
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def argmax_kernel(peaks, firsts, out, chunks, CHUNKS: tl.constexpr, PDL: tl.cons
 
 
 @triton.jit
-def kept_of(x, place, whole, peak, heat, threshold, last, width, SOFTMAX: tl.constexpr):
+def kept_of(x, place, whole, peak, temp, threshold, last, width, SOFTMAX: tl.constexpr):
     """Weights float64 at places of a row at x, 0 where they are not kept: those above the threshold
     are, and those equal to it up to `last`. whole: the row has all of these places."""
     inside = place < width
@@ -45,7 +45,7 @@ def kept_of(x, place, whole, peak, heat, threshold, last, width, SOFTMAX: tl.con
         value = tl.load(x + place)
     else:
         value = tl.load(x + place, mask=inside, other=0.0)
-    weight = tl.where(inside, weight_of(value.to(tl.float32), peak, heat, SOFTMAX), 0.0)
+    weight = tl.where(inside, weight_of(value.to(tl.float32), peak, temp, SOFTMAX), 0.0)
     key = bits_of(weight)
     kept = (key > threshold) | ((key == threshold) & (place <= last))
     return tl.where(kept, weight, 0.0).to(tl.float64)
@@ -53,7 +53,7 @@ def kept_of(x, place, whole, peak, heat, threshold, last, width, SOFTMAX: tl.con
 
 @triton.jit
 def draw_kept(
-    x, peak, chunk_peak, scale, mass, heat, threshold, last, target, width,
+    x, peak, chunk_peak, scale, mass, temp, threshold, last, target, width,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SOFTMAX: tl.constexpr,
     FILTERED: tl.constexpr,
 ):  # fmt: skip
@@ -70,32 +70,32 @@ def draw_kept(
     run = tl.arange(0, CHUNK // RUN)
     i = tl.arange(0, RUN)
     place = chunk * CHUNK + run[:, None] * RUN + i[None, :]
-    # With a mask, each load of probabilities would wait for the one before.
+    # Masked loads of probabilities would be issued one after the other.
     whole = False if SOFTMAX else (chunk + 1) * CHUNK <= width
-    masses = tl.sum(kept_of(x, place, whole, peak, heat, threshold, last, width, SOFTMAX), 1)
+    masses = tl.sum(kept_of(x, place, whole, peak, temp, threshold, last, width, SOFTMAX), 1)
     best = first_beyond(masses, target, run)
     target -= tl.sum(tl.where(run < best, masses, 0.0), 0)
     place = chunk * CHUNK + best * RUN + i
-    kept = kept_of(x, place, whole, peak, heat, threshold, last, width, SOFTMAX)
+    kept = kept_of(x, place, whole, peak, temp, threshold, last, width, SOFTMAX)
     return first_beyond(kept, target, place)
 
 
 @triton.jit
 def draw_plain(
-    x, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, heat, part, width, chunks,
+    x, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, temp, fraction, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """The token of a row at x that has no filters or is not finite, from what `summary_of` tells;
     -1 where its sum is no number > 0."""
     token = tl.full([], -1, tl.int32)
-    if heat == 0.0:
+    if temp == 0.0:
         token = most_likely(peaks, firsts, row, chunks, CHUNKS)
     elif finite:
         total = tl.sum(mass, 0)
         if (total > 0.0) & (total < float("inf")):
             token = draw_kept(
-                x, peak, chunk_peak, scale, mass, heat, -1, width,
-                part.to(tl.float64) * total, width, CHUNKS, CHUNK, RUN, SOFTMAX, False,
+                x, peak, chunk_peak, scale, mass, temp, -1, width,
+                fraction.to(tl.float64) * total, width, CHUNKS, CHUNK, RUN, SOFTMAX, False,
             )  # fmt: skip
     return token
 
@@ -116,13 +116,13 @@ def draw_kernel(
     row = number
     if rows is not None:
         row = tl.load(rows + number).to(tl.int64)
-    heat = temperature_of(temperature, row, SOFTMAX)
-    part = part_of(seed, index, uniform, number)
+    temp = temperature_of(temperature, row, SOFTMAX)
+    fraction = fraction_of(seed, index, uniform, number)
     peak, chunk_peak, scale, mass, finite = summary_of(
-        peaks, masses, row, heat, chunks, CHUNKS, SOFTMAX
+        peaks, masses, row, temp, chunks, CHUNKS, SOFTMAX
     )
     token = draw_plain(
-        x + row * stride, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, heat, part,
+        x + row * stride, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, temp, fraction,
         width, chunks, CHUNKS, CHUNK, RUN, SOFTMAX,
     )  # fmt: skip
     tl.store(out + number, token.to(out.dtype.element_ty))
@@ -130,26 +130,26 @@ def draw_kernel(
 
 @triton.jit
 def draw_listed(
-    x, counts, weights, by_line, above, reached, low, high, peak, chunk_peak, scale, mass, heat,
-    count, share, least, part, width,
+    x, counts, weights, by_line, above, reached, low, high, peak, chunk_peak, scale, mass, temp,
+    count, share, least, fraction, width,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """The token of a row at x that has lists, which `collect_kernel` describes; -1 where the sum of
-    what is kept is no number > 0. WIDTH: weights of every list that are held at once; part: of the
-    kept sum, a uniform number; the rest as of `limit` and `summary_of`."""
+    what is kept is no number > 0. WIDTH: weights of every list that are held at once; fraction: of
+    the kept sum, a uniform number; the rest as of `limit` and `summary_of`."""
     threshold, mass, taken, partly = limit_of(
-        counts, weights, by_line, above, reached, weight_of(peak, peak, heat, SOFTMAX), low, high,
+        counts, weights, by_line, above, reached, weight_of(peak, peak, temp, SOFTMAX), low, high,
         count, share, least, tl.sum(mass, 0), CHUNKS, CHUNK, WIDTH, SHARE,
     )  # fmt: skip
     total = tl.sum(mass, 0)
     last = width
     if partly:
-        last = last_taken(x, threshold, taken, peak, heat, width, CHUNKS, CHUNK, SOFTMAX)
+        last = last_taken(x, threshold, taken, peak, temp, width, CHUNKS, CHUNK, SOFTMAX)
     token = tl.full([], -1, tl.int32)
     if (total > 0.0) & (total < float("inf")):
         token = draw_kept(
-            x, peak, chunk_peak, scale, mass, heat, threshold, last,
-            part.to(tl.float64) * total, width, CHUNKS, CHUNK, RUN, SOFTMAX, True,
+            x, peak, chunk_peak, scale, mass, temp, threshold, last,
+            fraction.to(tl.float64) * total, width, CHUNKS, CHUNK, RUN, SOFTMAX, True,
         )  # fmt: skip
     return token

@@ -53,13 +53,13 @@ def ranks_of(keys, key, listed, FEW: tl.constexpr, SLICE: tl.constexpr):
 
 @triton.jit
 def draw_few(
-    keys, weights, listed, top, k, share, least, total, part,
+    keys, weights, listed, top, k, share, least, total, fraction,
     SHARE: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """The token of a row all of whose kept weights are in one list of `listed` keys, in any order.
     The list is changed; weights [FEW] float32 is written.
 
-    top, k, share, least, total, SHARE: as of `limit`; part: of the kept sum, a uniform number.
+    top, k, share, least, total, SHARE: as of `limit`; fraction: of the kept sum, a uniform number.
     """
     # Between what threads write for each other and read, and before they write over it.
     tl.debug_barrier()
@@ -89,5 +89,5 @@ def draw_few(
     tl.debug_barrier()
     in_place = tl.load(keys + i, mask=inside, other=0)
     weight = weight_in(in_place).to(tl.float64)
-    token = first_beyond(weight, part.to(tl.float64) * mass, place_in(in_place))
+    token = first_beyond(weight, fraction.to(tl.float64) * mass, place_in(in_place))
     return tl.where(mass > 0.0, token, -1)

@@ -7,7 +7,7 @@ of lines of LINE weights each. From these, or else for a share from a sample of 
 then searches for the threshold in the lists of a row, by counting and summing what reaches three
 trial values at a time; a row of which few can be kept needs no search (see `few`).
 
-Weights are compared as the integers that their bits are: the order of floats >= 0. Sums are in
+Weights are compared by their bits as integers, which have the order of floats >= 0. Sums are in
 float64, in an order that depends on the row alone.
 """
 
@@ -19,10 +19,10 @@ from cairn.ops.pdl import await_previous, launch_next
 
 @triton.jit
 def weight_of(value, peak, temperature, SOFTMAX: tl.constexpr):
-    """What is filtered and drawn: the value itself, or its share in a softmax, relative to that of
-    the largest."""
+    """What is filtered and drawn: a probability as it is, or SOFTMAX: exp((logit - peak) /
+    temperature)."""
     if SOFTMAX:
-        # By the logarithm of e to the base 2: hardware has powers of two.
+        # exp by exp2, which hardware has.
         return tl.exp2((value - peak) * tl.div_rn(1.4426950408889634, temperature))
     return value
 
@@ -35,7 +35,7 @@ def bits_of(weight):
 
 @triton.jit
 def ordered(value):
-    """Any float as int32 of the same order; NaN is above all."""
+    """Any float as an int32 of the same order, NaN as the largest."""
     wide = value.to(tl.float32) + 0.0
     bits = wide.to(tl.int32, bitcast=True)
     return tl.where(wide != wide, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -43,26 +43,25 @@ def ordered(value):
 
 @triton.jit
 def number_of(key):
-    """The float32 of which `ordered` gives the key."""
+    """Inverse of `ordered`, float32."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def temperature_of(temperature, row, SOFTMAX: tl.constexpr):
-    """The row's temperature; 1 where there are none."""
+    """The row's temperature; 1 without a tensor of them."""
     if temperature is not None:
-        heat = tl.load(temperature + row)
+        temp = tl.load(temperature + row)
     elif SOFTMAX:
-        heat = tl.full([], 1.0, tl.float32)
+        temp = tl.full([], 1.0, tl.float32)
     else:
-        heat = 1.0
-    return heat
+        temp = 1.0
+    return temp
 
 
 @triton.jit
 def filters_of(top_k, top_p, min_p, row, width):
-    """How many to keep (0: all), up to which share (>= 1: all), and the least share of the largest;
-    pointers may be None."""
+    """Parameters of a row: top k (0: all), top p (>= 1: all) and min p; pointers may be None."""
     count = 0
     share = 1.0
     least = 0.0
@@ -78,8 +77,8 @@ def filters_of(top_k, top_p, min_p, row, width):
 
 @triton.jit
 def load_chunk(x, chunk, width, CHUNK: tl.constexpr, BEYOND: tl.constexpr):
-    """Numbers of a row's chunk, float32; BEYOND beyond the last. What is found of them shall stay
-    in the cache rather than they."""
+    """A chunk of a row, float32; BEYOND behind the row's end. Evicted first: the lists made of it
+    should stay in the cache."""
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     if (chunk + 1) * CHUNK <= width:
         value = tl.load(x + place, eviction_policy="evict_first")
@@ -90,8 +89,8 @@ def load_chunk(x, chunk, width, CHUNK: tl.constexpr, BEYOND: tl.constexpr):
 
 @triton.jit
 def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
-    """The lines' maxima of the at-th chunk [CHUNK]. A line is four runs of numbers side by side:
-    threads compare their own ones, and whoever reads a line reads few sectors of memory."""
+    """Maxima of the lines of the at-th chunk [CHUNK]. A line is four runs of adjacent numbers: a
+    thread holds whole runs, and a line lies in few memory sectors."""
     lines: tl.constexpr = CHUNK // LINE
     top = tl.max(tl.max(tl.reshape(value, [4, lines, LINE // 4]), 0), 1)
     tl.store(tops + at * lines + tl.arange(0, lines), top)
@@ -114,39 +113,39 @@ def survey_kernel(
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     at = row * chunks + chunk
-    heat = temperature_of(temperature, row, SOFTMAX)
+    temp = temperature_of(temperature, row, SOFTMAX)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
-    # What weighs nothing.
+    # A value of weight 0.
     BEYOND: tl.constexpr = float("-inf") if SOFTMAX or masses is None else 0.0
     value = load_chunk(x + row * stride, chunk, width, CHUNK, BEYOND)
     if arrivals is not None:
         tl.store(arrivals + row, 0, mask=chunk == 0)
-    greedy = heat == 0.0
+    greedy = temp == 0.0
     if masses is None:
         greedy = True
     if greedy:
         place = chunk * CHUNK + tl.arange(0, CHUNK)
-        # NaN is above all.
+        # NaN is the largest.
         key = ordered(value)
         best = tl.max(key, 0)
         tl.store(peaks + at, (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
         tl.store(firsts + at, tl.min(tl.where(key == best, place, 0x7FFFFFFF), 0))
     if masses is not None:  # noqa: SIM102
-        if heat != 0.0:
-            # Does not see NaN, the sum does.
+        if temp != 0.0:
+            # tl.max ignores NaN, the sum does not.
             peak = tl.max(value, 0)
             tl.store(peaks + at, peak)
-            weight = weight_of(value, tl.where(peak == float("-inf"), 0.0, peak), heat, SOFTMAX)
+            weight = weight_of(value, tl.where(peak == float("-inf"), 0.0, peak), temp, SOFTMAX)
             tl.store(masses + at, tl.sum(weight.to(tl.float64), 0))
             if tops is not None:  # noqa: SIM102
                 if (count > 0) | (share < 1.0) | (least > 0.0):
                     store_tops(tops, at, value, CHUNK, LINE)
-    # Only now: programs that wait for this one would take the place of others that read.
+    # Not earlier: waiting programs of the next kernel would take the place of ones that read.
     launch_next(PDL)
 
 
 @triton.jit
-def summary_of(peaks, masses, row, heat, chunks, CHUNKS: tl.constexpr, SOFTMAX: tl.constexpr):
+def summary_of(peaks, masses, row, temp, chunks, CHUNKS: tl.constexpr, SOFTMAX: tl.constexpr):
     """Of a row: its peak, the chunks' peaks [CHUNKS], what scales their sums to the row's peak,
     their sums, scaled, and whether the row is finite."""
     c = tl.arange(0, CHUNKS)
@@ -158,14 +157,14 @@ def summary_of(peaks, masses, row, heat, chunks, CHUNKS: tl.constexpr, SOFTMAX: 
     finite = (polluted == 0) & (peak > float("-inf")) & (peak < float("inf"))
     scale = tl.full([CHUNKS], 1.0, tl.float64)
     if SOFTMAX:
-        scale = tl.exp((chunk_peak - tl.where(finite, peak, 0.0)) / heat).to(tl.float64)
+        scale = tl.exp((chunk_peak - tl.where(finite, peak, 0.0)) / temp).to(tl.float64)
     return peak, chunk_peak, scale, mass * scale, finite
 
 
 @triton.jit
 def load_head(weights, count, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """[CHUNKS, WIDTH] first weights of each list, 0 beyond the last. Reads what is not listed too,
-    so as not to wait for the counts."""
+    """[CHUNKS, WIDTH] first weights of each list, 0 behind its end. Loads without a mask, so that
+    the loads do not wait for the counts."""
     c = tl.arange(0, count.shape[0])
     j = tl.arange(0, WIDTH)
     tile = tl.load(weights + c[:, None] * CHUNK + j[None, :])
@@ -183,8 +182,8 @@ def load_list(weights, count, begin, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def reached(tile, one, two, three, MASS: tl.constexpr):
-    """Which weights of a tile reach each of three numbers, 10 bits each, and with MASS the weights
-    that do."""
+    """Flags of the weights of a tile that reach each of three numbers, 10 bits apart in an int32;
+    with MASS also these weights."""
     key = bits_of(tile)
     reach = (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 10)
     reach += (key >= three).to(tl.int32) << 20
@@ -199,7 +198,7 @@ def reached(tile, one, two, three, MASS: tl.constexpr):
 
 @triton.jit
 def added(a, b, c, d, e, f, g, h):
-    """Two quadruples, number by number."""
+    """Elementwise sum of two quadruples."""
     return a + e, b + f, c + g, d + h
 
 
@@ -216,11 +215,11 @@ def tally(weights, head, count, longest, one, two, three, MASS: tl.constexpr, CH
             first += a
             second += b
             third += c
-    # Three counts in one sum.
+    # Three counts packed into one sum.
     wide = (reach & 0x3FF).to(tl.int64) + ((reach >> 10) & 0x3FF).to(tl.int64) * (1 << 20)
     wide += (reach >> 20).to(tl.int64) << 40
     if MASS:
-        # All at once: what one sum waits for, all do.
+        # One reduction: each would wait for all warps.
         wide, first, second, third = tl.reduce(
             (tl.ravel(wide), tl.ravel(first), tl.ravel(second), tl.ravel(third)), 0, added
         )
@@ -231,7 +230,7 @@ def tally(weights, head, count, longest, one, two, three, MASS: tl.constexpr, CH
 
 @triton.jit
 def compact(
-    weights, count, longest, low, high, peak, heat,
+    weights, count, longest, low, high, peak, temp,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """Leave 0 < low <= weight < high in a row's lists, of what weighs as `weight_of` says: how many
@@ -244,11 +243,11 @@ def compact(
         tile = load_list(weights, count, begin, CHUNK, WIDTH)
         if SOFTMAX:
             inside = begin + tl.arange(0, WIDTH)[None, :] < count[:, None]
-            tile = tl.where(inside, weight_of(tile, peak, heat, True), 0.0)
+            tile = tl.where(inside, weight_of(tile, peak, temp, True), 0.0)
         key = bits_of(tile)
         live = (key > 0) & (key >= low) & (key < high)
         place = left[:, None] + tl.cumsum(live.to(tl.int32), 1) - 1
-        # What is overwritten has been read, by every thread.
+        # Every thread has read before any overwrites.
         tl.debug_barrier()
         tl.store(weights + c[:, None] * CHUNK + place, tile, mask=live)
         left += tl.sum(live.to(tl.int32), 1)
@@ -301,7 +300,7 @@ def search(
             by_one, by_two, by_three = m_one >= wanted, m_two >= wanted, m_three >= wanted
         else:
             by_one, by_two, by_three = n_one >= wanted, n_two >= wanted, n_three >= wanted
-        # Downwards for the upper bound, upwards for the lower one.
+        # The lowest trial that is too high bounds from above, the highest other from below.
         high = tl.where(by_one, tl.where(by_two, tl.where(by_three, high, three), two), one)
         at_high = tl.where(
             by_one, tl.where(by_two, tl.where(by_three, at_high, n_three), n_two), n_one

@@ -25,9 +25,9 @@ def limits_kernel(
     await_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
-    top_of_lines = None
+    line_maxima = None
     if top_k is not None:
-        top_of_lines = load_tops(tops, row, chunks * (CHUNK // LINE), CHUNKS * CHUNK // LINE)
+        line_maxima = load_tops(tops, row, chunks * (CHUNK // LINE), CHUNKS * CHUNK // LINE)
     peak, _peaks, _scale, mass, finite = summary_of(peaks, masses, row, 1.0, chunks, CHUNKS, False)
     x += row * stride
     counts += row * (CHUNKS + MOST_LINES)
@@ -35,7 +35,7 @@ def limits_kernel(
     sums += row * 2 * CHUNKS
     if finite & ((count > 0) | (share < 1.0) | (least > 0.0)):
         _token, done, by_line, low, high, above, reached = collect_row(
-            x, top_of_lines, counts, weights, sums, None, None, arrivals + row, peak, mass, 1.0,
+            x, line_maxima, counts, weights, sums, None, None, arrivals + row, peak, mass, 1.0,
             count, share, least, 0.0, width, chunks,
             CHUNKS, CHUNK, LINE, LINES, SAMPLE, SURE, TRIALS, 0, 1, MOST_LINES, ABREAST, WIDTH,
             False, SHARE, top_p is not None,

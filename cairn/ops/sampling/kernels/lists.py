@@ -48,7 +48,7 @@ def list_chunk(
 
 @triton.jit
 def weigh_chunk(
-    weights, counts, sums, values, low, high, peak, heat,
+    weights, counts, sums, values, low, high, peak, temp,
     CHUNKS: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """`write_list` of the weights of a chunk's values from `low` up to `high`; sums [2, CHUNKS]
@@ -57,7 +57,7 @@ def weigh_chunk(
     among = tl.zeros(values[0].shape, tl.float64)
     own, hits = (), ()
     for n in tl.static_range(len(values)):
-        weight = weight_of(values[n], peak, heat, SOFTMAX)
+        weight = weight_of(values[n], peak, temp, SOFTMAX)
         wide = weight.to(tl.float64)
         hit = (bits_of(weight) >= low) & (bits_of(weight) < high)
         above += tl.where(bits_of(weight) >= high, wide, 0.0)
@@ -105,14 +105,14 @@ def name_chunks(slots, found, CHUNKS: tl.constexpr, LINES: tl.constexpr):
     s = tl.arange(0, CHUNKS)
     tl.debug_barrier()
     line = tl.load(slots + s, mask=s < found, other=0)
-    # All have read before any writes.
+    # Every thread has read before any writes.
     tl.debug_barrier()
     tl.store(slots + s, line // LINES)
 
 
 @triton.jit
 def load_lines(
-    x, slots, s, i, found, low, peak, heat, width,
+    x, slots, s, i, found, low, peak, temp, width,
     CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """The i-th weights of the lines in slots s of a row at x, their places, and which are listed:
@@ -121,13 +121,13 @@ def load_lines(
     place = place_of(line[:, None], i, CHUNK, LINE)
     inside = (s < found)[:, None] & (place < width)
     value = tl.load(x + place, mask=inside, other=float("-inf"))
-    weight = weight_of(value.to(tl.float32), peak, heat, SOFTMAX)
+    weight = weight_of(value.to(tl.float32), peak, temp, SOFTMAX)
     return weight, place, (bits_of(weight) >= low) & (weight > 0.0)
 
 
 @triton.jit
 def collect_lines(
-    x, counts, weights, few_keys, found, low, peak, heat, width,
+    x, counts, weights, few_keys, found, low, peak, temp, width,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, FEW: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +143,7 @@ def collect_lines(
     if FEW > 0:
         for begin in range(0, found, CHUNKS):
             weight, place, listed = load_lines(
-                x, slots + begin, half // 2, i, found - begin, low, peak, heat, width,
+                x, slots + begin, half // 2, i, found - begin, low, peak, temp, width,
                 CHUNK, LINE, SOFTMAX,
             )  # fmt: skip
             total = list_few(few_keys, weight, place, listed, total, FEW)
@@ -151,7 +151,7 @@ def collect_lines(
     if (total > FEW) & (found <= CHUNKS):
         s = tl.arange(0, CHUNKS)
         whole, _place, among = load_lines(
-            *(x, slots, s, tl.arange(0, LINE)[None, :], found, low, peak, heat, width),
+            *(x, slots, s, tl.arange(0, LINE)[None, :], found, low, peak, temp, width),
             *(CHUNK, LINE, SOFTMAX),
         )
         list_lines(weights, counts, s, whole, among, CHUNK)
@@ -200,12 +200,12 @@ def load_abreast(
 
 @triton.jit
 def collect_chunks(
-    x, counts, numbers, low, peak, heat, width, chunks, first, step,
+    x, counts, numbers, low, peak, temp, width, chunks, first, step,
     CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """Lists the numbers of every step-th chunk of a row at x that weigh `low` > 0 or more, and
     maybe some others. ABREAST: so many chunks are on their way at a time."""
-    bound = bound_of(low, heat, SOFTMAX)
+    bound = bound_of(low, temp, SOFTMAX)
     COUNT: tl.constexpr = CHUNK // LINES
     for begin in range(first, chunks, ABREAST * step):
         values = load_abreast(x, begin, step, width, CHUNK, LINES, ABREAST)
@@ -220,7 +220,7 @@ def collect_chunks(
 
 @triton.jit
 def weigh_chunks(
-    x, counts, weights, sums, low, high, peak, heat, width, chunks, first, step,
+    x, counts, weights, sums, low, high, peak, temp, width, chunks, first, step,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINES: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """Lists the weights of every step-th chunk of a row at x from `low` > 0 up to `high`; sums
@@ -229,14 +229,14 @@ def weigh_chunks(
         # With more of them on their way, their weights would not fit the registers.
         values = load_abreast(x, chunk, step, width, CHUNK, LINES, 1)
         weigh_chunk(
-            weights + chunk * CHUNK, counts + chunk, sums + chunk, values, low, high, peak, heat,
+            weights + chunk * CHUNK, counts + chunk, sums + chunk, values, low, high, peak, temp,
             CHUNKS, SOFTMAX,
         )  # fmt: skip
 
 
 @triton.jit
 def weigh_lists(
-    weights, counts, sums, many, low, high, peak, heat, chunks,
+    weights, counts, sums, many, low, high, peak, temp, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """Make lists of numbers those of their weights from `low` up to `high`; of `many` they are. Of
@@ -249,7 +249,7 @@ def weigh_lists(
     else:
         count = tl.load(counts + c)
         left, above, among = compact(
-            weights, count, tl.max(count, 0), low, high, peak, heat, CHUNK, WIDTH, SOFTMAX
+            weights, count, tl.max(count, 0), low, high, peak, temp, CHUNK, WIDTH, SOFTMAX
         )
         tl.store(counts + c, left)
     return above, tl.sum(above + among, 0)
@@ -283,7 +283,7 @@ def limit_of(
 
 @triton.jit
 def last_taken(
-    x, threshold, taken, peak, heat, width,
+    x, threshold, taken, peak, temp, width,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """The place of the last weight of a row at x that is taken of those equal to the threshold;
@@ -293,6 +293,6 @@ def last_taken(
     few = tl.sum(tl.where(c == chunk, taken, 0), 0)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(x + place, mask=place < width, other=0.0).to(tl.float32)
-    equal = (bits_of(weight_of(value, peak, heat, SOFTMAX)) == threshold) & (place < width)
+    equal = (bits_of(weight_of(value, peak, temp, SOFTMAX)) == threshold) & (place < width)
     first = equal & (tl.cumsum(equal.to(tl.int32), 0) <= few)
     return tl.max(tl.where(first, place, -1), 0)

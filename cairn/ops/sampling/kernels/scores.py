@@ -1,4 +1,4 @@
-"""The kernel of what log-probabilities are made of."""
+"""The kernel of maximum, log-sum-exp and rank, of which log-probabilities are made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def score_kernel(
     value = tl.load(x + place, mask=place < width, other=float("-inf"))
     own = tl.load(x + tl.load(tokens + row))
     peak = tl.max(value, 0)
-    # Of a chunk of nothing but -inf the sum is 0, not NaN: others may have more.
+    # A chunk of -inf alone has the sum 0, not NaN: other chunks may be finite.
     total = tl.sum(tl.exp(value - tl.where(peak == float("-inf"), 0.0, peak)), 0)
     peak = tl.where(tl.max((value != value).to(tl.int32), 0) > 0, float("nan"), peak)
     larger = tl.sum((value > own).to(tl.int32), 0)
@@ -37,7 +37,7 @@ def score_kernel(
     if last:
         c = tl.arange(0, CHUNKS)
         at, here = row * chunks + c, c < chunks
-        # Not from a cache of this multiprocessor alone.
+        # From L2: other multiprocessors have written them.
         peaks = tl.load(found + at, mask=here, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(found + programs + at, mask=here, other=0.0, cache_modifier=".cg")
         counts = tl.load(found + 2 * programs + at, mask=here, other=0.0, cache_modifier=".cg")

@@ -23,13 +23,13 @@ def uniform_of(seed, index):
 
 
 @triton.jit
-def part_of(seed, index, uniform, row):
+def fraction_of(seed, index, uniform, row):
     """The row's number of uniform [n] float32, or if that is None, of seed and index [n] int64."""
     if uniform is not None:
-        part = tl.load(uniform + row)
+        fraction = tl.load(uniform + row)
     else:
-        part = uniform_of(tl.load(seed + row), tl.load(index + row))
-    return part
+        fraction = uniform_of(tl.load(seed + row), tl.load(index + row))
+    return fraction
 
 
 @triton.jit(early=())
