@@ -113,7 +113,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything decided: no None that means "choose later", no "auto".
+    """The resolved engine configuration: no "auto", no None that means "choose later".
 
     `model` is the model with the options of its mixers applied.
     `itl_target_ms` is None where no target was given: chunks then keep their size.

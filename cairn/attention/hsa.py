@@ -123,7 +123,7 @@ class HsaBackend(GqaBackend):
             ops.store_prior_summary(query, k_cache, pages, key_pool if own_key else None, bias_pool)
         if key_pool is None or own_key:
             return
-        # A negative number, which pads a step, is the last page: it belongs to nobody then.
+        # Padding is -1, which becomes the last page: in graphs that is the spare page.
         pages = pages % len(k_cache)
         if spec.summary == "landmark":
             assert inputs.k is not None

@@ -257,7 +257,7 @@ class PageCache:
         """What it takes that a lease grows by so many pages."""
         if self.window is None:
             return Growth(pages, 0)
-        # Those under the window, the one that the next slot is in, and one that it has just left.
+        # Pages under the window, the page of the next slot, and one that the window has just left.
         most = self.window.reach + 2
         return Growth(pages, min(pages, max(0, most - len(lease.window))))
 

@@ -104,8 +104,8 @@ class WindowPages:
         return taken
 
     def attach(self, tree_pages: Iterable[int], held: Iterable[int]) -> None:
-        """Held pages have the tokens of these pages of the prefix tree, which now have them beside
-        them unless they have one already."""
+        """Link held window pages to the pages of the prefix tree with the same tokens, unless those
+        have a window page already."""
         for tree_page, page in zip(tree_pages, held, strict=True):
             if self.beside.setdefault(tree_page, page) == page:
                 self._tree_page[page] = tree_page

@@ -379,7 +379,7 @@ class EngineClient:
 
     def _note(self, reading: Reading) -> None:
         for request_id, tokens in reading.read.items():
-            # One that has just ended is not known any more.
+            # A submission that has just ended is already removed.
             if (submission := self._submissions.get(request_id)) is not None:
                 submission.read = tokens
 

@@ -81,7 +81,7 @@ def _bytes_of_byte_level(token: str) -> bytes:
     try:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
-        # An added token is not written in stand-ins.
+        # Added tokens are stored as plain text, not in byte-level BPE's byte characters.
         return token.encode()
 
 
@@ -289,7 +289,7 @@ class ByteDetokenizer:
         """See `Detokenizer`."""
         spell = self._spelling.spell
         if len(tokens) == 1 and not self._begins:
-            # What a step brings: mostly a few letters that need no look at their neighbours.
+            # Fast path: one token whose text does not depend on its neighbours.
             token = tokens[0]
             part = self._spelled[token] if token in self._spelled else spell(token)
             if part is None:

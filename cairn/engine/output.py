@@ -158,7 +158,7 @@ class OutputStream:
         if not piece:
             return False
         text = self.output.text
-        # With one owner a string grows in place, however long it is.
+        # CPython appends to a string in place only if nothing else refers to it.
         self.output.text = ""
         begin = len(text)
         text += piece

@@ -97,7 +97,9 @@ class HilsAttention(GqaAttention):
         """The prior query [N, h_q, d] of every page this step completes; None: its landmark's z."""
         if self.q_c is None:
             return None
-        constant = self.q_c.repeat(len(completed), 1, 1)  # a copy even of one: it is rotated
+        constant = self.q_c.repeat(
+            len(completed), 1, 1
+        )  # a copy even for one page: rotation is in place
         if cos_sin is not None and self.rotary is not None:
             # Rotated to the position of the page's last slot, which `completed` indexes.
             self.rotary.rotate(completed, constant, None, cos_sin)

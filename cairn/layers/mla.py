@@ -147,7 +147,7 @@ class MlaAttention(nn.Module):
             index_interleaved=layouts[1],
         )
         projected = self.q_up(q_latent)
-        # Products and rotations are written where they are read: nothing is joined afterwards.
+        # Products and rotations write to parts of one tensor, so no concatenation is needed.
         q = x.new_empty(len(x), spec.num_heads, spec.record_dim)
         nope = projected[:, : spec.num_heads * (spec.nope_dim + spec.rope_dim)]
         nope = nope.unflatten(1, (spec.num_heads, -1))[..., : spec.nope_dim]

@@ -69,8 +69,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_headers(folder: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the folder by name, from the headers alone. A single file goes before an
-    index, which may be left from another form of the checkpoint.
+    """Every tensor of the folder by name, from the headers alone. A single
+    file takes precedence over an index, which may be left over from another form of the checkpoint.
 
     Raises:
         BadModel: no safetensors weights, a truncated or corrupt file, an index that disagrees

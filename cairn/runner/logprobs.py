@@ -115,7 +115,7 @@ def _whole(arriving: Arriving) -> LogprobColumns:
 
 
 def _cut(arriving: Arriving, rows: Sequence[int], count: int) -> LogprobColumns:
-    """Of rows of `lines_of` the first `count` alternatives, and the tokens taken."""
+    """Columns of `lines_of`: the first `count` alternatives, and the chosen token."""
     (lines,) = arriving.arrays()
     most = lines.shape[1] // 2 - 1
     places, chosen = np.array([*range(count), most]), lines[rows]

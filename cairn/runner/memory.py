@@ -212,7 +212,8 @@ def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
     assert decoding is not None and prefilling is not None
     free = [_free(device)]
     kinds = prefilling.kinds()
-    # The largest that there is, and some of the smallest: a device gives memory in large pieces.
+    # Capture the largest graph and several of the smallest: CUDA allocates in large blocks, so one
+    # small graph alone may show no growth.
     prefilling.prepare(kinds[0])
     free.append(_free(device))
     for kind in kinds[-SMALL:]:

@@ -159,7 +159,7 @@ class Rows:
             drafts = np.zeros(len(work_row), dtype=np.int64)
             drafts[len(plan.decode.row) :] = [work.drafts for work in plan.work]
         rows = StepRows(work_row, first_slot, num_slots, slot, len(plan.decode.row), drafts)
-        # A token that decodes is its row's first slot.
+        # Rows that decode run one slot, so their first slot is their last.
         last = start + slots.slot_of(end_token - 1) - first_slot if plan.work else start
         return Layout(arrays, rows, last, grants)
 

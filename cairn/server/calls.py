@@ -136,7 +136,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 def _members(text: str) -> dict[str, tuple[Any, str]]:
     """The members of a JSON object: name -> (value, the value as written)."""
     members = {}
-    # The object is whole: nothing can be missing.
+    # The text is a complete JSON object, so indexing cannot run past its end.
     at = _skip(text, 1)
     while text[at] != "}":
         key, at = _DECODER.raw_decode(text, at)

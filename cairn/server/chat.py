@@ -361,7 +361,7 @@ async def _grammar(state: ServerState, asked: ChatRequest, tools: ToolUse) -> Gr
                 f"{named[0]} and tools cannot go together: the output would not be a call",
                 "Leave one out, or set tool_choice to 'none'",
             )
-        # Where a call is asked for, there is no answer that could have a format.
+        # With a forced tool call the output has no free answer for response_format to constrain.
         if not tools.forced:
             with about(named[0]):
                 await state.grammars.check(named[1])

@@ -115,7 +115,7 @@ def load_corpus(
     vocabulary = make_vocabulary(tokenizer, parts[False])
     train, held_out = (_encoded(vocabulary, parts[kind]) for kind in (False, True))
     if len(held_out) <= longest:
-        # A folder of few files: the end of its text is held out.
+        # Too few files for a held-out set: hold out the end of the text.
         whole = np.concatenate([train, held_out])
         cut = len(whole) - max(longest + 1, len(whole) // HELD_OUT)
         train, held_out = whole[: max(0, cut)], whole[max(0, cut) :]

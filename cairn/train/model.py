@@ -201,7 +201,7 @@ class TrainedModel(nn.Module):
 
     def compile_halves(self) -> None:
         """Fuse what lies between products (torch.compile); attention stays a call of its own."""
-        # Plain and landmark layers, and each number of slots in a step, are programs of their own.
+        # torch.compile specialises for plain and landmark layers and for each number of slots.
         torch._dynamo.config.recompile_limit = 64
         self._project = torch.compile(Layer.project, dynamic=False)
         self._finish = torch.compile(Layer.finish, dynamic=False)
@@ -299,7 +299,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def losses(
     hidden: Tensor, table: Tensor, page_mass: Tensor, targets: Tensor, classes: Tensor
 ) -> Tensor:
-    """Means over the tokens that they concern: float32 [4].
+    """Losses and metrics, each a mean over its tokens: float32 [4].
 
     Args:
         hidden: [T, hidden]; table: [V, hidden]; page_mass: [T] float32.
