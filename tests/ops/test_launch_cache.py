@@ -26,7 +26,18 @@ CHOICES = [
 ]
 INTERPRETED = [choice for choice in CHOICES if not choice.values[1].startswith("gluon")]
 """Gluon is not interpreted."""
-VIEWS = {"view", "slice", "select", "unbind", "alias", "detach", "unsqueeze", "expand", "transpose"}
+VIEWS = {
+    "view",
+    "slice",
+    "select",
+    "unbind",
+    "alias",
+    "detach",
+    "unsqueeze",
+    "expand",
+    "transpose",
+    "t",
+}
 HARMLESS = {"empty", "zeros", *VIEWS}
 """Operators that only make memory and views of it."""
 
