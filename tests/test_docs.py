@@ -39,14 +39,17 @@ def test_marks_are_read_as_they_are_written(tmp_path: Path, monkeypatch) -> None
         '@pytest.mark.parametrize("x", [pytest.param(1, marks=shows("hils", "PD"))])\n'
         "def test_b(x): ...\n"
     )
+    (tmp_path / "test_z.py").write_text(
+        'pytestmark = pytest.mark.gpu\n@shows("qwen2", "PD")\ndef test_c(): ...\n'
+    )
     monkeypatch.setattr(support, "ROOT", tmp_path)
     found = support.proofs(tmp_path)
     assert found.keys() == {
         *(("qwen3", "overlap"), ("qwen3", "TP"), ("hils", "overlap"), ("hils", "TP")),
-        ("hils", "PD"),
+        *(("hils", "PD"), ("qwen2", "PD")),
     }
     assert found["hils", "TP"] == [support.Proof("test_some.py", "test_a", gpu=True)]
-    assert not found["hils", "PD"][0].gpu
+    assert not found["hils", "PD"][0].gpu and found["qwen2", "PD"][0].gpu
 
 
 def test_a_mark_names_known_families_and_features() -> None:

@@ -162,7 +162,7 @@ class _Point:
         run_phase(self.llm, prompts, steps + 1)
         phase, peak = _with_peak(lambda: run_phase(self.llm, prompts, steps + 1))
         self._expect_together(phase)
-        # Both runs begin with the prefill of what is left of a page.
+        # Both runs start with a prefill of the incomplete last page, which cancels out.
         few, more = (self._kernels(prompts, 2 + n)[0] for n in (0, COUNTED_STEPS))
         return _Ran(phase, peak, round((more - few) / COUNTED_STEPS), union)
 

@@ -37,12 +37,12 @@ class CachePools:
         schema: what layers keep.
         sizes: how much of it.
         device: where.
-        spare: one page more in every group that belongs to nobody, for what padding writes.
+        spare: whether every group has one page more, to which padding writes.
 
     Attributes:
         pages: by layer, field name -> [pages, ...].
         rows: by layer, field name -> [states, ...]: those of the running rows by their numbers, one
-            of nobody for padding, then snapshots.
+            of a spare row for padding, then snapshots.
         nbytes: size of everything.
 
     Raises OutOfMemory, naming the bytes asked for, when the device does not have them.
@@ -89,7 +89,7 @@ class CachePools:
 
     @property
     def spare_pages(self) -> tuple[int, ...] | None:
-        """By group, the page of nobody; None without."""
+        """By group, the spare page; None if there is none."""
         return self.sizes.pages if self.spare else None
 
     @property

@@ -147,7 +147,7 @@ class Guesses:
         found = {}
         asked = rows.requests
         for request in asked if pace is None else pace.candidates(asked, load):
-            # The last token that it may have follows the last one that runs.
+            # The last token of max_tokens is not run, so it needs no draft behind it.
             left = request.num_prompt + request.max_output - request.planned - 2
             most = min(room, left, drafter.drafts)
             if border is not None:

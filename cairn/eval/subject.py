@@ -1,4 +1,4 @@
-"""Who is asked: an engine in this process, or an OpenAI-compatible server. Decoding is greedy."""
+"""What is evaluated: an engine in this process or an OpenAI-compatible server. Greedy decoding."""
 
 from __future__ import annotations
 

@@ -188,6 +188,6 @@ class GqaAttention(nn.Module):
                 if norm is not None
             ]
             weights = torch.cat(rows)
-            # The CPU computes in float32: one conversion instead of one a step.
+            # On the CPU norms run in float32: convert the weight once instead of in every step.
             self._head_weight = weights if weights.is_cuda else weights.float()
         return self._head_weight

@@ -80,7 +80,7 @@ class StepBuffers:
 
     Args:
         slots: of the largest step.
-        spare_locations: by page group, a slot of nobody's page: padding writes there.
+        spare_locations: by page group, a slot of the spare page, to which padding writes.
         device: where.
     """
 

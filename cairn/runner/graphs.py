@@ -80,7 +80,7 @@ class Place:
     Attributes:
         backends: of the model's layers.
         rows: page tables and last tokens; their addresses stay.
-        spare_pages: by page group, a page of nobody: padding writes there.
+        spare_pages: by page group, a spare page, to which padding writes.
     """
 
     backends: Backends

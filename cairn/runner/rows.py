@@ -93,7 +93,7 @@ class Rows:
         self.slots = slots
         self.page_end_id = page_end_id
         self.device = device
-        # The rows once for each group, and a row of nobody.
+        # The rows once for each group, and a spare row for padding.
         self._host_tables = np.zeros((num_rows * groups + 1, max_pages), dtype=np.int32)
         # On the CPU the device's tables are the host's: one memory.
         self._tables = torch.from_numpy(self._host_tables).to(device)
@@ -107,8 +107,8 @@ class Rows:
 
     @property
     def tables(self) -> Tensor:
-        """All page tables on the device, one below the other [rows, max_pages] int32; the last row
-        belongs to nobody."""
+        """All page tables on the device, stacked as [rows, max_pages] int32; the last row is
+        a spare one for padding."""
         return self._tables
 
     @property

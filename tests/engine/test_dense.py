@@ -80,8 +80,8 @@ def engine(folder, **options):
     return built
 
 
-@shows("llama mistral qwen2 qwen3", "reference logits", "chunked prefill")
-@shows("mistral qwen2", "sliding window")
+@shows("llama mistral qwen2 qwen3 gemma3", "reference logits", "chunked prefill")
+@shows("mistral qwen2 gemma3", "sliding window")
 def test_prefill_and_decode_equal_transformers(reference):
     model, folder = reference
     built = engine(folder)
@@ -96,9 +96,9 @@ def test_prefill_and_decode_equal_transformers(reference):
         assert got.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@shows("llama mistral qwen2 qwen3", "batching", "prefix cache")
+@shows("llama mistral qwen2 qwen3 gemma3", "batching", "prefix cache")
 @pytest.mark.parametrize(
-    "reference", ["qwen3", "qwen2 windows", "mistral window", "llama"], indirect=True
+    "reference", ["qwen3", "qwen2 windows", "mistral window", "llama", "gemma3"], indirect=True
 )
 def test_a_batch_and_a_cached_prefix(reference):
     """Four prompts together, then again with their pages in the cache, as each one alone."""
@@ -112,8 +112,10 @@ def test_a_batch_and_a_cached_prefix(reference):
             assert_same(got, wanted)
 
 
-@shows("mistral qwen3", "overlap")
-@pytest.mark.parametrize("reference", ["qwen3", "mistral window"], indirect=True)
+@shows("llama mistral qwen2 qwen3 gemma3", "overlap")
+@pytest.mark.parametrize(
+    "reference", ["qwen3", "qwen2 windows", "mistral window", "llama", "gemma3"], indirect=True
+)
 def test_planned_while_a_step_runs(reference):
     prompts = [text(seed, length, 299) for seed, length in enumerate((5, 60, 100))]
     found = []

@@ -115,3 +115,17 @@ def test_a_random_schedule_gives_what_each_request_gives_alone(family: str, seed
                 assert_same(found, wanted)
     built.core.cache.close(hostage)
     assert all_pages_back(built.core)
+
+
+@shows("qwen3_moe qwen3_next qwen3_5 deepseek_v32 glm_moe_dsa", "overlap")
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "landmarks" not in name])
+def test_planned_while_a_step_runs(family: str) -> None:
+    found = []
+    for overlap in (True, False):
+        built = build(family)
+        built.core.overlap = overlap
+        vocab = built.spec.vocab_size
+        prompts = [text(seed, length, vocab) for seed, length in enumerate((5, 70, 100))]
+        found.append(run(built, prompts, greedy(12), budgets=[50], poisoned=False))
+    for got, wanted in zip(*found, strict=True):
+        assert_same(got, wanted)

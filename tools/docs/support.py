@@ -75,10 +75,18 @@ def proofs(folder: Path) -> dict[tuple[str, str], list[Proof]]:
         source = path.read_text(encoding="utf-8")
         if "shows(" not in source:
             continue
-        for function in ast.walk(ast.parse(source)):
+        module = ast.parse(source)
+        on_gpu = any(
+            isinstance(node, ast.Assign) and "pytest.mark.gpu" in ast.unparse(node.value)
+            for node in module.body
+            if ast.unparse(node).startswith("pytestmark")
+        )
+        for function in ast.walk(module):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
-            gpu = any(ast.unparse(d).startswith("pytest.mark.gpu") for d in function.decorator_list)
+            gpu = on_gpu or any(
+                ast.unparse(d).startswith("pytest.mark.gpu") for d in function.decorator_list
+            )
             proof = Proof(path.relative_to(ROOT).as_posix(), function.name, gpu)
             for families, features in _marks(function):
                 for family in families.split():

@@ -186,7 +186,8 @@ def split_gaps(
 ) -> tuple[list[Gap], list[Gap]]:
     """Gaps of the streams before the prefill and during it.
 
-    A gap belongs to the prefill when any part of it lies there: the longest one often ends after.
+    A gap counts as during the prefill if any part of it overlaps, because the longest gap often
+    ends after the prefill.
 
     Args:
         outcomes: the streams.
