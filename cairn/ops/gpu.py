@@ -290,6 +290,11 @@ def tiles(table: Any, block: Sequence[int]) -> Any:
     return tools.TensorDescriptor(table.base, table.shape, table.strides, list(block), layout)
 
 
+def taken(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that a kernel has a parameter for, by name."""
+    return {name: arguments[name] for name in kernel.arg_names if name in arguments}
+
+
 def next_power_of_2(number: int) -> int:
     """Smallest power of two >= number, for number >= 1."""
     return 1 << max(0, number - 1).bit_length()

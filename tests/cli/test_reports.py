@@ -28,12 +28,12 @@ def test_ops_says_what_is_missing_here(run, monkeypatch):
     from cairn.ops.attention.dense_attention import dense_attention
 
     known = dense_attention.implementations
-    absent = dataclasses.replace(known["flashinfer"], missing="not installed")
-    monkeypatch.setitem(known, "flashinfer", absent)
+    absent = dataclasses.replace(known["gluon"], missing="not installed")
+    monkeypatch.setitem(known, "gluon", absent)
     dense_attention._chosen.clear()
     code, out, _ = run("ops")
     assert code == 0
-    assert "no flashinfer for dense_attention here: not installed" in out.splitlines()
+    assert "no gluon for dense_attention here: not installed" in out.splitlines()
 
 
 def test_ops_json(run):

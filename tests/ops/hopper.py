@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from cairn.ops import gpu
-from cairn.ops.attention import cutlass_mla_decode, launch, window_wgmma_launch
+from cairn.ops.attention import cutlass_mla_decode, launch
 from cairn.ops.attention.cases import latents
 from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.flash_attn.flash_attention import drawn, flash_attention
@@ -105,13 +105,6 @@ def main() -> None:
         options = {**shape, "widths": (width, width), "page": page, "sinks": sinks}
         given = drawn(make, dtype, **options, right=0)
         flash_attention.using("gluon")(*given.args)
-    for heads, groups, width, masked in ((16, 2, 64, True), (6, 2, 128, True), (3, 3, 128, False)):
-        q, cache = torch.empty(300, heads, width, dtype=dtype), (20, groups, 64, width)
-        caches = torch.empty(cache, dtype=dtype), torch.empty(cache, dtype=dtype)
-        slot, table = torch.arange(300), torch.empty(1, 20, dtype=torch.int32)
-        task = launch.Task(q, *caches, slot, slot, table, 512, None, masked, masked)
-        assert window_wgmma_launch.fits(task)
-        window_wgmma_launch.attend(task, dtype)
     for heads, groups, width in ((16, 2, 64), (2, 1, 128), (2, 2, 128)):
         z, key = (
             torch.empty(256, heads, width, dtype=dtype),

@@ -8,17 +8,17 @@ class Launched:
     """A kernel's stand-in: it is not run, what it would be launched with is written down.
 
     Attributes:
-        early: of every launch, whether it may begin before the kernel in front is done.
-        args: of every launch, what the kernel was given.
+        pdl: of every launch, whether it may begin before the kernel in front is done.
+        given: of every launch, what the kernel was given by name.
     """
 
-    def __init__(self):
-        self.pdl, self.args = [], []
+    def __init__(self, kernel):
+        self.arg_names, self.pdl, self.given = kernel.arg_names, [], []
 
     def __getitem__(self, grid):
         def launch(*args, **options):
             self.pdl.append(options.get("launch_pdl", False))
-            self.args.append(args)
+            self.given.append(dict(zip(self.arg_names, args, strict=False)) | options)
 
         return launch
 
@@ -26,7 +26,7 @@ class Launched:
 def on_hopper(monkeypatch, module, *kernels):
     """Stand-ins of a module's kernels, on a device that can launch them early."""
     monkeypatch.setattr(gpu, "supports_pdl", lambda device: True)
-    stands = [Launched() for _ in kernels]
+    stands = [Launched(getattr(module, name)) for name in kernels]
     for name, stand in zip(kernels, stands, strict=True):
         monkeypatch.setattr(module, name, stand)
     return stands

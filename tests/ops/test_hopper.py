@@ -20,11 +20,12 @@ FEW_SPILT = 512
 SPILT = {
     "group_scores_kernel": FEW_SPILT,
     "latent_groups_kernel": 16,
-    "window_groups_kernel": FEW_SPILT,
 }
 GROUPS = {
-    *("latent_groups_kernel", "flash_groups_kernel", "group_scores_kernel", "linear_groups_kernel"),
-    "window_groups_kernel",
+    "latent_groups_kernel",
+    "flash_groups_kernel",
+    "group_scores_kernel",
+    "linear_groups_kernel",
 }
 
 

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from cairn.ops import cpu, gpu
-from cairn.ops.attention import dense_tiles, flashinfer, launch, paging, prefill, sdpa
+from cairn.ops.attention import launch, on_cpu, paging, prefill
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.attention.merge_states import merged
 from cairn.ops.attention.tuning import TUNING
-from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.call import Call
 from cairn.ops.checks import check_caches, check_queries, check_slots, refuse
 from cairn.ops.cpu import amx
@@ -85,48 +84,16 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     return call.q.new_empty(call.q.shape), call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
 
 
-@dense_attention.implementation(
-    "numba",
-    devices=cpu.DEVICES,
-    when=lambda call: tiling.few_in_loops(call.q, call.k_cache, call.v_cache, call.row),
-)
+@dense_attention.implementation("numba", devices=cpu.DEVICES, when=on_cpu.is_few)
 def _(call: Call) -> tuple[Tensor, Tensor]:
-    """A window that nothing is left of."""
-    given = (
-        call.q,
-        call.k_cache,
-        call.v_cache,
-        call.row,
-        call.slot,
-        call.page_table,
-        1 << 62,
-        call.scale,
-    )
-    return window_attention.using("numba")(*given, False, call.mask_landmarks, call.q.dtype)
-
-
-def _by_amx(call: Call) -> bool:
-    return tiling.amx_takes(
-        call.q, call.k_cache, call.v_cache, call.scale, call.row, call.slot, call.page_table
-    )
+    return on_cpu.attend_few(call, on_cpu.EVERYTHING, False, call.q.dtype)
 
 
 @dense_attention.implementation(
-    "amx", devices=("cpu",), dtypes=(torch.bfloat16,), missing=amx.MISSING, when=_by_amx
+    "amx", devices=("cpu",), dtypes=(torch.bfloat16,), missing=amx.MISSING, when=on_cpu.has_amx
 )
 def _(call: Call) -> tuple[Tensor, Tensor]:
-    """A window that nothing is left of."""
-    given = (
-        call.q,
-        call.k_cache,
-        call.v_cache,
-        call.row,
-        call.slot,
-        call.page_table,
-        1 << 62,
-        call.scale,
-    )
-    return window_attention.using("amx")(*given, False, call.mask_landmarks, call.q.dtype)
+    return on_cpu.attend_amx(call, on_cpu.EVERYTHING, False, call.q.dtype)
 
 
 @dense_attention.implementation(
@@ -135,52 +102,11 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     when=lambda call: tiling.worthwhile(call.q, call.k_cache, call.row),
 )
 def _(call: Call) -> tuple[Tensor, Tensor]:
-    tokens, query_heads, dim = call.q.shape
-    _, heads, page_size, _ = call.k_cache.shape
-    size = tiling.tile_size(page_size, query_heads // heads, tokens, 1024)
-    found = tiling.cut(call.row, call.slot, size)
-    if found is None:
-        return dense_attention.reference(
-            call.q,
-            call.k_cache,
-            call.v_cache,
-            call.row,
-            call.slot,
-            call.page_table,
-            call.scale,
-            call.mask_landmarks,
-        )
-    tiles, rest = found
-    # One line more than tokens takes what empty cells of the tiles compute.
-    out = call.q.new_empty(tokens + 1, query_heads, dim, dtype=torch.float32)
-    lse = call.q.new_empty(tokens + 1, query_heads, dtype=torch.float32)
-    # Tiles of like length stand together, so that a block of tiles has few idle steps.
-    order = tiles.start.argsort(descending=True)
-    for at in order.split(max(1, 2048 // size)) if order.numel() else ():
-        dense_tiles.attend(
-            call.q,
-            call.k_cache,
-            call.v_cache,
-            tiles.take(at),
-            call.page_table,
-            call.scale,
-            call.mask_landmarks,
-            out,
-            lse,
-        )
-    if rest.numel():
-        part, lse[rest] = dense_attention.reference(
-            call.q[rest],
-            call.k_cache,
-            call.v_cache,
-            call.row[rest],
-            call.slot[rest],
-            call.page_table,
-            call.scale,
-            call.mask_landmarks,
-        )
-        out[rest] = part.float()
-    return out[:tokens].to(call.q.dtype), lse[:tokens]
+    definition = dense_attention.using("reference")
+    o, lse = on_cpu.attend_tiles(
+        call, 1024, torch.float32, on_cpu.everything, lambda some: definition(**some.asdict())
+    )
+    return o.to(call.q.dtype), lse
 
 
 dense_attention.tolerance(
@@ -188,14 +114,6 @@ dense_attention.tolerance(
     "the flash kernel rounds probabilities and o of every block, amx probabilities, the definition "
     "o alone",
 )
-
-
-def _by_flashinfer(call: Call) -> bool:
-    return not launch.tiles_suffice(
-        call.q, call.k_cache, call.v_cache, call.stretches
-    ) and flashinfer.accepts(
-        call.q, call.k_cache, call.v_cache, call.page_table, call.stretches, call.mask_landmarks
-    )
 
 
 def _by_groups(call: Call) -> bool:
@@ -240,17 +158,6 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
 
 
 @dense_attention.implementation(
-    "flashinfer",
-    devices=("cuda",),
-    dtypes=flashinfer.DTYPES,
-    when=_by_flashinfer,
-    missing=flashinfer.MISSING,
-)
-def _(call: Call) -> tuple[Tensor, Tensor]:
-    return flashinfer.attend(_task(call), call.stretches or ())
-
-
-@dense_attention.implementation(
     "triton_tiles",
     devices=gpu.DEVICES,
     when=lambda call: launch.accepts(call.q, call.k_cache, call.v_cache),
@@ -258,12 +165,3 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
 )
 def _(call: Call) -> tuple[Tensor, Tensor]:
     return launch.attend_tiles(_task(call), call.q.dtype)
-
-
-def _by_torch(call: Call) -> bool:
-    return sdpa.accepts(call.q, call.stretches, call.mask_landmarks)
-
-
-@dense_attention.implementation("sdpa", devices=("cuda",), when=_by_torch)
-def _(call: Call) -> tuple[Tensor, Tensor]:
-    return sdpa.attend(_task(call), call.stretches or ())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,24 +162,29 @@ class Task:
         caches = (self.k_cache.transpose(1, 2), self.v_cache.transpose(1, 2))
         return lines_of(*caches, self.keys, flops)
 
-    def inputs(self) -> tuple[Tensor, ...]:
-        """What the kernels read, in their order."""
-        return (self.q, self.k_cache, self.v_cache, self.row, self.slot, self.page_table)
-
-    def numbers(self) -> tuple[float, ...]:
-        """Window, scale and strides, in the kernels' order."""
-        factor = self.q.shape[2] ** -0.5 if self.scale is None else self.scale
-        strides = (self.page_table.stride(0), *self.k_cache.stride()[:2])
-        return (self.window, factor, *strides)
-
-    def shape(self) -> tuple[int, ...]:
-        """Query heads, KV heads, head width and page size."""
-        return (self.q.shape[1], self.k_cache.shape[1], self.q.shape[2], self.k_cache.shape[2])
-
-    def switches(self) -> tuple[bool, bool, str]:
-        """What the kernels are compiled for."""
-        precision = "ieee" if self.q.dtype == torch.float32 else "tf32"
-        return (self.aligned, self.mask_landmarks, precision)
+    def arguments(self) -> dict[str, Any]:
+        """What all kernels of a task take, by the names of their parameters."""
+        (_, heads, dim), (_, kv_heads, size, _) = self.q.shape, self.k_cache.shape
+        return {
+            "q": self.q,
+            "k_cache": self.k_cache,
+            "v_cache": self.v_cache,
+            "row": self.row,
+            "slot": self.slot,
+            "page_table": self.page_table,
+            "window": self.window,
+            "scale": dim**-0.5 if self.scale is None else self.scale,
+            "table_stride": self.page_table.stride(0),
+            "page_stride": self.k_cache.stride(0),
+            "head_stride": self.k_cache.stride(1),
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "DIM": dim,
+            "SIZE": size,
+            "DP": self.width,
+            "KEYS": self.keys,
+            "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
+        }
 
 
 def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -194,9 +200,20 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     splits = _tile_splits(task, tiles * kv_heads)
     part_o, part_lse = (o, lse) if splits == 1 else task.empty(splits)
     tile_kernel[(kv_heads, tiles, splits)](
-        *(*task.inputs(), keys.blocks, values.blocks, part_o, part_lse, tokens, *task.numbers()),
-        *(*keys[1:], *task.shape(), per_tile, task.group, task.width, task.keys),
-        *(*task.switches(), TUNING.tile_blocks if splits > 1 else 0),
+        **task.arguments(),
+        keys=keys.blocks,
+        values=values.blocks,
+        o=part_o,
+        lse=part_lse,
+        tokens=tokens,
+        page_lines=keys.page,
+        head_lines=keys.head,
+        head_column=keys.column,
+        TOKENS=per_tile,
+        GP=task.group,
+        ALIGNED=task.aligned,
+        MASKED=task.mask_landmarks,
+        LEAST=TUNING.tile_blocks if splits > 1 else 0,
         **options,
     )
     if splits > 1:
@@ -232,23 +249,6 @@ def _tile(task: Task, paired: bool) -> tuple[int, dict[str, int]]:
         return rows, {"num_warps": 4, "num_stages": 2}
     stages = 2 if wide or paired else 3
     return 2 * rows, {"num_warps": 4 if narrow else 8, "num_stages": stages}
-
-
-def tiles_suffice(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, stretches: Sequence[int] | None
-) -> bool:
-    """Whether tiles take a call, and were measured to be no slower than any other kernel: a long
-    chunk of one row with a short past, of narrow heads."""
-    return (
-        stretches is not None
-        and len(stretches) == 3
-        and stretches[2] >= TUNING.sufficient
-        and stretches[1] <= 2 * stretches[2]
-        and q.shape[2] <= 64
-        and k_cache.shape[2] % 64 == 0
-        and gpu.supports_tma(q.device)
-        and accepts(q, k_cache, v_cache)
-    )
 
 
 def splits_of(task: Task, programs: int = 0) -> int:
@@ -295,8 +295,14 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     splits, pdl = _splits(task), gpu.supports_pdl(task.q.device)
     part_o, part_lse = (o, lse) if splits == 1 else task.empty(splits)
     split_kernel[(splits, task.k_cache.shape[1], task.q.shape[0])](
-        *(*task.inputs(), part_o, part_lse, splits, *task.numbers(), *task.shape()),
-        *(max(16, task.group), task.width, task.keys, *task.switches(), pdl),
+        **task.arguments(),
+        o=part_o,
+        lse=part_lse,
+        parts=splits,
+        GP=max(16, task.group),
+        ALIGNED=task.aligned,
+        MASKED=task.mask_landmarks,
+        PDL=pdl,
         num_warps=4,
         num_stages=task.stages,
         **pdl_option(pdl),
@@ -331,8 +337,16 @@ def merge(
     padded = gpu.next_power_of_2(splits)
     columns = merged_columns(padded, gpu.next_power_of_2(dim))
     merge_kernel[(tokens * heads, -(-dim // columns))](
-        *(part_o, part_lse, o, part_lse if lse is None else lse, splits, dim, columns, padded),
-        *(softmax1, lse is not None, pdl),
+        part_o=part_o,
+        part_lse=part_lse,
+        o=o,
+        lse=lse,
+        splits=splits,
+        DIM=dim,
+        DP=columns,
+        SPLITS=padded,
+        SOFTMAX1=softmax1,
+        PDL=pdl,
         num_warps=4 if padded * columns > 4096 else 2,
         **pdl_option(pdl),
         **gpu.ONE_SUM,

@@ -11,14 +11,14 @@ from cairn.ops.pdl import await_previous, launch_next
 def merge_kernel(
     part_o, part_lse, o, lse, splits,
     DIM: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-    SOFTMAX1: tl.constexpr, LOGS: tl.constexpr, PDL: tl.constexpr,
+    SOFTMAX1: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of DP columns of one (token, head): attention states weighed by their lse.
 
     Args:
         SPLITS: splits, padded to a power of two.
         SOFTMAX1: a state of zeros with the lse 0 joins them.
-        LOGS: write lse, which has no such state.
+        lse: without that state; or None.
         PDL: as in `await_previous`.
     """
     launch_next(PDL)
@@ -41,7 +41,7 @@ def merge_kernel(
     safe = tl.where(total != 0, total, 1.0)
     merged = tl.sum(part * weight[:, None], 0) / safe
     tl.store(o + place * DIM + d, merged.to(o.dtype.element_ty), mask=d < DIM)
-    if LOGS:
+    if lse is not None:
         first = tl.program_id(1) == 0
         tl.store(lse + place, tl.where(total != 0, base + tl.log(safe), float("-inf")), mask=first)
 

@@ -59,19 +59,17 @@ def _(call: Call) -> None:
         # Few lines are spread over as many programs as there are.
         rows = min(max(1, _BLOCK // width), gpu.next_power_of_2(-(-lines // 512)))
         merge_states_kernel[(-(-lines // rows),)](
-            *(
-                call.v_a,
-                call.s_a,
-                call.v_b,
-                call.s_b,
-                call.v_merged,
-                call.s_merged,
-                lines,
-                dim,
-                width,
-                rows,
-                call.base2,
-            ),
+            v_a=call.v_a,
+            s_a=call.s_a,
+            v_b=call.v_b,
+            s_b=call.s_b,
+            v=call.v_merged,
+            s=call.s_merged,
+            lines=lines,
+            DIM=dim,
+            DP=width,
+            ROWS=rows,
+            BASE2=call.base2,
             num_warps=gpu.warps_for(rows * width),
         )
 

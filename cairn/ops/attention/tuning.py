@@ -41,29 +41,14 @@ class AttentionTuning(Tuning):
     """What a tile takes for a block of keys on an H100, and a merge by itself and for bytes that
     splits write and it reads. So 128 tokens of 16 heads of 64 take 29 us behind 8K, not 173, and
     1,024 without a past 22, not 40."""
-    sufficient: int = 4096
-    """Tokens of a chunk that tiles keep a device busy with."""
     three_narrow: dict[str, int] = field(default_factory=lambda: {"maxnreg": 168})
     """Launches programs of 4 warps with narrow heads so that three fit the registers of a
     multiprocessor: where keys come in pairs of blocks, and of landmark layers with short rows."""
     merged: int = 2048
     """Numbers of the splits' results that a program of `merge` holds: few, for all are loaded at
     once, and nothing else is left to do."""
-    window_lines: int = 128
-    window_block: int = 64
-    """Lines of a tile, and slots of a block."""
-    window_stages: dict[int, int] = field(default_factory=lambda: {64: 4, 128: 2})
-    """Pairs of blocks of keys and of values that a program has or that are on their way, by a
-    head's width."""
-    window_full: float = 0.75
-    """Share of a device's processors that have a tile at least, of wide heads. On an H100, with a
-    window of 512, 32 heads of 128 take 22 to 33% less than in `tile_kernel`'s tiles from 1,024
-    tokens on, and 6% more with 256. Narrow ones are left to those: 16 heads of 64 that share 2 take
-    as long from 2,048 tokens on."""
     paging_block_bytes: int = 8 << 20
     """Budget for one temporary tensor; loops over blocks keep to it whatever the context."""
-    sdpa_block_bytes: int = 64 << 20
-    """Most bytes of keys before a stretch, repeated for every query head, that lie side by side."""
     tma_least_flops: float = 3e10
     """Operations of a launch from which on tables are worth what the host takes to describe them,
     tens of microseconds: 4,096 tokens on each other with 16 heads of 64."""

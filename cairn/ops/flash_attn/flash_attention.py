@@ -169,11 +169,6 @@ def _plain(call: Call) -> bool:
     return library.plain(launch.Task(*call.astuple()))
 
 
-def _whole(call: Call) -> bool:
-    task = launch.Task(*call.astuple())
-    return library.whole(task) and not (library.outrun(task) and wgmma_launch.fits(task))
-
-
 def _grouped(call: Call) -> bool:
     return wgmma_launch.fits(launch.Task(*call.astuple()))
 
@@ -198,15 +193,6 @@ def _(call: Call) -> None:
             own = keys.of(row)
             sink[there], logs[:, there] = library.attend_sequence(task, source[there], *own)
         sink[beyond], logs[:, beyond] = 0, torch.inf
-
-
-@flash_attention.implementation(
-    "cudnn",
-    devices=gpu.DEVICES,
-    when=_whole,
-)
-def _(call: Call) -> None:
-    library.attend_whole(launch.Task(*call.astuple()))
 
 
 @flash_attention.implementation(

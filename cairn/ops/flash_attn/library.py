@@ -1,9 +1,6 @@
-"""Flash attention by what torch brings along: on the CPU its flash kernel, a block of queries at a
-time; on a GPU cuDNN, where whole sequences meet whole sequences."""
+"""Flash attention on the CPU by torch's own flash kernel, a block of queries at a time."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor
@@ -12,13 +9,6 @@ from cairn.ops.attention import tiles as tiling
 from cairn.ops.checks import FLOATS
 from cairn.ops.flash_attn.launch import Task
 from cairn.ops.flash_attn.tuning import TUNING
-
-
-@functools.cache
-def _known(index: int) -> bool:
-    """Whether cuDNN's attention was measured to be the faster one on such a device."""
-    capability = torch.cuda.get_device_capability(index)
-    return capability == (9, 0) and bool(torch.backends.cudnn.is_available())
 
 
 def plain(task: Task) -> bool:
@@ -82,44 +72,3 @@ def _seen(queries: int, keys: int, task: Task) -> tuple[Tensor, Tensor]:
         block = torch.div(place, task.chunk, rounding_mode="floor") * task.chunk
         first, last = torch.maximum(first, block), torch.minimum(last, block + task.chunk - 1)
     return first, last
-
-
-def whole(task: Task) -> bool:
-    """Whether all sequences are as long as their tensors say, and cuDNN is known to be fast."""
-    partial = (task.page_table, task.batch_idx, task.leftpad, task.seqused_q, task.seqused_k)
-    # One ragged sequence too may begin behind its tensor's first line, or end before the last.
-    ragged = (task.cu_seqlens_q, task.cu_seqlens_k)
-    queries, keys = task.q.shape[-3], task.k.shape[-3]
-    return (
-        task.q.device.type == "cuda"
-        and all(x is None for x in (*partial, *ragged))
-        and task.sinks is None
-        and plain(task)
-        and task.q.dtype != torch.float32
-        and task.left < 0
-        and task.chunk == 0
-        and (task.right < 0 or (task.right == 0 and queries == keys))
-        and queries >= TUNING.library_least
-        and task.q.shape[-1] <= 128
-        and task.q.shape[-1] % 8 == 0
-        and _known(task.q.device.index)
-    )
-
-
-def outrun(task: Task) -> bool:
-    """Whether tensor cores that work in groups (`group_launch`) were measured to be faster than
-    cuDNN: where a key is seen by later queries alone, and these are neither few nor very many."""
-    return (
-        task.right == 0
-        and 2 * TUNING.library_least <= task.max_seqlen_q <= 8 * TUNING.library_least
-    )
-
-
-def attend_whole(task: Task) -> None:
-    """Write o and lse of a task that is `whole`, by cuDNN."""
-    q, k, v = (x.transpose(1, 2) for x in (task.q, task.k, task.v))
-    o, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, task.right == 0, False, scale=task.scale
-    )[:2]
-    task.o.copy_(o.transpose(1, 2))
-    task.lse.copy_(lse.reshape(task.lse.shape))

@@ -33,8 +33,6 @@ class FlashAttnTuning(Tuning):
     """Share of a device's processors for which there are programs at least: no keys are split."""
     library_queries: int = 256
     """Queries of a call on the CPU, each of which a mask is made for."""
-    library_least: int = 1024
-    """Queries from which cuDNN is the faster one."""
 
 
 TUNING = FlashAttnTuning()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,11 +113,6 @@ class _Memory:
         """Numbers from one head's scores to the next one's."""
         return self.u.shape[2]
 
-    @property
-    def scored(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What scanning programs score, in the kernels' order."""
-        return self.u, self.tops, self.sums
-
 
 def attend(
     task: launch.Task, job: select_launch.Selection, softmax1: bool, store: bool
@@ -145,64 +141,91 @@ def attend(
     page, at = (job.empty(*shape, dtype=torch.int32) for _ in range(2))
     found = (page, at, job.empty(*shape))
     memory = _Memory(out, indices, scores, lse, *task.empty(plan.parts), u, tops, sums, found)
+    arguments = _arguments(task, job, plan, memory, pages)
     if plan.whole:
-        _whole(task, job, plan, pages, memory, softmax1)
-    else:
-        _scan(task, job, plan, memory)
-        _pick(job, plan, memory)
-        _read(task, job, plan, pages, memory)
-        parts = (memory.part_o, memory.part_lse)
-        launch.merge(*parts, out, None, softmax1=softmax1, pdl=plan.pdl)
-    return out, indices, scores, lse
-
-
-def _scan(task: launch.Task, job: select_launch.Selection, plan: _Plan, memory: _Memory) -> None:
-    """The window's splits; every candidate's score, and the normalisers' parts."""
-    scan_kernel[(plan.scans, job.groups, task.q.shape[0])](
-        *(*_inputs(task, job), memory.part_o, memory.part_lse, *memory.scored),
-        *(plan.splits, plan.programs, plan.parts, *task.numbers()),
-        *(job.offset, job.scale, *job.summary_key.stride()[:2], memory.line),
-        *(*_scan_shape(task, job, plan), plan.pdl, task.switches()[-1]),
+        _whole(job, plan, pages, memory, arguments, softmax1)
+        return out, indices, scores, lse
+    # The window's splits; every candidate's score, and the normalisers' parts.
+    scan_kernel[(plan.scans, job.groups, tokens)](
+        **gpu.taken(scan_kernel, arguments),
         num_warps=4,
         num_stages=TUNING.fused_stages,
         **pdl_option(plan.pdl),
     )
-
-
-def _pick(job: select_launch.Selection, plan: _Plan, memory: _Memory) -> None:
-    """The best pages of every chunk, and lse."""
-    pick_kernel[(plan.chunks, job.groups, job.slot.numel())](
-        *(*memory.scored, memory.part_lse, job.row, job.slot, job.page_table),
-        *(*memory.found, memory.lse, plan.splits, plan.parts, plan.programs),
-        *(job.page_table.stride(0), job.offset, memory.line, job.topk),
-        *(job.heads, job.groups, job.page_size, job.group, plan.tile),
-        *(*_pick_shape(job, plan), plan.pdl),
+    # The best pages of every chunk, and lse.
+    pick_kernel[(plan.chunks, job.groups, tokens)](
+        **gpu.taken(pick_kernel, arguments),
         num_warps=min(8, max(4, plan.chunk * job.group // TUNING.fused_warp_numbers)),
         **pdl_option(plan.pdl),
     )
-
-
-def _read(
-    task: launch.Task,
-    job: select_launch.Selection,
-    plan: _Plan,
-    pages: Pages,
-    memory: _Memory,
-) -> None:
-    """The selected pages' states behind the window's, and the results' pages and scores."""
-    tokens = task.q.shape[0]
+    # The selected pages' states behind the window's, and the results' pages and scores.
     read_kernel[(plan.reads, job.groups, tokens)](
-        *(task.q, task.k_cache, task.v_cache, task.slot, memory.u, *memory.found),
-        *(memory.indices, memory.scores, memory.part_o, memory.part_lse),
-        *(pages.scale, *task.k_cache.stride()[:2], job.offset, memory.line, job.topk),
-        *(plan.splits, plan.parts, plan.chunks, *pages.shape),
-        *(max(16, pages.group), pages.width, pages.keys),
-        *(plan.chunk, plan.listed(job.topk), gpu.next_power_of_2(plan.each)),
-        *(plan.pdl, pages.precision, TUNING.fused_read_stages),
+        **gpu.taken(read_kernel, arguments | {"GP": arguments["ROWS"], "KEYS": pages.keys}),
         num_warps=_reading_warps(plan, pages),
         num_stages=TUNING.fused_read_stages,
         **pdl_option(plan.pdl and tokens <= TUNING.fused_early_reads),
     )
+    launch.merge(memory.part_o, memory.part_lse, out, None, softmax1=softmax1, pdl=plan.pdl)
+    return out, indices, scores, lse
+
+
+def _arguments(
+    task: launch.Task,
+    job: select_launch.Selection,
+    plan: _Plan,
+    memory: _Memory,
+    pages: Pages,
+) -> dict[str, Any]:
+    """What the kernels of a step take, by the names of their parameters."""
+    short = min(TUNING.fused_short_chunk, plan.chunk)
+    page, at, value = memory.found
+    return {
+        **task.arguments(),
+        "lmk_q": job.lmk_q,
+        "key": job.summary_key,
+        "bias": job.bias,
+        "part_o": memory.part_o,
+        "part_lse": memory.part_lse,
+        "u": memory.u,
+        "tops": memory.tops,
+        "sums": memory.sums,
+        "found_page": page,
+        "found_at": at,
+        "found_value": value,
+        "indices": memory.indices,
+        "scores": memory.scores,
+        "lse": memory.lse,
+        "splits": plan.splits,
+        "first": plan.splits,
+        "programs": plan.programs,
+        "parts": plan.parts,
+        "chunks": plan.chunks,
+        "offset": job.offset,
+        "score_scale": job.scale,
+        "key_page_stride": job.summary_key.stride(0),
+        "key_head_stride": job.summary_key.stride(1),
+        "pages": memory.line,
+        "topk": job.topk,
+        "KEY_HEADS": job.summary_key.shape[1],
+        "GP": task.group,
+        "ROWS": max(16, task.group),
+        "PAGE": pages.keys,
+        "TILE": plan.tile,
+        "BIAS": job.summary_bias is not None,
+        "STORES": plan.stores,
+        "SINGLE": plan.single,
+        "K": gpu.next_power_of_2(job.topk),
+        "SHORT": short,
+        "LEVELS": (plan.chunk // short).bit_length(),
+        "PROGRAMS": gpu.next_power_of_2(plan.programs),
+        "SPLITS": gpu.next_power_of_2(plan.splits),
+        "NORMALISED": job.normalised,
+        "CHUNK": plan.chunk,
+        "LISTED": plan.listed(job.topk),
+        "EACH": gpu.next_power_of_2(plan.each),
+        "STAGES": TUNING.fused_read_stages,
+        "PDL": plan.pdl,
+    }
 
 
 def _reading_warps(plan: _Plan, pages: Pages) -> int:
@@ -218,59 +241,32 @@ def _reading_warps(plan: _Plan, pages: Pages) -> int:
 
 
 def _whole(
-    task: launch.Task,
     job: select_launch.Selection,
     plan: _Plan,
     pages: Pages,
     memory: _Memory,
+    arguments: dict[str, Any],
     softmax1: bool,
 ) -> None:
     """All of a step, and its merge."""
-    lines = task.q.shape[0] * job.groups
+    lines = memory.out.shape[0] * job.groups
     round_size = plan.scans + plan.chunks + plan.reads
     # Rounds from a line's scan to its pick, and from that to its reading.
-    abreast = TUNING.fused_abreast * gpu.processors(task.q.device)
+    abreast = TUNING.fused_abreast * gpu.processors(memory.out.device)
     lag = 0 if lines * round_size <= abreast else -(-abreast // round_size)
     step_kernel[((lines + 2 * lag) * round_size,)](
-        *(*_inputs(task, job), memory.part_o, memory.part_lse, *memory.scored, *memory.found),
-        *(grid_barrier.counters(lines, task.q.device), memory.out),
-        *(memory.indices, memory.scores, memory.lse),
-        *(plan.splits, plan.programs, plan.parts, plan.chunks, plan.reads),
-        *(lag, lines, *task.numbers(), job.offset, job.scale, *job.summary_key.stride()[:2]),
-        *(memory.line, job.topk, *_scan_shape(task, job, plan), pages.precision),
-        *(*_pick_shape(job, plan), plan.listed(job.topk)),
-        *(gpu.next_power_of_2(plan.each), gpu.next_power_of_2(plan.parts), pages.ahead),
-        *(softmax1, grid_barrier.APART, TUNING.fused_read_stages, plan.pdl),
+        **gpu.taken(step_kernel, arguments),
+        counters=grid_barrier.counters(lines, memory.out.device),
+        out=memory.out,
+        reads=plan.reads,
+        lag=lag,
+        lines=lines,
+        PARTS=gpu.next_power_of_2(plan.parts),
+        AHEAD=pages.ahead,
+        SOFTMAX1=softmax1,
+        APART=grid_barrier.APART,
         num_warps=4,
         num_stages=TUNING.fused_stages,
         maxnreg=TUNING.fused_registers,
         **pdl_option(plan.pdl),
-    )
-
-
-def _inputs(task: launch.Task, job: select_launch.Selection) -> tuple[Tensor | None, ...]:
-    """What a step reads, in the kernels' order."""
-    summaries = (job.lmk_q, job.summary_key, job.bias)
-    return (task.q, task.k_cache, task.v_cache, *summaries, task.row, task.slot, task.page_table)
-
-
-def _scan_shape(
-    task: launch.Task, job: select_launch.Selection, plan: _Plan
-) -> tuple[int | bool, ...]:
-    """What `scan` is compiled for, HEADS to SINGLE."""
-    return (
-        *(job.heads, job.groups, job.summary_key.shape[1], task.q.shape[2], job.page_size),
-        *(task.group, max(16, task.group), task.width, task.keys),
-        *(max(16, gpu.next_power_of_2(job.page_size)), plan.tile),
-        *(job.summary_bias is not None, plan.stores, plan.single),
-    )
-
-
-def _pick_shape(job: select_launch.Selection, plan: _Plan) -> tuple[int | bool, ...]:
-    """What `pick` is compiled for: K, SHORT, LEVELS, PROGRAMS, SPLITS, NORMALISED."""
-    short = min(TUNING.fused_short_chunk, plan.chunk)
-    return (
-        *(gpu.next_power_of_2(job.topk), short, (plan.chunk // short).bit_length()),
-        *(gpu.next_power_of_2(plan.programs), gpu.next_power_of_2(plan.splits)),
-        job.normalised,
     )

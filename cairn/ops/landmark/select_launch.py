@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,10 +98,36 @@ class Selection:
         """Memory on the device, not written."""
         return gpu.empty(shape, dtype, self.lmk_q.device)
 
-    def numbers(self) -> tuple[float, ...]:
-        """offset, page size, scale and strides, in the kernels' order."""
-        strides = (self.page_table.stride(0), *self.summary_key.stride()[:2])
-        return (self.offset, self.page_size, self.scale, *strides)
+    def arguments(self) -> dict[str, Any]:
+        """What the scoring kernels take, by the names of their parameters."""
+        return {
+            "lmk_q": self.lmk_q,
+            "key": self.summary_key,
+            "bias": self.bias,
+            "lse": self.lse,
+            "slot": self.slot,
+            "row": self.row,
+            "page_table": self.page_table,
+            "offset": self.offset,
+            "size": self.page_size,
+            "scale": self.scale,
+            "table_stride": self.page_table.stride(0),
+            "page_stride": self.summary_key.stride(0),
+            "head_stride": self.summary_key.stride(1),
+            "pages": self.pages,
+            "blocks": self.blocks,
+            "topk": self.topk,
+            "HEADS": self.heads,
+            "KV_HEADS": self.groups,
+            "KEY_HEADS": self.summary_key.shape[1],
+            "DIM": self.lmk_q.shape[2],
+            "GP": self.group,
+            "DP": self.width,
+            "CB": self.block,
+            "BIAS": self.summary_bias is not None,
+            "NORMALISED": self.normalised,
+            "PRECISION": "ieee" if self.lmk_q.dtype == torch.float32 else "tf32",
+        }
 
 
 def block_of(pages: int) -> int:
@@ -150,50 +177,33 @@ def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
     return indices, scores
 
 
-def scoring(job: Selection) -> tuple[int, tuple[int, ...]]:
-    """Programs that score a token's candidates for one KV head, and what they are compiled for."""
-    tile = max(job.block, TUNING.select_tile_numbers // (job.group * job.width))
-    wanted = max(
-        TUNING.select_least_programs, -(-TUNING.select_programs // (job.slot.numel() * job.groups))
-    )
-    programs = max(1, min(-(-job.pages // tile), wanted))
-    heads, dim = job.lmk_q.shape[1:]
-    constants = (heads, job.groups, job.summary_key.shape[1], dim, job.group, job.width)
-    return programs, (*constants, tile, job.block, job.summary_bias is not None)
-
-
-def choosing(job: Selection) -> tuple[int, int, int, int]:
-    """K, KB, BLOCKS and CB of `choose_kernel`."""
-    width, blocks = gpu.next_power_of_2(job.topk), gpu.next_power_of_2(job.blocks)
-    return width, min(width, blocks), blocks, job.block
-
-
-def score(job: Selection, u: Tensor, part_best: Tensor, part_sum: Tensor) -> None:
-    """Score all candidates; u [T, h_kv, pages, G], the others [T, h_kv, blocks, G]."""
-    programs, constants = scoring(job)
-    kernels.score_kernel[(programs, job.groups, job.slot.numel())](
-        *(job.lmk_q, job.summary_key, job.bias, job.slot, job.row, job.page_table),
-        *(u, part_best, part_sum, *job.numbers(), job.pages, job.blocks, *constants),
-        num_warps=4,
-    )
-
-
 def _select_few(job: Selection, indices: Tensor, scores: Tensor) -> None:
     tokens, heads = job.slot.numel(), job.heads
     u = job.empty(tokens, job.pages, heads)
     part_best, part_sum = (job.empty(tokens, job.blocks, heads) for _ in range(2))
-    score(job, u, part_best, part_sum)
+    tile = max(job.block, TUNING.select_tile_numbers // (job.group * job.width))
+    wanted = max(TUNING.select_least_programs, -(-TUNING.select_programs // (tokens * job.groups)))
+    programs = max(1, min(-(-job.pages // tile), wanted))
+    arguments = job.arguments() | {"u": u, "part_best": part_best, "part_sum": part_sum}
+    kernels.score_kernel[(programs, job.groups, tokens)](
+        **gpu.taken(kernels.score_kernel, arguments), TILE=tile, num_warps=4
+    )
     choosers.choose_kernel[(job.groups, tokens)](
-        *(u, part_best, part_sum, job.lse, job.slot, indices, scores),
-        *(job.offset, job.page_size, job.pages, job.blocks, job.topk),
-        *(heads, job.groups, job.group, *choosing(job), job.normalised),
+        **gpu.taken(choosers.choose_kernel, arguments | _choosing(job)),
+        indices=indices,
+        scores=scores,
         num_warps=4,
     )
 
 
+def _choosing(job: Selection) -> dict[str, int]:
+    """K, KB and BLOCKS of the kernels that choose."""
+    width, blocks = gpu.next_power_of_2(job.topk), gpu.next_power_of_2(job.blocks)
+    return {"K": width, "KB": min(width, blocks), "BLOCKS": blocks}
+
+
 def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
-    tokens, heads, dim = job.lmk_q.shape
-    has_bias = job.summary_bias is not None
+    tokens, heads, _ = job.lmk_q.shape
     total = _normalisers(job) if job.normalised else job.lse
     # Lines of whole sectors of memory: others would be written number by number.
     line = -(-job.pages // 32) * 32
@@ -202,19 +212,20 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     (_score_in_groups if in_groups(job) else _score_groups)(job, total, best, tops)
     # The best of a group of one head is that head's u.
     alone = heads == job.groups
-    shape = choosing(job)
-    few = min(TUNING.select_listed * shape[0], shape[1] * job.block)
-    listed = job.empty(tokens, job.groups, few, dtype=torch.int32)
+    shape = _choosing(job)
+    few = min(TUNING.select_listed * shape["K"], shape["KB"] * job.block)
+    arguments = job.arguments() | shape | {"pages": line, "blocks": blocks}
     choosers.choose_best_kernel[(job.groups, tokens)](
-        *(best, tops, job.slot, listed, job.empty(tokens, job.groups, few), indices, scores),
-        *(job.offset, job.page_size, line, blocks, job.topk),
-        *(
-            job.groups,
-            *shape,
-            max(1, (shape[2] // TUNING.select_least_blocks).bit_length()),
-            few,
-            alone,
-        ),
+        **gpu.taken(choosers.choose_best_kernel, arguments),
+        score=best,
+        tops=tops,
+        listed=job.empty(tokens, job.groups, few, dtype=torch.int32),
+        listed_score=job.empty(tokens, job.groups, few),
+        indices=indices,
+        scores=scores,
+        LEVELS=max(1, (shape["BLOCKS"] // TUNING.select_least_blocks).bit_length()),
+        FEW=few,
+        SCORED=alone,
         **(
             {"num_warps": 1, "maxnreg": TUNING.select_registers}
             if blocks <= TUNING.select_a_warp
@@ -225,24 +236,28 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
         return
     step = max(1, TUNING.select_tile_numbers // (job.group * job.width))
     kernels.rescore_kernel[(tokens, job.groups)](
-        *(job.lmk_q, job.summary_key, job.bias, job.row, job.page_table, indices, scores),
-        *(*job.numbers()[2:], job.topk, heads, job.groups, job.summary_key.shape[1], dim),
-        *(job.group, job.width, min(step, gpu.next_power_of_2(job.topk)), has_bias),
+        **gpu.taken(kernels.rescore_kernel, arguments),
+        indices=indices,
+        scores=scores,
+        STEP=min(step, gpu.next_power_of_2(job.topk)),
         num_warps=2,
     )
 
 
 def _normalisers(job: Selection) -> Tensor:
     """What is taken off each head's scores: [h_q, T]."""
-    tokens, heads, dim = job.lmk_q.shape
+    tokens, heads, _ = job.lmk_q.shape
     half = job.lmk_q.dtype != torch.float32
     rows = (128 if half else 64) if job.width <= 128 else 32
     ahead = 2 if not half else 5 if job.width <= 64 else 3
     total = job.empty(heads, tokens)
     kernels.normaliser_kernel[(heads, -(-tokens // rows))](
-        *(job.lmk_q, job.summary_key, job.bias, job.lse, job.slot, job.row, job.page_table),
-        *(total, tokens, *job.numbers(), heads, job.summary_key.shape[1], dim, job.width),
-        *(rows, max(rows, 64), job.summary_bias is not None, "tf32" if half else "ieee", ahead),
+        **gpu.taken(kernels.normaliser_kernel, job.arguments()),
+        total=total,
+        tokens=tokens,
+        TOKENS=rows,
+        BLOCK=max(rows, 64),
+        STAGES=ahead,
         num_warps=4,
         num_stages=ahead,
     )
@@ -266,30 +281,33 @@ def in_groups(job: Selection) -> bool:
 
 
 def _score_in_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> None:
-    tokens, heads, dim = job.lmk_q.shape
+    tokens = job.slot.numel()
     tiles = -(-tokens // TUNING.select_tokens)
     # A program has most of a multiprocessor's memory.
     wave, most = gpu.processors(best.device), -(-job.pages // TUNING.select_tile)
     programs = whole_waves(tiles * job.groups, wave, most)
     group_scores_kernel[(programs, job.groups, tiles)](
-        *(job.lmk_q, job.summary_key, job.bias, total, job.slot, job.row, job.page_table),
-        *(best, tops, tokens, *job.numbers(), best.shape[2], tops.shape[2]),
-        *(
-            heads,
-            job.groups,
-            job.summary_key.shape[1],
-            dim,
-            TUNING.select_tile,
-            job.block,
-            TUNING.select_stages,
-        ),
-        *(job.summary_bias is not None, job.normalised),
+        **gpu.taken(group_scores_kernel, _group_arguments(job, total, best, tops)),
+        BLOCK=TUNING.select_tile,
+        STAGES=TUNING.select_stages,
         num_warps=4,
     )
 
 
+def _group_arguments(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> dict[str, Any]:
+    """What both kernels take that score groups of heads, by the names of their parameters."""
+    return job.arguments() | {
+        "total": total,
+        "score": best,
+        "part_best": tops,
+        "tokens": job.slot.numel(),
+        "pages": best.shape[2],
+        "blocks": tops.shape[2],
+    }
+
+
 def _score_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> None:
-    tokens, heads, dim = job.lmk_q.shape
+    tokens = job.slot.numel()
     half = job.lmk_q.dtype != torch.float32
     large = half and job.width <= 128 and (job.width > 64 or job.pages > TUNING.select_many_pages)
     rows = 32 if job.width > 128 else 128 if half and not large else 64
@@ -299,11 +317,10 @@ def _score_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> 
     wanted = 2 * TUNING.select_programs if large else TUNING.select_programs
     programs = max(1, min(-(-job.pages // columns), -(-wanted // (tiles * job.groups))))
     kernels.group_kernel[(programs, job.groups, tiles)](
-        *(job.lmk_q, job.summary_key, job.bias, total, job.slot, job.row, job.page_table),
-        *(best, tops, tokens, *job.numbers(), best.shape[2], tops.shape[2]),
-        *(heads, job.groups, job.summary_key.shape[1], dim, job.width, job.group),
-        *(rows, columns, job.block, job.summary_bias is not None, job.normalised),
-        *("tf32" if half else "ieee", stages),
+        **gpu.taken(kernels.group_kernel, _group_arguments(job, total, best, tops)),
+        TOKENS=rows,
+        BLOCK=columns,
+        STAGES=stages,
         num_warps=4,
         num_stages=stages,
     )

@@ -29,7 +29,7 @@ def attend(
     task: launch.Task, job: Selection, softmax1: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results of landmark_attention; task: of the window, aligned to pages."""
-    tokens, heads, dim = task.q.shape
+    tokens, heads, _ = task.q.shape
     o, lse = task.empty(dtype=task.q.dtype)
     scores = job.empty(tokens, heads, job.topk)
     indices = job.empty(tokens, job.groups, job.topk, dtype=torch.int32)
@@ -37,26 +37,28 @@ def attend(
         return o, indices, scores, lse
     width = gpu.next_power_of_2(job.topk)
     short_scores_kernel[(heads, -(-tokens // TUNING.short_tokens))](
-        *(job.lmk_q, job.summary_key, job.bias, job.row, job.slot, job.page_table),
-        *(scores, indices, tokens, *job.numbers(), job.topk),
-        *(
-            heads,
-            job.groups,
-            job.summary_key.shape[1],
-            dim,
-            job.width,
-            TUNING.short_tokens,
-            max(16, width),
-        ),
-        *(job.summary_bias is not None, _precision(job.lmk_q)),
+        **gpu.taken(short_scores_kernel, job.arguments()),
+        scores=scores,
+        indices=indices,
+        tokens=tokens,
+        TOKENS=TUNING.short_tokens,
+        K=max(16, width),
         num_warps=4,
     )
     rows, options = _tile(task)
     each = max(1, rows // task.group)
     short_kernel[(job.groups, -(-tokens // each))](
-        *(*task.inputs(), scores, o, lse, tokens, *task.numbers(), job.topk),
-        *(*task.shape(), each, task.group, task.width, task.keys),
-        *(max(16, gpu.next_power_of_2(job.page_size)), width, softmax1, _precision(task.q)),
+        **task.arguments(),
+        scores=scores,
+        o=o,
+        lse=lse,
+        tokens=tokens,
+        topk=job.topk,
+        TOKENS=each,
+        GP=task.group,
+        PAGE=max(16, gpu.next_power_of_2(job.page_size)),
+        K=width,
+        SOFTMAX1=softmax1,
         **options,
     )
     return o, indices, scores, lse
@@ -69,8 +71,3 @@ def _tile(task: launch.Task) -> tuple[int, dict[str, int]]:
     if task.width > 64 or task.q.dtype == torch.float32:
         return rows, {"num_warps": 4, "num_stages": 2}
     return rows, {"num_warps": 4, "num_stages": 3, **ATTENTION_TUNING.three_narrow}
-
-
-def _precision(x: Tensor) -> str:
-    """Of products with x."""
-    return "ieee" if x.dtype == torch.float32 else "tf32"

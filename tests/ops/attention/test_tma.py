@@ -109,28 +109,6 @@ def test_devices_that_copy_blocks(
     assert gpu.supports_tma(torch.device("cuda", 0)) == able
 
 
-@pytest.mark.parametrize(
-    "changes, enough",
-    [
-        ({}, True),
-        ({"stretches": [0, 8192, 4096]}, True),
-        ({"stretches": [0, 8193, 4096]}, False),
-        ({"stretches": [0, 0, 4095]}, False),
-        ({"stretches": [0, 0, 4096, 1, 0, 4096]}, False),
-        ({"stretches": None}, False),
-        ({"width": 128}, False),
-        ({"page_size": 16}, False),
-        ({"group": 32}, False),
-    ],
-)
-def test_when_tiles_suffice(changes: dict[str, Any], enough: bool, anywhere: None) -> None:
-    """Whom they leave to FlashInfer: short chunks, long pasts, wide heads, and what they refuse."""
-    given = {"width": 64, "page_size": 64, "group": 8, "stretches": [0, 0, 4096], **changes}
-    q = torch.empty(4096, 2 * given["group"], given["width"], dtype=torch.bfloat16)
-    cache = torch.empty(3, 2, given["page_size"], given["width"], dtype=torch.bfloat16)
-    assert attention.tiles_suffice(q, cache, cache, given["stretches"]) == enough
-
-
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch, device: str, tuned: Tuned) -> list[bool]:
     """Launches of any size may take tables; says of each whether it did."""

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cairn.ops import gpu
-from cairn.ops.flash_attn import library
 from cairn.ops.flash_attn.append_kv import append_kv
 from cairn.ops.flash_attn.flash_attention import drawn, flash_attention
 from cairn.ops.flash_attn.launch import Task, attend
@@ -67,32 +65,6 @@ def test_heads_that_are_read_together_do_not_see_each_other(spoilt: int) -> None
     assert torch.equal(given[3][:, others], expected[:, others])
     assert torch.equal(given[4][others], lse[others])
     assert given[3][:, [h for h in range(4) if h not in range(4)[others]]].isnan().all()
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_what_sees_all_of_its_tensors_is_not_ragged(
-    ragged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a ragged sequence begins and ends only the device knows, even if it is alone."""
-    monkeypatch.setattr(library, "_known", lambda index: True)
-    with FakeTensorMode():
-        lead = (1100,) if ragged else (1, 1100)
-        q = torch.empty(*lead, 2, 64, dtype=torch.bfloat16, device="cuda")
-        lse = torch.empty(*lead[:-1], 2, 1100, device="cuda")
-        ends = torch.empty(2, dtype=torch.int32, device="cuda") if ragged else None
-        options = (*[None] * 7, 0.1, -1, -1, 0, 0.0, 1100)
-        task = Task(q, q, q, q, lse, None, None, None, ends, ends, *options)
-        assert library.whole(task) == (not ragged)
-
-
-@pytest.mark.parametrize(
-    "queries, right, outrun",
-    [(1024, 0, False), (2048, 0, True), (8192, 0, True), (8192, -1, False)],
-)
-def test_causal_prefills_leave_cudnn(queries: int, right: int, outrun: bool) -> None:
-    q = torch.empty(1, queries, 2, 64, dtype=torch.bfloat16, device="meta")
-    task = Task(*[q] * 5, *[None] * 12, 0.1, -1, right, 0, 0.0, queries)
-    assert library.outrun(task) == outrun
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")

@@ -106,4 +106,4 @@ def test_decode_and_its_join_are_launched_early(tokens, pdl, monkeypatch):
     launch.attend(task(1, 2, 64, 8192, tokens=tokens))
     assert (flash.pdl, join.pdl) == ([pdl], [pdl])
     # They wait themselves for what is in front.
-    assert flash.args[0][-1] == join.args[0][-1] == pdl
+    assert flash.given[0]["PDL"] == join.given[0]["PDL"] == pdl
