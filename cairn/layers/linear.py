@@ -44,8 +44,8 @@ class Linear(nn.Module):
         super().__init__()
         self.parts = tuple(parts)
         self.in_features, self.out_features = in_features, sum(part.size for part in parts)
-        self.scheme = scheme
-        scheme.create(self, dtype)
+        self.scheme = scheme.of(self.parts, experts=False)
+        self.scheme.create(self, dtype)
         self.bias: nn.Parameter | None = None
         if bias:
             b = torch.empty(self.out_features, dtype=dtype)
@@ -104,14 +104,13 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.experts, self.in_features, self.parts = experts, in_features, tuple(parts)
         self.out_features = sum(part.size for part in parts)
-        self.fused, self.scheme = fused, scheme
-        scheme.create(self, dtype)
+        self.fused, self.scheme = fused, scheme.of(self.parts, experts=True)
+        self.scheme.create(self, dtype)
 
     def weights(self, source: Source) -> list[Weight]:
         """One tensor for all experts where the checkpoint has that, else one for each matrix."""
         if source.holds(self.fused):
-            shape = self.experts, self.out_features, self.in_features
-            return [Weight(source.name(self.fused), shape, self.weight, shard=0)]
+            return self.scheme.fused_weights(self, source)
         return [
             weight
             for expert in range(self.experts)

@@ -32,17 +32,20 @@ class MixtureOfExperts(nn.Module):
         self.spec = spec
         self.router = Router(spec.router, hidden, spec.experts, dtype)
         up = [Rows("gate_proj", spec.intermediate), Rows("up_proj", spec.intermediate)]
-        self.gate_up = ExpertLinear(
-            spec.experts, hidden, up, "gate_up_proj", dtype=dtype, scheme=scheme
-        )
         down = [Rows("down_proj", hidden)]
+        # Both products of an expert are computed together.
+        routed = scheme.within("experts").of([*up, *down], experts=True)
+        self.gate_up = ExpertLinear(
+            spec.experts, hidden, up, "gate_up_proj", dtype=dtype, scheme=routed
+        )
         self.down = ExpertLinear(
-            spec.experts, spec.intermediate, down, "down_proj", dtype=dtype, scheme=scheme
+            spec.experts, spec.intermediate, down, "down_proj", dtype=dtype, scheme=routed
         )
         self.shared: GatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if spec.shared:
-            self.shared = GatedMLP(hidden, DenseFfn(spec.shared), dtype=dtype, scheme=scheme)
+            own = scheme.within(spec.shared_name)
+            self.shared = GatedMLP(hidden, DenseFfn(spec.shared), dtype=dtype, scheme=own)
         if spec.shared_gate:
             gate = torch.empty(1, hidden, dtype=dtype)
             self.shared_gate = nn.Parameter(gate, requires_grad=False)

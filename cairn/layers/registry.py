@@ -19,6 +19,7 @@ from cairn.layers.moe import MixtureOfExperts
 from cairn.layers.residual import Delta, Hidden
 from cairn.layers.rotary import Angles, Rotary
 from cairn.layers.schemes.base import Scheme
+from cairn.layers.schemes.registry import scheme_within
 from cairn.layers.weight import Source, Weight
 from cairn.specs.ffn import DenseFfn, FfnSpec, MoeFfn
 from cairn.specs.gated_delta import GatedDeltaSpec
@@ -43,6 +44,10 @@ class Context(NamedTuple):
     dtype: torch.dtype
     scheme: Scheme
     rotaries: dict[RotarySpec, Rotary]
+
+    def within(self, prefix: str) -> Context:
+        """What the module is built with whose tensors' names begin so."""
+        return self._replace(scheme=scheme_within(self.scheme, prefix))
 
     def rotary(self, spec: RotarySpec | None) -> Rotary | None:
         """The rotation of a spec; None for None."""

@@ -39,8 +39,8 @@ class Block(nn.Module):
             named = getattr(spec.names, field) is not None
             norm = build_norm(spec.norm, context.hidden, context.dtype) if named else None
             self.register_module(field, norm)
-        self.mixer = build_mixer(spec.mixer, context)
-        self.ffn = build_ffn(spec.ffn, context)
+        self.mixer = build_mixer(spec.mixer, context.within(spec.names.mixer))
+        self.ffn = build_ffn(spec.ffn, context.within(spec.names.ffn))
 
     def weights(self, source: Source) -> list[Weight]:
         """Norms, feed-forward part, mixer."""

@@ -37,7 +37,10 @@ class Decoder(nn.Module):
             spec.table_rows, spec.hidden_size, dtype=dtype, scale=spec.embedding_scale
         )
         context = Context(spec.hidden_size, dtype, scheme_of(spec.quantization), {})
-        self.layers = nn.ModuleList(Block(layer, context) for layer in spec.layers)
+        self.layers = nn.ModuleList(
+            Block(layer, context.within(f"{spec.prefix}layers.{i}"))
+            for i, layer in enumerate(spec.layers)
+        )
         self._running = list(range(len(self.layers)))
         self.norm = build_norm(spec.norm, spec.hidden_size, dtype)
         self.head: Head | TiedHead = (
@@ -47,7 +50,7 @@ class Decoder(nn.Module):
         )
         self.draft: DraftLayer | None = None
         if spec.draft is not None:
-            self.draft = DraftLayer(spec.draft, spec.norm, context)
+            self.draft = DraftLayer(spec.draft, spec.norm, context.within(spec.draft.prefix))
 
     def weights(self, stored: frozenset[str] | None = None) -> list[Weight]:
         """Every tensor that a checkpoint of this model holds.

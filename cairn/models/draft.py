@@ -41,7 +41,8 @@ class DraftLayer(nn.Module):
         self.state_norm = build_norm(norm, context.hidden, context.dtype)
         parts = [Rows(spec.names.join, context.hidden)]
         self.join = Linear(2 * context.hidden, parts, dtype=context.dtype)
-        self.block = Block(spec.layer, context)
+        own = context.within(spec.names.layer) if spec.names.layer else context
+        self.block = Block(spec.layer, own)
         self.norm: RMSNorm = build_norm(norm, context.hidden, context.dtype)
 
     def weights(self, source: Source) -> list[Weight]:

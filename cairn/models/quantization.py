@@ -16,8 +16,8 @@ SUPPORTED = "Supported: fp8 in e4m3 with weight_block_size, dynamic activations"
 def fp8_blocks(f: ConfigFields) -> QuantizationSpec | None:
     """How the matrices of a checkpoint are quantised: not at all, or e4m3 with a scale a block.
 
-    Activations stay in the model's dtype, whatever the config says of them. Scales tell their own
-    format, so `scale_fmt` has no effect.
+    Scales tell their own format, so `scale_fmt` has no effect. Modules that
+    `modules_to_not_convert` names are not quantised.
 
     Raises:
         BadModel: another method, or a parameter of it that is not supported.
@@ -42,8 +42,11 @@ def fp8_blocks(f: ConfigFields) -> QuantizationSpec | None:
     whole = isinstance(block, list) and len(block) == 2 and all(_size(n) for n in block)
     if not whole:
         raise _part("weight_block_size", block, "not two positive integers")
+    plain = value.get("modules_to_not_convert") or []
+    if not isinstance(plain, list) or not all(isinstance(name, str) for name in plain):
+        raise _part("modules_to_not_convert", plain, "not a list of names")
     f.record(FIELD, f"fp8, blocks of {block[0]} x {block[1]}", f.source(FIELD))
-    return QuantizationSpec("fp8_block", (block[0], block[1]))
+    return QuantizationSpec("fp8_block", (block[0], block[1]), tuple(plain))
 
 
 def _size(n: object) -> bool:

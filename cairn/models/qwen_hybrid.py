@@ -13,6 +13,7 @@ from typing import Any
 from cairn.models import fields as reading
 from cairn.models.checkpoint import StoredRows
 from cairn.models.fields import ConfigFields, refuse
+from cairn.models.quantization import fp8_blocks
 from cairn.models.qwen3_moe import experts_of, refuse_windows, sparse_layers
 from cairn.specs.ffn import DenseFfn, FfnSpec
 from cairn.specs.gated_delta import GatedDeltaSpec
@@ -87,7 +88,7 @@ def spec_from_config(
     if nested:
         config = _text_config(config, overridden)
     f = ConfigFields(config, {name: "override" for name in overridden})
-    reading.refuse_quantized(config)
+    quantization = fp8_blocks(f)
     reading.activation_only(f)
     refuse_windows(f)
     _check_gate(f)
@@ -116,6 +117,7 @@ def spec_from_config(
         draft_layer=_draft(f, replace(attention, draft_width=hidden), ffns[-1], norm),
         prefix="model.language_model." if nested else "model.",
         ignored=(DRAFT_HEAD, VISION) if nested else (DRAFT_HEAD,),
+        quantization=quantization,
         resolved=f.resolved(),
         **reading.vocabulary_fields(config, vocab, tied, stored),
     )

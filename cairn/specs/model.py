@@ -110,10 +110,12 @@ class QuantizationSpec:
     Attributes:
         scheme: name of the Linear scheme.
         block: (rows, columns) that share a scale; "fp8_block" only.
+        plain: modules that are not quantised, by their names in the checkpoint.
     """
 
     scheme: Literal["fp8_block"]
     block: tuple[int, int] = (128, 128)
+    plain: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

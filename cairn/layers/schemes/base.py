@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,12 +35,25 @@ class Rows(NamedTuple):
 
 
 class Scheme(ABC):
-    """One way to keep a matrix [out, in]; one instance serves all maps of a model."""
+    """One way to keep a matrix [out, in]."""
 
     @property
     @abstractmethod
     def unpacked(self) -> Scheme:
         """A scheme for the same checkpoint that keeps its matrices in the model's dtype."""
+
+    def within(self, name: str) -> Scheme:
+        """The scheme of a part of the module that this one is of: some may not be quantised."""
+        return self
+
+    def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
+        """The scheme of a map of these parts, or of a map of experts."""
+        return self
+
+    def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:
+        """What fills a map of experts from one tensor for all of them."""
+        shape = linear.experts, linear.out_features, linear.in_features
+        return [Weight(source.name(linear.fused), shape, linear.weight, shard=0)]
 
     @abstractmethod
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:

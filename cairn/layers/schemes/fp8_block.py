@@ -9,6 +9,7 @@ Scales are stored as float32, or as e8m0: a byte e for 2^(e - 127), which some f
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,12 +21,12 @@ from cairn.errors import BadModel
 from cairn.layers.norm import RMSNorm
 from cairn.layers.schemes.base import (
     PlainScheme,
+    Rows,
     Scheme,
     at_rows,
     biased,
     leading,
     normed,
-    reordered,
 )
 from cairn.layers.weight import Source, Weight
 from cairn.ops import advice
@@ -39,17 +40,54 @@ SCALE_DTYPES = ("F32", "BF16", "F8_E8M0", "U8")
 class Fp8BlockScheme(Scheme):
     """e4m3 values with a scale for every block of (rows, columns).
 
+    Maps that are made of matrices which are not quantised, or of which a row has not the scales of
+    its own block of rows, are dequantised when they are read.
+
     Args:
         block: rows and columns that share a scale.
+        plain: names of modules, within the one that the scheme is of, that are not quantised.
     """
 
-    def __init__(self, block: tuple[int, int]) -> None:
-        self.block = block
+    def __init__(self, block: tuple[int, int], plain: frozenset[str] = frozenset()) -> None:
+        self.block, self.plain = block, plain
 
     @property
     def unpacked(self) -> Scheme:
         """Matrices are dequantised when they are read."""
-        return Fp8BlockAtLoad(self.block)
+        return Fp8BlockAtLoad(self.block, self.plain)
+
+    def within(self, name: str) -> Scheme:
+        """Plain if the part is."""
+        if name in self.plain:
+            return PlainScheme()
+        inside = (x.removeprefix(f"{name}.") for x in self.plain if x.startswith(f"{name}."))
+        return Fp8BlockScheme(self.block, frozenset(inside))
+
+    def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
+        """Unpacked unless every matrix of the map is quantised, in blocks that the map has, too."""
+        whole = experts or all(part.size % self.block[0] == 0 for part in parts[:-1])
+        in_order = all(part.order is None for part in parts)
+        names = {name.rpartition(".")[2] for name in self.plain}
+        if whole and in_order and not any(part.name in names for part in parts):
+            return self
+        return self.unpacked
+
+    def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:
+        """A tensor of matrices and one of scales, both of all experts."""
+        shape = linear.experts, linear.out_features, linear.in_features
+        matrices, scales = (source.name(linear.fused + end) for end in ("", "_scale_inv"))
+        return [
+            Weight(matrices, shape, linear.weight, shard=0, dtypes=("F8_E4M3",)),
+            Weight(
+                scales,
+                tuple(linear.scale.shape),
+                linear.scale,
+                transform=functools.partial(decode_scale, name=scales),
+                shard=0,
+                draw="one",
+                dtypes=SCALE_DTYPES,
+            ),
+        ]
 
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
         """`weight` [out, in] e4m3 and `scale` [blocks of rows, blocks of columns] float32, or the
@@ -69,14 +107,10 @@ class Fp8BlockScheme(Scheme):
     ) -> list[Weight]:
         """A matrix and its scales for each part."""
         found, start, first = [], 0, 0
-        for name, size, order in linear.parts:
-            transform = None if order is None else functools.partial(reordered, order=order)
+        for name, size, _ in linear.parts:
             shape, at = (size, linear.in_features), at_rows(expert, start, size)
             matrix = source.name(f"{name}.weight")
-            dtypes = ("F8_E4M3",)
-            found.append(
-                Weight(matrix, shape, linear.weight, at, transform=transform, dtypes=dtypes)
-            )
+            found.append(Weight(matrix, shape, linear.weight, at, dtypes=("F8_E4M3",)))
             blocks, scales = self._blocks(size, linear), source.name(f"{name}.weight_scale_inv")
             found.append(
                 Weight(
@@ -96,7 +130,7 @@ class Fp8BlockScheme(Scheme):
         """In fp8 where the device multiplies so, x rounded by groups of 128 numbers; else the
         matrix is dequantised to x's dtype."""
         x = normed(x, norm)
-        if self._is_blocks(linear) and advice.multiplies_fp8(x, self.block):
+        if advice.multiplies_fp8(x, self.block):
             rows = x.reshape(-1, linear.in_features)
             y = ops.linear_fp8_blocks(rows, linear.weight, linear.scale)
             y = y.view(*x.shape[:-1], linear.out_features)
@@ -117,11 +151,6 @@ class Fp8BlockScheme(Scheme):
         second = self._dequantised_experts(down, hit, x.dtype)
         return ops.fused_experts(x, first, second, weights, chosen)
 
-    def _is_blocks(self, linear: Linear) -> bool:
-        """Whether row r of the matrix has the scales of block r // rows, as a single one's has."""
-        whole = all(part.size % self.block[0] == 0 for part in linear.parts[:-1])
-        return whole and all(part.order is None for part in linear.parts)
-
     def _dequantised_experts(self, linear: ExpertLinear, hit: Tensor, dtype: torch.dtype) -> Tensor:
         scale = self._by_element(linear, linear.scale[hit])
         return (linear.weight[hit].float() * scale).to(dtype)
@@ -133,9 +162,8 @@ class Fp8BlockScheme(Scheme):
     def _by_element(self, linear: Linear | ExpertLinear, scale: Tensor) -> Tensor:
         """Scales [..., blocks of rows, blocks of columns] for every element [..., out, in]."""
         block_of, first = [], 0
-        for _, size, order in linear.parts:
-            row = torch.arange(size) if order is None else order
-            block_of.append(row // self.block[0] + first)
+        for _, size, _ in linear.parts:
+            block_of.append(torch.arange(size) // self.block[0] + first)
             first += self._blocks(size, linear)[0]
         scale = scale.index_select(-2, torch.cat(block_of).to(scale.device))
         return scale.repeat_interleave(self.block[1], dim=-1)[..., : linear.in_features]
@@ -150,16 +178,22 @@ class Fp8BlockAtLoad(PlainScheme):
 
     Args:
         block: rows and columns that share a scale.
+        plain: names of modules that are not quantised.
     """
 
-    def __init__(self, block: tuple[int, int]) -> None:
+    def __init__(self, block: tuple[int, int], plain: frozenset[str] = frozenset()) -> None:
         self.block = block
+        self.plain = {name.rpartition(".")[2] for name in plain}
 
     def weights(
         self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
     ) -> list[Weight]:
         """A matrix for each part, with its scales beside it."""
-        return [self._scaled(plain) for plain in super().weights(linear, source, expert)]
+        found = super().weights(linear, source, expert)
+        return [
+            weight if part.name in self.plain else self._scaled(weight)
+            for part, weight in zip(linear.parts, found, strict=True)
+        ]
 
     def _scaled(self, plain: Weight) -> Weight:
         rows, columns = (-(-n // size) for n, size in zip(plain.shape, self.block, strict=True))
