@@ -80,7 +80,7 @@ class PageReads:
 
     @property
     def selected_by_head(self) -> float:
-        """The mean of that over KV heads."""
+        """Mean of `selected` over KV heads."""
         return self.selected / self._kv_heads
 
     def _count(self) -> None:

@@ -90,8 +90,8 @@ class WindowPages:
         return held
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` pages, giving up kept ones if need be. Raises InvariantError when fewer
-        are available: look first."""
+        """Hand out `count` pages, giving up kept ones if need be. Raises InvariantError if fewer
+        are available; check `available` before."""
         short = count - self.num_free
         for _ in range(min(short, self.num_kept)):
             page, _ = (self._passed or self._resumable).popitem(last=False)

@@ -401,7 +401,7 @@ def _shortened(message: str) -> str:
 
 
 def _plain(message: str) -> str:
-    """The message in the words of a request, where llguidance speaks of its own inside."""
+    """llguidance's message, with its internal terms replaced by those of the request."""
     for beginning, words in _PLAIN_WORDS.items():
         at = message.find(beginning)
         if at >= 0:

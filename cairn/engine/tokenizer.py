@@ -57,7 +57,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         self._hf = _load(folder)
         self._backend: Backend = self._hf.backend_tokenizer
-        # A tokenizer.json may ask for cut or filled prompts.
+        # tokenizer.json may enable truncation or padding, which must not change prompts.
         self._backend.no_truncation()
         self._backend.no_padding()
         _bound_cache(self._backend)

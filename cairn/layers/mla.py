@@ -104,7 +104,7 @@ class MlaAttention(nn.Module):
             # Both read the same latent, so they are one matrix product.
             up.append(Rows("indexer.wq_b", spec.indexer.num_heads * spec.indexer.head_dim))
         self.q_up = Linear(q_rank, up, dtype=dtype, scheme=scheme)
-        # Its halves are applied apart, head by head: no scheme multiplies so.
+        # Kept unquantised: W_uk and W_uv are applied separately for each head.
         up = [Rows("kv_b_proj", heads * (spec.nope_dim + spec.value_dim))]
         self.kv_up = Linear(rank, up, dtype=dtype, scheme=scheme.unpacked)
         out = [Rows("o_proj", hidden)]

@@ -91,7 +91,7 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
 
 def stored_rows(entries: dict[str, TensorEntry]) -> StoredRows:
     """Row counts of embedding and head, and the embedding's dtype."""
-    # A decoder that is a part of a larger model stands deeper in the names.
+    # In multimodal checkpoints the decoder has a longer name prefix.
     tables = [n for n in entries if re.match(r"(language_)?model\.(.*\.)?embed_tokens\.weight$", n)]
     table = min(tables, key=len, default="")
     embedding, head = entries.get(table), entries.get("lm_head.weight")

@@ -58,7 +58,7 @@ def capture(run: Callable[[bool], Tensor], pool: Any) -> Captured:
             for _ in range(WARM_UPS):
                 run(True)
     finally:
-        # What a run had queued before it failed still reads what the next step writes.
+        # Work that a failed run has queued still reads buffers that the next step would overwrite.
         torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):

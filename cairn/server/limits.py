@@ -23,7 +23,7 @@ HEADER_SECONDS = 30.0
 MAX_HEADER_BYTES = 64 * 1024
 MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
-    # Its beginning is the mark of UTF-16.
+    # Checked before UTF-16, whose mark is a prefix of it.
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),

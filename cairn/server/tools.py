@@ -314,7 +314,7 @@ class _ObjectEnd:
             sign = match[0]
             at = match.end()
             if sign == "\\" and self._in_string:
-                # What it escapes may not have come yet.
+                # The character after a backslash may not have arrived yet.
                 at += 1
             elif sign == '"':
                 self._in_string = not self._in_string

@@ -143,7 +143,7 @@ class Facts:
         return self._laid(self.rng.choice(STATEMENTS).format(**words))
 
     def _laid(self, sentence: str) -> str:
-        """A sentence in a line of its own, or in the midst of others."""
+        """Put a sentence on a line of its own or between others."""
         return f"\n{sentence}\n" if self.rng.random() < 0.5 else f" {sentence} "
 
     def _asked(self, question: str, answer: str) -> tuple[Piece, ...]:

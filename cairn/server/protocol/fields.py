@@ -112,7 +112,7 @@ def _decoded(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         if "got `float`" not in str(error):
             raise
-    # JSON has numbers only: languages without integers write 5 as 5.0.
+    # Languages without an integer type write 5 as 5.0 in JSON.
     return msgspec.json.decode(msgspec.json.encode(_whole(msgspec.json.decode(body))), type=kind)
 
 
