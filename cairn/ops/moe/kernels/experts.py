@@ -160,7 +160,7 @@ def rows_of(
     return source, target, inside
 
 
-@triton.jit(early=(), do_not_specialize=["places", "count", "tiles"])
+@triton.jit(early=(), do_not_specialize=["places", "count", "tiles", "a_scale_step"])
 def experts_kernel(
     a, a_scale, w, w_scale, out, out_scale, order, owners, used, begins, ends,
     places, share, numbers, width, rows, a_stride, a_scale_stride, a_scale_step, w_stride,
