@@ -168,6 +168,17 @@ def tiles_for(w: Scaled, mean: float) -> tuple[Tile, Tile]:
     return next((pair[1:] for pair in table if mean <= pair[0]), table[-1][1:])
 
 
+def spread(tile: Tile, tiles: int, numbers: int, device: torch.device) -> Tile:
+    """A tile of few rows with fewer columns, where so many tiles of rows and results [.., numbers]
+    would not give every multiprocessor a program."""
+    columns = tile.columns
+    if tile.rows <= TUNING.fewest_rows:
+        wanted = gpu.processors(device)
+        while columns > TUNING.fewest_columns and tiles * -(-numbers // columns) < wanted:
+            columns //= 2
+    return tile._replace(columns=columns)
+
+
 def quantized(x: Tensor) -> Scaled:
     """Rows [R, K] as codes with a scale for every 128 numbers; K is a multiple of 128."""
     rows, width = x.shape
@@ -202,7 +213,9 @@ def multiply_all(a: Scaled, w: Scaled, out: Tensor) -> Tensor:
     tile = tiles_for(w, count)[1]
     if a.scale is None and tile.rows > TUNING.most_quantized_here and width % GROUP == 0:
         a = quantized(a.x)
-    multiply(a, w, Scaled(out), Rows(count, -(-count // tile.rows)), tile)
+    tiles = -(-count // tile.rows)
+    tile = spread(tile, tiles, out.shape[1], out.device)
+    multiply(a, w, Scaled(out), Rows(count, tiles), tile)
     return out
 
 
@@ -253,13 +266,15 @@ def run_experts(
     places, inner = ids.numel(), doubled // 2
     first, second = tiles_for(w1, places / experts)
     rows = grouped(ids, experts, first)
+    first = spread(first, rows.tiles, inner, x.device)
+    second = spread(second, rows.tiles, width, x.device)
     here = first.rows <= TUNING.most_quantized_here or width % GROUP > 0
     a = Scaled(x) if w1.scale is None or here else quantized(x)
-    between = Scaled(gpu.empty((rows.count, inner), x.dtype, x.device))
-    if w1.scale is not None and first.columns == GROUP:
-        codes = gpu.empty((rows.count, inner), E4M3, x.device)
+    coded = w1.scale is not None and first.columns == GROUP
+    between = Scaled(gpu.empty((rows.count, inner), E4M3 if coded else x.dtype, x.device))
+    if coded:
         scale = gpu.empty((-(-inner // GROUP), rows.count), torch.float32, x.device).t()
-        between = Scaled(codes, scale)
+        between = replace(between, scale=scale)
     multiply(a, w1, between, replace(rows, gathered=True), first, kind)
     y = gpu.empty((places, width), x.dtype, x.device)
     multiply(between, w2, Scaled(y), replace(rows, scattered=True), second)

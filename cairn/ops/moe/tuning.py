@@ -50,6 +50,9 @@ class MoeTuning(Tuning):
     """At most so many places, a tile each, are not sorted."""
     most_quantized_here: int = 32
     """Rows of a tile up to which programs quantise what they read, each anew."""
+    fewest_rows: int = 16
+    fewest_columns: int = 16
+    """Tiles of so few rows have fewer columns, down to so many, where there are few programs."""
     tiles: dict[str, tuple[tuple[int, Tile, Tile], ...]] = field(
         default_factory=lambda: {
             "16": (
