@@ -334,7 +334,7 @@ def test_a_page_is_no_candidate_before_its_landmark_is_written_for_good():
             {"speculative_algorithm": "NGRAM", "speculative_num_steps": 2},
             "speculative_num_steps is 2, but NGRAM has no such option",
         ),
-        ({"speculative_config": "{"}, "no JSON"),
+        ({"speculative_config": "{"}, "not JSON"),
         ({"speculative_config": "[]"}, "must be a JSON object"),
         ({"speculative_config": {"num_speculative_tokens": 3}}, "names no method"),
         ({"speculative_config": {"method": "eagle"}}, "'EAGLE': draft models"),

@@ -27,7 +27,7 @@ def record_field(spec: MlaSpec, form: PageFormat) -> PageField:
     """
     if form.quantized:
         raise BadConfig(
-            "kv_cache_dtype is fp8_e4m3, which is no format of latent attention's records",
+            "kv_cache_dtype is fp8_e4m3, which is not a format of latent attention's records",
             "Use --kv-cache-dtype fp8_ds, or auto",
         )
     if not form.small_records:

@@ -26,12 +26,12 @@ def require_matplotlib(path: Path | None) -> None:
     """Fail before a measurement rather than after it.
 
     Raises:
-        BadConfig: a chart is wanted and matplotlib is missing, or the file is no PNG.
+        BadConfig: a chart is wanted and matplotlib is missing, or the file is not a PNG file.
     """
     if path is None:
         return
     if path.suffix != ".png":
-        raise BadConfig(f"the chart {path} is no PNG", "Give a file name that ends in .png")
+        raise BadConfig(f"the chart {path} is not a PNG file", "Give a file name that ends in .png")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -222,7 +222,7 @@ def chosen_ops(names: Sequence[str]) -> list[Op[..., Any]]:
     known = {name for op in every for name in (op.family, op.name, *op.names)}
     for name in names:
         if name not in known:
-            raise BadConfig(f"{name!r} is no op and no family", suggestion(name, known))
+            raise BadConfig(f"{name!r} is neither an op nor a family", suggestion(name, known))
     wanted = set(names)
     chosen = [op for op in every if not wanted or wanted & {op.family, op.name, *op.names}]
     for op in chosen:

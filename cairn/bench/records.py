@@ -153,7 +153,7 @@ def check_appendable(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise BadConfig(f"{path} cannot be appended to: {error}") from error
     if not isinstance(found, list):
-        raise BadConfig(f"{path} is no JSON list of records", "Give another --output")
+        raise BadConfig(f"{path} is not a JSON list of records", "Give another --output")
 
 
 def known(path: Path) -> list[dict[str, object]]:

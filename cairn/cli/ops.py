@@ -81,7 +81,7 @@ def _records(file: Path) -> list[dict[str, Any]]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise BadConfig(f"{file} is no JSON: {error}", REMEDY) from None
+        raise BadConfig(f"{file} is not JSON: {error}", REMEDY) from None
     if not isinstance(found, list) or not all(
         isinstance(record, dict) and {"op", "size"} <= record.keys() for record in found
     ):
@@ -96,6 +96,6 @@ def _pages_of(folder: Path) -> set[Path]:
     found, index = set(folder.glob("*.md")), folder / INDEX
     if found and not (index in found and MADE in index.read_text(encoding="utf-8")):
         raise BadConfig(
-            f"{folder} holds texts that are no pages of ops", "Give a folder of their own"
+            f"{folder} holds files that are not pages of ops", "Give a folder of their own"
         )
     return found

@@ -322,14 +322,14 @@ def unpack(mask: Words) -> NDArray[np.uint8]:
 
 def _load_schema(grammar: Grammar) -> Any:
     def no_number(name: str) -> None:
-        raise ValueError(f"{name} is no JSON number")
+        raise ValueError(f"{name} is not a JSON number")
 
     try:
         schema = json.loads(grammar.text, parse_constant=no_number)
     except RecursionError:
         raise refused(grammar, "it is nested too deeply") from None
     except ValueError as error:
-        raise refused(grammar, f"it is no JSON: {error}") from None
+        raise refused(grammar, f"it is not JSON: {error}") from None
     _check_least(grammar, schema)
     return schema
 

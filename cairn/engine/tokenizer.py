@@ -163,7 +163,7 @@ class Tokenizer:
         """
         if ids and not (min(ids) >= 0 and max(ids) < 2**32):
             bad = next(token for token in ids if not 0 <= token < 2**32)
-            raise BadRequest(f"{bad} is no token id", "Ids are not negative")
+            raise BadRequest(f"{bad} is not a token id", "Ids are not negative")
         stream = self.detokenizer()
         return stream.push(*ids) + stream.flush()
 
@@ -382,7 +382,7 @@ def _check_variables(
         raise _refused("tools", "the model's chat template has no place for tools")
     for name in variables:
         if name in reserved:
-            raise _refused(VARIABLES, f"{name!r} is no variable of a chat template")
+            raise _refused(VARIABLES, f"{name!r} is not a variable of the chat template")
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise _refused(VARIABLES, f"the model's chat template has no variable {name!r}")
 

@@ -45,14 +45,14 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """POST /detokenize. Raises BadRequest for a number that is no token id."""
+    """POST /detokenize. Raises BadRequest for a number that is not a token id."""
     state: ServerState = request.app.state.server
     asked = await read_request(request, DetokenizeRequest)
     tokenizer = tokenizer_of(state, "/detokenize")
     vocab = state.client.info.vocab_size
     bad = next((token for token in asked.tokens if token >= vocab), None)
     if bad is not None:
-        raise BadField("tokens", f"{bad} is no token id", f"Ids go from 0 to {vocab - 1}")
+        raise BadField("tokens", f"{bad} is not a token id", f"Ids go from 0 to {vocab - 1}")
     text = await encoded(request, lambda: tokenizer.decode(asked.tokens))
     body = msgspec.json.encode(DetokenizeResponse(text))
     return Response(body, media_type="application/json")

@@ -229,7 +229,7 @@ def _translated(config: object) -> dict[str, Any]:
         try:
             config = json.loads(config)
         except ValueError as error:
-            raise BadConfig(f"speculative_config is no JSON: {error}") from None
+            raise BadConfig(f"speculative_config is not JSON: {error}") from None
     if not isinstance(config, Mapping):
         raise BadConfig(f"speculative_config must be a JSON object, not {config!r}")
     known = ("method", VLLM_COUNT, *VLLM_WINDOWS)

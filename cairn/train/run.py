@@ -179,7 +179,7 @@ class _Sitting:
         self.report(line)
         if not math.isfinite(sum(means)):
             raise BadConfig(
-                f"the loss is no number at step {step}", "Write lower learning rates (rates)"
+                f"the loss is not a number at step {step}", "Write lower learning rates (rates)"
             )
         return now
 

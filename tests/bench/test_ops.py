@@ -213,7 +213,7 @@ def test_families_names_and_mistakes():
     assert sampler.name == "draw_from_probs"
     with pytest.raises(BadConfig, match="rmsnorm"):
         bench.chosen_ops(["rmsnor"])
-    with pytest.raises(BadConfig, match=r"'zz' is no op and no family.*Known: .*rmsnorm"):
+    with pytest.raises(BadConfig, match=r"'zz' is neither an op nor a family.*Known: .*rmsnorm"):
         bench.chosen_ops(["zz"])
     with pytest.raises(BadConfig, match="cpu"):
         list(run_ops(OpsPlan((), "float32", "cuda", "tiny")))

@@ -168,7 +168,7 @@ def test_failures_are_shown_and_all_of_them_are_a_failure(cli):
         (("--dataset-name", "sharegpt"), "--dataset-path"),
         (("--random-range-ratio", "1"), "range ratio"),
         (("--duration", "5"), "--max-concurrency"),
-        (("--chart", "load.jpg"), "no PNG"),
+        (("--chart", "load.jpg"), "not a PNG"),
     ],
 )
 def test_bad_options_fail_before_the_server_is_asked(cli, arguments, message):

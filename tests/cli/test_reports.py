@@ -91,7 +91,7 @@ def test_ops_docs_take_records_of_several_files(run, tmp_path, monkeypatch):
 def test_ops_docs_leaves_texts_of_others_alone(run, tmp_path, name):
     (tmp_path / name).write_text("mine")
     code, _, err = run("ops", "--docs", str(tmp_path))
-    assert code == 2 and "no pages of ops" in err
+    assert code == 2 and "not pages of ops" in err
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "mine"
 

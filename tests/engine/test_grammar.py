@@ -249,9 +249,9 @@ def test_walks_over_whole_vocabularies_satisfy_the_grammar(
 
 
 REFUSED = {
-    "no JSON": (Grammar("json_schema", "{"), "it is no JSON"),
+    "no JSON": (Grammar("json_schema", "{"), "it is not JSON"),
     "no schema": (Grammar("json_schema", "[]"), "schema must be an object"),
-    "NaN": (Grammar("json_schema", "NaN"), "NaN is no JSON number"),
+    "NaN": (Grammar("json_schema", "NaN"), "NaN is not a JSON number"),
     "unknown type": (Grammar("json_schema", '{"type": "text"}'), "Invalid type: text"),
     "unsupported": (Grammar("json_schema", '{"not": {}}'), 'Unimplemented keys: ["not"]'),
     "false": (Grammar("json_schema", "false"), "Unsatisfiable"),
@@ -350,7 +350,7 @@ def test_json_rule_keeps_the_order_of_properties(compiler: GrammarCompiler) -> N
 
 
 def test_nothing_can_follow_a_schema_in_its_rule() -> None:
-    with pytest.raises(BadRequest, match="no JSON"):
+    with pytest.raises(BadRequest, match="not JSON"):
         lark_text(Grammar("json_schema", '{}\nother: "x"'))
 
 

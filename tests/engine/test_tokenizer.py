@@ -114,11 +114,11 @@ def test_template_variables(qwen):
     ("name", "words"),
     [
         ("unknown", "no variable 'unknown'"),
-        ("chat_template", "'chat_template' is no variable"),
-        ("tokenize", "'tokenize' is no variable"),
-        ("messages", "'messages' is no variable"),
-        ("add_generation_prompt", "no variable"),
-        ("a.b(", "no variable"),
+        ("chat_template", "'chat_template' is not a variable"),
+        ("tokenize", "'tokenize' is not a variable"),
+        ("messages", "'messages' is not a variable"),
+        ("add_generation_prompt", "not a variable"),
+        ("a.b(", "not a variable"),
     ],
 )
 def test_variables_that_a_request_may_not_set(qwen, name, words):
@@ -322,7 +322,7 @@ def test_special_tokens_of_a_text(tmp_path):
 
 @pytest.mark.parametrize("ids", [[-1], [5, 2**32], [10**30]])
 def test_numbers_that_are_no_ids(bytewise, ids):
-    with pytest.raises(BadRequest, match="is no token id"):
+    with pytest.raises(BadRequest, match="is not a token id"):
         bytewise.decode(ids)
 
 

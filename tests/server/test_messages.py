@@ -156,7 +156,7 @@ def test_what_has_no_effect_is_taken(tool_api):
         (body(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "runs no tools"),
         (body(tools=[TOOL], tool_choice={"type": "tool"}), "needs a name"),
         (body(tools=[TOOL], tool_choice={"type": "tool", "name": "x"}), "'x'"),
-        (body(unknown=1), "unknown is no field"),
+        (body(unknown=1), "unknown is not a field"),
     ],
 )
 def test_refused(tool_api, given, words):

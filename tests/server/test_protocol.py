@@ -120,7 +120,11 @@ def test_content_type_may_have_parameters(api):
     "body, param, text",
     [
         ({"temprature": 1}, "temprature", "Did you mean 'temperature'?"),
-        ({"messages": [{"role": "user", "content": "x", "nam": 1}]}, "messages[0].nam", "no field"),
+        (
+            {"messages": [{"role": "user", "content": "x", "nam": 1}]},
+            "messages[0].nam",
+            "not a field",
+        ),
         (
             {"messages": [{"role": "assistant", "content": "", "toolcalls": []}]},
             "messages[0].toolcalls",
@@ -134,7 +138,7 @@ def test_content_type_may_have_parameters(api):
         ({"stop": [""]}, "stop[0]", ">= 1"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "int"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
-        ({"cairn": {"selections": True}}, "cairn.selections", "no field"),
+        ({"cairn": {"selections": True}}, "cairn.selections", "not a field"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type", "custom"),
     ],
 )

@@ -146,7 +146,7 @@ def test_a_failure_in_a_stream_is_an_event(tool_api):
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "text"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": "hi", "text": {"format": {"type": "xml"}}}, "xml"),
-        ({"input": "hi", "unknown": 1}, "unknown is no field"),
+        ({"input": "hi", "unknown": 1}, "unknown is not a field"),
     ],
 )
 def test_refused(tool_api, given, words):

@@ -186,7 +186,7 @@ def check_message_names(body: bytes) -> None:
             if close is not None:
                 path = f"messages[{i}].{name}"
                 raise BadField(
-                    path, f"{path} is no field of this request", f"Did you mean {close!r}?"
+                    path, f"{path} is not a field of this request", f"Did you mean {close!r}?"
                 )
 
 

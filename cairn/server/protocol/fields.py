@@ -133,11 +133,11 @@ def _unreadable(body: bytes, error: Exception) -> BadRequest:
     except UnicodeDecodeError as wrong:
         # msgspec counts bytes from the start of the string, not of the body.
         return BadRequest(
-            f"the body is no UTF-8: {wrong.reason} (0x{body[wrong.start]:02x} at byte "
+            f"the body is not UTF-8: {wrong.reason} (0x{body[wrong.start]:02x} at byte "
             f"{wrong.start})",
             "Encode it as UTF-8",
         )
-    return BadRequest(f"the body is no valid JSON: {error}")
+    return BadRequest(f"the body is not valid JSON: {error}")
 
 
 @functools.cache
@@ -164,7 +164,7 @@ def _explained(error: msgspec.ValidationError, kind: type) -> BadRequest:
     close = nearest(name, _known_fields(kind)) if not path and len(name) <= LONGEST_NAME else None
     return BadField(
         _joined(path, name),
-        f"{_joined(path, name)} is no field of this request",
+        f"{_joined(path, name)} is not a field of this request",
         f"Did you mean {close!r}?" if close else None,
     )
 
