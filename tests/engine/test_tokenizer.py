@@ -118,7 +118,7 @@ def test_template_variables(qwen):
         ("tokenize", "'tokenize' is not a variable"),
         ("messages", "'messages' is not a variable"),
         ("add_generation_prompt", "not a variable"),
-        ("a.b(", "not a variable"),
+        ("a.b(", "has no variable"),
     ],
 )
 def test_variables_that_a_request_may_not_set(qwen, name, words):
