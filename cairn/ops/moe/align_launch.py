@@ -13,6 +13,8 @@ from cairn.ops.moe.kernels.align import begins_kernel, count_kernel, place_kerne
 from cairn.ops.moe.tuning import TUNING
 
 MOST_BUCKETS = 4095
+LEAST_BUCKETS, LEAST_CHUNK = 32, 128
+"""Of a program that counts: a warp has a bucket for every thread, and four a place."""
 SCALES = 128
 """Rows that an expert's block scales begin at a multiple of."""
 
@@ -67,7 +69,7 @@ def sort(
         share: places are divided by it where they are stored.
         filled: rows of no place hold the number of places.
     """
-    places, padded = ids.numel(), gpu.next_power_of_2(buckets + 1)
+    places, padded = ids.numel(), max(LEAST_BUCKETS, gpu.next_power_of_2(buckets + 1))
     sizes1, sizes2, n, k = into.sizes or (None, None, 0, 0)
     of_places: dict[str, Any] = {
         "ids": ids,
@@ -97,7 +99,7 @@ def sort(
     if places > TUNING.sort_places:
         _sort_chunks(of_places, of_begins, of_rows, filled)
         return
-    chunk = max(16, gpu.next_power_of_2(places))
+    chunk = max(LEAST_CHUNK, gpu.next_power_of_2(places))
     sort_kernel[(1,)](
         **of_places,
         **of_begins,
