@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,13 @@ def test_a_mark_names_known_families_and_features() -> None:
         family in FAMILIES and feature in FEATURES
         for family, feature in support.proofs(support.TESTS)
     )
+
+
+def test_the_gpu_suite_runs_what_a_cell_says_of_a_gpu() -> None:
+    ran = subprocess.run(
+        ["make", "-n", "test-gpu"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    words = ran.stdout.split()
+    for found in support.proofs(support.TESTS).values():
+        for proof in found:
+            assert not proof.gpu or any(proof.file.startswith(word) for word in words), proof
