@@ -1,4 +1,4 @@
-"""Run or check every command and snippet of README.md and the pages that are written by hand.
+"""Run or check every command and snippet of README.md and of docs/.
 
     python -m tools.docs.snippets [FILE]...
 
@@ -30,7 +30,6 @@ from cairn.cli.main import cairn
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(?P<kind>[^\n`]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
-GENERATED = {"configuration.md", "performance.md", "support.md"}
 PORT = 8000
 FREE_PORT = 8719
 """The documentation's port is the default; the check listens on another."""
@@ -63,10 +62,9 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Pages that are written by hand."""
+    """The documentation, but for the pages of ops, whose only blocks are signatures."""
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
-    written = (ROOT / "docs").glob("*.md")
-    return found + sorted(path for path in written if path.name not in GENERATED)
+    return found + sorted((ROOT / "docs").glob("*.md"))
 
 
 def blocks(file: Path) -> list[Block]:
