@@ -95,15 +95,20 @@ def _(call: Call) -> None:
         at_once = min(gpu.next_power_of_2(heads), max(1, NUMBERS // width))
         parts = -(-heads // at_once)
         write_kv_kernel[(tokens * parts,)](
-            *(
-                call.k,
-                call.v,
-                call.k_cache,
-                call.v_cache,
-                call.location,
-                call.k.stride(0),
-                call.v.stride(0),
-            ),
-            *(*call.k_cache.stride()[:2], call.k_cache.shape[2], heads, dim, parts, at_once, width),
+            k=call.k,
+            v=call.v,
+            k_cache=call.k_cache,
+            v_cache=call.v_cache,
+            location=call.location,
+            k_stride=call.k.stride(0),
+            v_stride=call.v.stride(0),
+            page_stride=call.k_cache.stride(0),
+            head_stride=call.k_cache.stride(1),
+            SIZE=call.k_cache.shape[2],
+            HEADS=heads,
+            DIM=dim,
+            PARTS=parts,
+            HP=at_once,
+            DP=width,
             num_warps=gpu.warps_for(at_once * width),
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.flash_attn.kernels import append_kernel
-from cairn.ops.flash_attn.strides import strides
+from cairn.ops.flash_attn.strides import named_strides
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 
@@ -77,21 +77,32 @@ def _(call: Call) -> None:
     parts, warps = -(-heads // at_once), gpu.warps_for(at_once * max(widths))
     pdl = uses_pdl(call.k.device, lines, 2 * parts * warps)
     append_kernel[(2 * parts * lines,)](
-        *(
-            call.k,
-            call.v,
-            call.k_cache,
-            call.v_cache,
-            call.seqlens,
-            call.cu_seqlens,
-            call.page_table,
-            call.batch_idx,
-        ),
-        *(call.k.shape[-3], call.seqlens.numel(), *strides(call.k), *strides(call.v)),
-        *(*strides(call.k_cache), *strides(call.v_cache)),
-        0 if call.page_table is None else call.page_table.stride(0),
-        *(heads, dim, wide, call.k_cache.shape[1], rows, parts, at_once, *widths),
-        *(call.cu_seqlens is None and call.k.shape[-3] == 1, pdl),
+        k=call.k,
+        v=call.v,
+        k_cache=call.k_cache,
+        v_cache=call.v_cache,
+        seqlens=call.seqlens,
+        cu_seqlens=call.cu_seqlens,
+        page_table=call.page_table,
+        batch_idx=call.batch_idx,
+        count=call.k.shape[-3],
+        batch=call.seqlens.numel(),
+        **named_strides("k", call.k, "row", "token", "head"),
+        **named_strides("v", call.v, "row", "token", "head"),
+        **named_strides("to", call.k_cache, "page", "slot", "head"),
+        **named_strides("into", call.v_cache, "page", "slot", "head"),
+        table_stride=0 if call.page_table is None else call.page_table.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        WIDE=wide,
+        SIZE=call.k_cache.shape[1],
+        ROWS=rows,
+        PARTS=parts,
+        HP=at_once,
+        DP=widths[0],
+        VP=widths[1],
+        ONE=call.cu_seqlens is None and call.k.shape[-3] == 1,
+        PDL=pdl,
         num_warps=warps,
         **pdl_option(pdl),
     )

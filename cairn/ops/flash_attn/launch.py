@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from cairn.ops.attention.launch import merged_columns, reading_wave, whole_waves
 from cairn.ops.attention.tma import NO_LINES, Lines, lines_of
 from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.flash_attn.kernels import flash_kernel, join_splits_kernel
-from cairn.ops.flash_attn.strides import strides
+from cairn.ops.flash_attn.strides import named_strides
 from cairn.ops.flash_attn.tuning import TUNING
 from cairn.ops.pdl import pdl_option
 
@@ -74,6 +75,46 @@ class Task:
         if self.left >= 0 and self.right >= 0:
             most = min(most, self.left + self.right + self.max_seqlen_q)
         return min(most, self.chunk + self.max_seqlen_q) if self.chunk else most
+
+    def arguments(self) -> dict[str, Any]:
+        """What the kernels of a task take but its output, by the names of their parameters."""
+        *ahead, lse_head, _ = self.lse.stride()
+        return {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "qv": self.qv,
+            "lse": self.lse,
+            "sinks": self.sinks,
+            "page_table": self.page_table,
+            "batch_idx": self.batch_idx,
+            "leftpad": self.leftpad,
+            "cu_q": self.cu_seqlens_q,
+            "cu_k": self.cu_seqlens_k,
+            "used_q": self.seqused_q,
+            "used_k": self.seqused_k,
+            "q_descale": self.q_descale,
+            "k_descale": self.k_descale,
+            "v_descale": self.v_descale,
+            "scale": self.scale,
+            "cap": self.softcap,
+            "left": self.left,
+            "right": self.right,
+            "chunk": self.chunk,
+            "batch": self.batch,
+            "even": self.q.shape[-3],
+            "capacity": self.capacity,
+            **named_strides("q", self.q, "batch", "token", "head"),
+            **named_strides("qv", self.qv, "batch", "token", "head"),
+            **named_strides("o", self.o, "batch", "token", "head"),
+            "lse_batch": ahead[0] if ahead else 0,
+            "lse_head": lse_head,
+            "table_stride": 0 if self.page_table is None else self.page_table.stride(0),
+            "HEADS": self.q.shape[-2],
+            "KV_HEADS": self.k.shape[-2],
+            "DIM": self.q.shape[-1],
+            "WIDE": self.v.shape[-1],
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,32 +180,51 @@ def attend(task: Task) -> None:
     paging = _paging(task, tiles.keys)
     dtypes = {torch.float32: gpu.tl.float32, torch.float16: gpu.tl.float16}
     flash_kernel[(count * task.batch, columns, splits)](
-        *(q, k, v, task.qv, keys.blocks, values.blocks, part_o, task.lse, part_lse, task.sinks),
-        *(task.page_table, task.batch_idx, task.leftpad, task.cu_seqlens_q, task.cu_seqlens_k),
-        *(task.seqused_q, task.seqused_k, task.q_descale, task.k_descale, task.v_descale),
-        *(task.scale, task.softcap, task.left, task.right, task.chunk),
-        *(task.batch, count, q.shape[-3], task.capacity, splits),
-        *(*strides(q), *strides(task.qv), *strides(k), *strides(v), *strides(o)),
-        *lse_strides(task),
-        0 if task.page_table is None else task.page_table.stride(0),
-        *(*keys[1:], *values[1:]),
-        *(heads, kv_heads, q.shape[-1], v.shape[-1], k.shape[1] if paging else 1, paging),
-        *(tiles.tokens, tiles.heads, tiles.joint),
-        *(tiles.key_width, tiles.value_width, tiles.keys),
-        *(task.softcap > 0, dtypes.get(task.dtype, gpu.tl.bfloat16)),
-        *("ieee" if task.dtype == torch.float32 else "tf32", pdl),
+        **gpu.taken(flash_kernel, task.arguments()),
+        **named_strides("k", k, "page", "slot", "head"),
+        **named_strides("v", v, "page", "slot", "head"),
+        keys=keys.blocks,
+        values=values.blocks,
+        o=part_o,
+        part_lse=part_lse,
+        tiles=count,
+        splits=splits,
+        k_lines=keys.page,
+        k_head_lines=keys.head,
+        k_column=keys.column,
+        v_lines=values.page,
+        v_head_lines=values.head,
+        v_column=values.column,
+        SIZE=k.shape[1] if paging else 1,
+        PAGING=paging,
+        TOKENS=tiles.tokens,
+        HP=tiles.heads,
+        JOINT=tiles.joint,
+        DP=tiles.key_width,
+        VP=tiles.value_width,
+        KEYS=tiles.keys,
+        CAPPED=task.softcap > 0,
+        DTYPE=dtypes.get(task.dtype, gpu.tl.bfloat16),
+        PRECISION="ieee" if task.dtype == torch.float32 else "tf32",
+        PDL=pdl,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_option(pdl),
-        **(ATTENTION_TUNING.three_narrow if keys.blocks is not None and tiles.warps == 4 else {}),
+        **ATTENTION_TUNING.three_narrow if keys.blocks is not None and tiles.warps == 4 else {},
     )
     if part_lse is not None:
         padded = max(2, gpu.next_power_of_2(splits))
         block = merged_columns(padded, tiles.value_width)
         join_splits_kernel[(task.batch * task.max_seqlen_q, heads, tiles.value_width // block)](
-            *(part_o, part_lse, o, task.lse, task.sinks, task.cu_seqlens_q),
-            *(task.max_seqlen_q, q.shape[-3], splits, *strides(o), *lse_strides(task)),
-            *(heads, v.shape[-1], block, padded, pdl),
+            **gpu.taken(join_splits_kernel, task.arguments()),
+            part_o=part_o,
+            part_lse=part_lse,
+            o=o,
+            longest=task.max_seqlen_q,
+            splits=splits,
+            BLOCK=block,
+            SPLITS=padded,
+            PDL=pdl,
             num_warps=4 if splits > 16 else 2,
             **pdl_option(pdl),
             **gpu.ONE_SUM,
@@ -239,9 +299,3 @@ def _paging(task: Task, keys: int) -> int:
     if task.page_table is None:
         return 0
     return 2 if task.leftpad is None and task.k.shape[1] % keys == 0 else 1
-
-
-def lse_strides(task: Task) -> tuple[int, int]:
-    """Of sequence and head; queries lie side by side."""
-    *ahead, head, _ = task.lse.stride()
-    return (ahead[0] if ahead else 0, head)

@@ -7,8 +7,7 @@ import math
 from cairn.ops import gpu
 from cairn.ops.attention.tma import are_lines, lines_of
 from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
-from cairn.ops.flash_attn.launch import Task, caches, flops_of, lse_strides
-from cairn.ops.flash_attn.strides import strides
+from cairn.ops.flash_attn.launch import Task, caches, flops_of
 from cairn.ops.flash_attn.tuning import TUNING
 from cairn.ops.flash_attn.wgmma import flash_groups_kernel
 
@@ -49,24 +48,34 @@ def fits(task: Task) -> bool:
 def attend(task: Task, length: int | None = None) -> None:
     """Write o and lse of a task that `fits`; length: keys of every sequence, where the task does
     not say."""
-    q, k = task.q, task.k
     keys, values = lines_of(*caches(task), TUNING.wgmma_block, math.inf)
     blocks = (TUNING.wgmma_block, TUNING.wgmma_block)
     tokens, heads = _tile(task)
     count = -(-task.max_seqlen_q // tokens)
     paged = task.page_table is not None
+    arguments = task.arguments()
+    if length is not None:
+        arguments["capacity"] = length
     flash_groups_kernel[(count * task.batch, _columns(task, heads))](
-        *(q, task.o, task.lse, task.sinks),
-        *(gpu.tiles(keys.blocks, blocks), gpu.tiles(values.blocks, blocks)),
-        *(task.page_table, task.batch_idx, task.cu_seqlens_q, task.cu_seqlens_k),
-        *(task.seqused_q, task.seqused_k, task.scale, task.right),
-        *(task.batch, count, q.shape[-3], task.capacity if length is None else length),
-        *(*strides(q), *strides(task.o), *lse_strides(task), task.lse.stride(-1)),
-        0 if task.page_table is None else task.page_table.stride(0),
-        *(*keys[1:], *values[1:]),
-        *(q.shape[-2], k.shape[-2], q.shape[-1], k.shape[1] if paged else 1),
-        *(tokens, heads, 2 * TUNING.wgmma_block, TUNING.wgmma_stages),
-        *(paged, task.sinks is not None),
+        **gpu.taken(flash_groups_kernel, arguments),
+        o=task.o,
+        keys=gpu.tiles(keys.blocks, blocks),
+        values=gpu.tiles(values.blocks, blocks),
+        tiles=count,
+        lse_token=task.lse.stride(-1),
+        k_page=keys.page,
+        k_head=keys.head,
+        k_column=keys.column,
+        v_page=values.page,
+        v_head=values.head,
+        v_column=values.column,
+        SIZE=task.k.shape[1] if paged else 1,
+        TOKENS=tokens,
+        HP=heads,
+        KEYS=2 * TUNING.wgmma_block,
+        STAGES=TUNING.wgmma_stages,
+        PAGED=paged,
+        SINKS=task.sinks is not None,
         num_warps=4,
     )
 

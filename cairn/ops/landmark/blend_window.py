@@ -59,7 +59,14 @@ def _(call: Call) -> Tensor:
         width = gpu.next_power_of_2(dim)
         at_once = max(1, AT_ONCE // width)
         blend_window_kernel[(-(-lines // at_once),)](
-            *(call.o_pages, call.o_window, call.window_weight, out, lines, dim, width, at_once),
+            o_pages=call.o_pages,
+            o_window=call.o_window,
+            window_weight=call.window_weight,
+            out=out,
+            lines=lines,
+            DIM=dim,
+            DP=width,
+            LINES=at_once,
             num_warps=WARPS,
         )
     return out

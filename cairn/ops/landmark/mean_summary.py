@@ -57,8 +57,16 @@ def _(call: Call) -> Tensor:
     key = gpu.empty((call.pages.numel(), heads, dim), dtype, call.k_cache.device)
     if call.pages.numel():
         mean_summary_kernel[(call.pages.numel() * heads,)](
-            *(call.k_cache, call.pages, key, *call.k_cache.stride()[:2], heads, dim, size),
-            *(gpu.next_power_of_2(dim), gpu.next_power_of_2(size)),
+            k_cache=call.k_cache,
+            pages=call.pages,
+            key=key,
+            page_stride=call.k_cache.stride(0),
+            head_stride=call.k_cache.stride(1),
+            KV_HEADS=heads,
+            DIM=dim,
+            SIZE=size,
+            DP=gpu.next_power_of_2(dim),
+            KEYS=gpu.next_power_of_2(size),
             num_warps=WARPS,
         )
     return key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,20 +67,36 @@ class Pages:
         """Parts of a line that its last program adds up at a time."""
         return max(1, min(TUNING.page_most_ahead, TUNING.page_merged // (self.group * self.width)))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Query heads, KV heads, head width and page size."""
-        return (*self.heads, self.q.shape[2], self.k_cache.shape[2])
+    def arguments(self) -> dict[str, Any]:
+        """What the kernels of a call take, by the names of their parameters."""
+        heads, kv_heads = self.heads
+        return {
+            "q": self.q,
+            "k_cache": self.k_cache,
+            "v_cache": self.v_cache,
+            "row": self.row,
+            "page_table": self.page_table,
+            "indices": self.indices,
+            "weights": self.weights,
+            "scale": self.scale,
+            "table_stride": self.page_table.stride(0),
+            "page_stride": self.k_cache.stride(0),
+            "head_stride": self.k_cache.stride(1),
+            "topk": self.indices.shape[-1],
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "DIM": self.q.shape[2],
+            "SIZE": self.k_cache.shape[2],
+            "GP": self.group,
+            "DP": self.width,
+            "KEYS": self.keys,
+            "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
+        }
 
     @property
     def unit_pairs(self) -> int:
         """Tokens that one program takes on a page at a time, at most."""
         return max(TUNING.page_unit_pairs, TUNING.page_unit_lines // self.group)
-
-    @property
-    def precision(self) -> str:
-        """Of the products."""
-        return "ieee" if self.q.dtype == torch.float32 else "tf32"
 
     @property
     def splits(self) -> tuple[int, int]:
@@ -109,12 +126,17 @@ def attend_few(job: Pages) -> Tensor:
     parts = out if splits == 1 else job.empty(tokens, heads, splits, dim)
     counters = None if splits == 1 else grid_barrier.counters(lines, job.q.device)
     pdl = gpu.supports_pdl(job.q.device)
-    strides = (job.page_table.stride(0), *job.k_cache.stride()[:2])
     kernels.pages_kernel[(splits, job.k_cache.shape[1], tokens)](
-        *(job.q, job.k_cache, job.v_cache, job.row, job.page_table, job.indices, job.weights),
-        *(parts, out, counters, job.scale, *strides, job.indices.shape[-1], each),
-        *(*job.shape, job.group, max(16, job.group), job.width, job.keys),
-        *(gpu.next_power_of_2(each), job.ahead, grid_barrier.APART, job.precision, pdl),
+        **gpu.taken(kernels.pages_kernel, job.arguments()),
+        parts=parts,
+        o=out,
+        counters=counters,
+        each=each,
+        ROWS=max(16, job.group),
+        EACH=gpu.next_power_of_2(each),
+        AHEAD=job.ahead,
+        APART=grid_barrier.APART,
+        PDL=pdl,
         num_warps=job.warps,
         num_stages=2,
         **pdl_option(pdl),
@@ -146,47 +168,49 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     where each pair's lies [pairs]."""
     heads, dim = job.q.shape[1:]
     kv_heads, pages = job.k_cache.shape[1], job.k_cache.shape[0]
-    topk, pairs, lines = job.indices.shape[-1], job.indices.numel(), kv_heads * pages
+    pairs, lines = job.indices.numel(), kv_heads * pages
     copies = TUNING.page_copies if lines <= TUNING.page_copied else 1
     parts = job.empty(pairs, heads // kv_heads, dim, dtype=job.q.dtype)
     most = pairs // job.unit_pairs + min(pairs, lines)
-    lengths = (*[pairs] * 4, *[lines] * 3, *[most] * 3)
-    line_of, rank, places, token_at, *others = job.numbers(*lengths)
+    numbers = job.numbers(*[pairs] * 4, *[lines] * 3, *[most] * 3)
+    line_of, rank, places, token_at, sizes, starts, units, unit_line, unit_first, unit_of = numbers
     if pairs == 0:
         return parts, places
-    given, units = others[:3], others[3:]
     counts = gpu.zeros((lines * copies * TUNING.page_apart + 2,), torch.int32, job.q.device)
-    cursors = counts[-2:]
+    arguments = job.arguments() | {
+        "counts": counts,
+        "cursors": counts[-2:],
+        "lines": line_of,
+        "ranks": rank,
+        "sizes": sizes,
+        "starts": starts,
+        "units": units,
+        "places": places,
+        "tokens": token_at,
+        "unit_line": unit_line,
+        "unit_first": unit_first,
+        "unit_pairs": unit_of,
+        "pairs": pairs,
+        "pages": pages,
+        "parts": parts,
+        "MOST": job.unit_pairs,
+        "COPIES": copies,
+        "APART": TUNING.page_apart,
+        "BLOCK": TUNING.page_block,
+    }
     per_block = (-(-pairs // TUNING.page_block),)
-    kernels.count_kernel[per_block](
-        *(job.indices, job.row, job.page_table, counts, line_of, rank, pairs, pages),
-        *(job.page_table.stride(0), topk, kv_heads, copies, TUNING.page_apart, TUNING.page_block),
-        num_warps=4,
+    count, place, order = kernels.count_kernel, kernels.place_kernel, kernels.order_kernel
+    count[per_block](**gpu.taken(count, arguments), num_warps=4)
+    place[(-(-lines // TUNING.page_block),)](
+        **gpu.taken(place, arguments | {"lines": lines}), num_warps=4
     )
-    kernels.place_kernel[(-(-lines // TUNING.page_block),)](
-        *(
-            counts,
-            cursors,
-            *given,
-            lines,
-            job.unit_pairs,
-            copies,
-            TUNING.page_apart,
-            TUNING.page_block,
-        ),
-        num_warps=4,
-    )
-    kernels.order_kernel[per_block](
-        *(line_of, rank, counts, *given, places, token_at, *units, pairs, topk),
-        *(kv_heads, job.unit_pairs, copies, TUNING.page_apart, TUNING.page_block),
-        num_warps=4,
-    )
+    order[per_block](**gpu.taken(order, arguments), num_warps=4)
     half = job.q.dtype != torch.float32
     rows = TUNING.page_unit_rows if half else 32
     kernels.unit_kernel[(min(most, TUNING.page_unit_programs),)](
-        *(job.q, job.k_cache, job.v_cache, token_at, cursors, *units, parts),
-        *(job.scale, *job.k_cache.stride()[:2], pages, *job.shape),
-        *(job.group, job.width, job.keys, max(1, rows // job.group), job.scale > 0, job.precision),
+        **gpu.taken(kernels.unit_kernel, arguments),
+        PAIRS=max(1, rows // job.group),
+        POSITIVE=job.scale > 0,
         num_warps=4 if job.width * job.keys <= 8192 else 8,
         num_stages=2 if not half else 5 if job.width * job.keys <= 16384 else 3,
     )
@@ -195,20 +219,13 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
 
 def _reduce(job: Pages, parts: Tensor, places: Tensor, out: Tensor) -> None:
     """Add up the pairs of every token."""
-    tokens, heads, dim = job.q.shape
-    kv_heads, topk = job.k_cache.shape[1], job.indices.shape[-1]
+    tokens, topk = job.q.shape[0], job.indices.shape[-1]
     width = gpu.next_power_of_2(max(1, topk))
-    kernels.reduce_kernel[(tokens * kv_heads,)](
-        parts,
-        places,
-        job.weights,
-        out,
-        topk=topk,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        GP=job.group,
-        DP=job.width,
+    kernels.reduce_kernel[(tokens * job.k_cache.shape[1],)](
+        **gpu.taken(kernels.reduce_kernel, job.arguments()),
+        parts=parts,
+        places=places,
+        o=out,
         STEP=max(1, min(4096 // (job.group * job.width), width)),
         num_warps=1,
         **gpu.ONE_SUM,

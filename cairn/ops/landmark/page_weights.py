@@ -59,8 +59,15 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     per_program = max(1, 2048 // width)
     if call.lse.numel():
         page_weights_kernel[(-(-call.lse.numel() // per_program),)](
-            *(call.scores, call.lse, weights, window_weight, call.lse.numel(), topk, call.softmax1),
-            *(per_program, width),
+            scores=call.scores,
+            lse=call.lse,
+            weights=weights,
+            window_weight=window_weight,
+            lines=call.lse.numel(),
+            topk=topk,
+            SOFTMAX1=call.softmax1,
+            LINES=per_program,
+            K=width,
             num_warps=4,
         )
     return weights, window_weight

@@ -76,15 +76,23 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     if count:
         padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
         prior_summary_kernel[(count * heads,)](
-            *(
-                call.query,
-                call.k_cache,
-                call.pages,
-                key,
-                bias,
-                dim**-0.5 if call.scale is None else call.scale,
-            ),
-            *(*call.k_cache.stride()[:2], heads, kv_heads, dim, size, *padded, True, True, False),
+            query=call.query,
+            k_cache=call.k_cache,
+            pages=call.pages,
+            key=key,
+            bias=bias,
+            scale=dim**-0.5 if call.scale is None else call.scale,
+            page_stride=call.k_cache.stride(0),
+            head_stride=call.k_cache.stride(1),
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            SIZE=size,
+            DP=padded[0],
+            KEYS=padded[1],
+            WITH_KEY=True,
+            WITH_BIAS=True,
+            BY_PAGE=False,
             num_warps=warps_of(*padded),
             **gpu.ONE_SUM,
         )

@@ -95,16 +95,23 @@ def _(call: Call) -> None:
     bias = call.query if call.bias_pool is None else call.bias_pool
     padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
     prior_summary_kernel[(count * heads,)](
-        *(
-            call.query,
-            call.k_cache,
-            call.pages,
-            key,
-            bias,
-            dim**-0.5 if call.scale is None else call.scale,
-        ),
-        *(*call.k_cache.stride()[:2], heads, kv_heads, dim, size, *padded),
-        *(call.key_pool is not None, call.bias_pool is not None, True),
+        query=call.query,
+        k_cache=call.k_cache,
+        pages=call.pages,
+        key=key,
+        bias=bias,
+        scale=dim**-0.5 if call.scale is None else call.scale,
+        page_stride=call.k_cache.stride(0),
+        head_stride=call.k_cache.stride(1),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        SIZE=size,
+        DP=padded[0],
+        KEYS=padded[1],
+        WITH_KEY=call.key_pool is not None,
+        WITH_BIAS=call.bias_pool is not None,
+        BY_PAGE=True,
         num_warps=warps_of(*padded),
         **gpu.ONE_SUM,
     )

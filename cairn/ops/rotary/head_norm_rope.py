@@ -80,16 +80,20 @@ def _(call: Call) -> Tensor:
     pdl = uses_pdl(call.x.device, tokens, groups * WARPS)
     if tokens:
         head_norm_rope_kernel[(tokens * groups,)](
-            *(
-                call.x,
-                call.weight,
-                out if call.cos_sin is None else call.cos_sin,
-                out,
-                call.x.stride(0),
-                call.x.stride(1),
-            ),
-            *(heads, call.eps, dim // 2, gpu.next_power_of_2(dim // 2), groups, at_once),
-            *(call.cos_sin is not None, pdl),
+            x=call.x,
+            weight=call.weight,
+            cos_sin=out if call.cos_sin is None else call.cos_sin,
+            out=out,
+            x_stride=call.x.stride(0),
+            head_stride=call.x.stride(1),
+            heads=heads,
+            eps=call.eps,
+            HALF=dim // 2,
+            HP=gpu.next_power_of_2(dim // 2),
+            GROUPS=groups,
+            HEADS=at_once,
+            ROTATED=call.cos_sin is not None,
+            PDL=pdl,
             num_warps=WARPS,
             **pdl_option(pdl),
         )

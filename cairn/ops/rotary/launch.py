@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -136,27 +137,54 @@ def launch(
     heads, k_heads = q.shape[1], 0 if k is None else k.shape[1]
     at_once = min(16, gpu.next_power_of_2(max(1, heads, k_heads)))
     groups = -(-heads // at_once) + -(-k_heads // at_once)
-    buffers: tuple[Tensor | None, ...] = (None,) * 4
-    strides, width = (0,) * 4, 0
-    scales: tuple[float, ...] = (1.0, 1.0)
+    written: dict[str, Any] = dict.fromkeys(("k_buffer", "v_buffer", "value", "location"))
+    written |= dict.fromkeys(("buffer_stride", "buffer_head_stride", "v_stride", "value_stride"), 0)
+    width, scales = 0, (1.0, 1.0)
     if store is not None:
-        k_buffer, value = store.k_buffer, store.value
-        buffers = (k_buffer, store.v_buffer, value, store.location)
-        strides = (k_buffer.stride(0), head_size, store.v_buffer.stride(0), value.stride(0))
-        width, scales = value.shape[1], (store.k_scale, store.v_scale)
+        written = {
+            "k_buffer": store.k_buffer,
+            "v_buffer": store.v_buffer,
+            "value": store.value,
+            "location": store.location,
+            "buffer_stride": store.k_buffer.stride(0),
+            "buffer_head_stride": head_size,
+            "v_stride": store.v_buffer.stride(0),
+            "value_stride": store.value.stride(0),
+        }
+        width, scales = store.value.shape[1], (store.k_scale, store.v_scale)
         groups += -(-width // COPY_BLOCK)
     scaling = "none" if scales == (1.0, 1.0) else "over"
     if scaling == "over" and all(_inverts(scale) for scale in scales):
-        scaling, scales = "times", tuple(1 / scale for scale in scales)
+        scaling, scales = "times", (1 / scales[0], 1 / scales[1])
     rest = head_size - 2 * half if store is not None else 0
     pdl = uses_pdl(query.device, tokens, groups * WARPS)
     if tokens and groups:
         rotate_kernel[(tokens * groups,)](
-            *(q, k, positions, cos_sin_cache, *buffers, *q.stride()[:2]),
-            *(q.stride()[:2] if k is None else k.stride()[:2]),
-            *(cos_sin_cache.stride(0), *strides, heads, k_heads, width, *scales),
-            *(half, gpu.next_power_of_2(half), groups, at_once),
-            *(rest, gpu.next_power_of_2(max(1, rest)), COPY_BLOCK, is_neox, scaling, pdl),
+            **written,
+            q=q,
+            k=k,
+            positions=positions,
+            cos_sin=cos_sin_cache,
+            q_stride=q.stride(0),
+            q_head_stride=q.stride(1),
+            k_stride=(q if k is None else k).stride(0),
+            k_head_stride=(q if k is None else k).stride(1),
+            row_stride=cos_sin_cache.stride(0),
+            q_heads=heads,
+            k_heads=k_heads,
+            width=width,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            HALF=half,
+            HP=gpu.next_power_of_2(half),
+            GROUPS=groups,
+            HEADS=at_once,
+            REST=rest,
+            RP=gpu.next_power_of_2(max(1, rest)),
+            BLOCK=COPY_BLOCK,
+            NEOX=is_neox,
+            SCALING=scaling,
+            PDL=pdl,
             num_warps=WARPS,
             **pdl_option(pdl),
         )

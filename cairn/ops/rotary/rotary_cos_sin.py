@@ -51,7 +51,13 @@ def _(call: Call) -> Tensor:
         programs = -(-tokens * half // AT_ONCE)
         pdl = uses_pdl(call.positions.device, tokens, -(-half // AT_ONCE) * WARPS)
         cos_sin_kernel[(programs,)](
-            *(call.positions, call.inv_freq, out, tokens * half, half, AT_ONCE, pdl),
+            positions=call.positions,
+            inv_freq=call.inv_freq,
+            out=out,
+            numbers=tokens * half,
+            HALF=half,
+            BLOCK=AT_ONCE,
+            PDL=pdl,
             num_warps=WARPS,
             **pdl_option(pdl),
         )

@@ -104,10 +104,25 @@ def _launch(lines: Lines) -> Tables:
     batch, heads, rows = found[0].shape
     if batch * heads * rows:
         convert_kernel[(-(-rows // LANES), batch * heads)](
-            *lines[:6],
-            *found,
-            *(heads, rows, lines.verticals.shape[2], lines.slashes.shape[2]),
-            *(lines.block_m, lines.block_n, lines.causal, LANES, CHUNK),
+            q_seqlens=lines.q_seqlens,
+            kv_seqlens=lines.kv_seqlens,
+            verticals=lines.verticals,
+            slashes=lines.slashes,
+            vertical_counts=lines.vertical_counts,
+            slash_counts=lines.slash_counts,
+            block_count=found[0],
+            block_offset=found[1],
+            column_count=found[2],
+            column_index=found[3],
+            heads=heads,
+            row_blocks=rows,
+            nv=lines.verticals.shape[2],
+            ns=lines.slashes.shape[2],
+            m=lines.block_m,
+            n=lines.block_n,
+            CAUSAL=lines.causal,
+            L=LANES,
+            CHUNK=CHUNK,
             num_warps=1,
         )
     return found

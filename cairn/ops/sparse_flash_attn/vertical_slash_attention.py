@@ -12,7 +12,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.flash_attn.flash_attention import weigh
-from cairn.ops.flash_attn.strides import strides
+from cairn.ops.flash_attn.strides import named_strides
 from cairn.ops.registry import op
 from cairn.ops.sparse_flash_attn.kernels import attend_listed_kernel, single_columns_kernel
 
@@ -129,48 +129,52 @@ def _(call: Call) -> None:
     single = gpu.empty(call.column_index.shape, call.column_index.dtype, call.column_index.device)
     if single.numel():
         single_columns_kernel[(batch * heads * rows,)](
-            *(call.block_count, call.block_offset, call.column_count, call.column_index, single),
-            *(wide, call.column_index.shape[3], gpu.next_power_of_2(wide + 1) // 2, BLOCK, 256),
+            block_count=call.block_count,
+            block_offset=call.block_offset,
+            column_count=call.column_count,
+            column_index=call.column_index,
+            single=single,
+            blocks_wide=wide,
+            columns_wide=call.column_index.shape[3],
+            half=gpu.next_power_of_2(wide + 1) // 2,
+            BLOCK=BLOCK,
+            CHUNK=256,
             num_warps=2,
         )
     attend_listed_kernel[(-(-call.max_seqlen_q // BLOCK), heads, batch)](
-        *(
-            call.q,
-            call.k,
-            call.v,
-            call.o,
-            call.lse,
-            call.block_count,
-            call.block_offset,
-            call.column_count,
-            single,
-        ),
-        *(
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            call.scale * (1.0 if call.softcap > 0 else LOG2_E),
-            call.softcap,
-        ),
-        *(call.q.shape[-3], call.k.shape[-3], rows, wide, call.column_index.shape[3]),
-        *(
-            *strides(call.q),
-            *strides(call.k),
-            *strides(call.v),
-            *strides(call.o),
-            ahead[0] if ahead else 0,
-            lse_head,
-        ),
-        *(
-            heads,
-            heads // call.k.shape[-2],
-            call.q.shape[-1],
-            width,
-            BLOCK,
-            keys,
-            call.causal,
-            call.softcap > 0,
-        ),
-        "ieee" if exact else "tf32",
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        o=call.o,
+        lse=call.lse,
+        block_count=call.block_count,
+        block_offset=call.block_offset,
+        column_count=call.column_count,
+        single=single,
+        cu_q=call.cu_seqlens_q,
+        cu_k=call.cu_seqlens_k,
+        factor=call.scale * (1.0 if call.softcap > 0 else LOG2_E),
+        cap=call.softcap,
+        even_q=call.q.shape[-3],
+        even_k=call.k.shape[-3],
+        rows=rows,
+        blocks_wide=wide,
+        columns_wide=call.column_index.shape[3],
+        **named_strides("q", call.q, "batch", "token", "head"),
+        **named_strides("k", call.k, "batch", "token", "head"),
+        **named_strides("v", call.v, "batch", "token", "head"),
+        **named_strides("o", call.o, "batch", "token", "head"),
+        lse_batch=ahead[0] if ahead else 0,
+        lse_head=lse_head,
+        HEADS=heads,
+        GROUP=heads // call.k.shape[-2],
+        DIM=call.q.shape[-1],
+        DP=width,
+        BLOCK=BLOCK,
+        KEYS=keys,
+        CAUSAL=call.causal,
+        CAPPED=call.softcap > 0,
+        PRECISION="ieee" if exact else "tf32",
         num_warps=8 if width > 128 or (exact and width > 64) else 4,
         num_stages=2 if width > 128 or exact else 3,
     )

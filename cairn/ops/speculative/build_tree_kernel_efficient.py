@@ -181,13 +181,20 @@ def _(call: Call) -> None:
         # and what stands for it is of the dtype that there is a kernel for.
         width = call.parent_list.shape[1]
         build_kernel[(call.retrive_index.shape[0],)](
-            *(
-                call.parent_list if width else call.selected_index,
-                call.selected_index,
-                call.verified_seq_len,
-            ),
-            *(call.tree_mask.view(torch.uint8), call.positions, *tree),
-            *(call.topk, max(1, width), nodes, call.tree_mask_mode),
-            *(row_bytes(nodes), padded, padded.bit_length() - 1),
+            parent_list=call.parent_list if width else call.selected_index,
+            selected_index=call.selected_index,
+            verified_seq_len=call.verified_seq_len,
+            tree_mask=call.tree_mask.view(torch.uint8),
+            positions=call.positions,
+            retrive_index=call.retrive_index,
+            retrive_next_token=call.retrive_next_token,
+            retrive_next_sibling=call.retrive_next_sibling,
+            topk=call.topk,
+            width=max(1, width),
+            nodes=nodes,
+            MODE=call.tree_mask_mode,
+            BYTES=row_bytes(nodes),
+            NP=padded,
+            ROUNDS=padded.bit_length() - 1,
             num_warps=max(1, min(8, padded * padded // 1024)),
         )

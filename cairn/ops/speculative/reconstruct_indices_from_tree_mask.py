@@ -95,7 +95,13 @@ def _(call: Call) -> None:
         )
     elif call.batch_size:
         reconstruct_kernel[(call.batch_size,)](
-            *(call.tree_mask.view(torch.uint8), call.verified_seq_len, *tree, nodes),
-            max(16, gpu.next_power_of_2(nodes)),
+            tree_mask=call.tree_mask.view(torch.uint8),
+            verified_seq_len=call.verified_seq_len,
+            positions=call.positions,
+            retrive_index=call.retrive_index,
+            retrive_next_token=call.retrive_next_token,
+            retrive_next_sibling=call.retrive_next_sibling,
+            nodes=nodes,
+            NP=max(16, gpu.next_power_of_2(nodes)),
             num_warps=1 if nodes <= 16 else 4,
         )

@@ -72,6 +72,10 @@ def _(call: Call) -> None:
     if call.batch_size and call.x.numel():
         columns = min(_MOST_COLUMNS, -(-call.x.numel() // (8 * _BLOCK * call.batch_size)))
         packbits_kernel[(call.batch_size, columns)](
-            *(call.x.view(torch.uint8), call.input_indptr, call.output_indptr, call.y, _BLOCK),
+            x=call.x.view(torch.uint8),
+            input_indptr=call.input_indptr,
+            output_indptr=call.output_indptr,
+            y=call.y,
+            BLOCK=_BLOCK,
             num_warps=4,
         )

@@ -91,14 +91,15 @@ def _(call: Call) -> None:
     batch, nodes = call.candidates.shape
     if batch:
         greedy_kernel[(batch,)](
-            *(
-                call.predicts,
-                call.accept_index,
-                call.accept_token_num,
-                call.candidates,
-                call.retrive_index,
-            ),
-            *(call.retrive_next_token, call.retrive_next_sibling, call.target_predict),
-            *(nodes, call.accept_index.shape[1]),
+            predicts=call.predicts,
+            accept_index=call.accept_index,
+            accept_token_num=call.accept_token_num,
+            candidates=call.candidates,
+            retrive_index=call.retrive_index,
+            retrive_next_token=call.retrive_next_token,
+            retrive_next_sibling=call.retrive_next_sibling,
+            target_predict=call.target_predict,
+            nodes=nodes,
+            longest=call.accept_index.shape[1],
             num_warps=1,
         )

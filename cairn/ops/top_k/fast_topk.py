@@ -67,14 +67,31 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     step = WHOLE_STEP if whole and width <= LONG else STEP
     if rows and call.topk == 1:
         first_kernel[(rows,)](
-            *(call.values, found, indices, width, width, groups, size, min(ONE_STEP, size), whole),
+            x=call.values,
+            values=found,
+            indices=indices,
+            stride=width,
+            width=width,
+            GROUPS=groups,
+            SIZE=size,
+            STEP=min(ONE_STEP, size),
+            WHOLE=whole,
             num_warps=WARPS,
         )
     elif rows:
         few_kernel[(rows,)](
-            *(call.values, found, indices, width, width, call.topk),
-            *(groups, size, min(step, size), gpu.next_power_of_2(call.topk)),
-            *(max(32 * WARPS, size), whole),
+            x=call.values,
+            values=found,
+            indices=indices,
+            stride=width,
+            width=width,
+            topk=call.topk,
+            GROUPS=groups,
+            SIZE=size,
+            STEP=min(step, size),
+            KP=gpu.next_power_of_2(call.topk),
+            LANES=max(32 * WARPS, size),
+            WHOLE=whole,
             num_warps=WARPS,
         )
     return found, indices
