@@ -57,9 +57,34 @@ def _(call: Call) -> None:
     check_pooling("prior_summary", call.query, call.k_cache, call.pages)
 
 
-def warps_of(dim: int, size: int) -> int:
-    """Of a program that pools a page for one head, sizes padded to powers of two."""
-    return min(8, max(1, dim * size // A_WARP))
+def launch(call: Call, key: Tensor | None, bias: Tensor | None, by_page: bool) -> None:
+    """Pool the call's pages for every head of its query, into key [n, h_q, d] and bias
+    [n, h_q]; by_page: at the page's number, and nowhere for a negative one."""
+    (count, heads, dim), (kv_heads, size) = call.query.shape, call.k_cache.shape[1:3]
+    if count == 0 or (key is None and bias is None):
+        return
+    width, keys = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
+    prior_summary_kernel[(count * heads,)](
+        query=call.query,
+        k_cache=call.k_cache,
+        pages=call.pages,
+        key=call.query if key is None else key,
+        bias=call.query if bias is None else bias,
+        scale=dim**-0.5 if call.scale is None else call.scale,
+        page_stride=call.k_cache.stride(0),
+        head_stride=call.k_cache.stride(1),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        SIZE=size,
+        DP=width,
+        KEYS=keys,
+        WITH_KEY=key is not None,
+        WITH_BIAS=bias is not None,
+        BY_PAGE=by_page,
+        num_warps=min(8, max(1, width * keys // A_WARP)),
+        **gpu.ONE_SUM,
+    )
 
 
 @prior_summary.implementation(
@@ -69,31 +94,7 @@ def warps_of(dim: int, size: int) -> int:
     replayed=True,
 )
 def _(call: Call) -> tuple[Tensor, Tensor]:
-    count, heads, dim = call.query.shape
-    kv_heads, size = call.k_cache.shape[1:3]
     key = gpu.empty(call.query.shape, call.query.dtype, call.query.device)
     bias = gpu.empty(call.query.shape[:2], torch.float32, call.query.device)
-    if count:
-        padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
-        prior_summary_kernel[(count * heads,)](
-            query=call.query,
-            k_cache=call.k_cache,
-            pages=call.pages,
-            key=key,
-            bias=bias,
-            scale=dim**-0.5 if call.scale is None else call.scale,
-            page_stride=call.k_cache.stride(0),
-            head_stride=call.k_cache.stride(1),
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            DIM=dim,
-            SIZE=size,
-            DP=padded[0],
-            KEYS=padded[1],
-            WITH_KEY=True,
-            WITH_BIAS=True,
-            BY_PAGE=False,
-            num_warps=warps_of(*padded),
-            **gpu.ONE_SUM,
-        )
+    launch(call, key, bias, by_page=False)
     return key, bias

@@ -10,8 +10,7 @@ from cairn.ops.cache import quantized
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
 from cairn.ops.landmark.checks import check_pooling
-from cairn.ops.landmark.kernels.summary import prior_summary_kernel
-from cairn.ops.landmark.prior_summary import prior_summary, warps_of
+from cairn.ops.landmark.prior_summary import launch, prior_summary
 from cairn.ops.registry import op
 
 
@@ -88,33 +87,7 @@ def _accepts(call: Call) -> bool:
 
 @store_prior_summary.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(call: Call) -> None:
-    (count, heads, dim), (kv_heads, size) = call.query.shape, call.k_cache.shape[1:3]
-    if count == 0 or (call.key_pool is None and call.bias_pool is None):
-        return
-    key = call.query if call.key_pool is None else call.key_pool
-    bias = call.query if call.bias_pool is None else call.bias_pool
-    padded = gpu.next_power_of_2(dim), gpu.next_power_of_2(size)
-    prior_summary_kernel[(count * heads,)](
-        query=call.query,
-        k_cache=call.k_cache,
-        pages=call.pages,
-        key=key,
-        bias=bias,
-        scale=dim**-0.5 if call.scale is None else call.scale,
-        page_stride=call.k_cache.stride(0),
-        head_stride=call.k_cache.stride(1),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        SIZE=size,
-        DP=padded[0],
-        KEYS=padded[1],
-        WITH_KEY=call.key_pool is not None,
-        WITH_BIAS=call.bias_pool is not None,
-        BY_PAGE=True,
-        num_warps=warps_of(*padded),
-        **gpu.ONE_SUM,
-    )
+    launch(call, call.key_pool, call.bias_pool, by_page=True)
 
 
 def store_completed(

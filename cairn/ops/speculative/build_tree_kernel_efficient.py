@@ -162,19 +162,8 @@ def _(call: Call) -> None:
 @build_tree_kernel_efficient.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(call: Call) -> None:
     nodes = call.draft_token_num
-    tree = (call.retrive_index, call.retrive_next_token, call.retrive_next_sibling)
     if nodes > WIDEST:
-        build_tree_kernel_efficient.reference(
-            *(
-                call.parent_list,
-                call.selected_index,
-                call.verified_seq_len,
-                call.tree_mask,
-                call.positions,
-                *tree,
-            ),
-            *(call.topk, call.depth, nodes, call.tree_mask_mode),
-        )
+        build_tree_kernel_efficient.using("reference")(**call.asdict())
     elif call.retrive_index.numel():
         padded = max(16, gpu.next_power_of_2(nodes))
         # The first expansion is node 0's, whether or not there is a list; an empty one is not read,

@@ -88,11 +88,8 @@ def _(call: Call) -> None:
 @reconstruct_indices_from_tree_mask.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(call: Call) -> None:
     nodes = call.draft_token_num
-    tree = (call.positions, call.retrive_index, call.retrive_next_token, call.retrive_next_sibling)
     if nodes > WIDEST:
-        reconstruct_indices_from_tree_mask.reference(
-            call.tree_mask, call.verified_seq_len, *tree, call.batch_size, nodes
-        )
+        reconstruct_indices_from_tree_mask.using("reference")(**call.asdict())
     elif call.batch_size:
         reconstruct_kernel[(call.batch_size,)](
             tree_mask=call.tree_mask.view(torch.uint8),

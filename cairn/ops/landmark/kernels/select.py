@@ -21,19 +21,18 @@ def candidates_of(slot, token, offset, size):
 
 
 @triton.jit
-def score_blocks(
+def score_kernel(
     lmk_q, key, bias, slot, row, page_table, u, part_best, part_sum,
     offset, size, scale, table_stride, page_stride, head_stride, pages, blocks,
-    token, kv, program, programs,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CB: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """u [T, KV_HEADS, pages, group] of a token's candidates for the heads of one KV head; and
     per block of CB their maximum and sum of exponentials, [T, KV_HEADS, blocks, group].
 
-    Args:
-        program, programs: this program's share of the tiles of TILE candidates.
+    A program takes its share of the tiles of TILE candidates of one token and KV head.
     """
+    token, kv = tl.program_id(2), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
     shared: tl.constexpr = HEADS // KEY_HEADS
     candidates = candidates_of(slot, token, offset, size)
@@ -45,7 +44,7 @@ def score_blocks(
     line = token.to(tl.int64) * KV_HEADS + kv
     query = load_rows(lmk_q + (token.to(tl.int64) * HEADS + head) * DIM, own, DIM, DP)
     query = query.to(tl.float32) * scale
-    for tile in range(program, (candidates + TILE - 1) // TILE, programs):
+    for tile in range(tl.program_id(0), (candidates + TILE - 1) // TILE, tl.num_programs(0)):
         c = tile * TILE + tl.arange(0, TILE)
         inside = c < candidates
         page = tl.load(table + c, mask=inside, other=0).to(tl.int64)
@@ -69,22 +68,6 @@ def score_blocks(
         kept = (block < blocks)[:, None] & own[None, :]
         tl.store(part_best + at_block, best, mask=kept)
         tl.store(part_sum + at_block, summed, mask=kept)
-
-
-@triton.jit
-def score_kernel(
-    lmk_q, key, bias, slot, row, page_table, u, part_best, part_sum,
-    offset, size, scale, table_stride, page_stride, head_stride, pages, blocks,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
-    GP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CB: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """`score_blocks`, for programs, KV heads and tokens."""
-    score_blocks(
-        lmk_q, key, bias, slot, row, page_table, u, part_best, part_sum,
-        offset, size, scale, table_stride, page_stride, head_stride, pages, blocks,
-        tl.program_id(2), tl.program_id(1), tl.program_id(0), tl.num_programs(0),
-        HEADS, KV_HEADS, KEY_HEADS, DIM, GP, DP, TILE, CB, BIAS,
-    )  # fmt: skip
 
 
 @triton.jit
