@@ -24,7 +24,7 @@ def fits(
     """Whether `attend` takes a call of `dense_attention` that masks no landmarks."""
     if stretches is None or len(stretches) != 3 or k_cache.dtype != q.dtype:
         return False
-    # Results are not looked at.
+    # `fits` does not read the results.
     return wgmma_launch.fits(_task((q, k_cache, v_cache, q, q), page_table, scale, stretches))
 
 
@@ -56,7 +56,7 @@ def _task(
     row, first, count = stretches
     pages = -(-(first + count) // k_cache.shape[2])
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    # No rows, pads, lengths, scales and sinks of their own; no windows, chunks and caps.
+    # Neither batch_idx, leftpad, lengths, descales nor sinks; no window, chunk or softcap.
     others: tuple[Any, ...] = (*(None,) * 11, factor, -1, 0, 0, 0.0, count)
     return Task(
         *(q.unsqueeze(0), k_cache.transpose(1, 2), v_cache.transpose(1, 2), o.unsqueeze(0)),

@@ -77,7 +77,8 @@ def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: 
     splits = launch.splits_of(
         task, TUNING.fused_window_programs if whole else ATTENTION_TUNING.programs
     )
-    # Programs read summaries before they wait: no token may have a page of the step as candidate.
+    # With PDL summaries are read before the previous kernel is done, so no token may have a
+    # page that this step completes as a candidate.
     pdl = tokens <= min(TUNING.fused_early_tokens, task.window) and gpu.supports_pdl(task.q.device)
     chunks = -(-job.pages // chunk)
     stores = 0 if not store else 1 if whole else job.heads // job.groups
@@ -134,7 +135,7 @@ def attend(
         task.q.shape[2] ** -0.5 if task.scale is None else task.scale,
     )
     plan = _plan(task, job, pages, store)
-    # Lines of whole sectors of memory.
+    # Rows are padded to 32 numbers, so that loads and stores are vectorised.
     u = job.empty(tokens, heads, -(-job.pages // 32) * 32)
     tops, sums = (job.empty(tokens, plan.programs, heads) for _ in range(2))
     shape = (tokens, job.groups, plan.chunks, job.topk)
@@ -251,7 +252,7 @@ def _whole(
     """All of a step, and its merge."""
     lines = memory.out.shape[0] * job.groups
     round_size = plan.scans + plan.chunks + plan.reads
-    # Rounds from a line's scan to its pick, and from that to its reading.
+    # How many rounds after a line's scan its pick comes, and as many later its reading.
     abreast = TUNING.fused_abreast * gpu.processors(memory.out.device)
     lag = 0 if lines * round_size <= abreast else -(-abreast // round_size)
     step_kernel[((lines + 2 * lag) * round_size,)](

@@ -166,7 +166,7 @@ def _few_on_gpu(call: Call) -> bool:
     tiled = launch.in_tiles(call.q, call.k_cache.shape[1], call.chunked, launch.LANDMARK_LINES)
     if tiled or not _on_gpu(call):
         return False
-    # Nobody may have a page for a candidate whose summary comes in the same launch.
+    # The same launch stores summaries: no token may have one of their pages as a candidate.
     return not call.store_summaries or call.q.shape[0] <= call.window
 
 

@@ -91,7 +91,7 @@ class Selection:
 
     @property
     def bias(self) -> Tensor:
-        """A tensor to point at, where there is no bias too."""
+        """summary_bias, or a tensor that takes its place and is not read."""
         return self.lse if self.summary_bias is None else self.summary_bias
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -168,7 +168,7 @@ def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
     scores = job.empty(tokens, job.heads, job.topk)
     lines = job.heads if few else job.groups
     rounds = -(-tokens * 4 * lines * job.pages // TUNING.select_workspace_bytes)
-    # A whole number of 16: the parts' addresses are as round as those of the whole.
+    # A multiple of 16: slices are then aligned like the whole, and no kernel is compiled again.
     step = min(MOST_TOKENS, max(16, -(-tokens // max(1, rounds) // 16) * 16))
     for begin in range(0, tokens, step):
         at = slice(begin, begin + step)
@@ -205,12 +205,12 @@ def _choosing(job: Selection) -> dict[str, int]:
 def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     tokens, heads, _ = job.lmk_q.shape
     total = _normalisers(job) if job.normalised else job.lse
-    # Lines of whole sectors of memory: others would be written number by number.
+    # Rows are padded to 32 numbers: stores to other rows would not be vectorised.
     line = -(-job.pages // 32) * 32
     blocks = -(-line // job.block // 16) * 16
     best, tops = job.empty(tokens, job.groups, line), job.empty(tokens, job.groups, blocks)
     (_score_in_groups if in_groups(job) else _score_groups)(job, total, best, tops)
-    # The best of a group of one head is that head's u.
+    # With one head a group, the best score of the group is that head's score u.
     alone = heads == job.groups
     shape = _choosing(job)
     few = min(TUNING.select_listed * shape["K"], shape["KB"] * job.block)
@@ -245,7 +245,7 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
 
 
 def _normalisers(job: Selection) -> Tensor:
-    """What is taken off each head's scores: [h_q, T]."""
+    """The log-sum-exp that is subtracted from each head's scores: [h_q, T] float32."""
     tokens, heads, _ = job.lmk_q.shape
     half = job.lmk_q.dtype != torch.float32
     rows = (128 if half else 64) if job.width <= 128 else 32
@@ -265,7 +265,7 @@ def _normalisers(job: Selection) -> Tensor:
 
 
 def in_groups(job: Selection) -> bool:
-    """Whether many tokens' pages are scored in groups of warps."""
+    """Whether the wgmma kernel scores the pages of many tokens."""
     key, (tokens, heads, dim) = job.summary_key, job.lmk_q.shape
     group = heads // job.groups
     addresses = (job.lmk_q.data_ptr(), key.data_ptr(), *key.stride()[:2])
@@ -283,7 +283,7 @@ def in_groups(job: Selection) -> bool:
 def _score_in_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> None:
     tokens = job.slot.numel()
     tiles = -(-tokens // TUNING.select_tokens)
-    # A program has most of a multiprocessor's memory.
+    # One program fills the shared memory of a multiprocessor.
     wave, most = gpu.processors(best.device), -(-job.pages // TUNING.select_tile)
     programs = whole_waves(tiles * job.groups, wave, most)
     group_scores_kernel[(programs, job.groups, tiles)](
