@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,10 +55,14 @@ def _task(
     row, first, count = stretches
     pages = -(-(first + count) // k_cache.shape[2])
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    # Neither batch_idx, leftpad, lengths, descales nor sinks; no window, chunk or softcap.
-    others: tuple[Any, ...] = (*(None,) * 11, factor, -1, 0, 0, 0.0, count)
     return Task(
-        *(q.unsqueeze(0), k_cache.transpose(1, 2), v_cache.transpose(1, 2), o.unsqueeze(0)),
-        *(lse.transpose(0, 1).unsqueeze(0), page_table[row : row + 1, :pages]),
-        *others,
+        q=q.unsqueeze(0),
+        k=k_cache.transpose(1, 2),
+        v=v_cache.transpose(1, 2),
+        o=o.unsqueeze(0),
+        lse=lse.transpose(0, 1).unsqueeze(0),
+        page_table=page_table[row : row + 1, :pages],
+        scale=factor,
+        right=0,
+        max_seqlen_q=count,
     )

@@ -27,24 +27,24 @@ class Task:
     v: Tensor
     o: Tensor
     lse: Tensor
-    page_table: Tensor | None
-    batch_idx: Tensor | None
-    leftpad: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seqused_q: Tensor | None
-    seqused_k: Tensor | None
-    qv: Tensor | None
-    q_descale: Tensor | None
-    k_descale: Tensor | None
-    v_descale: Tensor | None
-    sinks: Tensor | None
-    scale: float
-    left: int
-    right: int
-    chunk: int
-    softcap: float
-    max_seqlen_q: int
+    page_table: Tensor | None = None
+    batch_idx: Tensor | None = None
+    leftpad: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    qv: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    sinks: Tensor | None = None
+    scale: float = 1.0
+    left: int = -1
+    right: int = -1
+    chunk: int = 0
+    softcap: float = 0.0
+    max_seqlen_q: int = 0
 
     @property
     def batch(self) -> int:
