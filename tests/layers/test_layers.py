@@ -13,6 +13,7 @@ from cairn.layers.norm import RMSNorm
 from cairn.layers.residual import Hidden, Product, Residual
 from cairn.layers.schemes.base import Rows
 from cairn.ops.linear import skinny_gemm_panel
+from cairn.specs.ffn import DenseFfn
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,7 +117,7 @@ def test_norm():
 
 
 def test_mlp():
-    mlp = GatedMLP(8, 6, dtype=torch.float32)
+    mlp = GatedMLP(8, DenseFfn(6), dtype=torch.float32)
     for parameter in mlp.parameters():
         parameter.copy_(torch.randn(parameter.shape))
     gate, up = mlp.gate_up.weight[:6].clone(), mlp.gate_up.weight[6:].clone()
