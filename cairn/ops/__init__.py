@@ -18,12 +18,19 @@ from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.elementwise.concat_mla import concat_mla_absorb_q, concat_mla_k
 from cairn.ops.elementwise.copy_to_gpu_no_ce import copy_to_gpu_no_ce
 from cairn.ops.elementwise.fp8 import downcast_fp8, fp8_quantize
+from cairn.ops.elementwise.hadamard_blocks import (
+    hadamard_transform_12n,
+    hadamard_transform_20n,
+    hadamard_transform_28n,
+    hadamard_transform_40n,
+)
 from cairn.ops.elementwise.hadamard_transform import hadamard_transform
 from cairn.ops.elementwise.positions import (
     clamp_position,
     fixup_zero_kv_rows,
     resolve_future_token_ids,
 )
+from cairn.ops.elementwise.timestep_embedding import timestep_embedding
 from cairn.ops.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -101,6 +108,7 @@ from cairn.ops.moe import (
     topk_sigmoid,
     topk_softmax,
 )
+from cairn.ops.norm.fused_add_layernorm import fused_add_layernorm
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.fused_inplace_qknorm import fused_inplace_qknorm
 from cairn.ops.norm.fused_inplace_qknorm_across_heads import fused_inplace_qknorm_across_heads
@@ -232,6 +240,7 @@ __all__ = [
     "fp8_blockwise_scaled_grouped_mm",
     "fp8_blockwise_scaled_mm",
     "fp8_quantize",
+    "fused_add_layernorm",
     "fused_add_rmsnorm",
     "fused_experts",
     "fused_gdn_gating",
@@ -253,6 +262,10 @@ __all__ = [
     "grouped_topk",
     "grouped_topk_softmax",
     "hadamard_transform",
+    "hadamard_transform_12n",
+    "hadamard_transform_20n",
+    "hadamard_transform_28n",
+    "hadamard_transform_40n",
     "head_norm_rope",
     "heads_into_cache",
     "index_k_gather",
@@ -320,6 +333,7 @@ __all__ = [
     "store_prior_summary",
     "suggest_nvfp4_global_scale",
     "take_rows",
+    "timestep_embedding",
     "top_k_mask_logits",
     "top_k_renorm_prob",
     "top_k_renorm_probs",

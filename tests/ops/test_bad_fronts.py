@@ -149,7 +149,13 @@ def calls() -> dict[str, dict[str, Any]]:
     }
 
 
-CALLS = calls() | transfers()
+def hadamards() -> dict[str, dict[str, Any]]:
+    """Of every front of the Hadamard transforms."""
+    given = {"x": random(2, 100), "scale": 0.5}
+    return {f"hadamard_transform_{order}n": given for order in (12, 20, 28, 40)}
+
+
+CALLS = calls() | transfers() | hadamards()
 
 
 def fresh(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.elementwise.concat_mla import concat_mla_absorb_q, concat_mla_k
 from cairn.ops.elementwise.copy_to_gpu_no_ce import put_integers
 from cairn.ops.elementwise.fp8 import downcast_fp8, fp8_quantize
+from cairn.ops.elementwise.hadamard_blocks import ORDERS, hadamard_transform_blocks
 from cairn.ops.elementwise.hadamard_transform import hadamard_transform
+from cairn.ops.elementwise.timestep_embedding import timestep_embedding
 from cairn.ops.elementwise.positions import (
     clamp_position,
     fixup_zero_kv_rows,
@@ -140,3 +142,17 @@ def _(draw: Draw) -> Points:
             written,
             definition=True,
         )
+
+
+@hadamard_transform_blocks.bench
+def _(draw: Draw) -> Points:
+    size = 256 if draw.sizes == "full" else 4
+    for order in ORDERS:
+        x = draw.randn(64, order * size)
+        yield Point(f"64 x {order * size}", draw.args(x, order), moved(x, x))
+
+
+@timestep_embedding.bench
+def _(draw: Draw) -> Points:
+    t = draw.rand(64)
+    yield Point("64 x 320", draw.args(t, 320), moved(t) + 4 * 64 * 320, definition=True)

@@ -8,12 +8,14 @@ from cairn.ops.checks import FLOATS, INDICES
 from cairn.ops.elementwise.concat_mla import concat_mla_absorb_q, concat_mla_k
 from cairn.ops.elementwise.copy_to_gpu_no_ce import put_integers
 from cairn.ops.elementwise.fp8 import E4M3, KINDS, downcast_fp8, fp8_quantize
+from cairn.ops.elementwise.hadamard_blocks import ORDERS, hadamard_transform_blocks
 from cairn.ops.elementwise.hadamard_transform import hadamard_transform
 from cairn.ops.elementwise.positions import (
     clamp_position,
     fixup_zero_kv_rows,
     resolve_future_token_ids,
 )
+from cairn.ops.elementwise.timestep_embedding import timestep_embedding
 from cairn.ops.testing import Cases, Make
 
 
@@ -125,3 +127,20 @@ def _(make: Make) -> Cases:
     yield make.args(wide, make.randn(11, 5).T, lens, begin, 3)
     yield make.args(wide, make.randn(5, 11), lens, begin, 3)
     yield make.args(make.randn(0, 2, 4), make.randn(0, 2), lens[:0], begin[:1] * 0, 0)
+
+
+@hadamard_transform_blocks.cases
+def _(make: Make) -> Cases:
+    for order in ORDERS:
+        yield make.args(make.randn(3, 4 * order), order, 0.25)
+        yield make.args(make.randn(2, 3, 100, dtype=torch.bfloat16), order, 0.1)
+    yield make.args(make.randn(3, 8)[:, :5], 12)
+    yield make.args(make.randn(0, 8), 20)
+
+
+@timestep_embedding.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.rand(5), 32)
+    yield make.args(make.randint(0, 1000, 7), 33, True, 1.0, 0.5, 100, torch.bfloat16)
+    yield make.args(make.rand(3, dtype=torch.bfloat16), 2, downscale_freq_shift=0.5)
+    yield make.args(make.rand(0), 8)

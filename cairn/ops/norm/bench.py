@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.norm.fused_add_layernorm import fused_add_layernorm
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.fused_inplace_qknorm import fused_inplace_qknorm
 from cairn.ops.norm.fused_inplace_qknorm_across_heads import fused_inplace_qknorm_across_heads
@@ -115,3 +116,12 @@ def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x, weight, bias = draw.randn(rows, width), draw.randn(width), draw.randn(width)
         yield Point(size, draw.args(x, weight, bias), moved(x, x, weight, bias), definition=True)
+
+
+@fused_add_layernorm.bench
+def _(draw: Draw) -> Points:
+    for size, rows, width in draw.matrices():
+        x, residual = (draw.randn(rows, width) for _ in range(2))
+        weight, bias = draw.randn(width), draw.randn(width)
+        least = moved(x, x, residual, residual, weight, bias)
+        yield Point(size, draw.args(x, residual, weight, bias), least, definition=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cairn.ops.norm.fused_add_layernorm import fused_add_layernorm
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.fused_inplace_qknorm import fused_inplace_qknorm
 from cairn.ops.norm.fused_inplace_qknorm_across_heads import fused_inplace_qknorm_across_heads
@@ -110,3 +111,11 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(2, 3, 65, dtype=half), weight, bias, 1e-5)
     yield make.args(make.randn(5, 128, dtype=half)[:, :64], make.randn(64), None)
     yield make.args(make.randn(0, 16), make.randn(16), make.randn(16))
+
+
+@fused_add_layernorm.cases
+def _(make: Make) -> Cases:
+    for case in sum_cases(make):
+        x, residual, weight = case.args
+        yield make.args(x, residual, weight, make.randn(x.shape[-1]), **case.kwargs)
+    yield make.args(make.randn(7, 96), make.randn(7, 96), make.randn(96), None, 1e-5)

@@ -1,4 +1,4 @@
-"""l2norm, layernorm and fused_rmsnorm_gated against float64."""
+"""l2norm, the layernorms and fused_rmsnorm_gated against float64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.ops import fused_rmsnorm_gated, l2norm, layernorm
+from cairn.ops import fused_add_layernorm, fused_rmsnorm_gated, l2norm, layernorm
 
 
 def close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -31,3 +31,16 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
     plain = centred / spread * weight.double()
     close(layernorm(x, weight, None, 1e-3), plain, dtype)
     close(layernorm(x, weight, bias, 1e-3), plain + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_add_layernorm_keeps_the_sum(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(3, 50).to(dtype), torch.randn(3, 50).to(dtype)
+    weight, bias = torch.randn(50).to(dtype), torch.randn(50).to(dtype)
+    total = x.double() + residual.double()
+    centred = total - total.mean(-1, keepdim=True)
+    plain = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    fused_add_layernorm(x, residual, weight, bias, 1e-3)
+    close(residual, total, dtype)
+    close(x, plain * weight.double() + bias.double(), dtype)
