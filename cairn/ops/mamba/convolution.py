@@ -19,7 +19,8 @@ def convolve(window: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) ->
     y = window.new_zeros((), dtype=torch.float32) if bias is None else bias.float()[:, None]
     for tap in range(width):
         y = y + weight[:, tap, None].float() * window[..., tap : tap + tokens].float()
-    return torch.nn.functional.silu(y) if silu else y
+    # torch's silu rounds an element otherwise where a CPU's vectors do not reach it.
+    return y / (1 + torch.exp(-y)) if silu else y
 
 
 def read_state(states: Tensor, slot: Tensor, used: Tensor) -> Tensor:

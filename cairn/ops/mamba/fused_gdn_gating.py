@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
-from cairn.ops.mamba.gates import expect_gates, log_decay
+from cairn.ops.mamba.gates import expect_gates, log_decay, strength
 from cairn.ops.registry import op
 
 NAME = "fused_gdn_gating"
@@ -34,7 +34,7 @@ def fused_gdn_gating(
         BadArgument: for another shape, dtype or device.
     """
     g = log_decay(A_log, a, dt_bias, beta, threshold)
-    return g.unsqueeze(0), b.float().sigmoid().to(b.dtype).unsqueeze(0)
+    return g.unsqueeze(0), strength(b).to(b.dtype).unsqueeze(0)
 
 
 @fused_gdn_gating.check

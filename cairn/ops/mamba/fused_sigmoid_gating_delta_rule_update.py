@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
 from cairn.ops.mamba import recurrence, segments, states
-from cairn.ops.mamba.gates import expect_gates, log_decay
+from cairn.ops.mamba.gates import expect_gates, log_decay, strength
 from cairn.ops.mamba.recurrence import Tokens
 from cairn.ops.registry import op
 
@@ -97,14 +97,14 @@ def _tokens(
     by_column: bool,
 ) -> Tokens:
     """Tokens of the op's arguments; gates are A_log, a, dt_bias, the two of softplus, and b."""
-    a_log, a, dt_bias, beta, threshold, b = gates
+    a_log, a, dt_bias, slope, threshold, b = gates
     heads, rows = v.shape[2], v.shape[0] * v.shape[1]
     columns = (q.shape[3],) if by_column else ()
     a, dt_bias = a.reshape(rows, heads, *columns), dt_bias.reshape(heads, *columns)
-    decay = log_decay(a_log, a, dt_bias, beta, threshold)
+    decay = log_decay(a_log, a, dt_bias, slope, threshold)
     decay = decay if by_column else decay.unsqueeze(-1)
-    strength = b.reshape(rows, heads).float().sigmoid()
-    return recurrence.prepared(q, k, v, decay, strength, scale, normalised)
+    beta = strength(b.reshape(rows, heads))
+    return recurrence.prepared(q, k, v, decay, beta, scale, normalised)
 
 
 def _by_draft(

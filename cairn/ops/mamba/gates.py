@@ -15,7 +15,14 @@ def log_decay(a_log: Tensor, a: Tensor, dt_bias: Tensor, beta: float, threshold:
     rate = a_log.float().exp()
     if dt_bias.dim() == 2:
         rate = rate.unsqueeze(-1)
-    return -rate * torch.nn.functional.softplus(x, beta, threshold)
+    # torch's softplus rounds an element otherwise where a CPU's vectors do not reach it.
+    soft = torch.log1p(torch.exp(beta * x)) / beta
+    return -rate * torch.where(beta * x > threshold, x, soft)
+
+
+def strength(b: Tensor) -> Tensor:
+    """sigmoid(b) float32, rounded alike wherever an element stands, as torch's is not."""
+    return 1 / (1 + torch.exp(-b.float()))
 
 
 def expect_gates(op: str, a_log: Tensor, dt_bias: Tensor, heads: int, like: Tensor) -> None:
