@@ -76,6 +76,30 @@ def transfers() -> dict[str, dict[str, Any]]:
     }
 
 
+def latent_calls() -> dict[str, dict[str, Any]]:
+    """Of every front of latent attention and its indexer a call that it takes."""
+    scores = {"q": random(3, 2, 16), "weights": random(3, 2), "width": None}
+    seen = {"row": torch.tensor([0, 1, 0]), "context": words(9, 5, 0), "least": 0}
+    table = {"page_table": words(*range(8)).view(2, 4), "chunked": False, "preshuffled": False}
+    latents = {"q": random(2, 1, 4, 16), "k_cache": random(8, 4, 1, 16), "head_dim_v": 12}
+    latents |= {"block_table": words(*range(8)).view(2, 4), "cache_seqlens": words(9, 5)}
+    latents |= {"tile_scheduler_metadata": None, "num_splits": None, "softmax_scale": None}
+    latents |= {"descale_q": None, "descale_k": None, "is_fp8_kvcache": False}
+    latents |= {"causal": False, "indices": words(*range(6)).view(2, 1, 3)}
+    return {
+        "flash_mla_with_kvcache": latents,
+        "flash_mla_with_kvcache_sm90": latents,
+        "paged_mqa_logits": {**scores, **seen, **table, "cache": random(8, 4, 16)},
+        "ragged_mqa_logits": {
+            **scores,
+            "k": random(20, 16),
+            "scale": None,
+            "start": words(0, 7, 9),
+            "end": words(3, 20, 0),
+        },
+    }
+
+
 def calls() -> dict[str, dict[str, Any]]:
     """Of every other front a call that it takes."""
     probs, top = random(4, 50), {"top_k": 3, "top_p": 0.9}
@@ -155,7 +179,7 @@ def hadamards() -> dict[str, dict[str, Any]]:
     return {f"hadamard_transform_{order}n": given for order in (12, 20, 28, 40)}
 
 
-CALLS = calls() | transfers() | hadamards()
+CALLS = calls() | latent_calls() | transfers() | hadamards()
 
 
 def fresh(arguments: dict[str, Any]) -> dict[str, Any]:

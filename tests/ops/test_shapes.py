@@ -228,7 +228,7 @@ def kernels_of(op: Op) -> list[Implementation]:
 
 def test_every_op_over_pages_has_shapes_here():
     """The engine's; families that are for users of the library have shapes of their own."""
-    own = ("flash_attn", "memory")
+    own = ("flash_attn", "flash_mla", "memory")
     paged = {
         op for op in all_ops() if "k_cache" in op.__signature__.parameters and op.family not in own
     }

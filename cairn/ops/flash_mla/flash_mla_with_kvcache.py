@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.cache.quantized import BYTES
 from cairn.ops.call import Call
-from cairn.ops.checks import FLOATS, INDICES, INT32, expect, expect_within, refuse
+from cairn.ops.checks import FLOAT32, FLOATS, INDICES, INT32, expect, expect_within, refuse
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import op
 from cairn.ops.sparse_mla import attend_launch, records
@@ -25,7 +25,7 @@ def flash_mla(
     block_table: Tensor | None,
     cache_seqlens: Tensor | None,
     head_dim_v: int,
-    scale: float,
+    softmax_scale: float,
     causal: bool = False,
     indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def flash_mla(
         q: [B, Sq, H, D] float32, bfloat16 or float16.
         k_cache: [pages, P, 1, D] of its dtype, or [pages, P, 1, bytes] uint8 (`mla_kv_store`).
         block_table, cache_seqlens, head_dim_v, causal, indices: as there.
-        scale: of the dot products.
+        softmax_scale: of the dot products.
     Returns:
         (out [B, Sq, H, head_dim_v] of q's dtype, lse [B, H, Sq] float32).
     Raises:
@@ -46,11 +46,12 @@ def flash_mla(
     if indices is not None:
         cells = indices.flatten(0, 1)
         count = torch.full((len(lines),), cells.shape[1], dtype=torch.int32, device=q.device)
-        o, lse = sparse_mla.reference(lines, cache, cells, count, scale, head_dim_v)
+        o, lse = sparse_mla.reference(lines, cache, cells, count, softmax_scale, head_dim_v)
     else:
         assert block_table is not None and cache_seqlens is not None
         row, end = _rows(cache_seqlens, length, causal)
-        o, lse = paged_mla.reference(lines, cache, block_table, row, end, scale, head_dim_v)
+        given = (block_table, row, end, softmax_scale, head_dim_v)
+        o, lse = paged_mla.reference(lines, cache, *given)
     return _shaped(o.to(q.dtype), lse, batch, length)
 
 
@@ -116,7 +117,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
         reach = call.block_table.shape[1] * cache.shape[1]
         candidates = attend_launch.Candidates(end, reach, table=call.block_table, row=row)
     o, lse, _ = attend_launch.attend(
-        lines, cache, candidates, call.scale, call.head_dim_v, None, q.dtype
+        lines, cache, candidates, call.softmax_scale, call.head_dim_v, None, q.dtype
     )
     return _shaped(o, lse, batch, length)
 
@@ -161,7 +162,9 @@ def flash_mla_with_kvcache(
     Raises:
         BadArgument: for another shape, dtype or device, or arguments that exclude each other.
     """
-    small = isinstance(k_cache, Tensor) and k_cache.dtype in (BYTES, E4M3)
+    expect(NAME, "q", q, 4, (*FLOATS, E4M3), dense=-1)
+    expect(NAME, "k_cache", k_cache, (None, None, 1, None), (*FLOATS, BYTES, E4M3), q, 1)
+    small = k_cache.dtype in (BYTES, E4M3)
     if is_fp8_kvcache != small:
         refuse(NAME, "is_fp8_kvcache", f"is {is_fp8_kvcache}, but `k_cache` is {k_cache.dtype}")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -169,7 +172,9 @@ def flash_mla_with_kvcache(
     if q.dtype == E4M3 or k_cache.dtype == E4M3:
         # Every number of e4m3 is one of bfloat16.
         kind = torch.bfloat16 if q.dtype == E4M3 else q.dtype
-        expect(NAME, "q", q, 4)
+        for name, number in (("descale_q", descale_q), ("descale_k", descale_k)):
+            if number is not None:
+                expect(NAME, name, number, (1,), FLOAT32, q)
         factor = descale_k if k_cache.dtype == E4M3 else None
         own = q.float()
         for number in (descale_q, factor):

@@ -11,6 +11,8 @@ from cairn.ops.sparse_mla import index_cache, records
 from cairn.ops.sparse_mla.index_k_gather import index_k_gather
 from cairn.ops.sparse_mla.index_k_store import index_k_store
 from cairn.ops.sparse_mla.index_q_quantize import index_q_quantize
+from cairn.ops.sparse_mla.latent_norm_rope import latent_norm_rope
+from cairn.ops.sparse_mla.latent_query_rope import latent_query_rope
 from cairn.ops.sparse_mla.mla_kv_store import mla_kv_store
 from cairn.ops.sparse_mla.paged_mla import paged_mla
 from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits_into
@@ -66,6 +68,42 @@ def _(draw: Draw) -> Points:
                 draw.args(q, weights, hadamard),
                 moved(q) + q.numel() + 2 * moved(weights),
                 alternatives=draw.by_torch(index_q_quantize.reference),
+            )
+
+
+@latent_norm_rope.bench
+def _(draw: Draw) -> Points:
+    sizes = sizes_of(draw)
+    for tokens in token_counts(draw):
+        widths = (sizes.query, sizes.latent, sizes.rope)
+        projected, key = draw.randn(tokens, sum(widths)), draw.randn(tokens, sizes.index_dim)
+        weights = [draw.randn(width) for width in (*widths[:2], sizes.index_dim, sizes.index_dim)]
+        angles = [draw.randn(tokens, sizes.rope, dtype=torch.float32) for _ in range(2)]
+        yield Point(
+            f"{tokens} x {sum(widths)}",
+            draw.args(projected, key, *weights, *angles),
+            2 * moved(projected, key) + moved(*weights, *angles),
+            alternatives=draw.by_torch(latent_norm_rope.reference),
+        )
+
+
+@latent_query_rope.bench
+def _(draw: Draw) -> Points:
+    sizes = sizes_of(draw)
+    nope, rope = sizes.latent // 4, sizes.rope
+    for tokens in token_counts(draw):
+        for heads in (2,) if is_tiny(draw) else (128, 16):
+            columns = heads * (nope + rope) + sizes.index_heads * sizes.index_dim
+            projected = draw.randn(tokens, columns)
+            q = draw.randn(tokens, heads, sizes.latent + rope)
+            weights = draw.randn(tokens, sizes.index_heads, dtype=torch.float32)
+            angles = [draw.randn(tokens, rope, dtype=torch.float32) for _ in range(2)]
+            turned = tokens * (heads * rope + sizes.index_heads * sizes.index_dim)
+            yield Point(
+                f"{tokens} x {heads} heads",
+                draw.args(projected, q, weights, *angles, nope, 0.1),
+                2 * turned * q.element_size() + 2 * moved(weights) + moved(*angles),
+                alternatives=draw.by_torch(latent_query_rope.reference),
             )
 
 

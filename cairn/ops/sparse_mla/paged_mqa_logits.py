@@ -11,6 +11,7 @@ from cairn.ops.call import Call
 from cairn.ops.checks import (
     FLOAT32,
     INDICES,
+    INT32,
     check_least,
     check_rows,
     expect,
@@ -27,6 +28,8 @@ from cairn.ops.sparse_mla.index_scores import (
     score_keys,
     unscored,
 )
+
+FRONT = "paged_mqa_logits"
 
 
 @op(mutates=("logits",))
@@ -106,9 +109,12 @@ def paged_mqa_logits(
         BadArgument: for another shape, dtype, device or layout, or (on a CPU) a row or context
             beyond the page table or `width`.
     """
+    dim = check_queries(FRONT, q, weights)[2]
+    size = index_cache.check_cache(FRONT, cache, dim, preshuffled, q)
+    expect(FRONT, "page_table", page_table, 2, INT32, q)
     if width is None:
-        size = index_cache.page_size(cache, q.shape[2])
         width = page_table.shape[1] * size
+    check_least(FRONT, "width", width, 0)
     logits = unscored(len(q), width, q.device)
     paged_mqa_logits_into(
         q, weights, cache, page_table, row, context, logits, preshuffled, least, chunked

@@ -12,7 +12,7 @@ from cairn.ops.benching import Draw, short
 
 class Sizes(NamedTuple):
     """Of a layer: heads and dim of the indexer, page size, widths of latent and rotary key, keys
-    that are selected."""
+    that are selected, width of the query's latent."""
 
     index_heads: int
     index_dim: int
@@ -20,9 +20,10 @@ class Sizes(NamedTuple):
     latent: int
     rope: int
     topk: int
+    query: int
 
 
-FULL, TINY = Sizes(64, 128, 64, 512, 64, 2048), Sizes(4, 32, 16, 128, 16, 32)
+FULL, TINY = Sizes(64, 128, 64, 512, 64, 2048, 1536), Sizes(4, 32, 16, 128, 16, 32, 48)
 
 
 class Decode(NamedTuple):
