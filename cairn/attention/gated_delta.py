@@ -236,8 +236,15 @@ class GatedDeltaBackend(AttentionBackend):
     def _convolve(self, inputs: GatedDeltaInputs, states: Tensor, runs: Runs) -> None:
         """Overwrite the inputs by their convolution; the states of their rows go on."""
         ops.causal_conv1d_fwd(
-            *(inputs.qkv.t(), inputs.conv_weight, None, states, runs.starts, runs.state),
-            *(runs.begun, True, NOBODY),
+            inputs.qkv.t(),
+            inputs.conv_weight,
+            None,
+            states,
+            runs.starts,
+            runs.state,
+            runs.begun,
+            True,
+            NOBODY,
         )
 
     def _advance(
@@ -258,7 +265,16 @@ class GatedDeltaBackend(AttentionBackend):
         a, b = runs.of(inputs.a), runs.of(inputs.b)
         if few:
             o: Tensor = ops.fused_sigmoid_gating_delta_rule_update(
-                *(inputs.a_log, a, inputs.dt_bias, *SOFTPLUS, q, k, v, b, state, runs.state),
+                inputs.a_log,
+                a,
+                inputs.dt_bias,
+                *SOFTPLUS,
+                q,
+                k,
+                v,
+                b,
+                state,
+                runs.state,
                 use_qk_l2norm_in_kernel=True,
                 cu_seqlens=runs.starts,
                 disable_state_update=not update,
@@ -268,7 +284,15 @@ class GatedDeltaBackend(AttentionBackend):
         # beta in float32: this op rounds its result to the dtype of b, the chunked one does not.
         g, beta = ops.fused_gdn_gating(inputs.a_log, a, b.float(), inputs.dt_bias, *SOFTPLUS)
         o, _, _ = ops.chunk_gated_delta_rule(
-            *(q, k, v, g, beta, None, state, runs.state, runs.starts),
+            q,
+            k,
+            v,
+            g,
+            beta,
+            None,
+            state,
+            runs.state,
+            runs.starts,
             use_qk_l2norm_in_kernel=True,
             has_initial_state=runs.begun,
         )

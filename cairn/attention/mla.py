@@ -110,7 +110,13 @@ class MlaBackend(AttentionBackend):
             self._store(layer, inputs.index.k, place.location)
         if spec.topk is None or plan.width <= spec.topk:
             o, lse = ops.paged_mla(
-                *(q, records, place.page_table, plan.batch.row, context, spec.scale, rank),
+                q,
+                records,
+                place.page_table,
+                plan.batch.row,
+                context,
+                spec.scale,
+                rank,
                 dtype=q.dtype,
                 width=plan.width,
             )
@@ -140,7 +146,14 @@ class MlaBackend(AttentionBackend):
         for part in _blocks(len(context), plan.width):
             own, seen = row[part], context[part]
             logits = ops.paged_mqa_logits(
-                *(q[part], weights[part], keys, table, own, seen, plan.width, form.preshuffled),
+                q[part],
+                weights[part],
+                keys,
+                table,
+                own,
+                seen,
+                plan.width,
+                form.preshuffled,
                 least=topk,
                 chunked=plan.cuts.chunked,
             )

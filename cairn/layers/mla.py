@@ -155,7 +155,7 @@ class MlaAttention(nn.Module):
         torch.bmm(nope.transpose(0, 1), w_uk, out=latent_part.transpose(0, 1))
         weights, factor = (None, 1.0) if own is None else (own.of_heads(x), own.scale)
         index_q, weights = ops.latent_query_rope(
-            *(projected, q, weights, *turning, spec.nope_dim, factor, *layouts)
+            projected, q, weights, *turning, spec.nope_dim, factor, *layouts
         )
         index = None if own is None else IndexInputs(index_q, k, weights)
         o = layer.run(MlaInputs(q, latent, k_pe, index))

@@ -267,7 +267,9 @@ def _experts(f: ConfigFields, own: _Family) -> MoeFfn:
     shared = f.optional_integer("n_shared_experts", 1, low=0) or 0
     if experts % groups or (groups > 1 and experts < 2 * groups):
         raise refuse(
-            *("n_group", groups, f"{experts} experts (n_routed_experts) do not fill such groups"),
+            "n_group",
+            groups,
+            f"{experts} experts (n_routed_experts) do not fill such groups",
             "Write a divisor that leaves two experts a group",
         )
     if top_groups > groups:
@@ -276,7 +278,9 @@ def _experts(f: ConfigFields, own: _Family) -> MoeFfn:
         )
     if active > experts // groups * top_groups:
         raise refuse(
-            *("num_experts_per_tok", active, "more than the experts of topk_group groups"),
+            "num_experts_per_tok",
+            active,
+            "more than the experts of topk_group groups",
             f"Write at most {experts // groups * top_groups}",
         )
     router = RouterSpec(

@@ -339,10 +339,8 @@ class Op(Generic[P, R]):
             if name == REFERENCE or name in self.implementations:
                 raise ValueError(f"op {self.name} already has an implementation {name!r}")
             expect_call_only(self.name, f"implementation {name!r}", function)
-            self.implementations[name] = Implementation(
-                *(name, function, self.bind, tuple(devices), dtypes and tuple(dtypes)),
-                *(when, missing, replayed),
-            )
+            given = name, function, self.bind, tuple(devices), dtypes and tuple(dtypes)
+            self.implementations[name] = Implementation(*given, when, missing, replayed)
             if replayed:
                 self._plans = plans.Plans()
             self._chosen.clear()

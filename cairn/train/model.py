@@ -274,7 +274,14 @@ class TrainedModel(nn.Module):
         if mixer.window is None and not (mixer.mask_landmarks and self.spec.landmarks):
             return _causal(q, k, v), q.new_zeros(q.shape[:3], dtype=torch.float32)
         return sequence_attention(
-            *(q, k, v, None, None, None, self.page_size, mixer.window or q.shape[1]),
+            q,
+            k,
+            v,
+            None,
+            None,
+            None,
+            self.page_size,
+            mixer.window or q.shape[1],
             aligned=False,
             mask_landmarks=mixer.mask_landmarks and self.spec.landmarks,
         )

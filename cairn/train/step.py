@@ -85,8 +85,11 @@ class TrainStep:
     def _forward(self, inputs: _Inputs, topk: int) -> Tensor:
         result = self.model(inputs.ids[:, :-1], topk, self.dtype)
         return self._losses(
-            *(result.hidden.flatten(0, 1), self.model.table, result.page_mass.flatten()),
-            *(inputs.ids[:, 1:].flatten(), inputs.classes[:, 1:].flatten()),
+            result.hidden.flatten(0, 1),
+            self.model.table,
+            result.page_mass.flatten(),
+            inputs.ids[:, 1:].flatten(),
+            inputs.classes[:, 1:].flatten(),
         )
 
     def _gradients(self, inputs: _Inputs, topk: int) -> None:

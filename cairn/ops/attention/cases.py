@@ -41,7 +41,9 @@ def _(make: Make) -> Cases:
     yield latents(make, [200], 20, 1, (24, 8))
     nobody = latents(make, [9], 3, 8, (32, 16)).args
     yield make.args(
-        *(make.randn(0, 3, 32), make.randn(0, 3, 16), nobody[2]),
+        make.randn(0, 3, 32),
+        make.randn(0, 3, 16),
+        nobody[2],
         *(x[:0] for x in nobody[3:5]),
         *nobody[5:],
     )
@@ -88,7 +90,12 @@ def _(make: Make) -> Cases:
         row, slot, _ = paged.queries(running)
         q = make.randn(sum(running), 8, 64, dtype=torch.bfloat16)
         yield make.args(
-            *(q, paged.k_cache, paged.v_cache, row, slot, paged.page_table),
+            q,
+            paged.k_cache,
+            paged.v_cache,
+            row,
+            slot,
+            paged.page_table,
             stretches=paged.stretches(running),
         )
 

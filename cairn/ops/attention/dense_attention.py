@@ -59,8 +59,17 @@ def dense_attention(
         page = tokens.new_tensor([begin])
         for at in tokens.split(paging.tokens_per_block(width * bytes_per_page, q.shape[0])):
             part = paging.attend_span(
-                *(q[at], k_cache, v_cache, row[at], None, slot[at], page_table, page),
-                *(width, scale, mask_landmarks),
+                q[at],
+                k_cache,
+                v_cache,
+                row[at],
+                None,
+                slot[at],
+                page_table,
+                page,
+                width,
+                scale,
+                mask_landmarks,
             )
             o[at], lse[at] = merged(o[at], lse[at], *part)
     return o.to(q.dtype), lse
@@ -125,7 +134,12 @@ def _by_groups(call: Call) -> bool:
 
 def _task(call: Call) -> launch.Task:
     return launch.Task(
-        *(call.q, call.k_cache, call.v_cache, call.row, call.slot, call.page_table),
+        call.q,
+        call.k_cache,
+        call.v_cache,
+        call.row,
+        call.slot,
+        call.page_table,
         scale=call.scale,
         mask_landmarks=call.mask_landmarks,
         stretches=call.stretches,

@@ -130,7 +130,10 @@ def _by_tiles(call: Call) -> bool:
 def _(call: Call) -> tuple[Tensor, Tensor]:
     definition = window_attention.using("reference")
     return on_cpu.attend_tiles(
-        *(call, 512, call.dtype or torch.float32, on_cpu.windows),
+        call,
+        512,
+        call.dtype or torch.float32,
+        on_cpu.windows,
         lambda some: definition(**some.asdict()),
     )
 

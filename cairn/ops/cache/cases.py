@@ -28,8 +28,17 @@ def _arguments(make: Make, num_rows: int, size: int, count: int, most: int) -> A
     own = row[:some] * max_pages + (first[:some] + first[:some] // (size - 1)) // size
     cells[:some], pages[:some] = own, make.randint(0, 99, some, dtype=torch.int32)
     return make.args(
-        *(row, first, cells, pages, last_token, tables, True),
-        *(size, 500, 99 * size + 1, 99 * size + 2),
+        row,
+        first,
+        cells,
+        pages,
+        last_token,
+        tables,
+        True,
+        size,
+        500,
+        99 * size + 1,
+        99 * size + 2,
     )
 
 

@@ -13,12 +13,12 @@ from cairn.ops.elementwise.copy_to_gpu_no_ce import put_integers
 from cairn.ops.elementwise.fp8 import downcast_fp8, fp8_quantize
 from cairn.ops.elementwise.hadamard_blocks import ORDERS, hadamard_transform_blocks
 from cairn.ops.elementwise.hadamard_transform import hadamard_transform
-from cairn.ops.elementwise.timestep_embedding import timestep_embedding
 from cairn.ops.elementwise.positions import (
     clamp_position,
     fixup_zero_kv_rows,
     resolve_future_token_ids,
 )
+from cairn.ops.elementwise.timestep_embedding import timestep_embedding
 from cairn.ops.testing import Arguments
 
 MOST_TIMED = 4096

@@ -128,7 +128,9 @@ def _paley_second(prime: int, device: torch.device) -> Tensor:
     inner = _circulant(_squares(prime), device) - _identity(prime, device)
     core = torch.nn.functional.pad(inner, (1, 0, 1, 0), value=1.0)
     core = core - torch.nn.functional.pad(_identity(1, device), (0, prime, 0, prime))
-    ones = _circulant("++", device) - 2 * torch.nn.functional.pad(_identity(1, device), (1, 0, 1, 0))
+    ones = _circulant("++", device) - 2 * torch.nn.functional.pad(
+        _identity(1, device), (1, 0, 1, 0)
+    )
     zeros = torch.nn.functional.pad(2 * _identity(1, device), (0, 1, 0, 1)) - 1
     return torch.kron(core, ones) + torch.kron(_identity(prime + 1, device), zeros)
 

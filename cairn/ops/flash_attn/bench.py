@@ -38,10 +38,29 @@ def _(draw: Draw) -> Points:
         q = job.q.view(step.batch, step.tokens, layer.heads, layer.head_dim)
         used = draw.full((step.batch,), step.context, torch.int32)
         given = draw.args(
-            *(q, job.k_cache.view(shape), job.v_cache.view(shape), torch.empty_like(q)),
+            q,
+            job.k_cache.view(shape),
+            job.v_cache.view(shape),
+            torch.empty_like(q),
             draw.full((step.batch, layer.heads, step.tokens), 0.0),
-            *(job.page_table, None, None, None, None, None, used, None, None, None, None, None),
-            *(layer.head_dim**-0.5, -1, 0, 0, 0.0, step.tokens),
+            job.page_table,
+            None,
+            None,
+            None,
+            None,
+            None,
+            used,
+            None,
+            None,
+            None,
+            None,
+            None,
+            layer.head_dim**-0.5,
+            -1,
+            0,
+            0,
+            0.0,
+            step.tokens,
         )
         keys = step.batch * step.context * job.slot_bytes
         flops = job.attend_flops(job.pairs())

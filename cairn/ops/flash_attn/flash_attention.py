@@ -182,8 +182,13 @@ def _(call: Call) -> None:
     task = launch.Task(*call.astuple())
     q, o, lse = task.q, task.o, task.lse
     keys = Keys(
-        *(task.k, task.v, task.page_table, task.batch_idx, task.leftpad),
-        *(task.cu_seqlens_k, task.seqused_k),
+        task.k,
+        task.v,
+        task.page_table,
+        task.batch_idx,
+        task.leftpad,
+        task.cu_seqlens_k,
+        task.seqused_k,
     )
     spans = _spans(q, task.cu_seqlens_q, task.seqused_q)
     for row, (at, count, many) in enumerate(spans):
@@ -250,17 +255,24 @@ def drawn(make: Make, dtype: torch.dtype, **options: Any) -> Arguments:
     window = (options.get("left", -1), options.get("right", -1), options.get("chunk", 0))
     out = torch.bfloat16 if dtype.itemsize == 1 else dtype
     return make.args(
-        *(make.randn(*lead, heads, dim, dtype=dtype), *caches),
+        make.randn(*lead, heads, dim, dtype=dtype),
+        *caches,
         make.empty(*lead, heads, wide, dtype=out),
         make.empty(*lead[:-1], heads, lead[-1]),
-        *(table, None, make.full((batch,), pad, int32) if pad else None),
-        *(None if even else ends, begins if page < 0 else None),
+        table,
+        None,
+        make.full((batch,), pad, int32) if pad else None,
+        None if even else ends,
+        begins if page < 0 else None,
         make.tensor(queries, int32) if even else None,
         None if page < 0 else used,
         make.randn(*lead, heads, wide, dtype=dtype) if options.get("qv") else None,
         *descales,
         make.randn(heads) if options.get("sinks") else None,
-        *(options.get("scale", 0.2), *window, options.get("softcap", 0.0), longest),
+        options.get("scale", 0.2),
+        *window,
+        options.get("softcap", 0.0),
+        longest,
     )
 
 

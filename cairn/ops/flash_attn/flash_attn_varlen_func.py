@@ -69,7 +69,11 @@ def flash_attn_varlen_func(
     if paged and seqused_k is None:
         refuse(name, "seqused_k", "is None", "Paged keys need their lengths")
     call = Call(
-        *(name, q, k, v, page_table),
+        name,
+        q,
+        k,
+        v,
+        page_table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=None if paged else cu_seqlens_k,
         seqused_q=seqused_q,

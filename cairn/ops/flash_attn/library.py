@@ -47,7 +47,8 @@ def attend_sequence(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
             mask = mask.expand(1, kv_heads, *mask.shape)
         query = q[lines].unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
         part, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(query.unsqueeze(0), k[keys].transpose(0, 1).unsqueeze(0)),
+            query.unsqueeze(0),
+            k[keys].transpose(0, 1).unsqueeze(0),
             v[keys].transpose(0, 1).unsqueeze(0),
             attn_mask=mask,
             scale=task.scale,

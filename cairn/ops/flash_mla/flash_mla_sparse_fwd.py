@@ -73,7 +73,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     candidates = attend_launch.Candidates(length, most, call.indices[:, 0])
     cache = call.kv.transpose(0, 1)
     o, lse, peaks = attend_launch.attend(
-        *(call.q, cache, candidates, call.sm_scale, call.d_v, None, call.q.dtype), with_peaks=True
+        call.q, cache, candidates, call.sm_scale, call.d_v, None, call.q.dtype, with_peaks=True
     )
     assert peaks is not None
     return o, peaks, lse * math.log2(math.e)

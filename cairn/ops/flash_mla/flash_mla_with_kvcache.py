@@ -212,8 +212,19 @@ def flash_mla_with_kvcache_sm90(
         BadArgument: as there.
     """
     return flash_mla_with_kvcache(
-        *(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits),
-        *(softmax_scale, causal, descale_q, descale_k, is_fp8_kvcache, indices),
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        head_dim_v,
+        tile_scheduler_metadata,
+        num_splits,
+        softmax_scale,
+        causal,
+        descale_q,
+        descale_k,
+        is_fp8_kvcache,
+        indices,
     )
 
 

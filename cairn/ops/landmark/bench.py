@@ -70,13 +70,13 @@ def _(draw: Draw) -> Points:
         for name, z in draw.landmark_queries(job):
             where, rule = (job.row, job.slot, job.page_table), (layer.window, layer.topk)
             indices, scores = select_pages(
-                *(z, key, bias, lse, *where, layer.page_size, *rule), num_kv_heads=layer.kv_heads
+                z, key, bias, lse, *where, layer.page_size, *rule, num_kv_heads=layer.kv_heads
             )
             weights = torch.softmax(scores, dim=-1)
             yield Point(
                 f"{job}{name}",
                 draw.args(
-                    *(job.q, job.k_cache, job.v_cache, job.row, job.page_table, indices, weights)
+                    job.q, job.k_cache, job.v_cache, job.row, job.page_table, indices, weights
                 ),
                 job.selected_bytes + moved(job.q, job.q, indices, weights),
                 job.attend_flops(job.q.shape[0] * layer.topk * (layer.page_size - 1)),
@@ -149,7 +149,14 @@ def _(draw: Draw) -> Points:
         yield Point(
             str(job),
             draw.args(
-                *(z, key, bias, lse, job.row, job.slot, job.page_table, *rule),
+                z,
+                key,
+                bias,
+                lse,
+                job.row,
+                job.slot,
+                job.page_table,
+                *rule,
                 num_kv_heads=layer.kv_heads,
             ),
             job.summary_bytes + moved(z),

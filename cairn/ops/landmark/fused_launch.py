@@ -83,9 +83,7 @@ def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: 
     chunks = -(-job.pages // chunk)
     stores = 0 if not store else 1 if whole else job.heads // job.groups
     single = splits >= task.blocks
-    return _Plan(
-        *(whole, splits, single, tile, programs, chunk, chunks, *pages.splits, pdl, stores)
-    )
+    return _Plan(whole, splits, single, tile, programs, chunk, chunks, *pages.splits, pdl, stores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,13 @@ def attend(
     if tokens == 0:
         return out, indices, scores, lse
     pages = Pages(
-        *(task.q, task.k_cache, task.v_cache, task.row, task.page_table, indices, scores),
+        task.q,
+        task.k_cache,
+        task.v_cache,
+        task.row,
+        task.page_table,
+        indices,
+        scores,
         task.q.shape[2] ** -0.5 if task.scale is None else task.scale,
     )
     plan = _plan(task, job, pages, store)

@@ -85,8 +85,17 @@ def landmark_attention(
         q, k_cache, v_cache, *where, window, scale, aligned=True, mask_landmarks=True
     )
     indices, scores = select_pages.reference(
-        *(lmk_q, summary_key, summary_bias, lse, *where, k_cache.shape[2], window, topk, scale),
-        *(strategy, k_cache.shape[1]),
+        lmk_q,
+        summary_key,
+        summary_bias,
+        lse,
+        *where,
+        k_cache.shape[2],
+        window,
+        topk,
+        scale,
+        strategy,
+        k_cache.shape[1],
     )
     weights, window_weight = shared_weights(scores, lse, softmax1)
     o_pages = page_attention.reference(
@@ -145,8 +154,15 @@ def _selection(call: Call) -> select_launch.Selection:
     lse = gpu.empty((0,), torch.float32, call.q.device)
     where = (call.row, call.slot, call.page_table, call.k_cache.shape[2], call.topk)
     return select_launch.Selection(
-        *(call.lmk_q, call.summary_key, call.summary_bias, lse, *where),
-        *(task.scale, call.window - 1, task.groups, task.normalised),
+        call.lmk_q,
+        call.summary_key,
+        call.summary_bias,
+        lse,
+        *where,
+        task.scale,
+        call.window - 1,
+        task.groups,
+        task.normalised,
     )
 
 
@@ -247,8 +263,17 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kinds = {"aligned": True, "mask_landmarks": True, "chunked": call.chunked}
     o_window, lse = window_attention(call.q, *caches, *where, call.window, call.scale, **kinds)
     indices, scores = select_pages(
-        *(call.lmk_q, call.summary_key, call.summary_bias, lse, *where, size, call.window),
-        *(call.topk, call.scale, call.strategy, kv_heads),
+        call.lmk_q,
+        call.summary_key,
+        call.summary_bias,
+        lse,
+        *where,
+        size,
+        call.window,
+        call.topk,
+        call.scale,
+        call.strategy,
+        kv_heads,
     )
     weights, window_weight = shared_weights(scores, lse, call.softmax1)
     o_pages = page_attention(

@@ -36,13 +36,26 @@ def attend(
             alone.append(torch.arange(begin, end, device=q.device))
             continue
         _run_span(
-            *(q[at], k_cache, v_cache, page_table[row[begin]], indices[at], weights[at]),
-            *(pages, scale, out[at]),
+            q[at],
+            k_cache,
+            v_cache,
+            page_table[row[begin]],
+            indices[at],
+            weights[at],
+            pages,
+            scale,
+            out[at],
         )
     if alone:
         some = torch.cat(alone)
         out[some] = _by_page(
-            *(q[some], k_cache, v_cache, row[some], page_table, indices[some], weights[some]),
+            q[some],
+            k_cache,
+            v_cache,
+            row[some],
+            page_table,
+            indices[some],
+            weights[some],
             scale,
         )
     return out
@@ -140,8 +153,17 @@ def _by_page(
         for begin in range(0, tile.numel(), step):
             at = slice(begin, begin + step)
             _run_tiles(
-                *(q, k_cache, v_cache, lines[tile[at]], first[at], filled[at]),
-                *(query, weight, places, scale, out),
+                q,
+                k_cache,
+                v_cache,
+                lines[tile[at]],
+                first[at],
+                filled[at],
+                query,
+                weight,
+                places,
+                scale,
+                out,
             )
         start = start + full * places
         counts = (counts - full * places).clamp(min=0)

@@ -55,8 +55,13 @@ class Selection:
             self.lse[at],
             self.row[at],
             self.slot[at],
-            *(self.page_table, self.page_size, self.topk, self.scale, self.offset),
-            *(self.groups, self.normalised),
+            self.page_table,
+            self.page_size,
+            self.topk,
+            self.scale,
+            self.offset,
+            self.groups,
+            self.normalised,
         )
 
     @property

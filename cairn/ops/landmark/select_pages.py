@@ -147,9 +147,19 @@ def _selection(call: Call) -> select_launch.Selection:
     task = task_of(call.lmk_q, call.summary_key, call.strategy, call.scale, call.num_kv_heads)
     offset = call.window - 1 if call.window or call.strategy != "softmax_head" else 0
     return select_launch.Selection(
-        *(call.lmk_q, call.summary_key, call.summary_bias, call.lse),
-        *(call.row, call.slot, call.page_table, call.page_size, call.topk),
-        *(task.scale, offset, task.groups, task.normalised),
+        call.lmk_q,
+        call.summary_key,
+        call.summary_bias,
+        call.lse,
+        call.row,
+        call.slot,
+        call.page_table,
+        call.page_size,
+        call.topk,
+        task.scale,
+        offset,
+        task.groups,
+        task.normalised,
     )
 
 

@@ -150,7 +150,15 @@ def _(make: Make) -> Cases:
         buffer = make.full((4, 3, 4, 12, 8), 0.5)
         pairs = [x.view(2, 3, *x.shape[2:]) for x in (q, k, v)]
         yield make.args(
-            *(rate, a, bias, 1.0, 20.0, *pairs, b, pool, words(1, 3)),
+            rate,
+            a,
+            bias,
+            1.0,
+            20.0,
+            *pairs,
+            b,
+            pool,
+            words(1, 3),
             **drafts,
             intermediate_states_buffer=buffer,
             intermediate_state_indices=words(2, 0),

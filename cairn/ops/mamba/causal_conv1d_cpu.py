@@ -43,8 +43,15 @@ def causal_conv1d_fn_cpu(
         BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
     """
     y = convolution.ragged(
-        *(mixed_qkv_transposed, conv_weights, bias, conv_states, query_start_loc, cache_indices),
-        *(has_initial_state, activation == "silu", PAD),
+        mixed_qkv_transposed,
+        conv_weights,
+        bias,
+        conv_states,
+        query_start_loc,
+        cache_indices,
+        has_initial_state,
+        activation == "silu",
+        PAD,
     )
     return y.to(mixed_qkv_transposed.dtype)
 
@@ -74,7 +81,7 @@ def causal_conv1d_update_cpu(
     """
     x = mixed_qkv[..., None].clone() if mixed_qkv.dim() == 2 else mixed_qkv.clone()
     causal_conv1d_update.reference(
-        *(x, conv_states, conv_weights, bias, activation == "silu", None, conv_state_indices, PAD)
+        x, conv_states, conv_weights, bias, activation == "silu", None, conv_state_indices, PAD
     )
     return x.view(mixed_qkv.shape)
 

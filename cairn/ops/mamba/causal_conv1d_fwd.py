@@ -54,8 +54,15 @@ def causal_conv1d_fwd(
     if starts is None:
         starts = segments.regular(x.shape[0], x.shape[2], x.device)
     y = convolution.ragged(
-        *(flat, weight, bias_, conv_states, starts, cache_indices, has_initial_state),
-        *(silu_activation, pad_slot_id),
+        flat,
+        weight,
+        bias_,
+        conv_states,
+        starts,
+        cache_indices,
+        has_initial_state,
+        silu_activation,
+        pad_slot_id,
     )
     x.copy_(y if x.dim() == 2 else y.unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1))
 

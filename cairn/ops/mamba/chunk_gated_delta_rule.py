@@ -163,8 +163,17 @@ def chunk_gated_delta_rule(
     """
     q, k, v, g, beta = _tokens_first(head_first, q, k, v, g, beta)
     o = gated_delta_rule(
-        *(q, k, v, g, beta, scale, initial_state, initial_state_indices, cu_seqlens),
-        *(use_qk_l2norm_in_kernel, has_initial_state),
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        initial_state_indices,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        has_initial_state,
     )
     return o.transpose(1, 2) if head_first else o, None, None
 
@@ -199,9 +208,7 @@ def chunk_gated_delta_rule_cpu(
     else:
         expect(NAME, "initial_state", initial_state, 4, (torch.float32,))
         state = initial_state.transpose(-1, -2).contiguous().clone()
-    o = gated_delta_rule(
-        *(q, k, v, g, beta, None, state, None, cu_seqlens, use_qk_l2norm_in_kernel)
-    )
+    o = gated_delta_rule(q, k, v, g, beta, None, state, None, cu_seqlens, use_qk_l2norm_in_kernel)
     return o.transpose(1, 2) if head_first else o, state.transpose(-1, -2).contiguous(), None
 
 

@@ -196,8 +196,24 @@ def _(draw: Draw) -> Points:
         out = draw.randn(rows, 2 * inner)
         hit = int((counts > 0).sum())
         given = draw.args(
-            *(out, None, None, None, None, None, x, weight.transpose(1, 2), own),
-            *(scale.transpose(1, 2), None, None, None, None, None, sizes, offsets, None),
+            out,
+            None,
+            None,
+            None,
+            None,
+            None,
+            x,
+            weight.transpose(1, 2),
+            own,
+            scale.transpose(1, 2),
+            None,
+            None,
+            None,
+            None,
+            None,
+            sizes,
+            offsets,
+            None,
         )
         least = moved(x, own, out) + hit * moved(weight[0], scale[0])
         yield Point(f"{rows} rows of {experts}", given, least, 4.0 * rows * width * inner)

@@ -106,7 +106,9 @@ def aligned_inputs(make: Make, ids: Tensor, experts: int, block: int, pad: bool)
     """Arguments of `moe_align_block_size`, its outputs as small as they may be."""
     most = ids.numel() + (experts + 1) * (block - 1)
     return make.args(
-        *(ids, experts + 1, block),
+        ids,
+        experts + 1,
+        block,
         make.empty(most, dtype=torch.int32),
         make.empty(-(-most // block), dtype=torch.int32),
         make.empty(1, dtype=torch.int32),
@@ -157,8 +159,15 @@ def prepared_inputs(make: Make, ids: Tensor, experts: int, scales: bool) -> Argu
         return make.empty(*shape, dtype=torch.int32)
 
     return make.args(
-        *(ids, words(experts + 1), words(experts, 3), words(experts, 3)),
-        *(words(ids.numel()), words(ids.numel()), experts, 96, 64),
+        ids,
+        words(experts + 1),
+        words(experts, 3),
+        words(experts, 3),
+        words(ids.numel()),
+        words(ids.numel()),
+        experts,
+        96,
+        64,
         words(experts + 1) if scales else None,
     )
 
@@ -219,7 +228,22 @@ def _(make: Make) -> Cases:
         ends = make.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         out = make.empty(rows, numbers, dtype=dtype)
         yield make.args(
-            *(out, None, None, None, None, None, x, weight.transpose(1, 2), own),
-            *(scale.transpose(1, 2), None, None, None, None, None, sizes),
-            *(ends - sizes[:, 0], None),
+            out,
+            None,
+            None,
+            None,
+            None,
+            None,
+            x,
+            weight.transpose(1, 2),
+            own,
+            scale.transpose(1, 2),
+            None,
+            None,
+            None,
+            None,
+            None,
+            sizes,
+            ends - sizes[:, 0],
+            None,
         )

@@ -75,7 +75,7 @@ def fused_experts(
         return blocks.rounded(gated) @ blocks.dequantized(w2[number], w2_scale[number]).T
 
     total = _summed(
-        *(hidden_states.float(), topk_weights, topk_ids, expert, apply_router_weight_on_input)
+        hidden_states.float(), topk_weights, topk_ids, expert, apply_router_weight_on_input
     )
     return (total * routed_scaling_factor).to(hidden_states.dtype)
 
@@ -146,13 +146,11 @@ def _(call: Call) -> Tensor:
         return torch.nn.functional.linear(act(gated), call.w2[number])
 
     total = _summed(
-        *(
-            call.hidden_states,
-            call.topk_weights,
-            call.topk_ids,
-            expert,
-            call.apply_router_weight_on_input,
-        )
+        call.hidden_states,
+        call.topk_weights,
+        call.topk_ids,
+        expert,
+        call.apply_router_weight_on_input,
     )
     return (total * call.routed_scaling_factor).to(call.hidden_states.dtype)
 

@@ -72,7 +72,7 @@ def biased_grouped_topk(
     """
     factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
     return _biased(
-        *(gating, correction_bias, num_expert_group, topk_group, topk, renormalize, factor, 0.0)
+        gating, correction_bias, num_expert_group, topk_group, topk, renormalize, factor, 0.0
     )
 
 

@@ -92,8 +92,12 @@ def _(call: Call) -> None:
     "triton",
     devices=gpu.DEVICES,
     when=lambda call: align_launch.accepts(
-        *(call.topk_ids, call.num_experts, call.sorted_token_ids, call.experts_ids),
-        *(call.num_tokens_post_pad, call.cumsum_buffer),
+        call.topk_ids,
+        call.num_experts,
+        call.sorted_token_ids,
+        call.experts_ids,
+        call.num_tokens_post_pad,
+        call.cumsum_buffer,
     ),
     replayed=True,
 )

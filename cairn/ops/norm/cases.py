@@ -16,7 +16,7 @@ from cairn.ops.norm.layernorm import layernorm
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.norm.rmsnorm_add import rmsnorm_add
 from cairn.ops.norm.rmsnorm_hf import rmsnorm_hf
-from cairn.ops.testing import Cases, Make
+from cairn.ops.testing import Arguments, Cases, Make
 
 
 def norm_cases(make: Make) -> Cases:
@@ -116,6 +116,7 @@ def _(make: Make) -> Cases:
 @fused_add_layernorm.cases
 def _(make: Make) -> Cases:
     for case in sum_cases(make):
+        assert isinstance(case, Arguments)
         x, residual, weight = case.args
         yield make.args(x, residual, weight, make.randn(x.shape[-1]), **case.kwargs)
     yield make.args(make.randn(7, 96), make.randn(7, 96), make.randn(96), None, 1e-5)

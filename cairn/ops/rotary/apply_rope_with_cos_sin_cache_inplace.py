@@ -150,7 +150,11 @@ def apply_rope_with_cos_sin_cache_inplace(
     if given.cache_loc is None:
         refuse(NAME, "fused_set_kv_buffer_arg", "has no cache_loc")
     rotary_set_kv(
-        *(positions, query, key, head_size, cos_sin_cache),
+        positions,
+        query,
+        key,
+        head_size,
+        cos_sin_cache,
         value=given.value,
         k_buffer=given.k_buffer,
         v_buffer=given.v_buffer,

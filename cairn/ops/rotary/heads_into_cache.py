@@ -197,7 +197,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     else:
         more = cpu.numbers_or_none(call.added, call.projected.dtype, 2)
         loops.heads_into_cache(
-            *(given, more, norms, angles, *cache, np.float32(call.eps), call.whole, *results)
+            given, more, norms, angles, *cache, np.float32(call.eps), call.whole, *results
         )
     return q, z
 

@@ -97,8 +97,13 @@ def _drawn(
         *(make.randn(*lead[1], kv_heads, dim, dtype=dtype) for _ in range(2)),
         make.empty(*lead[0], q_heads, dim, dtype=dtype),
         make.empty(*lead[0][:-1], q_heads, lead[0][-1]),
-        *(*blocks, *columns, *((None, None) if even else ends)),
-        *(longest, dim**-0.5, causal, softcap),
+        *blocks,
+        *columns,
+        *((None, None) if even else ends),
+        longest,
+        dim**-0.5,
+        causal,
+        softcap,
     )
 
 

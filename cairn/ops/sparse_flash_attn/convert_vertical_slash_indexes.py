@@ -58,8 +58,15 @@ def convert_vertical_slash_indexes(
     """
     return vertical_slash.convert(
         Lines(
-            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, None, None),
-            *(context_size, block_size_M, block_size_N),
+            q_seqlens,
+            kv_seqlens,
+            vertical_indexes,
+            slash_indexes,
+            None,
+            None,
+            context_size,
+            block_size_M,
+            block_size_N,
             causal,
         )
     )
@@ -91,9 +98,15 @@ def convert_vertical_slash_indexes_mergehead(
     """
     return vertical_slash.convert(
         Lines(
-            *(q_seqlens, kv_seqlens, vertical_indexes, slash_indexes),
-            *(vertical_indices_count, slash_indices_count),
-            *(context_size, block_size_M, block_size_N),
+            q_seqlens,
+            kv_seqlens,
+            vertical_indexes,
+            slash_indexes,
+            vertical_indices_count,
+            slash_indices_count,
+            context_size,
+            block_size_M,
+            block_size_N,
             causal,
         )
     )

@@ -196,8 +196,17 @@ class Call(NamedTuple):
         expect(self.name, "out", out, q.shape, (q.dtype,), q, dense=1)
         lse = gpu.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.float32, q.device)
         vertical_slash_attention(
-            *(q, self.k, self.v, out, lse, self.block_count, self.block_offset),
-            *(self.column_count, self.column_index, self.cu_seqlens_q, self.cu_seqlens_k),
+            q,
+            self.k,
+            self.v,
+            out,
+            lse,
+            self.block_count,
+            self.block_offset,
+            self.column_count,
+            self.column_index,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
             self._longest,
             q.shape[-1] ** -0.5 if scale is None else float(scale),
             bool(causal),

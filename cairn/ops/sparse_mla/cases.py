@@ -143,7 +143,13 @@ def _(make: Make) -> Cases:
             tiles = index_cache.pack(keys, preshuffled=True, scale_ue8m0=False)
             for chunked in (False, True):
                 yield make.args(
-                    *(own, weights, tiles, table, row, context, logits),
+                    own,
+                    weights,
+                    tiles,
+                    table,
+                    row,
+                    context,
+                    logits,
                     preshuffled=True,
                     chunked=chunked,
                 )

@@ -42,7 +42,10 @@ def index_k_store(
     size = index_cache.page_size(cache, dim)
     if not index_cache.is_quantized(cache):
         locations.store(
-            *(cache, k, location, cache.shape[0] * size),
+            cache,
+            k,
+            location,
+            cache.shape[0] * size,
             lambda location: (location // size, location % size),
         )
         return
@@ -50,7 +53,10 @@ def index_k_store(
     numbers, scale = index_cache.quantize(turned, scale_ue8m0)
     values = torch.cat((numbers.view(BYTES), scale.unsqueeze(-1).view(BYTES)), dim=1)
     locations.store(
-        *(cache, values, location, cache.shape[0] * size),
+        cache,
+        values,
+        location,
+        cache.shape[0] * size,
         lambda location: (
             (location // size).unsqueeze(-1),
             index_cache.byte_positions(location % size, size, dim, preshuffled),

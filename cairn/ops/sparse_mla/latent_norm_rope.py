@@ -105,10 +105,24 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if tokens:
         padded = [number for size in sizes for number in (size, gpu.next_power_of_2(max(1, size)))]
         latent_kernel[(tokens * parts,)](
-            *(x, key, call.q_weight, call.kv_weight, call.k_weight, call.k_bias),
-            *(call.cos_sin, call.index_cos_sin, *results),
-            *(x.stride(0), 0 if key is None else key.stride(0), call.eps, call.key_eps),
-            *(*padded, call.interleaved, call.index_interleaved, parts, pdl),
+            x,
+            key,
+            call.q_weight,
+            call.kv_weight,
+            call.k_weight,
+            call.k_bias,
+            call.cos_sin,
+            call.index_cos_sin,
+            *results,
+            x.stride(0),
+            0 if key is None else key.stride(0),
+            call.eps,
+            call.key_eps,
+            *padded,
+            call.interleaved,
+            call.index_interleaved,
+            parts,
+            pdl,
             num_warps=WARPS,
             **pdl_option(pdl),
         )

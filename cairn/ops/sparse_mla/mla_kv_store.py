@@ -34,7 +34,10 @@ def mla_kv_store(latent: Tensor, k_pe: Tensor, cache: Tensor, location: Tensor) 
     else:
         values = torch.cat((latent, k_pe), dim=-1)
     locations.store(
-        *(cache, values, location, pages * size),
+        cache,
+        values,
+        location,
+        pages * size,
         lambda location: (location // size, location % size),
     )
 

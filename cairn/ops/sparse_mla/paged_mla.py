@@ -109,7 +109,12 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
         begin=call.begin,
     )
     o, lse, _ = attend_launch.attend(
-        *(call.q, call.cache, candidates, call.scale, call.value_dim, call.sink),
+        call.q,
+        call.cache,
+        candidates,
+        call.scale,
+        call.value_dim,
+        call.sink,
         call.dtype or torch.float32,
     )
     return o, lse

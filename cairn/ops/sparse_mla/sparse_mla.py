@@ -106,7 +106,12 @@ def _fits(call: Call) -> bool:
 def _(call: Call) -> tuple[Tensor, Tensor]:
     candidates = attend_launch.Candidates(call.length, call.cells.shape[1], call.cells)
     o, lse, _ = attend_launch.attend(
-        *(call.q, call.cache, candidates, call.scale, call.value_dim, call.sink),
+        call.q,
+        call.cache,
+        candidates,
+        call.scale,
+        call.value_dim,
+        call.sink,
         call.dtype or torch.float32,
     )
     return o, lse

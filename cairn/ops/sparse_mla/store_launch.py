@@ -69,7 +69,11 @@ def quantize_queries(q: Tensor, weights: Tensor, hadamard: bool) -> tuple[Tensor
     if rows:
         block = ROTATED if hadamard else TUNING.store_tokens
         index_query_kernel[(-(-rows // block),)](
-            *(q, weights, codes, scaled, rows),
+            q,
+            weights,
+            codes,
+            scaled,
+            rows,
             DIM=dim,
             DP=gpu.next_power_of_2(dim),
             ROWS=block,

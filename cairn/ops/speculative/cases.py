@@ -42,8 +42,16 @@ def _drafted(
         mask = make.full((size[mode] * nodes,), 1, torch.bool)
     tree = (make.full((batch, nodes), -1, torch.int64) for _ in range(3))
     return make.args(
-        *(parents, selected, make.tensor(lengths, torch.int64), mask),
-        *(make.empty(batch * nodes, dtype=torch.int64), *tree, topk, depth, nodes, mode),
+        parents,
+        selected,
+        make.tensor(lengths, torch.int64),
+        mask,
+        make.empty(batch * nodes, dtype=torch.int64),
+        *tree,
+        topk,
+        depth,
+        nodes,
+        mode,
     )
 
 
@@ -70,9 +78,12 @@ def _drawn(make: Make, batch: int, nodes: int) -> Arguments:
             tree[node, node] = True
     lengths = make.randint(0, 1000, batch)
     return make.args(
-        *(mask.flatten().to(make.device), lengths, make.empty(batch * nodes, dtype=torch.int64)),
+        mask.flatten().to(make.device),
+        lengths,
+        make.empty(batch * nodes, dtype=torch.int64),
         *(make.empty(batch, nodes, dtype=torch.int64) for _ in range(3)),
-        *(batch, nodes),
+        batch,
+        nodes,
     )
 
 
@@ -113,8 +124,12 @@ def _drafts(make: Make, batch: int, nodes: int, accepted: int, tokens: int) -> A
         make.full((batch * nodes,), -7, torch.int32),
         make.full((batch, accepted), -1, torch.int32),
         make.empty(batch, dtype=torch.int32),
-        *(make.randint(0, min(tokens, 40), batch, nodes), *random_tree(make, batch, nodes)),
-        *(make.rand(batch, nodes), make.rand(batch), law, make.full(law.shape, 0.0)),
+        make.randint(0, min(tokens, 40), batch, nodes),
+        *random_tree(make, batch, nodes),
+        make.rand(batch, nodes),
+        make.rand(batch),
+        law,
+        make.full(law.shape, 0.0),
     )
 
 
@@ -139,7 +154,9 @@ def _trees(make: Make, batch: int, nodes: int, accepted: int, tokens: int) -> Ar
         make.full((batch * nodes,), -7, torch.int32),
         make.full((batch, accepted), -1, torch.int32),
         make.empty(batch, dtype=torch.int32),
-        *(candidates, *random_tree(make, batch, nodes), target),
+        candidates,
+        *random_tree(make, batch, nodes),
+        target,
     )
 
 

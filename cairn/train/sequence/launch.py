@@ -138,8 +138,19 @@ class SequenceAttention(torch.autograd.Function):
         grid, sizes = (blocks, groups, batch), (length, heads, groups)
         precision = _precision(q)
         kernels.window_kernel[grid](
-            *(q, k, v, o, lse, *sizes, dim**-0.5, rule.window, *shape, ROWS),
-            *(rule.aligned, rule.mask_landmarks, precision),
+            q,
+            k,
+            v,
+            o,
+            lse,
+            *sizes,
+            dim**-0.5,
+            rule.window,
+            *shape,
+            ROWS,
+            rule.aligned,
+            rule.mask_landmarks,
+            precision,
             num_warps=4,
         )
         ctx.rule = rule
@@ -153,7 +164,12 @@ class SequenceAttention(torch.autograd.Function):
         assert lmk_q is not None and summary_key is not None and summary_bias is not None
         z, key = lmk_q.contiguous(), summary_key.contiguous()
         chosen, u = select(
-            *(select_pages, z, key, summary_bias.contiguous(), lse, groups),
+            select_pages,
+            z,
+            key,
+            summary_bias.contiguous(),
+            lse,
+            groups,
             (rule.page_size, rule.window, rule.topk),
         )
         pages = key.shape[1]
@@ -161,15 +177,30 @@ class SequenceAttention(torch.autograd.Function):
         by_block = listed(flags)
         result, total = torch.empty_like(q), torch.empty_like(lse)
         kernels.pages_kernel[grid](
-            *(q, k, v, chosen, u, *by_block, o, lse, result, total, mass, *sizes, pages),
-            *(dim**-0.5, *shape, ROWS, rule.topk, gpu.next_power_of_2(rule.topk)),
-            *(rule.softmax1, precision),
+            q,
+            k,
+            v,
+            chosen,
+            u,
+            *by_block,
+            o,
+            lse,
+            result,
+            total,
+            mass,
+            *sizes,
+            pages,
+            dim**-0.5,
+            *shape,
+            ROWS,
+            rule.topk,
+            gpu.next_power_of_2(rule.topk),
+            rule.softmax1,
+            precision,
             num_warps=4,
         )
         by_page = listed(flags.transpose(2, 3))
-        ctx.save_for_backward(
-            *(q, k, v, result, total, z, key, chosen, u, mass, *by_block, *by_page)
-        )
+        ctx.save_for_backward(q, k, v, result, total, z, key, chosen, u, mass, *by_block, *by_page)
         return result, mass
 
     @staticmethod
@@ -219,10 +250,13 @@ class SequenceAttention(torch.autograd.Function):
             "num_warps": 4,
         }
         kernels.queries_kernel[(blocks, groups, batch)](
-            *(q, k, v), R=key, LIST=block_list, COUNT=block_count, DQ=dq, DZ=dz, N=pages, **shared
+            q, k, v, R=key, LIST=block_list, COUNT=block_count, DQ=dq, DZ=dz, N=pages, **shared
         )
         kernels.keys_kernel[(pages, groups, batch)](
-            *(q, k, v, z),
+            q,
+            k,
+            v,
+            z,
             LIST=page_list,
             COUNT=page_count,
             DK=dk,

@@ -151,8 +151,18 @@ def collect_lines(
     if (total > FEW) & (found <= CHUNKS):
         s = tl.arange(0, CHUNKS)
         whole, _place, among = load_lines(
-            *(x, slots, s, tl.arange(0, LINE)[None, :], found, low, peak, temp, width),
-            *(CHUNK, LINE, SOFTMAX),
+            x,
+            slots,
+            s,
+            tl.arange(0, LINE)[None, :],
+            found,
+            low,
+            peak,
+            temp,
+            width,
+            CHUNK,
+            LINE,
+            SOFTMAX,
         )
         list_lines(weights, counts, s, whole, among, CHUNK)
         name_chunks(slots, found, CHUNKS, CHUNK // LINE)
