@@ -116,12 +116,12 @@ class Seen:
             }
             own = [cell for cell in cells[line].tolist() if cell >= 0]
             self.selected[place] = [logical[cell // size] * size + cell % size for cell in own]
-            self.index_logits[place] = logits[line, : slot + 1].clone()
+            self.index_logits[place] = logits[line, : slot + 1].cpu().clone()
 
     def gave(self, x: Tensor) -> None:
         """The layer's output [T, H * dv]."""
         for line, (row, slot) in enumerate(self._places):
-            self.attn_out[self._layer, row, slot] = x[line].clone()
+            self.attn_out[self._layer, row, slot] = x[line].cpu().clone()
 
     def sets(self, row: int, slots: range, topk: int) -> Tensor:
         """[F, slots, topk] int16, -1 behind positions, as goldens have it."""

@@ -18,10 +18,16 @@ pytestmark = pytest.mark.gpu
 
 def assert_near(got: list[Trace], wanted: list[Trace]) -> None:
     """As exact as products of other shapes allow; of keys in 8 bits a rounding may choose another
-    number, and that another token far down in a selection."""
+    number, and that another token far down in a selection. What follows another token is not
+    compared."""
+    off: list[np.ndarray] = []
     for one, other in zip(got, wanted, strict=True):
-        off = np.abs(one.logprobs - other.logprobs).max(-1)
-        assert np.median(off) < 0.02 and np.isfinite(one.logprobs).all()
+        assert np.isfinite(one.logprobs).all()
+        pairs = zip(one.tokens, other.tokens, strict=True)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(one.tokens) - 1)
+        off.append(np.abs(one.logprobs - other.logprobs).max(-1)[: same + 1])
+    print("half of the rows within", np.median(np.concatenate(off)), [len(own) for own in off])
+    assert np.median(np.concatenate(off)) < 0.02
 
 
 @shows("deepseek_v32 glm_moe_dsa", "CUDA graph", "quantised KV")

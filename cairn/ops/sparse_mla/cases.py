@@ -139,12 +139,12 @@ def _(make: Make) -> Cases:
         yield make.args(q, weights, small, table, row, context, part)
         yield make.args(q, weights, small, table, row, context, part, chunked=True)
         if size == 16:
-            own = index_cache.quantize(q.flatten(0, 1), scale_ue8m0=False)[0].view(q.shape)
+            own, factor = index_cache.quantize(q, scale_ue8m0=False)
             tiles = index_cache.pack(keys, preshuffled=True, scale_ue8m0=False)
             for chunked in (False, True):
                 yield make.args(
                     own,
-                    weights,
+                    weights * factor,
                     tiles,
                     table,
                     row,
@@ -169,8 +169,8 @@ def _(make: Make) -> Cases:
         none = (k[:0], scale[:0], start[8:], end[8:], logits[8:, :3])
         yield make.args(q[8:], weights[8:], *none, compact=True)
         numbers, scales = index_cache.quantize(k, scale_ue8m0=False)
-        own = index_cache.quantize(q, scale_ue8m0=False)[0]
-        yield make.args(own, weights, numbers, scales, start, end, logits)
+        own, factor = index_cache.quantize(q, scale_ue8m0=False)
+        yield make.args(own, weights * factor, numbers, scales, start, end, logits)
 
 
 @select_topk.cases
