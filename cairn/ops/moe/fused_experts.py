@@ -136,7 +136,7 @@ def _(call: Call) -> Tensor:
     )
 
 
-@fused_experts.implementation("torch", when=lambda call: call.w1_scale is None)
+@fused_experts.implementation("torch", devices=("cpu",), when=lambda call: call.w1_scale is None)
 def _(call: Call) -> Tensor:
     """Products in the dtype of the weights, which are not converted."""
     act = ACTIVATIONS[call.activation]

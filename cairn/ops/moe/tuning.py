@@ -1,4 +1,4 @@
-"""Tuning constants of this family's launches, measured on an H200."""
+"""Tuning constants of this family's launches."""
 
 from __future__ import annotations
 
