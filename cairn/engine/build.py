@@ -113,14 +113,8 @@ def build(
     random_seed = config.seed if config.load_format == "random" else None
     module = load_model(model, spec, dtype, device, random_seed=random_seed)
     on_phase("weights")
-    counted = spec.num_layers + len(spec.selecting_layers)
-    shape = RunnerShape(
-        num_rows=config.max_num_seqs,
-        max_pages=slots.pages_for(memory.max_model_len),
-        vocab_size=spec.vocab_size,
-        slots=slots,
-        graph_slots=min(config.chunked_prefill_size, worthwhile(parameters, counted)),
-    )
+    shape = _shape(config, spec, slots, parameters)
+    shape = replace(shape, max_pages=slots.pages_for(memory.max_model_len))
     with_graphs = on_gpu and not config.disable_cuda_graph
     if on_gpu:
         measured = (0, 0)
@@ -153,6 +147,19 @@ def build(
     )
     guess(core, config)
     return Built(core, runner, spec, config, memory, slots, table)
+
+
+def _shape(config: EngineConfig, spec: ModelSpec, slots: SlotMap, parameters: int) -> RunnerShape:
+    """Sizes of the runner of a model of so many parameters, for sequences of one page."""
+    counted = spec.num_layers + len(spec.selecting_layers)
+    return RunnerShape(
+        num_rows=config.max_num_seqs,
+        max_pages=1,
+        vocab_size=spec.vocab_size,
+        slots=slots,
+        graph_slots=min(config.chunked_prefill_size, worthwhile(parameters, counted)),
+        drafts=0 if config.speculation is None else config.speculation.drafts,
+    )
 
 
 def guess(core: EngineCore, config: EngineConfig) -> None:

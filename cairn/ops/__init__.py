@@ -186,6 +186,7 @@ from cairn.ops.speculative import (
     reconstruct_indices_from_tree_mask,
     segment_packbits,
     tree_speculative_sampling_target_only,
+    verify_chains,
     verify_tree_greedy,
 )
 from cairn.ops.top_k import (
@@ -358,6 +359,7 @@ __all__ = [
     "transfer_kv_per_layer_pf_lf",
     "transfer_kv_per_layer_ph_lf",
     "tree_speculative_sampling_target_only",
+    "verify_chains",
     "verify_tree_greedy",
     "weak_ref_tensor",
     "window_attention",

@@ -10,12 +10,53 @@ import torch
 from torch import Tensor
 
 from cairn.runner.staging import send
-from cairn.runner.step import Ints, StepPlan
+from cairn.runner.step import DecodeWork, Ints, StepPlan
 
 V = TypeVar("V")
 
 NO_GUESS = -2
 """Where no guess follows a choice: no token is equal to it."""
+
+
+class Entries(NamedTuple):
+    """A step whose rows run their last tokens, and guesses, token by token.
+
+    Attributes:
+        work: the tokens, those of a row one behind the other.
+        given: [n], what they are, as `ops.decode_slots` takes it; None: each row runs its last one
+            alone.
+    """
+
+    work: DecodeWork
+    given: Ints | None
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Entries | None:
+        """Those of a plan; None where a row runs others."""
+        if not plan.work:
+            return cls(plan.decode, None)
+        works = plan.work
+        if not all(work.sample and work.decodes for work in works):
+            return None
+        row, first, number, _ = plan.decode
+        given = [-1] * len(row)
+        for work in works:
+            assert work.tokens is not None
+            given += [-2 - work.tokens[0], *work.guesses]
+        counts = [work.choices for work in works]
+        behind = np.concatenate([np.arange(count) for count in counts])
+        columns = (
+            [w.row for w in works],
+            [w.first for w in works],
+            [w.output_index for w in works],
+        )
+        own, begin, index = (np.repeat(column, counts) for column in columns)
+        entries = DecodeWork(
+            np.concatenate((row, own)),
+            np.concatenate((first, begin + behind)),
+            np.concatenate((number, index + behind)),
+        )
+        return cls(entries, np.array(given, dtype=np.int64))
 
 
 class Drafts(NamedTuple):
@@ -78,6 +119,13 @@ class Drafts(NamedTuple):
         """Whether each choice counts [n] bool, from the rows' last ones that do [R]."""
         (run,) = send((self.run,), last.device)
         return torch.arange(len(run), dtype=torch.int64, device=last.device) <= last[run]
+
+    def counts(self, chosen: Sequence[int]) -> list[int]:
+        """How many of each row's choices count [R]: the same, on the host."""
+        tokens = np.array(chosen, dtype=np.int64)
+        wrong = np.where(tokens == self.guess, len(tokens), np.arange(len(tokens)))
+        last = np.minimum.reduceat(wrong, self.begin)
+        return list((last - self.begin + 1).tolist())
 
     def kept(self, chosen: Sequence[int], counts: Sequence[int]) -> list[int]:
         """The choices that count, in order."""

@@ -5,6 +5,9 @@ bucket's graph reads, which is replayed. A graph works slots and locations out f
 page table when it runs, never from what they were when it was captured; the tokens that it chooses
 stay on the device for the next step and go to the host as well. Buckets are captured when they are
 first needed; they share their memory.
+
+A row with guesses runs several tokens, one entry each. Its graph compares what it chooses behind
+each entry with the guess in the next one, so that the row's last token is right on the device.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,13 +35,18 @@ from cairn.runner.logprobs import lines_of
 from cairn.runner.rows import NO_GRANTS, Grants, Rows, write_cells
 from cairn.runner.sampler import Draws
 from cairn.runner.staging import Lines, Trip
-from cairn.runner.step import DecodeWork
+from cairn.runner.step import DecodeWork, Ints
 
 log = logging.getLogger(__name__)
 
 ROW_LINES = 4
 """Lines of a graph's memory that say what runs: the rows, the tokens of each that have run, and
-cells of the page tables with the pages that these hold now. The draws follow."""
+cells of the page tables with the pages that these hold now. What entries are given follows, then
+the draws."""
+MOST_GUESSING = 512
+"""Slots of the largest graph of steps with guesses: a GPU is busy with more for longer than the
+host takes to queue them."""
+NOTHING_GIVEN: Ints = np.zeros(0, dtype=np.int64)
 FLOATS = ("temperature", "top_p", "min_p")
 
 
@@ -101,6 +110,7 @@ class Replayed(NamedTuple):
         output: what the graph gives, of the rows that run.
         trip: gives the step's tokens; those chosen from logits once `answer` has been told them.
         draws: with logits the sampling's, on the device; None without.
+        guessing: the step runs guesses.
 
     The next step overwrites what lies on the device.
     """
@@ -108,6 +118,21 @@ class Replayed(NamedTuple):
     output: Tensor
     trip: Trip
     draws: Sequence[Tensor] | None = None
+    guessing: bool = False
+
+
+class Kind(NamedTuple):
+    """What a graph is captured for.
+
+    Attributes:
+        slots: of its bucket.
+        ending: how it ends.
+        guessing: some rows run guesses.
+    """
+
+    slots: int
+    ending: Ending
+    guessing: bool
 
 
 class DecodeLines(NamedTuple):
@@ -146,73 +171,102 @@ class DecodeGraphs:
         place: where.
         max_rows: requests that run at once; each takes a slot in a step, and one more where the end
             of its page follows.
+        drafts: guesses of a row at a time.
 
     Attributes:
+        buckets: numbers of slots of graphs.
         pool: memory of all graphs of the device.
     """
 
-    def __init__(self, model: GraphModel, place: Place, max_rows: int) -> None:
+    def __init__(self, model: GraphModel, place: Place, max_rows: int, drafts: int = 0) -> None:
         self.model = model
         self.place = place
-        self.buckets = buckets_up_to(2 * max_rows)
+        self._decoding = buckets_up_to(2 * max_rows)
+        guessing = min(MOST_GUESSING, (drafts + 2) * max_rows) if drafts else 0
+        self.buckets = buckets_up_to(max(2 * max_rows, guessing))
+        self._drafts = drafts
         device = place.rows.device
         # Padding rows have temperature 0: they take their largest logit.
         padding = [len(place.rows.last_token) - 1, 0, place.rows.tables.numel() - 1, 0]
         self._lines = Lines(
-            [*padding, *(0 for _ in Draws._fields)], _whole(self.buckets[-1]), device
+            [*padding, -1, *(0 for _ in Draws._fields)], _whole(self.buckets[-1]), device
         )
         self._device = self._lines.device
-        self._captured: dict[tuple[int, Ending], Captured] = {}
-        self._last: tuple[tuple[int, Ending], Captured] | None = None
+        self._captured: dict[Kind, Captured] = {}
+        self._last: tuple[Kind, Captured] | None = None
         self.pool = torch.cuda.graph_pool_handle()
 
-    def run(self, decode: DecodeWork, grants: Grants, sampling: Sampling) -> Replayed | None:
+    def kinds(self) -> list[Kind]:
+        """All that there can be."""
+        found = [Kind(n, ending, False) for n in self._decoding for ending in Ending]
+        if self._drafts:
+            found += [Kind(n, ending, True) for n in self.buckets[1:] for ending in Ending]
+        return found
+
+    def run(
+        self,
+        decode: DecodeWork,
+        grants: Grants,
+        sampling: Sampling,
+        given: Ints | None = None,
+    ) -> Replayed | None:
         """Run a step; None where no graph fits it.
 
+        Args:
+            decode: its entries: one of each row, or with `given` several, one behind the other.
+            grants: what it changes in the page tables.
+            sampling: how the entries choose.
+            given: [n], what they run, see `ops.decode_slots`; None: last tokens.
         Returns:
-            The logits [n, V] float32 of the rows' tokens; or with another ending the tokens [n]
+            The logits [n, V] float32 of the entries' tokens; or with another ending the tokens [n]
             int64 that they choose, or the log-probabilities of `lines_of`. `last_token` then holds
-            the tokens as well.
+            the tokens as well: of several of a row the last that counts.
         """
-        slots, rows = self.place.rows.slots, len(decode.row)
+        slots, entries = self.place.rows.slots, len(decode.row)
         closed = decode.count_full(slots.tokens_per_page)
-        at = bisect.bisect_left(self.buckets, rows + closed if slots.landmarks else rows)
-        if at == len(self.buckets) or closed > self._closing(self.buckets[at]):
+        needed = entries + closed if slots.landmarks else entries
+        buckets = self._decoding if given is None else self.buckets
+        at = bisect.bisect_left(buckets, needed)
+        if at == len(buckets) or closed > self._closing(buckets[at]):
             return None
-        bucket = self.buckets[at]
+        kind = Kind(buckets[at], sampling.ending, given is not None)
         # Get the graph first: a capture runs on padding and must not read this step's buffers.
-        graph = self._graph(bucket, sampling.ending)
-        trip = self._send(decode, grants, sampling, bucket)
-        output = graph.replay(rows)
+        graph = self._graph(kind)
+        if len(grants.cells) > kind.slots:
+            write_cells(self.place.rows.tables, grants)
+            grants = NO_GRANTS
+        ids = NOTHING_GIVEN if given is None else given
+        arrays = decode.row, decode.first, *grants, ids, *(sampling.draws or ())
+        trip = self._lines.send(arrays)
+        output = graph.replay(entries)
         if sampling.ending is not Ending.LOGITS:
-            trip.returns(rows)
+            trip.returns(entries)
             return Replayed(output, trip)
-        return Replayed(output, trip, self._draws(rows) if sampling.draws else None)
+        draws = self._draws(entries) if sampling.draws else None
+        return Replayed(output, trip, draws, kind.guessing)
 
     def answer(self, replayed: Replayed, tokens: Tensor) -> None:
         """Queue the tokens [n] int64 that are chosen from the logits of the step run last to where
         a graph would have put them."""
-        rows = self._device[0, : len(tokens)]
-        self._lines.answer(tokens, self.place.rows.last_token, rows)
+        self._answer(tokens, replayed.guessing)
         replayed.trip.returns(len(tokens))
 
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Run every graph's kernels once on padding."""
-        for bucket in self.buckets:
-            for ending in Ending:
-                self._run(bucket, ending, True)
+        for kind in self.kinds():
+            self._run(kind, True)
 
-    def _graph(self, bucket: int, ending: Ending) -> Captured:
+    def _graph(self, kind: Kind) -> Captured:
         """The graph of such steps, captured when it is first asked for."""
-        key, last = (bucket, ending), self._last
-        if last is not None and last[0] == key:
+        last = self._last
+        if last is not None and last[0] == kind:
             # Steps are mostly like the one before.
             return last[1]
-        captured = self._captured.get(key)
+        captured = self._captured.get(kind)
         if captured is None:
-            captured = self._captured[key] = self._capture(*key)
-        self._last = key, captured
+            captured = self._captured[kind] = self._capture(kind)
+        self._last = kind, captured
         return captured
 
     def _closing(self, bucket: int) -> int:
@@ -220,14 +274,7 @@ class DecodeGraphs:
         of a page holds no token."""
         return max(1, bucket // 2) if self.place.rows.slots.landmarks else bucket
 
-    def _send(self, decode: DecodeWork, grants: Grants, sampling: Sampling, bucket: int) -> Trip:
-        """Queue the step's numbers, and padding behind them, to where the graphs read."""
-        if len(grants.cells) > bucket:
-            write_cells(self.place.rows.tables, grants)
-            grants = NO_GRANTS
-        return self._lines.send((decode.row, decode.first, *grants, *(sampling.draws or ())))
-
-    def _step(self, bucket: int) -> tuple[Step, Tensor]:
+    def _step(self, bucket: int, guessing: bool) -> tuple[Step, Tensor]:
         """The step as the model reads it, from the memory that stays; and where its tokens lie."""
         place, rows, width = self.place, self.place.rows, _whole(bucket)
         slots, spare = rows.slots, place.spare_locations
@@ -243,6 +290,7 @@ class DecodeGraphs:
             rows.page_end_id if slots.landmarks else None,
             spare[0],
             spare[-1] if len(spare) > 1 else 0,
+            self._device[ROW_LINES, :width] if guessing else None,
         )
         names = DecodeLines(*lines.unbind())
         closing = self._closing(bucket)
@@ -258,19 +306,23 @@ class DecodeGraphs:
         batch = fields.batch(rows.page_tables, rows.capacity - 1)
         return place.backends.step(batch, decode_cuts(bucket)), names.last[:bucket]
 
-    def _capture(self, bucket: int, ending: Ending) -> Captured:
+    def _capture(self, kind: Kind) -> Captured:
         began = time.perf_counter()
-        captured = capture(functools.partial(self._run, bucket, ending), self.pool)
-        seconds = time.perf_counter() - began
+        captured = capture(functools.partial(self._run, kind), self.pool)
         log.info(
-            "captured the decode step of %d slots, %s, in %.2f s", bucket, ending.value, seconds
+            "captured the %s step of %d slots, %s, in %.2f s",
+            "verify" if kind.guessing else "decode",
+            kind.slots,
+            kind.ending.value,
+            time.perf_counter() - began,
         )
         return captured
 
-    def _run(self, bucket: int, ending: Ending, rehearsal: bool) -> Tensor:
-        count = ROW_LINES if ending is Ending.GREEDY else len(self._device)
+    def _run(self, kind: Kind, rehearsal: bool) -> Tensor:
+        bucket, ending, guessing = kind
+        count = ROW_LINES + guessing if ending is Ending.GREEDY else len(self._device)
         self._lines.fetch(count, _whole(bucket), rehearsal)
-        step, last = self._step(bucket)
+        step, last = self._step(bucket, guessing)
         hidden = self.model(step)
         logits = self.model.logits(ops.take_rows(hidden, last))
         if ending is Ending.LOGITS:
@@ -279,13 +331,21 @@ class DecodeGraphs:
             tokens: Tensor = ops.argmax_tokens(logits)
         else:
             tokens = ops.draw_tokens(logits, *self._draws(bucket))
-        last_token = self.place.rows.last_token
-        self._lines.answer(tokens, last_token, self._device[0, :bucket], rehearsal)
+        self._answer(tokens, guessing, rehearsal)
         return lines_of(logits, tokens) if ending is Ending.REPORT else tokens
+
+    def _answer(self, tokens: Tensor, guessing: bool, rehearsal: bool = False) -> None:
+        """Queue the tokens [n] int64 to the host, and each row's last that counts for the next
+        step."""
+        last_token, rows = self.place.rows.last_token, self._device[0, : len(tokens)]
+        if guessing:
+            given, padding = self._device[ROW_LINES, : len(tokens)], len(last_token) - 1
+            rows, _ = ops.verify_chains(tokens, given, rows, padding).unbind()
+        self._lines.answer(tokens, last_token, rows, rehearsal)
 
     def _draws(self, count: int) -> list[Tensor]:
         """How the first rows draw, where graphs read it."""
         return [
             line.view(torch.float32)[:count] if name in FLOATS else line[:count]
-            for name, line in zip(Draws._fields, self._device[ROW_LINES:], strict=True)
+            for name, line in zip(Draws._fields, self._device[ROW_LINES + 1 :], strict=True)
         ]

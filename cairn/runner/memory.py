@@ -20,7 +20,6 @@ from cairn.cache.pools import CachePools, PoolSizes
 from cairn.cache.schema import PageFormat
 from cairn.errors import BadModel, OutOfMemory
 from cairn.ops.advice import compile_ahead
-from cairn.runner.graphs import Ending
 from cairn.runner.runner import Runner, RunnerShape, StepModel
 from cairn.runner.step import NO_ROWS, DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
 from cairn.specs.model import MixerSpec
@@ -225,11 +224,7 @@ def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
         free.append(_free(device))
     prefill, small, drawn, reported, one = (max(0, a - b) for a, b in itertools.pairwise(free))
     return (
-        prefill
-        + small * len(kinds) // SMALL
-        + drawn
-        + reported
-        + one * (len(decoding.buckets) * len(Ending) - 2)
+        prefill + small * len(kinds) // SMALL + drawn + reported + one * (len(decoding.kinds()) - 2)
     )
 
 

@@ -27,7 +27,7 @@ from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.ops.advice import unchecked
 from cairn.runner.draft_head import DraftHead, DraftModel, Ends
-from cairn.runner.drafts import Drafts
+from cairn.runner.drafts import Drafts, Entries
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
 from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported, block_rows
 from cairn.runner.prefill_graphs import PrefillGraphs
@@ -77,6 +77,7 @@ class RunnerShape:
         vocab_size: user vocabulary; the first id after it fills slots that hold no user token.
         slots: slot arithmetic.
         graph_slots: slots of the largest step with prefills that is a graph.
+        drafts: guesses of a row at a time.
     """
 
     num_rows: int
@@ -84,6 +85,7 @@ class RunnerShape:
     vocab_size: int
     slots: SlotMap
     graph_slots: int
+    drafts: int = 0
 
 
 class _Prompt(NamedTuple):
@@ -119,8 +121,7 @@ class _Chosen(NamedTuple):
     """What a step chose.
 
     Attributes:
-        arriving: the choices, on their way to the host, and with drafts how many of each row's
-            count.
+        arriving: the choices, on their way to the host.
         report: what is reported of them.
         selection: what the queries of some works read.
         prompts: what is reported of prompts.
@@ -166,7 +167,7 @@ class LaunchedStep:
         selection, prompts = chosen.selection, tuple(p.logprobs() for p in chosen.prompts)
         counts = None
         if chosen.drafts is not None:
-            counts = chosen.arriving.counts()
+            counts = chosen.drafts.counts(tokens)
             tokens = chosen.drafts.kept(tokens, counts)
             logprobs = chosen.drafts.renumbered(logprobs, counts)
             selection = chosen.drafts.renumbered(selection, counts)
@@ -231,7 +232,7 @@ class Runner:
         self.prefill_graphs: PrefillGraphs | None = None
         if pools.spare_pages is not None and self.backends.in_graphs:
             place = Place(self.backends, self.rows, pools.spare_pages)
-            self.graphs = DecodeGraphs(model, place, shape.num_rows)
+            self.graphs = DecodeGraphs(model, place, shape.num_rows, shape.drafts)
             self.prefill_graphs = PrefillGraphs(self.graphs, shape.graph_slots)
 
     @property
@@ -257,12 +258,10 @@ class Runner:
         if plan.restored:
             self._copy_states(plan.restored, restore=True)
         picks = Picks.of(plan)
-        alone = plan.work or self.draft_head is not None
-        replayed = None if alone else self._replayed(plan, picks)
+        replayed = self._replayed(plan, picks)
         if replayed is not None:
             if plan.kept:
                 self._copy_states(plan.kept, restore=False)
-            self.reads.add_decoding(plan.decode.first)
             return replayed
         layout = self.rows.lay_out(plan)
         self.reads.add(layout.slot)
@@ -344,7 +343,6 @@ class Runner:
         """What the rows of a step choose, from what the model has made of it."""
         began, drafts, guesses = time.perf_counter(), Drafts.of(plan), None
         choice = Choice(torch.empty(0, dtype=torch.int64, device=self.sampler.device))
-        parts: tuple[Tensor, ...] = ()
         if run.logits is not None and run.row is not None:
             choice = self.sampler.sample(run.logits, picks, run.draws, masks, drafts)
             row, tokens, last = run.row, choice.tokens, None
@@ -352,7 +350,7 @@ class Runner:
                 last, counts = drafts.accept(tokens)
                 if not self.sampler.plain(picks):
                     self.sampler.count(tokens, picks, drafts.counted(last))
-                row, tokens, parts = row[last], tokens[last], (counts,)
+                row, tokens = row[last], tokens[last]
                 if run.step is not None and self.pools.schema.has_rows:
                     (drafting,) = send((drafts.drafting,), counts.device)
                     run.step.settle(counts[drafting])
@@ -361,7 +359,7 @@ class Runner:
         reads = run.step.reads() if run.watched and run.step is not None else []
         read = selections(reads, len(run.watched)) if run.watched else []
         return _Chosen(
-            Arriving(choice.tokens, *parts),
+            Arriving(choice.tokens),
             choice.report,
             dict(zip(run.watched, read, strict=True)),
             run.prompts,
@@ -407,21 +405,30 @@ class Runner:
         return self.backends.step(batch, cuts, layout.rows)
 
     def _replayed(self, plan: StepPlan, picks: Picks) -> LaunchedStep | None:
-        """Run a step that only decodes by its graph; None where it needs more than that."""
-        if self.graphs is None or self.sampler.watched(picks):
+        """Run a step that only decodes by its graph, guesses included; None where it needs more
+        than that."""
+        if self.graphs is None or self.draft_head is not None:
+            return None
+        entries = Entries.of(plan)
+        if entries is None or self.sampler.watched(picks):
+            return None
+        if entries.given is not None and self.pools.schema.has_rows:
             return None
         reporting, counts = self.sampler.reports(picks)
         sampling = self._sampling(picks, counts)
-        replayed = self.graphs.run(plan.decode, self.rows.grant(plan), sampling)
+        grants = self.rows.grant(plan)
+        replayed = self.graphs.run(entries.work, grants, sampling, entries.given)
         if replayed is None:
             return None
+        self.reads.add_decoding(entries.work.first)
+        drafts = None if entries.given is None else Drafts.of(plan)
         if sampling.ending is Ending.LOGITS:
-            choose = functools.partial(self._choose_replayed, self.graphs, replayed, picks)
+            choose = functools.partial(self._choose_replayed, self.graphs, replayed, picks, drafts)
             return LaunchedStep(plan, choose)
         report = Report()
         if sampling.ending is Ending.REPORT:
             report = Report(reporting, Reported.of_lines(replayed.output, reporting, counts))
-        return LaunchedStep(plan, lambda _: _Chosen(replayed.trip, report))
+        return LaunchedStep(plan, lambda _: _Chosen(replayed.trip, report, drafts=drafts))
 
     def _sampling(self, picks: Picks, counts: Sequence[int]) -> Sampling:
         """What of the rows' choice a graph can do; counts: of `Sampler.reports`."""
@@ -434,12 +441,20 @@ class Runner:
 
     @torch.inference_mode()
     def _choose_replayed(
-        self, graphs: DecodeGraphs, replayed: Replayed, picks: Picks, masks: Masks
+        self,
+        graphs: DecodeGraphs,
+        replayed: Replayed,
+        picks: Picks,
+        drafts: Drafts | None,
+        masks: Masks,
     ) -> _Chosen:
         """The same where a graph has run the model."""
-        choice = self.sampler.sample(replayed.output, picks, replayed.draws, masks)
+        choice = self.sampler.sample(replayed.output, picks, replayed.draws, masks, drafts)
         graphs.answer(replayed, choice.tokens)
-        return _Chosen(replayed.trip, choice.report)
+        if drafts is not None and not self.sampler.plain(picks):
+            last, _ = drafts.accept(choice.tokens)
+            self.sampler.count(choice.tokens, picks, drafts.counted(last))
+        return _Chosen(replayed.trip, choice.report, drafts=drafts)
 
     def _prompt(self, hidden: Tensor, work: RowWork, start: int) -> _Prompt:
         """Log-probabilities of the work's targets, a block of logits at a time."""

@@ -103,10 +103,6 @@ class Trip:
             place.found = place.tokens[:count].numpy()
         place.arrived.record(place.stream.now())
 
-    def counts(self) -> list[int]:
-        """Graphs run no guesses."""
-        raise NotImplementedError
-
     def tokens(self) -> list[int]:
         """Wait for them."""
         found = self._found
@@ -225,9 +221,4 @@ class Arriving:
     def tokens(self) -> list[int]:
         """The first part, [n] int64, as a list."""
         found: list[int] = self.arrays()[0].tolist()
-        return found
-
-    def counts(self) -> list[int]:
-        """The second part, likewise."""
-        found: list[int] = self.arrays()[1].tolist()
         return found

@@ -11,6 +11,7 @@ from cairn.cache.invariants import check
 from cairn.engine.drafts import NgramDrafter
 from cairn.engine.planned_step import Limits
 from cairn.engine.request import Request
+from cairn.runner.graphs import Ending
 from cairn.types import CompletionOutput, SamplingParams
 from tests.engine.fakes import FakeDrafter, all_pages_back
 from tests.engine.harness import ROUNDING, occupy, poison, text
@@ -145,20 +146,29 @@ def test_a_state_is_kept_exactly_at_the_border_that_guesses_pass() -> None:
 @pytest.mark.parametrize("kind", ["right", "random"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "recurrent" not in name])
 def test_steps_of_guesses_on_a_gpu_give_what_plain_decoding_gives(family: str, kind: str) -> None:
-    """In graphs where the family has them, planned while others run."""
+    """In graphs where the family has them, planned while others run, whatever is asked of them."""
     rng = random.Random(5)
     plain = build(family, device="cuda")
     prompts = prompts_of(rng, 16, plain.spec.vocab_size)
-    params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=40) for n in range(len(prompts))]
-    wanted = serve(plain, prompts, params)
-    built = build(family, device="cuda")
+    built = build(
+        family, device="cuda", speculative_algorithm="NGRAM", speculative_num_draft_tokens=7
+    )
     assert built.core.overlap
-    drafter = built.core.scheduler.drafter = FakeDrafter(3, RIGHT[kind], most=7)
-    for prompt, output in zip(prompts, wanted, strict=True):
-        drafter.knows(prompt, output.token_ids)
-    found = serve(built, prompts, params)
-    assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
-    assert built.core.scheduler.drafts.accepted > 20
+    built.core.scheduler.pace, graphs = None, built.runner.graphs
+    for asked in ({}, {"logprobs": 2}, {"repetition_penalty": 1.1, "logprobs": 1}):
+        params = [
+            replace(DRAWN if n % 2 else PLAIN, max_tokens=40, **asked) for n in range(len(prompts))
+        ]
+        wanted = serve(plain, prompts, params)
+        drafter = built.core.scheduler.drafter = FakeDrafter(3, RIGHT[kind], most=7)
+        for prompt, output in zip(prompts, wanted, strict=True):
+            drafter.knows(prompt, output.token_ids)
+        before = built.core.scheduler.drafts.accepted
+        for found, output in zip(serve(built, prompts, params), wanted, strict=True):
+            assert_told_alike(found, output)
+        assert built.core.scheduler.drafts.accepted > before + 20
+    if graphs is not None:
+        assert {k.ending for k in graphs._captured if k.guessing} > {Ending.REPORT, Ending.LOGITS}
 
 
 def naive(tokens: list[int], most: int, shortest: int, longest: int) -> list[int]:

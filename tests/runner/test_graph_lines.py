@@ -11,6 +11,7 @@ import torch
 from cairn.attention.cuts import Cuts
 from cairn.cache.landmarks import SlotMap
 from cairn.runner import graphs
+from cairn.runner.drafts import Drafts, Entries
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Sampling
 from cairn.runner.rows import NO_GRANTS, Rows
 from cairn.runner.sampler import Draws
@@ -68,7 +69,7 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, groups):
         for r in running:
             done[r] += 1
         assert replayed is not None
-        output, trip, sent = replayed
+        output, trip, sent, _ = replayed
         left = draws if ending is Ending.LOGITS else None
         assert (sent is None) == (left is None)
         for mine, given in zip(sent or (), left or (), strict=True):
@@ -96,6 +97,73 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, groups):
         ]
         assert model.batch.max_slot == device.capacity - 1
         assert torch.equal(tables[:-1], rows.tables[:-1])
+
+
+@pytest.mark.parametrize("landmarks", [False, True])
+@pytest.mark.parametrize("ending", [Ending.GREEDY, Ending.LOGITS, Ending.REPORT])
+def test_steps_with_guesses(no_gpu, landmarks, ending):
+    """Rows with any number of right and wrong guesses beside rows that decode: the graph runs what
+    was laid out, and the last token that counts is the one that the next step runs."""
+    rng, num_rows, slots = random.Random(3), 6, SlotMap(4, landmarks)
+    sizes = num_rows, MAX_PAGES, slots, LANDMARK, torch.device("cpu")
+    rows, device, model = Rows(*sizes), Rows(*sizes), Model()
+    place = Place(NoBackends(), device, (num_rows * MAX_PAGES,))
+    decoder = DecodeGraphs(model, place, num_rows, drafts=5)
+    pages = [tuple(range(r * MAX_PAGES, (r + 1) * MAX_PAGES)) for r in range(num_rows)]
+    granted = tuple(PageGrant(r, 0, pages[r]) for r in range(num_rows))
+    for tables in (rows, device):
+        tables.grant(StepPlan(0, (), (), granted, ()))
+    done, told = [0] * num_rows, np.zeros(num_rows + 1, dtype=np.int64)
+    for step in range(40):
+        running = sorted(rng.sample(range(num_rows), rng.randint(1, num_rows)))
+        if max(done) > 90:
+            done = [0] * num_rows
+        decoding = running[: rng.randrange(len(running))]
+        works = []
+        for r in running[len(decoding) :]:
+            truth = [chosen(slots.slot_of(done[r] + i), r) for i in range(rng.randrange(6))]
+            guesses = [t if rng.random() < 0.8 else (t + 1) % VOCAB for t in truth]
+            first = int(told[r]) if rng.random() < 0.5 else 3
+            works.append(RowWork(r, done[r], [first, *guesses], True, 1, drafts=len(guesses)))
+        decode = DecodeWork.of(decoding, [done[r] for r in decoding], [1] * len(decoding))
+        plan = StepPlan(step, (), (), (), tuple(works), decode)
+        layout, entries, drafts = rows.lay_out(plan), Entries.of(plan), Drafts.of(plan)
+        sampling = Sampling(ending)
+        if ending is Ending.REPORT:
+            count = len(entries.work.row)
+            sampling = Sampling(ending, Draws(*(np.zeros(count, t) for t in DTYPES)))
+        replayed = decoder.run(entries.work, NO_GRANTS, sampling, entries.given)
+        check_batch(model.batch, layout, told, (num_rows * MAX_PAGES,))
+        tokens = [
+            chosen(slots.slot_of(n), r)
+            for n, r in zip(entries.work.first.tolist(), entries.work.row.tolist(), strict=True)
+        ]
+        if ending is Ending.LOGITS:
+            decoder.answer(replayed, torch.tensor(tokens))
+        assert replayed.trip.tokens() == tokens
+        counts = [1] * len(running) if drafts is None else drafts.counts(tokens)
+        for r, count in zip(running, counts, strict=True):
+            told[r] = chosen(slots.slot_of(done[r] + count - 1), r)
+            done[r] += count
+        assert device.last_token[:num_rows].tolist() == told[:num_rows].tolist()
+    assert len(decoder._captured) > 3
+
+
+def test_entries_are_those_of_rows_that_decode():
+    """A chunk of a prompt, or a prompt of one token, is none."""
+    decode = DecodeWork.of([4], [7], [2])
+    guessing = RowWork(1, 5, [3, 8, 9], True, 4, drafts=2)
+    plan = StepPlan(0, (), (), (), (guessing,), decode)
+    work, given = Entries.of(plan)
+    assert work.row.tolist() == [4, 1, 1, 1] and work.first.tolist() == [7, 5, 6, 7]
+    assert work.output_index.tolist() == [2, 4, 5, 6] and given.tolist() == [-1, -5, 8, 9]
+    assert Entries.of(plan._replace(work=())) == (decode, None)
+    for other in (
+        RowWork(2, 0, [3], True),
+        RowWork(2, 0, [3, 4], False),
+        RowWork(2, 3, [3], False),
+    ):
+        assert Entries.of(plan._replace(work=(guessing, other))) is None
 
 
 def test_a_drawing_graph_gets_its_numbers(no_gpu, monkeypatch):

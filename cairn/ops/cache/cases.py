@@ -9,10 +9,12 @@ from cairn.ops.cache.decode_slots import decode_slots
 from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.testing import Arguments, Cases, Make
 
+MAX_PAGES = 9
+
 
 def _arguments(make: Make, num_rows: int, size: int, count: int, most: int) -> Arguments:
     """`count` of the rows decode; some of them fill their page."""
-    max_pages = 9
+    max_pages = MAX_PAGES
     row = make.randint(0, 1, most) + num_rows
     row[:count] = make.rand(num_rows).argsort()[:count].sort().values
     first = make.randint(0, 1, most)
@@ -42,8 +44,24 @@ def _arguments(make: Make, num_rows: int, size: int, count: int, most: int) -> A
     )
 
 
+def _with_guesses(make: Make, num_rows: int, size: int, drafts: int) -> Arguments:
+    """Every row runs its last token or another one, and guesses behind it."""
+    args = list(_arguments(make, num_rows, size, num_rows, num_rows * (drafts + 1) + 3).args)
+    row, count = args[0][:num_rows], drafts + 1
+    first = args[1][:num_rows].clamp(max=(size - 1) * MAX_PAGES - count)
+    begins = make.tensor([-1, -7] * num_rows, torch.int64)[:num_rows, None]
+    given = make.full((len(args[0]),), -1, torch.int64)
+    guesses = make.randint(0, 500, num_rows, drafts)
+    given[: num_rows * count] = torch.cat((begins, guesses), 1).flatten()
+    args[1][: num_rows * count] = (first[:, None] + make.arange(count)).flatten()
+    args[0][: num_rows * count] = row.repeat_interleave(count)
+    return make.args(*args, given)
+
+
 @decode_slots.cases
 def _(make: Make) -> Cases:
+    yield _with_guesses(make, 1, 4, 8)
+    yield _with_guesses(make, 5, 16, 3)
     for sizes in ((1, 4, 1, 2), (5, 4, 3, 16), (40, 16, 40, 80), (64, 64, 50, 128), (9, 2, 9, 18)):
         given = _arguments(make, *sizes)
         yield given

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,9 +32,10 @@ def decode_slots(
     landmark_id: int | None,
     spare: int,
     window_spare: int,
+    given: Tensor | None = None,
 ) -> Tensor:
     """Write what rows were granted into their page tables; then lay out the next token of each row,
-    with the landmark that follows where it fills a page.
+    or several, with the landmark that follows one that fills a page.
 
     Args:
         row: [T] int64, the rows; R for those that are none, behind all others. T is at least the
@@ -50,6 +53,8 @@ def decode_slots(
         page_size: S.
         landmark_id: token id of landmarks; None: there are none, and slots are tokens.
         spare, window_spare: location of padding in either pool.
+        given: [T] int64 or None. Entries of one row follow each other, `first` one further each:
+            n >= 0 runs n, a guess; -1 the row's last token; n < -1 token -2 - n. None: all are -1.
     Returns:
         [9, T] int64, the slots in the order of the rows: token ids (padding: 0), rotary positions
         (0), rows (0), slots (-1), locations page * S + slot % S (`spare`); indices of the slots
@@ -77,26 +82,27 @@ def decode_slots(
     out = row.new_zeros(LINES, most + 1)
     for line, padding in ((3, -1), (4, spare), (6, -1), (7, window_spare)):
         out[line] = padding
-    tokens = torch.where(live, start, most)
     position = slot - logical if landmarks else slot
-    for line, values in (
-        *((0, last_token[row].clamp(min=0)), (1, position), (2, row), (3, slot)),
-        *((4, locations[0]), (7, locations[1])),
-    ):
-        out[line].scatter_(0, tokens, values)
+    token = last_token[row].clamp(min=0)
+    if given is not None:
+        token = torch.where(given == -1, token, torch.maximum(given, -2 - given))
+    own = (token, position, row, slot, *locations)
+    _scatter(out, torch.where(live, start, most), own)
     if landmark_id is not None:
-        behind = torch.where(fills, start + 1, most)
-        more = 1 if windowed else 0
-        for line, values in (
-            *((0, torch.full_like(row, landmark_id)), (1, position + 1), (2, row), (3, slot + 1)),
-            *((4, locations[0] + 1), (7, locations[1] + more)),
-        ):
-            out[line].scatter_(0, behind, values)
+        behind, more = torch.where(fills, start + 1, most), 1 if windowed else 0
+        own = (torch.full_like(row, landmark_id), position + 1, row, slot + 1)
+        _scatter(out, behind, (*own, locations[0] + 1, locations[1] + more))
     ends = torch.where(fills, fills.long().cumsum(0) - 1, most)
     out[5].scatter_(0, ends, start + landmarks)
     out[6].scatter_(0, ends, held[0])
     out[8, :most] = torch.where(live, start, 0)
     return out[:, :most].contiguous()
+
+
+def _scatter(out: Tensor, at: Tensor, values: Sequence[Tensor]) -> None:
+    """Ids, positions, rows, slots and locations of slots `at`."""
+    for line, value in zip((0, 1, 2, 3, 4, 7), values, strict=True):
+        out[line].scatter_(0, at, value)
 
 
 @decode_slots.check
@@ -108,6 +114,8 @@ def _(call: Call) -> None:
     expect(name, "pages", call.pages, call.row.shape, INT32, call.row)
     expect(name, "last_token", call.last_token, 1, INT64, call.row)
     expect(name, "tables", call.tables, 2, INT32, call.row, dense=-1)
+    if call.given is not None:
+        expect(name, "given", call.given, call.row.shape, INT64, call.row)
     num_rows = call.last_token.shape[0] - 1
     if num_rows < 1:
         refuse(name, "last_token", f"has {num_rows + 1} numbers, not one for a row and one behind")
@@ -124,7 +132,8 @@ def _(call: Call) -> None:
         call.row.shape[0] <= MOST
         and all(
             t.stride(0) == 1
-            for t in (call.row, call.first, call.cells, call.pages, call.last_token)
+            for t in (call.row, call.first, call.cells, call.pages, call.last_token, call.given)
+            if t is not None
         )
     ),
     replayed=True,
@@ -143,6 +152,7 @@ def _(call: Call) -> Tensor:
         pages_ptr=call.pages,
         last_token_ptr=call.last_token,
         tables_ptr=call.tables,
+        given_ptr=call.given,
         out_ptr=out,
         num_rows=call.last_token.shape[0] - 1,
         most=most,

@@ -91,6 +91,7 @@ def decode_slots_kernel(
     pages_ptr,
     last_token_ptr,
     tables_ptr,
+    given_ptr,
     out_ptr,
     num_rows,
     most,
@@ -118,6 +119,9 @@ def decode_slots_kernel(
     row = tl.where(live, row, 0)
     first = tl.load(first_ptr + i, mask=live, other=0)
     token = tl.maximum(tl.load(last_token_ptr + row, mask=live, other=0), 0)
+    if given_ptr is not None:
+        given = tl.load(given_ptr + i, mask=live, other=-1)
+        token = tl.where(given == -1, token, tl.maximum(given, -2 - given))
     slot = first
     if PER_PAGE < SIZE:
         slot = first + first // PER_PAGE

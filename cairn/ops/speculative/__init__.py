@@ -11,6 +11,7 @@ from cairn.ops.speculative.segment_packbits import segment_packbits
 from cairn.ops.speculative.tree_speculative_sampling_target_only import (
     tree_speculative_sampling_target_only,
 )
+from cairn.ops.speculative.verify_chains import verify_chains
 from cairn.ops.speculative.verify_tree_greedy import verify_tree_greedy
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "reconstruct_indices_from_tree_mask",
     "segment_packbits",
     "tree_speculative_sampling_target_only",
+    "verify_chains",
     "verify_tree_greedy",
 ]

@@ -10,6 +10,7 @@ from cairn.ops.speculative.build_tree_kernel_efficient import (
     build_tree_kernel_efficient,
 )
 from cairn.ops.speculative.cases import (
+    _chains,
     _drafted,
     _drafts,
     _drawn,
@@ -23,6 +24,7 @@ from cairn.ops.speculative.segment_packbits import segment_packbits
 from cairn.ops.speculative.tree_speculative_sampling_target_only import (
     tree_speculative_sampling_target_only,
 )
+from cairn.ops.speculative.verify_chains import verify_chains
 from cairn.ops.speculative.verify_tree_greedy import verify_tree_greedy
 
 
@@ -65,6 +67,15 @@ def _(draw: Draw) -> Points:
         others = (Alternative("definition", tree_speculative_sampling_target_only.reference),)
         size = f"{batch} x 16 nodes x {vocabulary}"
         yield Point(size, given, 2 * moved(law), alternatives=others)
+
+
+@verify_chains.bench
+def _(draw: Draw) -> Points:
+    for batch, _ in draw.logits():
+        given = _chains(draw, 8 * batch)
+        tensors = [value for value in given.args if isinstance(value, Tensor)]
+        others = draw.by_torch(verify_chains.reference)
+        yield Point(f"{8 * batch}", given, moved(*tensors), alternatives=others)
 
 
 @verify_tree_greedy.bench

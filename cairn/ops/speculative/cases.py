@@ -19,6 +19,7 @@ from cairn.ops.speculative.tree_speculative_sampling_target_only import (
     tree_speculative_sampling_target_only,
 )
 from cairn.ops.speculative.trees import random_tree
+from cairn.ops.speculative.verify_chains import verify_chains
 from cairn.ops.speculative.verify_tree_greedy import verify_tree_greedy
 from cairn.ops.testing import Arguments, Cases, Make
 
@@ -168,3 +169,20 @@ def _(make: Make) -> Cases:
     yield _trees(make, 2, 100, 3, 1)
     yield _trees(make, 5, 16, 1, 2)
     yield _trees(make, 0, 5, 2, 2)
+
+
+def _chains(make: Make, entries: int) -> Arguments:
+    """Chains of random lengths, over so few tokens that drafts are often right."""
+    given, tokens = make.randint(-3, 6, entries) % 4 - 2, make.randint(-1, 2, entries)
+    given = torch.where(given >= 0, given, -1 - make.randint(0, 9, entries))
+    return make.args(tokens, given, make.arange(entries), 1 << 40)
+
+
+@verify_chains.cases
+def _(make: Make) -> Cases:
+    for entries in (1, 9, 70, 0):
+        yield _chains(make, entries)
+    tokens = make.randint(0, 99, 5)
+    # All right, and one wrong; a first entry begins a chain whatever it holds.
+    yield make.args(tokens, torch.cat((tokens[:1], tokens[:-1])), make.arange(5), 7)
+    yield make.args(tokens, tokens.roll(1) + make.tensor([0, 0, 0, 1, 0], torch.int64), tokens, 7)

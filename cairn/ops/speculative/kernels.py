@@ -257,3 +257,21 @@ def packbits_kernel(x, input_indptr, output_indptr, y, BLOCK: tl.constexpr):
             flags = tl.load(x + begin + place, mask=place < count, other=0)
         packed = tl.sum(tl.where(flags != 0, (1 << bit)[None, :], 0), 1)
         tl.store(y + out + byte, packed.to(tl.uint8), mask=byte * 8 < count)
+
+
+@triton.jit(do_not_specialize=["nobody", "count"])
+def chains_kernel(tokens, given, row, out, nobody, count):
+    """A chain of `verify_chains`, walked by the program of its first entry."""
+    begin = tl.program_id(0)
+    if (begin == 0) | (tl.load(given + begin) < 0):
+        end, last, right = begin, begin, True
+        draft = tl.load(tokens + begin) * 0
+        while draft >= 0:
+            tl.store(out + end, tl.zeros([], tl.int64) + nobody)
+            tl.store(out + count + end, tl.zeros([], tl.int64))
+            draft = tl.load(given + end + 1, mask=end + 1 < count, other=-1)
+            right = right & (draft >= 0) & (draft == tl.load(tokens + end))
+            end += 1
+            last = tl.where(right, end, last)
+        tl.store(out + last, tl.load(row + last))
+        tl.store(out + count + last, (last - begin + 1).to(tl.int64))
