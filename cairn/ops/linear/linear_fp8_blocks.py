@@ -46,7 +46,11 @@ def _(call: Call) -> None:
 @linear_fp8_blocks.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda call: call.input.stride(1) == 1 and call.weight.is_contiguous(),
+    when=lambda call: (
+        call.input.stride(1) == 1
+        and call.weight.is_contiguous()
+        and call.input.shape[1] % blocks.SIZE == 0
+    ),
     replayed=True,
 )
 def _(call: Call) -> Tensor:

@@ -99,16 +99,15 @@ def sort(
     if places > TUNING.sort_places:
         _sort_chunks(of_places, of_begins, of_rows, filled)
         return
-    chunk = max(LEAST_CHUNK, gpu.next_power_of_2(places))
-    sort_kernel[(1,)](
+    sort_kernel[(max(1, -(-places // TUNING.sort_rows)),)](
         **of_places,
         **of_begins,
         **of_rows,
         room=into.order.shape[0],
-        C=chunk,
-        STEP=min(chunk, TUNING.sort_step),
+        C=max(LEAST_CHUNK, gpu.next_power_of_2(places)),
+        ROWS=TUNING.sort_rows,
         FILLED=filled,
-        num_warps=max(4, min(16, chunk // 64)),
+        num_warps=8,
     )
 
 

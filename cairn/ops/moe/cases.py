@@ -45,10 +45,11 @@ def _(make: Make) -> Cases:
     none = make.randint(0, 6, 0, 2)
     yield make.args(x[:0], w1, w2, make.rand(0, 2), none)
     for tokens, width, inner, dtype in (
-        (9, 128, 32, torch.float32),
+        (9, 128, 128, torch.float32),
+        (2, 256, 384, torch.float32),
         (2, 160, 192, torch.float32),
-        (40, 256, 160, torch.bfloat16),
-        (200, 384, 128, torch.bfloat16),
+        (40, 256, 128, torch.bfloat16),
+        (200, 384, 256, torch.bfloat16),
     ):
         w1, first = codes_in_blocks(make, 2, 2, inner, width)
         w2, second = codes_in_blocks(make, 2, 1, width, inner)

@@ -78,8 +78,7 @@ def multiply(a: Scaled, w: Scaled, out: Scaled, rows: Rows, tile: Tile, kind: st
     """`experts_kernel`: rows of a with the matrices of their experts.
 
     Args:
-        a: [any, K] with a row's numbers side by side; without scales, beside a w that has some,
-            they are quantised on the way.
+        a: [any, K] with a row's numbers side by side; with scales where w has some.
         w: [E, N, K] contiguous, or [E, 2N, K] of a kind.
         out: [any, N].
         rows: which row has which expert.
@@ -207,11 +206,11 @@ def grouped(ids: Tensor, experts: int, tile: Tile) -> Rows:
 
 
 def multiply_all(a: Scaled, w: Scaled, out: Tensor) -> Tensor:
-    """Rows of a [M, K] with one matrix [1, N, K] in e4m3, into out [M, N]. Without scales rows are
-    quantised; many of them first."""
-    count, width = a.x.shape
+    """Rows of a [M, K] with one matrix [1, N, K] in e4m3, into out [M, N]. Rows without scales are
+    quantised first; K is a multiple of 128."""
+    count = a.x.shape[0]
     tile = tiles_for(w, count)[1]
-    if a.scale is None and tile.rows > TUNING.most_quantized_here and width % GROUP == 0:
+    if a.scale is None:
         a = quantized(a.x)
     tiles = -(-count // tile.rows)
     tile = spread(tile, tiles, out.shape[1], out.device)
@@ -260,7 +259,8 @@ def run_experts(
     kind: str = "silu",
     factor: float = 1.0,
 ) -> Tensor:
-    """What `fused_experts` says, of x [T, K], weights and ids [T, k]."""
+    """What `fused_experts` says, of x [T, K], weights and ids [T, k]. With scales K and N are
+    multiples of 128."""
     tokens, width = x.shape
     experts, doubled, _ = w1.x.shape
     places, inner = ids.numel(), doubled // 2
@@ -268,14 +268,16 @@ def run_experts(
     rows = grouped(ids, experts, first)
     first = spread(first, rows.tiles, inner, x.device)
     second = spread(second, rows.tiles, width, x.device)
-    here = first.rows <= TUNING.most_quantized_here or width % GROUP > 0
-    a = Scaled(x) if w1.scale is None or here else quantized(x)
-    coded = w1.scale is not None and first.columns == GROUP
+    scaled = w1.scale is not None
+    a = quantized(x) if scaled else Scaled(x)
+    coded = scaled and first.columns == GROUP
     between = Scaled(gpu.empty((rows.count, inner), E4M3 if coded else x.dtype, x.device))
     if coded:
-        scale = gpu.empty((-(-inner // GROUP), rows.count), torch.float32, x.device).t()
+        scale = gpu.empty((inner // GROUP, rows.count), torch.float32, x.device).t()
         between = replace(between, scale=scale)
     multiply(a, w1, between, replace(rows, gathered=True), first, kind)
+    if scaled and not coded:
+        between = quantized(between.x)
     y = gpu.empty((places, width), x.dtype, x.device)
     multiply(between, w2, Scaled(y), replace(rows, scattered=True), second)
     out = gpu.empty((tokens, width), x.dtype, x.device)

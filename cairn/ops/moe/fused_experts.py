@@ -121,6 +121,10 @@ def _summed(
             for x in (call.w1, call.w2, call.topk_weights, call.topk_ids)
         )
         and rows_launch.fits(call.topk_ids.shape[1])
+        and (
+            call.w1_scale is None
+            or (call.w1.shape[2] % blocks.SIZE == 0 and call.w2.shape[2] % blocks.SIZE == 0)
+        )
     ),
     replayed=True,
 )
@@ -188,6 +192,7 @@ def _(call: Call) -> None:
 
 
 fused_experts.tolerance(
-    {torch.bfloat16: (2e-2, 2e-2)},
-    "the result of either product may be rounded to the weights' dtype",
+    {torch.bfloat16: (2e-2, 2e-2), E4M3: (2e-2, 1e-1)},
+    "the result of either product may be rounded to the weights' dtype; with scales a result of "
+    "the first product near the middle of two codes may become the other, a sixteenth of it away",
 )

@@ -39,7 +39,9 @@ class MoeTuning(Tuning):
     """
 
     sort_places: int = 1024
-    """At most this many places are sorted by one program."""
+    """Up to this many places each program counts all of them; of more, a chunk."""
+    sort_rows: int = 16
+    """Places whose rows such a program stores."""
     sort_chunk: int = 256
     """Places of a program where several sort."""
     sort_step: int = 32
@@ -48,24 +50,20 @@ class MoeTuning(Tuning):
     """Counts of chunks that are added up at once."""
     single_places: int = 16
     """At most so many places, a tile each, are not sorted."""
-    most_quantized_here: int = 32
-    """Rows of a tile up to which programs quantise what they read, each anew."""
     fewest_rows: int = 16
     fewest_columns: int = 16
     """Tiles of so few rows have fewer columns, down to so many, where there are few programs."""
     tiles: dict[str, tuple[tuple[int, Tile, Tile], ...]] = field(
         default_factory=lambda: {
             "16": (
-                (1, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
                 (16, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
                 (64, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
                 (128, Tile(128, 128, 64, 8, 4, 8, True), Tile(128, 256, 64, 8, 4, 8, True)),
             ),
             "8": (
-                (1, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
-                (16, Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
-                (64, Tile(64, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4)),
-                (128, Tile(128, 128, 128, 8, 4, 8, True), Tile(128, 128, 128, 8, 4, 8, True)),
+                (16, Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
+                (64, Tile(64, 128, 128, 8, 4, 8, True), Tile(64, 128, 128, 4, 4, 8, True)),
+                (128, Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 4, 8, True)),
             ),
             "32": ((16, Tile(16, 32, 32, 4, 3), Tile(16, 32, 32, 4, 3)),),
         }

@@ -40,7 +40,7 @@ def test_tiles_of_many_rows(table: bool, tuned: Tuned) -> None:
     plain = Tile(16, 16, 16, 4, 2, 2, table)
     coded = Tile(16, 128, 128, 4, 2, 2, table)
     tiles = {"32": ((1, plain, plain),), "8": ((1, coded, coded),)}
-    tuned(TUNING, tiles=tiles, single_places=0, most_quantized_here=0)
+    tuned(TUNING, tiles=tiles, single_places=0)
     check_cases(ops.fused_experts)
     check_cases(ops.linear_fp8_blocks)
     check_cases(ops.fp8_blockwise_scaled_grouped_mm)

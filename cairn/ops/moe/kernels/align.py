@@ -81,14 +81,32 @@ def fill(out, count, value, program, programs, BLOCK: tl.constexpr):
         at += programs * BLOCK
 
 
+@triton.jit
+def fill_padding(
+    order, count, begin, used, room, value, block, program, programs, BLOCK: tl.constexpr
+):
+    """order = value in rows of no place: behind the places of each bucket, and from `used` on."""
+    bucket = tl.arange(0, count.shape[0])
+    for number in range(program, count.shape[0], programs):
+        own = tl.sum(tl.where(bucket == number, count, 0), 0)
+        first = tl.sum(tl.where(bucket == number, begin, 0), 0)
+        last = first + (own + block - 1) // block * block
+        for row in range(first + own, last, BLOCK):
+            at = row + tl.arange(0, BLOCK)
+            tl.store(order + at, value + at * 0, mask=at < last)
+    for row in range(used + program * BLOCK, room, programs * BLOCK):
+        at = row + tl.arange(0, BLOCK)
+        tl.store(order + at, value + at * 0, mask=at < room)
+
+
 @triton.jit(early=(), do_not_specialize=["places", "room"])
 def sort_kernel(
     ids, order, begins, used, owners, inverse, sizes1, sizes2, scale_begins,
     places, room, buckets, block, share, n, k,
-    C: tl.constexpr, BP: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, FIRST: tl.constexpr,
     FILLED: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program sorts all places, at most C.
+    """Each program counts all places, at most C, and stores the rows of ROWS of them.
 
     Args:
         ids: [places] int32 or int64.
@@ -103,16 +121,28 @@ def sort_kernel(
         PDL: as in `await_previous`.
     """
     await_previous(PDL)
-    place = tl.arange(0, C)
+    program = tl.program_id(0)
+    other = tl.arange(0, C)
+    of_other = buckets_of(ids, other, places, buckets, FIRST)
+    number = tl.arange(0, BP)
+    count = tl.where(number < buckets, tl.histogram(of_other, BP), 0)
+    if program == 0:
+        store_begins(
+            count, begins, used, sizes1, sizes2, scale_begins, buckets, block, n, k, SCALES
+        )
+    padded = (count + block - 1) // block * block
+    begin = tl.cumsum(padded, 0) - padded
+    place = program * ROWS + tl.arange(0, ROWS)
     bucket = buckets_of(ids, place, places, buckets, FIRST)
-    count = tl.histogram(bucket, BP)
-    store_begins(count, begins, used, sizes1, sizes2, scale_begins, buckets, block, n, k, SCALES)
-    if FILLED:
-        fill(order, room, places, 0, 1, C)
-    tl.debug_barrier()
-    rank = ranks_within(ids, place, bucket, 0, places, buckets, FIRST, STEP)
-    row = tl.load(begins + bucket, mask=bucket < buckets, other=0) + rank
+    earlier = (of_other[None, :] == bucket[:, None]) & (other[None, :] < place[:, None])
+    row = tl.sum(tl.where(number[None, :] == bucket[:, None], begin[None, :], 0), 1)
+    row += tl.sum(earlier.to(tl.int32), 1)
     store_rows(place, bucket, row, order, owners, inverse, buckets, block, share, FIRST)
+    if FILLED:
+        fill_padding(
+            order, count, begin, tl.sum(padded, 0), room, places, block, program,
+            tl.num_programs(0), BP,
+        )  # fmt: skip
 
 
 @triton.jit(early=(), do_not_specialize=["places", "room"])

@@ -93,7 +93,6 @@ def sum_products(
     scale_step, second_scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PAIR: tl.constexpr,
     SCALED: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Products [BM, BN] of rows of a with BN rows of a matrix from row `first` on, and with PAIR
     from row `second` on.
@@ -102,7 +101,7 @@ def sum_products(
         a: at its address.
         a_scale, w_scale: SCALED: at those of the rows [BM] and of the block of row `first`; the
             scales of the next block of columns are scale_step behind those of a row, and 1 behind
-            that of the matrix. a_scale None: rows are quantised here.
+            that of the matrix.
         second_scale: how far the scales of row `second` are from those of `first`.
     """
     left = tl.zeros((BM, BN), tl.float32)
@@ -112,11 +111,7 @@ def sum_products(
         gate = matrix_tile(w, first, column, rows, width, w_stride, BN, BK, TABLE, EVEN)
         if SCALED:
             block = column // BLOCK
-            if a_scale is None:
-                code, scale = quantized(x.to(tl.float32), HARDWARE)
-                x = code.to(gate.dtype, bitcast=True)
-            else:
-                scale = tl.load(a_scale + block * scale_step, mask=inside, other=0.0)
+            scale = tl.load(a_scale + block * scale_step, mask=inside, other=0.0)
             own = (scale * tl.load(w_scale + block))[:, None]
             left += tl.dot(x, gate) * own
             if PAIR:
@@ -214,13 +209,12 @@ def experts_kernel(
         w += expert * rows * w_stride
     if SCALED:
         w_scale += expert * w_scale_expert + number // BLOCK * w_scale_row
-        if a_scale is not None:
-            a_scale += source * a_scale_stride
+        a_scale += source * a_scale_stride
     half = (numbers + BLOCK - 1) // BLOCK * w_scale_row
     left, right = sum_products(
         a, w, a_scale, w_scale, source, inside, first, first + numbers, rows, width, a_stride,
         w_stride, a_scale_step, half,
-        BM, BN, BK, KIND != "", SCALED, TABLE, EVEN, PRECISION, HARDWARE,
+        BM, BN, BK, KIND != "", SCALED, TABLE, EVEN, PRECISION,
     )  # fmt: skip
     if KIND != "":
         left = activated(left, KIND) * right
