@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT32, expect, refuse
-from cairn.ops.mamba import convolution, segments
+from cairn.ops.mamba import convolution, launch, segments
 from cairn.ops.registry import op
 
 NAME = "causal_conv1d_fwd"
@@ -90,3 +91,26 @@ def _(call: Call) -> None:
         expect(NAME, "has_initial_state", call.has_initial_state, (count,), kinds, call.weight)
     if not isinstance(call.pad_slot_id, int):
         refuse(NAME, "pad_slot_id", f"is {call.pad_slot_id!r}, not an integer")
+
+
+@causal_conv1d_fwd.implementation("triton", devices=gpu.DEVICES)
+def _(call: Call) -> None:
+    """By tokens into other memory, then the states, for these begin where tokens are read that
+    another program would have overwritten."""
+    x, starts, states = call.x, call.query_start_loc, call.conv_states
+    flat = x if x.dim() == 2 else x.transpose(0, 1).flatten(1)
+    count = x.shape[0] if starts is None else starts.shape[0] - 1
+    used = call.has_initial_state
+    if used is None:
+        used = torch.zeros(count, dtype=torch.bool, device=x.device)
+    length = x.shape[-1]
+    of = launch.Sequences(count, length, starts, call.cache_indices, used)
+    rest = (call.weight, call.bias_, states, of, call.silu_activation, call.pad_slot_id)
+    y = torch.empty_like(flat)
+    launch.convolve(flat, *rest, y)
+    if states is not None:
+        launch.convolve_each(x, *rest, x, convolved=False)
+    if starts is not None:
+        behind = torch.arange(length, device=x.device) >= starts[-1]
+        y = torch.where(behind, x, y)
+    x.copy_(y if x.dim() == 2 else y.unflatten(1, (count, length)).transpose(0, 1))

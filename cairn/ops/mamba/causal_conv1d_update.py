@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT32, expect, expect_within, refuse
-from cairn.ops.mamba import convolution
+from cairn.ops.mamba import convolution, launch
 from cairn.ops.registry import op
 
 NAME = "causal_conv1d_update"
@@ -89,3 +90,14 @@ def _(call: Call) -> None:
             refuse(NAME, "x", problem, "Give longer states, or fewer tokens")
     if not isinstance(call.pad_slot_id, int):
         refuse(NAME, "pad_slot_id", f"is {call.pad_slot_id!r}, not an integer")
+
+
+@causal_conv1d_update.implementation("triton", devices=gpu.DEVICES)
+def _(call: Call) -> None:
+    batch, _, tokens = call.x.shape
+    of = launch.Sequences(batch, tokens, None, call.conv_state_indices)
+    launch.convolve_each(
+        *(call.x, call.weight, call.bias_, call.conv_state, of, call.silu_activation),
+        *(call.pad_slot_id, call.x),
+        ring=call.cache_seqlens,
+    )

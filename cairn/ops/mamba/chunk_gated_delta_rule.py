@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.mamba import recurrence, segments, states
+from cairn.ops.mamba import launch, recurrence, segments, states
 from cairn.ops.registry import op
 
 NAME = "chunk_gated_delta_rule"
@@ -95,6 +96,26 @@ def _(call: Call) -> None:
         NAME, names, call.initial_state, call.initial_state_indices, count, shape, call.q
     )
     states.expect_used(NAME, call.has_initial_state, count, call.q)
+
+
+def _fits(call: Call) -> bool:
+    """Whether kernels hold a state's columns, and look at all sequences at once."""
+    starts = call.cu_seqlens
+    count = call.q.shape[0] if starts is None else starts.shape[0] - 1
+    return call.q.shape[3] <= launch.WIDEST and count <= launch.MOST_SEQUENCES
+
+
+@gated_delta_rule.implementation("triton", devices=gpu.DEVICES, when=_fits)
+def _(call: Call) -> Tensor:
+    q, k, v, g, beta = (launch.in_order(x) for x in (call.q, call.k, call.v, call.g, call.beta))
+    scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
+    starts, used = call.cu_seqlens, call.has_initial_state
+    count = call.q.shape[0] if starts is None else starts.shape[0] - 1
+    of = launch.Sequences(count, call.q.shape[1], starts, call.initial_state_indices, used)
+    rule = launch.Rule(q, k, v, g, beta, None, None, scale, call.use_qk_l2norm_in_kernel)
+    out = gpu.empty(call.v.shape, call.v.dtype, call.v.device)
+    launch.run_chunks(rule, call.initial_state, of, out.flatten(0, 1))
+    return out
 
 
 def _not_short(call: Call) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
 from cairn.ops.mamba.gates import expect_gates, log_decay, strength
+from cairn.ops.mamba.launch import in_order
+from cairn.ops.mamba.split_kernels import gates_kernel
 from cairn.ops.registry import op
 
 NAME = "fused_gdn_gating"
+BLOCK = 1024
 
 
 @op
@@ -42,3 +47,28 @@ def _(call: Call) -> None:
     expect(NAME, "a", call.a, 2, FLOATS)
     expect(NAME, "b", call.b, call.a.shape, FLOATS, call.a)
     expect_gates(NAME, call.A_log, call.dt_bias, call.a.shape[1], call.a)
+
+
+@fused_gdn_gating.implementation("triton", devices=gpu.DEVICES)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    a, b = in_order(call.a, 1), in_order(call.b, 1)
+    tokens, heads = a.shape
+    g = gpu.empty((1, tokens, heads), torch.float32, a.device)
+    strength = gpu.empty((1, tokens, heads), b.dtype, a.device)
+    if g.numel():
+        gates_kernel[(-(-g.numel() // BLOCK),)](
+            a_log=call.A_log,
+            a=a,
+            b=b,
+            dt_bias=call.dt_bias,
+            g=g,
+            strength=strength,
+            numbers=g.numel(),
+            heads=heads,
+            a_token=a.stride(0),
+            b_token=b.stride(0),
+            beta=call.beta,
+            threshold=call.threshold,
+            BLOCK=BLOCK,
+        )
+    return g, strength

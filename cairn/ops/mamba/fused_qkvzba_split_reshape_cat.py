@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, check_least, expect, refuse
+from cairn.ops.mamba.launch import in_order
+from cairn.ops.mamba.split_kernels import split_kernel
 from cairn.ops.registry import op
+
+BLOCK = 1024
+"""Columns of a program."""
 
 
 @op
@@ -97,3 +103,41 @@ def _(call: Call) -> None:
 def _(call: Call) -> None:
     name, heads = "fused_qkvzba_split_reshape_cat_contiguous", (call.num_heads_qk, call.num_heads_v)
     _expect(name, call.mixed_qkvz, call.mixed_ba, heads, (call.head_qk, call.head_v))
+
+
+def _split(call: Call, grouped: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    qkvz, ba = in_order(call.mixed_qkvz, 1), in_order(call.mixed_ba, 1)
+    tokens, heads, keys = len(qkvz), call.num_heads_v, call.num_heads_qk
+    channels = 2 * keys * call.head_qk + heads * call.head_v
+    shapes = ((channels,), (heads, call.head_v), (heads,), (heads,))
+    qkv, z, b, a = (gpu.empty((tokens, *shape), qkvz.dtype, qkvz.device) for shape in shapes)
+    parts = -(-(qkvz.shape[1] + ba.shape[1]) // BLOCK)
+    if tokens:
+        split_kernel[(tokens * parts,)](
+            qkvz=qkvz,
+            ba=ba,
+            qkv=qkv,
+            z=z,
+            b=b,
+            a=a,
+            qkvz_stride=qkvz.stride(0),
+            ba_stride=ba.stride(0),
+            KEYS=keys,
+            EACH=heads // keys,
+            K=call.head_qk,
+            V=call.head_v,
+            GROUPED=grouped,
+            PROGRAMS=parts,
+            BLOCK=BLOCK,
+        )
+    return qkv, z, b, a
+
+
+@fused_qkvzba_split_reshape_cat.implementation("triton", devices=gpu.DEVICES)
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _split(call, grouped=True)
+
+
+@fused_qkvzba_split_reshape_cat_contiguous.implementation("triton", devices=gpu.DEVICES)
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _split(call, grouped=False)

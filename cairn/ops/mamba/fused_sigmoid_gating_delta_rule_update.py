@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, expect, expect_within, refuse
-from cairn.ops.mamba import recurrence, segments, states
+from cairn.ops.mamba import launch, recurrence, segments, states
 from cairn.ops.mamba.gates import expect_gates, log_decay, strength
 from cairn.ops.mamba.recurrence import Tokens
 from cairn.ops.registry import op
@@ -141,6 +142,33 @@ def _drafted(
     if after:
         state.copy_(after[-1])
     return after
+
+
+@fused_sigmoid_gating_delta_rule_update.implementation(
+    "triton", devices=gpu.DEVICES, when=lambda call: call.q.shape[3] <= launch.WIDEST
+)
+def _(call: Call) -> Tensor:
+    q, k, v = (launch.in_order(x) for x in (call.q, call.k, call.v))
+    tokens, heads, wide = len(q), v.shape[1], q.shape[2]
+    columns = (wide,) if call.is_kda else ()
+    a = launch.in_order(call.a.reshape(tokens, heads, *columns), 1)
+    b = launch.in_order(call.b.reshape(tokens, heads), 1)
+    bias = call.dt_bias.reshape(heads, *columns).contiguous()
+    scale = wide**-0.5 if call.scale is None else call.scale
+    rule = launch.Rule(
+        *(q, k, v, a, b, call.A_log, bias, scale, call.use_qk_l2norm_in_kernel),
+        *(call.softplus_beta, call.softplus_threshold),
+    )
+    starts, slots = call.cu_seqlens, call.initial_state_indices
+    count = call.q.shape[0] if starts is None else starts.shape[0] - 1
+    of = launch.Sequences(count, call.q.shape[1], starts, slots, call.has_initial_state)
+    out = gpu.zeros(call.v.shape, call.v.dtype, call.v.device)
+    launch.run_tokens(
+        *(rule, call.initial_state_source, of, out, not call.disable_state_update),
+        *(call.intermediate_states_buffer, call.intermediate_state_indices),
+        call.retrieve_parent_token,
+    )
+    return out
 
 
 @fused_sigmoid_gating_delta_rule_update.fake

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
-from cairn.ops.norm.launch import check_rows
+from cairn.ops.norm.launch import LONGEST, check_rows, divide_by_lengths
 from cairn.ops.registry import op
 
 
@@ -34,3 +35,10 @@ def fused_rmsnorm_gated(input: Tensor, weight: Tensor, gate: Tensor, eps: float 
 def _(call: Call) -> None:
     check_rows("fused_rmsnorm_gated", call.input, call.weight)
     expect("fused_rmsnorm_gated", "gate", call.gate, call.input.shape, FLOATS, call.input)
+
+
+@fused_rmsnorm_gated.implementation(
+    "triton", devices=gpu.DEVICES, when=lambda call: call.input.shape[-1] <= LONGEST
+)
+def _(call: Call) -> Tensor:
+    return divide_by_lengths(call.input, call.eps, True, call.weight, call.gate)

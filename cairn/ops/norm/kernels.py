@@ -153,3 +153,29 @@ def qknorm_rows_kernel(
     else:
         k += row * k_stride
         norm_row(k, k_weight, k, k_width, eps, K_BLOCK, False, False)
+
+
+@triton.jit(early=())
+def lengths_kernel(
+    x, weight, gate, out, rows, heads, x_token, x_head, gate_token, gate_head, width, divisor, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows [width], of which a token has `heads`: out = x * rsqrt(sum(x^2) / divisor + eps),
+    then * weight * silu(gate), where these are given. PDL: as in `await_previous`."""
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    token, head = (row // heads)[:, None], (row % heads)[:, None]
+    at = x + token * x_token + head * x_head + column[None, :]
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 1) / divisor + eps)[:, None]
+    if weight is not None:
+        factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+        value *= factor[None, :]
+    if gate is not None:
+        at = gate + token * gate_token + head * gate_head + column[None, :]
+        z = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        value *= z / (1 + tl.exp(-z))
+    at = out + row[:, None] * width + column[None, :]
+    tl.store(at, value.to(out.dtype.element_ty), mask=inside)

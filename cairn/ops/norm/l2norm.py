@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.norm.launch import LONGEST, divide_by_lengths
 from cairn.ops.registry import op
 
 
@@ -29,3 +31,10 @@ def _(call: Call) -> None:
     expect("l2norm", "input", call.input, dtypes=FLOATS)
     if call.input.dim() == 0:
         refuse("l2norm", "input", "has shape [], not [..., H]")
+
+
+@l2norm.implementation(
+    "triton", devices=gpu.DEVICES, when=lambda call: call.input.shape[-1] <= LONGEST
+)
+def _(call: Call) -> Tensor:
+    return divide_by_lengths(call.input, call.eps, mean=False)

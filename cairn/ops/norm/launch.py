@@ -8,12 +8,14 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel, rmsnorm_kernel
+from cairn.ops.norm.kernels import fused_add_rmsnorm_kernel, lengths_kernel, rmsnorm_kernel
 from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import Op
 
 LONGEST = 1 << 15
 """Numbers of the longest row that one program takes."""
+PROGRAM = 2048
+"""Numbers of short rows that one program takes together."""
 
 
 def check_rows(op: str, input: Tensor, weight: Tensor, out: Tensor | None = None) -> None:
@@ -135,3 +137,45 @@ def _norm_sums(call: Call, shifted: bool) -> None:
             PDL=pdl,
             num_warps=warps,
         )
+
+
+def divide_by_lengths(
+    input: Tensor, eps: float, mean: bool, weight: Tensor | None = None, gate: Tensor | None = None
+) -> Tensor:
+    """`lengths_kernel` over input [..., H] and the gate, by the mean of the squares or their sum."""
+    width = input.shape[-1]
+    out = gpu.empty(input.shape, input.dtype, input.device)
+    if not out.numel():
+        return out
+    x, z = heads_of(input), None if gate is None else heads_of(gate)
+    rows, block = x.shape[0] * x.shape[1], gpu.next_power_of_2(width)
+    side = max(1, min(PROGRAM // block, gpu.next_power_of_2(rows)))
+    warps = min(8, max(1, side * block // 512))
+    programs = -(-rows // side)
+    lengths_kernel[(programs,)](
+        x=x,
+        weight=weight,
+        gate=z,
+        out=out,
+        rows=rows,
+        heads=x.shape[1],
+        x_token=x.stride(0),
+        x_head=x.stride(1),
+        gate_token=0 if z is None else z.stride(0),
+        gate_head=0 if z is None else z.stride(1),
+        width=width,
+        divisor=width if mean else 1,
+        eps=eps,
+        ROWS=side,
+        BLOCK=block,
+        PDL=uses_pdl(x.device, programs, warps),
+        num_warps=warps,
+    )
+    return out
+
+
+def heads_of(x: Tensor) -> Tensor:
+    """x [..., H] as [tokens, heads, H], the numbers of a row side by side."""
+    if x.dim() != 3:
+        x = x.reshape(-1, 1, x.shape[-1])
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

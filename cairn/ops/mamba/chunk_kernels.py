@@ -1,0 +1,250 @@
+"""The gated delta rule in chunks (see `recurrence`), on tensor cores.
+
+What a chunk does to any state is worked out for all chunks at once, then states go from chunk to
+chunk. With the sums G of log decays inside a chunk, D[i, j] = e^(G_i - G_j), l the factors that
+give keys and queries length 1:
+
+    A = the part of beta_i l_i l_j (k_i . k_j) D[i, j] below the diagonal
+    T = (I + A)^-1,  P = scale l_i l_j (q_i . k_j) D[i, j] on and below the diagonal
+    N = T (beta v - (beta e^G l) (k S)),  o = (scale e^G l) (q S) + P N
+    S = e^(G_n) S + k^T ((e^(G_n - G) l) N)
+
+The state S is [K, V] here. Products are of keys and queries as they are given, which are exact in
+half precision; factors are applied to their results.
+"""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import constant, tl, triton
+from cairn.ops.mamba.recurrent_kernel import FEW, GRID, log_decay, sigmoid
+
+INNER = constant(16)
+"""Blocks of this size are inverted row by row, larger ones out of these."""
+FACTORS = constant(4)
+"""Numbers of a token and head that `chunk_kernel` leaves for `carry_kernel`: beta; beta e^G l;
+scale e^G l; e^(G_n - G) l."""
+
+
+@triton.jit
+def chunk_of(starts, first, length, program, count, COUNT: tl.constexpr):
+    """Of a program's chunk: its sequence (`count` or more: there is none), the slot of its first
+    place relative to the step, where the sequence begins and ends; and the end of all sequences.
+
+    starts: [count + 1], or None: sequences have `length` tokens. first: [count], slots of first
+    tokens, or None: 0.
+    """
+    number = tl.arange(0, COUNT)
+    known = number < count
+    if starts is None:
+        begin, end = number * length, (number + 1) * length
+    else:
+        begin = tl.load(starts + number, mask=known, other=0).to(tl.int32)
+        end = tl.load(starts + number + 1, mask=known, other=0).to(tl.int32)
+    if first is None:
+        shift = tl.zeros_like(begin)
+    else:
+        shift = tl.load(first + number, mask=known, other=0).to(tl.int32) % GRID
+    empty = ~known | (end == begin)
+    chunks = tl.where(empty, 0, (shift + end - begin + GRID - 1) // GRID)
+    behind = tl.cumsum(chunks, 0)
+    sequence = tl.sum((behind <= program).to(tl.int32), 0)
+    own = number == sequence
+    before = tl.sum(tl.where(own, behind - chunks, 0), 0)
+    own_begin, own_end = tl.sum(tl.where(own, begin, 0), 0), tl.sum(tl.where(own, end, 0), 0)
+    at = own_begin - tl.sum(tl.where(own, shift, 0), 0) + (program - before) * GRID
+    return sequence, at, own_begin, own_end, tl.max(tl.where(known, end, 0), 0)
+
+
+@triton.jit
+def inverse(a, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a [64, 64] that has nothing on the diagonal and above."""
+    outer: tl.constexpr = GRID // INNER
+    i = tl.arange(0, GRID)
+    block = i // INNER
+    own = tl.reshape(
+        tl.where(block[:, None] == block[None, :], a, 0.0), (outer, INNER, outer, INNER)
+    )
+    part = tl.sum(own, 2)
+    j = tl.arange(0, INNER)
+    found = tl.where(j[:, None] == j[None, :], 1.0, 0.0)[None] + tl.zeros_like(part)
+    for n in range(1, INNER):
+        here = (j == n)[None, :, None]
+        row = tl.sum(tl.where(here, part, 0.0), 1)
+        change = tl.sum(row[:, :, None] * found, 1)
+        found = tl.where(here, found - change[:, None, :], found)
+    x = tl.arange(0, outer)
+    same = (x[:, None] == x[None, :])[:, None, :, None]
+    t = tl.reshape(tl.where(same, found[:, :, None, :], 0.0), (GRID, GRID))
+    # Two blocks side by side: what is below the diagonal is -T A T.
+    size: tl.constexpr = INNER
+    for level in tl.static_range(2):
+        inner, wider = i // (size << level), i // (size << (level + 1))
+        lower = (inner[:, None] > inner[None, :]) & (wider[:, None] == wider[None, :])
+        below = tl.where(lower, a, 0.0)
+        below = tl.dot(below, t, input_precision=PRECISION)
+        t -= tl.dot(t, below, input_precision=PRECISION)
+    return t
+
+
+@triton.jit
+def chunk_kernel(
+    q, k, a, b, a_log, dt_bias, starts, first, slots, weights, scores, factors, decays, out,
+    tokens, count, length, scale, beta, threshold, q_token, q_head, k_token, k_head,
+    a_token, b_token, HEADS: tl.constexpr, EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, COUNT: tl.constexpr, NORMALISED: tl.constexpr,
+    RAW: tl.constexpr, FEW_APART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What one chunk does in one value head: T, P and the factors; behind all sequences o = 0.
+
+    RAW: a and b are projections; else the logarithm of the decay and the strength. FEW_APART: a
+    last chunk of up to FEW tokens is left out. weights, scores: [T, HEADS, 64], rows of T and P.
+    factors: [T, HEADS, FACTORS]. decays: [chunks, HEADS], e^(G_n).
+    """
+    program, head = tl.program_id(0), tl.program_id(1)
+    sequence, at, begin, end, all_end = chunk_of(starts, first, length, program, count, COUNT)
+    i = tl.arange(0, GRID)
+    line = tl.arange(0, BLOCK_V)
+    spare = program * GRID + i
+    empty = ((spare >= all_end) & (spare < tokens))[:, None] & (line < V)[None, :]
+    place = (spare.to(tl.int64)[:, None] * HEADS + head) * V + line[None, :]
+    tl.store(out + place, tl.zeros((GRID, BLOCK_V), out.dtype.element_ty), mask=empty)
+    if sequence >= count:
+        return
+    if FEW_APART:
+        few = end - tl.maximum(at, begin) <= FEW
+        if few & (tl.load(slots + sequence) >= 0):
+            return
+    token = (at + i).to(tl.int64)
+    inside = (token >= begin) & (token < end)
+    column = tl.arange(0, BLOCK_K)
+    wide = inside[:, None] & (column < K)[None, :]
+    key_head = head // EACH
+    query = tl.load(q + token[:, None] * q_token + key_head * q_head + column[None, :], wide, 0.0)
+    key = tl.load(k + token[:, None] * k_token + key_head * k_head + column[None, :], wide, 0.0)
+    g = tl.load(a + token * a_token + head, mask=inside, other=0.0).to(tl.float32)
+    strength = tl.load(b + token * b_token + head, mask=inside, other=0.0).to(tl.float32)
+    if RAW:
+        g = log_decay(
+            tl.load(a_log + head).to(tl.float32), g + tl.load(dt_bias + head).to(tl.float32),
+            beta, threshold,
+        )  # fmt: skip
+        strength = sigmoid(strength)
+    g, strength = tl.where(inside, g, 0.0), tl.where(inside, strength, 0.0)
+    q_length, k_length = tl.full((GRID,), 1.0, tl.float32), tl.full((GRID,), 1.0, tl.float32)
+    if NORMALISED:
+        q32, k32 = query.to(tl.float32), key.to(tl.float32)
+        q_length = tl.rsqrt(tl.sum(q32 * q32, 1) + 1e-6)
+        k_length = tl.rsqrt(tl.sum(k32 * k32, 1) + 1e-6)
+    # Sums are large and their differences count.
+    total = tl.cumsum(g.to(tl.float64), 0)
+    last = tl.sum(tl.where(i == GRID - 1, total, 0.0), 0)
+    apart = (total[:, None] - total[None, :]).to(tl.float32)
+    d = tl.exp(tl.where(i[:, None] >= i[None, :], apart, float("-inf"))) * k_length[None, :]
+    grown = tl.exp(total.to(tl.float32))
+    products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    below = i[:, None] > i[None, :]
+    t = inverse(
+        tl.where(below, (strength * k_length)[:, None] * products * d, 0.0),
+        "ieee" if PRECISION == "ieee" else "tf32",
+    )
+    products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    p = (scale * q_length)[:, None] * products * d
+    rows = (token * HEADS + head)[:, None] * GRID + i[None, :]
+    tl.store(weights + rows, t.to(weights.dtype.element_ty), mask=inside[:, None])
+    tl.store(scores + rows, p.to(scores.dtype.element_ty), mask=inside[:, None])
+    place = factors + (token * HEADS + head) * FACTORS
+    tl.store(place, strength, mask=inside)
+    tl.store(place + 1, strength * grown * k_length, mask=inside)
+    tl.store(place + 2, scale * grown * q_length, mask=inside)
+    tl.store(place + 3, tl.exp((last - total).to(tl.float32)) * k_length, mask=inside)
+    tl.store(decays + program * HEADS + head, tl.exp(last.to(tl.float32)))
+
+
+@triton.jit
+def carry_kernel(
+    q, k, v, weights, scores, factors, decays, out, pool, slots, begun, starts, first,
+    count, length, q_token, q_head, k_token, k_head, v_token, v_head, HEADS: tl.constexpr,
+    EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, COUNT: tl.constexpr, FEW_APART: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One sequence in one value head, BLOCK_V columns of its state, from chunk to chunk.
+
+    Arguments as of `chunk_kernel`, states as of `recurrent_kernel`.
+    """
+    parts: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    part, head, number = tl.program_id(0) % parts, tl.program_id(0) // parts, tl.program_id(1)
+    begin, end, shift, before = place_of(starts, first, length, number, count, COUNT)
+    slot = number.to(tl.int64) if slots is None else tl.load(slots + number).to(tl.int64)
+    used = slot >= 0
+    if begun is not None:
+        used = used & tl.load(begun + number).to(tl.int1)
+    chunks = tl.where(end > begin, (shift + end - begin + GRID - 1) // GRID, 0)
+    if FEW_APART:
+        # The last one may be left out.
+        rest = end - tl.maximum(begin, begin - shift + (chunks - 1) * GRID)
+        chunks -= ((rest <= FEW) & (end > begin) & (slot >= 0)).to(tl.int32)
+        if (chunks == 0) & (end > begin):
+            return
+    i, column = tl.arange(0, GRID), tl.arange(0, BLOCK_K)
+    line = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    wide, high = column < K, line < V
+    cell = (slot * HEADS + head) * (V * K) + line[None, :] * K + column[:, None]
+    held = wide[:, None] & high[None, :]
+    state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
+    if pool is not None:
+        state = tl.load(pool + cell, mask=held & used, other=0.0)
+    key_head = head // EACH
+    dtype = v.dtype.element_ty
+    for n in tl.range(0, chunks, num_stages=STAGES):
+        token = (begin - shift + n * GRID + i).to(tl.int64)
+        inside = (token >= begin) & (token < end)
+        row = inside[:, None] & wide[None, :]
+        query = tl.load(
+            q + token[:, None] * q_token + key_head * q_head + column[None, :], row, 0.0
+        )
+        key = tl.load(k + token[:, None] * k_token + key_head * k_head + column[None, :], row, 0.0)
+        filled = inside[:, None] & high[None, :]
+        value = tl.load(v + token[:, None] * v_token + head * v_head + line[None, :], filled, 0.0)
+        square = (token * HEADS + head)[:, None] * GRID + i[None, :]
+        t = tl.load(weights + square, mask=inside[:, None], other=0.0)
+        p = tl.load(scores + square, mask=inside[:, None], other=0.0)
+        place = factors + (token * HEADS + head) * FACTORS
+        strength = tl.load(place, mask=inside, other=0.0)
+        read = tl.load(place + 1, mask=inside, other=0.0)
+        seen = tl.load(place + 2, mask=inside, other=0.0)
+        left = tl.load(place + 3, mask=inside, other=0.0)
+        decay = tl.load(decays + (before + n) * HEADS + head)
+        rounded = state.to(dtype)
+        x = tl.dot(key, rounded, input_precision=PRECISION)
+        x = strength[:, None] * value.to(tl.float32) - read[:, None] * x
+        new = tl.dot(t, x.to(dtype), input_precision=PRECISION)
+        o = seen[:, None] * tl.dot(query, rounded, input_precision=PRECISION)
+        o += tl.dot(p, new.to(dtype), input_precision=PRECISION)
+        place = out + (token * HEADS + head)[:, None] * V + line[None, :]
+        tl.store(place, o.to(out.dtype.element_ty), mask=filled)
+        new = (left[:, None] * new).to(dtype)
+        state = decay * state + tl.dot(tl.trans(key), new, input_precision=PRECISION)
+    if pool is not None:
+        tl.store(pool + cell, state, mask=held & (slot >= 0))
+
+
+@triton.jit
+def place_of(starts, first, length, number, count, COUNT: tl.constexpr):
+    """Where a sequence begins and ends, the place of its first token in its chunk, and how many
+    chunks there are before its own; arguments as of `chunk_of`."""
+    if starts is None:
+        begin = number * length
+        return begin, begin + length, 0, number * ((length + GRID - 1) // GRID)
+    other = tl.arange(0, COUNT)
+    earlier = other < number
+    own_begin = tl.load(starts + number).to(tl.int32)
+    own_end = tl.load(starts + number + 1).to(tl.int32)
+    begin = tl.load(starts + other, mask=earlier, other=0).to(tl.int32)
+    end = tl.load(starts + other + 1, mask=earlier, other=0).to(tl.int32)
+    shift, own_shift = tl.zeros_like(begin), 0
+    if first is not None:
+        shift = tl.load(first + other, mask=earlier, other=0).to(tl.int32) % GRID
+        own_shift = tl.load(first + number).to(tl.int32) % GRID
+    chunks = tl.where(end > begin, (shift + end - begin + GRID - 1) // GRID, 0)
+    return own_begin, own_end, own_shift, tl.sum(chunks, 0)

@@ -1,0 +1,174 @@
+"""Kernels of the short causal convolution. Inputs before a sequence's first token come from its
+state, or are zeros; sums are float32, tap after tap, oldest first."""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import tl, triton
+from cairn.ops.grid import row_and_part
+from cairn.ops.pdl import await_previous
+
+
+@triton.jit
+def sequence_of(token, starts, count, STEPS: tl.constexpr):
+    """By bisection, the last sequence that begins at or before each token [n]; `STEPS` halvings
+    suffice for `count` sequences."""
+    found = tl.zeros_like(token)
+    for i in tl.static_range(STEPS):
+        next_one = found + (1 << (STEPS - 1 - i))
+        begin = tl.load(starts + next_one, mask=next_one < count, other=0)
+        found = tl.where((next_one < count) & (begin <= token), next_one, found)
+    return found
+
+
+@triton.jit
+def activated(y, SILU: tl.constexpr):
+    """silu(y), or y."""
+    return y / (1 + tl.exp(-y)) if SILU else y
+
+
+@triton.jit
+def past(states, slot, used, channel, column, stride, channel_stride, inside):
+    """What states hold in a column; 0 of sequences that begin."""
+    at = states + slot * stride + channel * channel_stride + column
+    return tl.load(at, mask=inside & used, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def conv_tokens_kernel(
+    x, weight, bias, states, starts, slots, begun, out, tokens, channels, count, length,
+    x_token, x_channel, out_token, out_channel, weight_channel, weight_tap,
+    state_stride, state_channel, SIZE: tl.constexpr, WIDTH: tl.constexpr, SKIPPED: tl.constexpr,
+    SILU: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Outputs of TOKENS tokens, in CHANNELS channels; 0 behind the last sequence.
+
+    starts: [count + 1], or None: sequences have `length` tokens. SIZE: columns of a state. SKIPPED:
+    slot of sequences whose inputs are put out as they are; None: of none.
+    """
+    row, part = row_and_part(PROGRAMS)
+    token = (row * TOKENS).to(tl.int32) + tl.arange(0, TOKENS)
+    channel = part * CHANNELS + tl.arange(0, CHANNELS)
+    if starts is None:
+        number = token // length
+        begin, end = number * length, count * length
+    else:
+        number = sequence_of(token, starts, count, STEPS)
+        begin, end = tl.load(starts + number), tl.load(starts + count)
+    known = token < tl.minimum(end, tokens)
+    slot = number if slots is None else tl.load(slots + number, mask=known, other=-1)
+    used = known & (slot >= 0)
+    if begun is None:
+        used = known & False
+    else:
+        used = used & tl.load(begun + number, mask=known, other=0).to(tl.int1)
+    inside = known[:, None] & (channel < channels)[None, :]
+    y = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
+    if bias is not None:
+        y += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(WIDTH):
+        source = token - (WIDTH - 1 - tap)
+        own = inside & (source >= begin)[:, None]
+        place = source.to(tl.int64)[:, None] * x_token + channel.to(tl.int64)[None, :] * x_channel
+        value = tl.load(x + place, mask=own, other=0.0).to(tl.float32)
+        if states is not None and tap < WIDTH - 1:
+            column = (SIZE + source - begin)[:, None]
+            value += past(
+                states, slot.to(tl.int64)[:, None], used[:, None], channel.to(tl.int64)[None, :],
+                column, state_stride, state_channel, inside & (source < begin)[:, None],
+            )  # fmt: skip
+        at = weight + channel * weight_channel + tap * weight_tap
+        factor = tl.load(at, mask=channel < channels, other=0.0).to(tl.float32)
+        y += factor[None, :] * value
+    y = activated(y, SILU)
+    if SKIPPED is not None:
+        place = token.to(tl.int64)[:, None] * x_token + channel.to(tl.int64)[None, :] * x_channel
+        same = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        y = tl.where((slot == SKIPPED)[:, None], same, y)
+    y = tl.where(known[:, None], y, 0.0)
+    place = token.to(tl.int64)[:, None] * out_token + channel.to(tl.int64)[None, :] * out_channel
+    written = (token < tokens)[:, None] & (channel < channels)[None, :]
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit(early=())
+def conv_sequences_kernel(
+    x, weight, bias, states, starts, slots, begun, ring, out, channels, length,
+    x_token, x_channel, x_batch, out_token, out_channel, out_batch, weight_channel, weight_tap,
+    state_stride, state_channel, SIZE: tl.constexpr, WIDTH: tl.constexpr, SKIPPED: tl.constexpr,
+    SILU: tl.constexpr, CONVOLVE: tl.constexpr, UPDATE: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence in CHANNELS channels, its last token first, so that `out` may be `x`: outputs if
+    CONVOLVE, then the state if UPDATE.
+
+    starts: [N + 1], or None: sequence n is x[n] with `length` tokens. ring: [N], tokens before
+    these, of states that are rings; None: states are shifted. begun None: all have a state. PDL: as
+    in `await_previous`.
+    """
+    await_previous(PDL)
+    number, part = row_and_part(PROGRAMS)
+    channel = part * CHANNELS + tl.arange(0, CHANNELS).to(tl.int64)
+    inside = channel < channels
+    if starts is not None:
+        begin = tl.load(starts + number).to(tl.int64)
+        length = (tl.load(starts + number + 1) - begin).to(tl.int32)
+        x += begin * x_token
+        out += begin * out_token
+    else:
+        x += number * x_batch
+        out += number * out_batch
+    slot = number if slots is None else tl.load(slots + number).to(tl.int64)
+    used = slot >= 0
+    if begun is not None:
+        used = used & tl.load(begun + number).to(tl.int1)
+    before = 0 if ring is None else tl.load(ring + number)
+    live = inside
+    if SKIPPED is not None:
+        live = inside & (slot != SKIPPED)
+    state = states + slot * state_stride + channel[:, None] * state_channel
+    column = tl.arange(0, COLUMNS)
+    if UPDATE:
+        if ring is None:
+            moved, kept = length - SIZE + column, tl.full((COLUMNS,), True, tl.int1)
+            old = moved + SIZE
+        else:
+            moved = ((column - before) % SIZE + SIZE) % SIZE
+            kept, old = moved < length, column
+        wanted = live[:, None] & (column < SIZE)[None, :] & (slot >= 0)
+        fresh = (moved >= 0)[None, :] & (moved < length)[None, :]
+        last = x + channel[:, None] * x_channel + moved.to(tl.int64)[None, :] * x_token
+        after = tl.load(last, mask=wanted & fresh, other=0.0).to(tl.float32)
+        after += tl.load(state + old[None, :], mask=wanted & ~fresh & used, other=0.0).to(
+            tl.float32
+        )
+    if CONVOLVE:
+        for i in range(length):
+            token = length - 1 - i
+            y = tl.zeros((CHANNELS,), dtype=tl.float32)
+            if bias is not None:
+                y += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+            for tap in tl.static_range(WIDTH):
+                source = token - (WIDTH - 1 - tap)
+                at = x + source.to(tl.int64) * x_token + channel * x_channel
+                value = tl.load(at, mask=inside & (source >= 0), other=0.0).to(tl.float32)
+                if tap < WIDTH - 1:
+                    if ring is None:
+                        place = SIZE + source
+                    else:
+                        place = ((before + source) % SIZE + SIZE) % SIZE
+                    value += past(
+                        states, slot, used, channel, place, state_stride, state_channel,
+                        inside & (source < 0),
+                    )  # fmt: skip
+                at = weight + channel * weight_channel + tap * weight_tap
+                y += tl.load(at, mask=inside, other=0.0).to(tl.float32) * value
+            # All have read this token before it is overwritten.
+            tl.debug_barrier()
+            at = out + token.to(tl.int64) * out_token + channel * out_channel
+            tl.store(at, activated(y, SILU).to(out.dtype.element_ty), mask=live)
+    if UPDATE:
+        tl.debug_barrier()
+        tl.store(
+            state + column[None, :], after.to(states.dtype.element_ty), mask=wanted & kept[None, :]
+        )

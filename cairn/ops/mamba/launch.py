@@ -1,0 +1,302 @@
+"""Launches of this family's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.mamba import tuning
+from cairn.ops.mamba.chunk_kernels import carry_kernel, chunk_kernel
+from cairn.ops.mamba.conv_kernels import conv_sequences_kernel, conv_tokens_kernel
+from cairn.ops.mamba.recurrence import CHUNK
+from cairn.ops.mamba.recurrent_kernel import recurrent_kernel
+from cairn.ops.pdl import uses_pdl
+
+MOST_SEQUENCES = 1 << 12
+"""Every program of the chunked rule looks at all of them at once."""
+WIDEST = 256
+"""Columns of a state that a program holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Sequences side by side, and their states.
+
+    Attributes:
+        count: how many.
+        length: tokens of each where `starts` is None.
+        starts: [count + 1] integers.
+        slots: [count] integers, of states; None: sequence n has slot n.
+        begun: [count] bool, whether a sequence has a state.
+        first: [count] integers, the place of the first token in a longer whole.
+    """
+
+    count: int
+    length: int
+    starts: Tensor | None = None
+    slots: Tensor | None = None
+    begun: Tensor | None = None
+    first: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Tokens of the gated delta rule.
+
+    Attributes:
+        q, k: [T, H, K].
+        v: [T, HV, V].
+        a, b: [T, HV] or, a decay for each column, a [T, HV, K].
+        a_log, dt_bias: [HV], or dt_bias [HV, K]; None: a and b are the logarithm of the decay and
+            the strength.
+        scale: of queries.
+        normalised: whether queries and keys get length 1.
+        beta, threshold: of softplus.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    a_log: Tensor | None
+    dt_bias: Tensor | None
+    scale: float
+    normalised: bool
+    beta: float = 1.0
+    threshold: float = 20.0
+
+
+def in_order(x: Tensor, batches: int = 2) -> Tensor:
+    """x with its first axes as one, and the numbers of its last axis side by side."""
+    x = x.flatten(0, batches - 1) if batches > 1 else x
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, of: Sequences, silu: bool,
+    skipped: int | None, out: Tensor,
+) -> None:  # fmt: skip
+    """Outputs of x [D, T] in `out` [D, T], which is other memory; states are not changed."""
+    channels, tokens = x.shape
+    if not tokens or not channels:
+        return
+    block, wide = tuning.CONV_TOKENS, min(tuning.CONV_CHANNELS, gpu.next_power_of_2(channels))
+    parts = -(-channels // wide)
+    strides = (0, 0) if states is None else states.stride()
+    conv_tokens_kernel[(-(-tokens // block) * parts,)](
+        x=x,
+        weight=weight,
+        bias=bias,
+        states=states,
+        starts=of.starts,
+        slots=of.slots,
+        begun=of.begun,
+        out=out,
+        tokens=tokens,
+        channels=channels,
+        count=of.count,
+        length=max(1, of.length),
+        x_token=x.stride(1),
+        x_channel=x.stride(0),
+        out_token=out.stride(1),
+        out_channel=out.stride(0),
+        weight_channel=weight.stride(0),
+        weight_tap=weight.stride(1),
+        state_stride=strides[0],
+        state_channel=strides[1],
+        SIZE=0 if states is None else states.shape[2],
+        WIDTH=weight.shape[1],
+        SKIPPED=skipped,
+        SILU=silu,
+        STEPS=max(1, of.count.bit_length()),
+        TOKENS=block,
+        CHANNELS=wide,
+        PROGRAMS=parts,
+        num_warps=tuning.CONV_WARPS,
+    )
+
+
+def convolve_each(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, of: Sequences, silu: bool,
+    skipped: int | None, out: Tensor, *, ring: Tensor | None = None, convolved: bool = True,
+    update: bool = True,
+) -> None:  # fmt: skip
+    """The same sequence by sequence, in `out` which may be x, and states; x is [B, D, L] where
+    sequences are not side by side."""
+    channels = x.shape[-2]
+    if not of.count or not channels:
+        return
+    wide = min(tuning.CONV_EACH, gpu.next_power_of_2(channels))
+    parts = -(-channels // wide)
+    pdl = uses_pdl(x.device, of.count * parts, tuning.CONV_EACH_WARPS)
+    conv_sequences_kernel[(of.count * parts,)](
+        x=x,
+        weight=weight,
+        bias=bias,
+        states=states,
+        starts=of.starts,
+        slots=of.slots,
+        begun=of.begun,
+        ring=ring,
+        out=out,
+        channels=channels,
+        length=of.length,
+        x_token=x.stride(-1),
+        x_channel=x.stride(-2),
+        x_batch=x.stride(0),
+        out_token=out.stride(-1),
+        out_channel=out.stride(-2),
+        out_batch=out.stride(0),
+        weight_channel=weight.stride(0),
+        weight_tap=weight.stride(1),
+        state_stride=states.stride(0),
+        state_channel=states.stride(1),
+        SIZE=states.shape[2],
+        WIDTH=weight.shape[1],
+        SKIPPED=skipped,
+        SILU=silu,
+        CONVOLVE=convolved,
+        UPDATE=update and states.shape[2] > 0,
+        COLUMNS=gpu.next_power_of_2(max(1, states.shape[2])),
+        CHANNELS=wide,
+        PROGRAMS=parts,
+        PDL=pdl,
+        num_warps=tuning.CONV_EACH_WARPS,
+    )
+
+
+def run_tokens(
+    rule: Rule, pool: Tensor | None, of: Sequences, out: Tensor, update: bool,
+    buffer: Tensor | None = None, rows: Tensor | None = None, parents: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The rule token by token: outputs [T, HV, V]; see `recurrent_kernel`."""
+    heads, width, high = rule.v.shape[1], rule.k.shape[2], rule.v.shape[2]
+    if not of.count:
+        return
+    block, warps = tuning.recurrent(of.count * heads, high, gpu.next_power_of_2(width))
+    programs = of.count * heads * -(-high // block)
+    trail = None
+    if parents is not None:
+        shape = (of.count, parents.shape[1], heads, high, width)
+        trail = gpu.empty(shape, torch.float32, out.device)
+    recurrent_kernel[(programs,)](
+        q=rule.q,
+        k=rule.k,
+        v=rule.v,
+        a=rule.a,
+        b=rule.b,
+        a_log=rule.a_log,
+        dt_bias=rule.dt_bias,
+        out=out,
+        pool=pool,
+        slots=of.slots,
+        begun=of.begun,
+        starts=of.starts,
+        first=of.first,
+        buffer=buffer,
+        rows=rows,
+        parents=parents,
+        trail=trail,
+        length=of.length,
+        scale=rule.scale,
+        beta=rule.beta,
+        threshold=rule.threshold,
+        q_token=rule.q.stride(0),
+        q_head=rule.q.stride(1),
+        k_token=rule.k.stride(0),
+        k_head=rule.k.stride(1),
+        v_token=rule.v.stride(0),
+        v_head=rule.v.stride(1),
+        a_token=rule.a.stride(0),
+        a_head=rule.a.stride(1),
+        b_token=rule.b.stride(0),
+        buffer_stride=0 if buffer is None else buffer.stride(0),
+        parents_stride=0 if parents is None else parents.stride(0),
+        trail_stride=0 if trail is None else trail.stride(0),
+        HEADS=heads,
+        EACH=heads // rule.k.shape[1],
+        K=width,
+        V=high,
+        BLOCK_K=gpu.next_power_of_2(width),
+        BLOCK_V=block,
+        NORMALISED=rule.normalised,
+        BY_COLUMN=rule.a.dim() == 3,
+        UPDATE=update and pool is not None,
+        PDL=uses_pdl(out.device, programs, warps),
+        num_warps=warps,
+    )
+
+
+def run_chunks(
+    rule: Rule, pool: Tensor | None, of: Sequences, out: Tensor, few_apart: bool = False
+) -> None:
+    """The rule in chunks; see `chunk_kernels`. Outputs behind all sequences become 0."""
+    tokens, heads, high = rule.v.shape
+    width = rule.k.shape[2]
+    # Of every sequence the first chunk and the last one may be cut off.
+    most = -(-tokens // CHUNK) + min(of.count * (1 if of.first is None else 2), tokens)
+    dtype, device = rule.v.dtype, out.device
+    weights, scores = (gpu.empty((tokens, heads, CHUNK), dtype, device) for _ in range(2))
+    factors = gpu.empty((tokens, heads, 4), torch.float32, device)
+    decays = gpu.empty((most, heads), torch.float32, device)
+    block, warps, stages = tuning.carry(of.count * heads, high, dtype)
+    common = {
+        "q": rule.q,
+        "k": rule.k,
+        "starts": of.starts,
+        "first": of.first,
+        "slots": of.slots,
+        "weights": weights,
+        "scores": scores,
+        "factors": factors,
+        "decays": decays,
+        "out": out,
+        "count": of.count,
+        "length": of.length,
+        "q_token": rule.q.stride(0),
+        "q_head": rule.q.stride(1),
+        "k_token": rule.k.stride(0),
+        "k_head": rule.k.stride(1),
+        "HEADS": heads,
+        "EACH": heads // rule.k.shape[1],
+        "K": width,
+        "V": high,
+        "BLOCK_K": max(16, gpu.next_power_of_2(width)),
+        "COUNT": gpu.next_power_of_2(max(1, of.count)),
+        "FEW_APART": few_apart,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }
+    if most:
+        chunk_kernel[(most, heads)](
+            **common,
+            a=rule.a,
+            b=rule.b,
+            a_log=rule.a_log,
+            dt_bias=rule.dt_bias,
+            tokens=tokens,
+            scale=rule.scale,
+            beta=rule.beta,
+            threshold=rule.threshold,
+            a_token=rule.a.stride(0),
+            b_token=rule.b.stride(0),
+            BLOCK_V=gpu.next_power_of_2(high),
+            NORMALISED=rule.normalised,
+            RAW=rule.a_log is not None,
+            num_warps=tuning.CHUNK_WARPS,
+        )
+    if of.count:
+        carry_kernel[(heads * -(-high // block), of.count)](
+            **common,
+            v=rule.v,
+            pool=pool,
+            begun=of.begun,
+            v_token=rule.v.stride(0),
+            v_head=rule.v.stride(1),
+            BLOCK_V=block,
+            STAGES=stages,
+            num_warps=warps,
+        )

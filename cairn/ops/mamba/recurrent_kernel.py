@@ -1,0 +1,121 @@
+"""The gated delta rule token by token, with its gates."""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import constant, tl, triton
+from cairn.ops.grid import row_and_part
+from cairn.ops.pdl import await_previous
+
+GRID = constant(64)
+"""Chunks of the delta rule begin at multiples of it in their sequence."""
+FEW = constant(16)
+"""Tokens up to which what lies behind the last multiple of GRID runs token by token."""
+
+
+@triton.jit
+def log_plus_one(y):
+    """log(1 + y) of y >= 0, exact for small y too."""
+    whole = 1 + y
+    return tl.where(whole == 1, y, tl.log(whole) * (y / (whole - 1)))
+
+
+@triton.jit
+def log_decay(rate, x, beta, threshold):
+    """-e^rate * softplus(x)."""
+    soft = tl.where(beta * x > threshold, x, log_plus_one(tl.exp(beta * x)) / beta)
+    return -tl.exp(rate) * soft
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def normed(x, NORMALISED: tl.constexpr):
+    """x [K] divided by sqrt(sum of squares + 1e-6), if NORMALISED."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6) if NORMALISED else x
+
+
+@triton.jit(early=())
+def recurrent_kernel(
+    q, k, v, a, b, a_log, dt_bias, out, pool, slots, begun, starts, first, buffer, rows, parents,
+    trail, length, scale, beta, threshold, q_token, q_head, k_token, k_head, v_token, v_head,
+    a_token, a_head, b_token, buffer_stride, parents_stride, trail_stride, HEADS: tl.constexpr,
+    EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, NORMALISED: tl.constexpr, BY_COLUMN: tl.constexpr, UPDATE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One sequence in one value head, BLOCK_V rows of its state.
+
+    starts: [N + 1], or None: each sequence has `length` tokens. first: [N], slot of each sequence's
+    first token: only the tokens behind the last multiple of GRID are run, and only if they are
+    FEW at most, for the others have been run; None: all are run. buffer, rows: the state after each
+    token goes there. parents: [N, steps], whose state a step goes on from, out of `trail` [N,
+    steps, HEADS, V, K]. BY_COLUMN: `a` has a decay for each column of the state. EACH: value heads
+    of a key head. PDL: as in `await_previous`.
+    """
+    await_previous(PDL)
+    program, part = row_and_part((V + BLOCK_V - 1) // BLOCK_V)
+    number, head = program // HEADS, program % HEADS
+    begin = number * length if starts is None else tl.load(starts + number).to(tl.int64)
+    end = begin + length if starts is None else tl.load(starts + number + 1).to(tl.int64)
+    slot = number if slots is None else tl.load(slots + number).to(tl.int64)
+    used = slot >= 0
+    if begun is not None:
+        used = used & tl.load(begun + number).to(tl.int1)
+    if first is not None:
+        slot_of_first = tl.load(first + number).to(tl.int64)
+        behind = (slot_of_first + end - begin) // GRID * GRID - slot_of_first
+        tail = tl.maximum(begin, begin + behind)
+        if (end - tail > FEW) | (end == tail) | (slot < 0):
+            return
+        # What was run before has left its state.
+        used = used | (tail > begin)
+        begin = tail
+    column, line = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
+    wide, high = column < K, line < V
+    inside = high[:, None] & wide[None, :]
+    cell = (head * V + line)[:, None] * K + column[None, :]
+    state = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
+    if pool is not None:
+        place = pool + slot * (HEADS * V * K) + cell
+        state = tl.load(place, mask=inside & used, other=0.0)
+    initial = state
+    row = number if rows is None else tl.load(rows + number).to(tl.int64)
+    key_head = head // EACH
+    rate = tl.load(a_log + head).to(tl.float32)
+    for token in range(begin, end):
+        if parents is not None:
+            parent = tl.load(parents + number * parents_stride + token - begin).to(tl.int64)
+            at = trail + number * trail_stride + parent * (HEADS * V * K) + cell
+            # The state after the parent was stored by other threads of this program.
+            tl.debug_barrier()
+            state = tl.where(parent < 0, initial, tl.load(at, mask=inside & (parent >= 0)))
+        query = tl.load(q + token * q_token + key_head * q_head + column, mask=wide, other=0.0)
+        key = tl.load(k + token * k_token + key_head * k_head + column, mask=wide, other=0.0)
+        value = tl.load(v + token * v_token + head * v_head + line, mask=high, other=0.0)
+        if BY_COLUMN:
+            x = tl.load(a + token * a_token + head * a_head + column, mask=wide, other=0.0)
+            shift = tl.load(dt_bias + head * K + column, mask=wide, other=0.0)
+        else:
+            x, shift = tl.load(a + token * a_token + head), tl.load(dt_bias + head)
+        decay = tl.exp(log_decay(rate, x.to(tl.float32) + shift.to(tl.float32), beta, threshold))
+        strength = sigmoid(tl.load(b + token * b_token + head).to(tl.float32))
+        query = normed(query.to(tl.float32), NORMALISED) * scale
+        key = normed(key.to(tl.float32), NORMALISED)
+        state *= decay[None, :] if BY_COLUMN else decay
+        change = strength * (value.to(tl.float32) - tl.sum(state * key[None, :], 1))
+        state += change[:, None] * key[None, :]
+        o = tl.sum(state * query[None, :], 1)
+        at = out + (token * HEADS + head) * V + line
+        tl.store(at, o.to(out.dtype.element_ty), mask=high)
+        if buffer is not None:
+            at = buffer + row * buffer_stride + (token - begin) * (HEADS * V * K) + cell
+            tl.store(at, state.to(buffer.dtype.element_ty), mask=inside & (row >= 0))
+        if parents is not None:
+            at = trail + number * trail_stride + (token - begin) * (HEADS * V * K) + cell
+            tl.store(at, state, mask=inside)
+    if UPDATE:
+        tl.store(pool + slot * (HEADS * V * K) + cell, state, mask=inside & (slot >= 0))
