@@ -105,11 +105,11 @@ def _(call: Call) -> None:
         used = torch.zeros(count, dtype=torch.bool, device=x.device)
     length = x.shape[-1]
     of = launch.Sequences(count, length, starts, call.cache_indices, used)
-    rest = (call.weight, call.bias_, states, of, call.silu_activation, call.pad_slot_id)
+    by = launch.Convolution(call.weight, call.bias_, call.silu_activation, call.pad_slot_id)
     y = torch.empty_like(flat)
-    launch.convolve(flat, *rest, y)
+    launch.convolve(flat, by, states, of, y)
     if states is not None:
-        launch.convolve_each(x, *rest, x, convolved=False)
+        launch.convolve_each(x, by, states, of, None)
     if starts is not None:
         behind = torch.arange(length, device=x.device) >= starts[-1]
         y = torch.where(behind, x, y)

@@ -96,8 +96,5 @@ def _(call: Call) -> None:
 def _(call: Call) -> None:
     batch, _, tokens = call.x.shape
     of = launch.Sequences(batch, tokens, None, call.conv_state_indices)
-    launch.convolve_each(
-        *(call.x, call.weight, call.bias_, call.conv_state, of, call.silu_activation),
-        *(call.pad_slot_id, call.x),
-        ring=call.cache_seqlens,
-    )
+    by = launch.Convolution(call.weight, call.bias_, call.silu_activation, call.pad_slot_id)
+    launch.convolve_each(call.x, by, call.conv_state, of, call.x, ring=call.cache_seqlens)

@@ -9,8 +9,8 @@ from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect
 from cairn.ops.mamba.gates import expect_gates, log_decay, strength
+from cairn.ops.mamba.kernels.split import gates_kernel
 from cairn.ops.mamba.launch import in_order
-from cairn.ops.mamba.split_kernels import gates_kernel
 from cairn.ops.registry import op
 
 NAME = "fused_gdn_gating"

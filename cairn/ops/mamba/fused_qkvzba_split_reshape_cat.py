@@ -8,8 +8,8 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, check_least, expect, refuse
+from cairn.ops.mamba.kernels.split import split_kernel
 from cairn.ops.mamba.launch import in_order
-from cairn.ops.mamba.split_kernels import split_kernel
 from cairn.ops.registry import op
 
 BLOCK = 1024

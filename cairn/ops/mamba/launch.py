@@ -9,10 +9,10 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.mamba import tuning
-from cairn.ops.mamba.chunk_kernels import carry_kernel, chunk_kernel
-from cairn.ops.mamba.conv_kernels import conv_sequences_kernel, conv_tokens_kernel
+from cairn.ops.mamba.kernels.chunks import carry_kernel, chunk_kernel
+from cairn.ops.mamba.kernels.conv import conv_sequences_kernel, conv_tokens_kernel
+from cairn.ops.mamba.kernels.recurrent import recurrent_kernel
 from cairn.ops.mamba.recurrence import CHUNK
-from cairn.ops.mamba.recurrent_kernel import recurrent_kernel
 from cairn.ops.pdl import uses_pdl
 
 MOST_SEQUENCES = 1 << 12
@@ -76,10 +76,24 @@ def in_order(x: Tensor, batches: int = 2) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, of: Sequences, silu: bool,
-    skipped: int | None, out: Tensor,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """What is done with inputs [channels, tokens].
+
+    Attributes:
+        weight: [D, W].
+        bias: [D], or None.
+        silu: whether outputs pass silu.
+        skipped: slot of sequences that are left as they are; None: of none.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    silu: bool
+    skipped: int | None = None
+
+
+def convolve(x: Tensor, by: Convolution, states: Tensor | None, of: Sequences, out: Tensor) -> None:
     """Outputs of x [D, T] in `out` [D, T], which is other memory; states are not changed."""
     channels, tokens = x.shape
     if not tokens or not channels:
@@ -89,8 +103,8 @@ def convolve(
     strides = (0, 0) if states is None else states.stride()
     conv_tokens_kernel[(-(-tokens // block) * parts,)](
         x=x,
-        weight=weight,
-        bias=bias,
+        weight=by.weight,
+        bias=by.bias,
         states=states,
         starts=of.starts,
         slots=of.slots,
@@ -104,14 +118,14 @@ def convolve(
         x_channel=x.stride(0),
         out_token=out.stride(1),
         out_channel=out.stride(0),
-        weight_channel=weight.stride(0),
-        weight_tap=weight.stride(1),
+        weight_channel=by.weight.stride(0),
+        weight_tap=by.weight.stride(1),
         state_stride=strides[0],
         state_channel=strides[1],
         SIZE=0 if states is None else states.shape[2],
-        WIDTH=weight.shape[1],
-        SKIPPED=skipped,
-        SILU=silu,
+        WIDTH=by.weight.shape[1],
+        SKIPPED=by.skipped,
+        SILU=by.silu,
         STEPS=max(1, of.count.bit_length()),
         TOKENS=block,
         CHANNELS=wide,
@@ -121,22 +135,27 @@ def convolve(
 
 
 def convolve_each(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, of: Sequences, silu: bool,
-    skipped: int | None, out: Tensor, *, ring: Tensor | None = None, convolved: bool = True,
+    x: Tensor,
+    by: Convolution,
+    states: Tensor,
+    of: Sequences,
+    out: Tensor | None,
+    *,
+    ring: Tensor | None = None,
     update: bool = True,
-) -> None:  # fmt: skip
-    """The same sequence by sequence, in `out` which may be x, and states; x is [B, D, L] where
-    sequences are not side by side."""
-    channels = x.shape[-2]
+) -> None:
+    """The same sequence by sequence, then their states if `update`. x is [B, D, L] where sequences
+    are not side by side; `out` may be x; None: only states."""
+    channels, convolved = x.shape[-2], out is not None
     if not of.count or not channels:
         return
+    out = x if out is None else out
     wide = min(tuning.CONV_EACH, gpu.next_power_of_2(channels))
     parts = -(-channels // wide)
-    pdl = uses_pdl(x.device, of.count * parts, tuning.CONV_EACH_WARPS)
     conv_sequences_kernel[(of.count * parts,)](
         x=x,
-        weight=weight,
-        bias=bias,
+        weight=by.weight,
+        bias=by.bias,
         states=states,
         starts=of.starts,
         slots=of.slots,
@@ -151,20 +170,20 @@ def convolve_each(
         out_token=out.stride(-1),
         out_channel=out.stride(-2),
         out_batch=out.stride(0),
-        weight_channel=weight.stride(0),
-        weight_tap=weight.stride(1),
+        weight_channel=by.weight.stride(0),
+        weight_tap=by.weight.stride(1),
         state_stride=states.stride(0),
         state_channel=states.stride(1),
         SIZE=states.shape[2],
-        WIDTH=weight.shape[1],
-        SKIPPED=skipped,
-        SILU=silu,
+        WIDTH=by.weight.shape[1],
+        SKIPPED=by.skipped,
+        SILU=by.silu,
         CONVOLVE=convolved,
         UPDATE=update and states.shape[2] > 0,
         COLUMNS=gpu.next_power_of_2(max(1, states.shape[2])),
         CHANNELS=wide,
         PROGRAMS=parts,
-        PDL=pdl,
+        PDL=uses_pdl(x.device, of.count * parts, tuning.CONV_EACH_WARPS),
         num_warps=tuning.CONV_EACH_WARPS,
     )
 
@@ -234,7 +253,7 @@ def run_tokens(
 def run_chunks(
     rule: Rule, pool: Tensor | None, of: Sequences, out: Tensor, few_apart: bool = False
 ) -> None:
-    """The rule in chunks; see `chunk_kernels`. Outputs behind all sequences become 0."""
+    """The rule in chunks; see `kernels.chunks`. Outputs behind all sequences become 0."""
     tokens, heads, high = rule.v.shape
     width = rule.k.shape[2]
     # Of every sequence the first chunk and the last one may be cut off.

@@ -142,7 +142,7 @@ def _norm_sums(call: Call, shifted: bool) -> None:
 def divide_by_lengths(
     input: Tensor, eps: float, mean: bool, weight: Tensor | None = None, gate: Tensor | None = None
 ) -> Tensor:
-    """`lengths_kernel` over input [..., H] and the gate, by the mean of the squares or their sum."""
+    """`lengths_kernel` over input [..., H] and the gate, by the mean of squares or their sum."""
     width = input.shape[-1]
     out = gpu.empty(input.shape, input.dtype, input.device)
     if not out.numel():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
-from cairn.ops.mamba.recurrent_kernel import log_decay, sigmoid
+from cairn.ops.mamba.kernels.recurrent import log_decay, sigmoid
 
 
 @triton.jit

@@ -16,7 +16,7 @@ half precision; factors are applied to their results.
 from __future__ import annotations
 
 from cairn.ops.gpu import constant, tl, triton
-from cairn.ops.mamba.recurrent_kernel import FEW, GRID, log_decay, sigmoid
+from cairn.ops.mamba.kernels.recurrent import FEW, GRID, log_decay, sigmoid
 
 INNER = constant(16)
 """Blocks of this size are inverted row by row, larger ones out of these."""

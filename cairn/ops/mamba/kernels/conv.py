@@ -91,6 +91,39 @@ def conv_tokens_kernel(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=written)
 
 
+@triton.jit
+def convolve_back(
+    x, weight, bias, states, slot, used, ring, before, out, channel, inside, live, length,
+    x_token, x_channel, out_token, out_channel, weight_channel, weight_tap,
+    state_stride, state_channel, SIZE: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Outputs of one sequence, the last one first; arguments as of `conv_sequences_kernel`."""
+    for i in range(length):
+        token = length - 1 - i
+        y = tl.zeros(channel.shape, dtype=tl.float32)
+        if bias is not None:
+            y += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        for tap in tl.static_range(WIDTH):
+            source = token - (WIDTH - 1 - tap)
+            at = x + source.to(tl.int64) * x_token + channel * x_channel
+            value = tl.load(at, mask=inside & (source >= 0), other=0.0).to(tl.float32)
+            if tap < WIDTH - 1:
+                if ring is None:
+                    place = SIZE + source
+                else:
+                    place = ((before + source) % SIZE + SIZE) % SIZE
+                value += past(
+                    states, slot, used, channel, place, state_stride, state_channel,
+                    inside & (source < 0),
+                )  # fmt: skip
+            at = weight + channel * weight_channel + tap * weight_tap
+            y += tl.load(at, mask=inside, other=0.0).to(tl.float32) * value
+        # All have read this token before it is overwritten.
+        tl.debug_barrier()
+        at = out + token.to(tl.int64) * out_token + channel * out_channel
+        tl.store(at, activated(y, SILU).to(out.dtype.element_ty), mask=live)
+
+
 @triton.jit(early=())
 def conv_sequences_kernel(
     x, weight, bias, states, starts, slots, begun, ring, out, channels, length,
@@ -143,30 +176,11 @@ def conv_sequences_kernel(
             tl.float32
         )
     if CONVOLVE:
-        for i in range(length):
-            token = length - 1 - i
-            y = tl.zeros((CHANNELS,), dtype=tl.float32)
-            if bias is not None:
-                y += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-            for tap in tl.static_range(WIDTH):
-                source = token - (WIDTH - 1 - tap)
-                at = x + source.to(tl.int64) * x_token + channel * x_channel
-                value = tl.load(at, mask=inside & (source >= 0), other=0.0).to(tl.float32)
-                if tap < WIDTH - 1:
-                    if ring is None:
-                        place = SIZE + source
-                    else:
-                        place = ((before + source) % SIZE + SIZE) % SIZE
-                    value += past(
-                        states, slot, used, channel, place, state_stride, state_channel,
-                        inside & (source < 0),
-                    )  # fmt: skip
-                at = weight + channel * weight_channel + tap * weight_tap
-                y += tl.load(at, mask=inside, other=0.0).to(tl.float32) * value
-            # All have read this token before it is overwritten.
-            tl.debug_barrier()
-            at = out + token.to(tl.int64) * out_token + channel * out_channel
-            tl.store(at, activated(y, SILU).to(out.dtype.element_ty), mask=live)
+        convolve_back(
+            x, weight, bias, states, slot, used, ring, before, out, channel, inside, live, length,
+            x_token, x_channel, out_token, out_channel, weight_channel, weight_tap, state_stride,
+            state_channel, SIZE, WIDTH, SILU,
+        )  # fmt: skip
     if UPDATE:
         tl.debug_barrier()
         tl.store(
