@@ -25,6 +25,7 @@ from cairn.ops.elementwise.hadamard_blocks import (
     hadamard_transform_40n,
 )
 from cairn.ops.elementwise.hadamard_transform import hadamard_transform
+from cairn.ops.elementwise.mla_kv_pack import mla_kv_pack_quantize_fp8
 from cairn.ops.elementwise.positions import (
     clamp_position,
     fixup_zero_kv_rows,
@@ -169,6 +170,7 @@ from cairn.ops.sparse_flash_attn import (
     sparse_attn_varlen_func,
 )
 from cairn.ops.sparse_mla import (
+    fused_store_index_k_cache,
     index_k_gather,
     index_k_store,
     index_q_quantize,
@@ -179,6 +181,7 @@ from cairn.ops.sparse_mla import (
     paged_mqa_logits,
     ragged_mqa_logits,
     select_topk,
+    set_mla_kv_buffer,
     sparse_mla,
 )
 from cairn.ops.speculative import (
@@ -252,6 +255,7 @@ __all__ = [
     "fused_qkvzba_split_reshape_cat_contiguous",
     "fused_rmsnorm_gated",
     "fused_sigmoid_gating_delta_rule_update",
+    "fused_store_index_k_cache",
     "gated_linear",
     "gelu_and_mul",
     "gelu_quick",
@@ -288,6 +292,7 @@ __all__ = [
     "merge_state_v2",
     "min_p_renorm_probs",
     "min_p_sampling_from_probs",
+    "mla_kv_pack_quantize_fp8",
     "mla_kv_store",
     "moe_align_block_size",
     "moe_fused_gate",
@@ -319,6 +324,7 @@ __all__ = [
     "select_pages",
     "select_topk",
     "set_kv_buffer_kernel",
+    "set_mla_kv_buffer",
     "sgl_per_tensor_quant_fp8",
     "sgl_per_token_group_quant_8bit",
     "sgl_per_token_group_quant_fp8",

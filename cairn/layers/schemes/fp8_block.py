@@ -30,6 +30,7 @@ from cairn.layers.schemes.base import (
 )
 from cairn.layers.weight import Source, Weight
 from cairn.ops import advice
+from cairn.ops.quantization import e8m0
 
 if TYPE_CHECKING:
     from cairn.layers.linear import ExpertLinear, Linear
@@ -217,17 +218,10 @@ def decode_scale(stored: Tensor, name: str) -> Tensor:
         BadModel: a scale is NaN, infinite or negative.
     """
     if stored.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        stored = decode_e8m0(stored)
+        stored = e8m0.decode(stored)
     scale = stored.float()
     if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
         raise BadModel(
             f"{name} holds a scale that is NaN, infinite or negative", "Copy the file again"
         )
     return scale
-
-
-def decode_e8m0(stored: Tensor) -> Tensor:
-    """Bytes e as 2^(e - 127) in float32, NaN for 255; dtype uint8 or float8_e8m0fnu."""
-    exponent = stored.view(torch.uint8).to(torch.int32)
-    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 127)
-    return scale.masked_fill(exponent == 255, float("nan"))

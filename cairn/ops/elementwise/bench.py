@@ -13,6 +13,7 @@ from cairn.ops.elementwise.copy_to_gpu_no_ce import put_integers
 from cairn.ops.elementwise.fp8 import downcast_fp8, fp8_quantize
 from cairn.ops.elementwise.hadamard_blocks import ORDERS, hadamard_transform_blocks
 from cairn.ops.elementwise.hadamard_transform import hadamard_transform
+from cairn.ops.elementwise.mla_kv_pack import mla_kv_pack_quantize_fp8
 from cairn.ops.elementwise.positions import (
     clamp_position,
     fixup_zero_kv_rows,
@@ -76,6 +77,21 @@ def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x = draw.randn(rows, width)
         yield Point(size, draw.args(x, 0.5), moved(x) + x.numel(), definition=True)
+
+
+@mla_kv_pack_quantize_fp8.bench
+def _(draw: Draw) -> Points:
+    """DeepSeek-V3's heads, of a prompt."""
+    tiny = len(draw.layers) == 1
+    for tokens, heads, nope, rope in ((5, 2, 16, 8),) if tiny else ((8192, 16, 128, 64),):
+        k, pe = draw.randn(tokens, heads, nope), draw.randn(tokens, 1, rope)
+        v = draw.randn(tokens, heads, nope)
+        yield Point(
+            f"{tokens} x {heads} x {nope + rope}",
+            draw.args(k, pe, v, 0.5, 0.5),
+            moved(k, pe, v) + 2 * k.numel() + tokens * heads * rope,
+            definition=True,
+        )
 
 
 @downcast_fp8.bench

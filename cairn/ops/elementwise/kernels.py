@@ -88,6 +88,53 @@ def downcast_kernel(
 
 
 @triton.jit
+def pack_rows(
+    first, second, out, scale_inv, number, first_head,
+    HEADS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, E4M3: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Numbers of a token's heads [FIRST of the head | SECOND of all heads] as float8.
+
+    Args:
+        second: None with SECOND = 0.
+    """
+    head, column = number // (FIRST + SECOND), number % (FIRST + SECOND)
+    inside = number < HEADS * (FIRST + SECOND)
+    at = first + head * first_head + column
+    value = tl.load(at, mask=inside & (column < FIRST), other=0.0).to(tl.float32)
+    if SECOND:
+        shared = tl.load(second + (column - FIRST), mask=inside & (column >= FIRST), other=0.0)
+        value = tl.where(column < FIRST, value, shared.to(tl.float32))
+    tl.store(out + number, fp8_code(value * scale_inv, E4M3, HARDWARE), mask=inside)
+
+
+@triton.jit(early=())
+def pack_kernel(
+    k_nope, k_pe, v, k_out, v_out, k_scale_inv, v_scale_inv,
+    k_token, k_head, pe_token, v_token, v_head,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, E4M3: tl.constexpr, HARDWARE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """k_out = the bytes of [k_nope | k_pe] * k_scale_inv, v_out those of v * v_scale_inv. A token
+    has BLOCKS programs for each. PDL: as in `await_previous`."""
+    await_previous(PDL)
+    token, part = row_and_part(2 * BLOCKS)
+    number = part % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    if part < BLOCKS:
+        pack_rows(
+            k_nope + token * k_token, k_pe + token * pe_token,
+            k_out + token * HEADS * (NOPE + ROPE), k_scale_inv, number, k_head,
+            HEADS, NOPE, ROPE, E4M3, HARDWARE,
+        )  # fmt: skip
+    else:
+        pack_rows(
+            v + token * v_token, None, v_out + token * HEADS * VALUE, v_scale_inv, number, v_head,
+            HEADS, VALUE, 0, E4M3, HARDWARE,
+        )  # fmt: skip
+
+
+@triton.jit
 def clamp_kernel(lengths, out, count, BLOCK: tl.constexpr):
     """out [count] = lengths - 1, at least 0."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

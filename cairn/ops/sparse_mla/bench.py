@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.cache.quantized import BYTES
 from cairn.ops.sparse_mla import index_cache, records
+from cairn.ops.sparse_mla.fused_store_index_k_cache import fused_store_index_k_cache
 from cairn.ops.sparse_mla.index_k_gather import index_k_gather
 from cairn.ops.sparse_mla.index_k_store import index_k_store
 from cairn.ops.sparse_mla.index_q_quantize import index_q_quantize
@@ -19,6 +20,7 @@ from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits_into
 from cairn.ops.sparse_mla.ragged_mqa_logits import ragged_mqa_logits_into
 from cairn.ops.sparse_mla.samples import decode_steps, is_tiny, sizes_of, token_counts
 from cairn.ops.sparse_mla.select_topk import select_topk
+from cairn.ops.sparse_mla.set_mla_kv_buffer import set_mla_kv_buffer
 from cairn.ops.sparse_mla.sparse_mla import sparse_mla
 from cairn.ops.top_k.samples import points
 
@@ -53,6 +55,36 @@ def _(draw: Draw) -> Points:
             draw.args(k, cache, location),
             moved(k, location) + tokens * token,
             alternatives=draw.by_torch(index_k_store.reference),
+        )
+
+
+@fused_store_index_k_cache.bench
+def _(draw: Draw) -> Points:
+    sizes = sizes_of(draw)
+    token = sizes.index_dim + index_cache.SCALE_BYTES
+    for tokens in token_counts(draw):
+        k, pages = draw.randn(tokens, sizes.index_dim), tokens // sizes.page + 64
+        cache = draw.randint(0, 127, pages, sizes.page * token, dtype=BYTES)
+        location = draw.rand(pages * sizes.page).argsort()[:tokens]
+        yield Point(
+            f"{tokens} x {sizes.index_dim}",
+            draw.args(k, cache, location, sizes.page),
+            moved(k, location) + tokens * token,
+        )
+
+
+@set_mla_kv_buffer.bench
+def _(draw: Draw) -> Points:
+    sizes = sizes_of(draw)
+    widths = (sizes.latent, sizes.rope)
+    for tokens in token_counts(draw):
+        latent, k_pe = (draw.randn(tokens, width) for width in widths)
+        buffer = draw.randn(2 * tokens, sum(widths))
+        location = draw.rand(len(buffer)).argsort()[:tokens]
+        yield Point(
+            f"{tokens} x {sum(widths)}",
+            draw.args(buffer, location, latent, k_pe),
+            2 * moved(latent, k_pe) + moved(location),
         )
 
 

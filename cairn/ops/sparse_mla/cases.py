@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cairn.ops.sparse_mla import index_cache, records
+from cairn.ops.sparse_mla.fused_store_index_k_cache import fused_store_index_k_cache
 from cairn.ops.sparse_mla.index_k_gather import index_k_gather
 from cairn.ops.sparse_mla.index_k_store import index_k_store
 from cairn.ops.sparse_mla.index_q_quantize import index_q_quantize
@@ -15,6 +16,7 @@ from cairn.ops.sparse_mla.paged_mla import paged_mla
 from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits_into
 from cairn.ops.sparse_mla.ragged_mqa_logits import ragged_mqa_logits_into
 from cairn.ops.sparse_mla.select_topk import select_topk
+from cairn.ops.sparse_mla.set_mla_kv_buffer import set_mla_kv_buffer
 from cairn.ops.sparse_mla.sparse_mla import sparse_mla
 from cairn.ops.testing import Cases, Make
 from cairn.ops.top_k.samples import rows_of
@@ -58,6 +60,17 @@ def _(make: Make) -> Cases:
         yield make.args(k[:0], small, spot[:0])
         part = small.flatten()[: 5 * size * 20].view(5, -1)
         yield make.args(k[:, :16], part, spot, scale_ue8m0=True, hadamard=True)
+
+
+@fused_store_index_k_cache.cases
+def _(make: Make) -> Cases:
+    for dtype, size, dim in ((torch.float32, 4, 24), (torch.bfloat16, 32, 48)):
+        spot = make.tensor([0, 3, 17, -1, 2 * size, 5 * size - 1, -7], torch.int64)
+        k = make.randn(7, dim, dtype=dtype)
+        cache = make.randint(0, 256, 5, size * (dim + 4), dtype=torch.uint8)
+        yield make.args(k, cache, spot, size)
+        yield make.args(k[::2], cache, spot[::2].int(), size)
+        yield make.args(k[:0], cache, spot[:0], size)
 
 
 @index_q_quantize.cases
@@ -117,6 +130,20 @@ def _(make: Make) -> Cases:
         yield make.args(latent, k_pe, small, spot)
         yield make.args(both[:, :256], both[:, 256:272], small, spot)
         yield make.args(latent[3:4], k_pe[3:4], small, spot[3:4])
+
+
+@set_mla_kv_buffer.cases
+def _(make: Make) -> Cases:
+    spot = make.tensor([4, 0, 9, -1, 7], torch.int64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        parts = [make.randn(5, width).to(dtype) for width in (24, 8)]
+        buffer = make.randn(12, 32).to(dtype)
+        yield make.args(buffer, spot, *parts)
+        heads = [part.unsqueeze(1) for part in parts]
+        yield make.args(buffer.unsqueeze(1), spot.int(), *heads, num_warps=4)
+        both = make.randn(5, 40).to(dtype)
+        yield make.args(buffer, spot, both[:, :24], both[:, 24:32])
+        yield make.args(buffer, spot[:0], *(part[:0] for part in parts))
 
 
 @paged_mqa_logits_into.cases

@@ -50,7 +50,7 @@ def index_store_kernel(
     """cache[location[t]] = k[t] [DIM], as it is, or with scales in float8; locations outside are
     passed over."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    cell = tl.load(location + t, mask=t < tokens, other=-1)
+    cell = tl.load(location + t, mask=t < tokens, other=-1).to(tl.int64)
     kept = (cell >= 0) & (cell < capacity)
     cell = tl.where(kept, cell, 0)
     page = cell // SIZE
@@ -109,7 +109,7 @@ def record_store_kernel(
         scales, ropes: the cache as float32 and as what rotary keys are kept in, or None.
     """
     t = tl.program_id(0).to(tl.int64)
-    cell = tl.load(location + t)
+    cell = tl.load(location + t).to(tl.int64)
     if (cell >= 0) & (cell < capacity):
         line = cell // SIZE * page_stride + cell % SIZE * slot_stride
         r = tl.arange(0, RP)

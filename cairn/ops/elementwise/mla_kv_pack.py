@@ -1,0 +1,107 @@
+"""Keys of latent attention's heads are joined of their parts and, with the values, made float8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.call import Call
+from cairn.ops.checks import FLOATS, expect, refuse
+from cairn.ops.elementwise.fp8 import E4M3, KINDS, to_fp8
+from cairn.ops.elementwise.kernels import pack_kernel
+from cairn.ops.pdl import uses_pdl
+from cairn.ops.registry import op
+
+NAME = "mla_kv_pack_quantize_fp8"
+BLOCK, WARPS = 1024, 4
+"""Numbers and warps of a program."""
+
+
+@op
+def mla_kv_pack_quantize_fp8(
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    k_scale_inv: float = 1.0,
+    v_scale_inv: float = 1.0,
+    k_out: Tensor | None = None,
+    v_out: Tensor | None = None,
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[Tensor, Tensor]:
+    """[k_nope | k_pe] * k_scale_inv and v * v_scale_inv as float8: products in float32, cut off at
+    the largest number, rounded once.
+
+    Args:
+        k_nope: [T, H, dn] float32, bfloat16 or float16; tokens and heads may be strided.
+        k_pe: [T, 1, dr] of its dtype, of all heads; tokens may be strided.
+        v: [T, H, dv] of its dtype; tokens and heads may be strided.
+        k_scale_inv, v_scale_inv: one over the scales that the results are to be multiplied by.
+        k_out, v_out: [T, H, dn + dr], [T, H, dv] of fp8_dtype, contiguous, written and returned.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+    Returns:
+        (keys [T, H, dn + dr], values [T, H, dv]) of fp8_dtype.
+    Raises:
+        BadArgument: for another shape, dtype, device or layout.
+    """
+    keys = torch.cat((k_nope, k_pe.expand(-1, k_nope.shape[1], -1)), dim=-1)
+    return (
+        to_fp8(keys.float() * k_scale_inv, fp8_dtype),
+        to_fp8(v.float() * v_scale_inv, fp8_dtype),
+    )
+
+
+@mla_kv_pack_quantize_fp8.check
+def _(call: Call) -> None:
+    k, pe, v = call.k_nope, call.k_pe, call.v
+    expect(NAME, "k_nope", k, 3, FLOATS, dense=1)
+    tokens, heads, width = k.shape
+    expect(NAME, "k_pe", pe, (tokens, 1, None), (k.dtype,), like=k, dense=1)
+    expect(NAME, "v", v, (tokens, heads, None), (k.dtype,), like=k, dense=1)
+    if call.fp8_dtype not in KINDS:
+        refuse(NAME, "fp8_dtype", f"is {call.fp8_dtype}, not float8_e4m3fn or float8_e5m2")
+    for name, out, size in (
+        ("k_out", call.k_out, width + pe.shape[2]),
+        ("v_out", call.v_out, v.shape[2]),
+    ):
+        if out is not None:
+            expect(NAME, name, out, (tokens, heads, size), (call.fp8_dtype,), like=k, dense=-1)
+
+
+@mla_kv_pack_quantize_fp8.implementation("triton", devices=gpu.DEVICES, replayed=True)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    k, pe, v, device = call.k_nope, call.k_pe, call.v, call.k_nope.device
+    tokens, heads, width = k.shape
+    keys, values = call.k_out, call.v_out
+    if keys is None:
+        keys = gpu.empty((tokens, heads, width + pe.shape[2]), call.fp8_dtype, device)
+    if values is None:
+        values = gpu.empty(v.shape, call.fp8_dtype, device)
+    blocks = -(-heads * max(keys.shape[2], v.shape[2]) // BLOCK)
+    if tokens and blocks:
+        pdl = uses_pdl(device, 2 * tokens, blocks * WARPS)
+        pack_kernel[(2 * tokens * blocks,)](
+            k_nope=k,
+            k_pe=pe,
+            v=v,
+            k_out=keys.view(torch.uint8),
+            v_out=values.view(torch.uint8),
+            k_scale_inv=float(call.k_scale_inv),
+            v_scale_inv=float(call.v_scale_inv),
+            k_token=k.stride(0),
+            k_head=k.stride(1),
+            pe_token=pe.stride(0),
+            v_token=v.stride(0),
+            v_head=v.stride(1),
+            HEADS=heads,
+            NOPE=width,
+            ROPE=pe.shape[2],
+            VALUE=v.shape[2],
+            BLOCKS=blocks,
+            BLOCK=BLOCK,
+            E4M3=call.fp8_dtype == E4M3,
+            HARDWARE=gpu.knows_e4m3(device),
+            PDL=pdl,
+            num_warps=WARPS,
+        )
+    return keys, values
