@@ -12,6 +12,7 @@ from typing import Literal
 from cairn.errors import BadConfig
 from cairn.names import checked_keywords
 from cairn.specs.choice import Choice, Notes
+from cairn.specs.media import MediaLimits, MediaOptions, media_model, resolve_media
 from cairn.specs.model import ModelSpec
 from cairn.specs.options import MixerOptions, resolve_mixers
 from cairn.specs.speculation import NEXTN, Speculation, SpeculativeOptions, resolve_speculation
@@ -33,11 +34,11 @@ def default_model_path() -> Path:
 
 @checked_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions(SpeculativeOptions, MixerOptions):
+class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
     """What the user asked for; None or "auto" leaves the choice to `resolve`.
 
-    Options of single mixers and of speculative decoding are inherited: each is declared and
-    resolved where its mixer is, or in `cairn.specs.speculation`.
+    Options of single mixers, of speculative decoding and of images are inherited: each is declared
+    and resolved where its mixer is, in `cairn.specs.speculation` or in `cairn.specs.media`.
 
     Attributes:
         dtype: "auto", "float32", "bfloat16" or "float16".
@@ -138,6 +139,7 @@ class EngineConfig:
     disable_cuda_graph: bool
     disable_overlap_schedule: bool
     speculation: Speculation | None = None
+    media: MediaLimits = field(default_factory=MediaLimits)
     choices: tuple[Choice, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
 
@@ -158,7 +160,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
         raise BadConfig(f"device is {device!r}, but no CUDA device is here", "Use cpu or auto")
     dtype = _resolve_dtype(options, model, machine, device, notes)
     page_size = _resolve_page_size(options, model, notes)
-    model = resolve_mixers(model, options, notes)
+    model = media_model(options, resolve_mixers(model, options, notes), notes)
     chunk = _resolve_chunk(options, device, dtype, notes)
     memory, share = _resolve_memory(options, machine, device, notes)
     speculation = resolve_speculation(options, model, notes)
@@ -181,6 +183,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
         disable_cuda_graph=options.disable_cuda_graph,
         disable_overlap_schedule=options.disable_overlap_schedule,
         speculation=speculation,
+        media=resolve_media(options),
         choices=tuple(notes.choices),
         warnings=tuple(notes.warnings),
     )

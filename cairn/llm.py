@@ -9,24 +9,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cairn.config import EngineConfig, EngineOptions, default_model_path
 from cairn.engine.build import Built, build
 from cairn.engine.continuation import Continuation
+from cairn.engine.media.given import Given, of_data, taken_out
+from cairn.engine.media.reader import MediaReader
 from cairn.engine.recommended import recommended_sampling
 from cairn.engine.tokenizer import Tokenizer
 from cairn.engine.totals import HostTimes
 from cairn.errors import BadRequest
 from cairn.names import refuse_unknown
 from cairn.obs.progress import Progress
+from cairn.runner.media import PromptMedia
 from cairn.specs.model import ModelSpec
 from cairn.types import RequestOutput, SamplingParams
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids")
+MEDIA = "multi_modal_data"
+PROMPT_KEYS = ("prompt", "prompt_token_ids", MEDIA)
 NEVER = (1 << 31) - 1
 """Collections of young objects before Python's collector looks at all there are."""
 
@@ -92,7 +96,9 @@ class LLM:
         path = default_model_path() if model is None else Path(model)
         self._path = path
         self._built = build(path, EngineOptions(**options))
-        self._core = self._built.core
+        self._core, spec = self._built.core, self._built.spec
+        media = None if spec.vision is None else spec.vision.media
+        self._media = MediaReader(media, self._built.config.media, self._core.tokenizer)
         self._count = 0
 
     @property
@@ -140,7 +146,11 @@ class LLM:
         """Generate for every prompt; the results stand in the order of the prompts.
 
         Args:
-            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or a list.
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or a list; with
+                `"multi_modal_data": {"image": ..., "video": ...}` beside it in models that see. An
+                image is one of Pillow, a file's bytes, a URL or uint8 [height, width, 3]; a video a
+                list of images or uint8 [frames, height, width, 3], or `(video, {"fps": 24})`; a
+                list stands for several. In the prompt stands one placeholder token for each.
             sampling_params: one for all, or one per prompt; None: `default_params`.
             use_tqdm: show a progress bar (on a terminal).
             priority: one per prompt, smaller goes first.
@@ -174,6 +184,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the assistant's answer to one conversation, or to each of several.
 
+        Content may have parts {"type": "image_url", "image_url": {"url": ...}}, or "image" and
+        "video" with what `generate` takes, in models that see.
+
         Raises:
             BadRequest: a message without role or content, or a model without tokenizer.
         """
@@ -181,9 +194,15 @@ class LLM:
             raise BadRequest("messages is empty", "Give at least one message")
         one = isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
-        tokenizer = self._tokenizer()
-        prompts = [{"prompt_token_ids": tokenizer.apply_chat(c)} for c in conversations]
+        prompts = [self._chat_prompt(conversation) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _chat_prompt(self, conversation: Sequence[Message]) -> Prompt:
+        """A conversation as a prompt."""
+        messages, given = taken_out(conversation)
+        self._media.check(given)
+        ids = self._tokenizer().apply_chat(messages, placeholders=self._media.placeholders)
+        return {"prompt_token_ids": ids, MEDIA: given} if given else {"prompt_token_ids": ids}
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -198,9 +217,9 @@ class LLM:
         params = sampling_params or self.default_params
         if params.n != 1:
             raise BadRequest(f"n is {params.n}, but a stream has one continuation", "Use generate")
-        [(text, ids)] = self._encode([prompt])
-        self._check(ids, params)
-        job = self._submit(text, ids, params, 0)
+        [encoded] = self._encode([prompt])
+        self._check(encoded.ids, params)
+        job = self._submit(encoded, params, 0)
         told = False
         try:
             part = job.parts[0]
@@ -254,12 +273,21 @@ class LLM:
             raise BadRequest(f"{len(given)} sampling_params for {count} prompts")
         return list(given)
 
-    def _encode(self, prompts: Sequence[Prompt]) -> list[tuple[str | None, list[int]]]:
-        """Each prompt's text (None for token prompts) and its ids."""
+    def _encode(self, prompts: Sequence[Prompt]) -> list[_Encoded]:
+        """Each prompt's text (None for token prompts), its ids and images."""
         parts = [self._text_or_ids(prompt) for prompt in prompts]
         texts = [part for part in parts if isinstance(part, str)]
         encoded = iter(self._tokenizer().encode_all(texts) if texts else ())
-        return [(part, next(encoded)) if isinstance(part, str) else (None, part) for part in parts]
+        found = []
+        for prompt, part in zip(prompts, parts, strict=True):
+            ids: Sequence[int] = next(encoded) if isinstance(part, str) else part
+            media = None
+            if isinstance(prompt, Mapping) and prompt.get(MEDIA) is not None:
+                given = prompt[MEDIA]
+                listed = isinstance(given, list) and all(isinstance(one, Given) for one in given)
+                ids, media = self._media.read(ids, given if listed else of_data(given))
+            found.append(_Encoded(part if isinstance(part, str) else None, ids, media))
+        return found
 
     def _text_or_ids(self, prompt: Prompt) -> str | list[int]:
         if isinstance(prompt, Mapping):
@@ -282,7 +310,7 @@ class LLM:
             )
         return tokenizer
 
-    def _check(self, ids: list[int], params: SamplingParams) -> None:
+    def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
         """Raise what `generate` says, for a grammar that cannot be compiled too."""
         self._core.check(ids, params)
         if params.grammar is not None and self._core.grammars is not None:
@@ -290,33 +318,36 @@ class LLM:
 
     def _submit_all(
         self,
-        encoded: list[tuple[str | None, list[int]]],
+        encoded: list[_Encoded],
         params: list[SamplingParams],
         order: Sequence[int],
     ) -> list[_Job]:
         """Check all prompts, then queue them. Their ids are kept as the engine's numbers: lists of
         long prompts would be walked by Python's collector while the steps run."""
-        for (_, ids), param in zip(encoded, params, strict=True):
-            self._check(ids, param)
+        for one, param in zip(encoded, params, strict=True):
+            self._check(one.ids, param)
         return [
-            self._submit(text, ids, param, level)
-            for (text, ids), param, level in zip(encoded, params, order, strict=True)
+            self._submit(one, param, level)
+            for one, param, level in zip(encoded, params, order, strict=True)
         ]
 
-    def _submit(
-        self, text: str | None, ids: list[int], params: SamplingParams, priority: int
-    ) -> _Job:
+    def _submit(self, prompt: _Encoded, params: SamplingParams, priority: int) -> _Job:
         self._count += 1
         name = f"request-{self._count}"
         # Prompt log-probabilities are the prompt's, not a continuation's: the first reports them.
         others = replace(params, prompt_logprobs=None)
         parts = [
             self._core.add(
-                f"{name}.{i}", ids, params if i == 0 else others, index=i, priority=priority
+                f"{name}.{i}",
+                prompt.ids,
+                params if i == 0 else others,
+                index=i,
+                priority=priority,
+                media=prompt.media,
             )
             for i in range(params.n)
         ]
-        return _Job(name, text, parts)
+        return _Job(name, prompt.text, parts)
 
     def _run(self, jobs: list[_Job], progress: Progress | None) -> Iterator[list[Continuation]]:
         """Step until the jobs are done; gives the continuations that moved, after every step."""
@@ -354,6 +385,20 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(young, middle, old)
+
+
+class _Encoded(NamedTuple):
+    """A prompt as the engine takes it.
+
+    Attributes:
+        text: None for a token prompt.
+        ids: its tokens.
+        media: its images and videos; None: it has none.
+    """
+
+    text: str | None
+    ids: Sequence[int]
+    media: PromptMedia | None
 
 
 @dataclass(slots=True)

@@ -26,13 +26,25 @@ class PagePlace(NamedTuple):
     location: Tensor
 
 
+class Inserted(NamedTuple):
+    """Embeddings that stand in the places of placeholder tokens.
+
+    Attributes:
+        places: [M] int64, their indices in the batch.
+        rows: [M, hidden], what stands there.
+    """
+
+    places: Tensor
+    rows: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The tensors of one step. T slots run, in R rows; a row's slots are consecutive and ascending.
 
     Attributes:
         input_ids: [T] int64, the landmark id at landmark slots.
-        positions: [T] int64, rotary positions.
+        positions: [T] int64, rotary positions; [axes, T] where they differ by axis.
         row: [T] int64, index into page tables and states.
         slot: [T] int64, place in the row's sequence; -1: padding.
         places: by page group.
@@ -41,6 +53,7 @@ class Batch:
             complete; negative: padding.
         max_slot: largest slot of the step, or an upper bound that the host knows.
         watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
+        inserted: embeddings of an encoder; None: all are those of tokens.
     """
 
     input_ids: Tensor
@@ -52,6 +65,7 @@ class Batch:
     completed_pages: Tensor
     max_slot: int
     watch: Tensor | None = None
+    inserted: Inserted | None = None
 
 
 @dataclass(frozen=True)

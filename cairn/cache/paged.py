@@ -7,12 +7,13 @@ states are kept at page borders.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from cairn.cache.allocator import PageAllocator
 from cairn.cache.landmarks import SlotMap
-from cairn.cache.radix import Node, RadixTree, Tokens, page_keys
+from cairn.cache.radix import Mark, Node, RadixTree, Tokens, page_keys
 from cairn.cache.states import StateSnapshots
 from cairn.cache.window import WindowPages
 from cairn.errors import InvariantError
@@ -29,6 +30,7 @@ class Lease:
         duplicates: committed pages that the lease still owns, because the tree had an equal page
             already.
         node: where the committed prefix ends in the tree; locked while the lease is open.
+        marks: of tokens whose ids do not say what they stand for.
         window: pages of the window layers for the last logical pages; empty without such a pool.
         missed: pages of the cached prefix that would have been found, had the window before its end
             or a snapshot behind it been there.
@@ -44,6 +46,7 @@ class Lease:
         "closed",
         "committed",
         "duplicates",
+        "marks",
         "missed",
         "node",
         "pages",
@@ -54,8 +57,9 @@ class Lease:
         "window",
     )
 
-    def __init__(self, node: Node, pages: list[int]) -> None:
+    def __init__(self, node: Node, pages: list[int], marks: Sequence[Mark] = ()) -> None:
         self.pages = pages
+        self.marks = marks
         self.cached_pages = len(pages)
         self.committed = len(pages)
         self.duplicates: list[int] = []
@@ -173,7 +177,7 @@ class PageCache:
         pages = self.num_free + self.num_evictable
         return pages if self.window is None else pages + self.window.available
 
-    def open(self, tokens: Tokens, max_pages: int) -> Lease:
+    def open(self, tokens: Tokens, max_pages: int, marks: Sequence[Mark] = ()) -> Lease:
         """Start a lease on the longest cached prefix of complete pages of `tokens`, and lock it.
 
         With window layers it is the longest one that has everything under the window at its end,
@@ -182,19 +186,20 @@ class PageCache:
         Args:
             tokens: user token ids of the sequence.
             max_pages: take at most this many cached pages, so that some token is left to compute.
+            marks: of tokens whose ids do not say what they stand for; part of the pages' keys.
 
         Raises BadRequest for a token id that does not fit 32 bits.
         """
         if not self.prefix_caching:
-            return Lease(*self.tree.acquire((), 0))
+            return Lease(*self.tree.acquire((), 0), marks)
         found: list[int] = []
         if self.window is not None or self.states is not None:
-            found = self.tree.match(tokens, max_pages)
+            found = self.tree.match(tokens, max_pages, marks)
             max_pages = self._resumable(found)
-        node, pages = self.tree.acquire(tokens, max_pages)
+        node, pages = self.tree.acquire(tokens, max_pages, marks)
         self.prefix_queries += len(tokens)
         self.prefix_hits += len(pages) * self.slots.tokens_per_page
-        lease = Lease(node, pages)
+        lease = Lease(node, pages, marks)
         lease.missed = len(found)
         if self.states is not None and pages:
             lease.resumes = pages[-1], self.states.hold(pages[-1])
@@ -319,7 +324,7 @@ class PageCache:
                 f"and {len(lease.pages)} held"
             )
         if self.prefix_caching:
-            keys = page_keys(tokens, first, last, self.slots.tokens_per_page)
+            keys = page_keys(tokens, first, last, self.slots.tokens_per_page, lease.marks)
             mine = lease.pages[first:last]
             lease.node, held = self.tree.extend(lease.node, keys, mine)
             lease.duplicates += [own for own, kept in zip(mine, held, strict=True) if own != kept]

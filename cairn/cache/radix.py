@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,24 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 """User token ids: a list, an `array.array` or a numpy array; 32 bits need no conversion."""
 
 
-def page_keys(tokens: Tokens, first: int, last: int, tokens_per_page: int) -> list[bytes]:
-    """Exact keys of pages first .. last - 1 of a sequence: the page's ids as native int32 bytes.
+class Mark(NamedTuple):
+    """Tokens whose ids do not say what they stand for.
+
+    Attributes:
+        first, end: the first of them and the one behind.
+        name: says it.
+    """
+
+    first: int
+    end: int
+    name: bytes
+
+
+def page_keys(
+    tokens: Tokens, first: int, last: int, tokens_per_page: int, marks: Sequence[Mark] = ()
+) -> list[bytes]:
+    """Exact keys of pages first .. last - 1 of a sequence: the page's ids as native int32 bytes,
+    and behind them every mark that touches it, with its place.
 
     Raises BadRequest for an id that does not fit 32 bits.
     """
@@ -48,7 +65,14 @@ def page_keys(tokens: Tokens, first: int, last: int, tokens_per_page: int) -> li
     except OverflowError:
         raise BadRequest("token ids must fit 32 bits") from None
     size = 4 * tokens_per_page
-    return [data[i : i + size] for i in range(0, len(data), size)]
+    keys = [data[i : i + size] for i in range(0, len(data), size)]
+    for mark in marks:
+        begin, end = mark.first // tokens_per_page, -(-mark.end // tokens_per_page)
+        for page in range(max(first, begin), min(first + len(keys), end)):
+            place = mark.first - page * tokens_per_page, mark.end - page * tokens_per_page
+            keys[page - first] += b"".join(n.to_bytes(8, "little", signed=True) for n in place)
+            keys[page - first] += mark.name
+    return keys
 
 
 class PageKeys:
@@ -57,8 +81,11 @@ class PageKeys:
     A lookup thus costs what it matches, not what the prompt is long.
     """
 
-    def __init__(self, tokens: Tokens, count: int, tokens_per_page: int) -> None:
+    def __init__(
+        self, tokens: Tokens, count: int, tokens_per_page: int, marks: Sequence[Mark] = ()
+    ) -> None:
         self._tokens = tokens
+        self._marks = marks
         self._count = count
         self._tokens_per_page = tokens_per_page
         self._known: list[bytes] = []
@@ -70,7 +97,8 @@ class PageKeys:
         known = self._known
         if page >= len(known):
             last = min(self._count, max(page + 1, 2 * len(known)))
-            known += page_keys(self._tokens, len(known), last, self._tokens_per_page)
+            size, marks = self._tokens_per_page, self._marks
+            known += page_keys(self._tokens, len(known), last, size, marks)
         return known[page]
 
 
@@ -120,20 +148,22 @@ class RadixTree:
         self._pushed = 0
         self._heap_limit = 64
 
-    def acquire(self, tokens: Tokens, max_pages: int) -> tuple[Node, list[int]]:
+    def acquire(
+        self, tokens: Tokens, max_pages: int, marks: Sequence[Mark] = ()
+    ) -> tuple[Node, list[int]]:
         """Find and lock the longest cached prefix of complete pages, at most `max_pages` of them.
 
         Returns the node where it ends (the root for no page) and its physical pages.
         """
-        node, length, pages = self._find(tokens, max_pages)
+        node, length, pages = self._find(tokens, max_pages, marks)
         node = self._split(node, length)
         self._lock(node, None)
         node.leases += 1
         return node, pages
 
-    def match(self, tokens: Tokens, max_pages: int) -> list[int]:
+    def match(self, tokens: Tokens, max_pages: int, marks: Sequence[Mark] = ()) -> list[int]:
         """The pages that `acquire` would find, without locking them."""
-        return self._find(tokens, max_pages)[2]
+        return self._find(tokens, max_pages, marks)[2]
 
     def extend(self, node: Node, keys: list[bytes], pages: list[int]) -> tuple[Node, list[int]]:
         """Move a lease that ends at `node` down by the given pages, adding what the tree lacks.
@@ -214,10 +244,12 @@ class RadixTree:
         """The leaves that `evict` would find, for the invariant check."""
         return {entry[2] for entry in self._heap if _current(entry)}
 
-    def _find(self, tokens: Tokens, max_pages: int) -> tuple[Node, int, list[int]]:
+    def _find(
+        self, tokens: Tokens, max_pages: int, marks: Sequence[Mark]
+    ) -> tuple[Node, int, list[int]]:
         """The edge in which the longest cached prefix ends, how far into it, and its pages."""
         limit = max(0, min(len(tokens) // self.tokens_per_page, max_pages))
-        keys = PageKeys(tokens, limit, self.tokens_per_page)
+        keys = PageKeys(tokens, limit, self.tokens_per_page, marks)
         node, length = self.root, 0
         pages: list[int] = []
         while len(pages) < limit and length == len(node.pages):

@@ -11,6 +11,7 @@ import click
 
 from cairn.config import DTYPES, KV_CACHE_DTYPES, default_model_path
 from cairn.errors import BadRequest
+from cairn.specs.media import media_options
 from cairn.specs.options import mixer_options
 from cairn.specs.speculation import speculative_options
 from cairn.types import Grammar, SamplingParams
@@ -194,7 +195,7 @@ ENGINE = (
         is_flag=True,
         help=("Do not keep the pages of finished requests for later ones with the same prefix."),
     ),
-    *map(_declared, (*mixer_options(), *speculative_options())),
+    *map(_declared, (*mixer_options(), *speculative_options(), *media_options())),
     click.option(
         "--load-format",
         type=click.Choice(["auto", "random"]),
@@ -217,7 +218,7 @@ ENGINE_NAMES = (
     "max_num_seqs",
     "chunked_prefill_size",
     "itl_target_ms",
-    *(entry.name for entry in (*mixer_options(), *speculative_options())),
+    *(entry.name for entry in (*mixer_options(), *speculative_options(), *media_options())),
     "load_format",
 )
 

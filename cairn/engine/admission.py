@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cairn.errors import BadRequest, TooLong
+from cairn.specs.vision import MediaSpec
 from cairn.types import SamplingParams
 
 
@@ -25,6 +26,7 @@ class CoreShape:
         eos_ids: ids that end an output.
         seed: base of the draws of requests without a seed.
         selects: some layer selects the pages that it reads.
+        media: how images and videos enter prompts; None: the model reads text alone.
     """
 
     vocab_size: int
@@ -32,6 +34,7 @@ class CoreShape:
     eos_ids: tuple[int, ...]
     seed: int
     selects: bool = False
+    media: MediaSpec | None = None
 
 
 def check(

@@ -44,7 +44,7 @@ from cairn.runner.memory import Steps, measure
 from cairn.runner.prefill_graphs import worthwhile
 from cairn.runner.runner import Runner, RunnerShape
 from cairn.specs.choice import Choice
-from cairn.specs.model import ModelSpec
+from cairn.specs.model import ELEMENT_SIZE, ModelSpec
 from cairn.specs.speculation import NGRAM
 
 log = logging.getLogger(__name__)
@@ -113,8 +113,7 @@ def build(
     random_seed = config.seed if config.load_format == "random" else None
     module = load_model(model, spec, dtype, device, random_seed=random_seed)
     on_phase("weights")
-    shape = _shape(config, spec, slots, parameters)
-    shape = replace(shape, max_pages=slots.pages_for(memory.max_model_len))
+    shape = runner_shape(config, memory, slots, parameters)
     with_graphs = on_gpu and not config.disable_cuda_graph
     if on_gpu:
         measured = (0, 0)
@@ -147,19 +146,6 @@ def build(
     )
     guess(core, config)
     return Built(core, runner, spec, config, memory, slots, table)
-
-
-def _shape(config: EngineConfig, spec: ModelSpec, slots: SlotMap, parameters: int) -> RunnerShape:
-    """Sizes of the runner of a model of so many parameters, for sequences of one page."""
-    counted = spec.num_layers + len(spec.selecting_layers)
-    return RunnerShape(
-        num_rows=config.max_num_seqs,
-        max_pages=1,
-        vocab_size=spec.vocab_size,
-        slots=slots,
-        graph_slots=min(config.chunked_prefill_size, worthwhile(parameters, counted)),
-        drafts=0 if config.speculation is None else config.speculation.drafts,
-    )
 
 
 def guess(core: EngineCore, config: EngineConfig) -> None:
@@ -211,6 +197,28 @@ def snapshot_interval(schema: CacheSchema) -> int:
     return 1 << worth.bit_length()
 
 
+def runner_shape(
+    config: EngineConfig, memory: MemoryPlan, slots: SlotMap, parameters: int
+) -> RunnerShape:
+    """Sizes of the runner of a model with so many parameters."""
+    spec, size = config.model, ELEMENT_SIZE[config.dtype]
+    counted = spec.num_layers + len(spec.selecting_layers)
+    shape = RunnerShape(
+        num_rows=config.max_num_seqs,
+        max_pages=slots.pages_for(memory.max_model_len),
+        vocab_size=spec.vocab_size,
+        slots=slots,
+        graph_slots=min(config.chunked_prefill_size, worthwhile(parameters, counted)),
+        drafts=0 if config.speculation is None else config.speculation.drafts,
+    )
+    if spec.vision is None:
+        return shape
+    media = spec.vision.media
+    # Embeddings of the largest image, twice.
+    kept = 2 * media.most_tokens * spec.hidden_size * size
+    return replace(shape, encoder_bytes=kept, axes=media.axes)
+
+
 def page_format(config: EngineConfig) -> PageFormat:
     """How pages are stored."""
     dtype = getattr(torch, config.dtype)
@@ -234,6 +242,7 @@ def core_shape(config: EngineConfig, max_model_len: int, tokenizer: Tokenizer | 
         eos_ids=end_ids(spec, tokenizer),
         seed=config.seed,
         selects=bool(spec.selecting_layers),
+        media=None if spec.vision is None else spec.vision.media,
     )
 
 

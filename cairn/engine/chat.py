@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from reprlib import repr as short
 from typing import Any
 
@@ -14,14 +14,18 @@ Message = Mapping[str, Any]
 PLAIN_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
 
 
-def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def checked_messages(
+    messages: Sequence[Message], media: Container[str] = ()
+) -> list[dict[str, Any]]:
     """Copies of the messages in the one form that templates agree on.
 
-    Content becomes a string (text parts are joined by line breaks; none, of a tool or beside tool
-    calls or reasoning, is empty), and the arguments of tool calls become mappings, because
-    templates print them as JSON. Arguments that are no JSON object, as a model may have written
-    them, stay what they are, as text: one malformed call must not end a conversation. `reasoning`,
-    as some servers call it, becomes `reasoning_content`, which templates read.
+    Content stays a list of parts where one of these is {"type": M} with M of `media`, which stands
+    for an image or a video. Else it becomes a string (text parts are joined by line breaks; none,
+    of a tool or beside tool calls or reasoning, is empty), and the arguments of tool calls become
+    mappings, because templates print them as JSON. Arguments that are no JSON object, as a model
+    may have written them, stay what they are, as text: one malformed call must not end a
+    conversation. `reasoning`, as some servers call it, becomes `reasoning_content`, which templates
+    read.
 
     Raises:
         BadRequest: no message, a message without role or content, a content part that is not
@@ -29,7 +33,22 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """
     if not messages:
         raise BadRequest("messages is empty", "Give at least one message")
-    return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    return [_message(f"messages[{i}]", message, media) for i, message in enumerate(messages)]
+
+
+def with_placeholders(
+    messages: Sequence[Message], placeholders: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Checked messages whose content is text alone: placeholders stand where images do."""
+    return [{**message, "content": _flat(message["content"], placeholders)} for message in messages]
+
+
+def _flat(content: str | list[Mapping[str, str]], placeholders: Mapping[str, str]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        part["text"] if part["type"] == "text" else placeholders[part["type"]] for part in content
+    )
 
 
 def plain_text(
@@ -66,7 +85,7 @@ def _with_calls(message: Message) -> str:
     return "\n".join(parts)
 
 
-def _message(name: str, message: Any) -> dict[str, Any]:
+def _message(name: str, message: Any, media: Container[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise BadRequest(f"{name} must be a mapping with role and content, not {short(message)}")
     role = message.get("role")
@@ -77,13 +96,15 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     if reasoning is not None:
         plain.setdefault("reasoning_content", reasoning)
     optional = role == "tool" or "tool_calls" in plain or "reasoning_content" in plain
-    plain["content"] = _content(name, message.get("content"), optional)
+    plain["content"] = _content(name, message.get("content"), optional, media)
     # Templates ask whether there are calls by the list or by its name.
     calls = _tool_calls(f"{name}.tool_calls", plain.pop("tool_calls", ()))
     return {**plain, "tool_calls": calls} if calls else plain
 
 
-def _content(name: str, content: Any, optional: bool) -> str:
+def _content(
+    name: str, content: Any, optional: bool, media: Container[str]
+) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if content is None and optional:
@@ -92,11 +113,16 @@ def _content(name: str, content: Any, optional: bool) -> str:
         raise BadRequest(
             f"{name} needs a string 'content' or a list of text parts, not {short(content)}"
         )
-    return "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+    parts = [_part(f"{name}.content[{i}]", part, media) for i, part in enumerate(content)]
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
 
 
-def _part(name: str, part: Any) -> str:
+def _part(name: str, part: Any, media: Container[str]) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind in media:
+        return {"type": kind}
     if kind != "text":
         what = f"is of type {short(kind)}" if isinstance(kind, str) else f"is {short(part)}"
         raise BadRequest(
@@ -105,7 +131,7 @@ def _part(name: str, part: Any) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise BadRequest(f"{name} needs a string 'text', not {short(text)}")
-    return text
+    return {"type": "text", "text": text}
 
 
 def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ from cairn.engine.tokenizer import Tokenizer
 from cairn.engine.totals import CoreStats
 from cairn.errors import BadRequest, InvariantError
 from cairn.runner.executor import Executor
+from cairn.runner.media import PromptMedia
 from cairn.runner.step import Launched, StepPlan, StepResult
 from cairn.types import CompletionOutput, FinishReason, PromptLogprobs, SamplingParams
 
@@ -125,6 +126,7 @@ class EngineCore:
         *,
         index: int = 0,
         priority: int = 0,
+        media: PromptMedia | None = None,
     ) -> Continuation:
         """Queue continuation `index` of a prompt.
 
@@ -133,6 +135,7 @@ class EngineCore:
             prompt: user token ids.
             params: how to sample; `n` is the caller's business.
             priority: smaller goes first.
+            media: images and videos of the prompt.
 
         Raises:
             BadRequest: the prompt or the parameters can never be served.
@@ -156,6 +159,7 @@ class EngineCore:
             order=(priority, self._arrivals),
             prompt=prompt,
             output=output.token_ids,
+            media=media,
         )
         self._arrivals += 1
         stream = OutputStream(output, params, eos_ids, max_output, self.tokenizer, prompt)

@@ -160,4 +160,5 @@ def _row_open(request: Request) -> RowOpen:
         history=array("q", request.tokens) if params.penalized else (),
         num_prompt=request.num_prompt,
         stop_ids=request.stop_ids,
+        media=request.media,
     )

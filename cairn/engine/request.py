@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.cache.paged import Lease
+from cairn.cache.radix import Mark
 from cairn.engine.grammar import GrammarState
 from cairn.engine.messages import Timing
+from cairn.runner.media import PromptMedia
 from cairn.runner.step import DecodeWork
 from cairn.types import SamplingParams
 
@@ -111,6 +113,7 @@ class Request:
         held_by: a running request that is computing `held_until` tokens this one shares.
         retractions: how often its pages were taken back.
         grammar: where the output stands in its grammar; None: any output.
+        media: images and videos of the prompt; None: it is text.
     """
 
     id: str
@@ -140,6 +143,7 @@ class Request:
     held_until: int = 0
     retractions: int = 0
     grammar: GrammarState | None = None
+    media: PromptMedia | None = None
     _tokens: array[int] = field(init=False, repr=False)
     _view: NDArray[np.int32] | None = field(default=None, repr=False)
 
@@ -156,6 +160,11 @@ class Request:
         if missing > 0:
             self._tokens.extend(self.output[-missing:])
         return self._tokens
+
+    @property
+    def marks(self) -> Sequence[Mark]:
+        """What its placeholder tokens stand for."""
+        return () if self.media is None else self.media.marks
 
     @property
     def computed(self) -> int:

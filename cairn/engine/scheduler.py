@@ -431,7 +431,8 @@ class Scheduler:
         if self.running and refused and refused[0] is request and spare <= refused[1]:
             return False
         reusable = int(self.slots.slot_of(len(request.tokens) - 1)) // self.slots.page_size
-        lease = self.cache.open(request.tokens, reusable if request.caches_prefix else 0)
+        most = reusable if request.caches_prefix else 0
+        lease = self.cache.open(request.tokens, most, request.marks)
         known = min(len(request.tokens) + 1, request.most_computed)
         needed = int(self.slots.pages_for(known)) - len(lease.pages)
         if self.running:

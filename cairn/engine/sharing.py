@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from itertools import zip_longest
 
+import numpy as np
+
+from cairn.cache.radix import page_keys
 from cairn.engine.request import Request, State
 
 
@@ -53,7 +55,7 @@ class Computing:
             if request.num_prompt <= begin + self._per_page:
                 continue
             for other in pages.get(self._page(request, begin), ()):
-                shared = _common_prefix(other.prompt_view(), request.prompt_view())
+                shared = _common_prefix(other, request)
                 shared = min(shared, request.num_prompt - 1) // self._per_page * self._per_page
                 if shared > other.computed:
                     request.held_by, request.held_until = other, shared
@@ -61,11 +63,19 @@ class Computing:
         return False
 
     def _page(self, request: Request, begin: int) -> bytes:
-        return request.tokens[begin : begin + self._per_page].tobytes()
+        page = begin // self._per_page
+        (key,) = page_keys(request.tokens, page, page + 1, self._per_page, request.marks)
+        return key
 
 
-def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+def _common_prefix(one: Request, other: Request) -> int:
     """Number of leading tokens that two prompts share."""
+    a, b = one.prompt_view(), other.prompt_view()
     length = min(len(a), len(b))
-    differ = np.flatnonzero(np.asarray(a[:length]) != b[:length])
-    return int(differ[0]) if len(differ) else length
+    differ = np.flatnonzero(a[:length] != b[:length])
+    length = int(differ[0]) if len(differ) else length
+    for mine, theirs in zip_longest(one.marks, other.marks):
+        if mine != theirs:
+            first = min(mark.first for mark in (mine, theirs) if mark is not None)
+            return min(length, first)
+    return length

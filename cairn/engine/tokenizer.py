@@ -9,11 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from cairn.engine.chat import Message, checked_messages, plain_text
+from cairn.engine.chat import Message, checked_messages, plain_text, with_placeholders
 from cairn.engine.chat_template import TemplateInput, render
 from cairn.engine.detokenizer import (
     ByteDetokenizer,
@@ -199,13 +200,14 @@ class Tokenizer:
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        placeholders: Mapping[str, str] = MappingProxyType({}),
         limit: int | None = None,
     ) -> list[int]:
         """Ids of a conversation; the model's chat template runs here, for as long as it takes.
 
         Args:
-            messages, tools, template_kwargs, add_generation_prompt, continue_final_message: as in
-                `chat_input`.
+            messages, tools, template_kwargs, add_generation_prompt, continue_final_message,
+                placeholders: as in `chat_input`.
             limit: as in `encode`.
 
         Raises:
@@ -219,6 +221,7 @@ class Tokenizer:
             template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            placeholders=placeholders,
         )
         if isinstance(given, str):
             return self.encode(given, limit=limit)
@@ -232,6 +235,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        placeholders: Mapping[str, str] = MappingProxyType({}),
     ) -> TemplateInput | str:
         """What the model's chat template is to render: its text is encoded without special tokens.
 
@@ -247,12 +251,14 @@ class Tokenizer:
             add_generation_prompt: end with the beginning of the assistant's answer. None: unless
                 the last message is continued.
             continue_final_message: the last message is the assistant's and is left open.
+            placeholders: type of a content part that stands for an image or a video -> the text
+                that does so in a prompt.
 
         Raises:
             BadRequest: messages that are none, something that the template does not read or that
                 a model without a template has no place for.
         """
-        checked = checked_messages(messages)
+        checked = checked_messages(messages, placeholders)
         if continue_final_message and add_generation_prompt:
             raise BadRequest("continue_final_message and add_generation_prompt are both set")
         if continue_final_message and checked[-1]["role"] != "assistant":
@@ -268,12 +274,17 @@ class Tokenizer:
                     VARIABLES,
                     "chat template variables are given, but this model has no chat template",
                 )
-            text = plain_text(checked, add_generation_prompt, tools)
+            text = plain_text(
+                with_placeholders(checked, placeholders), add_generation_prompt, tools
+            )
             return text if add_generation_prompt or continue_final_message else f"{text}\n"
         shown = list(tools) if tools else None
         variables = dict(template_kwargs or {})
         template: str = self._hf.get_chat_template(tools=shown)
         _check_variables(template, shown, variables, self._reserved_variables)
+        if not re.search(r"\bimage", template):
+            # It knows nothing of images, and may know nothing of parts.
+            checked = with_placeholders(checked, placeholders)
         if "developer" not in template:
             for message in checked:
                 if message["role"] == "developer":

@@ -87,14 +87,20 @@ class Rotary:
         # On the CPU whatever the default device is: a power on another device rounds differently.
         with torch.device("cpu"):
             self._origin = _frequencies(spec)
-        self._by_device = {self._origin.device: self._origin}
+            self._axes = torch.tensor(2 * spec.axes())
+        self._by_device = {self._origin.device: (self._origin, self._axes)}
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """[cos | sin] of positions [T]: [T, d] float32 (rounded through `dtype` if so trained)."""
+        """[cos | sin] of positions [T], or on several axes [axes, T]: [T, d] float32 (rounded
+        through `dtype` if so trained)."""
         device = positions.device
         if device not in self._by_device:
-            self._by_device[device] = self._origin.to(device)
-        table = ops.rotary_cos_sin(positions, self._by_device[device])
+            self._by_device[device] = self._origin.to(device), self._axes.to(device)
+        frequencies, axes = self._by_device[device]
+        table: Tensor = ops.rotary_cos_sin(positions.reshape(-1), frequencies)
+        if positions.dim() == 2:
+            by_axis = table.view(*positions.shape, -1)
+            table = by_axis.gather(0, axes.expand(1, *by_axis.shape[1:]))[0]
         if self.spec.attention_factor != 1.0:
             table = table * self.spec.attention_factor
         return table.to(dtype).float() if self.spec.rounded else table
@@ -129,7 +135,7 @@ class Angles:
     """[cos | sin] of a step's positions, computed once for all layers that rotate alike.
 
     Args:
-        positions: [T] int64.
+        positions: [T] int64, or on several axes [axes, T].
         dtype: of the activations.
     """
 
@@ -149,6 +155,6 @@ class Angles:
     def index(self) -> Tensor:
         """[T] int64: 0, 1, 2, ..."""
         if self._index is None:
-            count, device = len(self._positions), self._positions.device
+            count, device = self._positions.shape[-1], self._positions.device
             self._index = torch.arange(count, dtype=torch.int64, device=device)
         return self._index

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from cairn.attention.batch import Batch
 from cairn.attention.step import BoundLayer, Step
 from cairn.layers.embedding import Embedding
 from cairn.layers.linear import Head, TiedHead
@@ -19,6 +20,7 @@ from cairn.layers.schemes.registry import scheme_of
 from cairn.layers.weight import Source, Weight
 from cairn.models.block import Block, build_norm
 from cairn.models.draft import DraftLayer
+from cairn.models.vision.encoder import VisionEncoder
 from cairn.specs.model import ModelSpec
 
 
@@ -51,6 +53,9 @@ class Decoder(nn.Module):
         self.draft: DraftLayer | None = None
         if spec.draft is not None:
             self.draft = DraftLayer(spec.draft, spec.norm, context.within(spec.draft.prefix))
+        self.encoder: VisionEncoder | None = None
+        if spec.vision is not None:
+            self.encoder = VisionEncoder(spec.vision, dtype)
 
     def weights(self, stored: frozenset[str] | None = None) -> list[Weight]:
         """Every tensor that a checkpoint of this model holds.
@@ -68,6 +73,8 @@ class Decoder(nn.Module):
         assert len(self.layers) == spec.num_layers
         if self.draft is not None and spec.draft is not None:
             found += self.draft.weights(Source(spec.draft.prefix, stored))
+        if self.encoder is not None and spec.vision is not None:
+            found += self.encoder.weights(Source(spec.vision.prefix, stored))
         return found
 
     @property
@@ -91,13 +98,27 @@ class Decoder(nn.Module):
 
     def forward(self, step: Step) -> Tensor:
         """Run one step: -> hidden states [T, hidden] before the final norm."""
-        residual = Residual(self.embedding(step.batch.input_ids))
+        residual = Residual(self.embedded(step.batch))
         angles = Angles(step.batch.positions, residual.x.dtype)
         running = self._running
         for at, i in enumerate(running):
             behind = self.layers[running[at + 1]] if at + 1 < len(running) else None
             self.layers[i](residual, step.layers[i], angles, behind)
         return residual.x
+
+    def embedded(self, batch: Batch) -> Tensor:
+        """What the first layer reads [T, hidden]: embeddings of tokens, and those of an encoder in
+        the places of its placeholders."""
+        x: Tensor = self.embedding(batch.input_ids)
+        if batch.inserted is not None:
+            x.index_copy_(0, batch.inserted.places, batch.inserted.rows)
+        return x
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """An image or a video [frames, height, width, 3] uint8 -> its embeddings [n, hidden]."""
+        assert self.encoder is not None
+        found: Tensor = self.encoder(pixels)
+        return found
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, hidden] -> float32 logits [n, V] over the user vocabulary."""
@@ -109,17 +130,19 @@ class Decoder(nn.Module):
         assert spec is not None
         return cast(Tensor, self.norm(hidden)) if spec.normed else hidden
 
-    def guess(self, ids: Tensor, states: Tensor, positions: Tensor, layer: BoundLayer) -> Tensor:
+    def guess(
+        self, embedded: Tensor, states: Tensor, positions: Tensor, layer: BoundLayer
+    ) -> Tensor:
         """Run the draft layer: -> [T, hidden] before its norm.
 
         Args:
-            ids: [T] int64, tokens.
+            embedded: [T, hidden], `embedded` of the tokens.
             states: [T, hidden], `draft_states` of the tokens in front of these, or `next_states`.
-            positions: [T] int64, rotary positions.
+            positions: [T] int64 or [axes, T], rotary positions.
             layer: the draft layer's backend with its plan.
         """
         assert self.draft is not None
-        found: Tensor = self.draft(self.embedding(ids), states, positions, layer)
+        found: Tensor = self.draft(embedded, states, positions, layer)
         return found
 
     def guess_logits(self, guessed: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Qwen3-Next and Qwen3.5: gated delta nets between layers of gated full attention; text alone.
+"""Qwen3-Next and Qwen3.5: gated delta nets between layers of gated full attention.
 
-A folder that also holds a vision encoder keeps the fields of the text model in `text_config`.
-Tensors of the vision encoder are not read, those of the draft layer where it is used.
+A folder that also holds a vision encoder keeps the fields of the text model in `text_config`, those
+of the encoder in `vision_config`. Tensors of the draft layer are read where it is used.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from cairn.models.checkpoint import StoredRows
 from cairn.models.fields import ConfigFields, refuse
 from cairn.models.quantization import fp8_blocks
 from cairn.models.qwen3_moe import experts_of, refuse_windows, sparse_layers
+from cairn.models.vision.config import vision_spec
 from cairn.specs.ffn import DenseFfn, FfnSpec
 from cairn.specs.gated_delta import GatedDeltaSpec
 from cairn.specs.gqa import GqaSpec
@@ -23,6 +24,8 @@ from cairn.specs.rotary import RotarySpec
 
 LINEAR, FULL = "linear_attention", "full_attention"
 DRAFT_HEAD, VISION = r"^mtp\.", r"^model\.visual\."
+SECTIONS = (11, 11, 10)
+"""Pairs of each axis by default: time, height, width."""
 NESTED = ("text_config", "vision_config")
 OUTER = frozenset(
     "tie_word_embeddings dtype torch_dtype quantization_config bos_token_id eos_token_id "
@@ -85,6 +88,7 @@ def spec_from_config(
     """
     model_type = str(config["model_type"])
     family, nested = FAMILIES[model_type], model_type in WITH_VISION
+    whole = config
     if nested:
         config = _text_config(config, overridden)
     f = ConfigFields(config, {name: "override" for name in overridden})
@@ -104,8 +108,10 @@ def spec_from_config(
         else LayerSpec(delta, ffn, norm, names=BlockNames(mixer="linear_attn"))
         for kind, ffn in zip(_kinds(f, count), ffns, strict=True)
     )
+    seeing = nested and whole.get("vision_config") is not None
     if nested:
-        f.record("vision_config", None, "derived: text alone is served, images and videos are not")
+        told = "images and videos are read" if seeing else "text alone is read"
+        f.record("vision_config", told, "config" if seeing else "default")
     spec = ModelSpec(
         architecture=model_type,
         hidden_size=hidden,
@@ -116,7 +122,8 @@ def spec_from_config(
         layers=layers,
         draft_layer=_draft(f, replace(attention, draft_width=hidden), ffns[-1], norm),
         prefix="model.language_model." if nested else "model.",
-        ignored=(DRAFT_HEAD, VISION) if nested else (DRAFT_HEAD,),
+        ignored=(DRAFT_HEAD, VISION) if nested and not seeing else (DRAFT_HEAD,),
+        vision=vision_spec(whole, hidden) if seeing else None,
         quantization=quantization,
         resolved=f.resolved(),
         **reading.vocabulary_fields(config, vocab, tied, stored),
@@ -164,13 +171,13 @@ def _attention(f: ConfigFields, family: _Family, eps: float) -> GqaSpec:
     kv_heads = reading.key_value_heads(f, heads, family.kv_heads)
     head_dim, theta = f.integer("head_dim", 256, low=2), reading.rope_theta(f)
     rotated = reading.rotated_dims(f, head_dim, 0.25)
-    _check_mrope(f)
+    sections = _sections(f)
     bias = f.flag("attention_bias", False)
     return GqaSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rotary=RotarySpec("standard", rotated, theta, rounded=True),
+        rotary=RotarySpec("standard", rotated, theta, rounded=True, sections=sections),
         qk_norm="head",
         qk_eps=eps,
         unit_offset=True,
@@ -241,10 +248,11 @@ def _check_gate(f: ConfigFields) -> None:
         )
 
 
-def _check_mrope(f: ConfigFields) -> None:
-    """Check the fields that share the frequencies out to the axes of images. A text's positions are
-    the same on all axes, so they change nothing there."""
-    for name in ("rope_parameters", "rope_scaling"):
+def _sections(f: ConfigFields) -> tuple[int, ...]:
+    """Pairs that turn by each axis of images. A text's positions are the same on all axes, so they
+    change nothing there."""
+    found = SECTIONS
+    for name in ("rope_scaling", "rope_parameters"):
         rope = f.config.get(name)
         if not isinstance(rope, dict):
             continue
@@ -264,3 +272,5 @@ def _check_mrope(f: ConfigFields) -> None:
                 "not three numbers of frequencies",
                 "Write one number each for time, height and width",
             )
+        found = found if section is None else tuple(section)
+    return found

@@ -21,6 +21,7 @@ from cairn.models.checkpoint import (
 )
 from cairn.models.fields import BOOKKEEPING, refuse, token_ids
 from cairn.models.folders import refuse_other_paths, refuse_other_weights, refuse_quantized
+from cairn.models.vision.config import with_preprocessing
 from cairn.names import suggestion
 from cairn.specs.model import ModelSpec
 
@@ -111,6 +112,11 @@ def load_spec(
     spec = MODELS[model_type](config, frozenset(overrides or ()), stored)
     _check_overrides(overrides or {}, spec)
     spec = _with_its_own_head(spec, headers)
+    if spec.vision is not None and headers and not _stored(spec.vision.prefix, headers):
+        log.warning("the weights hold no vision encoder: text alone is served")
+        spec = spec.without_vision()
+    if spec.vision is not None and not isinstance(source, Mapping):
+        spec = replace(spec, vision=with_preprocessing(spec.vision, Path(source)))
     return replace(spec, eos_token_ids=tuple(dict.fromkeys(spec.eos_token_ids + more_eos)))
 
 
@@ -159,6 +165,11 @@ def measure_weights(spec: ModelSpec, dtype: torch.dtype | str) -> tuple[int, int
     with torch.device("meta"):
         model = Decoder(spec, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     return parameter_bytes(model)
+
+
+def _stored(prefix: str, entries: Mapping[str, TensorEntry]) -> bool:
+    """Whether the files hold a tensor whose name begins so."""
+    return any(name.startswith(prefix) for name in entries)
 
 
 def _with_its_own_head(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> ModelSpec:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.attention.batch import Batch, PagePlace
+from cairn.attention.batch import Batch, Inserted, PagePlace
 from cairn.runner.staging import overwrite, send
 from cairn.runner.step import Ints
 
@@ -20,7 +20,8 @@ class StepArrays(NamedTuple):
 
     Attributes:
         ids: [T], token ids, or LAST_TOKEN.
-        position, row, slot: [T].
+        position: [T], or [axes, T] where it differs by axis; such a step is in no graph.
+        row, slot: [T].
         completed, completed_pages: [N].
         locations: by page group, [T].
     """
@@ -38,7 +39,7 @@ class StepFields(NamedTuple):
     """A step on the device: what a Batch holds, but for the page tables.
 
     Attributes:
-        ids, position, row, slot: [T] int64, see Batch.
+        ids, position, row, slot: int64, see Batch.
         completed, completed_pages: [N] int64.
         locations: by page group, [T] int64.
     """
@@ -58,7 +59,11 @@ class StepFields(NamedTuple):
         return cls(ids, position, row, slot, completed, pages, tuple(locations))
 
     def batch(
-        self, page_tables: Sequence[Tensor], max_slot: int, watch: Tensor | None = None
+        self,
+        page_tables: Sequence[Tensor],
+        max_slot: int,
+        watch: Tensor | None = None,
+        inserted: Inserted | None = None,
     ) -> Batch:
         """With the page tables, by group, of the rows that run."""
         places = zip(page_tables, self.locations, strict=True)
@@ -72,6 +77,7 @@ class StepFields(NamedTuple):
             completed_pages=self.completed_pages,
             max_slot=max_slot,
             watch=watch,
+            inserted=inserted,
         )
 
 

@@ -33,8 +33,13 @@ class DraftModel(Protocol):
     def draft_states(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> what the draft layer reads of them."""
 
-    def guess(self, ids: Tensor, states: Tensor, positions: Tensor, layer: BoundLayer) -> Tensor:
-        """[T] tokens and [T, hidden] -> [T, hidden]."""
+    def embedded(self, batch: Batch) -> Tensor:
+        """[T, hidden], the tokens of a step."""
+
+    def guess(
+        self, embedded: Tensor, states: Tensor, positions: Tensor, layer: BoundLayer
+    ) -> Tensor:
+        """[T, hidden], tokens and states -> [T, hidden]."""
 
     def guess_logits(self, guessed: Tensor) -> Tensor:
         """[n, hidden] -> [n, V] float32."""
@@ -98,7 +103,8 @@ class DraftHead:
         row, start, last = send((layout.rows.row, layout.start, layout.last), states.device)
         before = states.roll(1, 0)
         before[start] = self._last[row]
-        self._model.guess(batch.input_ids, before, batch.positions, step.layers[self._layer])
+        embedded, layer = self._model.embedded(batch), step.layers[self._layer]
+        self._model.guess(embedded, before, batch.positions, layer)
         self._kept[batch.completed_pages] = states[batch.completed]
         self._last[row] = states[last]
         return states
@@ -137,7 +143,7 @@ class DraftHead:
         none = slot.new_empty(0)
         batch = Batch(
             input_ids=token.clamp(min=0),
-            positions=slot,
+            positions=rows.shifted(slot, row),
             row=row,
             slot=slot,
             places=tuple(PagePlace(own, location) for own in rows.page_tables),
@@ -146,7 +152,7 @@ class DraftHead:
             max_slot=rows.capacity - 1,
         )
         layer = self._backends.bind(self._layer, batch, decode_cuts(len(row)))
-        return self._model.guess(batch.input_ids, state, slot, layer)
+        return self._model.guess(self._model.embedded(batch), state, batch.positions, layer)
 
     def _resume(self, opened: set[int], layout: Layout) -> None:
         """Set the state of rows that begin: none, or what the page in front of them keeps."""

@@ -296,7 +296,7 @@ class DecodeGraphs:
         closing = self._closing(bucket)
         fields = StepFields(
             names.ids[:bucket],
-            names.position[:bucket],
+            rows.shifted(names.position[:bucket], names.row[:bucket]),
             names.row[:bucket],
             names.slot[:bucket],
             names.completed[:closing],

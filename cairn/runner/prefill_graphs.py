@@ -105,6 +105,8 @@ class PrefillGraphs:
         if is_traced(self._buffers.memory):
             # Hooks and dispatch modes would not see the ops of a graph.
             return None
+        if layout.inserts:
+            return None
         kind = Kind(self.buckets[at], self._cutter.of_bucket(layout.rows, self.buckets[at]))
         # Rows with guesses have few tokens, like rows that decode, and use the same kernels.
         few = layout.rows.drafts is not None and not kind.cuts.chunked

@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.attention.batch import Batch, StepRows
+from cairn.attention.batch import Batch, Inserted, StepRows
 from cairn.cache.landmarks import SlotMap
 from cairn.runner.buffers import StepArrays, StepFields
+from cairn.runner.media import Insert, Placed, PromptMedia
 from cairn.runner.staging import send
 from cairn.runner.step import Ints, StepPlan
 
@@ -43,12 +44,14 @@ class Layout(NamedTuple):
         rows: the rows that run, in the plan's order.
         last: [R], index in the batch of each row's last user token; a page's end may follow it.
         grants: what the plan changes in the page tables.
+        inserts: embeddings that stand in the places of tokens.
     """
 
     arrays: StepArrays
     rows: StepRows
     last: Ints
     grants: Grants
+    inserts: tuple[Insert, ...] = ()
 
     @property
     def slot(self) -> Ints:
@@ -73,12 +76,15 @@ class Rows:
         page_end_id: token id of slots that end a page and hold no user token.
         device: where batches live.
         groups: page groups; each has a table.
+        axes: positions of a token.
 
     Attributes:
         last_token: [num_rows + 1] int64 on the device, -1 where a row could choose none; the one
             behind the rows belongs to padding.
         page_tables: by group, [num_rows, max_pages] int32 on the device; their addresses stay. In
             that of windowed layers what lies behind windows is stale.
+        shift: [num_rows + 1] int64 on the device, how far positions behind a row's images are ahead
+            of its tokens' numbers; None: tokens have one position.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Rows:
         page_end_id: int,
         device: torch.device,
         groups: int = 1,
+        axes: int = 1,
     ) -> None:
         self.slots = slots
         self.page_end_id = page_end_id
@@ -100,6 +107,28 @@ class Rows:
         self._num_rows, self._groups = num_rows, groups
         self.page_tables = self._tables[:-1].split(num_rows)
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self._axes, self._placed = axes, dict[int, Placed]()
+        self.shift: Tensor | None = None
+        if axes > 1:
+            self.shift = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+
+    def open(self, row: int, media: PromptMedia | None) -> None:
+        """A prompt with these images takes the row."""
+        before = self._placed.pop(row, None)
+        delta = 0 if before is None else before.delta
+        if media is not None:
+            self._placed[row] = Placed(media, self._axes)
+        now = self._placed[row].delta if row in self._placed else 0
+        if self.shift is not None and now != delta:
+            self.shift[row] = now
+
+    def close(self, row: int) -> None:
+        """The row's prompt has ended."""
+        self.open(row, None)
+
+    def shifted(self, position: Tensor, row: Tensor) -> Tensor:
+        """Positions [n] of generated tokens in `rows` [n], of their numbers."""
+        return position if self.shift is None else position + self.shift[row]
 
     def remember(self, rows: Tensor, tokens: Tensor) -> None:
         """Store the tokens [n] sampled for `rows` [n], which work without tokens runs next."""
@@ -145,9 +174,12 @@ class Rows:
             for group in range(self._groups)
         ]
         completed = closing.nonzero()[0]
+        position, inserts = np.asarray(slots.position_of(slot)), tuple[Insert, ...]()
+        if self._placed:
+            position, inserts = self._place(position, work_row, first_token, end_token, start)
         arrays = StepArrays(
             ids=self._token_ids(plan, closing),
-            position=np.asarray(slots.position_of(slot)),
+            position=position,
             row=row,
             slot=slot,
             completed=completed,
@@ -161,13 +193,16 @@ class Rows:
         rows = StepRows(work_row, first_slot, num_slots, slot, len(plan.decode.row), drafts)
         # Rows that decode run one slot, so their first slot is their last.
         last = start + slots.slot_of(end_token - 1) - first_slot if plan.work else start
-        return Layout(arrays, rows, last, grants)
+        return Layout(arrays, rows, last, grants, inserts)
 
-    def batch(self, layout: Layout, watch: Ints | None = None) -> Batch:
+    def batch(
+        self, layout: Layout, watch: Ints | None = None, inserted: Inserted | None = None
+    ) -> Batch:
         """The layout as tensors on the device, and its pages in the tables there.
 
         Args:
             watch: indices of queries whose reads are wanted.
+            inserted: embeddings that stand in the places of tokens.
         """
         if self.device.type != "cpu":
             write_cells(self._tables, layout.grants)
@@ -175,7 +210,31 @@ class Rows:
         if (layout.arrays.ids == LAST_TOKEN).any():
             fields = fields._replace(ids=filled(fields.ids, fields.row, self.last_token))
         watched = None if watch is None else torch.as_tensor(watch, device=self.device)
-        return fields.batch(self.page_tables, int(layout.slot.max()), watched)
+        return fields.batch(self.page_tables, int(layout.slot.max()), watched, inserted)
+
+    def _place(
+        self, position: Ints, row: Ints, first: Ints, end: Ints, start: Ints
+    ) -> tuple[Ints, tuple[Insert, ...]]:
+        """Positions of a step around the images of its rows: [T], or [axes, T] where some differ by
+        axis; and the embeddings that it needs.
+
+        Args:
+            position: [T], as if all was text.
+            row, first, end, start: [R], the rows, their tokens and where these begin in the step.
+        """
+        position, inserts = position.copy(), list[Insert]()
+        for number, begin, behind, at in zip(
+            *(part.tolist() for part in (row, first, end, start)), strict=True
+        ):
+            placed = self._placed.get(number)
+            if placed is None:
+                continue
+            own = placed.positions(begin, behind)
+            if len(own) > 1 and position.ndim == 1:
+                position = np.tile(position, (len(own), 1))
+            position[..., at : at + behind - begin] = own if position.ndim > 1 else own[0]
+            inserts += placed.inserts(begin, behind, at)
+        return position, tuple(inserts)
 
     def _token_ids(self, plan: StepPlan, closing: NDArray[np.bool_]) -> Ints:
         """Ids of every slot: user tokens in order, and `page_end_id` where a slot holds none."""

@@ -28,6 +28,7 @@ from cairn.cache.pools import CachePools
 from cairn.ops.advice import unchecked
 from cairn.runner.draft_head import DraftHead, DraftModel, Ends
 from cairn.runner.drafts import Drafts, Entries
+from cairn.runner.encoding import EncoderCache
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
 from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported, block_rows
 from cairn.runner.prefill_graphs import PrefillGraphs
@@ -62,6 +63,10 @@ class StepModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, V] float32 over the user vocabulary."""
 
+    def encode(self, pixels: Tensor) -> Tensor:
+        """An image or video [frames, height, width, 3] uint8 -> [n, hidden]; asked of models with
+        an encoder."""
+
     def abridged(self, backends: Sequence[str]) -> contextlib.AbstractContextManager[None]:
         """Within, steps run every kernel of the model, whose layers have these backends, for
         nothing."""
@@ -78,6 +83,8 @@ class RunnerShape:
         slots: slot arithmetic.
         graph_slots: slots of the largest step with prefills that is a graph.
         drafts: guesses of a row at a time.
+        encoder_bytes: embeddings of images that are kept; None: the model has no encoder.
+        axes: positions of a token.
     """
 
     num_rows: int
@@ -86,6 +93,8 @@ class RunnerShape:
     slots: SlotMap
     graph_slots: int
     drafts: int = 0
+    encoder_bytes: int | None = None
+    axes: int = 1
 
 
 class _Prompt(NamedTuple):
@@ -220,7 +229,10 @@ class Runner:
         self.backends = Backends(mixers, pools)
         groups = len(pools.schema.groups)
         sizes = (shape.num_rows, shape.max_pages, shape.slots, shape.vocab_size)
-        self.rows = Rows(*sizes, device, groups)
+        self.rows = Rows(*sizes, device, groups, shape.axes)
+        self.encoder: EncoderCache | None = None
+        if shape.encoder_bytes is not None:
+            self.encoder = EncoderCache(model.encode, shape.encoder_bytes, device)
         self.sampler = Sampler(shape.vocab_size, shape.num_rows, device)
         self._on_cpu = device.type == "cpu"
         self._mixers = mixers
@@ -248,8 +260,10 @@ class Runner:
         """Start one step. The plan's pages must be granted and its rows open."""
         for row in plan.closed:
             self.sampler.close(row)
+            self.rows.close(row)
         for opened in plan.opened:
             self.sampler.open(opened)
+            self.rows.open(opened.row, opened.media)
         if not (plan.work or len(plan.decode.row)):
             return Ready(StepResult(plan.step_id, ()))
         if log.isEnabledFor(logging.DEBUG):
@@ -400,7 +414,11 @@ class Runner:
 
     def step_of(self, layout: Layout, watched: Ints | None = None) -> Step:
         """What the model runs for a step outside of graphs; `watched`: see `Rows.batch`."""
-        batch = self.rows.batch(layout, watched)
+        inserted = None
+        if layout.inserts:
+            assert self.encoder is not None
+            inserted = self.encoder.inserted(layout.inserts)
+        batch = self.rows.batch(layout, watched, inserted)
         cuts = self.backends.cuts(layout.rows, self._on_cpu)
         return self.backends.step(batch, cuts, layout.rows)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.runner.media import PromptMedia
 from cairn.types import Alternatives, LayerSelection, LogprobColumns, SamplingParams
 
 
@@ -30,6 +31,7 @@ class RowOpen:
             Empty unless the parameters ask for penalties.
         num_prompt: how many of `history` belong to the prompt.
         stop_ids: ids that may not be chosen before `params.min_tokens` tokens.
+        media: images and videos of the prompt; None: it is text.
     """
 
     row: int
@@ -39,6 +41,7 @@ class RowOpen:
     history: Sequence[int] = ()
     num_prompt: int = 0
     stop_ids: tuple[int, ...] = ()
+    media: PromptMedia | None = None
 
 
 class PageGrant(NamedTuple):

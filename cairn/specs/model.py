@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Literal
+from typing import Literal, Self
 
 from cairn.specs.ffn import FfnSpec
 from cairn.specs.gated_delta import GatedDeltaSpec
 from cairn.specs.gqa import GqaSpec
 from cairn.specs.layer_list import format_layers
 from cairn.specs.mla import MlaSpec
+from cairn.specs.vision import VisionSpec
 
 ELEMENT_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -152,6 +153,7 @@ class ModelSpec:
         layers: one entry per layer.
         draft_layer: a layer that guesses, which checkpoints hold beside the others; None: none.
         draft: the same where it is used; None: it is not.
+        vision: an encoder of images and videos; None: text alone is read.
         dtype: "float32", "bfloat16" or "float16", as the checkpoint says.
         quantization: of the matrices; None: they have the dtype.
         embedding_scale: embedded tokens are multiplied by it, rounded to the dtype of activations.
@@ -176,6 +178,7 @@ class ModelSpec:
     dtype: str
     draft_layer: DraftSpec | None = None
     draft: DraftSpec | None = None
+    vision: VisionSpec | None = None
     end_embedding: str | None = None
     quantization: QuantizationSpec | None = None
     embedding_scale: float = 1.0
@@ -210,6 +213,13 @@ class ModelSpec:
     def selecting_layers(self) -> tuple[int, ...]:
         """Numbers of the layers whose queries select the pages that they read."""
         return tuple(i for i, mixer in enumerate(self.mixers) if mixer.selects)
+
+    def without_vision(self) -> Self:
+        """The same model, reading text alone."""
+        if self.vision is None:
+            return self
+        tensors = "^" + self.vision.prefix.replace(".", r"\.")
+        return replace(self, vision=None, ignored=(*self.ignored, tensors))
 
     @property
     def table_rows(self) -> int:

@@ -73,6 +73,8 @@ class RotarySpec:
         scaling: of the frequencies; "standard" only.
         attention_factor: cos and sin are multiplied by it.
         interleaved: pairs are dimensions (2c, 2c + 1), not (c, c + d/2).
+        sections: where tokens have positions on three axes, pairs of each; they alternate: pair i
+            turns by axis i % 3 while that has pairs left, else by the first. None: by the first.
     """
 
     kind: RotaryKind
@@ -85,6 +87,13 @@ class RotarySpec:
     scaling: RotaryScaling | None = None
     attention_factor: float = 1.0
     interleaved: bool = False
+    sections: tuple[int, ...] | None = None
+
+    def axes(self) -> list[int]:
+        """The axis by which each pair turns."""
+        sections = self.sections or ()
+        axes = ((i, i % 3) for i in range(self.head_dim // 2))
+        return [a if a and sections and i < 3 * sections[a] else 0 for i, a in axes]
 
 
 def yarn_magnitude(factor: float, scale: float) -> float:

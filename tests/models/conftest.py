@@ -58,6 +58,7 @@ class PlainBatch:
         count = tokens.shape[0]
         slots = count + count // (self.page - 1) if spec.landmarks else count
         self.slot = torch.arange(slots)
+        self.inserted = None
         self.last = (self.slot + 1) % self.page == 0
         if spec.landmarks:
             self.positions = self.slot - self.slot // self.page

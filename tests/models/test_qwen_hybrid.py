@@ -43,7 +43,9 @@ def tiny(model_type: str, **more: Any) -> dict[str, Any]:
     fields = {n: v for n, v in TINY.items() if sparse or not ("expert" in n or "moe" in n)}
     if model_type in ("qwen3_5", "qwen3_5_moe"):
         text = {"model_type": f"{model_type}_text", **fields, **more}
-        return {"model_type": model_type, "text_config": text, "vision_config": {"depth": 1}}
+        vision = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8,
+                  "patch_size": 2, "num_position_embeddings": 4}  # fmt: skip
+        return {"model_type": model_type, "text_config": text, "vision_config": vision}
     return {"model_type": model_type, **fields, **more}
 
 
@@ -127,7 +129,7 @@ def test_nested_fields():
     assert layers(spec, GqaSpec) == [1]
     sources = {name: source for name, _, source in describe(spec)}
     assert sources["num_hidden_layers"] == "override"
-    assert "images" in sources["vision_config"]
+    assert sources["vision_config"] == "config"
     assert load_spec(tiny("qwen3_5_text")).prefix == "model."
 
 
@@ -189,7 +191,7 @@ def save(folder, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> No
 
 
 def test_experts_in_one_tensor_or_one_by_one(tmp_path):
-    config = tiny("qwen3_5_moe")
+    config = tiny("qwen3_5_moe") | {"vision_config": None}
     tensors = {n: torch.randn(w.shape) for n, w in declared(load_spec(config)).items()}
     save(tmp_path / "apart", config, tensors)
     fused, head = {}, "model.language_model.layers.0.mlp.experts."

@@ -1,0 +1,68 @@
+"""Embeddings of images and videos, computed when their first tokens run and kept for a while."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from cairn.attention.batch import Inserted
+from cairn.runner.media import Insert, MediaItem
+from cairn.runner.staging import send
+
+
+class EncoderCache:
+    """Embeddings by the hashes of what they are of, the least recently used dropped first.
+
+    A chunk of a prompt may end inside an image: the next one finds the rest here. What was dropped
+    is computed again, with the same numbers, because one image runs at a time.
+
+    Args:
+        encode: [frames, height, width, 3] uint8 -> [n, hidden].
+        budget: bytes of all that is kept; the newest is, whatever its size.
+        device: where it is.
+
+    Attributes:
+        encoded: images and videos that were computed.
+        found: times that one was there.
+    """
+
+    def __init__(
+        self, encode: Callable[[Tensor], Tensor], budget: int, device: torch.device
+    ) -> None:
+        self._encode, self._budget, self._device = encode, budget, device
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._bytes = 0
+        self.encoded = self.found = 0
+
+    def of(self, item: MediaItem) -> Tensor:
+        """Its embeddings [n, hidden]; not to be written."""
+        kept = self._kept.get(item.digest)
+        if kept is not None:
+            self.found += 1
+            self._kept.move_to_end(item.digest)
+            return kept
+        (pixels,) = send((item.array().copy(),), self._device)
+        self.encoded += 1
+        made = self._kept[item.digest] = self._encode(pixels)
+        self._bytes += made.nbytes
+        while self._bytes > self._budget and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self._bytes -= dropped.nbytes
+        return made
+
+    def inserted(self, inserts: Sequence[Insert]) -> Inserted | None:
+        """What a step puts in the places of its placeholders; None: it has none."""
+        if not inserts:
+            return None
+        rows = [self.of(i.item)[i.begin : i.end] for i in inserts]
+        index = [torch.arange(i.at, i.at + i.end - i.begin) for i in inserts]
+        (places,) = send((torch.cat(index).numpy(),), self._device)
+        return Inserted(places, torch.cat(rows))
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._kept.clear()
+        self._bytes = 0
