@@ -5,6 +5,7 @@ What measures a running server (`serve`, `stall`, `soak`) is in bench_serve.py.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -197,6 +198,67 @@ def latency(
     _say_where(file)
     if chart is not None:
         latency_chart(known(file.path), chart)
+
+
+@bench.command()
+@model_argument
+@shape_option
+@click.option(
+    "--context",
+    type=click.IntRange(min=8),
+    default=32768,
+    show_default=True,
+    help="Tokens of each prompt.",
+)
+@click.option(
+    "--batches", metavar="LIST", default="1", show_default=True, help="Sequences that run together."
+)
+@click.option(
+    "--output-len",
+    type=click.IntRange(min=2),
+    default=2048,
+    show_default=True,
+    help="Tokens of each output.",
+)
+@click.option(
+    "--drafts",
+    type=click.IntRange(min=1),
+    default=7,
+    show_default=True,
+    help="Tokens that a row drafts at a time.",
+)
+@click.option(
+    "--kind", type=click.Choice(KINDS), help="Attention of the shape.  [default: its first]"
+)
+@output_option
+@engine_options
+def speculation(
+    model: Path | None, shape: str | None, kind: str | None, output: Path | None, **options: Any
+) -> None:
+    """Measure steps with drafted tokens, all right, by prompt lookup or all wrong, against steps
+    without."""
+    from cairn.bench.speculation import SpeculationPlan, run_speculation
+
+    subject = _subject(model, shape)
+    plan = SpeculationPlan(
+        subject=subject,
+        context=options["context"],
+        batches=_numbers(options["batches"], "--batches"),
+        output_len=options["output_len"],
+        drafts=options["drafts"],
+        backend=kind or subject.kinds[0],
+        options=engine_arguments(options),
+    )
+    file = _records(f"speculation-{plan.subject.name}", output)
+    for cell in run_speculation(plan):
+        click.echo(
+            f"{cell.case:<14}context {cell.context:>7}  batch {cell.batch:>3}  step "
+            f"{cell.plain_ms:.3f} ms, with guesses {cell.ms:.3f} ms  "
+            f"{cell.plain_tokens_per_s:,.1f} tokens/s, {cell.tokens_per_s:,.1f}  "
+            f"{cell.accepted} of {cell.drafted} right"
+        )
+        file.add(dataclasses.asdict(cell))
+    _say_where(file)
 
 
 @bench.command()

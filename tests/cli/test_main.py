@@ -20,6 +20,7 @@ def test_help_names_every_command(run):
         ("doctor", "--help"),
         ("ops", "--help"),
         ("bench", "offline", "--help"),
+        ("bench", "speculation", "--help"),
         ("bench", "latency", "--help"),
         ("--version",),
     ],

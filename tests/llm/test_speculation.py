@@ -7,6 +7,8 @@ from unittest.mock import patch
 import pytest
 
 from cairn import LLM, SamplingParams
+from cairn.bench.session import Subject
+from cairn.bench.speculation import CASES, SpeculationPlan, run_speculation
 from cairn.types import Grammar
 from tests.engine.fakes import FakeDrafter
 from tests.llm.conftest import assert_idle
@@ -80,3 +82,12 @@ def test_what_depends_on_the_tokens_before_depends_on_guesses(llm, guessing, adj
         assert one.outputs[0].finish_reason == wanted.outputs[0].finish_reason
     assert guessing.stats().accepted_tokens > before.accepted_tokens + 5
     assert guessing.stats().drafted_tokens > guessing.stats().accepted_tokens
+
+
+def test_the_benchmark_counts_right_and_wrong_guesses(text_folder) -> None:
+    options = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "32MiB"}
+    plan = SpeculationPlan(Subject(text_folder), 12, (2,), 9, 3, "hsa", options)
+    right, drawn, wrong = run_speculation(plan)
+    assert [cell.case for cell in (right, drawn, wrong)] == list(CASES)
+    assert right.drafted == right.accepted > 0 == wrong.accepted
+    assert right.batch == 2 and right.ms > 0 < right.plain_ms and drawn.tokens_per_s > 0

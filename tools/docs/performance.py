@@ -96,6 +96,24 @@ def offline(records: Sequence[Record]) -> list[str]:
     return lines
 
 
+def speculation(records: Sequence[Record]) -> list[str]:
+    """Steps with guesses beside steps without."""
+    lines = [
+        "| guesses | context | batch | plain step | step with guesses | tokens of a row and step "
+        "| tokens/s, plain | with guesses | ratio |",
+        "|---" * 9 + "|",
+    ]
+    for r in records:
+        ratio = r["tokens_per_s"] / r["plain_tokens_per_s"]
+        each = r["tokens_per_s"] * r["ms"] / 1e3 / r["batch"]
+        times = (f"{_number(r[name])} ms" for name in ("plain_ms", "ms"))
+        rates = (f"{r[name]:,.0f}" for name in ("plain_tokens_per_s", "tokens_per_s"))
+        sizes = (r["case"], f"{r['context']:,}", r["batch"])
+        numbers = (*sizes, *times, f"{each:.1f}", *rates, f"{ratio:.2f}")
+        lines.append(f"| {' | '.join(map(str, numbers))} |")
+    return lines
+
+
 def serve(records: Sequence[Record]) -> list[str]:
     """Throughput and latencies that clients of a server see."""
     titles = ("requests at once", "completed", "output tokens/s", "TTFT, ms", "TPOT, ms")
@@ -155,6 +173,7 @@ def quantised_kv(records: Sequence[Record]) -> list[str]:
 SECTIONS: tuple[tuple[str, set[str], Callable[[Sequence[Record]], list[str]]], ...] = (
     ("Latency", {"prefill", "decode"}, latency),
     ("Throughput of many prompts", {"offline"}, offline),
+    ("Speculative decoding", {"speculation"}, speculation),
     ("A server under load", {"serve"}, serve),
     ("Facts found in long documents", {"needle"}, needles),
     ("Text", {"ppl"}, text),

@@ -1,0 +1,196 @@
+"""`cairn bench speculation`: steps with guesses against steps without, in one engine.
+
+The model's weights are random, so its text copies nothing: where guesses should be right, they are
+the tokens that the same prompt gave without guesses, handed out after the search that prompt lookup
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.bench.session import Subject, TokenPrompt, open_engine, random_prompts
+from cairn.engine.drafts import Drafter, NgramDrafter
+from cairn.engine.pace import Pace
+from cairn.engine.request import Request
+from cairn.llm import LLM
+from cairn.types import SamplingParams
+
+TURNS = 3
+"""Times that each way of decoding runs, one after the other; the fastest counts."""
+RANDOM = "random text"
+CASES = ("copying", RANDOM, "wrong guesses")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationPlan:
+    """What to run.
+
+    Attributes:
+        subject: folder or shape.
+        context: tokens of each prompt.
+        batches: sequences at once.
+        output_len: tokens of each output.
+        drafts: guesses of a row at a time.
+        backend: the attention kind.
+        options: keywords of LLM.
+    """
+
+    subject: Subject
+    context: int
+    batches: tuple[int, ...]
+    output_len: int
+    drafts: int
+    backend: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCell:
+    """One case.
+
+    Attributes:
+        shape: shape or model folder.
+        case: one of CASES: all guesses are right; prompt lookup on drawn text; all are wrong.
+        context, batch, output_len, drafts: as in the plan.
+        backend: "hsa" or "dense".
+        dtype: of weights and activations.
+        plain_ms, ms: of a step without guesses, and of one with them allowed, mean.
+        plain_tokens_per_s, tokens_per_s: likewise, of all sequences.
+        drafted, accepted: guesses that ran, and that were right.
+        phase: "speculation".
+    """
+
+    shape: str
+    case: str
+    context: int
+    batch: int
+    output_len: int
+    drafts: int
+    backend: str
+    dtype: str
+    plain_ms: float
+    ms: float
+    plain_tokens_per_s: float
+    tokens_per_s: float
+    drafted: int
+    accepted: int
+    phase: str = "speculation"
+
+
+class Told:
+    """Guesses the tokens that a prompt gave before, or never any of these.
+
+    Args:
+        search: runs first; what it finds is dropped.
+        outputs: by prompt.
+        right: False: another token in place of each.
+    """
+
+    ahead = 0
+
+    def __init__(
+        self, search: NgramDrafter, outputs: Mapping[tuple[int, ...], list[int]], right: bool
+    ) -> None:
+        self.drafts, self._search = search.drafts, search
+        self._outputs, self._right = outputs, right
+
+    def guess(self, request: Request, most: int) -> list[int]:
+        """Up to `most` tokens."""
+        self._search.find(request.tokens, most)
+        truth = self._outputs[tuple(request.prompt_view()[-8:].tolist())]
+        # Tokens that a step in flight chooses are among those asked for.
+        found = truth[len(request.tokens) - request.num_prompt :][:most]
+        return found if self._right else [token ^ 1 for token in found]
+
+
+@dataclass(slots=True)
+class _Ran:
+    outputs: list[list[int]]
+    step: float
+    tokens_per_s: float
+    drafted: int
+    accepted: int
+
+
+def run_speculation(plan: SpeculationPlan) -> Iterator[SpeculationCell]:
+    """Every case as soon as it is measured."""
+    options = {
+        "max_model_len": plan.context + plan.output_len + 1,
+        "max_num_seqs": max(plan.batches),
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": plan.drafts,
+    } | dict(plan.options)
+    with open_engine(plan.subject, plan.backend, options) as llm:
+        for batch in plan.batches:
+            prompts = random_prompts(batch, plan.context, llm.spec.vocab_size, seed=batch)
+            for case in CASES:
+                yield _cell(llm, plan, prompts, case)
+
+
+def _cell(
+    llm: LLM, plan: SpeculationPlan, prompts: Sequence[TokenPrompt], case: str
+) -> SpeculationCell:
+    drawn = SamplingParams(temperature=1.0, seed=1, max_tokens=plan.output_len, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=plan.output_len, ignore_eos=True)
+    params = drawn if case == RANDOM else greedy
+    first = _run(llm, prompts, params, None, None)
+    lookup = NgramDrafter(plan.drafts, 2, 12)
+    keys = (tuple(prompt["prompt_token_ids"][-8:]) for prompt in prompts)
+    outputs = dict(zip(keys, first.outputs, strict=True))
+    drafter: Drafter = lookup if case == RANDOM else Told(lookup, outputs, case == CASES[0])
+    times = llm.engine.core.times
+    plain: list[_Ran] = []
+    guessing: list[_Ran] = []
+    for turn in range(TURNS + 1):
+        ways: tuple[tuple[list[_Ran], Drafter | None], ...] = ((plain, None), (guessing, drafter))
+        for found, some in ways:
+            ran = _run(llm, prompts, params, some, Pace(times, plan.drafts))
+            # The first turn captures graphs and learns how long steps take.
+            if turn:
+                found.append(ran)
+    without, best = (max(runs, key=lambda ran: ran.tokens_per_s) for runs in (plain, guessing))
+    return SpeculationCell(
+        shape=plan.subject.name,
+        case=case,
+        context=plan.context,
+        batch=len(prompts),
+        output_len=plan.output_len,
+        drafts=plan.drafts,
+        backend=plan.backend,
+        dtype=llm.engine_config.dtype,
+        plain_ms=without.step * 1e3,
+        ms=best.step * 1e3,
+        plain_tokens_per_s=without.tokens_per_s,
+        tokens_per_s=best.tokens_per_s,
+        drafted=best.drafted,
+        accepted=best.accepted,
+    )
+
+
+def _run(
+    llm: LLM,
+    prompts: Sequence[TokenPrompt],
+    params: SamplingParams,
+    drafter: Drafter | None,
+    pace: Pace | None,
+) -> _Ran:
+    """The prompts once, with their pages in the cache: one step runs what no page holds of them."""
+    scheduler = llm.engine.core.scheduler
+    scheduler.drafter, scheduler.pace = drafter, pace
+    before = llm.stats()
+    results = llm.generate(list(prompts), params, use_tqdm=False)
+    after = llm.stats()
+    outputs = [list(result.outputs[0].token_ids) for result in results]
+    seconds = after.decode_seconds - before.decode_seconds
+    steps = after.steps - before.steps - 1
+    tokens = after.generated_tokens - before.generated_tokens - len(prompts)
+    return _Ran(
+        outputs,
+        seconds / max(1, steps),
+        tokens / seconds,
+        after.drafted_tokens - before.drafted_tokens,
+        after.accepted_tokens - before.accepted_tokens,
+    )
