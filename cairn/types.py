@@ -71,6 +71,8 @@ class SamplingParams:
         stop: strings that end the output (not part of the text).
         stop_token_ids: ids that end the output (not part of the text).
         ignore_eos: the model's end-of-sequence ids do not end the output.
+        skip_special_tokens: the text leaves special tokens out.
+        include_stop_str_in_output: the text keeps the stop string or stop id that ended it.
         logprobs: number of alternatives reported per generated token; 0: the chosen one only,
             -1: the whole user vocabulary, None: nothing.
         prompt_logprobs: the same for prompt tokens.
@@ -93,6 +95,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     presence_penalty: float = 0.0
@@ -132,7 +136,8 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
-        _boolean("ignore_eos", self.ignore_eos)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            _boolean(name, getattr(self, name))
         _boolean("selection", self.selection)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise BadRequest(f"grammar must be a Grammar, not {self.grammar!r}")

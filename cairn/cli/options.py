@@ -59,6 +59,20 @@ SAMPLING = (
         "--ignore-eos", is_flag=True, default=None, help="Do not stop at the end-of-sequence token."
     ),
     click.option(
+        "--no-skip-special-tokens",
+        "skip_special_tokens",
+        is_flag=True,
+        flag_value=False,
+        default=None,
+        help="Show special tokens in the text.",
+    ),
+    click.option(
+        "--include-stop-str-in-output",
+        is_flag=True,
+        default=None,
+        help="Keep the stop string or stop id that ended the output in its text.",
+    ),
+    click.option(
         "--logprobs",
         type=int,
         help="Most likely tokens to report at each position, with their "
@@ -135,6 +149,7 @@ ENGINE = (
     ),
     click.option(
         "--max-model-len",
+        "--context-length",
         type=int,
         help="Longest sequence in tokens, prompt and output together.  [default: the "
         "model's, or what the page pool holds]",
@@ -147,12 +162,14 @@ ENGINE = (
     ),
     click.option(
         "--gpu-memory-utilization",
+        "--mem-fraction-static",
         type=float,
         metavar="SHARE",
         help="Share of a GPU's memory for weights, activations and pages together.  [default: 0.9]",
     ),
     click.option(
         "--disable-cuda-graph",
+        "--enforce-eager",
         is_flag=True,
         default=None,
         help="Run no step on a GPU as a CUDA graph.",
@@ -165,15 +182,20 @@ ENGINE = (
     ),
     click.option(
         "--page-size",
+        "--block-size",
         type=int,
         help="Slots per page. A landmark model takes its chunk size only.  [default: "
         "the chunk size, else 64]",
     ),
     click.option(
-        "--max-num-seqs", type=int, help="Sequences that run at the same time.  [default: 64]"
+        "--max-num-seqs",
+        "--max-running-requests",
+        type=int,
+        help="Sequences that run at the same time.  [default: 64]",
     ),
     click.option(
         "--chunked-prefill-size",
+        "--max-num-batched-tokens",
         type=int,
         help=("Most slots that one step runs.  [default: by device and dtype]"),
     ),
@@ -186,12 +208,15 @@ ENGINE = (
     ),
     click.option(
         "--seed",
+        "--random-seed",
         "engine_seed",
         type=int,
         help=("Base seed of the sampling of requests without a seed.  [default: 0]"),
     ),
     click.option(
         "--no-prefix-caching",
+        "--no-enable-prefix-caching",
+        "--disable-radix-cache",
         is_flag=True,
         help=("Do not keep the pages of finished requests for later ones with the same prefix."),
     ),
@@ -242,9 +267,14 @@ def model_argument(command: F) -> F:
     return click.argument("model", required=False, type=click.Path(path_type=Path))(command)
 
 
+GENERATION_CONFIG = {"auto": "model", "vllm": "openai"}
+"""Values of vLLM's --generation-config -> those of --sampling-defaults."""
+
 sampling_defaults_option = click.option(
     "--sampling-defaults",
+    "--generation-config",
     metavar="SOURCE",
+    callback=lambda context, option, value: GENERATION_CONFIG.get(value, value),
     help="Sampling parameters that are not given: those of the model's "
     "generation_config.json (model), or temperature 1 and no filters "
     "(openai).  [default: model]",

@@ -107,9 +107,24 @@ SERVER = (
     sampling_defaults_option,
     click.option(
         "--tool-parser",
+        "--tool-call-parser",
         metavar="NAME",
-        help="Format of tool calls: auto, hermes or llama3_json.  [default: auto, by "
+        help="Format of tool calls: auto, hermes, llama3_json, qwen3_coder, mistral, mistral_list, "
+        "deepseek_v3, deepseek_v31, deepseek_v32 or pythonic.  [default: auto, by the chat "
+        "template]",
+    ),
+    click.option(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="Signs around what the model thinks, which is told as reasoning_content: auto, think "
+        "(<think>), mistral, seed_oss, or none to leave it in the content.  [default: auto, by "
         "the chat template]",
+    ),
+    click.option(
+        "--root-path",
+        metavar="PATH",
+        help="Path below which a proxy shows this server, such as /llm; it is answered with and "
+        "without it.",
     ),
     click.option(
         "--log-format", metavar="FORM", help="Form of log lines: text or json.  [default: text]"
@@ -122,6 +137,14 @@ SERVER = (
 )
 
 
+NO_EFFECT = (
+    "--enable-auto-tool-choice",
+    "--enable-chunked-prefill",
+    "--enable-prefix-caching",
+)
+"""Flags of vLLM that ask for what is always on."""
+
+
 def server_options(command: Any) -> Any:
     """Decorator: one option for every field of ServerOptions."""
     for option in reversed(SERVER):
@@ -131,8 +154,22 @@ def server_options(command: Any) -> Any:
 
 @click.command()
 @model_argument
+@click.option(
+    "--model-path",
+    "--model",
+    "named",
+    type=click.Path(path_type=Path),
+    help="The same as MODEL.",
+)
 @server_options
 @engine_options
+@click.option(
+    *NO_EFFECT,
+    "always_on",
+    is_flag=True,
+    expose_value=False,
+    help="No effect: what it asks for is always on.",
+)
 @click.pass_context
 def serve(context: click.Context, /, model: Path | None, **options: Any) -> None:
     """Serve MODEL over HTTP, compatible with OpenAI's API.
@@ -142,6 +179,7 @@ def serve(context: click.Context, /, model: Path | None, **options: Any) -> None
     from cairn.config import EngineOptions
     from cairn.server.options import ServerOptions
 
+    model = model or options["named"]
     engine = EngineOptions(**engine_arguments(options))
     names = [field.name for field in fields(ServerOptions)]
     chosen = {name: options[name] for name in names if options[name] not in (None, ())}

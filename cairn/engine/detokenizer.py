@@ -202,15 +202,16 @@ class Spelling:
     Args:
         backend: the tokenizer.
         rules: of its decoder.
+        special: texts show special tokens.
 
     Attributes:
         spelled: what `spell` has given so far.
     """
 
-    def __init__(self, backend: Backend, rules: Rules) -> None:
+    def __init__(self, backend: Backend, rules: Rules, special: bool = False) -> None:
         self.rules = rules
         self._backend = backend
-        self._hidden = hidden_tokens(backend)
+        self._hidden = frozenset[str]() if special else hidden_tokens(backend)
         self.spelled: dict[int, bytes | None] = {}
 
     def spell(self, token: int) -> bytes | None:

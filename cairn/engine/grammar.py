@@ -279,13 +279,18 @@ def lark_text(grammar: Grammar) -> str:
         BadRequest: the text is too long, no Unicode, no JSON, or of neither form of EBNF.
     """
     check_text(grammar)
-    if grammar.kind == "json_schema":
-        text = f"start: {json_rule(_load_schema(grammar))}"
-    elif grammar.kind == "regex":
-        text = f"start: /{regex_to_lark(grammar.text, 'd')}/"
-    else:
-        text = _ebnf(grammar)
+    text = _ebnf(grammar) if grammar.kind == "ebnf" else f"start: {rule_of(grammar)}"
     return text + _OPTIONS
+
+
+def rule_of(grammar: Grammar) -> str:
+    """The right side of the rule that a JSON schema or an expression is.
+
+    Raises BadRequest for a schema that is no JSON.
+    """
+    if grammar.kind == "json_schema":
+        return json_rule(_load_schema(grammar))
+    return f"/{regex_to_lark(grammar.text, 'd')}/"
 
 
 def check_text(grammar: Grammar) -> None:

@@ -68,10 +68,13 @@ class OutputStream:
         self.end_ids = self.eos_ids.union(more) if more else self.eos_ids
         self.reports = params.logprobs is not None or params.selection
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(prompt) if tokenizer is not None else None
-        self._stops = None
-        if params.stop and tokenizer is not None:
-            self._stops = StopSearch(params.stop, tokenizer.special_texts)
+        self._detokenizer = self._stops = None
+        if tokenizer is not None:
+            shows_all = not params.skip_special_tokens
+            self._detokenizer = tokenizer.detokenizer(prompt, shows_all)
+            if params.stop:
+                hidden = {} if shows_all else tokenizer.special_texts
+                self._stops = StopSearch(params.stop, hidden)
         self._shown = 0
         if params.logprobs is not None:
             output.logprobs = []
@@ -106,6 +109,8 @@ class OutputStream:
             self._report(logprobs, selection)
         if token in self.end_ids and len(ids) >= self.params.min_tokens:
             self.output.stop_reason = None if token in self.eos_ids else token
+            if self.params.include_stop_str_in_output and self._detokenizer is not None:
+                self.output.text += self._detokenizer.push(token)
             return self.finish(FinishReason.STOP)
         if self._detokenizer is not None:
             piece = self._detokenizer.push(token)
@@ -164,7 +169,8 @@ class OutputStream:
         text += piece
         found = None if self._stops is None else self._stops.feed(piece, may_stop)
         if found is not None:
-            text = text[: begin + found.end - found.shown]
+            kept = 0 if self.params.include_stop_str_in_output else found.shown
+            text = text[: begin + found.end - kept]
             self.output.stop_reason = found.stop
         self.output.text = text
         return found is not None
@@ -175,6 +181,7 @@ class OutputStream:
         found = self._stops.feed_special(token, may_stop)
         if found is None:
             return False
-        self.output.text = self.output.text[: len(self.output.text) - found.shown]
+        if not self.params.include_stop_str_in_output:
+            self.output.text = self.output.text[: len(self.output.text) - found.shown]
         self.output.stop_reason = found.stop
         return True

@@ -68,6 +68,7 @@ class Tokenizer:
         self.special_ids = frozenset(self.special_texts)
         rules = Rules.read(describe_decoder(self._backend))
         self._spelling = Spelling(self._backend, rules) if rules is not None else None
+        self._spelling_all = Spelling(self._backend, rules, special=True) if rules else None
         # clean_up_tokenization_spaces would delete spaces that the model generated in byte-level
         # BPE texts.
         byte_pair = type(self._backend.model).__name__ == "BPE"
@@ -98,6 +99,11 @@ class Tokenizer:
         the names of Hugging Face's tokenizer_config.json."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return {name: getattr(self._hf, name, None) for name in names}
+
+    @cached_property
+    def special_names(self) -> dict[str, int]:
+        """Special tokens, name -> id."""
+        return {name: token for token, name in self.special_texts.items()}
 
     @property
     def kind(self) -> str:
@@ -168,10 +174,14 @@ class Tokenizer:
         stream = self.detokenizer()
         return stream.push(*ids) + stream.flush()
 
-    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        """Turns the ids of one output that follows `prompt` into text."""
-        if self._spelling is not None:
-            return ByteDetokenizer(self._spelling, prompt, self._clean_up)
+    def detokenizer(self, prompt: Sequence[int] = (), special: bool = False) -> Detokenizer:
+        """Turns the ids of one output that follows `prompt` into text; `special`: it shows special
+        tokens."""
+        spelling = self._spelling_all if special else self._spelling
+        if spelling is not None:
+            return ByteDetokenizer(spelling, prompt, self._clean_up)
+        if special:
+            return WindowDetokenizer(self._decode_all, frozenset[int]().__contains__, prompt)
         return WindowDetokenizer(self._decode_window, self.special_ids.__contains__, prompt)
 
     def token_bytes(self, token: int) -> bytes:
@@ -318,6 +328,10 @@ class Tokenizer:
 
     def _decode_window(self, ids: list[int]) -> str:
         text: str = self._hf.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _decode_all(self, ids: list[int]) -> str:
+        text: str = self._hf.decode(ids, skip_special_tokens=False)
         return text
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import cast
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,8 +18,8 @@ from cairn.engine.messages import Delta, Positions
 from cairn.server.errors import about
 from cairn.server.generation import Head, Work, answer
 from cairn.server.intake import encoded, longest_prompt, read_request, tokenizer_of
-from cairn.server.logprobs import LegacyLogprobs
-from cairn.server.protocol.common import ChoiceExtras, Usage
+from cairn.server.logprobs import LegacyLogprobs, joined_ids, prompt_scores
+from cairn.server.protocol.common import ChoiceExtras, PromptScore, Usage
 from cairn.server.protocol.completions import (
     CompletionChoice,
     CompletionLogprobs,
@@ -27,7 +28,13 @@ from cairn.server.protocol.completions import (
     LegacyFinish,
 )
 from cairn.server.protocol.fields import BadField
-from cairn.server.sampling import Output, requested_grammar, sampling_params, stream_options
+from cairn.server.sampling import (
+    Output,
+    requested_grammar,
+    sampling_params,
+    stream_options,
+    truncated,
+)
 from cairn.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16
@@ -81,6 +88,8 @@ class CompletionShape:
         self._n = asked.n or 1
         self._echo = bool(asked.echo)
         self._logprobs = asked.logprobs
+        self._asked = asked
+        self._prompt_lists: dict[int, list[PromptScore]] = {}
         self._scores: dict[int, LegacyLogprobs] = {}
         self._begun: set[int] = set()
         self._prompt_scores: dict[int, CompletionLogprobs] = {}
@@ -89,6 +98,14 @@ class CompletionShape:
     async def push(self, choice: int, delta: Delta) -> list[CompletionChoice]:
         """See Shape. Continuations wait for the scores of the prompt that they begin with."""
         at = choice // self._n
+        if self._asked.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            self._prompt_lists[at] = await asyncio.to_thread(
+                prompt_scores,
+                self._prompts[at].ids,
+                delta.prompt_logprobs,
+                self._asked.prompt_logprobs,
+                self._tokenizer,
+            )
         if not self._echo or self._logprobs is None or at in self._prompt_scores:
             return [self._part(choice, delta)]
         if delta.prompt_logprobs is None:
@@ -109,12 +126,21 @@ class CompletionShape:
 
     def whole(self, parts: list[list[CompletionChoice]], usage: Usage) -> CompletionResponse:
         """See Shape."""
-        return self.chunk([joined(each) for each in parts], usage)
+        choices = [joined(each) for each in parts]
+        if self._prompt_lists:
+            choices = [
+                msgspec.structs.replace(
+                    choice, prompt_logprobs=self._prompt_lists[choice.index // self._n]
+                )
+                for choice in choices
+            ]
+        return self.chunk(choices, usage)
 
     async def _score_prompt(self, at: int, parts: Sequence[Positions]) -> CompletionLogprobs:
         """In pieces, so that a long prompt does not block the event loop."""
         assert self._logprobs is not None
-        scores = LegacyLogprobs(self._tokenizer, (), 0, self._logprobs)
+        by_id = bool(self._asked.return_tokens_as_token_ids)
+        scores = LegacyLogprobs(self._tokenizer, (), 0, self._logprobs, by_id)
         ids, positions = self._prompts[at].ids, chain((None,), *parts)
         pieces = []
         for begin in range(0, len(ids), SCORED_AT_ONCE):
@@ -133,6 +159,10 @@ class CompletionShape:
             logprobs=self._score(choice, delta, first),
             finish_reason=cast("LegacyFinish | None", delta.finish_reason),
             stop_reason=delta.stop_reason,
+            token_ids=list(delta.token_ids) if self._asked.return_token_ids else UNSET,
+            prompt_token_ids=(
+                list(prompt.ids) if self._asked.return_token_ids and first else UNSET
+            ),
             cairn=ChoiceExtras(list(delta.selection)) if delta.selection else UNSET,
         )
 
@@ -143,7 +173,12 @@ class CompletionShape:
         prompt = self._prompts[at]
         if first:
             self._scores[choice] = LegacyLogprobs(
-                self._tokenizer, prompt.ids, len(prompt.text), self._logprobs
+                self._tokenizer,
+                prompt.ids,
+                len(prompt.text),
+                self._logprobs,
+                bool(self._asked.return_tokens_as_token_ids),
+                self._asked.skip_special_tokens is False,
             )
         new = self._scores[choice].take(delta.token_ids, delta.logprobs)
         return joined_lists([self._prompt_scores[at], new]) if first and self._echo else new
@@ -160,6 +195,8 @@ def joined(parts: Sequence[CompletionChoice]) -> CompletionChoice:
         logprobs=joined_lists(scores) if scores else None,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        token_ids=joined_ids(parts),
+        prompt_token_ids=parts[0].prompt_token_ids,
         cairn=ChoiceExtras.joined(read) if read else UNSET,
     )
 
@@ -213,12 +250,17 @@ def _encode(state: ServerState, asked: CompletionRequest, prompt: str | list[int
     if isinstance(prompt, str):
         special = asked.add_special_tokens is not False
         tokenizer = tokenizer_of(state, "a text prompt")
-        ids = tokenizer.encode(prompt, special, limit=longest_prompt(state, asked.max_tokens))
-        return Prompt(ids, prompt if asked.echo else "")
+        longest = longest_prompt(state, asked.max_tokens)
+        limit = longest if asked.truncate_prompt_tokens is None else None
+        ids = tokenizer.encode(prompt, special, limit=limit)
+        kept = truncated(ids, asked, longest)
+        text = prompt if len(kept) == len(ids) else tokenizer.decode(kept)
+        return Prompt(kept, text if asked.echo else "")
     if asked.add_special_tokens is not None:
         raise BadField(
             "add_special_tokens", "add_special_tokens goes with text prompts only", "Leave it out"
         )
+    prompt = list(truncated(prompt, asked, longest_prompt(state, asked.max_tokens)))
     shown = bool(asked.echo) and state.tokenizer is not None
     return Prompt(prompt, state.tokenizer.decode(prompt) if shown and state.tokenizer else "")
 

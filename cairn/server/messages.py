@@ -14,7 +14,8 @@ from starlette.routing import Route
 
 from cairn.errors import CairnError
 from cairn.obs.metrics import Track
-from cairn.server.chat import ChatShape, encode_chat, joined, prepared, shown_tools
+from cairn.server.chat import encode_chat, prepared, shown_tools
+from cairn.server.chat_output import ChatShape, joined
 from cairn.server.errors import body_of
 from cairn.server.generation import Generation, answer, parts_of
 from cairn.server.intake import read_request, tokenizer_of

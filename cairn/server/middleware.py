@@ -54,18 +54,23 @@ def wrap(
             allow_private_network=True,
             expose_headers=("X-Request-Id", "Retry-After"),
         )
-    return _Slashless(_Observed(guarded, state))
+    return _Slashless(_Observed(guarded, state), state.options.root_path)
 
 
 class _Slashless:
     """A path means the same with a slash at its end: no redirect, whose address would be wrong
-    behind a proxy."""
+    behind a proxy. It also means the same behind the path that a proxy has before it."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, root: str = "") -> None:
         self._app = app
+        self._root = root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "").rstrip("/")
+        path = scope.get("path", "")
+        if self._root and f"{path}/".startswith(f"{self._root}/"):
+            path = path[len(self._root) :] or "/"
+            scope = {**scope, "path": path}
+        path = path.rstrip("/")
         if path:
             scope = {**scope, "path": path}
         await self._app(scope, receive, send)

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from cairn.errors import BadConfig
 from cairn.names import checked_keywords
+from cairn.server.thoughts import NAMES as REASONING_PARSERS
+from cairn.server.tool_calls.forms import NAMES as TOOL_PARSERS
 
 MIB = 1 << 20
 LOG_FORMATS = ("text", "json")
-TOOL_PARSERS = ("auto", "hermes", "llama3_json")
 SAMPLING_DEFAULTS = ("model", "openai")
 SMALLEST_BODY = 1024
 
@@ -51,7 +52,10 @@ class ServerOptions:
         step_limit: seconds after which a step counts as stuck and the server ends.
         sampling_defaults: of requests that do not say: "model", what generation_config.json
             recommends, or "openai", temperature 1 and all tokens.
-        tool_parser: "auto" (by the chat template), "hermes" or "llama3_json".
+        tool_parser: "auto" (by the chat template), or the name of a form of tool calls.
+        reasoning_parser: "auto" (by the chat template), "none" (what the model thinks is part of
+            the content), or the name of a form of thoughts.
+        root_path: what a proxy has before the paths of the routes, such as "/llm"; empty: nothing.
         log_format: "text" or "json".
         trace: where spans go: "otel" (the OpenTelemetry provider of the process) or the name of
             a file; None: none are made.
@@ -79,6 +83,8 @@ class ServerOptions:
     step_limit: float = 300.0
     sampling_defaults: Literal["model", "openai"] = "model"
     tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    root_path: str = ""
     log_format: Literal["text", "json"] = "text"
     trace: str | None = None
 
@@ -129,8 +135,11 @@ class ServerOptions:
             if not isinstance(name, str) or not name.strip():
                 raise BadConfig(f"served_model_name is {name!r}", "Give a name")
         _one_of("sampling_defaults", self.sampling_defaults, SAMPLING_DEFAULTS)
-        _one_of("tool_parser", self.tool_parser, TOOL_PARSERS)
+        _one_of("tool_parser", self.tool_parser, ("auto", *TOOL_PARSERS))
+        _one_of("reasoning_parser", self.reasoning_parser, ("auto", "none", *REASONING_PARSERS))
         _one_of("log_format", self.log_format, LOG_FORMATS)
+        if self.root_path and not re.fullmatch(r"(/[!-.0-~]+)+", str(self.root_path)):
+            raise BadConfig(f"root_path is {self.root_path!r}", "Give a path such as /llm")
         if self.trace is not None and not self.trace:
             raise BadConfig("trace is empty", 'Give "otel" or the name of a file')
 

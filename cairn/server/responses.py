@@ -13,7 +13,8 @@ from starlette.routing import Route
 
 from cairn.errors import CairnError
 from cairn.obs.metrics import Track
-from cairn.server.chat import ChatShape, joined, prepared
+from cairn.server.chat import prepared
+from cairn.server.chat_output import ChatShape, joined
 from cairn.server.errors import body_of
 from cairn.server.generation import Generation, answer, parts_of
 from cairn.server.intake import read_request

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -29,6 +30,8 @@ SAME_NAME = (
     "seed",
     "stop_token_ids",
     "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
     "min_tokens",
     "presence_penalty",
     "frequency_penalty",
@@ -46,12 +49,14 @@ class Output:
         max_tokens: None: as many as fit.
         logprobs, prompt_logprobs: as in SamplingParams.
         grammar: what the output must look like.
+        fixed: values of other parameters, whatever the request says.
     """
 
     max_tokens: int | None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def sampling_params(
@@ -76,6 +81,7 @@ def sampling_params(
     within("stop", len(stop), options.max_stop, "strings")
     within("n", request.n or 1, options.max_n)
     within("logprobs", output.logprobs or 0, options.max_logprobs)
+    prompt_logprobs = _prompt_logprobs(request, output, options)
     selection = request.cairn is not None and request.cairn.selection
     if selection:
         _check_selection(output.max_tokens, options)
@@ -86,10 +92,10 @@ def sampling_params(
             stop=tuple(stop),
             max_tokens=output.max_tokens,
             logprobs=output.logprobs,
-            prompt_logprobs=output.prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             grammar=output.grammar,
             selection=selection,
-            **{**(defaults or {}), **chosen},
+            **{**(defaults or {}), **chosen, **output.fixed},
         )
     except BadRequest as error:
         error.param = field_named_by(error, type(request))
@@ -112,10 +118,78 @@ def requested_grammar(request: SamplingFields) -> tuple[str, Grammar] | None:
         found["regex"] = Grammar("regex", request.regex)
     if request.ebnf is not None:
         found["ebnf"] = Grammar("ebnf", request.ebnf)
+    found |= _as_vllm_says(request)
+    if request.bad_words:
+        found["bad_words"] = Grammar("ebnf", _without(request.bad_words))
     if len(found) > 1:
         names = " and ".join(found)
         raise BadField(list(found)[1], f"{names} both say what the output looks like", "Give one")
     return next(iter(found.items()), None)
+
+
+def _as_vllm_says(request: SamplingFields) -> dict[str, Grammar]:
+    """Grammars of the fields that vLLM has for them."""
+    fields = {
+        "guided_json": ("json", request.guided_json),
+        "guided_regex": ("regex", request.guided_regex),
+        "guided_choice": ("choice", request.guided_choice),
+        "guided_grammar": ("grammar", request.guided_grammar),
+    }
+    given = [(name, *pair) for name, pair in fields.items() if pair[1] is not None]
+    outputs = request.structured_outputs
+    if outputs is not None:
+        for kind in ("json", "regex", "choice", "grammar", "json_object"):
+            value = getattr(outputs, kind)
+            if value is not None and value is not False:
+                given.append((f"structured_outputs.{kind}", kind, value))
+    return {name: _grammar_of(kind, value) for name, kind, value in given}
+
+
+def _grammar_of(kind: str, value: Any) -> Grammar:
+    if kind == "json_object":
+        return Grammar("json_schema", '{"type": "object"}')
+    if kind == "json":
+        text = value if isinstance(value, str) else json.dumps(value)
+        return Grammar("json_schema", text)
+    if kind == "choice":
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+        return Grammar("ebnf", f"start: {texts}")
+    return Grammar("regex" if kind == "regex" else "ebnf", value)
+
+
+def _without(words: Sequence[str]) -> str:
+    """A grammar of all texts that contain none of the words."""
+    bad = "|".join(re.sub(r"[^0-9A-Za-z]", _escaped, word) for word in words)
+    return rf"start: TEXT{chr(10)}TEXT: /(.|\n)*/ & ~/(.|\n)*({bad})(.|\n)*/"
+
+
+def _escaped(sign: re.Match[str]) -> str:
+    return rf"\x{{{ord(sign[0]):x}}}"
+
+
+def _prompt_logprobs(request: SamplingFields, output: Output, options: ServerOptions) -> int | None:
+    """How many alternatives are wanted at positions of the prompt."""
+    asked = request.prompt_logprobs
+    within("prompt_logprobs", asked or 0, options.max_logprobs)
+    if asked is not None and request.stream:
+        raise BadField(
+            "prompt_logprobs", "prompt_logprobs come in whole answers only", "Set stream to false"
+        )
+    counts = [count for count in (asked, output.prompt_logprobs) if count is not None]
+    return max(counts, default=None)
+
+
+def truncated(ids: Sequence[int], request: SamplingFields, longest: int) -> Sequence[int]:
+    """The end of a prompt, as `truncate_prompt_tokens` says.
+
+    Raises BadField for a length of 0.
+    """
+    size = request.truncate_prompt_tokens
+    if size is None:
+        return ids
+    if size == 0:
+        raise BadField("truncate_prompt_tokens", "truncate_prompt_tokens is 0: nothing would stay")
+    return ids[-(longest if size < 0 else size) :]
 
 
 def stream_options(request: SamplingFields) -> StreamOptions | None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cairn.engine.grammar import json_rule
 from cairn.engine.schema import prepared
 from cairn.errors import BadRequest
-from cairn.server.tools import CLOSE_TAG, HERMES, OPEN_TAG
+from cairn.server.tool_calls.forms import FORMS, JSON, Form
+from cairn.server.tool_calls.separate import quoted, separate_arguments
 from cairn.types import Grammar
 
+HERMES, LLAMA3_JSON = "hermes", "llama3_json"
 ANY_OBJECT = {"type": "object"}
 
+TEXT_RULE = r"TEXT: /(.|\n)*/"
 # A lazy rule ends where it first matches: from there on nothing but a call can follow.
-HERMES_RULES = rf"""start: (open call {json.dumps(CLOSE_TAG)})* TEXT
-open[lazy]: TEXT {json.dumps(OPEN_TAG)}
-TEXT: /(.|\n)*/"""
 LLAMA3_RULES = r"""start: first ("; {\"name\"" named)* | listed (", {\"name\"" named)* "]" | TEXT
 first: by_name named | by_type ": \"function\", \"name\"" named | by_arguments ": " reversed
 by_name[lazy]: BEFORE NAME
@@ -43,6 +44,7 @@ def tool_grammar(
     *,
     several: bool = False,
     answer: Any = None,
+    special: Mapping[str, int] | None = None,
 ) -> Grammar | None:
     """A grammar that makes an output a call.
 
@@ -50,10 +52,11 @@ def tool_grammar(
         tools: as in a request: `{"type": "function", "function": {"name", "parameters"}}`.
         choice: "required", or the name of the function that is to be called; "none" and "auto"
             ask for nothing.
-        parser: one of `cairn.server.tools.PARSERS`, whose form the call takes.
+        parser: name of a form, which the call takes.
         several: with "required", more calls may follow the first. The model must be able to end
             its output then.
         answer: a JSON schema (a parsed one) that the output may follow instead.
+        special: special tokens of the tokenizer, name -> id; the form's signs may be some.
 
     Returns:
         None where no call is asked for.
@@ -68,58 +71,99 @@ def tool_grammar(
         functions = [function for function in functions if function["name"] == choice]
         if not functions:
             raise BadRequest(f"no tool is named {choice!r}", "Choose one of the tools given")
-    key, before, after, between = (
-        ("arguments", f"{OPEN_TAG}\n", f"\n{CLOSE_TAG}", "\n")
-        if parser == HERMES
-        else ("parameters", "", "", "; ")
-    )
-    follow = f" ({_quoted(between)} call)*" if several and choice == "required" else ""
-    names = " | ".join(f"call_{i}" for i in range(len(functions)))
-    lines = [f"start: call{follow}", f"call: {_quoted(before)} ({names}) {_quoted(after)}"]
+    form = FORMS[parser]
+    write = _Writer(special)
+    between = f"{write(form.between)} " if form.between else ""
+    follow = f" ({between}call)*" if several and choice == "required" else ""
+    begin, end = write(form.begin), write(form.end)
+    lines = [f"start: {begin} call{follow} {end}", "call: " + _any("call", functions)]
     if answer is not None:
         lines[0] += " | answer"
         lines.append(f"answer: {json_rule(answer)}")
     for i, function in enumerate(functions):
-        if answer is not None and parser != HERMES:
+        if answer is not None and parser == LLAMA3_JSON:
             lines.append(f"call_{i}: {json_rule(_call_schema(function))}")
             continue
-        head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
-        lines.append(f"call_{i}: {_quoted(head)} arguments_{i} {_quoted('}')}")
-        lines.append(f"arguments_{i}: {json_rule(arguments_schema(function))}")
+        name = function["name"]
+        head, tail = write(form.head_of(name)), write(form.tail_of(name))
+        lines.append(f"call_{i}: {head} arguments_{i} {tail}")
+        lines += _arguments(form, i, arguments_schema(function))
     return Grammar("ebnf", "\n".join(lines))
 
 
-def strict_grammar(tools: Sequence[Mapping[str, Any]], parser: str) -> Grammar:
+def strict_grammar(
+    tools: Sequence[Mapping[str, Any]], parser: str, special: Mapping[str, int] | None = None
+) -> Grammar | None:
     """A grammar for tool_choice "auto": any text, in which what the parser takes for the beginning
     of a call goes on as a call of one of the tools.
 
     Args:
         tools: as in a request, with `strict` where arguments must follow their schema; those of
             the others are any object.
-        parser: one of `cairn.server.tools.PARSERS`, whose form calls take.
+        parser: name of the form that calls take.
+        special: as in `tool_grammar`.
+
+    Returns:
+        None for a form that has no sign of its own at which a grammar could begin: `strict` has no
+        effect then.
     """
     functions = [tool["function"] for tool in tools]
-    numbers = range(len(functions))
-    if parser == HERMES:
-        lines = [HERMES_RULES, "call: " + " | ".join(f"call_{i}" for i in numbers)]
-    else:
-        lines = [
-            LLAMA3_RULES,
-            "named: " + " | ".join(f"named_{i}" for i in numbers),
-            "reversed: " + " | ".join(f"reversed_{i}" for i in numbers),
-        ]
-    for i, function in enumerate(functions):
-        name = json.dumps(function["name"])
-        if parser == HERMES:
-            head, tail = _quoted(f'\n{{"name": {name}, "arguments": '), _quoted("}\n")
-            lines.append(f"call_{i}: {head} arguments_{i} {tail}")
-        else:
-            head, tail = _quoted(f': {name}, "parameters": '), _quoted(f', "name": {name}}}')
-            lines.append(f"named_{i}: {head} arguments_{i} {_quoted('}')}")
-            lines.append(f"reversed_{i}: arguments_{i} {tail}")
-        schema = arguments_schema(function) if function.get("strict") else ANY_OBJECT
-        lines.append(f"arguments_{i}: {json_rule(schema)}")
+    schemas = [arguments_schema(f) if f.get("strict") else ANY_OBJECT for f in functions]
+    form = FORMS[parser]
+    if parser == LLAMA3_JSON:
+        return Grammar("ebnf", "\n".join(_llama3_lines(functions, schemas)))
+    if not form.opening:
+        return None
+    write = _Writer(special)
+    between = f"{write(form.between)} " if form.between else ""
+    calls = "call" if parser == HERMES else f"call ({between}next)*"
+    lines = [
+        f"start: (open {calls} {write(form.end)})* TEXT",
+        f"open[lazy]: TEXT {write(form.opening)}"
+        if _Writer(special).is_text(form.opening)
+        else f"open: TEXT {write(form.opening)}",
+        TEXT_RULE,
+        "call: " + _any("call", functions),
+    ]
+    if parser != HERMES:
+        lines.append("next: " + _any("next", functions))
+    for i, (function, schema) in enumerate(zip(functions, schemas, strict=True)):
+        name = function["name"]
+        tail = write(form.tail_of(name))
+        opened = (form.begin + form.head_of(name)).removeprefix(form.opening)
+        lines.append(f"call_{i}: {write(opened)} arguments_{i} {tail}")
+        if parser != HERMES:
+            lines.append(f"next_{i}: {write(form.head_of(name))} arguments_{i} {tail}")
+        lines += _arguments(form, i, schema)
     return Grammar("ebnf", "\n".join(lines))
+
+
+def _llama3_lines(
+    functions: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    lines = [
+        LLAMA3_RULES,
+        "named: " + _any("named", functions),
+        "reversed: " + _any("reversed", functions),
+    ]
+    for i, (function, schema) in enumerate(zip(functions, schemas, strict=True)):
+        name = json.dumps(function["name"])
+        head, tail = quoted(f': {name}, "parameters": '), quoted(f', "name": {name}}}')
+        lines.append(f"named_{i}: {head} arguments_{i} {quoted('}')}")
+        lines.append(f"reversed_{i}: arguments_{i} {tail}")
+        lines.append(f"arguments_{i}: {json_rule(schema)}")
+    return lines
+
+
+def _any(rule: str, functions: Sequence[Any]) -> str:
+    return " | ".join(f"{rule}_{i}" for i in range(len(functions)))
+
+
+def _arguments(form: Form, i: int, schema: Mapping[str, Any]) -> list[str]:
+    """The rules of a function's arguments, as the form writes them."""
+    if form.arguments == JSON:
+        return [f"arguments_{i}: {json_rule(schema)}"]
+    return separate_arguments(form, i, prepared(schema))
 
 
 def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,6 +188,27 @@ def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _quoted(text: str) -> str:
-    """A literal of Lark, whose escapes are those of JSON."""
-    return json.dumps(text, ensure_ascii=False)
+class _Writer:
+    """Writes texts as literals of a grammar; special tokens in them by their ids.
+
+    Args:
+        special: name -> id.
+    """
+
+    def __init__(self, special: Mapping[str, int] | None) -> None:
+        self._special = {name: token for name, token in (special or {}).items() if name}
+        names = sorted(self._special, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def __call__(self, text: str) -> str:
+        parts, at = [], 0
+        for match in self._pattern.finditer(text):
+            parts += [quoted(text[at : match.start()])] if match.start() > at else []
+            parts.append(f"<[{self._special[match[0]]}]>")
+            at = match.end()
+        parts += [quoted(text[at:])] if at < len(text) else []
+        return " ".join(parts)
+
+    def is_text(self, text: str) -> bool:
+        """Whether no special token is in it."""
+        return self._pattern.search(text) is None

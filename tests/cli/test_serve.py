@@ -44,7 +44,7 @@ SERVER = (
     "--max-waiting 1 --max-body-bytes 2000 --max-json-depth 3 --max-headers 4 --max-prompts 5 "
     "--max-stop 6 --max-n 7 --max-logprobs 8 --max-selection-tokens 9 --body-timeout 1.5 "
     "--shutdown-timeout 0 --ready-step-age 2.5 --step-limit 3.5 --tool-parser hermes "
-    "--log-format json --trace otel"
+    "--reasoning-parser none --root-path /llm --log-format json --trace otel"
 )
 
 
@@ -74,8 +74,33 @@ def test_every_option(run, started):
         ready_step_age=2.5,
         step_limit=3.5,
         tool_parser="hermes",
+        reasoning_parser="none",
+        root_path="/llm",
         log_format="json",
         trace="otel",
+    )
+
+
+def test_names_of_other_engines(run, started):
+    vllm = "--max-num-batched-tokens 64 --block-size 32 --enforce-eager --no-enable-prefix-caching"
+    more = "--enable-auto-tool-choice --tool-call-parser llama3_json --generation-config vllm"
+    assert run("serve", "--model", "folder", *vllm.split(), *more.split())[0] == 0
+    sglang = "--context-length 100 --mem-fraction-static 0.5 --max-running-requests 3"
+    more = "--disable-radix-cache --random-seed 5 --model-path folder --chunked-prefill-size 64"
+    assert run("serve", *sglang.split(), *more.split())[0] == 0
+    (model, engine, server), (other, other_engine, _) = started
+    assert str(model) == str(other) == "folder"
+    assert engine == EngineOptions(
+        chunked_prefill_size=64, page_size=32, disable_cuda_graph=True, enable_prefix_caching=False
+    )
+    assert server == ServerOptions(tool_parser="llama3_json", sampling_defaults="openai")
+    assert other_engine == EngineOptions(
+        max_model_len=100,
+        gpu_memory_utilization=0.5,
+        max_num_seqs=3,
+        enable_prefix_caching=False,
+        seed=5,
+        chunked_prefill_size=64,
     )
 
 

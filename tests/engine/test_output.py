@@ -30,7 +30,7 @@ class Pieces:
         self.pieces = pieces
         self.special_texts = special_texts or {}
 
-    def detokenizer(self, prompt):
+    def detokenizer(self, prompt, special=False):
         return SimpleNamespace(push=self.pieces.__getitem__, flush=lambda: "")
 
 
@@ -306,3 +306,28 @@ def test_special_tokens_of_a_real_tokenizer_are_stop_strings(tmp_path):
         reasons = [out.push(i, None) for i in ids[: ids.index(token) + 1]]
         assert reasons == [None] * (len(reasons) - 1) + ["stop"]
         assert (out.output.text, out.output.stop_reason) == ("one two", name)
+
+
+def test_what_ended_the_output_may_stay_in_the_text():
+    out = stream(stop=("st", "x"), include_stop_str_in_output=True)
+    assert feed(out, b"a stop") == "a st" == out.output.text
+    assert out.output.stop_reason == "st"
+    out = stream(stop_token_ids=(ord("!"),), include_stop_str_in_output=True)
+    assert feed(out, b"so! no") == "so!"
+    out = stream(eos_ids=(ord("."),), include_stop_str_in_output=True)
+    assert feed(out, b"so. no") == "so."
+
+
+def test_special_tokens_show_when_asked_for(tmp_path):
+    tokenizer = Tokenizer(vocabularies.qwen(tmp_path / "qwen"))
+    (sign,) = tokenizer.encode("<|im_start|>")
+    ids = [*tokenizer.encode("a b"), sign, *tokenizer.encode("c")]
+    for skip, text in ((True, "a bc"), (False, "a b<|im_start|>c")):
+        out = stream(tokenizer=tokenizer, skip_special_tokens=skip)
+        for token in ids:
+            out.push(token, None)
+        out.finish(FinishReason.LENGTH)
+        assert out.output.text == text
+    out = stream(tokenizer=tokenizer, skip_special_tokens=False, stop=("b<|im_start|>",))
+    reasons = [out.push(token, None) for token in ids[: ids.index(sign) + 1]]
+    assert reasons[-1] is FinishReason.STOP and out.output.text == "a "

@@ -22,7 +22,7 @@ HERMES_TEMPLATE = """\
 {%- for call in message.tool_calls or [] -%}
 <tool_call>{{ call.id }}{{ call.function | tojson }}</tool_call>
 {%- endfor %}{{ message.tool_call_id or '' }}
-{% endfor %}{{ extra or '' }}{{ reasoning_effort or '' }}
+{% endfor %}{{ extra or '' }}{{ reasoning_effort or '' }}{{ documents or '' }}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 

@@ -307,9 +307,15 @@ def test_a_strict_tool_holds_calls_to_its_schema(tool_api):
     "fields, param, text",
     [
         ({"tool_choice": "required"}, "tool_choice", "no"),
-        ({"guided_json": {"type": "object"}}, "guided_json", "response_format"),
-        ({"guided_regex": "a"}, "guided_regex", "as regex"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs", "response_format"),
+        ({"guided_json": {}, "regex": "a"}, "guided_json", "both"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs.choice",
+            "both",
+        ),
+        ({"bad_words": ["a"], "guided_regex": "a"}, "bad_words", "both"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "whole"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "0"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",

@@ -184,3 +184,12 @@ def test_spans(tmp_path):
     assert good["attributes"]["http.route"] == "/item/{name}"
     assert good["attributes"]["http.response.status_code"] == 200
     assert bad["status"]["status_code"] == "ERROR"
+
+
+@pytest.mark.parametrize("path", ["/item/a", "/llm/item/a", "/llm/v1/item/a/"])
+def test_the_path_of_a_proxy(path):
+    root = "/llm/v1" if "v1" in path else "/llm"
+    _, app = server(root_path=root)
+    assert ask(app, "GET", path).status_code == 200
+    assert ask(app, "GET", "/llmx/item/a").status_code == 404
+    assert ask(app, "GET", root + root + "/item/a").status_code == 404

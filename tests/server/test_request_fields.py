@@ -12,6 +12,7 @@ from msgspec import inspect
 from openai.types.chat import completion_create_params as openai_chat
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
+from cairn.server.options import ServerOptions
 from cairn.server.protocol.chat import ChatRequest
 from cairn.server.protocol.completions import CompletionRequest
 from cairn.server.protocol.fields import Fields, History, marked
@@ -36,6 +37,8 @@ class Change:
     """The value that it is compared with; None leaves the field out."""
 
 
+THINKS = 3
+"""A seed at which the model thinks before it answers."""
 SAMPLING = {
     "model": "another",
     "temperature": 0.5,
@@ -47,6 +50,18 @@ SAMPLING = {
     "stop": "x",
     "stop_token_ids": [3],
     "ignore_eos": True,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "bad_words": ["x"],
+    "structured_outputs": {"choice": ["a", "b"]},
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
+    "guided_choice": ["a", "b"],
+    "guided_grammar": 'start: "a"',
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": Change(True, {"logprobs": 1}),
+    "prompt_logprobs": 1,
+    "truncate_prompt_tokens": 1,
     "min_tokens": 1,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
@@ -74,6 +89,10 @@ CHANGES = {
         "max_tokens": 3,
         "logprobs": True,
         "top_logprobs": Change(3, {"logprobs": True}),
+        "return_tokens_as_token_ids": Change(True, {"logprobs": True}),
+        "include_reasoning": Change(False, {"seed": THINKS}),
+        "separate_reasoning": Change(False, {"seed": THINKS}),
+        "documents": [{"title": "A", "text": "b"}],
         "tools": [TOOL],
         "tool_choice": Change("none", {"tools": [TOOL]}),
         "parallel_tool_calls": Change(False, {"tools": [TOOL], "seed": 2}),
@@ -151,6 +170,10 @@ def formatted(**changes):
     )
 
 
+def structured(**what):
+    return said() | {"structured_outputs": {}}, said() | {"structured_outputs": what}
+
+
 NESTED = {
     "StreamOptions.include_usage": (
         said() | {"stream": True, "stream_options": {"include_usage": False}},
@@ -160,6 +183,11 @@ NESTED = {
         said() | {"stream": True, "stream_options": {"continuous_usage_stats": False}},
         said() | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
     ),
+    "StructuredOutputs.json": structured(json={"type": "object"}),
+    "StructuredOutputs.regex": structured(regex="a+"),
+    "StructuredOutputs.choice": structured(choice=["a"]),
+    "StructuredOutputs.grammar": structured(grammar='start: "a"'),
+    "StructuredOutputs.json_object": structured(json_object=True),
     "CairnOptions.selection": (
         said() | {"max_tokens": 2, "cairn": {"selection": False}},
         said() | {"max_tokens": 2, "cairn": {"selection": True}},
@@ -213,6 +241,17 @@ UNSEEN = {
     "StreamOptions.include_obfuscation": lambda value: (
         said() | {"stream": True, "stream_options": {"include_obfuscation": value}}
     ),
+    **{
+        f"StructuredOutputs.{name}": lambda value, name=name: structured(**{name: value})[1]
+        for name in (
+            "structural_tag",
+            "whitespace_pattern",
+            "disable_any_whitespace",
+            "disable_additional_properties",
+            "disable_fallback",
+            "backend",
+        )
+    },
     "JsonSchema.name": lambda value: formatted(name=value)[1],
     "JsonSchema.description": lambda value: formatted(description=value)[1],
     "JsonSchema.strict": lambda value: formatted(strict=value)[1],
@@ -328,6 +367,9 @@ def test_consumed(api, struct, name):
         change = Change(change)
     if name == "parallel_tool_calls":
         api.client.answer = lambda *_: TWO_CALLS
+    if change.beside.get("seed") == THINKS:
+        api.client.answer = lambda *_: b"<think>Hm.</think>Yes."
+        api.state.options = ServerOptions(reasoning_parser="think")
     if name == "add_special_tokens":
         api.state.tokenizer = WithMark(api.state.tokenizer)
     if struct is TokenizeRequest and "messages" in (name, *change.beside):
@@ -366,7 +408,10 @@ def test_nested_consumed(api, name):
 @pytest.mark.parametrize("struct, name", [*top_fields("refused")], ids=label)
 def test_refused_by_name(api, struct, name):
     path, body = REQUESTS[struct]
+    nothing = marked(struct, "but").get(name)
     for value in ("x", 2, True, ["x"], {}, False):
+        if value is nothing:
+            continue
         error = api.error(path, body | {name: value})
         assert error["param"] == name
         assert name in error["message"]
@@ -378,7 +423,7 @@ def test_nested_refused_by_name(api, name):
     field_name = name.partition(".")[2]
     error = api.error(CHAT, UNSEEN[name]({"url": "x"}))
     assert error["param"].endswith(field_name)
-    assert error["param"].startswith("messages[1]")
+    assert error["param"].startswith(("messages[1]", "structured_outputs"))
     assert "not served" in error["message"]
 
 

@@ -129,7 +129,7 @@ def _table(options: Sequence[click.Option]) -> list[str]:
 
 
 def _flag(option: click.Option) -> str:
-    name = max(option.opts, key=len)
+    name = option.opts[0] if option.opts[0].startswith("--") else max(option.opts, key=len)
     if option.is_flag:
         return f"`{name}`"
     if isinstance(option.type, click.Choice):
@@ -147,7 +147,9 @@ def _meaning(option: click.Option) -> tuple[str, str]:
         default = str(option.default)
     if not default and option.is_flag:
         default = "off"
-    return _cell(default or "none"), _cell(DEFAULT.sub("", text))
+    also = [name for name in option.opts[1:] if name.startswith("--")]
+    more = f" Also {', '.join(also)}." if also else ""
+    return _cell(default or "none"), _cell(DEFAULT.sub("", text) + more)
 
 
 def _cell(text: str) -> str:

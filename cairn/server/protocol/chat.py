@@ -9,7 +9,14 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cairn.names import nearest
-from cairn.server.protocol.common import ELSEWHERE, ChoiceExtras, SamplingFields, Text, Usage
+from cairn.server.protocol.common import (
+    ELSEWHERE,
+    ChoiceExtras,
+    PromptScore,
+    SamplingFields,
+    Text,
+    Usage,
+)
 from cairn.server.protocol.fields import (
     LONGEST_NAME,
     BadField,
@@ -213,7 +220,10 @@ class ChatRequest(SamplingFields, kw_only=True):
         tools: functions that the model may call.
         reasoning_effort: as the chat template knows it; "none" also sets its `enable_thinking` to
             false. A template that knows neither is not told.
+        include_reasoning: false: what the model thought is left out of the answer.
+        separate_reasoning: false: what the model thought stays in the content.
         chat_template_kwargs: further variables of the chat template.
+        documents: one of them, in vLLM's form.
         add_generation_prompt: open the assistant's answer; the default unless the last message is
             continued.
         continue_final_message: go on where the last message (the assistant's) ends.
@@ -227,7 +237,10 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     metadata: Annotated[dict[str, Any] | None, no_effect(ELSEWHERE)] = None
@@ -250,6 +263,14 @@ class ChatRequest(SamplingFields, kw_only=True):
     verbosity: Annotated[str | None, no_effect("no template has such a control")] = None
     web_search_options: Annotated[Refusable, refused("the server searches nothing")] = None
     moderation: Annotated[Refusable, refused("the server moderates nothing")] = None
+
+    chat_template: Annotated[Refusable, refused("the model's own template is used")] = None
+    echo: Annotated[Refusable, refused("/v1/completions repeats its prompt", False)] = None
+    add_special_tokens: Annotated[
+        Refusable, refused("the chat template writes the special tokens", False)
+    ] = None
+    best_of: Annotated[Refusable, refused("ask for n continuations and choose", 1)] = None
+    stream_reasoning: Annotated[bool | None, no_effect("reasoning is streamed")] = None
 
     @classmethod
     def check_body(cls, body: bytes) -> None:
@@ -307,6 +328,7 @@ class ChatAnswer(Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[MadeCall] | UnsetType = UNSET
 
 
@@ -321,6 +343,7 @@ class ChatChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
     cairn: ChoiceExtras | UnsetType = UNSET
 
 
@@ -333,6 +356,8 @@ class ChatResponse(Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[PromptScore] | UnsetType = UNSET
     system_fingerprint: None = None
 
 
@@ -357,6 +382,7 @@ class ChatDelta(Struct, frozen=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallFragment] | UnsetType = UNSET
 
 
@@ -368,6 +394,7 @@ class ChatChunkChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
     cairn: ChoiceExtras | UnsetType = UNSET
 
 
@@ -380,4 +407,5 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     system_fingerprint: None = None

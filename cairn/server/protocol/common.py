@@ -7,7 +7,15 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from cairn.server.protocol.fields import Count, Fields, Refusable, TokenId, no_effect, refused
+from cairn.server.protocol.fields import (
+    MAX_TOKENS,
+    Count,
+    Fields,
+    Refusable,
+    TokenId,
+    no_effect,
+    refused,
+)
 from cairn.types import LayerSelection
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -17,7 +25,13 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]]
 
+Schema = dict[str, Any] | str
+Choices = Annotated[list[Text], Meta(min_length=1, max_length=1024)]
+
 IN_RESPONSE_FORMAT = "pass a schema as response_format, an expression as regex or a grammar as ebnf"
+OWN_SPACE = "the grammar allows the white space that JSON libraries write"
+ONE_BACKEND = "all grammars are followed by one library"
+NO_BEAMS = "outputs are sampled, without beams"
 ELSEWHERE = "this server keeps nothing and serves every request alike"
 
 
@@ -74,6 +88,31 @@ class JsonSchemaFormat(Fields, tag_field="type", tag="json_schema"):
     json_schema: JsonSchema
 
 
+class StructuredOutputs(Fields):
+    """What an output looks like, in vLLM's form: one of the first five.
+
+    Attributes:
+        json: a JSON schema, or its text.
+        regex, grammar: as `regex` and `ebnf` of a request.
+        choice: texts, of which the output is one.
+        json_object: true: any JSON object.
+    """
+
+    json: Schema | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: Annotated[Refusable, refused(IN_RESPONSE_FORMAT)] = None
+    whitespace_pattern: Annotated[Refusable, refused(OWN_SPACE)] = None
+    disable_any_whitespace: Annotated[Refusable, refused(OWN_SPACE, False)] = None
+    disable_additional_properties: Annotated[
+        Refusable, refused("say additionalProperties: false in the schema", False)
+    ] = None
+    disable_fallback: Annotated[bool | None, no_effect(ONE_BACKEND)] = None
+    backend: Annotated[str | None, no_effect(ONE_BACKEND)] = None
+
+
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
@@ -92,6 +131,9 @@ class SamplingFields(Fields):
         stop: one or more strings that end the output.
         stop_token_ids: token ids that end the output.
         ignore_eos: the model's end-of-sequence ids do not end the output.
+        skip_special_tokens: false: the text shows special tokens.
+        include_stop_str_in_output: the text keeps the stop string or stop id that ended it.
+        bad_words: texts that the output does not contain.
         min_tokens: nothing ends the output before this many tokens.
         presence_penalty: subtracted once from every token already generated.
         frequency_penalty: subtracted per occurrence among the generated tokens.
@@ -100,6 +142,13 @@ class SamplingFields(Fields):
         response_format: what the output looks like: text, any JSON object, a JSON schema.
         regex: an expression that the whole output matches.
         ebnf: a grammar (Lark or GBNF) that the output follows.
+        structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar: the same in
+            vLLM's forms. Of all these fields one may be given.
+        return_token_ids: the answer tells the ids of prompt and output.
+        return_tokens_as_token_ids: log-probabilities name tokens by their ids, `token_id:5`.
+        prompt_logprobs: report the log-probability of each prompt token and of this many most
+            likely ones; not in streams.
+        truncate_prompt_tokens: keep this many tokens at the end of the prompt; -1: as many as fit.
         priority: smaller goes first.
         stream: send the answer piece by piece, as server-sent events.
         stream_options: of an answer that is streamed.
@@ -116,6 +165,9 @@ class SamplingFields(Fields):
     stop: StopText | list[StopText] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: Annotated[list[StopText], Meta(max_length=256)] | None = None
     min_tokens: TokenId | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -128,11 +180,29 @@ class SamplingFields(Fields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cairn: CairnOptions | None = None
-    guided_json: Annotated[Refusable, refused(IN_RESPONSE_FORMAT)] = None
-    guided_regex: Annotated[Refusable, refused("pass the expression as regex")] = None
-    guided_grammar: Annotated[Refusable, refused("pass the grammar as ebnf")] = None
-    guided_choice: Annotated[Refusable, refused("pass the choices as regex: a|b")] = None
-    structured_outputs: Annotated[Refusable, refused(IN_RESPONSE_FORMAT)] = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    guided_decoding_backend: Annotated[str | None, no_effect(ONE_BACKEND)] = None
+    guided_whitespace_pattern: Annotated[Refusable, refused(OWN_SPACE)] = None
+    spaces_between_special_tokens: Annotated[
+        bool | None, no_effect("texts are put together without spaces of their own")
+    ] = None
+    request_id: Annotated[str | None, no_effect("the header X-Request-Id names a request")] = None
+    use_beam_search: Annotated[Refusable, refused(NO_BEAMS, False)] = None
+    length_penalty: Annotated[Refusable, refused(NO_BEAMS, 1)] = None
+    early_stopping: Annotated[Refusable, refused(NO_BEAMS, False)] = None
+    allowed_token_ids: Annotated[Refusable, refused("say what is allowed as regex or ebnf")] = None
+    cache_salt: Annotated[Refusable, refused("requests share one prefix cache")] = None
+    kv_transfer_params: Annotated[Refusable, refused("one engine serves a request")] = None
+    mm_processor_kwargs: Annotated[Refusable, refused("this server reads text only")] = None
+    vllm_xargs: Annotated[Refusable, refused("vLLM's plugins are not served")] = None
     user: Annotated[str | None, no_effect(ELSEWHERE)] = None
 
 
@@ -168,6 +238,18 @@ class ChoiceExtras(Struct, frozen=True):
     def joined(cls, parts: Iterable[ChoiceExtras]) -> ChoiceExtras:
         """One from several that follow each other."""
         return cls([entry for part in parts for entry in part.selection])
+
+
+class ScoredToken(Struct, frozen=True):
+    """A token at a position of a prompt, in vLLM's form."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptScore = dict[int, ScoredToken] | None
+"""Token id -> its score, for one position; the first token has none."""
 
 
 class ErrorDetail(Struct, frozen=True):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from cairn.server.protocol.common import ChoiceExtras, SamplingFields, Usage
+from cairn.server.protocol.common import ChoiceExtras, PromptScore, SamplingFields, Usage
 from cairn.server.protocol.fields import BadField, Refusable, TokenId, refused
 
 Prompt = Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
@@ -67,6 +67,9 @@ class CompletionChoice(Struct, frozen=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: LegacyFinish | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[PromptScore] | UnsetType = UNSET
     cairn: ChoiceExtras | UnsetType = UNSET
 
 

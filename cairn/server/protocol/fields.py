@@ -59,7 +59,8 @@ class Fields(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=Tru
     def __post_init__(self) -> None:
         for name, (reason, but) in _refusals(type(self)).items():
             value = getattr(self, name)
-            asks = isinstance(value, bool) or value != but  # bool is a subclass of int in Python
+            # bool is a subclass of int in Python
+            asks = isinstance(value, bool) != isinstance(but, bool) or value != but
             if value is not None and asks:
                 raise BadField(name, f"{name} is not served: {reason}", "Leave it out")
 

@@ -52,6 +52,27 @@ def read_calls(text: str, tools: Collection[str] | None) -> list[Call] | None:
     return calls or None
 
 
+_BEGUN_ARGUMENTS = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*("(?:[^"\\]|\\.)*")\s*'
+    r',\s*"(?:arguments|parameters)"\s*:\s*(?=\{\s*")'
+)
+"""A call up to arguments that are not empty."""
+
+
+def begun_arguments(text: str, begin: int) -> tuple[str, int] | None:
+    """The function's name, and where its arguments begin, of a call that begins in `text` at
+    `begin`; None while there are no arguments, or where it has another form."""
+    begun = _BEGUN_ARGUMENTS.match(text, begin)
+    if begun is None:
+        return None
+    try:
+        name = json.loads(begun[1])
+        name.encode()
+    except ValueError:
+        return None
+    return name, begun.end()
+
+
 def begun_call(text: str) -> Call | None:
     """The call that a text which was cut off begins, with its arguments as far as they were
     written; None: not even the name is whole."""

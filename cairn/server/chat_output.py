@@ -1,0 +1,275 @@
+"""The answers of /v1/chat/completions, whole and in pieces: thoughts, text and calls apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from msgspec import UNSET, UnsetType
+
+from cairn.engine.messages import Delta
+from cairn.engine.tokenizer import Tokenizer
+from cairn.server.generation import Head
+from cairn.server.logprobs import chat_logprobs, joined_ids, prompt_scores
+from cairn.server.protocol.chat import (
+    CalledFunction,
+    CallFragment,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatRequest,
+    ChatResponse,
+    FinishReason,
+    FunctionFragment,
+    MadeCall,
+)
+from cairn.server.protocol.common import ChoiceExtras, PromptScore, Usage
+from cairn.server.reasoning import ThoughtReader
+from cairn.server.state import ServerState
+from cairn.server.thoughts import Thought
+from cairn.server.tools import CallArguments, CallBegin, CallEnd, Piece, Text, ToolParser
+from cairn.types import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How a request's tools are offered to the model and parsed.
+
+    Attributes:
+        shown: the tools as the chat template reads them.
+        parser: name of the parser that finds calls in the output; None: none is looked for.
+        grammar: makes the output a call, where one is asked for; holds calls to their schemas.
+        several: more than one call may be made.
+        forced: the whole output is calls: what was cut off is one as well.
+    """
+
+    shown: Sequence[Mapping[str, Any]] = ()
+    parser: str | None = None
+    grammar: Grammar | None = None
+    several: bool = True
+    forced: bool = False
+
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """Of the functions' arguments, by name."""
+        functions = [tool["function"] for tool in self.shown]
+        return {function["name"]: function.get("parameters") or {} for function in functions}
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How what the model thinks is told apart.
+
+    Attributes:
+        thought: its signs.
+        begun: the prompt ends in one.
+        shown: it is part of the answer.
+    """
+
+    thought: Thought
+    begun: bool
+    shown: bool
+
+
+class ChatShape:
+    """Answers of /v1/chat/completions.
+
+    Args:
+        state: of the server.
+        asked: the request.
+        prompt: its token ids.
+        tools: what its tools come to.
+        thinking: how thoughts are told apart; None: not at all.
+        tokenizer: spells tokens.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        asked: ChatRequest,
+        prompt: Sequence[int],
+        tools: ToolUse,
+        thinking: Thinking | None,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.head = Head.new("chatcmpl", state)
+        self._asked = asked
+        self._prompt = prompt
+        self._scores: list[PromptScore] | UnsetType = UNSET
+        self._told_prompt = False
+        self._thinking = thinking
+        self._tools = tools
+        self._tokenizer = tokenizer
+        self._top = (asked.top_logprobs or 0) if asked.logprobs else None
+        self._readers: dict[int, _Reader] = {}
+
+    async def push(self, choice: int, delta: Delta) -> list[ChatChunkChoice]:
+        """See Shape. The first part says the role, later ones what is new."""
+        parts = []
+        reader = self._readers.get(choice)
+        if reader is None:
+            reader = self._readers[choice] = _Reader(self._tools, self._thinking)
+            parts.append(ChatChunkChoice(choice, ChatDelta(role="assistant", content="")))
+        if self._asked.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            self._scores = await asyncio.to_thread(
+                prompt_scores,
+                self._prompt,
+                delta.prompt_logprobs,
+                self._asked.prompt_logprobs,
+                self._tokenizer,
+            )
+        thought, content, calls = reader.read(delta)
+        logprobs = None
+        if self._top is not None and delta.token_ids:
+            by_id = bool(self._asked.return_tokens_as_token_ids)
+            logprobs = chat_logprobs(
+                delta.token_ids, delta.logprobs, self._top, self._tokenizer, by_id
+            )
+        ids = list(delta.token_ids) if self._asked.return_token_ids else UNSET
+        part = ChatChunkChoice(
+            index=choice,
+            delta=ChatDelta(
+                content=content or UNSET,
+                reasoning_content=thought or UNSET,
+                tool_calls=calls or UNSET,
+            ),
+            logprobs=logprobs,
+            finish_reason=reader.finish_reason,
+            stop_reason=UNSET if reader.finish_reason is None else delta.stop_reason,
+            token_ids=ids,
+            cairn=ChoiceExtras(list(delta.selection)) if delta.selection else UNSET,
+        )
+        new = (thought, content, calls, logprobs, delta.selection, part.finish_reason)
+        if any(new) or (ids is not UNSET and ids):
+            parts.append(part)
+        return parts
+
+    def over(self, choice: int) -> bool:
+        """See Shape: a choice may end with its first call."""
+        return self._readers[choice].finish_reason is not None if choice in self._readers else False
+
+    def chunk(self, parts: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        """See Shape."""
+        ids = self._prompt_ids if not self._told_prompt else UNSET
+        self._told_prompt = True
+        return ChatChunk(**self.head.fields, choices=parts, usage=usage, prompt_token_ids=ids)
+
+    def whole(self, parts: list[list[ChatChunkChoice]], usage: Usage) -> ChatResponse:
+        """See Shape."""
+        return ChatResponse(
+            **self.head.fields,
+            choices=[joined(each) for each in parts],
+            usage=usage,
+            prompt_token_ids=self._prompt_ids,
+            prompt_logprobs=self._scores,
+        )
+
+    @property
+    def _prompt_ids(self) -> list[int] | UnsetType:
+        return list(self._prompt) if self._asked.return_token_ids else UNSET
+
+
+class _Reader:
+    """One choice while it grows: thoughts, text and calls apart.
+
+    Attributes:
+        finish_reason: why it has ended; None while it has not.
+    """
+
+    def __init__(self, tools: ToolUse, thinking: Thinking | None) -> None:
+        self._thoughts: ThoughtReader | None = None
+        self._shows_thoughts = True
+        if thinking is not None:
+            self._thoughts = ThoughtReader(thinking.thought, thinking.begun)
+            self._shows_thoughts = thinking.shown
+        self.finish_reason: FinishReason | None = None
+        self._parser = ToolParser(tools.parser, tools.schemas) if tools.parser is not None else None
+        self._several = tools.several
+        self._forced = tools.forced
+        self._cut = False
+        self._called = False
+
+    def read(self, delta: Delta) -> tuple[str, str, list[CallFragment]]:
+        """New thoughts, new text and new pieces of calls."""
+        thought, answer = self._apart(delta)
+        text: list[str] = []
+        calls: list[CallFragment] = []
+        for piece in self._pieces(answer, delta.finish_reason):
+            match piece:
+                case Text():
+                    text.append(piece.text)
+                case CallBegin():
+                    self._called = True
+                    name = FunctionFragment(name=piece.name, arguments="")
+                    calls.append(CallFragment(piece.index, name, piece.id, "function"))
+                case CallArguments():
+                    more = FunctionFragment(arguments=piece.fragment)
+                    calls.append(CallFragment(piece.index, more))
+                case CallEnd() if not (self._several or self._cut):
+                    self.finish_reason = "tool_calls"
+                    return thought, "".join(text), calls
+        if delta.finish_reason is not None:
+            called = self._called and delta.finish_reason == "stop"
+            reason = "tool_calls" if called else delta.finish_reason
+            self.finish_reason = cast(FinishReason, reason)
+        return thought, "".join(text), calls
+
+    def _apart(self, delta: Delta) -> tuple[str, str]:
+        """What a delta adds to the thoughts and to the answer."""
+        if self._thoughts is None:
+            return "", delta.text
+        thought, answer = self._thoughts.feed(delta.text)
+        if delta.finish_reason is not None:
+            more = self._thoughts.close()
+            thought, answer = thought + more[0], answer + more[1]
+        return (thought if self._shows_thoughts else ""), answer
+
+    def _pieces(self, answer: str, finish_reason: str | None) -> Sequence[Piece]:
+        if self._parser is None:
+            return [Text(answer)]
+        pieces = list(self._parser.feed(answer))
+        if finish_reason is not None:
+            self._cut = self._forced and finish_reason == "length"
+            complete = finish_reason == "stop"
+            pieces += self._parser.cut() if self._cut else self._parser.close(complete)
+        return pieces
+
+
+def joined(parts: Sequence[ChatChunkChoice]) -> ChatChoice:
+    """One choice from the parts of its stream."""
+    text = "".join(part.delta.content or "" for part in parts)
+    thought = "".join(part.delta.reasoning_content or "" for part in parts)
+    calls: dict[int, MadeCall] = {}
+    for fragment in (call for part in parts for call in part.delta.tool_calls or ()):
+        calls[fragment.index] = _extended(calls.get(fragment.index), fragment)
+    entries = [part.logprobs for part in parts if part.logprobs is not None]
+    read = [part.cairn for part in parts if part.cairn is not UNSET]
+    last = parts[-1]
+    assert last.finish_reason is not None
+    return ChatChoice(
+        index=last.index,
+        message=ChatAnswer(
+            content=None if calls and not text else text,
+            reasoning_content=thought or UNSET,
+            tool_calls=[calls[i] for i in sorted(calls)] or UNSET,
+        ),
+        logprobs=ChatLogprobs([e for entry in entries for e in entry.content]) if entries else None,
+        finish_reason=last.finish_reason,
+        stop_reason=None if last.stop_reason is UNSET else last.stop_reason,
+        token_ids=joined_ids(parts),
+        cairn=ChoiceExtras.joined(read) if read else UNSET,
+    )
+
+
+def _extended(call: MadeCall | None, fragment: CallFragment) -> MadeCall:
+    function = fragment.function
+    if call is None:
+        name = function.name or ""
+        return MadeCall(fragment.id or "", CalledFunction(name, function.arguments or ""))
+    arguments = call.function.arguments + (function.arguments or "")
+    return MadeCall(call.id, CalledFunction(call.function.name, arguments))

@@ -1,0 +1,137 @@
+"""Calls as Python writes them, in a list: Llama 3.2, Llama 4 and others."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from cairn.server.tool_calls.base import Found, Reader, Tools, whole
+from cairn.server.tool_calls.json_calls import SPACE, Call
+
+START, STOP = "<|python_start|>", "<|python_end|>"
+NAMES = {"true": True, "false": False, "null": None}
+"""Of JSON, which models write for Python's."""
+
+
+class Pythonic(Reader):
+    """An answer that is nothing but `[f(a=1), g(b="x")]`, maybe between `<|python_start|>` and
+    `<|python_end|>`; a call is told when its bracket closes."""
+
+    _BEGUN = re.compile(r"[ \t\r\n]*([A-Za-z_][\w.-]*)[ \t]*\(")
+    _BEGUN_PARTLY = re.compile(r"[ \t\r\n]*(?:[A-Za-z_][\w.-]*[ \t]*)?\Z")
+
+    def __init__(self, tools: Tools | None) -> None:
+        super().__init__(tools)
+        self._plain = False
+        self._inside = False
+        self._at = 0
+
+    def feed(self, text: str) -> Iterator[Found]:
+        """See Reader."""
+        self._held += text
+        while not self._plain:
+            if not self._inside:
+                entered = self._enter()
+                if entered is None:
+                    return
+                if not entered:
+                    break
+            began = self._BEGUN.match(self._held, self._at)
+            if began is None:
+                if self._BEGUN_PARTLY.match(self._held, self._at):
+                    return
+                break
+            end = _closing(self._held, began.end())
+            if end is None:
+                return
+            call = _read(began[1], self._held[began.end() : end - 1])
+            if call is None or not self._may_call(call.name):
+                break
+            rest = self._held[end:].lstrip(SPACE)
+            if not rest:
+                return
+            if rest[0] not in ",]":
+                break
+            yield from whole(call)
+            self._called = True
+            self._held, self._at = rest[1:], 0
+            if rest[0] == "]":
+                self._plain = True
+                self._held = self._held.lstrip(SPACE)
+                break
+        yield from self._give_up()
+
+    def close(self, complete: bool) -> Iterator[Found]:
+        """See Reader."""
+        yield from self._give_up(final=True)
+
+    def _enter(self) -> bool | None:
+        """Whether the answer begins with a list; None: not known yet."""
+        text = self._held.lstrip(SPACE)
+        if text.startswith(START):
+            text = text[len(START) :].lstrip(SPACE)
+        elif START.startswith(text):
+            return None
+        if not text:
+            return None
+        self._inside = text[0] == "["
+        self._at = len(self._held) - len(text) + 1
+        return self._inside
+
+    def _give_up(self, final: bool = False) -> Iterator[Found]:
+        """The rest of the output is text."""
+        self._plain = True
+        if self._called and not final and STOP.startswith(self._held.lstrip(SPACE)):
+            return
+        held, self._held = self._held, ""
+        if self._called:
+            held = held.lstrip(SPACE).removeprefix(STOP)
+        yield self._text(held)
+
+
+def _closing(text: str, at: int) -> int | None:
+    """Where the bracket that is open before `at` closes."""
+    depth, quote = 1, ""
+    while at < len(text):
+        sign = text[at]
+        at += 1
+        if sign == "\\" and quote:
+            at += 1
+        elif quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "([{":
+            depth += 1
+        elif sign in ")]}":
+            depth -= 1
+            if depth == 0:
+                return at
+    return None
+
+
+def _read(name: str, arguments: str) -> Call | None:
+    """A call, where its arguments are keywords with constant values."""
+    try:
+        tree = ast.parse(f"f({arguments})", mode="eval").body
+        assert isinstance(tree, ast.Call)
+        if tree.args or any(keyword.arg is None for keyword in tree.keywords):
+            return None
+        given = {str(keyword.arg): _value(keyword.value) for keyword in tree.keywords}
+        text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+    return Call(name, text)
+
+
+def _value(node: ast.expr) -> Any:
+    class Constants(ast.NodeTransformer):
+        def visit_Name(self, name: ast.Name) -> ast.expr:
+            return ast.Constant(NAMES[name.id]) if name.id in NAMES else name
+
+    value = ast.literal_eval(Constants().visit(node))
+    return list(value) if isinstance(value, tuple | set) else value

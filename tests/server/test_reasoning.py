@@ -1,0 +1,170 @@
+"""What a model thinks is told apart from what it answers, whole and in streams."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from cairn.engine.grammar import GrammarCompiler, Vocabulary, unpack
+from cairn.engine.tokenizer import Tokenizer
+from cairn.server.reasoning import ThoughtReader, behind_thought
+from cairn.server.thoughts import THINK, choose_thought
+from cairn.types import Grammar
+from tests.server.conftest import model_with_template
+from tests.server.fake_api import FakeApi, chat_body
+from tests.server.test_chat import PATH, TOOL, call, says
+
+END = 257
+OPEN = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}<tool_call></think>"
+TEMPLATES = {"closed": OPEN, "open": OPEN + "<think>\n"}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("thinking")
+    return {
+        name: Tokenizer(model_with_template(folder / name, template))
+        for name, template in TEMPLATES.items()
+    }
+
+
+@pytest.fixture
+def thinks(tokenizers):
+    """A model whose prompt ends in the opening sign."""
+    return FakeApi(tokenizers["open"])
+
+
+def split(text, begun):
+    reader = ThoughtReader(THINK, begun)
+    parts = [reader.feed(piece) for piece in text] + [reader.close()]
+    return tuple("".join(each) for each in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize(
+    "text, begun, expected",
+    [
+        ("<think>\nHm.\n\nSo\n</think>\n\nYes.\n", False, ("Hm.\n\nSo", "Yes.\n")),
+        ("\nHm.\n</think>\n\nYes.", True, ("Hm.", "Yes.")),
+        (" \n<think></think>Yes", False, ("", "Yes")),
+        ("\n Yes <think>no</think>", False, ("", "\n Yes <think>no</think>")),
+        ("Hm. < / </thin", True, ("Hm. < / </thin", "")),
+        ("<thi", False, ("", "<thi")),
+        ("a</think>b</think>c", True, ("a", "b</think>c")),
+        ("\n\n", True, ("", "")),
+        ("", False, ("", "")),
+    ],
+)
+def test_every_split(text, begun, expected):
+    assert split([text], begun) == expected
+    assert split(list(text), begun) == expected
+    for i in range(len(text)):
+        assert split([text[:i], text[i:]], begun) == expected
+
+
+def test_the_template_shows_whether_a_model_thinks():
+    assert choose_thought("auto", "{{ '</think>' }}") == THINK
+    assert choose_thought("auto", "a [THINK] b [/THINK]").begin == "[THINK]"
+    for name, template in (("auto", "{{ x }}"), ("auto", None), ("none", "</think>")):
+        assert choose_thought(name, template) is None
+    for name in ("think", "qwen3", "deepseek_r1", "deepseek-r1"):
+        assert choose_thought(name, None) == THINK
+
+
+def test_thoughts_and_calls(tokenizers):
+    for name, text in (("closed", "<think>Hm.</think>\n\nSo: "), ("open", "Hm.\n</think>So: ")):
+        api = FakeApi(tokenizers[name])
+        says(api, text + call())
+        message = api.chat(tools=[TOOL])["choices"][0]["message"]
+        assert message["reasoning_content"] == "Hm." and message["content"] == "So:"
+        assert message["tool_calls"][0]["function"]["arguments"] == '{"at": 1}'
+        deltas = [
+            choice["delta"]
+            for event in api.events(PATH, chat_body(tools=[TOOL]))
+            for choice in event["choices"]
+        ]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+        assert "".join(delta.get("content") or "" for delta in deltas) == "So:"
+        assert any("tool_calls" in delta for delta in deltas)
+
+
+def test_switches(thinks):
+    says(thinks, "Hm.</think>Yes.")
+    message = thinks.chat(separate_reasoning=False)["choices"][0]["message"]
+    assert message["content"] == "Hm.</think>Yes." and "reasoning_content" not in message
+    message = thinks.chat(include_reasoning=False)["choices"][0]["message"]
+    assert message["content"] == "Yes." and "reasoning_content" not in message
+    off = FakeApi(thinks.state.tokenizer, reasoning_parser="none")
+    says(off, "Hm.</think>Yes.")
+    assert off.chat()["choices"][0]["message"]["content"] == "Hm.</think>Yes."
+
+
+def test_a_call_in_a_thought_is_none(thinks):
+    says(thinks, f"{call()}</think>No.")
+    message = thinks.chat(tools=[TOOL])["choices"][0]["message"]
+    assert message["reasoning_content"] == call() and "tool_calls" not in message
+
+
+def test_a_model_without_thoughts_has_no_field(api):
+    says(api, "<think>Hm.</think>")
+    message = api.chat()["choices"][0]["message"]
+    assert message["content"] == "<think>Hm.</think>" and "reasoning_content" not in message
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    tokens = (*(bytes([i]) for i in range(256)), b"</think>", b"<end>")
+    return GrammarCompiler(Vocabulary(tokens, (256, END)))
+
+
+def takes(compiler, grammar, tokens):
+    """Whether an output of these tokens is whole."""
+    state = compiler.compile(grammar, [END])
+    for token in tokens:
+        state.accept(token)
+    return state.error is None and END in np.flatnonzero(unpack(state.mask()))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_schema", '{"const": 7}'),
+        Grammar("regex", "7"),
+        Grammar("ebnf", 'start: "7"'),
+    ],
+)
+def test_an_answer_follows_its_grammar_behind_the_thought(compiler, grammar):
+    behind = behind_thought(grammar, THINK, {})
+    assert takes(compiler, behind, b"Hm, 8?\n</think>\n\n7")
+    for text in (b"7", b"Hm.</think>8", b"Hm.</think>7</think>"):
+        assert not takes(compiler, behind, text)
+    special = behind_thought(grammar, THINK, {"</think>": 256})
+    assert takes(compiler, special, (*b"Hm", 256, *b"\n7"))
+    assert not takes(compiler, special, b"Hm</think>7")
+
+
+def test_a_grammar_that_cannot_be_moved():
+    assert behind_thought(Grammar("ebnf", 'root ::= "7"'), THINK, {}) is None
+
+
+def test_formats_wait_for_the_thought(thinks):
+    says(thinks, 'Hm.</think>{"a": 1}')
+    form = {"type": "json_object"}
+    message = thinks.chat(response_format=form)["choices"][0]["message"]
+    assert json.loads(message["content"]) == {"a": 1} and message["reasoning_content"] == "Hm."
+    assert "</think>" in thinks.asked.params.grammar.text
+    says(thinks, "7")
+    message = thinks.chat(ebnf='root ::= "7"')["choices"][0]["message"]
+    assert message["content"] == "7" and "reasoning_content" not in message
+
+
+def test_signs_that_are_special_tokens_are_shown(thinks):
+    thinks.chat()
+    assert thinks.asked.params.skip_special_tokens
+    thinks.state.tokenizer.special_names["</think>"] = 300
+    try:
+        thinks.chat()
+        assert not thinks.asked.params.skip_special_tokens
+    finally:
+        del thinks.state.tokenizer.special_names["</think>"]
