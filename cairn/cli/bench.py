@@ -349,7 +349,7 @@ def _op_line(row: OpTiming | OpFailure) -> str:
     beside = ""
     if row.alternative_ms is not None:
         beside = f"  {row.alternative} {row.alternative_ms * 1e3:,.1f} us ({row.speedup:.2f}x)"
-    alike = "" if row.of_alike is None else f"{row.of_alike:>6.0%} of one as large"
+    alike = "" if row.of_alike is None else f"{row.of_alike:>6.0%} of a copy of as many bytes"
     launches = "" if row.launches is None else f"  {row.launches} launches"
     host = "" if row.host_ms is None else f"  host {row.host_ms * 1e3:,.0f} us"
     if row.least_host_ms is not None:

@@ -41,7 +41,7 @@ def _(draw: Draw) -> Points:
 
 
 LAYERS = {
-    "full": (2048, 512, 256, 8, (1, 64)),
+    "full": (2048, 512, 256, 8, (1, 64, 8192)),
     "tiny": (32, 16, 8, 2, (1, 5)),
 }
 """Widths of a token and between the products, experts, chosen ones, tokens: what it is timed on."""
@@ -50,17 +50,23 @@ LAYERS = {
 @fused_experts.bench
 def _(draw: Draw) -> Points:
     width, inner, experts, topk, batches = LAYERS[draw.sizes]
-    w1, w2 = draw.randn(experts, 2 * inner, width), draw.randn(experts, width, inner)
+    numbers = draw.randn(experts, 2 * inner, width), draw.randn(experts, width, inner)
+    codes = tuple(w.to(E4M3) for w in numbers)
+    scales = {
+        "w1_scale": draw.rand(experts, 2 * blocks.count(inner), blocks.count(width)),
+        "w2_scale": draw.rand(experts, blocks.count(width), blocks.count(inner)),
+    }
     for tokens in batches:
         x, weights = draw.randn(tokens, width), draw.rand(tokens, topk)
         ids = draw.rand(tokens, experts).argsort(dim=1)[:, :topk].int()
         hit = int(ids.unique().numel())
-        yield Point(
-            f"{tokens} x {width}, {topk} of {experts}",
-            draw.args(x, w1, w2, weights, ids),
-            moved(x, x) + hit * moved(w1[0], w2[0]),
-            6.0 * tokens * topk * width * inner,
-        )
+        for (w1, w2), given in ((numbers, {}), (codes, scales)):
+            yield Point(
+                f"{tokens} x {width}, {topk} of {experts}{', float8' if given else ''}",
+                draw.args(x, w1, w2, weights, ids, **given),
+                moved(x, x) + hit * moved(w1[0], w2[0]),
+                6.0 * tokens * topk * width * inner,
+            )
 
 
 @grouped_topk.bench
