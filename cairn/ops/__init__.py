@@ -77,6 +77,7 @@ from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
 from cairn.ops.linear.linear_fp8_blocks import linear_fp8_blocks
+from cairn.ops.linear.scaled_mm import bmm_fp8, fp8_scaled_mm, int8_scaled_mm
 from cairn.ops.mamba import (
     causal_conv1d_fn_cpu,
     causal_conv1d_fwd,
@@ -109,6 +110,13 @@ from cairn.ops.moe import (
     topk_sigmoid,
     topk_softmax,
 )
+from cairn.ops.moe.cutlass_w4a8 import cutlass_w4a8_moe_mm, get_cutlass_w4a8_moe_mm_data
+from cairn.ops.moe.expert_specialization import (
+    es_fp8_blockwise_scaled_grouped_mm,
+    es_sm100_mxfp8_blockscaled_grouped_mm,
+    es_sm100_mxfp8_blockscaled_grouped_quant,
+)
+from cairn.ops.moe.fp4_mm import cutlass_fp4_group_mm, cutlass_scaled_fp4_mm
 from cairn.ops.norm.fused_add_layernorm import fused_add_layernorm
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.fused_inplace_qknorm import fused_inplace_qknorm
@@ -198,6 +206,16 @@ from cairn.ops.top_k import (
     fast_topk_transform_ragged_fused,
     fast_topk_v2,
 )
+from cairn.ops.weight_only.awq import awq_dequantize, awq_gemm
+from cairn.ops.weight_only.gptq import gptq_gemm, gptq_shuffle
+from cairn.ops.weight_only.linear_packed import dequantize_packed, linear_packed
+from cairn.ops.weight_only.marlin import gptq_marlin_gemm, moe_wna16_marlin_gemm
+from cairn.ops.weight_only.qserve import qserve_w4a8_per_chn_gemm, qserve_w4a8_per_group_gemm
+from cairn.ops.weight_only.repack import (
+    awq_marlin_moe_repack,
+    awq_marlin_repack,
+    gptq_marlin_repack,
+)
 
 __all__ = [
     "FusedSetKVBufferArg",
@@ -207,8 +225,13 @@ __all__ = [
     "apply_shuffle_mul_sum",
     "apply_token_bitmask_inplace_cuda",
     "argmax_tokens",
+    "awq_dequantize",
+    "awq_gemm",
+    "awq_marlin_moe_repack",
+    "awq_marlin_repack",
     "biased_grouped_topk",
     "blend_window",
+    "bmm_fp8",
     "build_tree_kernel_efficient",
     "causal_conv1d_fn_cpu",
     "causal_conv1d_fwd",
@@ -223,14 +246,21 @@ __all__ = [
     "convert_vertical_slash_indexes_mergehead",
     "copy_to_gpu_no_ce",
     "counter_uniform",
+    "cutlass_fp4_group_mm",
     "cutlass_mla_decode",
     "cutlass_mla_get_workspace_size",
+    "cutlass_scaled_fp4_mm",
+    "cutlass_w4a8_moe_mm",
     "decode_slots",
     "dense_attention",
+    "dequantize_packed",
     "downcast_fp8",
     "draw_tokens",
     "dsv3_fused_a_gemm",
     "dsv3_router_gemm",
+    "es_fp8_blockwise_scaled_grouped_mm",
+    "es_sm100_mxfp8_blockscaled_grouped_mm",
+    "es_sm100_mxfp8_blockscaled_grouped_quant",
     "fast_topk",
     "fast_topk_transform_fused",
     "fast_topk_transform_ragged_fused",
@@ -244,6 +274,7 @@ __all__ = [
     "fp8_blockwise_scaled_grouped_mm",
     "fp8_blockwise_scaled_mm",
     "fp8_quantize",
+    "fp8_scaled_mm",
     "fused_add_layernorm",
     "fused_add_rmsnorm",
     "fused_experts",
@@ -262,8 +293,13 @@ __all__ = [
     "gelu_tanh_and_mul",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
+    "get_cutlass_w4a8_moe_mm_data",
     "get_mla_metadata",
     "get_scheduler_metadata",
+    "gptq_gemm",
+    "gptq_marlin_gemm",
+    "gptq_marlin_repack",
+    "gptq_shuffle",
     "grouped_topk",
     "grouped_topk_softmax",
     "hadamard_transform",
@@ -276,6 +312,7 @@ __all__ = [
     "index_k_gather",
     "index_k_store",
     "index_q_quantize",
+    "int8_scaled_mm",
     "is_fa3_supported",
     "kimi_k2_moe_fused_gate",
     "l2norm",
@@ -287,6 +324,7 @@ __all__ = [
     "linear_add",
     "linear_add_rmsnorm",
     "linear_fp8_blocks",
+    "linear_packed",
     "mean_summary",
     "merge_state",
     "merge_state_v2",
@@ -298,6 +336,7 @@ __all__ = [
     "moe_fused_gate",
     "moe_sum",
     "moe_sum_reduce",
+    "moe_wna16_marlin_gemm",
     "page_attention",
     "page_weights",
     "paged_mla",
@@ -305,6 +344,8 @@ __all__ = [
     "per_token_quant_int8",
     "prepare_moe_input",
     "prior_summary",
+    "qserve_w4a8_per_chn_gemm",
+    "qserve_w4a8_per_group_gemm",
     "ragged_mqa_logits",
     "reconstruct_indices_from_tree_mask",
     "resolve_future_token_ids",

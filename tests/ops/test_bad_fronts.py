@@ -13,6 +13,7 @@ from torch import Tensor
 from cairn import ops
 from cairn.errors import BadArgument
 from cairn.ops.registry import all_ops
+from cairn.ops.weight_only.scalar_type import UINT4B8
 
 ODD = ("x", [1], (1, "a"), {}, object(), -3, 1.5, math.nan, torch.zeros(3, 3, 3), torch.zeros(0))
 
@@ -179,7 +180,53 @@ def hadamards() -> dict[str, dict[str, Any]]:
     return {f"hadamard_transform_{order}n": given for order in (12, 20, 28, 40)}
 
 
-CALLS = calls() | latent_calls() | transfers() | hadamards()
+def marlins() -> dict[str, dict[str, Any]]:
+    """Of the products with weights in Marlin's layout."""
+    weight = torch.zeros(2, 1, 128, dtype=torch.int32)
+    given = {"a": random(3, 16), "b_q_type": UINT4B8.id, "size_m": 3, "size_n": 64, "size_k": 16}
+    given |= {"workspace": None, "is_k_full": True, "is_zp_float": False}
+    none = dict.fromkeys(("global_scale", "b_zeros", "g_idx", "perm"))
+    order = {"sorted_token_ids": words(*range(4)), "expert_ids": words(0)}
+    moe = {f"{name}_or_none": None for name in ("c", "b_bias", *none)}
+    how = {"moe_block_size": 4, "top_k": 1, "mul_topk_weights": True, "is_ep": False}
+    return {
+        "gptq_marlin_gemm": {
+            "c": None,
+            "b_q_weight": weight[0],
+            "b_scales": random(1, 64),
+            **none,
+            **given,
+        },
+        "moe_wna16_marlin_gemm": {
+            "b_q_weight": weight,
+            "b_scales": random(2, 1, 64),
+            "topk_weights": random(3, 1),
+            "num_tokens_post_padded": words(4),
+            **moe,
+            **order,
+            **how,
+            **given,
+        },
+    }
+
+
+def fp4() -> dict[str, dict[str, Any]]:
+    """Of the grouped product in NVFP4."""
+    sizes = {"problem_sizes": words(3, 8, 16).view(1, 3), "expert_offsets": words(0)}
+    return {
+        "cutlass_fp4_group_mm": {
+            "a_fp4": torch.zeros(3, 8, dtype=torch.uint8),
+            "b_fp4": torch.zeros(1, 8, 8, dtype=torch.uint8),
+            "a_blockscale": torch.zeros(128, 4).to(torch.float8_e4m3fn),
+            "b_blockscale": torch.zeros(1, 128, 4).to(torch.float8_e4m3fn),
+            "alphas": random(1),
+            "out_dtype": torch.float32,
+            "params": {**sizes, "blockscale_offsets": words(0)},
+        }
+    }
+
+
+CALLS = calls() | latent_calls() | transfers() | hadamards() | marlins() | fp4()
 
 
 def fresh(arguments: dict[str, Any]) -> dict[str, Any]:

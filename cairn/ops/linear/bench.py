@@ -15,6 +15,7 @@ from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
 from cairn.ops.linear.linear_fp8_blocks import linear_fp8_blocks
+from cairn.ops.linear.scaled_mm import bmm_fp8, fp8_scaled_mm, int8_scaled_mm
 from cairn.ops.quantization import blocks
 from cairn.ops.quantization.codes import E4M3
 
@@ -155,3 +156,40 @@ def _(draw: Draw) -> Points:
         least, size = moved(x, weight) + rows * experts * 4, f"{rows} x {width} x {experts}"
         given = draw.args(x, weight, torch.float32)
         yield Point(size, given, least, 2.0 * rows * weight.numel())
+
+
+SCALED_SHAPES = {"full": ((6144, 4096), (4096, 12288)), "tiny": ((48, 64),)}
+"""Numbers and width of products of Qwen3-8B's layers."""
+
+
+def _scaled(draw: Draw, dtype: torch.dtype) -> Points:
+    for numbers, width in SCALED_SHAPES[draw.sizes]:
+        weight = (draw.randn(numbers, width, dtype=torch.float32) * 40).to(dtype)
+        scale = draw.rand(numbers)
+        for rows in (1, 16, 64, 4096) if draw.sizes == "full" else (1, 5):
+            x = (draw.randn(rows, width, dtype=torch.float32) * 40).to(dtype)
+            given = draw.args(x, weight.t(), draw.rand(rows), scale, draw.dtype)
+            least = moved(x, weight, scale) + rows * numbers * draw.dtype.itemsize
+            size = f"{rows} x {width} x {numbers}"
+            yield Point(size, given, least, 2.0 * rows * weight.numel())
+
+
+@fp8_scaled_mm.bench
+def _(draw: Draw) -> Points:
+    yield from _scaled(draw, E4M3)
+
+
+@int8_scaled_mm.bench
+def _(draw: Draw) -> Points:
+    yield from _scaled(draw, torch.int8)
+
+
+@bmm_fp8.bench
+def _(draw: Draw) -> Points:
+    batch, rows, width, numbers = (16, 64, 512, 128) if draw.sizes == "full" else (2, 3, 16, 16)
+    a, b = (draw.randn(batch, n, width).to(E4M3) for n in (rows, numbers))
+    scale = draw.rand(1)
+    given = draw.args(a, b.transpose(1, 2), scale, scale, draw.dtype)
+    least = moved(a, b) + batch * rows * numbers * draw.dtype.itemsize
+    size = f"{batch} x {rows} x {width} x {numbers}"
+    yield Point(size, given, least, 2.0 * batch * rows * width * numbers)

@@ -12,6 +12,7 @@ from cairn.ops.linear.linear import linear
 from cairn.ops.linear.linear_add import linear_add
 from cairn.ops.linear.linear_add_rmsnorm import linear_add_rmsnorm
 from cairn.ops.linear.linear_fp8_blocks import linear_fp8_blocks
+from cairn.ops.linear.scaled_mm import E5M2, bmm_fp8, fp8_scaled_mm, int8_scaled_mm
 from cairn.ops.linear.tuning import TUNING
 from cairn.ops.quantization import blocks
 from cairn.ops.quantization.codes import E4M3
@@ -167,3 +168,47 @@ def _(make: Make) -> Cases:
         yield make.args(make.randn(7, 96, dtype=dtype), weight, out)
     yield make.args(make.randn(1, 96, dtype=dtype), weight)
     yield make.args(make.randn(0, 64), make.randn(8, 64), torch.float32)
+
+
+@fp8_scaled_mm.cases
+def _(make: Make) -> Cases:
+    for rows, width, numbers, dtype in (
+        (3, 64, 24, torch.float32),
+        (1, 160, 40, torch.float32),
+        (40, 256, 136, torch.bfloat16),
+        (300, 384, 272, torch.bfloat16),
+    ):
+        x, weight = make.randn(rows, width).to(E4M3), make.randn(numbers, width).to(E4M3)
+        of_rows, of_numbers = make.rand(rows, 1), make.rand(1, numbers) * width**-0.5
+        bias = make.randn(numbers, dtype=dtype)
+        yield make.args(x, weight.t(), of_rows, of_numbers, dtype)
+        yield make.args(x, weight.t(), of_rows[:1, 0], of_numbers[0], dtype, bias)
+    yield make.args(x[:0], weight.t(), of_rows[:0], of_numbers, torch.bfloat16)
+
+
+@int8_scaled_mm.cases
+def _(make: Make) -> Cases:
+    for rows, width, numbers, dtype in (
+        (3, 64, 24, torch.float32),
+        (1, 160, 40, torch.float32),
+        (40, 256, 136, torch.bfloat16),
+        (300, 384, 272, torch.bfloat16),
+    ):
+        x = make.randint(-128, 128, rows, width, dtype=torch.int8)
+        weight = make.randint(-128, 128, numbers, width, dtype=torch.int8)
+        of_rows, of_numbers = make.rand(rows) / 64, make.rand(numbers) / 64 * width**-0.5
+        bias = make.randn(numbers, dtype=dtype)
+        yield make.args(x, weight.t(), of_rows, of_numbers, dtype)
+        yield make.args(x, weight.t(), of_rows.view(-1, 1), of_numbers[:1], dtype, bias)
+    yield make.args(x[:0], weight.t(), of_rows[:0], of_numbers, torch.bfloat16)
+
+
+@bmm_fp8.cases
+def _(make: Make) -> Cases:
+    scales = make.tensor([0.5]), make.tensor(0.25)
+    for kinds in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)):
+        a, b = make.randn(2, 5, 32).to(kinds[0]), make.randn(2, 24, 32).to(kinds[1])
+        yield make.args(a, b.transpose(1, 2), *scales, torch.float32)
+        out = make.empty(2, 5, 24, dtype=torch.bfloat16)
+        yield make.args(a, b.transpose(1, 2), *scales, torch.bfloat16, out=out)
+    yield make.args(a[:, :0], b.transpose(1, 2), *scales, torch.bfloat16)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
 from cairn.ops.moe.cases import aligned_inputs, prepared_inputs
+from cairn.ops.moe.cutlass_w4a8 import cutlass_w4a8_moe_mm, get_cutlass_w4a8_moe_mm_data
+from cairn.ops.moe.expert_specialization import (
+    es_fp8_blockwise_scaled_grouped_mm,
+    es_sm100_mxfp8_blockscaled_grouped_mm,
+    es_sm100_mxfp8_blockscaled_grouped_quant,
+)
+from cairn.ops.moe.fp4_mm import cutlass_scaled_fp4_mm, fp4_group_mm
 from cairn.ops.moe.fp8_blockwise_scaled_grouped_mm import fp8_blockwise_scaled_grouped_mm
 from cairn.ops.moe.fused_experts import fused_experts
 from cairn.ops.moe.grouped_topk import biased_grouped_topk, grouped_topk, grouped_topk_softmax
@@ -20,6 +30,8 @@ from cairn.ops.moe.topk_sigmoid import topk_sigmoid
 from cairn.ops.moe.topk_softmax import topk_softmax
 from cairn.ops.quantization import blocks
 from cairn.ops.quantization.codes import E4M3
+from cairn.ops.registry import Op
+from cairn.ops.testing import cases_of
 
 ROUTERS = {"full": ((1, 256, 8), (64, 256, 8), (8192, 256, 8)), "tiny": ((1, 16, 2), (5, 16, 2))}
 """Tokens, experts and chosen ones of each token that routing is timed on."""
@@ -223,3 +235,21 @@ def _(draw: Draw) -> Points:
         )
         least = moved(x, own, out) + hit * moved(weight[0], scale[0])
         yield Point(f"{rows} rows of {experts}", given, least, 4.0 * rows * width * inner)
+
+
+def _on_a_case(op: Op[..., Any]) -> None:
+    """Time an op that no model here runs on its first case."""
+
+    @op.bench
+    def _(draw: Draw) -> Points:
+        given = cases_of(op, draw.device)[0]
+        tensors = [x for x in (*given.args, *given.kwargs.values()) if isinstance(x, Tensor)]
+        yield Point("a case", given, moved(*tensors))
+
+
+for emulated in (
+    *(cutlass_w4a8_moe_mm, get_cutlass_w4a8_moe_mm_data, cutlass_scaled_fp4_mm, fp4_group_mm),
+    *(es_fp8_blockwise_scaled_grouped_mm, es_sm100_mxfp8_blockscaled_grouped_mm),
+    es_sm100_mxfp8_blockscaled_grouped_quant,
+):
+    _on_a_case(emulated)

@@ -6,6 +6,13 @@ import torch
 from torch import Tensor
 
 from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
+from cairn.ops.moe.cutlass_w4a8 import cutlass_w4a8_moe_mm, get_cutlass_w4a8_moe_mm_data
+from cairn.ops.moe.expert_specialization import (
+    es_fp8_blockwise_scaled_grouped_mm,
+    es_sm100_mxfp8_blockscaled_grouped_mm,
+    es_sm100_mxfp8_blockscaled_grouped_quant,
+)
+from cairn.ops.moe.fp4_mm import cutlass_scaled_fp4_mm, fp4_group_mm
 from cairn.ops.moe.fp8_blockwise_scaled_grouped_mm import fp8_blockwise_scaled_grouped_mm
 from cairn.ops.moe.fused_experts import fused_experts
 from cairn.ops.moe.grouped_topk import biased_grouped_topk, grouped_topk, grouped_topk_softmax
@@ -248,3 +255,87 @@ def _(make: Make) -> Cases:
             ends - sizes[:, 0],
             None,
         )
+
+
+@es_fp8_blockwise_scaled_grouped_mm.cases
+def _(make: Make) -> Cases:
+    for counts, dtype in (((3, 0, 5), torch.float32), ((20, 40, 3), torch.bfloat16)):
+        rows = sum(counts) + 2
+        weight, scale = codes_in_blocks(make, 3, 1, 48, 128)
+        x, own = blocks.quantized(make.randn(rows, 128))
+        sizes, begins = _sizes(make, counts, 48, 128)
+        out = make.empty(rows, 48, dtype=dtype)
+        given = (out, x, weight.transpose(1, 2), own, scale.transpose(1, 2), None, None, None)
+        yield make.args(*given, sizes, begins, None)
+
+
+def _sizes(make: Make, counts: tuple[int, ...], n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Sizes [E, 3] and first rows [E] of experts with so many rows."""
+    sizes = make.tensor([(m, n, k) for m in counts], dtype=torch.int32)
+    ends = make.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return sizes, ends - sizes[:, 0]
+
+
+@es_sm100_mxfp8_blockscaled_grouped_quant.cases
+def _(make: Make) -> Cases:
+    places = make.tensor([0, 128, 128], torch.int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        sizes, begins = _sizes(make, (3, 0, 5), 48, 160)
+        x = make.randn(10, 160, dtype=dtype)
+        x[1, 32:64] = 0
+        codes = make.randint(0, 99, 10, 160, dtype=torch.uint8).view(E4M3)
+        scales = make.randint(0, 255, 384, 8, dtype=torch.uint8)
+        yield make.args(x, sizes, begins, places, codes, scales)
+
+
+@es_sm100_mxfp8_blockscaled_grouped_mm.cases
+def _(make: Make) -> Cases:
+    places = make.tensor([0, 128, 128], torch.int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        sizes, begins = _sizes(make, (3, 0, 5), 24, 160)
+        x, weight = make.randn(10, 160).to(E4M3), make.randn(3, 24, 160).to(E4M3)
+        of_x = make.randint(122, 126, 384, 8, dtype=torch.uint8)
+        of_weight = make.randint(122, 126, 3, 128, 8, dtype=torch.uint8)
+        given = (make.randn(10, 24, dtype=dtype), x, weight.transpose(1, 2), of_x)
+        yield make.args(*given, of_weight.transpose(1, 2), sizes, begins, places)
+
+
+@get_cutlass_w4a8_moe_mm_data.cases
+def _(make: Make) -> Cases:
+    for ids, experts in ((make.randint(-1, 6, 20, 2), 5), (make.randint(0, 4, 0, 2), 4)):
+        yield make.args(*prepared_inputs(make, ids, experts, False).args[:9])
+
+
+@cutlass_w4a8_moe_mm.cases
+def _(make: Make) -> Cases:
+    for dtype, width in ((torch.float32, 128), (torch.bfloat16, 512)):
+        sizes, begins = _sizes(make, (3, 0, 5), 24, width)
+        swapped = torch.stack((sizes[:, 1], sizes[:, 0], sizes[:, 2]), dim=1)
+        together = 4 if width % 512 == 0 else 1
+        scales = make.rand(3, width // 128 // together, 24 * together, dtype=torch.bfloat16) / 50
+        weight = make.randint(-128, 128, 3, 24, width // 2, dtype=torch.int8)
+        x, out = make.randn(10, width).to(E4M3), make.randn(10, 24, dtype=dtype)
+        given = (out, x, weight, make.tensor([0.5]), scales, begins, swapped)
+        yield make.args(*given, None, None, None, None)
+
+
+def _fp4(make: Make, *shape: int) -> Tensor:
+    return make.randint(0, 256, *shape, dtype=torch.uint8)
+
+
+@cutlass_scaled_fp4_mm.cases
+def _(make: Make) -> Cases:
+    of_x, of_weight = make.rand(128, 4).to(E4M3), make.rand(256, 4).to(E4M3)
+    for dtype in (torch.float32, torch.bfloat16):
+        given = (_fp4(make, 5, 24), _fp4(make, 130, 24), of_x, of_weight, make.tensor([0.25]))
+        yield make.args(*given, dtype)
+
+
+@fp4_group_mm.cases
+def _(make: Make) -> Cases:
+    places = make.tensor([0, 128, 128, 256], torch.int32)
+    of_x, of_weight = make.rand(512, 4).to(E4M3), make.rand(3, 128, 4).to(E4M3)
+    for dtype in (torch.float32, torch.bfloat16):
+        sizes, begins = _sizes(make, (3, 0, 5), 24, 48)
+        given = (_fp4(make, 10, 24), _fp4(make, 3, 24, 24), of_x, of_weight, make.rand(3))
+        yield make.args(*given, dtype, sizes, begins, places)

@@ -42,6 +42,21 @@ def codes(size: Tensor) -> Tensor:
     return code + (size > 5.0)
 
 
+def values(code: Tensor) -> Tensor:
+    """float32 of e2m1 codes 0 .. 15, integers."""
+    size, exponent = code & 7, code >> 1 & 3
+    # From 1 on the lowest bit is the half of a power of two; below, it is 0.5 itself.
+    wide = (2 + (size & 1)) * torch.pow(2.0, exponent.float() - 2)
+    found = torch.where(exponent == 0, 0.5 * size, wide)
+    return torch.where(code & 8 > 0, -found, found)
+
+
+def unpacked(pairs: Tensor) -> Tensor:
+    """float32 [.., K] of pairs of codes [.., K / 2] uint8, the first in its low half."""
+    both = pairs.int()
+    return values(torch.stack((both & 15, both >> 4), dim=-1).flatten(-2))
+
+
 def quantize(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [.., K / 2] uint8 and scales [.., K / 16] e4m3 of x [.., K].
 
@@ -75,6 +90,15 @@ def tiled(scales: Tensor) -> Tensor:
     order = tiles.transpose(-4, -2)
     laid: Tensor = order.reshape(*scales.shape[:-2], rows, columns).view(E4M3)
     return laid
+
+
+def untiled(stored: Tensor, rows: int, columns: int) -> Tensor:
+    """The inverse of `tiled`: scales [.., rows, columns] of any dtype of one byte."""
+    tall, wide = stored.shape[-2:]
+    raw = stored.view(torch.uint8).flatten(-2)
+    tiles = raw.unflatten(-1, (tall // TILE_ROWS, wide // TILE_COLUMNS, 32, 4, TILE_COLUMNS))
+    laid = tiles.transpose(-4, -2).reshape(*stored.shape[:-2], tall, wide)
+    return laid[..., :rows, :columns].view(stored.dtype)
 
 
 def blank(x: Tensor, rows: int, scale_rows: int, *groups: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,54 @@
+"""Kernel of products of codes of 8 bits with a scale for each row of both."""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import tl, triton
+from cairn.ops.moe.kernels.experts import matrix_tile, rows_tile, tile_of
+from cairn.ops.pdl import await_previous
+
+
+@triton.jit(early=(), do_not_specialize=["rows", "tiles"])
+def scaled_mm_kernel(
+    a, b, a_scale, b_scale, bias, out, rows, numbers, width, a_stride, b_stride, out_stride,
+    a_step, b_step, tiles, columns,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
+    INTEGER: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [rows, numbers] = (a b^T) * a_scale[m] * b_scale[n] + bias[n].
+
+    Args:
+        a: [rows, width], and b: [numbers, width], e4m3 or (INTEGER) int8; both as tables of blocks
+            [BM, BK] and [BN, BK] (TABLE) or as they are.
+        a_scale, b_scale: float32, a_step and b_step apart; 0: one for all.
+        bias: [numbers], or None.
+        tiles, columns: of rows and of numbers.
+        PDL: as in `await_previous`.
+    """
+    await_previous(PDL)
+    tile, column = tile_of(tl.program_id(0), tiles, columns, TILES)
+    row = tile * BM + tl.arange(0, BM)
+    inside = row < rows
+    number = column * BN + tl.arange(0, BN)
+    if INTEGER:
+        total = tl.zeros((BM, BN), tl.int32)
+    else:
+        total = tl.zeros((BM, BN), tl.float32)
+    for at in range(0, width, BK):
+        if TABLE:
+            x = a.load([tile * BM, at])
+        else:
+            x = rows_tile(a, row.to(tl.int64), inside, at, width, a_stride, BK, EVEN)
+        w = matrix_tile(b, column * BN, at, numbers, width, b_stride, BN, BK, TABLE, EVEN)
+        if INTEGER:
+            total = tl.dot(x, w, total, out_dtype=tl.int32)
+        else:
+            # Tensor cores keep fewer bits than float32 of what they add up.
+            total += tl.dot(x, w)
+    there = number < numbers
+    left = tl.load(a_scale + row * a_step, mask=inside, other=0.0)
+    right = tl.load(b_scale + number * b_step, mask=there, other=0.0)
+    value = total.to(tl.float32) * left[:, None] * right[None, :]
+    if bias is not None:
+        value += tl.load(bias + number, mask=there, other=0.0).to(tl.float32)[None, :]
+    to = out + row.to(tl.int64)[:, None] * out_stride + number[None, :]
+    tl.store(to, value.to(out.dtype.element_ty), mask=inside[:, None] & there[None, :])

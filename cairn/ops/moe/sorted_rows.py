@@ -1,0 +1,37 @@
+"""Rows that are sorted by expert, in definitions that read no sizes on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def owners(offsets: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """[rows] int64: the expert of each row, or -1.
+
+    Args:
+        offsets: [E] or [E + 1], the first row of each expert, ascending.
+        counts: [E], rows of each.
+    """
+    experts = counts.shape[0]
+    row = torch.arange(rows, device=counts.device)
+    if not experts:
+        return torch.full_like(row, -1)
+    first = offsets[:experts].long()
+    expert = torch.searchsorted(first, row, right=True) - 1
+    at = expert.clamp(min=0)
+    owned = (expert >= 0) & (row < first[at] + counts.long()[at])
+    return torch.where(owned, expert, -1)
+
+
+def products(
+    out: Tensor, x: Tensor, owner: Tensor, matrix: Callable[[int], Tensor], experts: int
+) -> Tensor:
+    """out [R, N] in which rows of an expert are x [R, K] float32 times matrix(expert) [K, N],
+    rounded once."""
+    for expert in range(experts):
+        own = (owner == expert).unsqueeze(1)
+        out = torch.where(own, (x @ matrix(expert)).to(out.dtype), out)
+    return out
