@@ -15,6 +15,7 @@ from cairn.specs.choice import Choice, Notes
 from cairn.specs.media import MediaLimits, MediaOptions, media_model, resolve_media
 from cairn.specs.model import ModelSpec
 from cairn.specs.options import MixerOptions, resolve_mixers
+from cairn.specs.quantization import QuantizationSpec
 from cairn.specs.speculation import NEXTN, Speculation, SpeculativeOptions, resolve_speculation
 
 GIB = 1 << 30
@@ -58,6 +59,8 @@ class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
             prefill: chunks are sized by measured step times. None: chunks keep their size.
         enable_prefix_caching: pages of finished work serve later requests.
         load_format: "auto" reads the folder's weights; "random" draws them (benchmarks).
+        quantization: "auto": as the checkpoint is; "fp8": matrices of one that is not quantised
+            become e4m3 with a scale for each row when they are read.
     """
 
     dtype: str = "auto"
@@ -75,11 +78,13 @@ class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
     itl_target_ms: float | None = None
     enable_prefix_caching: bool = True
     load_format: Literal["auto", "random"] = "auto"
+    quantization: Literal["auto", "fp8"] = "auto"
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("load_format", self.load_format, ("auto", "random"))
+        _one_of("quantization", self.quantization, ("auto", "fp8"))
         for name in ("max_model_len", "page_size", "max_num_seqs"):
             _positive(name, getattr(self, name))
         _positive("chunked_prefill_size", self.chunked_prefill_size)
@@ -161,6 +166,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
     dtype = _resolve_dtype(options, model, machine, device, notes)
     page_size = _resolve_page_size(options, model, notes)
     model = media_model(options, resolve_mixers(model, options, notes), notes)
+    model = _resolve_quantization(options, model)
     chunk = _resolve_chunk(options, device, dtype, notes)
     memory, share = _resolve_memory(options, machine, device, notes)
     speculation = resolve_speculation(options, model, notes)
@@ -210,6 +216,17 @@ def _resolve_dtype(
         return "bfloat16"
     notes.chose("dtype", model.dtype, "the checkpoint says so")
     return model.dtype
+
+
+def _resolve_quantization(options: EngineOptions, model: ModelSpec) -> ModelSpec:
+    if options.quantization == "auto":
+        return model
+    if model.quantization is not None:
+        raise BadConfig(
+            f"quantization is {options.quantization}, but the checkpoint is quantised already",
+            "Use auto",
+        )
+    return replace(model, quantization=QuantizationSpec("on_load"))
 
 
 def _resolve_kv_dtype(options: EngineOptions, dtype: str) -> str:

@@ -226,6 +226,12 @@ ENGINE = (
         type=click.Choice(["auto", "random"]),
         help="random: random weights instead of the folder's, for benchmarks.  [default: auto]",
     ),
+    click.option(
+        "--quantization",
+        type=click.Choice(["auto", "fp8"]),
+        help="fp8: matrices of a checkpoint that is not quantised become fp8 on load.  "
+        "[default: auto]",
+    ),
 )
 
 SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
@@ -245,6 +251,7 @@ ENGINE_NAMES = (
     "itl_target_ms",
     *(entry.name for entry in (*mixer_options(), *speculative_options(), *media_options())),
     "load_format",
+    "quantization",
 )
 
 

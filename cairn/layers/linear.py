@@ -30,7 +30,9 @@ class Linear(nn.Module):
 
     weight: nn.Parameter
     scale: nn.Parameter
-    """Of schemes that have one."""
+    words: nn.Parameter
+    zero: nn.Parameter
+    """Of schemes that have them."""
 
     def __init__(
         self,
@@ -90,6 +92,8 @@ class ExpertLinear(nn.Module):
 
     weight: nn.Parameter
     scale: nn.Parameter
+    words: nn.Parameter
+    zero: nn.Parameter
 
     def __init__(
         self,

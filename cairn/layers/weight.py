@@ -35,6 +35,7 @@ class Weight:
             floating-point type that converts without a scale.
         beside: further tensors of the checkpoint that the transform needs, whole; they fill
             nothing themselves.
+        squeezed: axes of one number do not count: [N, 1] may be stored as [N], [1] as a number.
     """
 
     source: str
@@ -48,6 +49,13 @@ class Weight:
     draw: Draw = "matrix"
     dtypes: tuple[str, ...] | None = None
     beside: tuple[Weight, ...] = ()
+    squeezed: bool = False
+
+    def has_shape(self, stored: tuple[int, ...]) -> bool:
+        """Whether a stored tensor of this shape is what is declared."""
+        if stored == self.shape or not self.squeezed:
+            return stored == self.shape
+        return [n for n in stored if n != 1] == [n for n in self.shape if n != 1]
 
     @property
     def place(self) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 from cairn.models import fields as reading
 from cairn.models.checkpoint import StoredRows
 from cairn.models.fields import ConfigFields, refuse
-from cairn.models.quantization import fp8_blocks
+from cairn.models.quantization import quantization_of
 from cairn.models.rope import latent_rope
 from cairn.specs.ffn import DenseFfn, FfnSpec, MoeFfn, RouterSpec
 from cairn.specs.mla import IndexerSpec, MlaSpec
@@ -107,7 +107,7 @@ def spec_from_config(
     f = ConfigFields(config, {name: "override" for name in overridden})
     own = FAMILIES[config["model_type"]]
     reading.activation_only(f)
-    quantization = fp8_blocks(f)
+    quantization = quantization_of(f)
     vocab = f.integer("vocab_size", own.vocab_size)
     hidden = f.integer("hidden_size", own.hidden_size)
     num_layers = f.integer("num_hidden_layers", own.num_layers)

@@ -12,6 +12,7 @@ from typing import Any
 from cairn.models import fields as reading
 from cairn.models.checkpoint import StoredRows
 from cairn.models.fields import ConfigFields, refuse
+from cairn.models.quantization import quantization_of
 from cairn.models.rope import attention_rope
 from cairn.specs.ffn import DenseFfn
 from cairn.specs.gqa import GqaSpec, NormWidth
@@ -96,7 +97,7 @@ def spec_from_config(
     model_type = str(config["model_type"])
     family = FAMILIES[model_type]
     f = ConfigFields(config, {name: "override" for name in overridden})
-    reading.refuse_quantized(config)
+    quantization = quantization_of(f)
     reading.activation_only(f)
     if f.flag("mlp_bias", False):
         raise refuse(
@@ -137,6 +138,7 @@ def spec_from_config(
         max_model_len=longest,
         layers=layers,
         resolved=f.resolved(),
+        quantization=quantization,
         **reading.vocabulary_fields(config, vocab, tied, stored),
     )
     f.warn_unknown(("layer_types",))

@@ -98,16 +98,17 @@ def refuse_quantized(config: Mapping[str, Any], folder: Path, tensors: Collectio
     """
     for name, value in config.items():
         # The mapping of the model's own type refuses quantization_config, by its method.
-        told = "quant" in name.lower() or name == "compression_config"
-        if told and value and name != "quantization_config":
+        marked = "quant" in name.lower() or name == "compression_config"
+        if marked and value and name != "quantization_config":
             raise refuse(name, value, "quantized weights are not supported", PLAIN_WEIGHTS)
     if not tensors:
         return
+    told = bool(config.get("quantization_config"))
     for name in QUANTIZATION_FILES:
-        if (folder / name).is_file():
+        if (folder / name).is_file() and not told:
             raise BadModel(f"{folder} has {name}: its weights are quantized", PLAIN_WEIGHTS)
     quantized = next((name for name in sorted(tensors) if QUANTIZED_TENSOR.search(name)), None)
-    if quantized is not None and not config.get("quantization_config"):
+    if quantized is not None and not told:
         raise BadModel(f"the weights in {folder} are quantized: {quantized}", PLAIN_WEIGHTS)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from cairn.models import fields as reading
 from cairn.models.checkpoint import StoredRows
 from cairn.models.fields import ConfigFields, refuse
-from cairn.models.quantization import fp8_blocks
+from cairn.models.quantization import quantization_of
 from cairn.models.rope import attention_rope
 from cairn.specs.ffn import DenseFfn, FfnSpec, MoeFfn, RouterSpec
 from cairn.specs.gqa import GqaSpec
@@ -32,7 +32,7 @@ def spec_from_config(
         BadModel: a field is of the wrong type, contradicts another or is not supported.
     """
     f = ConfigFields(config, {name: "override" for name in overridden})
-    quantization = fp8_blocks(f)
+    quantization = quantization_of(f)
     reading.activation_only(f)
     refuse_windows(f)
     vocab, hidden = f.integer("vocab_size", 151936), f.integer("hidden_size", 2048)

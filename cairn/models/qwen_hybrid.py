@@ -13,7 +13,7 @@ from typing import Any
 from cairn.models import fields as reading
 from cairn.models.checkpoint import StoredRows
 from cairn.models.fields import ConfigFields, refuse
-from cairn.models.quantization import fp8_blocks
+from cairn.models.quantization import quantization_of
 from cairn.models.qwen3_moe import experts_of, refuse_windows, sparse_layers
 from cairn.models.vision.config import vision_spec
 from cairn.specs.ffn import DenseFfn, FfnSpec
@@ -92,7 +92,7 @@ def spec_from_config(
     if nested:
         config = _text_config(config, overridden)
     f = ConfigFields(config, {name: "override" for name in overridden})
-    quantization = fp8_blocks(f)
+    quantization = quantization_of(f)
     reading.activation_only(f)
     refuse_windows(f)
     _check_gate(f)

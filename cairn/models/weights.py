@@ -140,7 +140,7 @@ def account(
         log.info("%d buffers of older exports are not read", len(others) - len(unexpected))
     filling = needed | {n for n, w in declared.items() if w.parameter is not None}
     used = [n for n in declared if n in filling and n in entries]
-    misshapen = [n for n in used if entries[n].shape != declared[n].shape]
+    misshapen = [n for n in used if not declared[n].has_shape(entries[n].shape)]
     unreadable = [
         n for n in used if entries[n].dtype not in (declared[n].dtypes or tuple(CONVERTIBLE))
     ]

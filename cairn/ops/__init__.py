@@ -44,6 +44,14 @@ from cairn.ops.flash_mla import (
     flash_mla_with_kvcache_sm90,
     get_mla_metadata,
 )
+from cairn.ops.gguf import (
+    ggml_dequantize,
+    ggml_moe_a8,
+    ggml_moe_a8_vec,
+    ggml_moe_get_block_size,
+    ggml_mul_mat_a8,
+    ggml_mul_mat_vec_a8,
+)
 from cairn.ops.grammar.apply_token_bitmask_inplace_cuda import apply_token_bitmask_inplace_cuda
 from cairn.ops.kvcacheio import (
     ring_read,
@@ -296,6 +304,12 @@ __all__ = [
     "get_cutlass_w4a8_moe_mm_data",
     "get_mla_metadata",
     "get_scheduler_metadata",
+    "ggml_dequantize",
+    "ggml_moe_a8",
+    "ggml_moe_a8_vec",
+    "ggml_moe_get_block_size",
+    "ggml_mul_mat_a8",
+    "ggml_mul_mat_vec_a8",
     "gptq_gemm",
     "gptq_marlin_gemm",
     "gptq_marlin_repack",

@@ -8,6 +8,7 @@ from cairn.ops.compile_ahead import compile_ahead
 from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.landmark.select_task import candidate_pages, short_pages
 from cairn.ops.launch_cache.plans import is_traced
+from cairn.ops.linear.scaled_launch import multiplies_codes
 from cairn.ops.linear.skinny_gemm_panel import sums_in_norm as norms_behind_sum
 from cairn.ops.moe.experts_launch import multiplies_fp8
 from cairn.ops.unchecked import unchecked
@@ -20,6 +21,7 @@ __all__ = [
     "dense_in_tiles",
     "in_tiles",
     "is_traced",
+    "multiplies_codes",
     "multiplies_fp8",
     "norms_behind_sum",
     "shared_weights",

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Literal, Self
+from typing import Self
 
 from cairn.specs.ffn import FfnSpec
 from cairn.specs.gated_delta import GatedDeltaSpec
 from cairn.specs.gqa import GqaSpec
 from cairn.specs.layer_list import format_layers
 from cairn.specs.mla import MlaSpec
+from cairn.specs.quantization import QuantizationSpec
 from cairn.specs.vision import VisionSpec
 
 ELEMENT_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -102,21 +103,6 @@ class DraftSpec:
     prefix: str
     normed: bool
     names: DraftNames = DraftNames()
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizationSpec:
-    """How matrices of a checkpoint are quantised.
-
-    Attributes:
-        scheme: name of the Linear scheme.
-        block: (rows, columns) that share a scale; "fp8_block" only.
-        plain: modules that are not quantised, by their names in the checkpoint.
-    """
-
-    scheme: Literal["fp8_block"]
-    block: tuple[int, int] = (128, 128)
-    plain: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

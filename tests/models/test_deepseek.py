@@ -164,14 +164,21 @@ def test_spellings_of_rope():
         ({"topk_group": 9}, "topk_group is 9"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.bits is None"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq': weights of HQQ are in its own"),
         (
-            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+            {
+                "quantization_config": {
+                    "quant_method": "fp8",
+                    "activation_scheme": "static",
+                    "weight_block_size": [128, 128],
+                }
+            },
             "activation_scheme is 'static'",
         ),
         (
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}},
-            "weight_block_size is None",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            "weight_block_size is .128.: not two positive integers",
         ),
         ({"hidden_act": "gelu"}, "hidden_act"),
     ],

@@ -9,6 +9,7 @@ Scales are stored as float32, or as e8m0: a byte e for 2^(e - 127), which some f
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -47,31 +48,51 @@ class Fp8BlockScheme(Scheme):
     Args:
         block: rows and columns that share a scale.
         plain: names of modules, within the one that the scheme is of, that are not quantised.
+        scale_name: of a matrix's scales.
+        patterns: regular expressions of names of further modules that are not quantised.
+        path: name of the module that the scheme is of.
     """
 
-    def __init__(self, block: tuple[int, int], plain: frozenset[str] = frozenset()) -> None:
-        self.block, self.plain = block, plain
+    def __init__(
+        self,
+        block: tuple[int, int],
+        plain: frozenset[str] = frozenset(),
+        scale_name: str = "weight_scale_inv",
+        patterns: tuple[str, ...] = (),
+        path: str = "",
+    ) -> None:
+        self.block, self.plain, self.scale_name = block, plain, scale_name
+        self.patterns, self.path = patterns, path
 
     @property
     def unpacked(self) -> Scheme:
         """Matrices are dequantised when they are read."""
-        return Fp8BlockAtLoad(self.block, self.plain)
+        return Fp8BlockAtLoad(self)
 
     def within(self, name: str) -> Scheme:
         """Plain if the part is."""
-        if name in self.plain:
+        path = f"{self.path}.{name}" if self.path else name
+        if name in self.plain or self.matches(path):
             return PlainScheme()
         inside = (x.removeprefix(f"{name}.") for x in self.plain if x.startswith(f"{name}."))
-        return Fp8BlockScheme(self.block, frozenset(inside))
+        return Fp8BlockScheme(self.block, frozenset(inside), self.scale_name, self.patterns, path)
 
     def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
         """Unpacked unless every matrix of the map is quantised, in blocks that the map has, too."""
         whole = experts or all(part.size % self.block[0] == 0 for part in parts[:-1])
         in_order = all(part.order is None for part in parts)
-        names = {name.rpartition(".")[2] for name in self.plain}
-        if whole and in_order and not any(part.name in names for part in parts):
+        if whole and in_order and not any(self.is_plain(part.name) for part in parts):
             return self
         return self.unpacked
+
+    def matches(self, path: str) -> bool:
+        """Whether a pattern says that a module is not quantised."""
+        return any(re.search(pattern, path) for pattern in self.patterns)
+
+    def is_plain(self, part: str) -> bool:
+        """Whether a matrix of this module, or of an expert of it, is not quantised."""
+        names = {name.rpartition(".")[2] for name in self.plain}
+        return part in names or self.matches(f"{self.path}.{part}")
 
     def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:
         """A tensor of matrices and one of scales, both of all experts."""
@@ -112,7 +133,7 @@ class Fp8BlockScheme(Scheme):
             shape, at = (size, linear.in_features), at_rows(expert, start, size)
             matrix = source.name(f"{name}.weight")
             found.append(Weight(matrix, shape, linear.weight, at, dtypes=("F8_E4M3",)))
-            blocks, scales = self._blocks(size, linear), source.name(f"{name}.weight_scale_inv")
+            blocks, scales = self._blocks(size, linear), source.name(f"{name}.{self.scale_name}")
             found.append(
                 Weight(
                     scales,
@@ -178,13 +199,11 @@ class Fp8BlockAtLoad(PlainScheme):
     """Matrices of the same checkpoints in the model's dtype: dequantised when they are read.
 
     Args:
-        block: rows and columns that share a scale.
-        plain: names of modules that are not quantised.
+        quantised: the scheme of the same maps with codes.
     """
 
-    def __init__(self, block: tuple[int, int], plain: frozenset[str] = frozenset()) -> None:
-        self.block = block
-        self.plain = {name.rpartition(".")[2] for name in plain}
+    def __init__(self, quantised: Fp8BlockScheme) -> None:
+        self.quantised = quantised
 
     def weights(
         self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
@@ -192,18 +211,20 @@ class Fp8BlockAtLoad(PlainScheme):
         """A matrix for each part, with its scales beside it."""
         found = super().weights(linear, source, expert)
         return [
-            weight if part.name in self.plain else self._scaled(weight)
+            weight if self.quantised.is_plain(part.name) else self._scaled(weight)
             for part, weight in zip(linear.parts, found, strict=True)
         ]
 
     def _scaled(self, plain: Weight) -> Weight:
-        rows, columns = (-(-n // size) for n, size in zip(plain.shape, self.block, strict=True))
-        name = f"{plain.source}_scale_inv"
+        rows, columns = (
+            -(-n // size) for n, size in zip(plain.shape, self.quantised.block, strict=True)
+        )
+        name = plain.source.removesuffix("weight") + self.quantised.scale_name
         scales = Weight(name, (rows, columns), None, dtypes=SCALE_DTYPES)
 
         def dequantise(stored: Tensor, scale: Tensor) -> Tensor:
             decoded = decode_scale(scale, name)
-            for axis, size in enumerate(self.block):
+            for axis, size in enumerate(self.quantised.block):
                 decoded = decoded.repeat_interleave(size, dim=axis)
             matrix = stored.float() * decoded[: stored.shape[0], : stored.shape[1]]
             return matrix if plain.transform is None else plain.transform(matrix)

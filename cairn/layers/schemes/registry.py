@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cairn.layers.schemes.base import PlainScheme, Scheme
 from cairn.layers.schemes.fp8_block import Fp8BlockScheme
-from cairn.specs.model import QuantizationSpec
+from cairn.layers.schemes.stored import DequantisedScheme, OnLoadScheme
+from cairn.specs.quantization import QuantizationSpec
 
 NESTED = "language_model."
 """In the names of a text model that is a part of another."""
@@ -17,7 +20,12 @@ def scheme_of(quantization: QuantizationSpec | None) -> Scheme:
         return PlainScheme()
     # A text model within another one is sometimes listed as if it stood alone.
     plain = frozenset(name.replace(NESTED, "") for name in quantization.plain)
-    return {"fp8_block": Fp8BlockScheme}[quantization.scheme](quantization.block, plain)
+    if quantization.scheme == "fp8_block":
+        return Fp8BlockScheme(
+            quantization.block, plain, quantization.scale_name, quantization.patterns
+        )
+    named = replace(quantization, plain=tuple(sorted(plain)))
+    return (OnLoadScheme if quantization.scheme == "on_load" else DequantisedScheme)(named)
 
 
 def scheme_within(scheme: Scheme, prefix: str) -> Scheme:

@@ -32,6 +32,12 @@ def accepts(a: Tensor, b: Tensor) -> bool:
     )
 
 
+def multiplies_codes(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels multiply rows x, in 16 bits, with codes of a dtype on tensor cores."""
+    fast = gpu.AVAILABLE and x.is_cuda and x.dtype != torch.float32
+    return fast and (dtype == torch.int8 or gpu.knows_e4m3(x.device))
+
+
 def multiply(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor
 ) -> Tensor:

@@ -40,8 +40,15 @@ def get_cutlass_w4a8_moe_mm_data(
         BadArgument: for another shape, dtype or device.
     """
     prepare_moe_input.reference(
-        *(topk_ids, expert_offsets, problem_sizes1, problem_sizes2),
-        *(input_permutation, output_permutation, num_experts, n, k),
+        topk_ids,
+        expert_offsets,
+        problem_sizes1,
+        problem_sizes2,
+        input_permutation,
+        output_permutation,
+        num_experts,
+        n,
+        k,
     )
     for sizes in (problem_sizes1, problem_sizes2):
         sizes.copy_(torch.stack((sizes[:, 1], sizes[:, 0], sizes[:, 2]), dim=1))

@@ -42,7 +42,7 @@ def es_fp8_blockwise_scaled_grouped_mm(
         BadArgument: for another shape, dtype or device.
     """
     given = (output, a, b, scales_a, scales_b, problem_sizes, expert_offsets)
-    fp8_blockwise_scaled_grouped_mm.reference(*_all_arguments(*given))
+    fp8_blockwise_scaled_grouped_mm.reference(*_all_arguments(*given))  # type: ignore[arg-type]
 
 
 def _all_arguments(

@@ -103,8 +103,10 @@ def cutlass_fp4_group_mm(
         BadArgument: for another shape, dtype or device, or a parameter that is missing.
     """
     name = "cutlass_fp4_group_mm"
+    if not isinstance(params, Mapping):
+        refuse(name, "params", f"is {type(params).__name__} {params!r}, not a mapping")
     missing = [one for one in PARAMS if one not in params]
-    if not isinstance(params, Mapping) or missing:
+    if missing:
         refuse(name, "params", f"lacks {', '.join(missing)}")
     sizes = [params[one] for one in PARAMS]
     return fp4_group_mm(a_fp4, b_fp4, a_blockscale, b_blockscale, alphas, out_dtype, *sizes)

@@ -35,3 +35,14 @@ def products(
         own = (owner == expert).unsqueeze(1)
         out = torch.where(own, (x @ matrix(expert)).to(out.dtype), out)
     return out
+
+
+def experts_of(order: Tensor, experts: Tensor, used: Tensor, block: int, places: int) -> Tensor:
+    """[places] int64: the expert of each place, or -1; see `moe_align_block_size`."""
+    owner = experts.long().repeat_interleave(block)
+    count = min(owner.shape[0], order.shape[0])
+    place, owner = order[:count].long(), owner[:count]
+    own = (torch.arange(count, device=order.device) < used) & (place >= 0) & (place < places)
+    found = torch.full((places + 1,), -1, dtype=torch.int64, device=order.device)
+    # What belongs to no place goes behind the last one.
+    return found.scatter_(0, torch.where(own, place, places), owner)[:places]

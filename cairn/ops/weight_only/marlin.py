@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT32, INT64, expect, expect_within, refuse
+from cairn.ops.moe.sorted_rows import experts_of
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import op
 from cairn.ops.weight_only import packing
@@ -61,7 +62,7 @@ def moe_marlin_gemm(
 ) -> Tensor:
     """`marlin_gemm` of each place's row with its expert's weight; see `moe_wna16_marlin_gemm`."""
     places, numbers = a.shape[0] * top_k, b_scales.shape[-1]
-    chosen = _expert_of(
+    chosen = experts_of(
         sorted_token_ids, expert_ids, num_tokens_post_padded, moe_block_size, places
     )
     out = torch.zeros(places, numbers, dtype=torch.float32, device=a.device)
@@ -82,17 +83,6 @@ def moe_marlin_gemm(
     if topk_weights is not None:
         out = out * topk_weights.reshape(-1, 1).float()
     return out.to(a.dtype)
-
-
-def _expert_of(order: Tensor, experts: Tensor, used: Tensor, block: int, places: int) -> Tensor:
-    """[places] int64: the expert of each place, or -1; see `moe_align_block_size`."""
-    owner = experts.long().repeat_interleave(block)
-    count = min(owner.shape[0], order.shape[0])
-    place, owner = order[:count].long(), owner[:count]
-    own = (torch.arange(count, device=order.device) < used) & (place >= 0) & (place < places)
-    found = torch.full((places + 1,), -1, dtype=torch.int64, device=order.device)
-    # What belongs to no place goes behind the last one.
-    return found.scatter_(0, torch.where(own, place, places), owner)[:places]
 
 
 def dequantised(

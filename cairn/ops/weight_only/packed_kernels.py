@@ -32,7 +32,7 @@ def codes_as(words, shift, BITS: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def rows_at(own, first, inside, width):
     """Numbers first .. first + 15 of rows whose addresses are `own` [BM, 1]."""
-    at = first + tl.arange(0, UNIT)
+    at = tl.arange(0, UNIT) + first
     return tl.load(own + at[None, :], mask=inside[:, None] & (at < width)[None, :], other=0.0)
 
 
@@ -77,7 +77,7 @@ def linear_packed_kernel(
     begin = tl.program_id(1) * split
     end = tl.minimum(begin + split, (width + BLOCK - 1) // BLOCK)
     for block in range(begin, end):
-        row = (block * UNIT + line).to(tl.int64)
+        row = (line + block * UNIT).to(tl.int64)
         at = words + row[:, None] * numbers + number[None, :]
         packed = tl.load(at, mask=there[None, :], other=0)
         if GROUP == 0 or GROUP % BLOCK == 0:
@@ -115,7 +115,7 @@ def sum_parts_kernel(
     inside = at < count
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts + part * count.to(tl.int64) + at, mask=inside, other=0.0)
+        total += tl.load(parts + part * count + at, mask=inside, other=0.0)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 

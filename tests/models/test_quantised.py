@@ -1,0 +1,116 @@
+"""Quantised checkpoints give what their dequantised weights give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cairn.config import EngineOptions
+from cairn.engine.build import build
+from cairn.errors import BadConfig, BadModel
+from cairn.layers.schemes.base import PlainScheme
+from cairn.layers.schemes.stored import CodesScheme, PackedScheme
+from cairn.models.registry import load_model, load_spec
+from tests.engine.harness import difference, greedy, run
+from tests.models.quantised import DENSE, FORMATS, MOE, folders
+
+PACKED = ("gptq 4", "gptq 8", "gptq v2", "awq", "w4a16", "w8a16", "w4a16 zeros")
+CODES = ("w8a8 int8", "w8a8 fp8", "w8a8 fp8 of a matrix", "fp8")
+PROMPTS = [[int(n) for n in np.random.default_rng(0).integers(0, 64, 20)]]
+
+
+def logits(folder: Path, **options: Any) -> np.ndarray:
+    """Of every token of the prompt, as log-probabilities."""
+    given = {"dtype": "float32", "device": "cpu", "page_size": 16, "kv_cache_memory": "1MiB"}
+    built = build(folder, EngineOptions(**given | options))
+    [got] = run(built, PROMPTS, greedy(1, prompt_logprobs=True))
+    return got.prompt_logprobs
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_dense_as_the_dequantised_model(form: str, tmp_path: Path) -> None:
+    stored, plain = folders(tmp_path, DENSE, form)
+    model = load_model(stored, load_spec(stored), "float32", "cpu")
+    kind = PackedScheme if form in PACKED else CodesScheme if form in CODES else object
+    assert isinstance(model.layers[0].mixer.qkv.scheme, kind)
+    assert isinstance(model.layers[1].ffn.down.scheme, PlainScheme) or form == "w8a8 fp8 blocks"
+    assert difference(logits(stored), logits(plain)) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["gptq 4", "awq", "w4a16", "w8a8 int8", "w8a8 fp8", "nvfp4"])
+def test_experts_as_of_the_dequantised_model(form: str, tmp_path: Path) -> None:
+    stored, plain = folders(tmp_path, MOE, form)
+    assert difference(logits(stored), logits(plain)) < 1e-4
+
+
+def test_fp8_on_load_rounds_every_matrix(tmp_path: Path) -> None:
+    _, plain = folders(tmp_path, DENSE, "awq")
+    got, exact = logits(plain, quantization="fp8"), logits(plain)
+    assert 1e-4 < difference(got, exact) < 1.0
+    rounded = {}
+    for name, x in load_file(plain / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            scale = x.abs().amax(1, keepdim=True) / 448
+            x = (x / scale).to(torch.float8_e4m3fn).float() * scale
+        rounded[name] = x
+    save_file(rounded, plain / "model.safetensors")
+    assert difference(got, logits(plain)) < 1e-4
+    stored, _ = folders(tmp_path / "other", DENSE, "fp8")
+    with pytest.raises(BadConfig, match="quantization is fp8, but the checkpoint is quantised"):
+        logits(stored, quantization="fp8")
+
+
+@pytest.mark.parametrize("form, end", [("awq", "scales"), ("w8a8 int8", "weight_scale")])
+def test_a_scale_of_another_shape_is_named(form: str, end: str, tmp_path: Path) -> None:
+    stored, _ = folders(tmp_path, DENSE, form)
+    tensors = load_file(stored / "model.safetensors")
+    name = f"model.layers.1.self_attn.k_proj.{end}"
+    save_file({**tensors, name: tensors[name][:-1].clone()}, stored / "model.safetensors")
+    with pytest.raises(BadModel, match=rf"misshapen: {name} is \["):
+        load_model(stored, load_spec(stored), "float32", "cpu")
+    del tensors[name]
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(BadModel, match=rf"missing: {name}"):
+        load_model(stored, load_spec(stored), "float32", "cpu")
+
+
+@pytest.mark.parametrize("form", ["gptq 4", "w8a8 fp8", "nvfp4"])
+def test_a_scale_that_is_no_number_is_named(form: str, tmp_path: Path) -> None:
+    stored, _ = folders(tmp_path, DENSE, form)
+    tensors = load_file(stored / "model.safetensors")
+    name = next(name for name in sorted(tensors) if name.endswith(("scales", "weight_scale")))
+    tensors[name].view(-1)[0] = torch.nan
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(BadModel, match=name.rpartition(".")[0]):
+        load_model(stored, load_spec(stored), "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    "method, words",
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes are quantised on load by its own library"),
+        ({"quant_method": "mlx"}, "'mlx': weights of MLX are in Apple's layout"),
+        ({"quant_method": "exl2"}, "ExLlamaV2"),
+        ({"quant_method": "new"}, "'new': quantised weights of this method, which are not"),
+        ({"quant_method": "gptq", "bits": 5}, "bits is 5: not one of 2, 3, 4, 8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemv"}, "'gemv'"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "not one group of settings"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo is 'W4A8'"),
+    ],
+)
+def test_other_methods_are_refused_by_name(method: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadModel, match=words):
+        load_spec({**DENSE, "quantization_config": method})
+
+
+def test_a_folder_may_have_gptqs_own_file_too(tmp_path: Path) -> None:
+    stored, _ = folders(tmp_path, DENSE, "gptq 4")
+    (stored / "quantize_config.json").write_text(json.dumps({"bits": 4}))
+    assert load_spec(stored).quantization is not None
